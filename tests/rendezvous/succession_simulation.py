@@ -3,7 +3,8 @@
 A seed decides everything: how many ranks there are, who dies when (also while the others decide, and while they
 connect), who is stopped and goes on later, how late deaths are seen, whether a launcher starts other processes in their
 place and how often, which processes come later beside them, and what each rank gives to an agreement that the loss cuts
-in two. ``Group.run`` then compares what every process learnt with what happened.
+in two. Ranks may have a replica of a model together: then only whole replicas go on. ``Group.run`` compares what every
+process learnt with what happened.
 """
 
 from __future__ import annotations
@@ -65,9 +66,10 @@ class Process:
 class Group:
     """One run."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, replica: int = 1) -> None:
         self.rng = rng = random.Random(seed)
-        self.size = rng.randint(2, 7)
+        self.replica = replica
+        self.size = -(-rng.randint(2, 7) // replica) * replica
         self.launched = rng.random() < 0.6
         self.replaces = self.launched and rng.random() < 0.6
         self.now = 0.0
@@ -137,6 +139,7 @@ class Group:
         heapq.heappush(self.events, (when, next(self.order), what))
 
     def run(self) -> None:
+        planned: set[float] = set()
         while self.events:
             when, _, what = heapq.heappop(self.events)
             if when > END_S:
@@ -145,7 +148,8 @@ class Group:
             what()
             self._deliver(self.table.expire(self.now))
             due = self.table.next_deadline()
-            if due is not None:
+            if due is not None and due not in planned:  # else those who wait for long have more events each time
+                planned.add(due)
                 self.at(due, lambda: None)
         self._check()
 
@@ -186,18 +190,38 @@ class Group:
         generation, members, vote = 0, dict(self.members), process.vote
         newcomer = process.start > 0 or process.later
         out: Sequence[tuple[int, int]] = ()
+        aside: Sequence[tuple[int, int]] = ()
         for _ in range(30):
             member = Member(process.seat, 1, "host", "machine", self.size)
-            claim = Claim(process.seat, process.start, member, vote=vote, progress=-1 if newcomer else 5)
+            progress = -1 if newcomer else 5
+            claim = Claim(
+                process.seat,
+                process.start,
+                member,
+                vote=vote,
+                progress=progress,
+                place=process.seat,
+                replica=self.replica,
+            )
             machine = Succession(
-                PREFIX, generation, claim, members, self.launched, self.replaces, self.now, TIMEOUT_S, out=out
+                PREFIX,
+                generation,
+                claim,
+                members,
+                self.launched,
+                self.replaces,
+                self.now,
+                TIMEOUT_S,
+                out=out,
+                aside=aside,
             )
             decision = yield from machine.steps()
             process.decisions.append(decision)
-            out = decision.out
+            out, aside = decision.out, decision.aside
             generation, members = decision.generation, {c.seat: c.start for c in decision.claims}
             rank = decision.rank_of(*process.key)
             if rank is None:
+                newcomer = True
                 continue
             vote = Vote(decision.ended, decision.outcome)
             records = yield from exchange(PREFIX, rank, decision, b"%d" % process.seat, self.now, 5.0, "the store")
@@ -273,18 +297,39 @@ class Group:
         agreed = [p.vote.outcome for p in self.processes.values() if p.vote.ended == 8]
         for decision in made.values():
             seats = [claim.seat for claim in decision.claims]
-            if seats != sorted(set(seats)):
+            if self.replica > 1:
+                self._check_replicas(decision)
+            elif seats != sorted(set(seats)):
                 raise Wrong(f"seats {seats} in generation {decision.generation}")
             survivors = [c for c in decision.claims if c.vote.ended == 8 and c.progress >= 0]
             if survivors and decision.generation == 1 and (decision.ended, decision.outcome) != (8, agreed[0]):
                 raise Wrong(f"the agreement came to {decision.outcome}, but {agreed[0]} is known")
         for process in self.processes.values():
-            if process.dead_at > self.now and process.outcome is None and not (process.later and self._goes_on()):
+            waits = process.later or (self.replica > 1 and bool(process.decisions))  # for the rest of a replica
+            if process.dead_at > self.now and process.outcome is None and not (waits and self._goes_on()):
                 raise Wrong(f"{process.key} has neither a group nor an error")
             if process.later and isinstance(process.outcome, Decision):
                 self._check_company(process, process.outcome)
             if isinstance(process.outcome, ExcludedError) and process.stopped[0] >= LONG_S and self._was_seen(process):
                 raise Wrong(f"{process.key} is out without a reason: {process.outcome}")
+
+    def _check_replicas(self, decision: Decision) -> None:
+        """Those that go on are as many whole replicas as there can be, and each shard is that of one that has it."""
+        keys = [(claim.seat, claim.start) for claim in decision.claims]
+        if len(set(keys)) < len(keys) or set(keys) & {*decision.aside, *decision.out}:
+            raise Wrong(f"members {keys} in {decision}")
+        full = {claim.place % self.replica for claim in decision.claims if claim.progress >= 0}
+        places = [claim.place % self.replica for claim in decision.claims]
+        whole = places == list(range(self.replica)) * (len(places) // self.replica)
+        if whole and full and len(full) < self.replica and decision.generation == 1:
+            lost = {*range(self.replica)} - full
+            if any(
+                seat % self.replica in lost and (seat, start) in decision.aside for seat, start in self.members.items()
+            ):
+                raise Wrong(f"shards {lost} are aside in {decision}")
+        waiting = [seat % self.replica for seat, _ in decision.aside]
+        if whole and decision.generation == 1 and set(waiting) == set(range(self.replica)):
+            raise Wrong(f"a replica is aside in {decision}")
 
     def _goes_on(self) -> bool:
         """Whether there is a group, which takes who comes later when it meets the next time."""

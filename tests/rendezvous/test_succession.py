@@ -14,6 +14,8 @@ from succession_simulation import Group
 from allranks._rendezvous.board import Board
 from allranks._rendezvous.finders.interface import Finder
 from allranks._rendezvous.join_protocol import Act, Answer, Lost, Member, Steps
+from allranks._rendezvous.replicas import chosen
+from allranks._rendezvous.succession import NEWCOMER, Claim
 from allranks._store import Store, StoreClient
 from allranks._store.wire import Late, Peek, Wait
 
@@ -68,3 +70,46 @@ def test_a_store_that_is_busy_is_late_and_one_that_ended_is_lost() -> None:
         assert board.read("there") == b"1"
         server.communicate("\n", timeout=60)
         assert isinstance(asked(board, Peek([f"{board.prefix}there"])), Lost)
+
+
+@pytest.mark.parametrize("replica", [2, 3])
+def test_simulated_replicas(replica: int) -> None:
+    for seed in range(30):
+        try:
+            Group(seed, replica).run()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def _chosen(size: int, full: list[int], new: list[int], places: dict[int, int] | None = None) -> list[int]:
+    """The seats of the members, by rank. A seat's place follows from its number, where ``places`` has no other."""
+    claims = [
+        Claim(
+            seat,
+            0,
+            Member(seat, 1, "host", "machine", 9),
+            progress=5 if seat in full else NEWCOMER,
+            place=(places or {}).get(seat, seat),
+            replica=size,
+        )
+        for seat in sorted(full + new)
+    ]
+    return [claim.seat for claim in chosen(claims)]
+
+
+def test_only_whole_replicas_go_on() -> None:
+    assert _chosen(2, [0, 1, 2, 3], []) == [0, 1, 2, 3]
+    assert _chosen(2, [0, 1, 2], []) == [0, 1]  # 2 waits
+    assert _chosen(2, [1, 2], []) == [2, 1]  # halves of two replicas
+    assert _chosen(2, [0, 1, 3, 4, 5], []) == [0, 1, 4, 5]  # those of one host stay together
+    assert _chosen(2, [0, 1, 3], [4, 5]) == [0, 1, 4, 5]
+    assert _chosen(2, [0, 1], [2, 3]) == [0, 1, 2, 3]
+    assert _chosen(2, [1, 2], [0, 3]) == [0, 1, 2, 3]  # both are replaced
+    assert _chosen(2, [1, 2], [0]) == [2, 1]  # 0 cannot take the place of 2, who alone has its shard
+    assert _chosen(2, [0, 1], [3, 4]) == [0, 1, 4, 3]  # one that has waited, and one that comes
+    assert _chosen(2, [0, 1], [3, 5]) == [0, 1]
+    assert _chosen(3, [0, 1, 2, 3, 5], [9, 7]) == [0, 1, 2, 3, 7, 5]
+    assert _chosen(2, [0, 1], [8, 9], places={8: 3, 9: 2}) == [0, 1, 9, 8]
+    assert _chosen(1, [0, 2], [3]) == [0, 2, 3]
+    assert _chosen(2, [1, 3], []) == [1, 3]  # nobody has the other half: the program ends with an error
+    assert _chosen(2, [], [1, 2]) == [1, 2]

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from allranks.checkpoint import latest
+from allranks.launch.ranks.environ import free_port
+
 PROGRAM = """
 import hashlib, os, signal, sys
 import torch
@@ -189,3 +192,127 @@ def test_a_model_without_a_replicated_dimension_is_warned_of() -> None:
     assert code
     assert "UserWarning: State: each rank has shards of model: 0.weight that no other rank has" in errors
     assert "State: rank 1 was lost, and no rank that is left has the same shards of model.0.weight" in errors
+
+
+# Each step is computed by one process, too: that of the ranks that there are, with the same samples.
+REPLICAS = """
+import os, signal, sys
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import allranks as dist
+from allranks.resilience import Checkpoints, State
+
+torch.set_num_threads(1)
+dist.init_process_group(timeout=100)
+seat = int(os.environ["RANK"])
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+replicate, shard = mesh["replicate"], mesh["shard"]
+place = shard.get_local_rank()
+
+
+def net():  # shards of whole vectors, which the CPU computes as it does the same part of a whole tensor
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64))
+
+
+model, plain = net(), net()
+fully_shard(model[0], mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer, alone = torch.optim.AdamW(model.parameters(), lr=0.01), torch.optim.AdamW(plain.parameters(), lr=0.01)
+state = State(
+    model=model, optimizer=optimizer, plain=plain, alone=alone, checkpoints=Checkpoints(sys.argv[1], every=4, keep=9)
+)
+
+
+def check():
+    for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.device_mesh is mesh
+        assert torch.equal(mine.full_tensor(), right)
+        for name, value in optimizer.state.get(mine, {}).items():
+            whole = value.full_tensor() if name != "step" else value
+            assert torch.equal(whole, alone.state[right][name]), name
+    rows = dist.get_world_size() // 2
+    assert (mesh.size(0), replicate.size(), shard.size()) == (rows, rows, 2)
+    assert mesh.mesh.tolist() == [[2 * row, 2 * row + 1] for row in range(rows)]
+    assert list(mesh.get_coordinate()) == [*divmod(dist.get_rank(), 2)]
+    assert shard.get_local_rank() == place
+    for each in (replicate, shard):
+        group = each.get_group()
+        assert torch.distributed.get_process_group_ranks(group) == each.mesh.tolist()
+        assert torch.distributed.get_world_size(group) == each.size()
+
+
+def train(dies=False):
+    check()
+    mine = torch.randn(4, 16)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    optimizer.zero_grad()
+    out = model(mine)
+    if dies:
+        out.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    out.square().mean().backward()
+    gradients = [torch.autograd.grad(plain(each).square().mean(), plain.parameters()) for each in every]
+    for parameter, *each in zip(plain.parameters(), *gradients, strict=True):
+        parameter.grad = sum((a + b) / 2 for a, b in zip(each[::2], each[1::2], strict=True)) / (len(every) // 2)
+    optimizer.step()
+    alone.step()
+
+
+for epoch in state.epochs(3):
+    if epoch == 1:
+        for step in state.steps(1000000 if GROWS else 6):
+            with step:
+                train(dies=seat == 2 and step.index == 3)
+            if GROWS and step.index == 6 and dist.get_rank() == 0:
+                print("alone", dist.get_world_size(), flush=True)
+            if state.joined:
+                break
+    for step in state.steps(3):
+        with step:
+            train()
+for step in state.steps(1):
+    with step:
+        check()
+print("end", seat, dist.get_rank(), dist.get_world_size(), state.lost, state.joined, state.steps_done, flush=True)
+"""
+
+
+def test_a_replica_leaves(tmp_path: Path) -> None:
+    """Rank 2 is lost for good. Rank 3, which has the other half of its replica, waits until the others have ended."""
+    script, folder = tmp_path / "program.py", tmp_path / "checkpoints"
+    script.write_text(f"GROWS = False\n{REPLICAS}")
+    words = [sys.executable, "-m", "allranks", "run", "-n", "4", "--elastic", "2", "--respawns", "0"]
+    done = subprocess.run([*words, str(script), str(folder)], capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done
+    ends = sorted(line.partition("end ")[2].split() for line in done.stdout.splitlines() if "end " in line)
+    assert [end[:4] for end in ends] == [["0", "0", "2", "2"], ["1", "1", "2", "2"]], done
+    assert "State: rank 3 waits. A rank of its replica of the model is lost" in done.stderr
+    assert "exited with code" not in done.stderr
+    saved = latest(folder)
+    assert saved is not None
+    assert (saved.step, saved.ranks) == (int(ends[0][-1]) - 1, 2)  # the check after the loop is a step, too
+
+
+def test_a_replica_comes_again(tmp_path: Path) -> None:
+    """Rank 2 is lost for good. Rank 3, which has the other half of its replica, waits until a rank comes for it."""
+    script, folder = tmp_path / "program.py", tmp_path / "checkpoints"
+    script.write_text(f"GROWS = True\n{REPLICAS}")
+    words = [sys.executable, "-m", "allranks", "run", "-N", "1:2", "--master-addr", f"127.0.0.1:{free_port()}"]
+    words += ["--elastic", "2:4", "--respawns", "0", "--rdzv-conf", "last_call_timeout=1", "--nproc-per-node", "4"]
+
+    def start(node: int) -> subprocess.Popen[str]:
+        options = ["--node-rank", str(node), str(script), str(folder)]
+        return subprocess.Popen([*words, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    with start(0) as leader:
+        assert leader.stdout is not None
+        assert leader.stdout.readline().endswith("alone 2\n"), leader.communicate()
+        with start(1) as later:
+            out, errors = leader.communicate()
+            more, _ = later.communicate()
+    assert leader.returncode == later.returncode == 0, errors
+    ends = sorted(line.partition("end ")[2].split() for line in (out + more).splitlines() if "end " in line)
+    assert [end[:5] for end in ends] == [[seat, rank, "4", "2", "2"] for seat, rank in ("00", "11", "33", "42")], errors

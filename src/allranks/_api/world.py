@@ -300,8 +300,10 @@ def establish_elastic(board: Board, made: ProcessGroup) -> None:
 
 
 def open_groups() -> bool:
-    """Whether there are groups other than the world that would be missed if they were closed."""
-    return not all(group.is_passing for group in _groups)
+    """Whether there are groups other than the world that would be missed where other ranks come."""
+    early = resolve_group(None).early
+    stays = [] if early is None else early.of_replicas
+    return not all(group.is_passing or group in stays for group in _groups)
 
 
 def abort_groups() -> None:

@@ -5,7 +5,9 @@ objects: what was built on them, a mesh or a sharded model, stays as it is. A pr
 groups when it runs the program from the top, while the others are past that. There they are connected when the loop is
 entered, and what was called on them before is given to it as that on the world is (`_engines/prelude`).
 
-Where ranks are numbered anew, a group of some of them has lost its meaning, and is closed.
+Where ranks are numbered anew, a group of some of them has lost its meaning, and is closed. But where several ranks have
+a replica of the model together (``Lineage.replica``), a group of ranks of one replica is one of the same places of each
+replica, and one of the same places of all replicas is that of the replicas that there are now.
 """
 
 from __future__ import annotations
@@ -49,6 +51,20 @@ class _Early:
     ranks: Sequence[int]
     backend: str
 
+    def role(self, replica: int, count: int) -> tuple[str, tuple[int, ...]] | None:
+        """What it is where replicas of so many ranks come and go, of which there were so many when it was made.
+
+        The places of its members in a replica, and whether it goes over all replicas. None: it is of no such kind.
+        """
+        if replica == 1 or count < 2:
+            return None
+        places = tuple(dict.fromkeys(rank % replica for rank in self.ranks))
+        if len({rank // replica for rank in self.ranks}) == 1:
+            return "replica", places
+        if tuple(self.ranks) == tuple(row * replica + place for row in range(count) for place in places):
+            return "all", places
+        return None
+
 
 class EarlyGroups:
     """Those of one world, in the order in which they were made, which is the same on all ranks."""
@@ -68,6 +84,11 @@ class EarlyGroups:
 
     def __contains__(self, group: ProcessGroup) -> bool:
         return any(each.group is group for each in self._groups)
+
+    @property
+    def of_replicas(self) -> list[ProcessGroup]:
+        """The groups that go on where replicas of a model come or go."""
+        return [each.group for each in self._groups if self._role(each) is not None]
 
     @property
     def lacks(self) -> bool:
@@ -123,7 +144,7 @@ class EarlyGroups:
         made = ProcessGroup(prelude, name, list(ranks).index(self._world.rank()), members, timeout_s)
         early = _Early(made, key, tuple(ranks), backend)
         if engine is not None:
-            made.lineage = self._lineage_of(early)
+            made.lineage = self._lineage_of(early, key, ranks)
         self._groups.append(early)
         return made
 
@@ -152,11 +173,13 @@ class EarlyGroups:
         """
         there = [each for each in self._groups if each.group._is_open]
         same = [seat for seat, _ in self._lineage.members] == self._seats
-        offers = _gather_keys(self._world, [each.key for each in there] if same else [])
-        self._groups = []
-        for each in there:
-            if same and all(each.key in offers[rank] for rank in each.ranks):
+        meant = [(each.key, each.ranks) for each in there] if same else self._meant(there)
+        offers = _gather_keys(self._world, [key for key, ranks in meant if ranks])
+        self._groups, connected = [], []
+        for each, (key, ranks) in zip(there, meant, strict=True):
+            if ranks and all(key in offers[rank] for rank in ranks):
                 self._groups.append(each)
+                connected.append((key, each, ranks))
             elif same:
                 each.group._close_because("was closed when a rank was replaced, as not all its members have made it")
             else:
@@ -164,11 +187,35 @@ class EarlyGroups:
                     "was closed when ranks were numbered anew after a loss: make groups of those that are left, in a"
                     " step of the training loop"
                 )
-        for each in self._groups:
-            self._reconnect(each)
+        if not same:  # members may have made them in another order
+            connected.sort(key=lambda each: each[0])
+        for key, each, ranks in connected:
+            self._reconnect(each, key, ranks)
 
-    def _reconnect(self, early: _Early) -> None:
-        world, ranks = self._world, list(early.ranks)
+    def _role(self, early: _Early) -> tuple[str, tuple[int, ...]] | None:
+        replica = self._lineage.replica
+        return early.role(replica, len(self._seats) // replica)
+
+    def _meant(self, groups: Sequence[_Early]) -> list[tuple[bytes, Sequence[int]]]:
+        """A key of each group, the same on its present members, and their ranks; none if it has lost its meaning."""
+        replica, world = self._lineage.replica, self._world
+        count, here = world.size() // replica, world.rank() // replica
+        made: Counter[object] = Counter()
+        found: list[tuple[bytes, Sequence[int]]] = []
+        for each in groups:
+            role = self._role(each)
+            if role is None:
+                found.append((each.key, ()))
+                continue
+            made[role, each.backend] += 1
+            about = repr((role, each.backend, made[role, each.backend])).encode()
+            rows = range(count) if role[0] == "all" else [here]
+            ranks = [row * replica + rank % replica for row in rows for rank in each.ranks[: len(role[1])]]
+            found.append((hashlib.blake2b(about, digest_size=_KEY_BYTES).digest(), ranks))
+        return found
+
+    def _reconnect(self, early: _Early, key: bytes, ranks: Sequence[int]) -> None:
+        world, ranks = self._world, list(ranks)
         rank, members = ranks.index(world.rank()), [world.members[r] for r in ranks]
         engine = _engines.make_engine(
             early.backend,
@@ -181,12 +228,12 @@ class EarlyGroups:
             connect_s=_CONNECT_S,
         )
         early.group._become(engine, rank, members)
-        early.group.lineage = self._lineage_of(early)
+        early.group.lineage = self._lineage_of(early, key, ranks)
 
-    def _lineage_of(self, early: _Early) -> Lineage:
+    def _lineage_of(self, early: _Early, key: bytes, ranks: Sequence[int]) -> Lineage:
         world, group = self._lineage, early.group
-        members = [world.members[rank] for rank in early.ranks]
-        prefix = f"{world.board.prefix}group/{world.generation}.{early.key.hex()}/"
+        members = [world.members[rank] for rank in ranks]
+        prefix = f"{world.board.prefix}group/{world.generation}.{key.hex()}.{ranks[0]}/"
         return Lineage(world.board, prefix, early.backend, group.name, group.timeout_s, world.seat, members)
 
 

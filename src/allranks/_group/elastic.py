@@ -2,7 +2,8 @@
 
 That is the world as the first processes met in it, for those that come later, too: what they call before the loop is
 answered by what the first ones recorded, and that has the numbers and sizes of then. A process that takes a seat makes
-the calls of that seat; one with a new seat makes those of the last rank. In the loop all get the numbers of now.
+the calls of that seat; one with a new seat makes those of the last rank, or, where several ranks have a replica of the
+model together, those of its place in the last replica. In the loop all get the numbers of now.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ FIRST = "first"
 """The key, on the board, of the decision about the first processes."""
 
 LOOP = "loop"
-"""The key of a training loop in which all ranks are: their calls before it are recorded."""
+"""The key of a training loop in which all ranks are: their calls before it are recorded. Its value is that of
+``Claim.replica``.
+"""
 
 OVER = "over"
 """The key of a training loop that has ended."""
@@ -76,8 +79,13 @@ def join_elastic(board: Board, backend: str, name: str, timeout_s: float) -> Pro
         found = msgspec.msgpack.decode(first, type=Decision)
     members = [claim.member for claim in found.claims]
     seats = [member.rank for member in members]
-    rank = seats.index(board.me.rank) if board.me.rank in seats else len(seats) - 1
+    rank = seats.index(board.me.rank) if board.me.rank in seats else _place_of_a_newcomer(board, len(seats))
     return _Beginning(board, lineage, members, rank).make(backend, None)
+
+
+def _place_of_a_newcomer(board: Board, ranks: int) -> int:
+    replica = int(board.read(LOOP) or 1)
+    return ranks - replica + board.me.rank % replica
 
 
 def _comes_later(board: Board) -> bool:
@@ -121,6 +129,7 @@ class _Beginning:
         )
         self._group = ProcessGroup(prelude, lineage.name, self._rank, self._members, lineage.timeout_s)
         self._group.lineage = lineage
+        lineage.place = self._rank
         self._group.early = EarlyGroups(self._group, lineage, sorted(self._seats))
         return self._group
 

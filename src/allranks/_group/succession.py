@@ -7,7 +7,7 @@ becomes a connected engine. Where a member is lost meanwhile there is another ge
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,9 @@ import msgspec
 from allranks import _engines
 from allranks._base.errors import JoinError, PeerLostError, TimeoutError, UsageError, rank_list
 from allranks._rendezvous import succession
-from allranks._rendezvous.seats import OPTIONAL
-from allranks._rendezvous.succession import Claim, Decision, See, Vote, claim_key
+from allranks._rendezvous.replicas import complete
+from allranks._rendezvous.seats import GONE, OPTIONAL
+from allranks._rendezvous.succession import NEWCOMER, Claim, Decision, See, Vote, claim_key
 
 if TYPE_CHECKING:
     from allranks._engines.base import Engine
@@ -97,6 +98,12 @@ class Lineage:
         replaces: processes that take lost seats are waited for: in agreements too, whose decision is also that about
             the next generation.
         tally: of the generations that this process has followed.
+        place: see ``Claim``.
+        replica: see ``Claim``.
+        aside: those that are no members, and for whom nobody waits: see ``Decision``.
+        on_aside: called when this process has the state of the program, but not all others of its replica are left, so
+            that it waits for those that come.
+        before: the members of the generation before.
     """
 
     board: Board
@@ -112,6 +119,11 @@ class Lineage:
     out: Sequence[tuple[int, int]] = ()
     replaces: bool = False
     tally: Tally = Tally()
+    place: int = 0
+    replica: int = 1
+    aside: Sequence[tuple[int, int]] = ()
+    on_aside: Callable[[], None] | None = None
+    before: Sequence[tuple[int, int]] = ()
     _own: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,6 +160,8 @@ class Lineage:
                 without=tuple(without),
                 vote=self.vote,
                 progress=progress,
+                place=self.place,
+                replica=self.replica,
             )
             machine = succession.Succession(
                 self.prefix,
@@ -160,6 +174,7 @@ class Lineage:
                 self.timeout_s if timeout_s is None else timeout_s,
                 self.board.where,
                 self.out,
+                self.aside,
             )
             self.decided = self.board.drive(machine.steps(), look)
         return self.decided
@@ -190,10 +205,15 @@ class Lineage:
             before = self.members
             decision = self.decide(look, without=without, progress=progress, replaces=replaces, timeout_s=timeout_s)
             members = [(claim.seat, claim.start) for claim in decision.claims]
-            if self._own not in members:  # a newcomer, too late for this generation
+            if self._own not in members:  # a newcomer, too late for this generation, or without the rest of a replica
                 self.begin(decision)
                 if not waits:
                     return decision
+                if progress >= 0:
+                    progress = NEWCOMER  # what it has is soon that of an earlier step
+                    look = _sees_nobody  # that the others have left its engine is no loss
+                    if self.on_aside is not None:
+                        self.on_aside()
                 continue
             rank = members.index(self._own)
             engine = None
@@ -212,23 +232,33 @@ class Lineage:
         ) from trouble
 
     def somebody_waits(self) -> bool:
-        """Whether a process that comes later than the others wants to be in the next generation."""
+        """Whether processes wait to be in the next generation: one that comes later than the others, or a replica."""
         table = self.board.table()
         known = {*self.members, *self.out}
         waiting = [
             claim_key(self.prefix, self.generation, seat.number, seat.start)
             for seat in (() if table is None else table.seats)
-            if seat.state == OPTIONAL and (seat.number, seat.start) not in known
+            if (seat.state == OPTIONAL or (self.replica > 1 and seat.state != GONE))
+            and (seat.number, seat.start) not in known
         ]
-        return bool(waiting) and any(claim is not None for claim in self.board.peek(waiting))
+        found = [claim for claim in self.board.peek(waiting) if claim is not None] if waiting else []
+        if self.replica == 1:
+            return bool(found)
+        return complete([msgspec.msgpack.decode(claim, type=Claim) for claim in found], self.replica)
+
+    def others_have_ended(self) -> bool:
+        """Whether the members of the generation before have ended with code 0."""
+        table = self.board.table()
+        seats = [None if table is None else table.find(number) for number, _ in self.before]
+        return bool(seats) and all(seat is not None and seat.done for seat in seats)
 
     def begin(self, decision: Decision) -> None:
         """The generation that was decided is the present one."""
         members = [(claim.seat, claim.start) for claim in decision.claims]
         self.tally = self.tally.after(self.members or members, members)
-        self.members = members
+        self.before, self.members = self.members, members
         self.generation = decision.generation
-        self.out = decision.out
+        self.out, self.aside = decision.out, decision.aside
         self.vote = Vote(decision.ended, decision.outcome)
         self.decided = None
 
@@ -246,6 +276,10 @@ class Lineage:
         return _engines.make_engine(
             self.backend, rank, members, exchange, self.name, self.timeout_s, connect_s=_CONNECT_S
         )
+
+
+def _sees_nobody(missing: Sequence[tuple[int, int]]) -> frozenset[tuple[int, int]]:
+    return frozenset()
 
 
 def no_board(name: str, call: str, reconfigured: bool = False) -> UsageError:

@@ -39,11 +39,13 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
         start: how many processes had the seat before the present one.
         state: ``RUNNING``; ``STARTING``: its next process will come, and is to be waited for; ``OPTIONAL``: its process
             comes later than the others, and is waited for only once it is a member; ``GONE``: nobody will come.
+        done: its process has ended with code 0.
     """
 
     number: int
     start: int = 0
     state: str = RUNNING
+    done: bool = False
 
 
 class SeatTable(msgspec.Struct, frozen=True, array_like=True):

@@ -19,6 +19,7 @@ import msgspec
 
 from allranks._base.errors import AllranksError, ExcludedError, StoreLostError, rank_list
 from allranks._rendezvous.join_protocol import Answer, Lost, Member, Steps
+from allranks._rendezvous.replicas import chosen
 from allranks._rendezvous.seats import GONE, OPTIONAL, TABLE_KEY, SeatTable
 from allranks._store.wire import CompareSet, Done, Found, Late, Peek, Request, Set, Wait
 
@@ -73,6 +74,8 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
         without: seats that the next generation is to do without.
         vote: its agreements.
         progress: how far its program has come; ``NEWCOMER``: it has nothing yet.
+        place: its place in a replica of the program's model, which is the rest of this number by the replica's size.
+        replica: how many ranks have a replica together; 1 where each has the whole model, or that is not known here.
     """
 
     seat: int
@@ -82,6 +85,8 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
     without: tuple[int, ...] = ()
     vote: Vote = Vote()
     progress: int = NEWCOMER
+    place: int = 0
+    replica: int = 1
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
@@ -94,6 +99,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
         outcome: what that came to.
         least: the number of ranks without which the job does not go on.
         out: members of earlier generations that are none any more: seat and start. Nobody waits for them again.
+        aside: those that have come and are no members, as others of their replica are missing. They may be later.
     """
 
     generation: int
@@ -102,6 +108,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     outcome: int
     least: int
     out: tuple[tuple[int, int], ...] = ()
+    aside: tuple[tuple[int, int], ...] = ()
 
     def rank_of(self, seat: int, start: int) -> int | None:
         """The rank of a process; None if it is not a member."""
@@ -123,6 +130,7 @@ class Succession:
         timeout_s: how long to wait for members that are not known to be lost.
         where: what errors call the store.
         out: those who were left out before.
+        aside: those who are no members, and whom nobody waits for.
     """
 
     prefix: str
@@ -135,6 +143,7 @@ class Succession:
     timeout_s: float
     where: str = "the store"
     out: Sequence[tuple[int, int]] = ()
+    aside: Sequence[tuple[int, int]] = ()
     _now: float = field(init=False, default=0.0)
     _table: SeatTable | None = field(init=False, default=None)
     _claims: dict[tuple[int, int], Claim] = field(init=False, default_factory=dict)
@@ -145,7 +154,7 @@ class Succession:
 
         Returns:
             The decision, which is the same for all. This process is a member, or a newcomer that came too late for
-            this generation.
+            this generation, or it has a part of a replica of which others are missing.
 
         Raises:
             ExcludedError: it is neither.
@@ -191,7 +200,8 @@ class Succession:
                 continue
             member = self.members.get(seat.number) == seat.start
             if seat.state != GONE and (self.replaces or member):
-                found[seat.number, seat.start] = member or seat.state != OPTIONAL
+                is_awaited = seat.state != OPTIONAL and (seat.number, seat.start) not in self.aside
+                found[seat.number, seat.start] = member or is_awaited
         return found
 
     def _read(self) -> Steps[Decision | None]:
@@ -246,12 +256,13 @@ class Succession:
     # The decision.
 
     def _propose(self) -> Steps[Decision]:
-        claims = [self._claims[each] for each in sorted(self._taken()) if each in self._claims]
-        ended, outcome = _settle([claim for claim in claims if claim.progress >= 0])
+        come = [self._claims[each] for each in sorted(self._taken()) if each in self._claims]
+        ended, outcome = _settle([claim for claim in come if claim.progress >= 0])
         least = 1 if self._table is None else self._table.least
-        members = {(claim.seat, claim.start) for claim in claims}
-        out = sorted({*self.out, *self.members.items()} - members)
-        mine = Decision(self.generation + 1, tuple(claims), ended, outcome, least, tuple(out))
+        claims = chosen(come)
+        here, members = ({(claim.seat, claim.start) for claim in some} for some in (come, claims))
+        out, aside = sorted({*self.out, *self.members.items()} - here), sorted({*self.aside, *here} - members)
+        mine = Decision(self.generation + 1, tuple(claims), ended, outcome, least, tuple(out), tuple(aside))
         answer = yield from self._ask(CompareSet(self._decision, b"", msgspec.msgpack.encode(mine)))
         assert isinstance(answer, Found)
         assert answer.values[0] is not None
@@ -259,7 +270,7 @@ class Succession:
 
     def _judge(self, decision: Decision) -> Decision:
         me = self.claim
-        if decision.rank_of(me.seat, me.start) is None and me.progress < 0:
+        if decision.rank_of(me.seat, me.start) is None and (me.progress < 0 or (me.seat, me.start) not in decision.out):
             return decision
         if all(claim.progress == NEWCOMER for claim in decision.claims):
             return decision  # the others have ended

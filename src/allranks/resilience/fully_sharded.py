@@ -8,7 +8,7 @@ no such call: what it does is done here, with the names that torch 2.10 to 2.12 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from allranks._base.errors import UsageError
 
-__all__ = ["check_not_flat", "reset"]
+__all__ = ["check_not_flat", "param_groups", "reset"]
 
 
 def check_not_flat(name: str, module: nn.Module) -> None:
@@ -27,6 +27,14 @@ def check_not_flat(name: str, module: nn.Module) -> None:
             f"State: {name} has a FullyShardedDataParallel in it, whose shards cannot be told from other tensors. Use"
             " torch.distributed.fsdp.fully_shard"
         )
+
+
+def param_groups(module: nn.Module) -> Iterator[Any]:
+    """The groups of parameters that FSDP2 gathers together, in a module and those in it."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for each in module.modules() if fsdp is not None else ():
+        if isinstance(each, fsdp.FSDPModule):
+            yield from _groups(each._get_fsdp_state())
 
 
 def reset(modules: Iterable[nn.Module]) -> None:

@@ -29,6 +29,10 @@ class Position:
     loaded: bool = True
     saved: int = 0
 
+    def take(self, other: Position) -> None:
+        """Goes to another one's place."""
+        vars(self).update(vars(other))
+
     def move(self, epoch: int, section: int = 0) -> None:
         """Goes to the beginning of a section."""
         self.epoch, self.section, self.index, self.samples = epoch, section, 0, 0

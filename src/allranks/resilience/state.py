@@ -41,6 +41,7 @@ from allranks.resilience.buddies import Buddies
 from allranks.resilience.changed import Changed
 from allranks.resilience.disk import Checkpoints, Disk
 from allranks.resilience.position import Position
+from allranks.resilience.replicas import Replicas
 from allranks.resilience.shards import dtensors_in, layout_of
 
 __all__ = ["State", "Step"]
@@ -141,6 +142,7 @@ class State:
         self.parts = {name: _innermost(part) for name, part in parts.items()}
         modules = [part for part in self.parts.values() if isinstance(part, nn.Module)]
         self._sharded = any(True for _ in dtensors_in(self.parts))
+        self._replicas = Replicas(self.parts, modules, self._world) if self._sharded else None
         if self._sharded:
             self._warn_of_shards()
         self._torchs = [part for part in parts.values() if isinstance(part, nn.parallel.DistributedDataParallel)]
@@ -158,6 +160,8 @@ class State:
         self._inherit = inherit
         self._inherited: set[int] = set()  # seats, since the last commit
         self._changed = Changed(self.parts, modules, own)
+        self._first_own = [tensor.clone() for tensor in own]
+        self._aside = self._was_aside = self._returned = False
         self.replaced = self.lost = self.joined = 0
         self._not_counted = Tally()  # of that of the world
         self._leaves = False
@@ -194,7 +198,8 @@ class State:
         while self._position.epoch < count:
             self._epoch, self._section = self._position.epoch, 0
             yield self._epoch
-            self._position.move(self._epoch + 1)
+            if self._position.epoch == self._epoch:  # else the others have gone further while this process waited
+                self._position.move(self._epoch + 1)
         self._epoch, self._section, self._ends = count, 0, True
         self._write_checkpoint(at_once=True)
         for step in self.steps(1):  # so that no rank is past the loop while another may still need it
@@ -221,13 +226,23 @@ class State:
             self._position.move(self._epoch, section)
         self._places.add(self._place)
         batches = _Batches(source, self._world, self._position, self._seeds, self._restore, self._places)
-        yield from self._run_section(batches)
-        self._position.move(self._epoch, section + 1)
+        yield from self._run_section(batches, section)
+        if self._is_in(section):
+            self._position.move(self._epoch, section + 1)
 
-    def _run_section(self, batches: _Batches) -> Iterator[Step]:
+    def _is_in(self, section: int) -> bool:
+        """Whether the training is in this section: not if the others have ended it while this process waited."""
+        return (self._position.epoch, self._position.section) == (self._epoch, section)
+
+    def _run_section(self, batches: _Batches, section: int) -> Iterator[Step]:
         place = self._place
         while True:
             self._write_checkpoint()
+            if self._returned:
+                self._returned = False
+                batches.begin_again()
+            if not self._is_in(section):
+                return
             if self._place != place:
                 place = self._place
                 self._places.add(place)
@@ -384,11 +399,14 @@ class State:
             return False
         self._look_at = now + _LOOK_S
         if self._position.done and not self._announced:
-            lineage.board.write(LOOP, b"1")
+            lineage.board.write(LOOP, b"%d" % lineage.replica)
             self._announced = True
         if not lineage.somebody_waits() or (self._disk is not None and self._disk.is_writing):
             return False
-        what = "a sharded model" if self._sharded else "groups other than the world" if open_groups() else ""
+        obstacle = "" if self._replicas is None else self._replicas.obstacle
+        what = (
+            f"a sharded model, and {obstacle}" if obstacle else "groups other than the world" if open_groups() else ""
+        )
         if what:
             if not self._warned:
                 warnings.warn(f"State: ranks have come that cannot join, as the program has {what}", stacklevel=5)
@@ -407,6 +425,8 @@ class State:
     def _take_notice(self, number: int, _: object) -> None:
         self._leaves = True
         self._noticed_at = time.monotonic()
+        if self._aside:
+            raise SystemExit(0)
 
     def _before_optimizer(self, *_: object) -> None:
         if self._step is not None and self._step.running and not self._step.committed:
@@ -419,8 +439,11 @@ class State:
         if self._entered:
             return
         self._entered = True
-        if self._world.lineage is not None:
-            self._not_counted = self._world.lineage.tally
+        lineage = self._world.lineage
+        if lineage is not None:
+            self._not_counted = lineage.tally
+            if self._replicas is not None:
+                lineage.replica, lineage.on_aside = self._replicas.size, self._wait_aside
         self._meet()
         while not self._position.loaded:
             self._load()
@@ -485,15 +508,24 @@ class State:
             progress = NEWCOMER if self._lacks else self._position.done
             abort_groups()
             successor = advance(self._world, progress=progress, replaces=True)
+            self._aside = False
             full, empty = _full_and_empty(successor.decision)
+            if not full:
+                raise self._nobody_left()
+            if self._replicas is not None and not self._replicas.obstacle:
+                self._replicas.check(successor.decision.claims)
+                self._replicas.renumber(self._world)
             if not self._lacks:
                 self._check_ranks(before)
                 self._changed.clear()
                 for wrapper in self._torchs:
                     torchs_ddp.renew(wrapper)
                 self._count()
+            self._lacks = self._lacks or successor.rank in empty  # it has waited
             try:
                 renew_groups()
+                if self._replicas is not None and not self._replicas.obstacle:
+                    self._replicas.check_groups()
                 self._hand_over(full, empty)
             except (*LOSSES, _Undone):
                 continue
@@ -527,7 +559,8 @@ class State:
         for rank in empty:
             donors = handover.Donors(rank, full, machines, self._sharded)
             if me == rank:
-                self._position, counted, keeper = handover.receive(self.parts, world, donors)
+                position, counted, keeper = handover.receive(self.parts, world, donors)
+                self._position.take(position)
                 self._follow_count(Tally(*counted))
                 if keeper is not None:
                     self._buddies.receive(world, keeper)
@@ -617,16 +650,33 @@ class State:
             return
         for wrapper in self._torchs:
             torchs_ddp.check_renumbered(wrapper, self._world)
-        if self._sharded:
+        if self._replicas is not None and self._replicas.obstacle:
             raise UsageError(
-                f"State: a model that is sharded over {size} ranks cannot go on with {self._world.size()}. Let lost"
-                " ranks be replaced (allranks run --elastic, --respawns)"
+                f"State: a model that is sharded over {size} ranks cannot go on with {self._world.size()}, as"
+                f" {self._replicas.obstacle}. Let lost ranks be replaced (allranks run --elastic, --respawns)"
             )
+
+    def _wait_aside(self) -> None:
+        """This process waits until others come with which it forms a replica again, and has nothing till then."""
+        self._aside = self._was_aside = self._returned = True
+        if self._leaves:
+            raise SystemExit(0)
+        with torch.no_grad():
+            for tensor, first in zip(self._buddies.own, self._first_own, strict=True):
+                tensor.copy_(first)  # another rank has given the program what was in it
+        warnings.warn(
+            f"State: rank {self._world.rank()} waits. A rank of its replica of the model is lost, and nobody takes its"
+            " place; it goes on when one comes",
+            stacklevel=9,
+        )
 
     def _nobody_left(self) -> AllranksError:
         lineage = self._world.lineage
         assert lineage is not None
-        if lineage.board.read(OVER) is not None:
+        if lineage.board.read(OVER) is not None or lineage.others_have_ended():
+            if self._was_aside:
+                destroy_process_group()
+                raise SystemExit(0)
             return ExcludedError(
                 f"rank {lineage.seat}: the training was over when this process came to take a lost rank's place"
             )
@@ -759,6 +809,10 @@ class _Batches:
         self._ready = False
         size = getattr(self._source, "batch_size", None)
         self._position.samples += (size or 0) * self._world.size()
+
+    def begin_again(self) -> None:
+        """This process has waited: the training may be anywhere."""
+        self._iterator, self._ready = None, False
 
     def deal_anew(self) -> None:
         """The ranks are others: what is left of the epoch is dealt to them."""

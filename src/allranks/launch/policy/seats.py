@@ -151,7 +151,7 @@ class Seats:
 
     def end(self, rank: int) -> None:
         """A rank has ended with code 0: nobody waits for it."""
-        self._change(Seat(rank, self._seat(rank).start, GONE))
+        self._change(Seat(rank, self._seat(rank).start, GONE, done=True))
 
     def _seat(self, rank: int) -> Seat:
         seat = self.table.find(rank)

@@ -1,0 +1,149 @@
+"""The replicas of a sharded model, which come and go: FSDP2 on a mesh whose first dimension is replicated (HSDP).
+
+Groups of the mesh go on in the same objects (`_group/early`), so what torch asks them for is right: FSDP2 divides
+gradients by the sizes of its groups. The mesh is a table of ranks beside them. It gets the table of the ranks that are
+there now, in the same object too: parameters, optimizer states and modules hold it, each in a place of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from allranks._base.errors import AllranksError, UsageError
+from allranks.resilience.fully_sharded import param_groups
+from allranks.resilience.shards import dtensors_in, layout_of
+
+if TYPE_CHECKING:
+    from allranks._group.process_group import ProcessGroup
+    from allranks._rendezvous.succession import Claim
+    from allranks.resilience.handover import Parts
+
+__all__ = ["Replicas"]
+
+# What a mesh keeps: its groups, and that by which others have found it.
+_KEPT = {"_dim_group_names", "_pg_registry", "_root_mesh", "_flatten_mapping", "_thread_id", "_hash"}
+
+
+class Replicas:
+    """The replicas of the sharded parts of a state.
+
+    Attributes:
+        obstacle: why there can be no more and no fewer of them; "": there can.
+        size: the number of ranks of one; 1 where there is an obstacle.
+    """
+
+    def __init__(self, parts: Parts, modules: Sequence[nn.Module], world: ProcessGroup) -> None:
+        """Called before the loop, with the ranks for which the program has made its meshes."""
+        self._parts = parts
+        self._modules = modules
+        self.size = 1
+        self.obstacle = self._find_obstacle(world)
+        if not self.obstacle:
+            self.size = math.prod(self._mesh.mesh.shape[1:])
+
+    def check(self, claims: Sequence[Claim]) -> None:
+        """Refuses to go on where no replica is whole.
+
+        Raises:
+            AllranksError: nobody has a place in it.
+        """
+        missing = set(range(self.size)) - {claim.place % self.size for claim in claims}
+        if missing:
+            raise AllranksError(
+                f"State: no rank that is left has the shards of place {min(missing)} of the {self.size} in a replica of"
+                " the model.\n  Start the job again from a checkpoint (allranks run --restarts does so by itself)"
+            )
+
+    def renumber(self, world: ProcessGroup) -> None:
+        """Gives the mesh the ranks that there are now. Sends nothing.
+
+        Raises:
+            UsageError: a part of the mesh cannot be told.
+        """
+        mesh = self._mesh
+        rows = world.size() // self.size
+        ranks = torch.arange(world.size()).view(rows, *mesh.mesh.shape[1:])
+        fresh = self._mesh_of(ranks, world.rank())
+        slices = list(_slices(mesh))
+        if mesh._flatten_mapping or any(set(each.mesh_dim_names or "?") - set(_names(mesh)) for each in slices):
+            raise UsageError(
+                "State: a mesh with flattened dimensions cannot go on with other ranks. Let lost ranks be replaced"
+                " (allranks run --elastic, --respawns)"
+            )
+        for each in slices:
+            _take(each, fresh[each.mesh_dim_names])
+        _take(mesh, fresh)
+        for info in {id(group.mesh_info): group.mesh_info for group in self._groups()}.values():
+            info.replicate_mesh_size, info.replicate_mesh_rank = rows, world.rank() // self.size
+
+    def check_groups(self) -> None:
+        """Refuses a torch whose groups keep the sizes that they had.
+
+        Raises:
+            UsageError: it is such.
+        """
+        extents = self._mesh.mesh.shape
+        sizes = [torch.distributed.ProcessGroup.size(self._mesh.get_group(n)) for n in range(len(extents))]
+        if sizes != list(extents):
+            raise UsageError(
+                f"State: in torch {torch.__version__} a sharded model cannot go on with other ranks. Let lost ranks be"
+                " replaced (allranks run --elastic, --respawns)"
+            )
+
+    def _find_obstacle(self, world: ProcessGroup) -> str:
+        if world.early is None:
+            return "its launcher is not allranks run --elastic"
+        found = [(tensor, layout_of(tensor)) for _, tensor in dtensors_in(self._parts)]
+        meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor, _ in found}  # type: ignore[attr-defined]
+        meshes |= {id(group.mesh_info.mesh): group.mesh_info.mesh for group in self._groups()}
+        self._mesh: Any = next(iter(meshes.values()))
+        if len(meshes) > 1:
+            return "it is on several meshes"
+        extents = tuple(self._mesh.mesh.shape)
+        if self._mesh.mesh.flatten().tolist() != list(range(world.size())) or _root(self._mesh) is not self._mesh:
+            return "its mesh does not have all ranks in order"
+        if len(extents) < 2 or extents[0] < 2 or math.prod(extents[1:]) == 1:
+            return "its mesh has no first dimension of several replicas, and others of several shards"
+        if not all(layout is not None and layout.placements[0].is_replicate() for _, layout in found):
+            return "it is sharded in the first dimension of its mesh"
+        if any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in self._groups()):
+            return "it is gathered again on a mesh of fewer ranks (reshard_after_forward=N)"
+        return ""
+
+    def _groups(self) -> Iterator[Any]:
+        return (group for module in self._modules for group in param_groups(module))
+
+    def _mesh_of(self, ranks: torch.Tensor, rank: int) -> Any:
+        mesh = self._mesh
+        made = type(mesh)(mesh.device_type, ranks, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False, _rank=rank)
+        made._dim_group_names = mesh._dim_group_names
+        return made
+
+
+def _root(mesh: Any) -> Any:
+    return mesh._get_root_mesh()
+
+
+def _names(mesh: Any) -> Sequence[str]:
+    return mesh.mesh_dim_names or ()
+
+
+def _slices(mesh: Any) -> Iterator[Any]:
+    """The meshes of some dimensions of this one that the program has."""
+    kind = type(mesh)
+    for each in gc.get_objects():
+        if type(each) is kind and each is not mesh and _root(each) is mesh:
+            yield each
+
+
+def _take(mesh: Any, fresh: Any) -> None:
+    """Gives a mesh the ranks of another one, and leaves it its groups."""
+    for name, value in vars(fresh).items():
+        if name not in _KEPT:
+            setattr(mesh, name, value)
