@@ -40,16 +40,17 @@ QUICK = {
 }  # fmt: skip
 # The files that take longest, which are begun first: no worker of pytest-xdist then ends alone with a long one.
 LONG = {
+    "checkpoint": ("trainers",),
     "conformance": ("torch_suite",),
     "engines": ("mpi",),
     "faults": ("forks",),
-    "hosts": ("hosts", "launch_ssh", "networks"),
-    "house": ("examples", "master_worker_page"),
+    "hosts": ("hosts", "launch_ssh", "networks", "training_hosts"),
+    "house": ("examples", "master_worker_page", "tutorial", "wheel"),
     "launch": ("launch_ranks", "torchrun"),
     "parallel": ("ddp", "digits"),
     "plugin": ("programs_of_torch",),
     "remote": ("bootstrap", "capture_changes"),
-    "resilience": ("elastic", "fully_sharded", "random_faults"),
+    "resilience": ("deaths", "elastic", "fully_sharded", "random_faults"),
     "tools": ("bench",),
 }
 

@@ -69,7 +69,6 @@ def test_a_program_that_is_not_made_for_losses_ends_with_the_cause(tmp_path: Pat
     assert "resilience" in done.stderr
 
 
-@pytest.mark.timeout(300)  # each rank that takes a lost one's place imports scikit-learn
 def test_chaos_ends_with_the_weights_of_a_calm_run(tmp_path: Path) -> None:
     def weights(*options: str) -> tuple[int, str]:
         words = [

@@ -127,7 +127,7 @@ class Jobs:
         finally:
             self.hosts.plug(host)
 
-    def left(self, patience_s: float = 5.0) -> dict[int, str]:
+    def left(self, patience_s: float = 15.0) -> dict[int, str]:
         """What is still there after a while."""
         until = time.monotonic() + patience_s
         while (left := self.new_processes()) and time.monotonic() < until:
@@ -136,7 +136,7 @@ class Jobs:
 
 
 @contextlib.contextmanager
-def jobs(hosts: Cluster, environ: Mapping[str, str], folder: Path, patience_s: float = 5.0) -> Iterator[Jobs]:
+def jobs(hosts: Cluster, environ: Mapping[str, str], folder: Path, patience_s: float = 15.0) -> Iterator[Jobs]:
     """What starts jobs on hosts. In the end, after ``patience_s``, no process may be left."""
     made = Jobs(hosts, environ, folder)
     yield made
