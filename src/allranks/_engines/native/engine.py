@@ -586,13 +586,16 @@ class NativeWork(OperandsWork):
         if self._error is not None:
             raise self._error
         try:
-            self._engine.wait(self, seconds_of(timeout) if timeout else -1.0)
+            self._await(seconds_of(timeout) if timeout else -1.0)
         except AllranksError as error:
             if self.done():
                 self._error = error
             raise
         self._finish()
         return True
+
+    def _await(self, timeout_s: float) -> None:
+        self._engine.wait(self, timeout_s)
 
     def source_rank(self) -> int:
         assert self.request is not None
@@ -625,19 +628,11 @@ class PlainWork(NativeWork):
     def verb(self) -> str:  # type: ignore[override]
         return self.request.about[0]
 
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        if self._finished:
-            return True
-        if self._error is not None:
-            raise self._error
-        try:
-            self.request.wait(seconds_of(timeout) if timeout else -1.0)
-        except AllranksError as error:
-            if self.done():
-                self._error = error
-            raise
+    def _await(self, timeout_s: float) -> None:
+        self.request.wait(timeout_s)
+
+    def _finish(self) -> None:
         self._finished = True
-        return True
 
 
 def work_of(started: _core.Started, ranks: int) -> Work:
