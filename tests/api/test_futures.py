@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as td
 
 import allranks as dist
 from allranks.testing import run_ranks
@@ -80,6 +81,23 @@ def test_callbacks_that_wait_and_call(engine: str) -> None:
         while sum(thread.name == "allranks-callbacks" for thread in threading.enumerate()) > 1:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        dist.destroy_process_group()
+
+    run_ranks(2, body, init=False)
+
+
+@pytest.mark.parametrize("engine", ["native", "gloo"])
+def test_who_has_waited_for_the_work_has_the_value(engine: str) -> None:
+    def body() -> None:
+        dist.init_process_group(engine, timeout=30)
+        dist.torch_group()
+        for i in range(200):
+            ways = (dist.all_reduce, td.all_reduce)
+            work = ways[i % 2](torch.full((2,), float(i)), async_op=True)
+            assert work is not None
+            future = work.get_future()
+            work.wait()
+            assert future.value()[0].tolist() == [2.0 * i] * 2
         dist.destroy_process_group()
 
     run_ranks(2, body, init=False)

@@ -49,6 +49,10 @@ class Call(Protocol):
         """How the end of the call is noticed; where the core reports it, by this ticket."""
         ...
 
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        ...
+
     def result(self) -> Any:
         """Waits; returns the call's tensors."""
         ...
@@ -198,6 +202,12 @@ def _future_class() -> Any:
             if not self.done():
                 self.complete()
             return super().wait()
+
+        def value(self) -> Any:
+            # Who has waited for the work need not know of the thread that completes its future.
+            if not self.done() and self.work.is_completed():
+                self.wait()
+            return super().value()
 
     return CallFuture
 
