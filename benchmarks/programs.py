@@ -2,7 +2,8 @@
 
     python benchmarks/programs.py --json benchmarks/programs.json      # or: make bench-programs
 
-The programs come from packages on PyPI and are not changed. They are installed into an environment of their own,
+The programs come from packages on PyPI and are not changed. Dask, DeepSpeed and Ray Train have none that runs by itself
+on CPUs: theirs are in benchmarks/programs/. Packages are installed into an environment of their own,
 build/programs-venv, laid over this one. Runs alternate, so that a machine whose speed drifts slows both alike; medians
 are compared. What a program prints of its training, and the weights it saves, must be the same bit for bit, unless
 two runs on gloo differ as well.
@@ -33,9 +34,12 @@ FOLDER = ROOT / "build" / "programs"
 PACKAGES = (
     "accelerate==1.15.0",
     "datasets==5.2.0",
+    "deepspeed==0.19.8",
+    "distributed==2026.8.0",  # Dask's
     "fairscale==0.4.13",
     "jsonargparse[signatures]==4.53.0",
     "lightning==2.6.6",
+    "ray[train]==2.60.0",
     "requests",  # torchvision's
     "scikit-learn",
     "transformers==5.23.0",
@@ -54,6 +58,8 @@ ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TMPDIR": str(FOLDER / "tmp"),
     "PYTHONWARNINGS": "ignore",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TORCH_EXTENSIONS_DIR": str(FOLDER / "extensions"),
 }
 
 
@@ -62,7 +68,8 @@ class Program:
     name: str
     package: str
     script: str
-    """A file, or ``-m module``. ``{site}`` is the environment's site-packages, ``{folder}`` where the data are."""
+    """A file, or ``-m module``. ``{site}`` is the environment's site-packages, ``{folder}`` where the data are, and
+    ``{ours}`` where the programs are that are ours."""
     args: str = ""
     ranks: int = 2
     results: str = ""
@@ -132,6 +139,33 @@ PROGRAMS = (
         per_second=True,
         spawns=True,
     ),
+    Program(
+        "two groups of Dask's workers, DDP",
+        "distributed",
+        "{ours}/dask_group.py",
+        results="result: .*",
+        spawns=True,
+        asks="--backend allranks",
+    ),
+    Program(
+        "TorchTrainer, DDP",
+        "ray[train]",
+        "{ours}/ray_train.py",
+        results="result: .*",
+        spawns=True,
+        asks="--backend allranks",
+    ),
+    *(
+        Program(
+            f"ZeRO, stage {stage}",
+            "deepspeed",
+            "{ours}/deepspeed_zero.py",
+            f"--stage {stage}",
+            results="result: .*",
+            asks="--backend allranks",
+        )
+        for stage in (1, 3)
+    ),
 )
 
 # What the programs read; nothing can be downloaded. Run in their environment.
@@ -183,7 +217,22 @@ def environment():
     # Lightning's documentation begins its command line with these two lines.
     (FOLDER / "lightning_cli.py").write_text("from lightning.pytorch.cli import LightningCLI\n\nLightningCLI()\n")
     digits(FOLDER / "tmp" / "MNIST" / "raw", images=64)
+    compile_deepspeed(python)
     return python
+
+
+def compile_deepspeed(python):
+    """What DeepSpeed else compiles in its first run. Each start waits for the lock that a killed build has left."""
+    extensions = Path(ENVIRONMENT["TORCH_EXTENSIONS_DIR"])
+    for lock in extensions.glob("**/lock"):
+        lock.unlink()
+    code = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as Builder; Builder().load(verbose=False)"
+    run_quietly(python, "-c", code, **ENVIRONMENT, PATH=path_of(python))
+
+
+def path_of(python):
+    """With ninja, which torch's compilation of extensions needs."""
+    return os.pathsep.join([str(python.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def site_packages():
@@ -191,8 +240,11 @@ def site_packages():
     return VENV / "lib" / version / "site-packages"
 
 
-def run_quietly(*command):
-    done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def run_quietly(*command, **environ):
+    words = [str(part) for part in command]
+    done = subprocess.run(
+        words, env={**os.environ, **environ}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(str(part) for part in command)[:200]} failed:\n{done.stdout[-4000:]}")
 
@@ -223,11 +275,11 @@ class Run:
 def run(python, program, mode):
     """Runs the program once. ``mode``: gloo, instead (of gloo), or asks (for us by name). None: it hung."""
     out = FOLDER / "out" / f"{PROGRAMS.index(program)} {mode} {time.monotonic_ns()}"
-    places = {"site": site_packages(), "folder": FOLDER, "out": out}
+    places = {"site": site_packages(), "folder": FOLDER, "out": out, "ours": ROOT / "benchmarks" / "programs"}
     args = [part.format(**places) for part in f"{program.script} {program.args}".split()]
     if mode == "asks":
         args += program.asks.split()
-    environ = {**os.environ, **ENVIRONMENT}
+    environ = {**os.environ, **ENVIRONMENT, "PATH": path_of(python)}
     command = [str(python), *args]
     if program.spawns:
         environ["ALLRANKS_INSTEAD_OF_GLOO"] = str(int(mode == "instead"))

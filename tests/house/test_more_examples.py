@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support.shown import assert_as_shown
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 UNSET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in UNSET}
@@ -28,51 +30,76 @@ class Dies(torch.optim.AdamW):
     made = 0
     def step(self, *args, **kwargs):
         Dies.made += 1
-        if Dies.made == 70 and (os.environ["RANK"], os.environ["ALLRANKS_START"]) == ("1", "0"):
+        if Dies.made == KILLED_IN and os.environ["RANK"] in THOSE and os.environ.get("ALLRANKS_START", "0") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(*args, **kwargs)
 
 torch.optim.AdamW = Dies
-runpy.run_path(sys.argv[1], run_name="__main__")
+runpy.run_path(PROGRAM, run_name="__main__")
 """
 
 
-def test_gpt_survives_a_rank(tmp_path: Path) -> None:
-    """The losses are those of a training that nobody killed."""
-    example = str(EXAMPLES / "gpt/train.py")
-    (tmp_path / "killed.py").write_text(KILLED.replace("sys.argv[1]", repr(example)))
-    calm = said(*LAUNCHED, example, "--steps", "100")
+@pytest.fixture(scope="module")
+def calm() -> str:
+    """What the training of 120 steps prints that nobody kills."""
+    return said(*LAUNCHED, EXAMPLES / "gpt/train.py", "--steps", "120")
+
+
+def killed(folder: Path, step: int, ranks: str, options: list[str], arguments: list[str]) -> tuple[str, str]:
+    """The same with these ranks killed in this step: what it prints, and what the launcher says."""
+    program = folder / "killed.py"
+    names = {"KILLED_IN": str(step), "THOSE": repr(ranks), "PROGRAM": repr(str(EXAMPLES / "gpt/train.py"))}
+    program.write_text(re.sub("KILLED_IN|THOSE|PROGRAM", lambda name: names[name[0]], KILLED))
     done = subprocess.run(
-        [*LAUNCHED, "--elastic", "1", str(tmp_path / "killed.py"), "--steps", "100"],
+        [*LAUNCHED, *options, str(program), "--steps", "120", *arguments],
         env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "was killed by SIGKILL; started again" in done.stderr
-    assert done.stdout == calm
+    return done.stdout, done.stderr
+
+
+def test_gpt(calm: str) -> None:
+    assert_as_shown("gpt", calm)
     assert (found := re.search(r"step 100: loss ([\d.]+)", calm))
     assert float(found[1]) < 1.9
+
+
+def test_gpt_survives_a_rank(tmp_path: Path, calm: str) -> None:
+    """The losses are those of a training that nobody killed."""
+    printed, told = killed(tmp_path, 70, "1", ["--elastic", "1"], [])
+    assert "was killed by SIGKILL; started again" in told
+    assert printed == calm
+
+
+def test_gpt_survives_all_its_ranks(tmp_path: Path, calm: str) -> None:
+    """It goes on from its checkpoint of step 100."""
+    printed, told = killed(tmp_path, 110, "01", ["--restarts", "1"], ["--checkpoints", str(tmp_path / "kept")])
+    assert "was killed by SIGKILL" in told
+    assert "starting again (1 of 1)" in told
+    assert printed == calm
 
 
 @pytest.mark.parametrize(("ranks", "options"), [("2", []), ("3", ["--quantise"])])
 def test_diloco(ranks: str, options: list[str]) -> None:
     printed = said(*LAUNCHED[:-1], ranks, EXAMPLES / "diloco/train.py", *options)
-    assert (found := re.fullmatch(r"\[0\] ([\d.]+)% after 300 steps in [\d.]+ s\n", printed))
-    assert float(found[1]) > 85
+    assert_as_shown("diloco", printed)
+    assert float(printed.split()[1].removesuffix("%")) > 85
 
 
 def test_parameter_server() -> None:
-    line = said(*LAUNCHED[:-1], "3", EXAMPLES / "parameter_server/train.py", "--updates", "120")
-    assert (found := re.fullmatch(r"\[0\] 240 gradients, 120 of each worker: accuracy (\d+)%\n", line))
-    assert int(found[1]) > 80
+    printed = said(*LAUNCHED[:-1], "3", EXAMPLES / "parameter_server/train.py", "--updates", "120")
+    assert_as_shown("parameter_server", printed)
+    assert "240 gradients, 120 of each worker" in printed
+    assert int(printed.split()[-1].removesuffix("%")) > 80
 
 
-@pytest.mark.parametrize("way", ["fsdp", "tensor"])
-def test_sharded(way: str) -> None:
-    assert "as one process: True" in said(*LAUNCHED, EXAMPLES / "sharded/train.py", way)
+def test_sharded() -> None:
+    assert_as_shown(
+        "sharded", "".join(said(*LAUNCHED, EXAMPLES / "sharded/train.py", way) for way in ("fsdp", "tensor"))
+    )
 
 
 def test_sweep() -> None:
-    lines = said(sys.executable, EXAMPLES / "sweep/sweep.py").splitlines()
-    assert len(lines) == 4
-    assert lines[-1].startswith("best learning rate: ")
-    assert lines[-1].removeprefix("best learning rate: ") in ("0.1", "0.32", "1")
+    printed = said(sys.executable, EXAMPLES / "sweep/sweep.py")
+    assert_as_shown("sweep", printed)
+    assert printed.splitlines()[-1].removeprefix("best learning rate: ") in ("0.1", "0.32", "1")

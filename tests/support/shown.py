@@ -1,0 +1,21 @@
+"""What examples/README.md shows of an example's output, against what the example prints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+README = Path(__file__).parents[2] / "examples" / "README.md"
+SECTION = re.compile(r"^## (\w+):.*?\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
+OUTPUT = re.compile(r"^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+NUMBER = re.compile(r"\b[0-9a-f]{12}\b|\d[\d.,]*(e-\d+)?")  # or a fingerprint of weights
+
+
+def assert_as_shown(example: str, printed: str) -> None:
+    """The lines are those of the page, in its order, but for numbers and for how often a line of a kind comes."""
+    (output,) = OUTPUT.findall(dict(SECTION.findall(README.read_text()))[example])
+    assert _kinds(printed) == _kinds(output), printed
+
+
+def _kinds(output: str) -> list[str]:
+    return list(dict.fromkeys(NUMBER.sub("#", line) for line in output.splitlines()))
