@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -206,13 +207,15 @@ def test_the_world_by_other_names() -> None:
     run_ranks(2, body)
 
 
-def test_a_missing_rank_is_named_by_a_barrier_with_a_timeout() -> None:
+@pytest.mark.parametrize("barrier", [dist.monitored_barrier, dist.barrier])
+@pytest.mark.parametrize("timeout", [timedelta(seconds=0.3), 0.3])
+def test_a_missing_rank_is_named_by_a_barrier_with_a_timeout(barrier: Any, timeout: timedelta | float) -> None:
     def body() -> str:
         if dist.get_rank() == 1:
             time.sleep(1)
             return ""
         with pytest.raises(dist.TimeoutError) as caught:
-            dist.monitored_barrier(timeout=timedelta(seconds=0.3))
+            barrier(timeout=timeout)
         return str(caught.value)
 
     assert "rank 1 (" in run_ranks(3, body)[0]

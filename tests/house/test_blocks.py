@@ -1,13 +1,12 @@
 """Every code block of the documents has a test: the one that runs it, or that runs what it is a part of.
 
-Commands that need several hosts, a scheduler, or minutes are not run as they stand; tests in tests/hosts, tests/launch
-and tests/tools run such. Here the command's own parser reads each of them, so that no document has an unknown option.
+Commands are run by test_commands_of_pages.py, where they need no other hosts, scheduler, or minutes. Here the command's
+own parser reads each of them, so that no document has an unknown option.
 """
 
 import importlib
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,22 +14,14 @@ import pytest
 from allranks._base.console import collecting_help
 from allranks.launch.arguments.options import parse
 from allranks.tools.commands import COMMANDS
+from support.pages import OUTPUT, ROOT, blocks, commands, is_shell
 
-ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "examples/README.md",
     *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
 ]
-FENCE = re.compile(r"^```([^`\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-INDENTED = re.compile(r"(?:^|\n\n)((?:    .*\n?|\n(?=    ))+)")
-OUTPUT = re.compile(
-    r"\[0\]|allranks run:|\$ allranks trace show|(Mismatch|PeerLost|Checkpoint)Error:|4 ranks on 2 hosts|Not all ranks|"
-    r"checkpoints/\n|node0: checkpoints/|AllranksError\(|>>> print"
-)
-"""How blocks begin that show what is printed or written; the words of errors are in tests/house/texts.txt."""
-
 PYTHON = {
     "README.md": "house/test_docs.py",
     "docs/index.md": "house/test_docs.py",
@@ -74,34 +65,6 @@ OTHERS = {
     ("README.md", "state = dist.resilience.State(model=model"): "resilience/",
     ("README.md", 'torch.distributed.init_process_group("allranks")'): "plugin/",
 }
-
-SHELL = re.compile(
-    r"allranks |make |git |source |python |srun |sbatch |mpirun |mpiexec |pip |openssl |export |for |done|cd "
-    r"|torchrun |(\.\./base/)?\.venv/bin/|\.\./base/"
-)
-
-
-def blocks(page: str) -> Iterator[tuple[str, str]]:
-    """Language and text of each block; an indented one has no language."""
-    text = (ROOT / page).read_text()
-    for language, block in FENCE.findall(text):
-        if not language.startswith("{"):  # what Sphinx does
-            yield language, block
-    for block in INDENTED.findall(re.sub(FENCE, "", text)):
-        plain = re.sub(r"^    ", "", block.lstrip("\n"), flags=re.MULTILINE)
-        if plain.strip() and not re.match(r"\s*[-*|] ", plain):
-            yield "", plain
-
-
-def commands(block: str) -> list[str]:
-    """The lines of a block that a shell runs, without comments and without variables before the command."""
-    lines = block.replace("\\\n", " ").splitlines()
-    plain = [re.sub(r"(^|\s)#.*", "", re.sub(r"^(?:\w+=\S* )+", "", line.strip())).strip() for line in lines]
-    return [line for line in plain if line]
-
-
-def is_shell(block: str) -> bool:
-    return all(SHELL.match(line) or OUTPUT.match(line) for line in commands(block))
 
 
 @pytest.mark.parametrize("page", PAGES)

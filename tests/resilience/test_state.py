@@ -116,6 +116,23 @@ def test_hand_written_updates_commit_by_hand() -> None:
     assert found[0] == found[1] == sum(range(20))
 
 
+def test_a_step_after_which_the_program_leaves_the_loop_is_counted() -> None:
+    def main() -> list[int]:
+        state = dist.resilience.State(weight=torch.zeros(1))
+        counted = []
+        for within in (False, True):
+            for step in state.steps(10):
+                with step:
+                    if within and step.index == 3:
+                        break
+                if step.index == 3:
+                    break
+            counted.append(state.steps_done)
+        return counted
+
+    assert run_ranks(2, main) == [[4, 8]] * 2
+
+
 def test_steps_that_are_not_protected_and_wrong_parts_are_refused() -> None:
     def main() -> None:
         with pytest.raises(dist.UsageError, match=r"State: x is a list\. Expected a module"):

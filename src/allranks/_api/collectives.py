@@ -732,24 +732,27 @@ def barrier(
     group: Group = ...,
     async_op: Literal[False] = ...,
     device_ids: Sequence[int] | None = ...,
-    timeout: timedelta | None = ...,
+    timeout: timedelta | float | None = ...,
 ) -> None: ...
 @overload
 def barrier(
     group: Group = ...,
     async_op: Literal[True] = ...,
     device_ids: Sequence[int] | None = ...,
-    timeout: timedelta | None = ...,
+    timeout: timedelta | float | None = ...,
 ) -> Work: ...
 @overload
 def barrier(
-    group: Group = ..., async_op: bool = ..., device_ids: Sequence[int] | None = ..., timeout: timedelta | None = ...
+    group: Group = ...,
+    async_op: bool = ...,
+    device_ids: Sequence[int] | None = ...,
+    timeout: timedelta | float | None = ...,
 ) -> Work | None: ...
 def barrier(
     group: ProcessGroup | None = None,
     async_op: bool = False,
     device_ids: Sequence[int] | None = None,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
 ) -> Work | None:
     """Returns when every rank of the group has called it.
 
@@ -757,7 +760,7 @@ def barrier(
         group: None is the world.
         async_op: return at once, with a Work.
         device_ids: for torch's signature; groups are bound to no device.
-        timeout: of this call, a timedelta (no number of seconds); None: the group's.
+        timeout: of this call, a timedelta or seconds; None: the group's.
 
     Returns:
         A Work if ``async_op``, else None.

@@ -250,14 +250,17 @@ class State:
             if not batches.prepare():
                 return
             step = self._step = Step(self, batches.batch, self._position.index)
-            yield step
+            try:
+                yield step
+            finally:  # also where the program leaves the loop by `break`
+                self._step = None
+                if step.committed:
+                    batches.take()
+                    self._position.index += 1
+                    self._position.done += not self._ends
             if not step.entered:
                 raise UsageError("a step of State.steps() was not used: write `with step:` around its body")
-            self._step = None
             if step.committed:
-                batches.take()
-                self._position.index += 1
-                self._position.done += not self._ends
                 self._follow(step)
             if step.broken:
                 self._recover()

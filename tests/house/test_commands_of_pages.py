@@ -1,0 +1,95 @@
+"""The commands of the documents are run by a shell, line after line as they stand there.
+
+Those that need other hosts, a scheduler, a package or minutes have a reason below, and the tests that run such. The other
+pages (README.md, examples/README.md, start, ...) start their own programs and the examples, which have tests.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from allranks import checkpoint
+from allranks.testing import run_ranks
+from support.pages import blocks, commands, is_shell
+
+PAGES = ("checkpoints", "launching", "resilience", "security", "torch", "tracing", "training", "tuning")
+ELSEWHERE = {
+    r"^(?!.*--dry-run).* (-H|--hostfile) ": "several hosts: tests/hosts",
+    r"--master-addr|MASTER_ADDR|MASTER_PORT": "several hosts, or two terminals: tests/hosts, tests/launch",
+    r"^(sbatch|srun|mpirun|mpiexec) |kubectl|--now": "a scheduler or an MPI: tests/hosts, tests/engines, tests/tools",
+    r"^allranks (bench|tune) |ALLRANKS_TUNING": "minutes: tests/tools",
+    r" examples/": "tests/parallel, tests/house",
+    r"--one-gpu-per-rank": "GPUs: tests/launch",
+    r"^allranks run: ": "what the launcher prints",
+}
+TRAIN = """
+import os
+import torch
+import allranks as dist
+
+dist.init_process_group()
+with torch.profiler.profile() as profile:
+    dist.all_reduce(total := torch.ones(2))
+if os.path.exists("traces"):
+    profile.export_chrome_trace(f"profile-{dist.get_rank()}.json")
+assert total.tolist() == [dist.get_world_size()] * 2
+dist.destroy_process_group()
+"""
+ON_TORCH = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(2))
+dist.destroy_process_group()
+"""
+UNSET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED")
+
+
+def to_run(page: str) -> list[str]:
+    """The lines of a page, with their comments and variables."""
+    found = []
+    for language, block in blocks(f"docs/{page}.md"):
+        if language in ("", "bash") and commands(block) and is_shell(block):
+            lines = block.replace("\\\n", " ").splitlines()
+            found += [line for line in lines if commands(line) and not any(re.search(each, line) for each in ELSEWHERE)]
+    return found
+
+
+def _saved(rank_folder: str, both: str) -> None:
+    rank = int(os.environ["RANK"])
+    for step in (1000, 2000):
+        state = {"weight": torch.full((4,), float(step)), "step": step}
+        checkpoint.save(state, rank_folder.format(rank), step=step)
+        if step == 1000:
+            checkpoint.save(state, both, step=step)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_a_page(page: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ON_TORCH if page == "torch" else TRAIN)
+    (tmp_path / "data").write_text("a line\n")
+    if page == "checkpoints":
+        for name in ("checkpoints", "ck"):
+            run_ranks(2, _saved, str(tmp_path / "node{}" / name), str(tmp_path / "checkpoints"))
+    environ = {name: value for name, value in os.environ.items() if name not in UNSET}
+    environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), environ["PATH"]))
+    environ |= {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    lines = to_run(page)
+    assert lines
+    for line in lines:
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{line}\n{done.stdout}"
+
+
+def test_every_reason_is_needed() -> None:
+    lines = [line for page in PAGES for _, block in blocks(f"docs/{page}.md") for line in block.splitlines()]
+    assert [reason for reason in ELSEWHERE if not any(re.search(reason, line.strip()) for line in lines)] == []
