@@ -5,6 +5,7 @@ python benchmarks/figures.py --check    # says whether they hold what the files 
 """
 
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -90,6 +91,86 @@ def hosts_lines(one, two):
         f"`send` moves {ours / 1e9:.2f} GB/s there at {size(largest)}; one stream of iperf3 {plain / 1e9:.2f} GB/s "
         f"({times(ours / plain)})."
     )
+
+
+def many_hosts_lines(report):
+    """Every verb on the smallest and the largest layouts that share this machine, beside gloo and Open MPI."""
+    layouts = list(report["conditions"])
+    first, last = (layout.replace("x", " hosts of ") for layout in (layouts[0], layouts[-1]))
+    yield f"From {first} rank to {last} (`benchmarks/many_hosts.py`), which share the CPUs of one machine: the peer's"
+    yield "time divided by ours, and in brackets the same of a rank's processor time. Median and worst over all layouts:"
+    yield ""
+    yield "| verb | bytes | gloo | worst | MPI | worst |"
+    yield "|---" * 6 + "|"
+    for verb, engines in report["cells"].items():
+        for nbytes, ours in engines["native"].items():
+            cells = [f"`{verb}`", size(int(nbytes)) if int(nbytes) else ""]
+            for peer in ("gloo", "mpi"):
+                theirs = engines[peer][nbytes]
+                ratios = {
+                    key: {layout: theirs[layout][key] / ours[layout][key] for layout in ours}
+                    for key in ("median_s", "cpu_s")
+                }
+                worst = min(ours, key=ratios["median_s"].__getitem__)
+                middle = {key: statistics.median(by_layout.values()) for key, by_layout in ratios.items()}
+                cells += [
+                    f"{times(middle['median_s'])} ({times(middle['cpu_s'])})",
+                    f"{times(ratios['median_s'][worst])} ({times(ratios['cpu_s'][worst])}) at {worst}",
+                ]
+            yield "| " + " | ".join(cells) + " |"
+    yield ""
+    yield "![time and processor time per call over hosts, a panel for each verb](../benchmarks/many_hosts.png)"
+
+
+def ranks_lines(report):
+    """What a call of 8 bytes takes by the ranks of a host, and how a rank's processor time grows with them."""
+    ranks = list(report["conditions"])
+    yield (
+        f"Calls of 8 bytes with {', '.join(ranks[:-1])} and {ranks[-1]} ranks on {report['cpus']} CPUs "
+        "(`benchmarks/ranks.py`): microseconds,"
+    )
+    yield "the peers' time divided by ours with the most ranks of the row, and the exponent with which a rank's"
+    yield "processor time grows with the ranks, from 4 on (goal: at most 1.2):"
+    yield ""
+    yield "| verb | " + " | ".join(ranks) + " | gloo | MPI | exponent, 8 B | 4 KB | 256 KB |"
+    yield "|---" * (6 + len(ranks)) + "|"
+    for verb, engines in report["cells"].items():
+        smallest = next(iter(engines["native"]))
+        ours = engines["native"][smallest]  # 8 bytes cannot be dealt to 64 ranks
+        cells = [f"{ours[n]['median_s'] * 1e6:,.1f}" if n in ours else "" for n in ranks]
+        last = {name: sizes[smallest][list(ours)[-1]]["median_s"] for name, sizes in engines.items()}
+        cells += [times(last[peer] / last["native"]) for peer in ("gloo", "mpi")]
+        exponents = [f"{value:.2f}" for value in report["exponents"][verb].values()]
+        cells += exponents + [""] * (3 - len(exponents))
+        yield f"| `{verb}` | " + " | ".join(cells) + " |"
+    yield ""
+    yield "![time and processor time per call over ranks, a panel for each verb](../benchmarks/ranks.png)"
+
+
+def model_lines(report):
+    """What is predicted of machines that are not at hand."""
+    here = report["measured"]
+    yield "all_reduce of 8 bytes on machines with a CPU for each rank, predicted (`benchmarks/model.py`): lines of"
+    yield "other ranks that all ranks together read, and microseconds; flat is where every rank reads every rank's."
+    yield f"Two ranks here: {here['two_ranks_predicted_us']:.2f} us predicted, {here['two_ranks_us']:.2f} measured."
+    yield ""
+    yield "| machine | ranks | lines, flat | us | lines, by groups | us |"
+    yield "|---" * 6 + "|"
+    for row in report["within_hosts"]:
+        if row["ranks"] >= 32:
+            ways = [f"{row[way]['lines']:,} | {row[way]['us']:.2f}" for way in ("flat", "groups")]
+            yield f"| {row['machine']} | {row['ranks']} | " + " | ".join(ways) + " |"
+    yield ""
+    yield "Between hosts, the exchange with which a collective begins, 8 bytes from each host, predicted for 15 us from"
+    yield "send to receive:"
+    yield ""
+    yield "| hosts | rounds | messages of a leader | its connections | us |"
+    yield "|---" * 5 + "|"
+    for row in report["between_hosts"]:
+        counts = [row[name] for name in ("hosts", "rounds", "messages_of_a_leader", "streams_of_a_leader")]
+        yield "| " + " | ".join(f"{count:,}" for count in counts) + f" | {row['us']:,.1f} |"
+    yield ""
+    yield "![predicted time and lines over ranks](../benchmarks/model.png)"
 
 
 def plugin_lines(report):
@@ -225,6 +306,14 @@ def performance_lines():
     yield "## Collectives between hosts"
     yield ""
     yield from hosts_lines(load("hosts_1"), load("hosts_2"))
+    yield ""
+    yield from many_hosts_lines(load("many_hosts"))
+    yield ""
+    yield "## Many ranks on a host"
+    yield ""
+    yield from ranks_lines(load("ranks"))
+    yield ""
+    yield from model_lines(load("model"))
     yield ""
     yield "## Training"
     yield ""

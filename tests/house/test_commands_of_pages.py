@@ -1,7 +1,7 @@
 """The commands of the documents are run by a shell, line after line as they stand there.
 
-Those that need other hosts, a scheduler, a package or minutes have a reason below, and the tests that run such. The other
-pages (README.md, examples/README.md, start, ...) start their own programs and the examples, which have tests.
+Those that need other hosts, a scheduler, a package or minutes have a reason below, and the tests that run such. The
+other pages (README.md, examples/README.md, start, ...) start their own programs and the examples, which have tests.
 """
 
 import os
