@@ -98,7 +98,7 @@ def many_hosts_lines(report):
     layouts = list(report["conditions"])
     first, last = (layout.replace("x", " hosts of ") for layout in (layouts[0], layouts[-1]))
     yield f"From {first} rank to {last} (`benchmarks/many_hosts.py`), which share the CPUs of one machine: the peer's"
-    yield "time divided by ours, and in brackets the same of a rank's processor time. Median and worst over all layouts:"
+    yield "time divided by ours, and in brackets the same of a rank's processor time. Median and worst of all layouts:"
     yield ""
     yield "| verb | bytes | gloo | worst | MPI | worst |"
     yield "|---" * 6 + "|"
