@@ -16,6 +16,9 @@ html_theme = "furo"
 html_show_copyright = False
 html_static_path: list[str] = []
 html_theme_options = {"top_of_page_buttons": []}
+# A page that was opened from a disk may not read others, which the search does to show a part of each that it finds.
+_SEARCH = "DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = location.protocol != 'file:'"
+html_js_files = [(None, {"body": _SEARCH})]
 root_doc = "index"
 nitpicky = False
 
