@@ -126,11 +126,12 @@ build/torch-%/tested: build/torch-%/installed
 	  tests/resilience/test_fully_sharded.py
 
 # The plugin's tests on the newest torch, for every change: .venv has torch 2.13, which knows nothing of what the plugin
-# does on later versions.
+# does on later versions. The dearest of those of FSDP2 are left to `make test` and to `make torch-versions`.
 newest-torch: build/torch-$(NEWEST_TORCH)/installed
 	rm -rf .pytest_cache
 	$(<D)/bin/python -m pytest -n $(WORKERS) --dist loadfile --timeout 300 -W default tests/plugin tests/api/test_reconfigure.py \
-	  tests/resilience/test_fully_sharded.py || $(<D)/bin/python tests/again.py $$? --timeout 300 -W default
+	  tests/resilience/test_fully_sharded.py -k 'not two_are_lost_at_once' \
+	  || $(<D)/bin/python tests/again.py $$? --timeout 300 -W default
 
 .PRECIOUS: build/torch-%/installed
 build/torch-%/installed: .ci/torch_without_cuda.py | $(VENV)/installed
