@@ -28,16 +28,22 @@ ELSEWHERE = {
     r"^allranks run: ": "what the launcher prints",
 }
 TRAIN = """
-import os
+import torch
+import allranks as dist
+
+dist.init_process_group()
+dist.all_reduce(total := torch.ones(2))
+assert total.tolist() == [dist.get_world_size()] * 2
+dist.destroy_process_group()
+"""
+PROFILED = """
 import torch
 import allranks as dist
 
 dist.init_process_group()
 with torch.profiler.profile() as profile:
-    dist.all_reduce(total := torch.ones(2))
-if os.path.exists("traces"):
-    profile.export_chrome_trace(f"profile-{dist.get_rank()}.json")
-assert total.tolist() == [dist.get_world_size()] * 2
+    dist.all_reduce(torch.ones(2))
+profile.export_chrome_trace(f"profile-{dist.get_rank()}.json")
 dist.destroy_process_group()
 """
 ON_TORCH = """
@@ -72,7 +78,7 @@ def _saved(rank_folder: str, both: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_of_a_page(page: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(ON_TORCH if page == "torch" else TRAIN)
+    (tmp_path / "train.py").write_text({"torch": ON_TORCH, "tracing": PROFILED}.get(page, TRAIN))
     (tmp_path / "data").write_text("a line\n")
     if page == "checkpoints":
         for name in ("checkpoints", "ck"):
