@@ -45,7 +45,7 @@ LONG = {
     "engines": ("mpi",),
     "faults": ("forks",),
     "hosts": ("hosts", "launch_ssh", "networks", "training_hosts"),
-    "house": ("examples", "master_worker_page", "tutorial", "wheel"),
+    "house": ("commands_of_pages", "examples", "master_worker_page", "more_examples", "tutorial", "wheel"),
     "launch": ("launch_ranks", "torchrun"),
     "parallel": ("ddp", "digits"),
     "plugin": ("programs_of_torch",),

@@ -58,7 +58,8 @@ time.sleep(60)
 def test_ctrl_c_says_where_the_ranks_were(launcher: Launcher, how: str) -> None:
     """Each once, also where they have time to say so both themselves and when asked."""
     late = "import atexit\natexit.register(time.sleep, 0.5)\n" if how == "fork" else "\n\n"
-    process = start(launcher, f"{late}def step():\n    ready()\n    time.sleep(60)\nstep()", "--start", how)
+    asleep = "__import__('threading').Timer(0.3, ready).start()"  # the signal must not come within ready()
+    process = start(launcher, f"{late}def step():\n    {asleep}\n    time.sleep(60)\nstep()", "--start", how)
     process.send_signal(signal.SIGINT)
     code, _, err = end(process)
     assert code == 130

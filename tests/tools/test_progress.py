@@ -133,7 +133,7 @@ def test_doctor_on_a_terminal(environ: dict[str, str]) -> None:
 
 def test_bench_on_a_terminal() -> None:
     """The line comes through the launcher. In its place come the lines of the table."""
-    command = "bench all_reduce -n 2 --sizes 4,8,16,32,64,128,256,512 --budget 0.5"
+    command = "bench all_reduce -n 2 --sizes 4,8,16,32,64,128,256,512 --budget 1.5"
     code = f"import sys; from allranks.__main__ import main; sys.exit(main({command.split()}))"
     seen = on_terminal(code, {"TERM": "xterm"})
     assert re.search(r"allranks bench: all_reduce of \d+ B, \d of 8 \(\d+ s\)", seen), seen
