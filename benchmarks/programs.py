@@ -1,8 +1,8 @@
-"""Runs programs that nobody here wrote on gloo and on our channel in gloo's place, and compares results and times.
+"""Runs programs of other packages on gloo and on our channel in its place, and compares results and times.
 
     python benchmarks/programs.py --json benchmarks/programs.json      # or: make bench-programs
 
-The programs come from packages on PyPI and are not changed. Dask, DeepSpeed and Ray Train have none that runs by itself
+The programs come from packages on PyPI and are not changed. Dask, DeepSpeed and Ray Train have none that runs alone
 on CPUs: theirs are in benchmarks/programs/. Packages are installed into an environment of their own,
 build/programs-venv, laid over this one. Runs alternate, so that a machine whose speed drifts slows both alike; medians
 are compared. What a program prints of its training, and the weights it saves, must be the same bit for bit, unless
