@@ -221,6 +221,18 @@ def test_a_missing_rank_is_named_by_a_barrier_with_a_timeout(barrier: Any, timeo
     assert "rank 1 (" in run_ranks(3, body)[0]
 
 
+@pytest.mark.parametrize("barrier", [dist.monitored_barrier, dist.barrier])
+@pytest.mark.parametrize("timeout", ["soon", float("nan")])
+def test_a_timeout_that_is_none_begins_no_barrier(barrier: Any, timeout: Any) -> None:
+    def body() -> None:
+        with pytest.raises(dist.UsageError, match="timeout must be a timedelta or a number of seconds, not"):
+            barrier(timeout=timeout)
+        dist.all_reduce(total := torch.ones(1))
+        assert total.item() == 2
+
+    run_ranks(2, body)
+
+
 def test_thd_s_names() -> None:
     def body() -> None:
         me, size = dist.get_rank(), dist.get_num_processes()

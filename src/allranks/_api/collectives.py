@@ -24,7 +24,7 @@ from allranks._api.world import GroupMember, resolve_group
 from allranks._base.errors import UsageError
 from allranks._base.public import publish
 from allranks._call.types import ReduceOp
-from allranks._call.work import Together, Work
+from allranks._call.work import Together, Work, seconds_of
 from allranks._engines.checks import check_apart, check_tensor
 
 if TYPE_CHECKING:
@@ -775,9 +775,10 @@ def barrier(
         return None
     if timeout is None or async_op:
         return resolve_group(group).barrier(async_op)
+    seconds = seconds_of(timeout)  # wrong, it must not begin the call
     work = resolve_group(group).barrier(True)
     assert work is not None
-    work.wait(timeout)
+    work.wait(seconds)
     return None
 
 
