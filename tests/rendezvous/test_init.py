@@ -14,7 +14,7 @@ from allranks import UsageError
     ("arguments", "text"),
     [
         ({"timeout": "3"}, "timeout must be a timedelta, a number of seconds or None, not '3'"),
-        ({"timeout": float("nan")}, "timeout must be positive, not nan"),
+        ({"timeout": float("nan")}, "timeout must be a timedelta or a number of seconds, not nan"),
         ({"timeout": 0}, "timeout must be positive, not 0"),
         ({"backend": 5}, "backend must be a string or None, not 5"),
         ({"init_method": 5}, "init_method must be a string or None, not 5"),
