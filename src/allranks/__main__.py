@@ -9,13 +9,14 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from allranks._base.console import Program, examples_text, put, run_command
+from allranks._base.console import Program, examples_text, put, run_command, run_process
 from allranks._base.exit_codes import USAGE
 from allranks.tools.commands import COMMANDS, EXAMPLES
 
-__all__ = ["main"]
+__all__ = ["main", "process"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,11 +28,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    return run_command(*_read(sys.argv[1:] if argv is None else argv))
+
+
+def process() -> NoReturn:
+    """Runs ``allranks`` as a process of its own."""
+    run_process(*_read(sys.argv[1:]))
+
+
+def _read(argv: Sequence[str]) -> tuple[str, Callable[[], int | Program]]:
+    words = list(argv)
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
     name = words[0] if words else ""
-    return run_command(f"allranks {name}" if name in COMMANDS else "allranks", lambda: _run(name, words))
+    return f"allranks {name}" if name in COMMANDS else "allranks", lambda: _run(name, words)
 
 
 def _run(name: str, words: Sequence[str]) -> int | Program:
@@ -63,4 +73,4 @@ def _help() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process()

@@ -7,6 +7,7 @@ full disk, of a stdout that was closed before the command began.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import os
 import signal
@@ -21,6 +22,7 @@ __all__ = [
     "ArgumentParser",
     "Program",
     "collecting_help",
+    "end_process",
     "ensure_standard_streams",
     "examples_text",
     "has_colours",
@@ -28,6 +30,7 @@ __all__ = [
     "is_redrawable",
     "put",
     "run_command",
+    "run_process",
     "shown_names",
 ]
 
@@ -51,6 +54,34 @@ def run_command(name: str, command: Callable[[], int | Program]) -> int:
         The exit code: the command's own; 128 + SIGINT after Ctrl-C; 1 where stdout cannot be written to, but not
         where its reader has left.
     """
+    ended = _run(name, command)
+    return ended if isinstance(ended, int) else ended.run()
+
+
+def run_process(name: str, command: Callable[[], int | Program]) -> NoReturn:
+    """Runs a command in a process of its own, and ends it; arguments and exit codes as ``run_command``."""
+    ended = _run(name, command)
+    if isinstance(ended, int):
+        end_process(ended)
+    sys.exit(ended.run())
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends this process as python does, without taking apart what it has imported: 0.3 to 0.6 s of a CPU with torch.
+
+    For processes in which only our own code has run: of a user's, something may be written only then.
+    """
+    if "mpi4py.MPI" in sys.modules:
+        sys.exit(code)  # python's own end tells MPI
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+def _run(name: str, command: Callable[[], int | Program]) -> int | Program:
     ensure_standard_streams()
     with _ended_by_ctrl_c(name):
         try:
@@ -64,9 +95,7 @@ def run_command(name: str, command: Callable[[], int | Program]) -> int:
             with contextlib.suppress(OSError):
                 print(f"{name}: error: cannot write to stdout: {error}", file=sys.stderr)
             return UNWRITABLE
-        if isinstance(ended, int):
-            return ended
-    return ended.run()
+        return ended
 
 
 class _Unwritable(Exception):

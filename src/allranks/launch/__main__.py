@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from allranks._base.console import run_command
+from allranks._base.console import run_process
 from allranks.launch.torchrun import launch as main
 
 __all__ = ["main"]
 
 if __name__ == "__main__":
-    sys.exit(run_command("allranks launch", lambda: main(sys.argv[1:])))
+    run_process("allranks launch", lambda: main(sys.argv[1:]))

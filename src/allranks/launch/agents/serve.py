@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from allranks import __version__
+from allranks._base.console import end_process
 from allranks._base.errors import ConfigError, JoinError, TimeoutError
 from allranks._base.exit_codes import STOPPED, USAGE
 from allranks._cluster.env import split_host_port
@@ -486,10 +487,9 @@ def main(argv: Sequence[str]) -> int | Rank:
 def run_as_main(argv: Sequence[str]) -> int:
     """As ``main``; a forked rank goes on outside of all that belongs to the agent."""
     code = main(argv)
-    if isinstance(code, Rank):
-        return code.run()
-    sys.stderr.flush()
-    os._exit(code)  # no program of the user's ran in the agent itself, and taking torch apart takes 0.2 s
+    if not isinstance(code, Rank):
+        end_process(code)
+    return code.run()
 
 
 if __name__ == "__main__":

@@ -22,14 +22,11 @@ _OF_WORKERS = (
     "allranks._engines.native.engine",
 )
 
-# What the ranks of an elastic job need from ``import allranks`` to their first collective.
-_OF_RANKS = (
-    "allranks._api.world",
-    "allranks._engines.native.engine",
-    "allranks.data",
-    "allranks.nn.parallel",
-    "allranks.resilience",
-)
+# What ranks need from ``import allranks`` to their first collective: a quarter of a second.
+_OF_RANKS = ("allranks._api.world", "allranks._engines.native.engine")
+
+# And what the ranks of an elastic job need besides.
+_OF_ELASTIC_RANKS = ("allranks.data", "allranks.nn.parallel", "allranks.resilience")
 
 # What the first optimizer of a process imports: two seconds, in pieces.
 _OF_OPTIMIZERS = ("sympy", "torch._dynamo")
@@ -53,11 +50,8 @@ def preload(target: Target, threads: str) -> bool:
     os.environ["OMP_NUM_THREADS"] = threads
     gc.disable()  # with freeze: collections in the ranks leave the pages shared
     try:
-        if _is_useful(target):
-            importlib.import_module("torch")
-        if SERVE in (target.name, target.on(1, 1).name):
-            for name in _OF_WORKERS:
-                importlib.import_module(name)
+        for name in _useful(target):
+            importlib.import_module(name)
     except Exception:  # noqa: BLE001 - whatever it is, the ranks meet it again
         return False
     finally:  # it is not the user's own setting, which counts when the job is started again
@@ -72,12 +66,12 @@ def preload(target: Target, threads: str) -> bool:
 def preload_for_elastic_ranks() -> Iterator[None]:
     """Imports into the process that lost ranks are replaced from what they need, if it has torch.
 
-    Yields after each piece: allranks first, a quarter of a second.
+    Yields after each piece: allranks first.
     """
     if "torch" not in sys.modules:
         return
     try:
-        for names in (_OF_RANKS, *((name,) for name in _OF_OPTIMIZERS)):
+        for names in ((*_OF_RANKS, *_OF_ELASTIC_RANKS), *((name,) for name in _OF_OPTIMIZERS)):
             for name in names:
                 importlib.import_module(name)
             gc.freeze()
@@ -86,25 +80,30 @@ def preload_for_elastic_ranks() -> Iterator[None]:
         return
 
 
-def _is_useful(target: Target) -> bool:
-    """False if a script names no module outside of the standard library: it runs a second earlier without torch.
+def _useful(target: Target) -> tuple[str, ...]:
+    """What the ranks probably import. Nothing if a script names no module outside of the standard library: it runs a
+    second earlier without torch.
 
     And ends earlier, too: python and C++ take torch apart in every rank, which costs each 0.2 s of a CPU. A wrong
     guess costs time and nothing else.
     """
+    if SERVE in (target.name, target.on(1, 1).name):
+        return "torch", *_OF_WORKERS
     if target.kind != "script" or target.mode == "master":
-        return True
+        return ("torch",)
     try:
         with open(target.name, "rb") as source:
             tree = ast.parse(source.read())
     except (OSError, SyntaxError, ValueError):  # the ranks will report it
-        return False
-    names = set[str]()
+        return ()
+    names, by_name = set[str](), False
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add("" if node.level else str(node.module).partition(".")[0])
-        elif isinstance(node, ast.Name) and node.id in _BY_NAME:
-            return True
-    return not names <= sys.stdlib_module_names - _BY_NAME
+        elif isinstance(node, ast.Name):
+            by_name |= node.id in _BY_NAME
+    if "allranks" in names:
+        return "torch", *_OF_RANKS
+    return ("torch",) if by_name or not names <= sys.stdlib_module_names - _BY_NAME else ()
