@@ -331,6 +331,17 @@ def test_real_torch_is_imported_once_and_ranks_differ_in_random_state(launcher: 
     assert len(set(numbers)) == 4
 
 
+@pytest.mark.parametrize(("line", "has_ours", "has_dynamo"), [("allranks", True, False), ("torch.optim", False, True)])
+def test_what_a_script_names_is_imported_once(launcher: Launcher, line: str, has_ours: bool, has_dynamo: bool) -> None:
+    script = f"""
+        import sys
+        print("allranks._engines.native.engine" in sys.modules, "torch._dynamo" in sys.modules)
+        import {line}
+        """
+    done = launcher.script(script, "-n", "2", real_torch=True)
+    assert done.lines == [f"[{rank}] {has_ours} {has_dynamo}" for rank in range(2)], done.err
+
+
 def test_unmodified_torch_distributed_script(launcher: Launcher) -> None:
     script = """
         import sys

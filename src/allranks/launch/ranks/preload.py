@@ -9,8 +9,10 @@ import ast
 import gc
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from allranks.launch.spec.target import SERVE, Target
 
@@ -28,7 +30,7 @@ _OF_RANKS = ("allranks._api.world", "allranks._engines.native.engine")
 # And what the ranks of an elastic job need besides.
 _OF_ELASTIC_RANKS = ("allranks.data", "allranks.nn.parallel", "allranks.resilience")
 
-# What the first optimizer of a process imports: two seconds, in pieces.
+# What the first optimizer of a process imports: one second or two, in pieces.
 _OF_OPTIMIZERS = ("sympy", "torch._dynamo")
 
 # Importing by other means than a statement: what comes is not known before.
@@ -92,8 +94,8 @@ def _useful(target: Target) -> tuple[str, ...]:
     if target.kind != "script" or target.mode == "master":
         return ("torch",)
     try:
-        with open(target.name, "rb") as source:
-            tree = ast.parse(source.read())
+        source = Path(target.name).read_bytes()
+        tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError):  # the ranks will report it
         return ()
     names, by_name = set[str](), False
@@ -104,6 +106,11 @@ def _useful(target: Target) -> tuple[str, ...]:
             names.add("" if node.level else str(node.module).partition(".")[0])
         elif isinstance(node, ast.Name):
             by_name |= node.id in _BY_NAME
+    if not by_name and names <= sys.stdlib_module_names - _BY_NAME:
+        return ()
+    useful = ["torch"]
     if "allranks" in names:
-        return "torch", *_OF_RANKS
-    return ("torch",) if by_name or not names <= sys.stdlib_module_names - _BY_NAME else ()
+        useful += _OF_RANKS
+    if re.search(rb"\boptim\b", source):
+        useful += _OF_OPTIMIZERS
+    return tuple(useful)
