@@ -331,15 +331,27 @@ def test_real_torch_is_imported_once_and_ranks_differ_in_random_state(launcher: 
     assert len(set(numbers)) == 4
 
 
-@pytest.mark.parametrize(("line", "has_ours", "has_dynamo"), [("allranks", True, False), ("torch.optim", False, True)])
-def test_what_a_script_names_is_imported_once(launcher: Launcher, line: str, has_ours: bool, has_dynamo: bool) -> None:
+@pytest.mark.parametrize(
+    ("line", "loaded"),
+    [
+        ("import allranks", ["allranks._engines.native.engine"]),
+        ("from torch import optim", ["torch._dynamo"]),
+        ("from torch.distributed import fsdp, nothing_of_that_name", []),
+        ("from torch.utils.benchmark import Timer", ["torch.utils.benchmark"]),
+        ("import torch.nothing_of_that_name", []),
+    ],
+)
+def test_what_a_script_names_is_imported_once(launcher: Launcher, line: str, loaded: list[str]) -> None:
     script = f"""
-        import sys
-        print("allranks._engines.native.engine" in sys.modules, "torch._dynamo" in sys.modules)
-        import {line}
+        import os, sys
+        names = ["allranks._engines.native.engine", "torch._dynamo", "torch.utils.benchmark"]
+        print([name for name in names if name in sys.modules])
+        sys.stdout.flush()
+        os._exit(0)
+        {line}
         """
     done = launcher.script(script, "-n", "2", real_torch=True)
-    assert done.lines == [f"[{rank}] {has_ours} {has_dynamo}" for rank in range(2)], done.err
+    assert done.lines == [f"[{rank}] {loaded}" for rank in range(2)], done.err
 
 
 def test_unmodified_torch_distributed_script(launcher: Launcher) -> None:

@@ -52,10 +52,13 @@ def preload(target: Target, threads: str) -> bool:
     os.environ["OMP_NUM_THREADS"] = threads
     gc.disable()  # with freeze: collections in the ranks leave the pages shared
     try:
-        for name in _useful(target):
-            importlib.import_module(name)
-    except Exception:  # noqa: BLE001 - whatever it is, the ranks meet it again
-        return False
+        useful = _useful(target)
+        for name in useful:
+            try:
+                importlib.import_module(name)
+            except Exception:  # noqa: BLE001 - whatever it is, the ranks meet it again
+                if name == useful[0]:
+                    return False
     finally:  # it is not the user's own setting, which counts when the job is started again
         if before is None:
             del os.environ["OMP_NUM_THREADS"]
@@ -98,18 +101,19 @@ def _useful(target: Target) -> tuple[str, ...]:
         tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError):  # the ranks will report it
         return ()
-    names, by_name = set[str](), False
+    modules, by_name = set[str](), False
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names.add("" if node.level else str(node.module).partition(".")[0])
+            modules.add("" if node.level else str(node.module))
         elif isinstance(node, ast.Name):
             by_name |= node.id in _BY_NAME
-    if not by_name and names <= sys.stdlib_module_names - _BY_NAME:
+    packages = {module.partition(".")[0] for module in modules}
+    if not by_name and packages <= sys.stdlib_module_names - _BY_NAME:
         return ()
-    useful = ["torch"]
-    if "allranks" in names:
+    useful = ["torch", *sorted(module for module in modules if module.startswith(("torch.", "allranks.")))]
+    if "allranks" in packages:
         useful += _OF_RANKS
     if re.search(rb"\boptim\b", source):
         useful += _OF_OPTIMIZERS
