@@ -13,6 +13,7 @@
 // for every size and on every rank. float16 and bfloat16 are rounded once per level: on the host, and between hosts.
 #pragma once
 
+#include <array>
 #include <functional>
 #include <vector>
 
@@ -72,8 +73,11 @@ class InterHostComm {
   bool fits(size_t total) const;
 
   void all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op);
-  bool choose_stages(LocalComm::Call& call);
-  void all_reduce_on_levels(LocalComm::Call& call, Buffer buffer, ReduceOp op, bool in_stages);
+  // How a large all_reduce goes: by each rank its shard with its counterparts; so, with the levels overlapping; or by
+  // the leaders alone, which is fewer messages.
+  enum class Way { lanes, stages, leaders };
+  size_t choose_way(LocalComm::Call& call, Trial& trial);
+  void all_reduce_on_levels(LocalComm::Call& call, Buffer buffer, ReduceOp op, Way way);
   void all_reduce_in_stages(LocalComm::Call& call, Buffer buffer, ReduceOp op);
   void reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op, int root);
   void broadcast(LocalComm::Call& call, Buffer buffer, int root);
@@ -144,7 +148,7 @@ class InterHostComm {
   LeaderExchange leaders_;
   std::vector<std::byte> outgoing_;  // the message of this host
   std::vector<std::vector<std::byte>> scratch_;
-  Trial stages_;  // of large calls of all_reduce: 0 in stages, 1 one level after the other
+  std::array<Trial, 25> trials_;  // of large calls of all_reduce, by bits of the size; the last: of 8 MB and more
 };
 
 }  // namespace allranks

@@ -2,6 +2,7 @@
 // algorithms for one host (algorithms/), and of transfers between ranks of different hosts.
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <numeric>
 #include <optional>
@@ -78,10 +79,10 @@ void InterHostComm::across(LocalComm::Call& call, const std::vector<int>& peers,
 // --- the verbs: the head of each file in algorithms/ defines them ---
 
 // Small: every rank reduces what the hosts have contributed. Large, with as many ranks on every host: reduce-scatter
-// on each host, then every rank its shard with its counterparts, then all-gather; from 8 MB on in stages, if the first
-// such calls were faster that way. Else the leaders for all. Cost: one round trip's half; large: two more, and 2
-// (H-1)/H n bytes over each host's network. Above 8 hosts large calls go along chains and round rings
-// (inter_host_chains.cc).
+// on each host, then every rank its shard with its counterparts, then all-gather; from 8 MB on in stages, and below by
+// the leaders for all, if the first calls of about that size were faster that way. Else the leaders for all. Cost: one
+// round trip's half; large: two more, and 2 (H-1)/H n bytes over each host's network. Above 8 hosts large calls go
+// along chains and round rings (inter_host_chains.cc).
 void InterHostComm::all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op) {
   const size_t n = buffer.nbytes();
   const Kernel kernel = kernel_of(buffer.dtype, op);
@@ -92,35 +93,38 @@ void InterHostComm::all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op
     kernel(buffer.data, operands.data(), hosts_.count(), buffer.count, hosts_.ranks());
     return;
   }
-  if (has_lanes() && !has_chains() && n >= 2 * kStaged) {
-    const bool in_stages = choose_stages(call);
+  if (has_lanes() && !has_chains()) {
+    constexpr std::array kBelow{Way::lanes, Way::leaders};
+    constexpr std::array kFrom{Way::stages, Way::lanes};
+    Trial& trial = trials_[std::min<size_t>(std::bit_width(n), trials_.size() - 1)];
+    const Way way = (n < 2 * kStaged ? kBelow : kFrom)[choose_way(call, trial)];
     const int64_t began = sys::now_ns();
-    all_reduce_on_levels(call, buffer, op, in_stages);
-    return stages_.took(sys::now_ns() - began, n);
+    all_reduce_on_levels(call, buffer, op, way);
+    return trial.took(sys::now_ns() - began, n);
   }
   exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
   if (local_comm_.size() == 1 && hosts_.even()) return across(call, leaders(), buffer, op, -1);
-  all_reduce_on_levels(call, buffer, op, false);
+  all_reduce_on_levels(call, buffer, op, hosts_.even() ? Way::lanes : Way::leaders);
 }
 
-// The exchange of a call that may go in stages: whether it does, as all ranks find.
-bool InterHostComm::choose_stages(LocalComm::Call& call) {
-  const size_t length = stages_.under_way() ? sizeof stages_.told() : 0;
-  const auto gathered = exchange(call, &stages_.told(), {.nbytes = [length](int) { return length; }});
+// The exchange of a call that may go in two ways: in which it does, as all ranks find.
+size_t InterHostComm::choose_way(LocalComm::Call& call, Trial& trial) {
+  const size_t length = trial.under_way() ? sizeof trial.told() : 0;
+  const auto gathered = exchange(call, &trial.told(), {.nbytes = [length](int) { return length; }});
   std::vector<uint64_t> told(length > 0 ? ranks() : 0);
   for (size_t r = 0; r < told.size(); r++) {
     const int rank = static_cast<int>(r);
     const std::byte* of_host = gathered[static_cast<size_t>(hosts_.of(rank))];
     std::memcpy(&told[r], of_host + static_cast<size_t>(hosts_.place(rank)) * length, length);
   }
-  return stages_.choose(told) == 0;
+  return trial.choose(told);
 }
 
-void InterHostComm::all_reduce_on_levels(LocalComm::Call& call, Buffer buffer, ReduceOp op, bool in_stages) {
+void InterHostComm::all_reduce_on_levels(LocalComm::Call& call, Buffer buffer, ReduceOp op, Way way) {
   const auto local_size = static_cast<size_t>(local_comm_.size());
   const size_t element = size_of(buffer.dtype);
-  const size_t share = hosts_.even() ? buffer.count / local_size : 0;
-  if (in_stages) {
+  const size_t share = way == Way::leaders ? 0 : buffer.count / local_size;
+  if (way == Way::stages) {
     all_reduce_in_stages(call, {buffer.data, share * local_size, buffer.dtype}, op);
   } else if (share > 0) {
     Pieces shards;

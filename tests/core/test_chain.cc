@@ -108,24 +108,27 @@ TEST(chains_reduce_to_the_bits_of_one_kernel) {
   check_reductions(kMany[1], 10'000, DType::bf16, ReduceOp::prod);
 }
 
-// So large that one part is on the network while the next is reduced on each host.
-TEST(an_all_reduce_in_stages_has_the_bits_of_one_kernel) {
+// By each rank its shard, by the leaders, and in stages: so large that one part is on the network while the next is
+// reduced on each host.
+TEST(an_all_reduce_has_the_bits_of_one_kernel_in_each_way) {
   const std::vector<std::pair<std::vector<int>, DType>> cases{{{0, 0, 1, 1}, DType::f32},
                                                               {{0, 1, 2, 2, 0, 1}, DType::bf16}};
   for (const auto& [host_of, dtype] : cases) {
-    const size_t count = (10 << 20) / size_of(dtype) + 7;
-    std::vector<Bytes> operands;
-    for (size_t r = 0; r < host_of.size(); r++) operands.push_back(operand(static_cast<int>(r), count, dtype));
-    const Bytes whole = reduced(operands, host_of, dtype, ReduceOp::avg);
-    Ranks ranks(host_of);
-    ranks.each([&](Comm& comm) {
-      Caller caller;
-      for (int i = 0; i < 8; i++) {  // in stages and not, and as was found to be faster
-        Bytes mine = operands[static_cast<size_t>(comm.rank())];
-        comm.run(operation(Verb::all_reduce, mine, dtype, ReduceOp::avg), caller);
-        CHECK(mine == whole);
-      }
-    });
+    for (const size_t nbytes : {size_t{300} << 10, size_t{10} << 20}) {
+      const size_t count = nbytes / size_of(dtype) + 7;
+      std::vector<Bytes> operands;
+      for (size_t r = 0; r < host_of.size(); r++) operands.push_back(operand(static_cast<int>(r), count, dtype));
+      const Bytes whole = reduced(operands, host_of, dtype, ReduceOp::avg);
+      Ranks ranks(host_of);
+      ranks.each([&](Comm& comm) {
+        Caller caller;
+        for (int i = 0; i < 8; i++) {  // in one way, in the other, and as was found to be faster
+          Bytes mine = operands[static_cast<size_t>(comm.rank())];
+          comm.run(operation(Verb::all_reduce, mine, dtype, ReduceOp::avg), caller);
+          CHECK(mine == whole);
+        }
+      });
+    }
   }
 }
 
