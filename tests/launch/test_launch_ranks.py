@@ -339,12 +339,14 @@ def test_real_torch_is_imported_once_and_ranks_differ_in_random_state(launcher: 
         ("from torch.distributed import fsdp, nothing_of_that_name", []),
         ("from torch.utils.benchmark import Timer", ["torch.utils.benchmark"]),
         ("import torch.nothing_of_that_name", []),
+        ("import torch.testing._internal.common_utils", []),
     ],
 )
 def test_what_a_script_names_is_imported_once(launcher: Launcher, line: str, loaded: list[str]) -> None:
     script = f"""
         import os, sys
         names = ["allranks._engines.native.engine", "torch._dynamo", "torch.utils.benchmark"]
+        names += ["torch.testing._internal.common_utils"]  # which reads sys.argv
         print([name for name in names if name in sys.modules])
         sys.stdout.flush()
         os._exit(0)

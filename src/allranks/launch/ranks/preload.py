@@ -112,7 +112,8 @@ def _useful(target: Target) -> tuple[str, ...]:
     packages = {module.partition(".")[0] for module in modules}
     if not by_name and packages <= sys.stdlib_module_names - _BY_NAME:
         return ()
-    useful = ["torch", *sorted(module for module in modules if module.startswith(("torch.", "allranks.")))]
+    public = sorted(module for module in modules if "._" not in module)  # some of torch._x read sys.argv
+    useful = ["torch", *(module for module in public if module.startswith(("torch.", "allranks.")))]
     if "allranks" in packages:
         useful += _OF_RANKS
     if re.search(rb"\boptim\b", source):
