@@ -127,3 +127,21 @@ def test_help_in_other_words() -> None:
     assert said("help run") == said("run --help")
     assert said("-V") == said("--version")
     assert said("help fly")[0] == 2
+
+
+def test_a_process_ends_as_python_does_and_takes_nothing_apart() -> None:
+    code = """if True:
+        import atexit, threading, time
+        from allranks._base.console import run_process
+
+        class Large:
+            def __del__(self):
+                print("taken apart", flush=True)
+
+        large = Large()
+        atexit.register(print, "at exit")
+        threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+        run_process("x", lambda: 3)
+        """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "thread\nat exit\n", "")

@@ -76,8 +76,9 @@ def end_process(code: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+        with contextlib.suppress(OSError, ValueError):  # what the command wrote is written: this is what came at exit
+            if stream is not None:
+                stream.flush()
     os._exit(code & 0xFF)
 
 
