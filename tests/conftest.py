@@ -13,7 +13,7 @@ from allranks import testing
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Nearly every rank imports these: pytest for the test's module, torch._dynamo in torch.manual_seed and in optimizers.
+# Nearly every rank imports these: pytest for the test's module, torch._dynamo in optimizers.
 # That takes 2 s of a core. Each fork server imports them once.
 testing._PRELOADED += ["pytest", "torch._dynamo"]
 

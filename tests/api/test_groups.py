@@ -233,6 +233,20 @@ def test_a_timeout_that_is_none_begins_no_barrier(barrier: Any, timeout: Any) ->
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("barrier", [dist.monitored_barrier, dist.barrier])
+def test_a_time_below_zero_has_passed(barrier: Any) -> None:
+    def body() -> None:
+        if dist.get_rank() == 1:
+            dist.recv(torch.zeros(1), 0)
+            dist.barrier()
+            return
+        with pytest.raises(dist.TimeoutError):
+            barrier(timeout=-5)
+        dist.send(torch.zeros(1), 1)
+
+    run_ranks(2, body)
+
+
 def test_thd_s_names() -> None:
     def body() -> None:
         me, size = dist.get_rank(), dist.get_num_processes()

@@ -50,7 +50,8 @@ class Work(abc.ABC):
         """Blocks until the call is complete and its tensors hold their results.
 
         Args:
-            timeout: a limit for this wait, a timedelta or seconds; None or zero: the group's timeout decides.
+            timeout: a limit for this wait, a timedelta or seconds; None or zero: the group's timeout decides; below
+                zero: it has passed, as what is left until a deadline may have.
 
         Returns:
             True.

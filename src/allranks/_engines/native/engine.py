@@ -586,7 +586,7 @@ class NativeWork(OperandsWork):
         if self._error is not None:
             raise self._error
         try:
-            self._await(seconds_of(timeout) if timeout else -1.0)
+            self._await(max(seconds_of(timeout), 0.0) if timeout else -1.0)
         except AllranksError as error:
             if self.done():
                 self._error = error
