@@ -257,7 +257,7 @@ def test_fewer_ranks_than_hosts(job: Jobs) -> None:
 def test_all_hear_of_ctrl_c_while_hosts_are_waited_for(job: Jobs) -> None:
     arguments = ("-N", "3", "--master-addr", "10.77.0.1:15432")
     leader, other = started(job, job.write(""), arguments=arguments)
-    time.sleep(1.5)
+    await_connection(job, 1)
     leader.send_signal(signal.SIGINT)
     assert [finish(process).code for process in (leader, other)] == [130, 130]
 

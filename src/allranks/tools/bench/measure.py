@@ -31,6 +31,9 @@ __all__ = ["Plan", "largest", "measure", "seconds_per_call"]
 _BLOCK_S = 0.01
 _MOST_CALLS = 5000
 _BLOCKS = (5, 50)
+# Connections are opened, and memory that a library goes round in is touched for the first time: calls, or their bytes.
+_FIRST_CALLS = 30
+_FIRST_BYTES = 2 << 20
 _UNWRITTEN = 113  # in no data
 
 
@@ -77,7 +80,7 @@ def measure(engines: Sequence[Engine], verb: Verb, nbytes: int, plan: Plan) -> R
         _check(each, verb, count, data, plan)
     for each in contenders:
         each.into.zero_()  # what is reduced in place again and again must not overflow
-        _block(each, 2, plan)  # memory is touched, connections are opened
+        _block(each, max(2, min(_FIRST_CALLS, _FIRST_BYTES // max(nbytes, 1))), plan)
         each.calls_per_block = max(1, min(_MOST_CALLS, math.ceil(_BLOCK_S / _block(each, 3, plan).seconds)))
     samples = _sample(contenders, plan)
     for each in contenders:
