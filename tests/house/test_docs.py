@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import allranks
+from allranks.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "allranks"
@@ -44,10 +46,38 @@ class Written(doctest.DocTestFinder):
 def test_examples_in_docstrings(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE"):
         monkeypatch.delenv(name, raising=False)
-    found = [test for test in Written().find(importlib.import_module(module)) if test.examples]
+    found = examples(module)
     assert found
     for test in found:
-        assert doctest.DocTestRunner().run(test).failed == 0
+        if not is_of_ranks(test):
+            assert doctest.DocTestRunner().run(test).failed == 0
+
+    def body() -> None:
+        for test in filter(is_of_ranks, examples(module)):
+            test.globs.update(torch=torch, dist=allranks)
+            runner = doctest.DocTestRunner(Anything() if allranks.get_rank() > 0 else None)
+            assert runner.run(test).failed == 0, test.name
+
+    if any(map(is_of_ranks, found)):
+        run_ranks(2, body)
+
+
+def examples(module: str) -> list[doctest.DocTest]:
+    """The docstrings of a module that have examples."""
+    return [test for test in Written().find(importlib.import_module(module)) if test.examples]
+
+
+def is_of_ranks(test: doctest.DocTest) -> bool:
+    """Whether it is an example of what each of 2 ranks calls: those do not begin with an import, nor end the world."""
+    words = "".join(example.source for example in test.examples)
+    return "dist." in words and "import " not in words
+
+
+class Anything(doctest.OutputChecker):
+    """Of the other rank: an example says what rank 0 shows."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        return True
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

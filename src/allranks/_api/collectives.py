@@ -175,6 +175,12 @@ def reduce(
 
     Cost:
         as ``all_reduce``; the work of reducing is shared by all ranks above 64 KiB.
+
+    Example:
+        >>> t = torch.tensor([dist.get_rank() + 1.0])  # on each of 2 ranks; rank 0 shows:
+        >>> dist.reduce(t, dst=0)
+        >>> t
+        tensor([3.])
     """
     if group is not None and outside(group, "reduce"):
         return None
@@ -232,6 +238,12 @@ def broadcast(
 
     Source:
         a ring in shared memory, written by ``src`` while the others read.
+
+    Example:
+        >>> t = torch.tensor([dist.get_rank() + 1.0])  # on each of 2 ranks; rank 0 shows:
+        >>> dist.broadcast(t, src=1)
+        >>> t
+        tensor([2.])
     """
     if group is not None and outside(group, "broadcast"):
         return None
@@ -273,6 +285,12 @@ def all_gather(
 
     Cost:
         n bytes written and (P-1) n read per rank, one latency (large: one per 128 KiB).
+
+    Example:
+        >>> parts = [torch.empty(1), torch.empty(1)]  # on each of 2 ranks; rank 0 shows:
+        >>> dist.all_gather(parts, torch.tensor([dist.get_rank() + 1.0]))
+        >>> parts
+        [tensor([1.]), tensor([2.])]
     """
     if group is not None and outside(group, "all_gather"):
         return None
@@ -313,6 +331,12 @@ def all_gather_single(
 
     Cost:
         as ``all_gather``.
+
+    Example:
+        >>> whole = torch.empty(4)  # on each of 2 ranks; rank 0 shows:
+        >>> dist.all_gather_single(whole, torch.full((2,), dist.get_rank() + 1.0))
+        >>> whole
+        tensor([1., 1., 2., 2.])
     """
     if group is not None and outside(group, "all_gather_single"):
         return None
@@ -410,6 +434,13 @@ def gather(
 
     Cost:
         n bytes written per rank, (P-1) n read by ``dst``, one latency (large: one per 128 KiB).
+
+    Example:
+        >>> rank = dist.get_rank()  # on each of 2 ranks; rank 0 shows:
+        >>> parts = [torch.empty(1), torch.empty(1)] if rank == 0 else None
+        >>> dist.gather(torch.tensor([rank + 1.0]), parts, dst=0)
+        >>> parts
+        [tensor([1.]), tensor([2.])]
     """
     if group is not None and outside(group, "gather"):
         return None
@@ -474,6 +505,13 @@ def scatter(
 
     Cost:
         (P-1) n bytes written by ``src``, n read by each other rank, one latency (large: one per 128 KiB).
+
+    Example:
+        >>> t = torch.empty(1)  # on each of 2 ranks; rank 0 shows:
+        >>> parts = [torch.tensor([5.0]), torch.tensor([6.0])] if dist.get_rank() == 1 else None
+        >>> dist.scatter(t, parts, src=1)
+        >>> t
+        tensor([5.])
     """
     if group is not None and outside(group, "scatter"):
         return None
@@ -521,6 +559,12 @@ def reduce_scatter(
 
     Cost:
         (P-1) n bytes written and P n read per rank, one latency (large: one per 128 KiB).
+
+    Example:
+        >>> mine = torch.empty(1)  # on each of 2 ranks; rank 0 shows:
+        >>> dist.reduce_scatter(mine, [torch.tensor([1.0]), torch.tensor([10.0])])
+        >>> mine
+        tensor([2.])
     """
     if group is not None and outside(group, "reduce_scatter"):
         return None
@@ -566,6 +610,12 @@ def reduce_scatter_single(
 
     Cost:
         as ``reduce_scatter``.
+
+    Example:
+        >>> mine = torch.empty(2)  # on each of 2 ranks; rank 0 shows:
+        >>> dist.reduce_scatter_single(mine, torch.arange(4.0))
+        >>> mine
+        tensor([0., 2.])
     """
     if group is not None and outside(group, "reduce_scatter_single"):
         return None
@@ -656,6 +706,13 @@ def all_to_all(
 
     Cost:
         what a rank sends is written once, what it gets read once; one latency (large: one per 128 KiB).
+
+    Example:
+        >>> rank = dist.get_rank()  # on each of 2 ranks; rank 0 shows:
+        >>> gets = [torch.empty(1), torch.empty(1)]
+        >>> dist.all_to_all(gets, [torch.tensor([10.0 * rank]), torch.tensor([10.0 * rank + 1])])
+        >>> gets
+        [tensor([0.]), tensor([10.])]
     """
     if group is not None and outside(group, "all_to_all"):
         return None
@@ -720,6 +777,16 @@ def all_to_all_single(
 
     Cost:
         as ``all_to_all``.
+
+    Example:
+        >>> rank = dist.get_rank()  # on each of 2 ranks; rank 0 keeps one element, gives 3
+        >>> sizes = [1, 3] if rank == 0 else [2, 2]
+        >>> counts = torch.empty(2, dtype=torch.int64)
+        >>> dist.all_to_all_single(counts, torch.tensor(sizes))
+        >>> gets = torch.empty(int(counts.sum()))
+        >>> dist.all_to_all_single(gets, torch.full((4,), float(rank)), counts.tolist(), sizes)
+        >>> gets
+        tensor([0., 1., 1.])
     """
     if group is not None and outside(group, "all_to_all_single"):
         return None
@@ -770,6 +837,9 @@ def barrier(
 
     Cost:
         one latency: each rank writes one cache line, which the others read.
+
+    Example:
+        >>> dist.barrier(timeout=60)  # on each rank; a rank that does not come is named
     """
     if group is not None and outside(group, "barrier"):
         return None
@@ -799,6 +869,9 @@ def monitored_barrier(
 
     Cost:
         as ``barrier``.
+
+    Example:
+        >>> dist.monitored_barrier(timeout=60)  # on each rank
     """
     if not outside(group, "monitored_barrier"):
         resolve_group(group).monitored_barrier(timeout, wait_all_ranks)
@@ -831,6 +904,16 @@ def send(
 
     Cost:
         n bytes copied into shared memory and n bytes out of it, in pieces that overlap.
+
+    Example:
+        >>> rank = dist.get_rank()  # of 2; rank 0 shows:
+        >>> t = torch.tensor([rank + 1.0])
+        >>> if rank == 1:
+        ...     dist.send(t, dst=0)
+        ... else:
+        ...     source = dist.recv(t)  # from any
+        ...     print(source, t)
+        1 tensor([2.])
     """
     if group is not None and outside(group, "send"):
         return
@@ -934,6 +1017,15 @@ def irecv(
 
     Cost:
         as ``send``, moved beside what the program does.
+
+    Example:
+        >>> other = 1 - dist.get_rank()  # of 2; rank 0 shows:
+        >>> gets = torch.empty(1)
+        >>> works = [dist.irecv(gets, other), dist.isend(torch.tensor([10.0 + other]), other)]
+        >>> for work in works:
+        ...     _ = work.wait()
+        >>> gets
+        tensor([10.])
     """
     if group is not None and outside(group, "irecv"):
         return None  # type: ignore[return-value]  # to checkers each group is one that this rank is in
@@ -993,6 +1085,15 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
 
     Cost:
         that of its messages.
+
+    Example:
+        >>> other = 1 - dist.get_rank()  # of 2; rank 0 shows:
+        >>> gives, gets = torch.tensor([10.0 + other]), torch.empty(1)
+        >>> ops = [dist.P2POp(dist.isend, gives, other), dist.P2POp(dist.irecv, gets, other)]
+        >>> for work in dist.batch_isend_irecv(ops):
+        ...     _ = work.wait()
+        >>> gets
+        tensor([10.])
     """
     if not isinstance(p2p_op_list, list) or not all(isinstance(op, P2POp) for op in p2p_op_list):
         raise UsageError("batch_isend_irecv: expected a list of P2POp")

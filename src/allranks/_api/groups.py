@@ -88,6 +88,12 @@ def new_group(
     Cost:
         one all_gather of 40 bytes, a connection between each two members of a host and between hosts, and a segment of
         about 4 MiB per member. Connections between members of different hosts are made when they are first needed.
+
+    Example:
+        >>> alone = dist.new_group([0])  # on each of 2 ranks; rank 0 shows:
+        >>> if dist.get_rank() == 0:
+        ...     print(dist.get_world_size(alone), dist.get_process_group_ranks(alone))
+        1 [0]
     """
     world = resolve_group(None)
     members = _checked(range(world.size()) if ranks is None else ranks, world.size(), "ranks")
@@ -167,6 +173,11 @@ def new_subgroups(
 
     Raises:
         UsageError: the size does not divide the number of ranks.
+
+    Example:
+        >>> mine, all_of_them = dist.new_subgroups(group_size=1)  # on each of 2 ranks; rank 0 shows:
+        >>> mine.size(), len(all_of_them)
+        (1, 2)
     """
     cut = resolve_group(group)
     size = int(os.environ.get("LOCAL_WORLD_SIZE", cut.size())) if group_size is None else group_size

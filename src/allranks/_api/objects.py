@@ -55,6 +55,12 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
     Cost:
         two collectives, of the lengths and of the bytes (each as long as the longest), and the
         pickling, which is most of it.
+
+    Example:
+        >>> found = [None, None]  # on each of 2 ranks; rank 0 shows:
+        >>> dist.all_gather_object(found, {"rank": dist.get_rank()})
+        >>> found
+        [{'rank': 0}, {'rank': 1}]
     """
     if outside(group, "all_gather_object"):
         return
@@ -92,6 +98,13 @@ def gather_object(
     Cost:
         two collectives, of the lengths and of the bytes (each as long as the longest), and the
         pickling, which is most of it.
+
+    Example:
+        >>> rank = dist.get_rank()  # of 2; rank 0 shows:
+        >>> found = [None, None] if rank == 0 else None
+        >>> dist.gather_object("from " + str(rank), found)
+        >>> found
+        ['from 0', 'from 1']
     """
     if outside(group, "gather_object"):
         return
@@ -135,6 +148,12 @@ def broadcast_object_list(
 
     Cost:
         two collectives, of the lengths and of the bytes, and the pickling, which is most of it.
+
+    Example:
+        >>> found = ["settings", 3] if dist.get_rank() == 1 else [None, None]  # of 2 ranks; rank 0 shows:
+        >>> dist.broadcast_object_list(found, src=1)
+        >>> found
+        ['settings', 3]
     """
     if outside(group, "broadcast_object_list"):
         return
@@ -177,6 +196,12 @@ def scatter_object_list(
     Cost:
         two collectives, of the lengths and of the bytes (each as long as the longest), and the
         pickling, which is most of it.
+
+    Example:
+        >>> mine = [None]  # on each of 2 ranks; rank 0 shows:
+        >>> dist.scatter_object_list(mine, ["a", "b"] if dist.get_rank() == 1 else None, src=1)
+        >>> mine
+        ['a']
     """
     if outside(group, "scatter_object_list"):
         return
@@ -222,6 +247,15 @@ def send_object_list(
 
     Cost:
         two messages, of the lengths and of the bytes, and the pickling, which is most of it.
+
+    Example:
+        >>> found = [None]  # on each of 2 ranks; rank 0 shows:
+        >>> if dist.get_rank() == 1:
+        ...     dist.send_object_list([{"step": 7}], dst=0)
+        ... else:
+        ...     source = dist.recv_object_list(found, src=1)
+        ...     print(found)
+        [{'step': 7}]
     """
     if outside(group, "send_object_list"):
         return
