@@ -176,6 +176,9 @@ def reduce(
     Cost:
         as ``all_reduce``; the work of reducing is shared by all ranks above 64 KiB.
 
+    Source:
+        as ``all_reduce``; only ``dst`` gets the shards.
+
     Example:
         >>> t = torch.tensor([dist.get_rank() + 1.0])  # on each of 2 ranks; rank 0 shows:
         >>> dist.reduce(t, dst=0)
@@ -285,6 +288,11 @@ def all_gather(
 
     Cost:
         n bytes written and (P-1) n read per rank, one latency (large: one per 128 KiB).
+
+    Source:
+        each rank writes into its ring in shared memory, and the others read. Between more than 8 hosts a ring of
+        hosts, as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+        MPICH", 2005.
 
     Example:
         >>> parts = [torch.empty(1), torch.empty(1)]  # on each of 2 ranks; rank 0 shows:
@@ -435,6 +443,9 @@ def gather(
     Cost:
         n bytes written per rank, (P-1) n read by ``dst``, one latency (large: one per 128 KiB).
 
+    Source:
+        as ``all_gather``; between more than 8 hosts a binomial tree of hosts (Thakur, Rabenseifner and Gropp, 2005).
+
     Example:
         >>> rank = dist.get_rank()  # on each of 2 ranks; rank 0 shows:
         >>> parts = [torch.empty(1), torch.empty(1)] if rank == 0 else None
@@ -506,6 +517,9 @@ def scatter(
     Cost:
         (P-1) n bytes written by ``src``, n read by each other rank, one latency (large: one per 128 KiB).
 
+    Source:
+        pieces of the ring of ``src`` are cut into a cell for each rank. Between more than 8 hosts as ``gather``.
+
     Example:
         >>> t = torch.empty(1)  # on each of 2 ranks; rank 0 shows:
         >>> parts = [torch.tensor([5.0]), torch.tensor([6.0])] if dist.get_rank() == 1 else None
@@ -559,6 +573,10 @@ def reduce_scatter(
 
     Cost:
         (P-1) n bytes written and P n read per rank, one latency (large: one per 128 KiB).
+
+    Source:
+        pairwise: each rank writes what the others reduce into cells of its ring. Between more than 8 hosts along a
+        chain, in the order of the ranks.
 
     Example:
         >>> mine = torch.empty(1)  # on each of 2 ranks; rank 0 shows:
@@ -707,6 +725,10 @@ def all_to_all(
     Cost:
         what a rank sends is written once, what it gets read once; one latency (large: one per 128 KiB).
 
+    Source:
+        pairwise exchange (Thakur, Rabenseifner and Gropp, 2005) through cells of a ring in shared memory, or a TCP
+        connection of each two ranks.
+
     Example:
         >>> rank = dist.get_rank()  # on each of 2 ranks; rank 0 shows:
         >>> gets = [torch.empty(1), torch.empty(1)]
@@ -837,6 +859,10 @@ def barrier(
 
     Cost:
         one latency: each rank writes one cache line, which the others read.
+
+    Source:
+        each rank writes one line, which all read. Dissemination (Hensgen, Finkel and Manber, "Two Algorithms for
+        Barrier Synchronization", 1988) takes log P latencies where this takes one.
 
     Example:
         >>> dist.barrier(timeout=60)  # on each rank; a rank that does not come is named
