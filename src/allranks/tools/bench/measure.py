@@ -31,7 +31,7 @@ __all__ = ["Plan", "largest", "measure", "seconds_per_call"]
 _BLOCK_S = 0.01
 _MOST_CALLS = 5000
 _BLOCKS = (5, 50)
-# Connections are opened, and memory that a library goes round in is touched for the first time: calls, or their bytes.
+# Connections are opened, and memory that a library goes round in is touched for the first time, within a cell's time.
 _FIRST_CALLS = 30
 _FIRST_BYTES = 2 << 20
 _UNWRITTEN = 113  # in no data
@@ -80,7 +80,10 @@ def measure(engines: Sequence[Engine], verb: Verb, nbytes: int, plan: Plan) -> R
         _check(each, verb, count, data, plan)
     for each in contenders:
         each.into.zero_()  # what is reduced in place again and again must not overflow
-        _block(each, max(2, min(_FIRST_CALLS, _FIRST_BYTES // max(nbytes, 1))), plan)
+        first_s = _block(each, 2, plan).seconds
+        more = min(_FIRST_CALLS, _FIRST_BYTES // max(nbytes, 1), int(plan.budget_s / first_s))
+        if more > 0:
+            _block(each, more, plan)
         each.calls_per_block = max(1, min(_MOST_CALLS, math.ceil(_BLOCK_S / _block(each, 3, plan).seconds)))
     samples = _sample(contenders, plan)
     for each in contenders:
