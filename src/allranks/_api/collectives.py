@@ -23,8 +23,9 @@ from torch import Tensor
 from allranks._api.world import GroupMember, resolve_group
 from allranks._base.errors import UsageError
 from allranks._base.public import publish
+from allranks._base.timeouts import seconds_of
 from allranks._call.types import ReduceOp
-from allranks._call.work import Together, Work, seconds_of
+from allranks._call.work import Together, Work
 from allranks._engines.checks import check_apart, check_tensor
 
 if TYPE_CHECKING:

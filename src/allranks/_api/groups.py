@@ -17,8 +17,8 @@ from allranks import _engines
 from allranks._api.world import GroupMember, register, replace_world, resolve_group
 from allranks._base.errors import ConfigError, MismatchError, UsageError, rank_list
 from allranks._base.public import publish
+from allranks._base.timeouts import seconds_of
 from allranks._call.purpose import part_of
-from allranks._call.work import seconds_of
 from allranks._cluster.detection import detect
 from allranks._engines.prelude import Prelude
 from allranks._engines.spec import RECORD_BYTES

@@ -13,8 +13,8 @@ from allranks import _engines
 from allranks._api import torch_world
 from allranks._base.errors import ConfigError, MismatchError, NotInitializedError, UsageError, rank_list
 from allranks._base.public import publish
+from allranks._base.timeouts import seconds_of
 from allranks._call.futures import end_futures
-from allranks._call.work import seconds_of
 from allranks._group.elastic import join_elastic
 from allranks._group.process_group import ProcessGroup
 from allranks._group.succession import Lineage

@@ -6,7 +6,6 @@ import abc
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from numbers import Real
 from typing import TYPE_CHECKING, NoReturn
 
 from allranks._base.errors import UsageError
@@ -17,18 +16,7 @@ from allranks._call.futures import End, future_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Complete", "Then", "Together", "Work", "seconds_of"]
-
-
-_LONGEST_S = 1e8  # three years; clocks count in 64 bits of nanoseconds
-
-
-def seconds_of(timeout: timedelta | float) -> float:
-    """A timeout given as torch gives it (timedelta) or as a number of seconds."""
-    if not isinstance(timeout, timedelta | Real) or timeout != timeout:  # NaN
-        raise UsageError(f"timeout must be a timedelta or a number of seconds, not {timeout!r}")
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    return min(seconds, _LONGEST_S)
+__all__ = ["Complete", "Then", "Together", "Work"]
 
 
 class Work(abc.ABC):

@@ -24,10 +24,11 @@ from torch import Tensor
 from allranks import _core
 from allranks._base.errors import AllranksError, MismatchError, PeerLostError, TimeoutError, UsageError, rank_list
 from allranks._base.forks import forks, refusal
+from allranks._base.timeouts import seconds_of
 from allranks._call.callsite import site
 from allranks._call.debug import DebugLevel, get_debug_level
 from allranks._call.types import PremulSum, ReduceOp, Stats, is_integer
-from allranks._call.work import Work, seconds_of
+from allranks._call.work import Work
 from allranks._engines.base import Engine
 from allranks._engines.checks import (
     CODES,

@@ -19,8 +19,8 @@ import msgspec
 from allranks._base.errors import NotInitializedError, TimeoutError, UsageError
 from allranks._base.forks import follow, forks, refusal
 from allranks._base.public import publish
+from allranks._base.timeouts import seconds_of
 from allranks._call.types import PremulSum, ReduceOp, Stats, as_reduce_op
-from allranks._call.work import seconds_of
 from allranks._cluster.env import notice_seconds
 from allranks._engines.base import Parent, never, not_begun
 from allranks._group import reconfigure, survival

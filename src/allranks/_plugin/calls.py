@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from allranks._base.errors import AllranksError, NotInitializedError, UsageError
+from allranks._base.timeouts import seconds_of
 from allranks._call.types import PremulSum, ReduceOp, premul_sum
-from allranks._call.work import Complete, Then, Together, Work, seconds_of
+from allranks._call.work import Complete, Then, Together, Work
 from allranks._engines.checks import check_apart
 from allranks._engines.operands import different
 from allranks._plugin.work import DONE, TorchWork

@@ -23,6 +23,7 @@ import msgspec
 
 from allranks._base.errors import QueueEmptyError, StoreLostError, TimeoutError, UsageError
 from allranks._base.forks import follow
+from allranks._base.timeouts import seconds_of
 from allranks._store.table import KeyTable
 from allranks._store.wire import (
     LONGEST_S,
@@ -50,23 +51,12 @@ from allranks._store.wire import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ForeignStore", "HashStore", "PrefixStore", "Store", "seconds_of"]
+__all__ = ["ForeignStore", "HashStore", "PrefixStore", "Store"]
 
 _ReplyT = TypeVar("_ReplyT", Done, Found, Listed)
 Timeout = timedelta | float
 
 DEFAULT_TIMEOUT_S = 300.0  # torch's
-
-
-def seconds_of(timeout: Timeout) -> float:
-    """A timeout given as torch gives it (timedelta) or as a number of seconds; 0 or less does not wait.
-
-    Raises:
-        UsageError: it is neither.
-    """
-    if isinstance(timeout, bool) or not isinstance(timeout, timedelta | float | int) or timeout != timeout:
-        raise UsageError(f"timeout must be a timedelta or a number of seconds, not {timeout!r}")
-    return min(timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout), LONGEST_S)
 
 
 class Store(abc.ABC):
@@ -111,7 +101,7 @@ class Store(abc.ABC):
         Raises:
             UsageError: not a time.
         """
-        self.timeout_s = seconds_of(timeout)
+        self.timeout_s = seconds_of(timeout, LONGEST_S)
 
     def set(self, key: str, value: bytes | str) -> None:
         """Sets a value, and wakes those who wait for it."""
@@ -250,7 +240,7 @@ class Store(abc.ABC):
         self.close()
 
     def _patience(self, timeout: Timeout | None) -> float:
-        return self.timeout_s if timeout is None else seconds_of(timeout)
+        return self.timeout_s if timeout is None else seconds_of(timeout, LONGEST_S)
 
     def _reply(self, request: Request, kind: type[_ReplyT]) -> _ReplyT:
         return self._checked(self._ask(request), kind, getattr(request, "timeout_s", 0.0))

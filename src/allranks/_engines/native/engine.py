@@ -21,13 +21,14 @@ from torch import Tensor
 from allranks import _core
 from allranks._base.errors import AllranksError, JoinError, MismatchError, UsageError, rank_list
 from allranks._base.forks import Socket, forks, guard
+from allranks._base.timeouts import seconds_of
 from allranks._call.bytes import bytes_of
 from allranks._call.callsite import NOWHERE, line_of, site, stack_hash, where
 from allranks._call.debug import DebugLevel, get_debug_level
 from allranks._call.futures import End
 from allranks._call.purpose import part_of
 from allranks._call.types import PremulSum, ReduceOp, Stats
-from allranks._call.work import Work, seconds_of
+from allranks._call.work import Work
 from allranks._cluster.env import read_int
 from allranks._cluster.host import usable_cpus
 from allranks._engines.base import Engine, Parent, never, not_begun

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from allranks._base.errors import NotInitializedError, UsageError
 from allranks._base.public import publish
-from allranks._call.work import seconds_of
+from allranks._base.timeouts import seconds_of
 from allranks.launch.ranks.rank import this_rank
 
 if TYPE_CHECKING:

@@ -1,0 +1,23 @@
+"""How long something may take, as torch's programs give it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from numbers import Real
+
+from allranks._base.errors import UsageError
+
+__all__ = ["seconds_of"]
+
+_LONGEST_S = 1e8  # three years; clocks count in 64 bits of nanoseconds
+
+
+def seconds_of(timeout: timedelta | float, longest_s: float = _LONGEST_S) -> float:
+    """Seconds of a timedelta or of a number of seconds, ``longest_s`` at most.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, timedelta | Real) or timeout != timeout:  # NaN
+        raise UsageError(f"timeout must be a timedelta or a number of seconds, not {timeout!r}")
+    return min(timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout), longest_s)
