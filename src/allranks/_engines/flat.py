@@ -475,7 +475,7 @@ class FlatWork(OperandsWork):
             return True
         verb = self._operands.verb
         self._engine.check_process(verb)
-        limit_s = seconds_of(timeout) if timeout else None
+        limit_s = max(seconds_of(timeout), 0.0) if timeout else None
         deadline = None if limit_s is None else time.monotonic() + limit_s
         while not self._ended_within(_SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())):
             if deadline is not None and time.monotonic() >= deadline:
