@@ -66,7 +66,7 @@ bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed
 	$(BENCH_RUN) small -n 4 --against mpi --json benchmarks/small_4.json $(BENCH_FLAGS)
 	$(BENCH_RUN) trace -n 2 --json benchmarks/trace.json $(BENCH_FLAGS)
 	$(BENCH_RUN) master --json benchmarks/master.json $(BENCH_FLAGS)
-	for n in 1 2 4; do $(BENCH_RUN) checkpoint -n $$n --sizes 100M,400M,1G$$(test $$n = 1 && echo ,4G) \
+	for n in 1 2 4; do $(BENCH_RUN) checkpoint -n $$n --sizes 100M,400M,1G,4G \
 	  --json benchmarks/checkpoint_$$n.json --plot benchmarks/checkpoint_$$n.png $(BENCH_FLAGS) || exit 1; done
 	$(TORCHFT)/bin/python -m allranks bench resilience --json benchmarks/resilience.json $(BENCH_FLAGS)
 	$(BIN)/allranks run -n 2 benchmarks/ddp_step.py --json benchmarks/ddp_step.json

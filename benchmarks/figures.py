@@ -478,9 +478,8 @@ def checkpoint_table():
             row = [size + f", {ranks}"]
             for name, beside in columns.items():
                 goals = [cells.get(f"{name} beside {peer}, {where}") for peer in beside]
-                row.append(
-                    f"{goals[0]['value'] * 1e3:,.0f}" if goals[0]["value"] >= 0.01 else f"{goals[0]['value'] * 1e3:.1f}"
-                )
+                ms = goals[0]["value"] * 1e3 if goals[0] else None
+                row.append("-" if ms is None else f"{ms:,.0f}" if ms >= 10 else f"{ms:.1f}")
                 row += ["-" if goal is None else times(goal["ratio"]) for goal in goals]
             yield "| " + " | ".join(row) + " |"
 

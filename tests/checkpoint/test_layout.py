@@ -58,6 +58,17 @@ def test_the_work_is_shared() -> None:
     assert max(loads) - min(loads) <= 4 * 1040
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 200), st.sampled_from([1, 2, 4, 8, 16])), max_size=30))
+def test_where_tensors_begin_in_a_file(tensors: list[tuple[int, int]]) -> None:
+    """Those of whole lines at lines, whatever lies between their names; the others where their elements may be."""
+    offers = [Offer(f"t{n}", "any", size, (length,), (0,), (length,), 0) for n, (length, size) in enumerate(tensors)]
+    plan = make_plan([offers])
+    check(plan, 1)
+    for job in plan.jobs:
+        assert job.begin % (64 if job.offer.nbytes % 64 == 0 else job.offer.size) == 0
+
+
 def test_each_rank_writes_its_own() -> None:
     plan = make_plan([[whole("t", 3, 7, own=True)], [whole("t", 3, 7, own=True)]])
     assert [job.key for job in plan.jobs] == ["t#0", "t#1"]

@@ -258,7 +258,7 @@ def test_the_goals_of_master_worker_mode(tmp_path: Path) -> None:
 def test_the_goals_of_checkpoints(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     picture = tmp_path / "figures.png"
-    done = bench("checkpoint", "--sizes", "64K,1M", "--budget", "0.4", "--json", str(figures), "--plot", str(picture))
+    done = bench("checkpoint", "--sizes", "64K,1M", "--budget", "0.1", "--json", str(figures), "--plot", str(picture))
     assert done.returncode == 0, done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     goals = {goal["name"]: goal for goal in json.loads(figures.read_text())["goals"]}

@@ -24,7 +24,7 @@ from allranks._base.forks import guard
 from allranks._call.bytes import view_of
 from allranks.checkpoint import folders
 from allranks.checkpoint.company import Company
-from allranks.checkpoint.layout import Job
+from allranks.checkpoint.layout import LINE, Job
 from allranks.checkpoint.offers import local_part, words_of
 from allranks.checkpoint.saving import Call, gather
 from allranks.checkpoint.values import Flat
@@ -249,4 +249,4 @@ def _copied(jobs: Sequence[Job], flat: Flat) -> list[memoryview]:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64
+    return -(-nbytes // LINE) * LINE

@@ -15,7 +15,10 @@ import msgspec
 
 from allranks._base.errors import UsageError, rank_list
 
-__all__ = ["Box", "Job", "Offer", "Plan", "make_plan", "overlap", "place"]
+__all__ = ["LINE", "Box", "Job", "Offer", "Plan", "make_plan", "overlap", "place"]
+
+LINE = 64
+"""Bytes: to such places torch allocates tensors; the head of a file ends at one."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """A part of a tensor: where it begins, and its shape."""
@@ -123,8 +126,13 @@ def make_plan(offers: Sequence[Sequence[Offer]]) -> Plan:
 
 
 def place(jobs: list[Job]) -> None:
-    """Puts the jobs of a rank into the order of its file."""
-    jobs.sort(key=lambda job: (-job.offer.size, job.key))  # no element lies across its own alignment
+    """Puts the jobs of a rank into the order of its file.
+
+    safetensors allows no gaps. So parts of whole lines come first, each of which then begins at a line, as it does in
+    memory: between places that differ by some bytes, processors copy at 0.7 of the speed, and at worst at 0.25. The
+    others follow by the size of their elements, none of which then lies across its own alignment.
+    """
+    jobs.sort(key=lambda job: (job.offer.nbytes % LINE != 0, -job.offer.size, job.key))
     begin = 0
     for job in jobs:
         job.begin = begin

@@ -24,7 +24,7 @@ import xxhash
 from allranks._base.errors import CheckpointError
 from allranks.checkpoint.company import in_words
 from allranks.checkpoint.folders import write_all
-from allranks.checkpoint.layout import Job
+from allranks.checkpoint.layout import LINE, Job
 from allranks.checkpoint.manifest import BLOCK, File, Manifest, Piece, Saved, dtype_of, size_problem
 
 __all__ = ["KINDS", "OTHERS", "LocalFile", "Source", "open_part", "read_rows", "write_part"]
@@ -118,7 +118,7 @@ def _head_of(jobs: Sequence[Job], step: int, rank: int) -> bytes:
     if others:
         about[OTHERS] = msgspec.json.encode(others).decode()
     text = msgspec.json.encode(entries)
-    text += b" " * (-len(text) % 64)
+    text += b" " * (-(_HEAD_SIZE + len(text)) % LINE)
     return len(text).to_bytes(_HEAD_SIZE, "little") + text
 
 

@@ -10,8 +10,9 @@ load             into memory that is there, with all hashes checked, beside read
 ===============  =====================================================================================================
 
 All ranks have the same tensors, 16 of float32, and load into their memory. The figures are medians of ``3 * budget``
-rounds, in each of which all are measured in turn; a figure is that of the slowest rank. The page cache is warm for
-whatever is read.
+rounds, of small states 12, in each of which all are measured in turn; a figure is that of the slowest rank. The page
+cache is warm for whatever is read, and the disk has nothing left to do. What makes more copies than memory holds is left
+out, and named.
 """
 
 from __future__ import annotations
@@ -47,15 +48,20 @@ from allranks.tools.quiet import Window, before, cores
 
 __all__ = ["main"]
 
-_ROUNDS = 3  # for each second of the budget
+_ROUNDS = (3, 12)  # for each second of the budget: the fewest and the most,
+_ROUNDS_OF = 8 << 30  # and of as many rounds as have so many bytes, where that lies between them
 _TENSORS = 16
 _LIMIT_S = 1800
 _CHUNK = 4 << 20
 _COPIED = 64 << 20  # numbers: the memcpy is done in parts of so many
-_COPIES = 5  # of the states, with which DCP's processes are measured: theirs, ours, DCP's two, and the files'
+_SPARE = 1 << 30  # bytes that are left free beside the states and their copies
 _HEADS = 1 << 18  # numbers: room for what files have beside the tensors
 
 Samples = dict[str, list[float]]
+
+_PEERS = {"stall": "save_async", "DCP save": "DCP", "DCP stall": "DCP in the background",
+          "DCP process stall": "DCP with processes", "torch.load": "torch.load"}  # fmt: skip
+"""What is left out where memory does not hold the copies that it makes; how it is called."""
 
 
 def main(options: argparse.Namespace) -> int:
@@ -71,13 +77,14 @@ def main(options: argparse.Namespace) -> int:
             "python": platform.python_version(),
         },
     )
-    rounds = max(1, round(_ROUNDS * options.budget))
     medians: dict[int, dict[str, float]] = {}
     window, own_s, cpus = Window(), spent_s(), cores(os.sched_getaffinity(0))
     with Progress("allranks bench") as progress:
         progress.put(goals.head(report, "checkpoints"))
         progress.put(text.conditions(before(), options.nproc, cpus))
         for nbytes in options.sizes:
+            fewest, most = _ROUNDS
+            rounds = max(1, round(min(max(_ROUNDS_OF // nbytes, fewest), most) * options.budget))
             progress.at(f"{text.human(nbytes)}, {rounds} rounds")
             with tempfile.TemporaryDirectory(prefix="allranks-bench-") as folder:
                 found = run_ranks(options.nproc, _measure, Path(folder), nbytes, rounds, timeout_s=_LIMIT_S)
@@ -86,8 +93,8 @@ def main(options: argparse.Namespace) -> int:
             cells = _goals(f"{text.human(nbytes)}, {options.nproc} rank{'s' * (options.nproc > 1)}", slowest)
             report.goals += cells
             progress.put(goals.lines(cells))
-            if "DCP process stall" not in slowest:
-                report.left_out.append(f"{text.human(nbytes)}: DCP with processes, for want of memory")
+            if missing := [what for name, what in _PEERS.items() if name not in slowest]:
+                report.left_out.append(f"{text.human(nbytes)}: {', '.join(missing)}, for want of memory")
                 progress.put(f"# left out: {report.left_out[-1]}")
         report.conditions = window.end(spent_s() - own_s)
         progress.put(text.conditions(report.conditions, options.nproc, cpus))
@@ -136,29 +143,24 @@ def _slowest(found: list[Samples]) -> Samples:
 
 
 def _goals(what: str, found: Samples) -> list[Goal]:
-    def cell(name: str, mine: str, peer: str, beside: str, least_ratio: float | None = None) -> Goal:
-        return of(
-            f"{name} beside {peer}, {what}", "s", found[mine], peer=peer, beside=found[beside], least_ratio=least_ratio
-        )
-
+    """Of what was measured, with what it is measured beside."""
+    cells = [
+        ("stall of save_async", "stall", "memcpy", "memcpy", 1 / 1.3),
+        ("stall of save_async", "stall", "DCP", "DCP stall", 2.0),
+        ("stall of save_async", "stall", "DCP with processes", "DCP process stall", 2.0),
+        ("save_async until complete", "background", "DCP with processes", "DCP process background", None),
+        ("save_async until complete", "background", "DCP", "DCP background", None),
+        ("save", "save", "write and fsync", "write", 0.9),
+        ("save", "save", "DCP", "DCP save", None),
+        ("save", "save", "torch.save", "torch.save", None),
+        ("load", "load", "reading", "read", 0.8),
+        ("load", "load", "DCP", "DCP load", None),
+        ("load", "load", "torch.load", "torch.load", None),
+    ]
     return [
-        cell("stall of save_async", "stall", "memcpy", "memcpy", 1 / 1.3),
-        cell("stall of save_async", "stall", "DCP", "DCP stall", 2.0),
-        *(
-            [
-                cell("stall of save_async", "stall", "DCP with processes", "DCP process stall", 2.0),
-                cell("save_async until complete", "background", "DCP with processes", "DCP process background"),
-            ]
-            if "DCP process stall" in found
-            else []
-        ),
-        cell("save_async until complete", "background", "DCP", "DCP background"),
-        cell("save", "save", "write and fsync", "write", 0.9),
-        cell("save", "save", "DCP", "DCP save"),
-        cell("save", "save", "torch.save", "torch.save"),
-        cell("load", "load", "reading", "read", 0.8),
-        cell("load", "load", "DCP", "DCP load"),
-        cell("load", "load", "torch.load", "torch.load"),
+        of(f"{name} beside {peer}, {what}", "s", found[mine], peer=peer, beside=found[beside], least_ratio=least_ratio)
+        for name, mine, peer, beside, least_ratio in cells
+        if mine in found and beside in found
     ]
 
 
@@ -172,12 +174,12 @@ def _measure(folder: Path, nbytes: int, rounds: int) -> Samples:
     rank, ranks = allranks.get_rank(), allranks.get_world_size()
     torchs.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     torch.manual_seed(1)
-    each = nbytes // 4 // _TENSORS
+    each = nbytes // 4 // _TENSORS // 16 * 16  # whole lines, as tensors of most shapes are
     memory = torch.randn(each * _TENSORS + _HEADS)
     state = {f"w{number}": memory[number * each : (number + 1) * each] for number in range(_TENSORS)}
     share = memory[: nbytes // 4 // ranks]
     copy = torch.ones(min(len(share), _COPIED))
-    with_processes = _is_room(ranks * nbytes)
+    fitting = _fitting(nbytes, ranks)
     found: Samples = {}
 
     def timed(name: str, act: Callable[[], Any]) -> Any:
@@ -190,48 +192,61 @@ def _measure(folder: Path, nbytes: int, rounds: int) -> Samples:
     for number in range(-1, rounds):
         if number == 0:
             found.clear()  # a first round brings memory and groups
+        os.sync()
         timed("memcpy", lambda: [copy[: len(part)].copy_(part) for part in torch.split(share, _COPIED)])
-        _ours(timed, folder / "ours", state, memory, number + 1)
+        _ours(timed, folder / "ours", state, memory, number + 1, "stall" in fitting)
         timed("write", lambda: _write(folder / f"written-{rank}", share))
         os.unlink(folder / f"written-{rank}")
-        _dcp(timed, dcp, folder, state, number + 1, with_processes)
+        _dcp(timed, dcp, folder, state, number + 1, fitting)
         timed("torch.save", lambda: _torch_save(folder / "torch.pt", state) if rank == 0 else None)
         allranks.barrier()
-        timed("torch.load", lambda: torch.load(folder / "torch.pt"))
+        if "torch.load" in fitting:
+            timed("torch.load", lambda: torch.load(folder / "torch.pt"))
     torchs.destroy_process_group()
     return found
 
 
-def _ours(timed: Callable[..., Any], folder: Path, state: Any, memory: torch.Tensor, step: int) -> None:
+def _ours(
+    timed: Callable[..., Any], folder: Path, state: Any, memory: torch.Tensor, step: int, in_background: bool
+) -> None:
     alike = list(state)  # as data-parallel training promises
-    saving = timed("stall", lambda: checkpoint.save_async(state, folder, step=2 * step, keep=1, alike=alike))
-    timed("background", saving.wait)
-    timed("save", lambda: checkpoint.save(state, folder, step=2 * step + 1, keep=1, alike=alike))
+    if in_background:
+        saving = timed("stall", lambda: checkpoint.save_async(state, folder, step=2 * step, alike=alike))
+        _remove(timed("background", saving.wait))
+        os.sync()
+    path = timed("save", lambda: checkpoint.save(state, folder, step=2 * step + 1, alike=alike))
+    os.sync()
     timed("load", lambda: checkpoint.load(folder, into=state))
-    newest = checkpoint.latest(folder)
-    assert newest is not None
-    timed("read", lambda: _read(newest.path, memory))
+    timed("read", lambda: _read(path, memory))
+    _remove(path)
 
 
-def _dcp(timed: Callable[..., Any], dcp: Any, folder: Path, state: Any, step: int, with_processes: bool) -> None:
+def _remove(folder: Path) -> None:
+    """Once all ranks are done with it."""
+    allranks.barrier()
+    if allranks.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+def _dcp(timed: Callable[..., Any], dcp: Any, folder: Path, state: Any, step: int, fitting: set[str]) -> None:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     kinds = [(AsyncCheckpointerType.THREAD, "DCP"), (AsyncCheckpointerType.PROCESS, "DCP process")]
-    for kind, name in kinds[: 1 + with_processes]:
+    for kind, name in kinds:
+        if f"{name} stall" not in fitting:
+            continue
         made = partial(
             dcp.async_save, state, checkpoint_id=folder / f"{kind.name}-{step}", async_checkpointer_type=kind
         )
         with _silent() if step == 0 else contextlib.nullcontext():
             future = timed(f"{name} stall", made)
             timed(f"{name} background", future.result)
-        allranks.barrier()
-        if allranks.get_rank() == 0:
-            shutil.rmtree(folder / f"{kind.name}-{step}")
+        _remove(folder / f"{kind.name}-{step}")
+    if "DCP save" not in fitting:
+        return
     timed("DCP save", lambda: dcp.save(state, checkpoint_id=folder / f"dcp-{step}"))
     timed("DCP load", lambda: dcp.load(state, checkpoint_id=folder / f"dcp-{step}"))
-    allranks.barrier()
-    if allranks.get_rank() == 0:
-        shutil.rmtree(folder / f"dcp-{step}")
+    _remove(folder / f"dcp-{step}")
 
 
 @contextlib.contextmanager
@@ -247,13 +262,18 @@ def _silent() -> Iterator[None]:
         os.close(nothing)
 
 
-def _is_room(nbytes: int) -> bool:
-    """Whether states of so many bytes in all fit into memory with what DCP's processes need: copies, and files."""
+def _fitting(nbytes: int, ranks: int) -> set[str]:
+    """Of ``_PEERS``, those whose copies fit into memory, where the ranks have their states. On all ranks the same."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = int(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) << 10
-    enough = torch.tensor([nbytes * _COPIES <= free], dtype=torch.int32)
-    allranks.all_reduce(enough, op=allranks.ReduceOp.MIN)
-    return bool(enough)
+    least = torch.tensor([free - _SPARE])
+    allranks.all_reduce(least, op=allranks.ReduceOp.MIN)
+    room = int(least)
+    fitting = {"stall"} if nbytes <= room else set()
+    room -= nbytes * len(fitting)  # a share of each rank, which is kept
+    # Of each rank's state. DCP loads a tensor at a time; with processes there are files, too.
+    copies = {"DCP save": 0.5, "DCP stall": 2, "DCP process stall": 4, "torch.load": 1}
+    return fitting | {name for name, count in copies.items() if count * ranks * nbytes <= room}
 
 
 def _write(path: Path, share: torch.Tensor) -> None:
