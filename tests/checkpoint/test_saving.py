@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -144,6 +145,18 @@ def test_everything_is_written_once(tmp_path: Path) -> None:
         for n in range(10)
         if f"same.t{n}" in part
     )
+
+
+def test_tensors_of_whole_lines_lie_at_lines_of_the_file(tmp_path: Path) -> None:
+    """Whatever lies beside them, and however long the head is."""
+    for step in range(20):
+        state = {"a": torch.ones(10), "b" * (step + 1): torch.ones(16), "c": torch.ones(64, 3)}
+        checkpoint.save(state, tmp_path, step=step)
+        (part,) = (tmp_path / f"step-{step:010}").glob("*.safetensors")
+        length = int.from_bytes(part.read_bytes()[:8], "little")
+        head = json.loads(part.read_bytes()[8 : 8 + length])
+        begins = {name: 8 + length + head[name]["data_offsets"][0] for name in state}
+        assert [begin % 64 for name, begin in begins.items() if name != "a"] == [0, 0]
 
 
 def test_large_tensors_that_differ_are_written_by_each(tmp_path: Path) -> None:

@@ -116,7 +116,8 @@ Compared compare_sizes(LocalComm& comm, LocalComm::Call& call, HeadOf&& head, co
   return found;
 }
 
-// Through pieces of the rings that are cut into one cell per rank, until the largest part is through.
+// Through pieces of the rings that are cut into one cell per rank, until the largest part is through. Each rank begins
+// with the next one, so that they do not all read the first one's ring at a time.
 void exchange_in_cells(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, const std::vector<size_t>& in_bytes,
                        const Pieces& outs, const std::vector<size_t>& out_bytes, size_t largest) {
   const auto ranks = static_cast<size_t>(comm.size());
@@ -129,13 +130,14 @@ void exchange_in_cells(LocalComm& comm, LocalComm::Call& call, const Pieces& ins
   pipeline(
       comm, call, steps,
       [&](size_t s) {
-        for (size_t r = 0; r < ranks; r++) {
-          if (r != me) comm.copier().copy(ring.at(comm.rank(), s) + r * cell, ins[r] + s * cell, bytes(in_bytes[r], s));
+        for (size_t k = 1; k < ranks; k++) {
+          const size_t r = (me + k) % ranks;
+          comm.copier().copy(ring.at(comm.rank(), s) + r * cell, ins[r] + s * cell, bytes(in_bytes[r], s));
         }
       },
       [&](size_t s) {
-        for (size_t r = 0; r < ranks; r++) {
-          if (r == me) continue;
+        for (size_t k = 1; k < ranks; k++) {
+          const size_t r = (me + ranks - k) % ranks;
           move_bytes(outs[r] + s * cell, ring.at(static_cast<int>(r), s) + me * cell, bytes(out_bytes[r], s));
         }
       });

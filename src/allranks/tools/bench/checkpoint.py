@@ -11,8 +11,8 @@ load             into memory that is there, with all hashes checked, beside read
 
 All ranks have the same tensors, 16 of float32, and load into their memory. The figures are medians of ``3 * budget``
 rounds, of small states 12, in each of which all are measured in turn; a figure is that of the slowest rank. The page
-cache is warm for whatever is read, and the disk has nothing left to do. What makes more copies than memory holds is left
-out, and named.
+cache is warm for whatever is read, and the disk has nothing left to do. What makes more copies than memory holds is
+left out, and named.
 """
 
 from __future__ import annotations
