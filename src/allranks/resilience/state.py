@@ -662,6 +662,8 @@ class State:
     def _wait_aside(self) -> None:
         """This process waits until others come with which it forms a replica again, and has nothing till then."""
         self._aside = self._was_aside = self._returned = True
+        if self._disk is not None:
+            self._disk.settle()  # a save that the loss has cut off is no failure of this process
         if self._leaves:
             raise SystemExit(0)
         with torch.no_grad():
