@@ -25,6 +25,7 @@ import allranks as dist
 from allranks import CheckpointError, checkpoint
 from allranks.checkpoint import background, folders
 from allranks.testing import run_ranks
+from support import warm
 from support.failing_calls import FAILURES, failing
 
 RANKS = 2
@@ -308,9 +309,7 @@ if sys.argv[2] == "waits":
 
 @pytest.mark.parametrize(("how", "code"), [("does not wait", 1), ("waits", 0)])
 def test_a_failure_at_the_end_of_a_process(tmp_path: Path, how: str, code: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", AT_THE_END, tmp_path, how], capture_output=True, text=True, check=False
-    )
+    done = warm.run([sys.executable, "-c", AT_THE_END, tmp_path, how])
     assert done.returncode == code
     assert done.stdout == "handlers run\n"
     words = f"allranks: checkpoint.save: step 7 was not saved into {tmp_path}: rank 0"

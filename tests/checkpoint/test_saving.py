@@ -18,6 +18,7 @@ from torch import nn
 import allranks as dist
 from allranks import CheckpointError, UsageError, checkpoint
 from allranks.testing import run_ranks
+from support import warm
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -370,7 +371,7 @@ def test_a_process_ends_after_its_save(tmp_path: Path) -> None:
         "import sys, torch; from allranks import checkpoint;"
         " checkpoint.save_async({'x': torch.ones(5_000_000)}, sys.argv[1], step=1)"
     )
-    subprocess.run([sys.executable, "-c", program, tmp_path], check=True)
+    warm.run([sys.executable, "-c", program, tmp_path], check=True)
     assert checkpoint.verify(tmp_path) == []
 
 

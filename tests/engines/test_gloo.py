@@ -6,7 +6,6 @@ Values of every verb are compared with torch.distributed's in tests/conformance/
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import torch
 import allranks as dist
 from allranks._engines.c10d.engine import DTYPES, reduces
 from allranks.testing import run_ranks
+from support import warm
 
 OPS = [op for op in dist.ReduceOp if op is not dist.ReduceOp.PREMUL_SUM]
 
@@ -333,10 +333,10 @@ if {pending}:
     script = tmp_path / "ends.py"
     script.write_text(program)
     for _ in range(2):
-        done = subprocess.run(
+        done = warm.run(
             [sys.executable, "-m", "allranks", "run", "-n", "2", str(script)],
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+            timeout=60,
+        )
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -14,6 +14,7 @@ import torch
 
 import allranks
 from allranks.testing import run_ranks
+from support import warm
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "allranks"
@@ -83,10 +84,12 @@ class Anything(doctest.OutputChecker):
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_program_with_the_launcher(tmp_path: Path, page: str) -> None:
     (tmp_path / "hello.py").write_text(page_program("hello.py", page))
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "allranks", "run", "-n", "2", "hello.py"],
-        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        check=True,
+    )
     assert sorted(done.stdout.splitlines()) == [
         "[0] rank 0 of 2: [3.0, 3.0, 3.0]",
         "[1] rank 1 of 2: [3.0, 3.0, 3.0]",
@@ -119,14 +122,10 @@ def test_program_by_hand(tmp_path: Path, master: str) -> None:
 
 def test_program_from_python(tmp_path: Path) -> None:
     (tmp_path / "called.py").write_text(page_program("called.py"))
-    called = subprocess.run(
-        [sys.executable, "called.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True
-    )
+    called = warm.run([sys.executable, "called.py"], cwd=tmp_path, env=ENVIRONMENT, check=True)
     assert (called.stdout, called.stderr) == ("[21, 21]\n", "")
     (tmp_path / "spawned.py").write_text(page_program("spawned.py"))
-    done = subprocess.run(
-        [sys.executable, "spawned.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True
-    )
+    done = warm.run([sys.executable, "spawned.py"], cwd=tmp_path, env=ENVIRONMENT, check=True)
     # Nobody keeps the two processes' lines apart here.
     assert done.stdout.count("rank 0 of 2") == done.stdout.count("rank 1 of 2") == 1
 
@@ -134,7 +133,7 @@ def test_program_from_python(tmp_path: Path) -> None:
 def test_program_with_workers(tmp_path: Path) -> None:
     (tmp_path / "workers.py").write_text(page_program("workers.py"))
     alone = [sys.executable, "workers.py"]
-    done = subprocess.run(alone, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    done = warm.run(alone, cwd=tmp_path, env=ENVIRONMENT, check=True)
     assert re.fullmatch(r"\d+ on worker:2\n", done.stdout)
     assert done.stderr == ""
 
@@ -147,7 +146,7 @@ def test_commands_on_trace_files(tmp_path: Path) -> None:
     assert len(lines) >= 4
     for line in lines:
         words = shlex.split(line.replace(" --profiler profile-*.json", ""))
-        subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, check=True)
+        warm.run([sys.executable, "-m", *words], cwd=tmp_path, env=ENVIRONMENT, check=True)
 
 
 def test_figures_are_those_that_the_benchmarks_wrote() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support import warm
 from support.mpi_jobs import mpirun
 
 FIRST = Path(__file__).parents[2] / "examples" / "first"
@@ -18,9 +19,7 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_S
 
 
 def lines(*command: str, **environ: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, *command], env={**ENVIRONMENT, **environ}, capture_output=True, text=True, check=False
-    )
+    done = warm.run([sys.executable, *command], env={**ENVIRONMENT, **environ})
     assert (done.returncode, done.stderr) == (0, "")
     return sorted(done.stdout.splitlines())
 
@@ -77,11 +76,12 @@ def test_pbs(tmp_path: Path, launched: bool) -> None:
         port = probe.getsockname()[1]
     program = str(FIRST / "pbs.py")
     command = ["-m", "allranks", "run", "-n", "2", program] if launched else [program, "--world_size=2"]
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, *command],
-        cwd=tmp_path, env={**ENVIRONMENT, "MASTER_PORT": str(port), "XDG_CONFIG_HOME": str(tmp_path / "config")},
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "MASTER_PORT": str(port), "XDG_CONFIG_HOME": str(tmp_path / "config")},
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     assert all(re.search(rf"Rank +{rank} +has data +tensor\(1\.\)", done.stdout) for rank in range(2)) or not launched
     for rank in range(2):

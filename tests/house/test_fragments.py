@@ -7,9 +7,10 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
+
+from support import warm
 
 ROOT = Path(__file__).parents[2]
 UNSET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED")
@@ -92,9 +93,11 @@ def test_fragments(tmp_path: Path) -> None:
         "    print(number)\n"
     )
     environ = {name: value for name, value in os.environ.items() if name not in UNSET}
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "allranks", "run", "-n", "4", "--show", "0", "all.py"],
-        cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environ,
+        timeout=150,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(number) for number in range(len(programs))]

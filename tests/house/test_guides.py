@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support import warm
+
 ROOT = Path(__file__).parents[2]
 UNSET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED")
 GUIDES = {"docs/process_groups.md": 4, "docs/training.md": 2, "docs/tuning.md": 2}
@@ -29,10 +31,12 @@ def programs(page: str) -> dict[str, str]:
 
 def run(folder: Path, *words: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     environ = {**ENVIRONMENT, "TMPDIR": str(folder), "XDG_STATE_HOME": str(folder)}
-    return subprocess.run(
+    return warm.run(
         [sys.executable, "-m", "allranks", "run", "-n", str(ranks), *words],
-        cwd=folder, env=environ, capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        env=environ,
+        timeout=110,
+    )
 
 
 @pytest.mark.parametrize("page", GUIDES)

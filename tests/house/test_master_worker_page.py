@@ -2,11 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from support import warm
 
 PAGE = (Path(__file__).parents[2] / "docs" / "master_worker.md").read_text()
 PROGRAMS = {block.split("\n")[0].strip("# "): block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)}
@@ -16,8 +17,6 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_S
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_of_the_page(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(PROGRAMS[name])
-    done = subprocess.run(
-        [sys.executable, name], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = warm.run([sys.executable, name], cwd=tmp_path, env=ENVIRONMENT, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout

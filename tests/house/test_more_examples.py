@@ -2,12 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from support import warm
 from support.shown import assert_as_shown
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -17,7 +17,7 @@ LAUNCHED = [sys.executable, "-m", "allranks", "run", "-n", "2"]
 
 
 def said(*words: str | Path) -> str:
-    done = subprocess.run(list(map(str, words)), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    done = warm.run(list(map(str, words)), env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -50,10 +50,11 @@ def killed(folder: Path, step: int, ranks: str, options: list[str], arguments: l
     program = folder / "killed.py"
     names = {"KILLED_IN": str(step), "THOSE": repr(ranks), "PROGRAM": repr(str(EXAMPLES / "gpt/train.py"))}
     program.write_text(re.sub("KILLED_IN|THOSE|PROGRAM", lambda name: names[name[0]], KILLED))
-    done = subprocess.run(
+    done = warm.run(
         [*LAUNCHED, *options, str(program), "--steps", "120", *arguments],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+        env=ENVIRONMENT,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 

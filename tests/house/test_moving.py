@@ -2,13 +2,13 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import allranks
+from support import warm
 
 PAGE = (Path(__file__).parents[2] / "docs/moving.md").read_text()
 PROGRAMS = {re.match(r"# (\w+\.py)", block)[1]: block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)}  # type: ignore[index]
@@ -36,10 +36,12 @@ def test_program(name: str, tmp_path: Path) -> None:
     start = [] if "__main__" in PROGRAMS[name] else ["-m", "allranks", "run", "-n", "2"]
     if name == "from_torchrun.py":
         start = ["-m", "allranks", "torchrun", "--nproc-per-node", "2", "--max-restarts", "1"]
-    done = subprocess.run(
-        [sys.executable, *start, name], cwd=tmp_path, env={**environ, "TMPDIR": str(tmp_path)},
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    done = warm.run(
+        [sys.executable, *start, name],
+        cwd=tmp_path,
+        env={**environ, "TMPDIR": str(tmp_path)},
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(PRINTED[name], "".join(sorted(done.stdout.splitlines(keepends=True)))), done.stdout
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 from test_docs import ENVIRONMENT, ROOT
 
+from support import warm
+
 # "Distributed Training": one program of its parts. What is ours: the arguments, the data and the epochs.
 TRAINING = """
 import argparse
@@ -245,10 +247,8 @@ def free_port() -> int:
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env={**ENVIRONMENT, "XDG_CONFIG_HOME": str(folder / "config")},
-        capture_output=True, text=True, check=False, timeout=100,
-    )  # fmt: skip
+    environ = {**ENVIRONMENT, "XDG_CONFIG_HOME": str(folder / "config")}
+    return warm.run([sys.executable, *command], cwd=folder, env=environ, timeout=100)
 
 
 def test_training(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from allranks import checkpoint
 from allranks.testing import run_ranks
+from support import warm
 from support.shown import assert_as_shown
 
 TRAIN = Path(__file__).parents[2] / "examples" / "digits" / "train.py"
@@ -32,7 +33,7 @@ def environment():
 def run(*args, ranks=2, launcher=True):
     prefix = ["-m", "allranks", "run", "-n", ranks] if launcher else []
     command = [sys.executable, *map(str, [*prefix, TRAIN, *args])]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment(), check=False)
+    return warm.run(command, timeout=100, env=environment())
 
 
 def on_rank(runs):

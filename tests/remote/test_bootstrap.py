@@ -15,6 +15,7 @@ import pytest
 from allranks import ConfigError, UsageError
 from allranks.remote.bootstrap.workers import gather_workers
 from allranks.remote.master.start import init_master_worker
+from support import warm
 from support.marked import Marked, wait_for
 
 PRELUDE = """
@@ -233,7 +234,7 @@ mw.shutdown()
 """
     )
     command = [sys.executable, "-m", "allranks", "run", "--mode", "master", "-n", "2", path]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = warm.run(command, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "[0] 3.0\n"), ended.stderr
 
 
@@ -258,7 +259,7 @@ def test_a_process_group_of_a_master_is_refused_at_once(program: str, said: str,
     path = tmp_path / "mistaken.py"
     path.write_text(program)
     command = [sys.executable, "-m", "allranks", "run", "--mode", "master", "-n", "3", path]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = warm.run(command, timeout=60)
     assert ended.returncode == 1
     assert said in ended.stderr
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from allranks.remote.master.master import Master
+from support import warm
 from support.shown import assert_as_shown
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -23,7 +24,7 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     mine = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environ = {k: v for k, v in os.environ.items() if k not in mine and not k.startswith("ALLRANKS_")}
     command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environ, check=False)
+    return warm.run(command, timeout=100, env=environ)
 
 
 def test_digits_reach_the_accuracy_of_a_process_group() -> None:

@@ -9,7 +9,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ import allranks
 from allranks import RemoteError, UsageError, WorkerLost, WorkerReplaced
 from allranks.remote.master.keeping import Kept
 from allranks.remote.master.master import Master
+from support import warm
 
 KILLS = int(os.environ.get("ALLRANKS_TEST_KILLS", "10"))
 SEED = int(os.environ.get("ALLRANKS_SEED", "1"))
@@ -406,7 +406,7 @@ with allranks.init_master_worker(workers=1, timeout=60) as mw:
         except allranks.WorkerReplaced as lost:
             print(lost.snapshot, x.tolist())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = warm.run([sys.executable, "-c", program], timeout=120)
     assert (done.stderr, done.returncode) == ("", 0)
     assert done.stdout.splitlines() == [
         f"{number + 2} {[2.0 ** (number + 1) * each for each in range(5)]}" for number in range(3)

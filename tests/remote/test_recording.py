@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from allranks._trace.reader import COMMAND
 from allranks._trace.stats import JobStats, RankStats, prometheus, rank_stats
 from allranks._trace.timeline import read
 from allranks.remote.worker.recording import ALONE_NS, TOGETHER_NS, CommandSlices
+from support import warm
 
 US = 1_000
 
@@ -129,9 +129,7 @@ assert x[0].item() == 5001
 def test_a_job_of_the_launcher(tmp_path: Path):
     (tmp_path / "job.py").write_text(JOB)
     words = ["run", "--mode", "master", "-n", "3", "--trace", "traces", "--stats", "job.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "allranks", *words], cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
+    done = warm.run([sys.executable, "-m", "allranks", *words], cwd=tmp_path, timeout=100)
     assert done.returncode == 0, done.stderr
     (commands,) = re.findall(r" rank 1 +([0-9,]+) ", done.stderr)
     assert int(commands.replace(",", "")) >= 5000, done.stderr

@@ -9,7 +9,6 @@ import pickle
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import allranks
 from allranks import RemoteError, UsageError, WorkerLost
 from allranks.remote.master.master import Master
 from allranks.remote.protocol.flags import read
+from support import warm
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -312,7 +312,7 @@ with allranks.init_master_worker(workers=2) as mw:
     print(torch.ones(2, device="worker:2").sum().item())
 print(mw)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = warm.run([sys.executable, "-c", program], timeout=120)
     assert done.stderr == ""
     said = done.stdout.splitlines()
     assert len(said) == 10, said

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from support import warm
 from support.marked import Marked, wait_for
 
 HEAD = """
@@ -238,7 +239,7 @@ def test_deaths_one_after_the_other(tmp_path: Path) -> None:
     done = []
     for hit in ("0", "1"):
         words, environ = _words(tmp_path, PROGRAM), _environ(tmp_path, HIT=hit)
-        done.append(subprocess.run(words, capture_output=True, text=True, timeout=110, check=False, env=environ))
+        done.append(warm.run(words, timeout=110, env=environ))
     calm, job = done
     assert calm.returncode == 0, calm
     assert job.returncode == 0, job
@@ -298,7 +299,7 @@ def test_a_process_dies_again_and_again_while_it_receives_the_state(tmp_path: Pa
     """
     words = [*_words(tmp_path, RECEIVERS)]
     words[words.index("-n") + 1] = "4"
-    job = subprocess.run(words, capture_output=True, text=True, timeout=110, check=False, env=_environ(tmp_path))
+    job = warm.run(words, timeout=110, env=_environ(tmp_path))
     assert job.returncode == 0, job
     deaths = (tmp_path / "deaths").read_text().splitlines()
     assert sorted(deaths[:2]) == ["2 0 step", "3 0 step"]
@@ -338,7 +339,7 @@ if (seat, start) == (1, 1):
 def test_a_job_ends_at_once_when_the_last_ranks_with_the_state_are_lost(tmp_path: Path) -> None:
     """They are killed while the process that took a place receives it; no rank is started again after that is known."""
     words, environ = _words(tmp_path, STATELESS, "--elastic", "1"), _environ(tmp_path)
-    job = subprocess.run(words, capture_output=True, text=True, timeout=110, check=False, env=environ)
+    job = warm.run(words, timeout=110, env=environ)
     assert job.returncode == 1, job
     assert job.stderr.count("; started again (1 of 3)") == job.stderr.count("started again") == 3, job
     assert job.stderr.count("no rank is left that has all of the state of the program: the job ends") == 1, job

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -24,6 +23,7 @@ from allranks import checkpoint
 from allranks.data import DistributedSampler
 from allranks.resilience import Checkpoints, State
 from allranks.testing import run_ranks
+from support import warm
 
 IMAGES = 48
 
@@ -295,7 +295,7 @@ def test_a_job_whose_ranks_all_die_goes_on_from_the_disk(tmp_path: Path, options
     script = tmp_path / "program.py"
     script.write_text(DEATH)
     words = [sys.executable, "-m", "allranks", "run", "-n", "3", "--restarts", "1", *options, script, tmp_path / "kept"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    done = warm.run(words, timeout=100)
     assert done.returncode == 0, done
     lines = sorted(line.partition("end ")[2] for line in done.stdout.splitlines() if "end " in line)
     assert lines in [[f"{rank} {begun} {6.0 * sum(range(30))}" for rank in range(3)] for begun in (10, 15)], done

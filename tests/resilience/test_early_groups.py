@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support import warm
+
 HEAD = """
 import os, signal, sys, time
 import torch
@@ -58,7 +60,7 @@ def _run(folder: Path, body: str, *options: str) -> subprocess.CompletedProcess[
     script = folder / "program.py"
     script.write_text(HEAD + body)
     words = [sys.executable, "-m", "allranks", "run", "-n", "4", "--elastic", "2", *options, script]
-    return subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    return warm.run(words, timeout=100)
 
 
 def _ends(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -115,7 +117,7 @@ def test_meshes_and_groups_of_torch_outlive_losses(begins: str, tmp_path: Path) 
     script = tmp_path / "program.py"
     script.write_text(head + TORCH)
     words = [sys.executable, "-m", "allranks", "run", "-n", "4", "--elastic", "2", script]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    done = warm.run(words, timeout=100)
     assert _ends(done) == [f"{rank} 2 {float(10 * 2 * (10 + 20))} 3" for rank in range(4)], done
     assert done.returncode == 0
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support import warm
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,7 +42,7 @@ def _run(folder: Path, *options: str, program: str = PROGRAM) -> subprocess.Comp
     script = folder / "program.py"
     script.write_text(program)
     words = [sys.executable, "-m", "allranks", "run", "-n", "3", *options, script]
-    return subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    return warm.run(words, timeout=100)
 
 
 def test_a_rank_is_replaced(tmp_path: Path) -> None:
@@ -80,7 +82,7 @@ def test_chaos_ends_with_the_weights_of_a_calm_run(tmp_path: Path) -> None:
             picture,
             *options,
         ]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=140, check=False)
+        done = warm.run(words, timeout=140)
         assert done.returncode == 0, done
         found = re.search(r"(\d+) ranks killed; weights (\w{12});", done.stdout)
         assert found, done

@@ -17,6 +17,7 @@ import pytest
 
 from allranks.checkpoint import latest
 from allranks.launch.ranks.environ import free_port
+from support import warm
 
 PROGRAM = """
 import hashlib, os, signal, sys
@@ -128,7 +129,7 @@ def _run(kills: str, mode: str = "", begins: str = "allranks", mesh: str = "(2, 
         script.write_text(PROGRAM)
         words = [sys.executable, "-m", "allranks", "run", "-n", "4", "--elastic", "1", str(script)]
         environ = os.environ | {"KILLS": kills, "MODE": mode, "BEGINS": begins, "MESH": mesh}
-        done = subprocess.run(words, capture_output=True, text=True, timeout=110, check=False, env=environ)
+        done = warm.run(words, timeout=110, env=environ)
     ends = sorted(line.partition("end ")[2] for line in done.stdout.splitlines() if "end " in line)
     return ends, done.stderr, done.returncode
 
@@ -288,7 +289,7 @@ def test_a_replica_leaves(tmp_path: Path) -> None:
     script, folder = tmp_path / "program.py", tmp_path / "checkpoints"
     script.write_text(f"GROWS = False\n{REPLICAS}")
     words = [sys.executable, "-m", "allranks", "run", "-n", "4", "--elastic", "2", "--respawns", "0"]
-    done = subprocess.run([*words, str(script), str(folder)], capture_output=True, text=True, timeout=110, check=False)
+    done = warm.run([*words, str(script), str(folder)], timeout=110)
     assert done.returncode == 0, done
     ends = sorted(line.partition("end ")[2].split() for line in done.stdout.splitlines() if "end " in line)
     assert [end[:4] for end in ends] == [["0", "0", "2", "2"], ["1", "1", "2", "2"]], done

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import allranks as dist
 from allranks.testing import run_ranks
+from support import warm
 
 # A kill is written STEP:MOMENT:RANK. Each wrapper differs in what its Reducer has to know again.
 PROGRAM = """
@@ -101,7 +101,7 @@ def _run(folder: Path, kills: str, begins: str = "allranks") -> tuple[list[str],
     script = folder / "program.py"
     script.write_text(f"KILLS, BEGINS = {kills!r}, {begins!r}\n{PROGRAM}")
     words = [sys.executable, "-m", "allranks", "run", "-n", "3", "--elastic", "1", str(script)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=110, check=False)
+    done = warm.run(words, timeout=110)
     assert done.returncode == 0, done
     return sorted(line.partition("end ")[2] for line in done.stdout.splitlines() if "end " in line), done.stderr
 

@@ -18,6 +18,7 @@ import torch
 import allranks as dist
 from allranks import checkpoint
 from allranks.testing import run_ranks
+from support import warm
 
 
 def state(rank: int, step: int) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(*words: object) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "allranks", "checkpoint", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
+    return warm.run(line, timeout=100)
 
 
 def output(*words: object, code: int = 0) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import allranks as dist
 from allranks._engines.native.tuning import NEVER, read_tuning
 from allranks.testing import run_ranks
 from allranks.tools.tune.choosing import Found, choose
+from support import warm
 
 TUNE = [sys.executable, "-m", "allranks", "tune"]
 
@@ -40,9 +40,7 @@ def test_what_was_not_measured_is_left_as_it_is() -> None:
 
 def test_it_writes_what_groups_read(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
-    ended = subprocess.run(
-        [*TUNE, "-n", "9", "--budget", "0.005", "-o", str(file)], capture_output=True, text=True, timeout=120
-    )
+    ended = warm.run([*TUNE, "-n", "9", "--budget", "0.005", "-o", str(file)], timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
     assert f"export ALLRANKS_TUNING={file}" in ended.stdout
@@ -55,6 +53,6 @@ def test_it_writes_what_groups_read(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
-    ended = subprocess.run([*TUNE, "-o", str(tmp_path / "no" / "file")], capture_output=True, text=True, timeout=60)
+    ended = warm.run([*TUNE, "-o", str(tmp_path / "no" / "file")], timeout=60)
     assert ended.returncode == 2
     assert "no such directory" in ended.stderr

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support import warm
+
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 _OTHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE", "ALLRANKS_TRACE")
 
@@ -20,9 +22,11 @@ def command(tmp_path: Path) -> Command:
 
     def run(*words: object, **environ: str) -> subprocess.CompletedProcess[str]:
         clean = {name: value for name, value in os.environ.items() if name not in _OTHERS}
-        return subprocess.run(
+        return warm.run(
             [sys.executable, "-m", "allranks", *map(str, words)],
-            cwd=tmp_path, env=clean | environ, capture_output=True, text=True, timeout=100, check=False,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=clean | environ,
+            timeout=100,
+        )
 
     return run

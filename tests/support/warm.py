@@ -1,0 +1,194 @@
+"""An interpreter that has imported torch. Of many tests that start a program, half of the time is that import.
+
+``run`` is ``subprocess.run`` for a Python program. The process is forked from one that has imported torch, and nothing
+of allranks, and then is what a fresh interpreter is: arguments, environment, folder, ``sys.path``, ``__main__``, the
+way it ends. What differs: /proc/PID shows another command line and environment; its output goes to files, not to pipes;
+and what the interpreter or torch reads once, at its start, has been read, so that an environment with another such
+variable gets a fresh interpreter. Tests of how programs are started and ended, and of what happens while torch is
+imported, use ``subprocess``. With ALLRANKS_TEST_FRESH=1 all do.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import functools
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import IO, NoReturn
+
+__all__ = ["run"]
+
+_IMPORTED = ("torch", "sympy", "torch._dynamo")  # the last two: for the first optimizer of a process
+_READ_AT_START = ("PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONUNBUFFERED", "OMP_", "MKL_", "KMP_", "TORCH", "LD_")
+_LARGEST = 1 << 17
+
+
+def run(
+    command: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    check: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a Python program to its end, and captures what it writes.
+
+    Args:
+        command: ``sys.executable``, and a script, or ``-m`` and a module, or ``-c`` and a text, and arguments.
+        cwd: its folder.
+        env: its environment.
+        timeout: in seconds.
+        check: it is to end with 0.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer, and was killed.
+        subprocess.CalledProcessError: see ``check``.
+    """
+    words, environ = list(map(str, command)), dict(os.environ if env is None else env)
+    if "ALLRANKS_TEST_FRESH" in os.environ or _read_at_start(environ) != _read_at_start(os.environ):
+        return subprocess.run(words, cwd=cwd, env=environ, timeout=timeout, capture_output=True, text=True, check=check)
+    assert words[0] == sys.executable, words
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            with theirs:
+                fds = array.array("i", [theirs.fileno(), out.fileno(), err.fileno()])
+                request = json.dumps([words[1:], str(cwd or Path.cwd()), environ]).encode()
+                _server().sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+            ours.settimeout(timeout)
+            try:
+                code = int(ours.recv(64))
+            except TimeoutError:
+                ours.send(b"kill")
+                ours.settimeout(None)
+                ours.recv(64)
+                raise subprocess.TimeoutExpired(words, timeout or 0.0, _text(out), _text(err)) from None
+        done = subprocess.CompletedProcess(words, code, _text(out), _text(err))
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name.startswith(_READ_AT_START)}
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode()
+
+
+@functools.cache
+def _server() -> socket.socket:
+    """To the process that is forked. It ends with this one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    atexit.register(process.wait)
+    atexit.register(ours.close)
+    return ours
+
+
+@dataclass
+class _Program:
+    words: list[str]
+    folder: str
+    environ: dict[str, str]
+
+    def run(self, path: list[str]) -> NoReturn:
+        """What a fresh interpreter does; ``path`` is where it finds what is installed."""
+        os.chdir(self.folder)
+        os.environ.clear()
+        os.environ.update(self.environ)
+        sys.orig_argv = [sys.executable, *self.words]
+        kind, name = self.words[:2] if self.words[0] in ("-m", "-c") else ("", self.words[0])
+        sys.argv = self.words[kind == "-m" :] if kind != "-c" else ["-c", *self.words[2:]]
+        first = {"-m": self.folder, "-c": ""}.get(kind, os.path.dirname(os.path.realpath(name)))
+        sys.path[:] = [first, *filter(None, self.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
+        sys.modules["__main__"] = main = ModuleType("__main__")
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()
+        gc.enable()
+        try:
+            if kind == "-m":
+                importlib.import_module("runpy")._run_module_as_main(name)
+            elif kind == "-c":
+                exec(compile(name, "<string>", "exec", dont_inherit=True), main.__dict__)
+            else:
+                main.__file__ = os.path.abspath(name)
+                exec(compile(Path(name).read_bytes(), main.__file__, "exec", dont_inherit=True), main.__dict__)
+        except Exception as error:  # noqa: BLE001 - as the interpreter does with what comes up to it
+            trace = error.__traceback__
+            while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+                trace = trace.tb_next
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
+            sys.exit(1)
+        sys.exit()
+
+
+def _serve(requests: socket.socket) -> _Program | None:
+    """Forks for each request. Returns in the processes that are to be a program, and None when nobody can ask more."""
+    while True:
+        data, fds, _, _ = socket.recv_fds(requests, _LARGEST, 3)
+        if not data:
+            return None
+        if os.fork() == 0:
+            requests.close()
+            break
+        for fd in fds:
+            os.close(fd)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    answer = socket.socket(fileno=fds[0])
+    if pid := os.fork():
+        _keep(pid, answer)
+    answer.close()
+    for number, fd in enumerate(fds[1:], 1):
+        os.dup2(fd, number)
+        os.close(fd)
+    return _Program(*json.loads(data))
+
+
+def _keep(pid: int, answer: socket.socket) -> NoReturn:
+    """Waits for the end of a program, and says how it was."""
+    ended = os.pidfd_open(pid)
+    if ended not in select.select([ended, answer], [], [])[0]:  # it takes too long, or nobody waits any more
+        os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        answer.send(b"%d" % code)
+    finally:
+        os._exit(0)
+
+
+def _main() -> None:
+    path = sys.path[1:]
+    gc.disable()
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(fileno=int(sys.argv[1])) as requests:
+        program = _serve(requests)
+    if program is not None:
+        program.run(path)
+
+
+if __name__ == "__main__":
+    _main()
