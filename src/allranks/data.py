@@ -55,6 +55,11 @@ class DistributedSampler(_TorchDistributedSampler[T_co]):
     Cost: One permutation of the data set's indices per epoch, on every rank; no communication.
 
     Source: torch.utils.data.distributed.DistributedSampler, which it subclasses.
+
+    Example:
+        >>> from allranks.data import DistributedSampler
+        >>> list(DistributedSampler(range(10), num_replicas=2, rank=1, shuffle=False))
+        [1, 3, 5, 7, 9]
     """
 
     def __init__(

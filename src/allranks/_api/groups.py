@@ -134,6 +134,11 @@ def split_group(
     Raises:
         UsageError: wrong ranks, or one in two parts.
         MismatchError: the ranks ask for different parts; on every rank.
+
+    Example:
+        >>> part = dist.split_group(split_ranks=[[1], [0]])  # on each of 2 ranks; rank 0 shows:
+        >>> part.size(), dist.get_process_group_ranks(part)
+        (1, [0])
     """
     parent = resolve_group(parent_pg)
     if not split_ranks:
@@ -214,6 +219,11 @@ def new_subgroups_by_enumeration(
 
     Raises:
         UsageError: no group, wrong ranks, or one in two groups.
+
+    Example:
+        >>> mine, both = dist.new_subgroups_by_enumeration([[1], [0]])  # on each of 2 ranks; rank 0 shows:
+        >>> mine is both[1]
+        True
     """
     if not ranks_per_subgroup_list:
         raise UsageError("new_subgroups_by_enumeration: no group is given")
@@ -265,6 +275,10 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
 
     Raises:
         NotInitializedError: there is no such group.
+
+    Example:
+        >>> dist.get_process_group_ranks(None)  # on 2 ranks
+        [0, 1]
     """
     return list(resolve_group(group).ranks)
 

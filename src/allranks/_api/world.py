@@ -398,6 +398,10 @@ def get_rank(group: ProcessGroup | int | None = None) -> int:
 
     Raises:
         NotInitializedError: there is no such group.
+
+    Example:
+        >>> dist.get_rank(), dist.get_world_size(), dist.get_backend()  # on rank 0 of 2
+        (0, 2, 'native')
     """
     return -1 if group == GroupMember.NON_GROUP_MEMBER else resolve_group(group).rank()
 

@@ -107,6 +107,14 @@ def save(
     Cost:
         each rank reads its state once to compare it, writes its share, and waits for the disk; five small exchanges
         between the ranks.
+
+    Example:
+        >>> import tempfile, torch  # in one process; on many ranks it is the same call
+        >>> from allranks import checkpoint
+        >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(3, 2)
+        >>> path = checkpoint.save({"model": model, "epoch": 7}, folder, step=100)
+        >>> checkpoint.latest(folder).step
+        100
     """
     if step is None:
         if keep is not None or keep_every is not None or own or alike or group is not None:
@@ -194,6 +202,15 @@ def load(
             file, tensor and rank; parts of ``into`` may have been filled. A failure of one rank is one of all.
         FileNotFoundError: there is nothing at ``path``.
         pickle.UnpicklingError: the file holds objects that ``weights_only=True`` refuses.
+
+    Example:
+        >>> import tempfile, torch  # in one process; on many ranks it is the same call
+        >>> from allranks import checkpoint
+        >>> folder, state = tempfile.mkdtemp(), {"weight": torch.ones(2), "epoch": 7}
+        >>> path = checkpoint.save(state, folder, step=100)
+        >>> mine = checkpoint.load(folder, into={"weight": torch.zeros(2), "epoch": 0})
+        >>> mine["weight"], mine["epoch"]
+        (tensor([1., 1.]), 7)
     """
     if os.path.isfile(path):
         if step is not None:
