@@ -15,6 +15,7 @@ import atexit
 import functools
 import gc
 import importlib
+import io
 import json
 import os
 import select
@@ -32,7 +33,8 @@ from typing import IO, NoReturn
 __all__ = ["run"]
 
 _IMPORTED = ("torch", "sympy", "torch._dynamo")  # the last two: for the first optimizer of a process
-_READ_AT_START = ("PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONUNBUFFERED", "OMP_", "MKL_", "KMP_", "TORCH", "LD_")
+_READ_AT_START = ("PYTHONHASHSEED", "PYTHONWARNINGS", "OMP_", "MKL_", "KMP_", "TORCH_", "LD_")
+_READ_BY_US = ("PYTHONPATH", "PYTHONUNBUFFERED")
 _LARGEST = 1 << 17
 
 
@@ -96,7 +98,7 @@ def _server() -> socket.socket:
     """To the process that is forked. It ends with this one."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environ = {name: value for name, value in os.environ.items() if name not in _READ_BY_US}
         process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environ | {"OMP_NUM_THREADS": "1"},
@@ -122,6 +124,8 @@ class _Program:
         sys.argv = self.words[kind == "-m" :] if kind != "-c" else ["-c", *self.words[2:]]
         first = {"-m": self.folder, "-c": ""}.get(kind, os.path.dirname(os.path.realpath(name)))
         sys.path[:] = [first, *filter(None, self.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
+        if self.environ.get("PYTHONUNBUFFERED"):
+            sys.stdout = sys.__stdout__ = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)
         sys.modules["__main__"] = main = ModuleType("__main__")
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
