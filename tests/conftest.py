@@ -81,6 +81,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: a search for garbage in it takes 0.2 s each time, and a captured step begins with one."""
+    """What was imported stays: a search for garbage in it takes 0.2 s each time, and capture begins with one."""
     gc.collect()
     gc.freeze()

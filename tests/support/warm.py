@@ -125,7 +125,7 @@ class _Program:
         first = {"-m": self.folder, "-c": ""}.get(kind, os.path.dirname(os.path.realpath(name)))
         sys.path[:] = [first, *filter(None, self.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
         if self.environ.get("PYTHONUNBUFFERED"):
-            sys.stdout = sys.__stdout__ = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)
+            sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
         sys.modules["__main__"] = main = ModuleType("__main__")
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
