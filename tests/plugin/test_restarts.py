@@ -1,8 +1,9 @@
 """torchrun starts ranks on the plugin again when one fails: on the same store, where the last attempt's keys are."""
 
-import subprocess
 import sys
 from pathlib import Path
+
+from support import warm
 
 PROGRAM = """
 import os, sys, torch, torch.distributed as dist
@@ -29,6 +30,6 @@ def test_three_restarts(tmp_path: Path) -> None:
     script.write_text(PROGRAM)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3"]
     command = [*torchrun, "--monitor-interval=0.1", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    done = warm.run(command, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("attempt 3: 4.0") == 2

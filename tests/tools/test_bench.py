@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support import warm
 from support.mpi_jobs import python_with
 
 VERBS = (
@@ -18,9 +19,10 @@ COLUMNS = ["us", "fastest", "cpu", "algbw", "busbw", "#wrong"]
 
 
 def bench(*arguments: str, python: str | Path = sys.executable) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(python), "-m", "allranks", "bench", *arguments], capture_output=True, text=True, check=False
-    )
+    words = [str(python), "-m", "allranks", "bench", *arguments]
+    if python == sys.executable:
+        return warm.run(words)
+    return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
 def check(report: dict, ranks: int, engines: list[str]) -> None:

@@ -12,6 +12,7 @@ from test_timeline import MS, call, process
 import allranks as dist
 from allranks._trace import flight_recorder
 from allranks.testing import run_ranks
+from support import warm
 
 BEGIN = """
 import os, time, torch, allranks as dist
@@ -32,10 +33,8 @@ ENDS = {
 
 def torchfrtrace(folder):
     """What torch's tool prints, and the calls that it found to be wrong: ranks that are missing, ranks that differ."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder), "-o", f"{folder}.db"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    words = ["-m", "torch.distributed.flight_recorder.fr_trace", str(folder), "-o", f"{folder}.db"]
+    done = warm.run([sys.executable, *words], check=True)
     with open(f"{folder}.db", "rb") as file:
         _, database = pickle.load(file)
     missing = [each.missing_ranks for each in database.collectives if each.missing_ranks]

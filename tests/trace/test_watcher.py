@@ -14,6 +14,7 @@ import pytest
 from allranks._trace.diagnosis import diagnose
 from allranks._trace.state import CallState, GroupState, RankState
 from allranks._trace.watcher import Peer, choose_teller
+from support import warm
 
 RANKS = (0, 1, 2, 3)
 PEERS = {rank: Peer(rank, 100 + rank, f"node{rank // 2}", rank < 2) for rank in RANKS}
@@ -89,5 +90,5 @@ def test_no_thread_or_no_word(value: str) -> None:
         " print([t.name for t in threading.enumerate() if t.name == 'allranks-notices'])"
     )
     environ = os.environ | {"ALLRANKS_NOTICE_AFTER": value}
-    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60)
+    done = warm.run([sys.executable, "-c", script], env=environ, timeout=60)
     assert (done.stdout, done.stderr) == ("[]\n" if value == "0" else "['allranks-notices']\n", "")
