@@ -69,7 +69,8 @@ def agreed(path: folders.PathLike, step: int | None, company: Company) -> Chosen
     found = _choose(path, step, company)
     if found.chosen is None or (found.left_out and company.size == 1):
         what = "complete checkpoint" if step is None else f"checkpoint of step {step}"
-        raise CheckpointError(found.left_out[0] if found.left_out else f"there is no {what} in {Path(path)}")
+        missing = "" if Path(path).exists() else f": there is no {Path(path).absolute()}"
+        raise CheckpointError(found.left_out[0] if found.left_out else f"there is no {what} in {Path(path)}{missing}")
     _warn(found, company)
     return found.chosen
 

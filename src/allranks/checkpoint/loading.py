@@ -52,7 +52,7 @@ def load_folder(path: folders.PathLike, into: Any, step: int | None, company: Co
     try:
         chosen = agreed(path, step, company)
     except CheckpointError as error:
-        raise CheckpointError(f"checkpoint.load: {error}") from error
+        raise CheckpointError(f"checkpoint.load: {error}") from error.__cause__
     if chosen.is_everywhere(company.size):
         with Reader(chosen, company.rank) as reader:
             filling = together(company, lambda: _prepared(reader, into, company.rank))
