@@ -250,6 +250,8 @@ def test_arguments() -> None:
         ("step=-1: expected a whole number", lambda: checkpoint.save({}, "x", step=-1)),
         ("keep=0: expected a number of checkpoints", lambda: checkpoint.save({}, "x", step=1, keep=0)),
         ("are for checkpoints of all ranks: add step=", lambda: checkpoint.save({}, "x", keep=1)),
+        ("a dict is no path; the order is save(state, path)", lambda: checkpoint.save("x", {})),
+        ("the order is save_async(state, path)", lambda: checkpoint.save_async("x", {}, step=1)),
         ("only dense tensors", lambda: checkpoint.save({"a": torch.zeros(2).to_sparse()}, "x", step=1)),
         ("only dense tensors", lambda: checkpoint.save({"a": torch.zeros(2, device="meta")}, "x", step=1)),
         ("does not lie in one of shape", lambda: checkpoint.Shard(torch.zeros(2), (1,), (2,))),

@@ -116,6 +116,7 @@ def save(
         >>> checkpoint.latest(folder).step
         100
     """
+    _check_path("save", path)
     if step is None:
         if keep is not None or keep_every is not None or own or alike or group is not None:
             raise UsageError(
@@ -163,6 +164,7 @@ def save_async(
         one read of this rank's state to compare it, and a copy of its share into memory that is kept; two small
         exchanges between the ranks.
     """
+    _check_path("save_async", path)
     return background.save_async(
         obj, path, step=step, keep=keep, keep_every=keep_every, own=own, alike=alike, group=group
     )
@@ -245,6 +247,11 @@ def latest(folder: PathLike, *, group: Any = None) -> Info | None:
     else:
         background.settle()  # on all ranks, or on none
     return choosing.latest(folder, alone() if group is None else company_of(group))
+
+
+def _check_path(call: str, path: Any) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"checkpoint.{call}: a {type(path).__name__} is no path; the order is {call}(state, path)")
 
 
 def __getattr__(name: str) -> Any:
