@@ -28,7 +28,8 @@ train: $(VENV)/installed
 
 # Three at a time, as many tests mostly wait: two cores are then busy. A file's tests stay together, which share what is
 # dear to set up; the longest files come first (tests/conftest.py). One or two that fail are tried alone (tests/again.py).
-test: $(VENV)/installed core-tests
+# The core under the sanitizers is `make core-tests`: two more builds, which a change of Python does not need.
+test: $(VENV)/installed build/core-plain/passed
 	rm -rf .pytest_cache
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder || $(BIN)/python tests/again.py $$?
 
