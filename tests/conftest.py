@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from allranks import testing
 
@@ -17,6 +18,10 @@ sys.dont_write_bytecode = False
 # Nearly every rank imports these: pytest for the test's module, torch._dynamo in optimizers.
 # That takes 2 s of a core. Each fork server imports them once.
 testing._PRELOADED += ["pytest", "torch._dynamo"]
+
+# How long an example takes is a matter of the machine.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 # The files of `make quick` and of `pytest -m quick`: they start no ranks, or few, and end within a second or two.
 QUICK = {

@@ -33,7 +33,7 @@ def check(plan: Plan, ranks: int) -> None:
         assert len({job.key for job in jobs}) == len(jobs)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.integers(1, 6),
     st.lists(st.tuples(st.integers(0, 50), st.lists(st.integers(0, 2), min_size=6, max_size=6)), max_size=20),
@@ -58,7 +58,7 @@ def test_the_work_is_shared() -> None:
     assert max(loads) - min(loads) <= 4 * 1040
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 200), st.sampled_from([1, 2, 4, 8, 16])), max_size=30))
 def test_where_tensors_begin_in_a_file(tensors: list[tuple[int, int]]) -> None:
     """Those of whole lines at lines, whatever lies between their names; the others where their elements may be."""
@@ -80,7 +80,7 @@ def test_a_tensor_that_some_have() -> None:
     assert {rank: [job.key for job in jobs] for rank, jobs in plan.files.items()} == {0: ["a"], 1: ["b"]}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 7), st.integers(1, 7), st.integers(1, 2))
 def test_shards(rows: int, columns: int, height: int, width: int, replicas: int) -> None:
     """A grid of parts, of any size, each held by one rank or several."""

@@ -46,7 +46,7 @@ def same(one: Any, other: Any) -> bool:
     return (isinstance(one, float) and math.isnan(one) and math.isnan(other)) or repr(one) == repr(other)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(STATES)
 def test_what_goes_in_comes_out(state: Any) -> None:
     assert same(again(state), state)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -216,8 +216,6 @@ def tries(by_itself: int) -> settings:
         max_examples=int(os.environ.get("PROGRAMS", by_itself)),
         derandomize="PROGRAMS" not in os.environ,
         database=None,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
     )
 
 

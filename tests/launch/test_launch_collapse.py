@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.launch.output.collapse import WINDOW_S, Collapse
@@ -139,7 +139,6 @@ WRITES = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(WRITES, st.booleans())
 def test_collapsed_lines_told_apart_are_what_the_ranks_wrote(writes: list[tuple[int, bytes, int]], live: bool) -> None:
     seen, wrote, now, shown = Seen(live), dict.fromkeys(range(4), b""), 0, b""
@@ -162,7 +161,6 @@ def test_collapsed_lines_told_apart_are_what_the_ranks_wrote(writes: list[tuple[
 BARS = [b"line\n", b"x", b"\r5%", b"\r\n", b"\r\x1b[2K", b"one\ntwo"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(BARS))))
 def test_no_line_is_lost_among_bars(writes: list[tuple[int, bytes]]) -> None:
     collapse, alone, shown, wanted = Seen().collapse, Plain(Names(4).each(range(4))), b"", b""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.launch.output.lines import Live, Names, Plain, Renderer
@@ -242,7 +242,6 @@ def test_live_sequences_may_be_cut_anywhere() -> None:
 WRITES = [b"line\n", b"\rbar", b"part ", b"\r\n", b"\r\x1b[2K"]
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.one_of(

@@ -42,7 +42,7 @@ from allranks.launch.spec.events import Event, Exited, Output, Report
 from allranks.launch.spec.events import Failed as RankFailed
 
 SECRET = b"0123456789abcdef"
-fuzz = settings(max_examples=400, deadline=None, database=None)
+fuzz = settings(max_examples=400, database=None)
 HELLO = VERSION + bytes(range(NONCE)) + KNOCK
 ANSWER = Greeting(SECRET, bytes(NONCE)).step(HELLO) or b""
 PROOF, _ = answer_greeting(SECRET, bytes(range(NONCE)), ANSWER)

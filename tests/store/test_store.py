@@ -80,7 +80,7 @@ def within(seconds: float, true: Callable[[], bool]) -> bool:
     return true()
 
 
-quick = settings(max_examples=80, deadline=None, database=None)
+quick = settings(max_examples=80, database=None)
 
 
 # --- pure parts -----------------------------------------------------------------------------------------------
