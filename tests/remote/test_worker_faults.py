@@ -167,6 +167,8 @@ def test_a_worker_that_is_killed_amid_queued_work(healed: Master) -> None:
     assert mw.ranks == [1]
     mw.respawn(2)
     assert mw.connections.by_rank[2].pid != pid
+    commands = {Path(f"/proc/{worker.pid}/cmdline").read_bytes() for worker in mw.connections.by_rank.values()}
+    assert len(commands) == 1  # forked, as the first ones were, where torch is imported
     assert torch.equal(torch.rand(3, device="worker:2").cpu(), torch.rand(3))  # from the seed on
     assert mw.remote(torch.are_deterministic_algorithms_enabled, on=2)().result()
     torch.use_deterministic_algorithms(False)

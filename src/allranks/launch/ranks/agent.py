@@ -162,7 +162,7 @@ class Agent:
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or each rank would write what is buffered once more
-        if self._plan.ranks.elastic is not None and self._forks:
+        if self._forks and self._replaces:
             made = Template.fork(self._enter_template)
             if isinstance(made, NewRank):
                 return self._become_new(made, parent)
@@ -193,6 +193,11 @@ class Agent:
         return None
 
     @property
+    def _replaces(self) -> bool:
+        """Whether single ranks are started again."""
+        return self._plan.ranks.elastic is not None or self._plan.ranks.target.has_workers
+
+    @property
     def _forks(self) -> bool:
         return self._plan.ranks.start == "fork" and self._plan.ranks.target.is_python
 
@@ -202,7 +207,8 @@ class Agent:
             os.setpgid(0, 0)  # a rank can have the terminal only in its session
         else:
             os.setsid()
-        yield from preload_for_elastic_ranks()
+        if self._plan.ranks.elastic is not None:
+            yield from preload_for_elastic_ranks()
 
     def _become_new(self, new: NewRank, parent: int) -> Rank:
         """Becomes a rank, in a process that the template has made."""
@@ -222,7 +228,7 @@ class Agent:
     def restart(self, wanted: RestartRank) -> None:
         """Starts a rank again, once its process, which is killed, has ended.
 
-        In an elastic job it is a copy of the template; else, or where that is gone, a fresh interpreter.
+        It is a copy of the template; where that is gone, a fresh interpreter.
         """
         for process in self._processes:
             if process.rank == wanted.rank and not process.exited:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from allranks.launch.spec.target import SERVE, Target
+from allranks.launch.spec.target import Target
 
 __all__ = ["preload", "preload_for_elastic_ranks"]
 
@@ -92,9 +92,9 @@ def _useful(target: Target) -> tuple[str, ...]:
     And ends earlier, too: python and C++ take torch apart in every rank, which costs each 0.2 s of a CPU. A wrong
     guess costs time and nothing else.
     """
-    if SERVE in (target.name, target.on(1, 1).name):
+    if target.has_workers:
         return "torch", *_OF_WORKERS
-    if target.kind != "script" or target.mode == "master":
+    if target.kind != "script":
         return ("torch",)
     try:
         source = Path(target.name).read_bytes()

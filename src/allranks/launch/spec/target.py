@@ -56,6 +56,11 @@ class Target:
         """True if a python interpreter runs it, so that the launcher can fork ranks and get reports."""
         return self.kind != "command"
 
+    @property
+    def has_workers(self) -> bool:
+        """True if ranks are workers of master-worker mode."""
+        return self.mode == "master" or self.name == SERVE
+
     def on(self, local_rank: int, rank: int = 0) -> Target:
         """As a rank runs it."""
         if self.mode == "master" and rank:

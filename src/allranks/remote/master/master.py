@@ -118,7 +118,8 @@ class Master:
             WorkerLost: it is there, and what was kept is lost.
 
         Cost:
-            a start of Python and an import of torch.
+            0.03 s, as it is forked where torch is imported; an import of torch with ``allranks run --start spawn``, or
+            where that process was killed.
         """
         connections = self.connections
         connections.check_open()
