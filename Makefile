@@ -20,16 +20,20 @@ INSTRUMENTED := --coverage -fprofile-update=atomic -O1
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BENCH_RUN = $(BENCH)/bin/python -m allranks bench
 
-.PHONY: train test quick check format coverage bench bench-mpi bench-programs mpi torchft trainers core-tests
+.PHONY: train test python-tests quick check format coverage bench bench-mpi bench-programs mpi torchft trainers core-tests
 .PHONY: docs torch-versions newest-torch aarch64 wheel clean
 
 train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
 
+# The core's tests, which mostly wait, run beside those of Python. Under the sanitizers it is `make core-tests`: two more
+# builds, which a change of Python does not need.
+test: $(VENV)/installed build/core-plain/core_tests
+	+$(MAKE) --no-print-directory --jobs=2 build/core-plain/passed python-tests
+
 # Three at a time, as many tests mostly wait: two cores are then busy. A file's tests stay together, which share what is
 # dear to set up; the longest files come first (tests/conftest.py). One or two that fail are tried alone (tests/again.py).
-# The core under the sanitizers is `make core-tests`: two more builds, which a change of Python does not need.
-test: $(VENV)/installed build/core-plain/passed
+python-tests: $(VENV)/installed
 	rm -rf .pytest_cache
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder || $(BIN)/python tests/again.py $$?
 
@@ -134,7 +138,7 @@ newest-torch: build/torch-$(NEWEST_TORCH)/installed
 	  tests/resilience/test_fully_sharded.py -k 'not two_are_lost_at_once' \
 	  || $(<D)/bin/python tests/again.py $$? --timeout 300 -W default
 
-.PRECIOUS: build/torch-%/installed
+.PRECIOUS: build/torch-%/installed build/core-%/core_tests
 build/torch-%/installed: .ci/torch_without_cuda.py | $(VENV)/installed
 	@echo 'Installing torch $* into $(@D), with what $(VENV) has besides'
 	$(BIN)/python -m venv --clear $(@D)
@@ -146,11 +150,15 @@ build/torch-%/installed: .ci/torch_without_cuda.py | $(VENV)/installed
 # gcc 12's thread sanitizer knows only memory layouts with little randomisation, hence setarch.
 core-tests: $(SANITIZERS:%=build/core-%/passed)
 
-build/core-%/passed: $(CORE) $(CORE_TESTS) | $(VENV)/installed
+build/core-%/core_tests: $(CORE) $(CORE_TESTS) | $(VENV)/installed
 	$(BIN)/cmake -S . -B $(@D) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release \
 	  -DALLRANKS_PYTHON=OFF -DALLRANKS_TESTS=ON -DALLRANKS_SANITIZE=$(filter-out plain,$*) --log-level=WARNING
 	+$(BIN)/cmake --build $(@D)
-	$(if $(filter plain,$*),ALLRANKS_TEST_HEARTBEAT_SEEDS=5000) setarch -R $(@D)/core_tests
+	touch $@
+
+build/core-%/passed: build/core-%/core_tests
+	$(if $(filter plain,$*),ALLRANKS_TEST_HEARTBEAT_SEEDS=5000) setarch -R $< >$(@D)/said || { cat $(@D)/said; exit 1; }
+	tail -n 1 $(@D)/said
 	touch $@
 
 # The core and its tests, compiled for aarch64 and run by an emulator, which knows nothing of MADV_DONTFORK. On Debian:
