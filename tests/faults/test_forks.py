@@ -7,7 +7,6 @@ ALLRANKS_FORKS: how many children each rank of the last tests has; ALLRANKS_FORK
 import gc
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -19,6 +18,7 @@ import torch
 
 import allranks as dist
 from allranks.testing import run_ranks
+from support import warm
 
 CHILDREN = int(os.environ.get("ALLRANKS_FORKS", "250"))
 SEED = int(os.environ.get("ALLRANKS_FORKS_SEED", "1"))
@@ -28,7 +28,7 @@ FORKING = Path(__file__).parent / "forking.py"
 def run(script: Path, *arguments: object, ranks: int = 2, options: tuple[str, ...] = ()) -> str:
     """What ranks print that must end well."""
     words = [sys.executable, "-m", "allranks", "run", "-n", str(ranks), *options, str(script), *map(str, arguments)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    done = warm.run(words, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "terminate called" not in done.stderr, done.stderr
     assert "Exception ignored" not in done.stderr, done.stderr
@@ -446,7 +446,7 @@ if __name__ == "__main__":
 def test_a_master_with_queued_operations_forks(tmp_path: Path) -> None:
     script = tmp_path / "master.py"
     script.write_text(MASTER)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    done = warm.run([sys.executable, str(script)], timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
 
 

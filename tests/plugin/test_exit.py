@@ -1,10 +1,11 @@
 """A program that just ends, with groups that nobody destroyed, calls pending, futures asked for: with 0, silently."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from support import warm
 
 ENDINGS = {
     "nothing destroyed": "td.new_group([0, 1]); td.all_reduce(torch.ones(3))",
@@ -28,8 +29,5 @@ def test_a_program_that_just_ends(ending: str, tmp_path: Path) -> None:
     script = tmp_path / "ends.py"
     script.write_text(f"import torch, torch.distributed as td\ntd.init_process_group('allranks')\n{ENDINGS[ending]}")
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-m", "allranks", "run", "-n", "2", str(script)],
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+        done = warm.run([sys.executable, "-m", "allranks", "run", "-n", "2", str(script)], timeout=60)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
