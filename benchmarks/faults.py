@@ -664,7 +664,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:20", help="FIRST:END")
     parser.add_argument("--faults", type=int, default=20, help="that are planned for each job")
-    parser.add_argument("--epochs", type=int, help="of each job, 50 steps of at least 10 ms each; 2 for each fault")
+    parser.add_argument("--epochs", type=int, help="of each job, 50 steps of at least 16 ms each; 2 for each fault")
     parser.add_argument("--until", type=float, default=float("inf"), help="so many faults have hit")
     parser.add_argument("--at-once", type=int, default=1, help="jobs that run at the same time")
     where = parser.add_mutually_exclusive_group()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 __all__ = ["EVERY", "ROUNDING", "StepDone", "Unlawful", "expected", "expected_end", "identity", "read_steps", "train"]
 
 EVERY = 7  # steps, between two checkpoints
-STEP_S = 0.008
+STEP_S = 0.014
 BIG = 16 << 20  # numbers in the large all_reduce
 ROUNDING = 1e-7  # of a sum of 1,500 weights; a sample more or less makes a difference above 1e-4
 _SAMPLES, _BATCH, _SEED, _LR = 1200, 8, 7, 1e-2

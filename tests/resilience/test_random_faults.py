@@ -22,7 +22,7 @@ import pytest
 from support import cluster, sshd
 
 ROOT = Path(__file__).parents[2]
-EPOCHS = 18
+EPOCHS = 12
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,14 @@ By name, and in no other module: the launcher starts without torch, and works wh
 
 from __future__ import annotations
 
-import ast
 import gc
 import importlib
 import os
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+from allranks.launch.ranks.imports import read_imports
 from allranks.launch.spec.target import Target
 
 __all__ = ["preload", "preload_for_elastic_ranks"]
@@ -33,8 +32,8 @@ _OF_ELASTIC_RANKS = ("allranks.data", "allranks.nn.parallel", "allranks.resilien
 # What the first optimizer of a process imports: one second or two, in pieces.
 _OF_OPTIMIZERS = ("sympy", "torch._dynamo")
 
-# Importing by other means than a statement: what comes is not known before.
-_BY_NAME = {"importlib", "imp", "pkgutil", "runpy", "__import__", "eval", "exec"}
+# By which a program can import more than its statements say.
+_IMPORTING = {"importlib", "imp", "pkgutil", "runpy"}
 
 
 def preload(target: Target, threads: str) -> bool:
@@ -86,7 +85,7 @@ def preload_for_elastic_ranks() -> Iterator[None]:
 
 
 def _useful(target: Target) -> tuple[str, ...]:
-    """What the ranks probably import. Nothing if a script names no module outside of the standard library: it runs a
+    """What the ranks probably import. Nothing if a program names no module outside of the standard library: it runs a
     second earlier without torch.
 
     And ends earlier, too: python and C++ take torch apart in every rank, which costs each 0.2 s of a CPU. A wrong
@@ -94,28 +93,18 @@ def _useful(target: Target) -> tuple[str, ...]:
     """
     if target.has_workers:
         return "torch", *_OF_WORKERS
-    if target.kind != "script":
+    if target.kind == "function":
         return ("torch",)
-    try:
-        source = Path(target.name).read_bytes()
-        tree = ast.parse(source)
-    except (OSError, SyntaxError, ValueError):  # the ranks will report it
+    found = read_imports(target)
+    if found is None:  # the ranks will report it; or it is a module that is installed
+        return () if target.kind == "script" else ("torch",)
+    packages = {module.partition(".")[0] for module in found.modules}
+    if found.all_known and packages <= sys.stdlib_module_names - _IMPORTING:
         return ()
-    modules, by_name = set[str](), False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            modules.add("" if node.level else str(node.module))
-        elif isinstance(node, ast.Name):
-            by_name |= node.id in _BY_NAME
-    packages = {module.partition(".")[0] for module in modules}
-    if not by_name and packages <= sys.stdlib_module_names - _BY_NAME:
-        return ()
-    public = sorted(module for module in modules if "._" not in module)  # some of torch._x read sys.argv
+    public = sorted(module for module in found.modules if "._" not in module)  # some of torch._x read sys.argv
     useful = ["torch", *(module for module in public if module.startswith(("torch.", "allranks.")))]
     if "allranks" in packages:
         useful += _OF_RANKS
-    if re.search(rb"\boptim\b", source):
+    if any(re.search(rb"\boptim\b", source) for source in found.sources):
         useful += _OF_OPTIMIZERS
     return tuple(useful)

@@ -1,0 +1,78 @@
+"""What the launcher tells from a program's source, on programs of several files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from allranks.launch.ranks.imports import Imports, read_imports
+from allranks.launch.spec.target import Target
+
+
+def read(folder: Path, kind: str = "script", name: str = "", **files: str) -> Imports | None:
+    """The first file is the program; ``__`` in a name is a slash."""
+    for file, source in files.items():
+        path = folder / (file.replace("__", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    script = str(folder / f"{next(iter(files))}.py")
+    return read_imports(Target(kind, name or script))  # type: ignore[arg-type]
+
+
+def test_modules_beside_the_script_are_read(tmp_path: Path) -> None:
+    found = read(
+        tmp_path,
+        main="import os.path, helper\nfrom parts.first import run",
+        helper="from torch.optim import *\nimport main, helper",  # round and round
+        parts__first="from .second import x\nfrom . import third\nfrom .. import above",
+        parts__second="import numpy as np",
+        parts__third="def f():\n    from allranks import data",
+    )
+    assert found is not None
+    assert found.all_known
+    assert {"os.path", "torch.optim", "numpy", "allranks"} <= found.modules
+    assert not {"helper", "main", "parts", "parts.first"} & found.modules
+    assert len(found.sources) == 5
+
+
+def test_a_package_is_read_with_its_beginning(tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack/__init__.py").write_text("import json")
+    (tmp_path / "pack/deep.py").write_text("from pack import other")
+    (tmp_path / "pack/other.py").write_text("import csv")
+    found = read(tmp_path, main="import pack.deep")
+    assert found is not None
+    assert found.modules == {"json", "csv"}
+
+
+def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack/__main__.py").write_text("from .train import main")
+    (tmp_path / "pack/train.py").write_text("import torch.optim")
+    for name in ("pack", "pack.train"):
+        found = read_imports(Target("module", name))
+        assert found is not None
+        assert found.modules == {"torch.optim"}
+    assert read_imports(Target("module", "json.tool")) is None
+
+
+@pytest.mark.parametrize(
+    "source", ["__import__(name)", "exec(text)", "import broken", "import large"], ids=lambda line: line.split("(")[0]
+)
+def test_what_is_not_known(tmp_path: Path, source: str) -> None:
+    found = read(tmp_path, main=source, broken="def", large="x = 1\n" * 50_000)
+    assert found is not None
+    assert not found.all_known
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    assert read(tmp_path, main="import") is None
+    assert read_imports(Target("script", str(tmp_path / "nothing.py"))) is None
+
+
+def test_torch_is_not_taken_for_a_part_of_the_program(tmp_path: Path) -> None:
+    found = read(tmp_path, main="import torch\nfrom allranks.nn import parallel", torch="import json", allranks="")
+    assert found is not None
+    assert found.modules == {"torch", "allranks.nn"}
