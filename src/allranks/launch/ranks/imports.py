@@ -6,6 +6,7 @@ Nothing is run. What is imported by other means than a statement is not known be
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +43,7 @@ def read_imports(target: Target) -> Imports | None:
     else:
         root = Path.cwd()
         parts = target.name.split(".")
-        parts += ["__main__"] * root.joinpath(*parts).is_dir()
+        parts += ["__main__"] * os.path.isdir(root.joinpath(*parts))
         path = root.joinpath(*parts).with_suffix(".py")
     found = Imports()
     todo = [(path, parts)]
@@ -52,7 +53,7 @@ def read_imports(target: Target) -> Imports | None:
         try:
             source = path.read_bytes()
             tree = ast.parse(source)
-        except (OSError, SyntaxError, ValueError):
+        except (OSError, SyntaxError, ValueError, RecursionError):
             if not found.sources:
                 return None
             found.all_known = False
@@ -94,6 +95,6 @@ def _local(root: Path, module: str) -> Iterator[tuple[Path, list[str]]]:
     for end in range(1, len(parts) + 1):
         place = root.joinpath(*parts[:end])
         for file in (place / "__init__.py", place.with_suffix(".py")):
-            if file.is_file():
+            if os.path.isfile(file):  # not of Path, which raises where a folder may not be searched
                 yield file, parts[:end]
                 break
