@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CORE := $(shell find core -type f) CMakeLists.txt
 CORE_TESTS := $(wildcard tests/core/*)
 SANITIZERS := plain address thread
-WORKERS ?= 3
+WORKERS ?= 4
 BENCH := build/bench-venv
 MPICH := build/mpich-venv
 TORCHFT := build/torchft-venv
@@ -31,7 +31,7 @@ train: $(VENV)/installed
 test: $(VENV)/installed build/core-plain/core_tests
 	+$(MAKE) --no-print-directory --jobs=2 build/core-plain/passed python-tests
 
-# Three at a time, as many tests mostly wait: two cores are then busy. A file's tests stay together, which share what is
+# Four at a time, as many tests mostly wait: two cores are then busy. A file's tests stay together, which share what is
 # dear to set up; the longest files come first (tests/conftest.py). One or two that fail are tried alone (tests/again.py).
 python-tests: $(VENV)/installed
 	rm -rf .pytest_cache
@@ -132,11 +132,12 @@ build/torch-%/tested: build/torch-%/installed
 
 # The plugin's tests on the newest torch, for every change: .venv has torch 2.13, which knows nothing of what the plugin
 # does on later versions. The dearest of those of FSDP2 are left to `make test` and to `make torch-versions`.
+newest-torch: OPTIONS = -o cache_dir=$(<D)/pytest-cache --timeout 300 -W default
 newest-torch: build/torch-$(NEWEST_TORCH)/installed
-	rm -rf .pytest_cache
-	$(<D)/bin/python -m pytest -n $(WORKERS) --dist loadfile --timeout 300 -W default tests/plugin tests/api/test_reconfigure.py \
+	rm -rf $(<D)/pytest-cache
+	$(<D)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(OPTIONS) tests/plugin tests/api/test_reconfigure.py \
 	  tests/resilience/test_fully_sharded.py -k 'not two_are_lost_at_once' \
-	  || $(<D)/bin/python tests/again.py $$? --timeout 300 -W default
+	  || $(<D)/bin/python tests/again.py $$? $(OPTIONS)
 
 .PRECIOUS: build/torch-%/installed build/core-%/core_tests
 build/torch-%/installed: .ci/torch_without_cuda.py | $(VENV)/installed

@@ -53,6 +53,14 @@ class LockedError(Exception):
         self.lock = threading.Lock()
 
 
+def test_what_a_function_names_is_imported_once() -> None:
+    def loaded() -> list[str]:
+        found = [name for name in ("allranks._engines.native.engine", "torch._dynamo") if name in sys.modules]
+        return found if found else [allranks.__name__, torch.optim.__name__]
+
+    assert allranks.run(loaded, n=2) == [["allranks._engines.native.engine", "torch._dynamo"]] * 2
+
+
 def test_results_by_rank(light: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
     base = 10
 

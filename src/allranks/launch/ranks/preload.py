@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from allranks.launch.ranks.imports import read_imports
+from allranks.launch.ranks.imports import Imports, read_imports
 from allranks.launch.spec.target import Target
 
 __all__ = ["preload", "preload_for_elastic_ranks"]
@@ -31,6 +31,8 @@ _OF_ELASTIC_RANKS = ("allranks.data", "allranks.nn.parallel", "allranks.resilien
 
 # What the first optimizer of a process imports: one second or two, in pieces.
 _OF_OPTIMIZERS = ("sympy", "torch._dynamo")
+
+_MOST_BYTES = 1 << 20  # of a function and its arguments
 
 # By which a program can import more than its statements say.
 _IMPORTING = {"importlib", "imp", "pkgutil", "runpy"}
@@ -93,9 +95,7 @@ def _useful(target: Target) -> tuple[str, ...]:
     """
     if target.has_workers:
         return "torch", *_OF_WORKERS
-    if target.kind == "function":
-        return ("torch",)
-    found = read_imports(target)
+    found = _named_by_function(target.payload) if target.kind == "function" else read_imports(target)
     if found is None:  # the ranks will report it; or it is a module that is installed
         return () if target.kind == "script" else ("torch",)
     packages = {module.partition(".")[0] for module in found.modules}
@@ -108,3 +108,9 @@ def _useful(target: Target) -> tuple[str, ...]:
     if any(re.search(rb"\boptim\b", source) for source in found.sources):
         useful += _OF_OPTIMIZERS
     return tuple(useful)
+
+
+def _named_by_function(packed: bytes) -> Imports:
+    """The names that its code uses are in what was packed; what it imports is not known."""
+    head = packed[:_MOST_BYTES]
+    return Imports({"allranks"} if b"allranks" in head else set(), all_known=False, sources=[head])
