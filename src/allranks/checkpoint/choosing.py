@@ -7,6 +7,7 @@ error that says so: an older checkpoint in its place would be a wrong answer.
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def agreed(path: folders.PathLike, step: int | None, company: Company) -> Chosen
     found = _choose(path, step, company)
     if found.chosen is None or (found.left_out and company.size == 1):
         what = "complete checkpoint" if step is None else f"checkpoint of step {step}"
-        missing = "" if Path(path).exists() else f": there is no {Path(path).absolute()}"
+        missing = "" if os.path.exists(path) else f": there is no {Path(path).absolute()}"
         raise CheckpointError(found.left_out[0] if found.left_out else f"there is no {what} in {Path(path)}{missing}")
     _warn(found, company)
     return found.chosen
