@@ -4,9 +4,11 @@ parent does not notice.
 ALLRANKS_FORKS: how many children each rank of the last tests has; ALLRANKS_FORKS_SEED: the first seed.
 """
 
+import contextlib
 import gc
 import os
 import signal
+import socket
 import sys
 import textwrap
 import threading
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 import allranks as dist
+from allranks._base.forks import Socket
 from allranks.testing import run_ranks
 from support import warm
 
@@ -50,6 +53,33 @@ def in_child(body) -> int:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_no_child_keeps_a_socket_that_is_being_closed() -> None:
+    """A thread opens and closes sockets while another forks: half of the children had one."""
+
+    def open_sockets() -> set[str]:
+        found = set()
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # that of the listing
+                found.add(os.readlink(f"/proc/self/fd/{fd}"))
+        return {each for each in found if each.startswith("socket:")}
+
+    def child() -> None:
+        assert open_sockets() <= before
+
+    def open_and_close() -> None:
+        while not over.is_set():
+            Socket(socket.AF_UNIX, socket.SOCK_DGRAM).close()
+
+    before, over = open_sockets(), threading.Event()
+    thread = threading.Thread(target=open_and_close)
+    thread.start()
+    try:
+        assert [in_child(child) for _ in range(50)] == [0] * 50
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_a_child_that_collects_groups_with_calls_under_way() -> None:

@@ -119,6 +119,11 @@ class Socket(socket.socket):
             accepted.setblocking(True)
         return accepted, address
 
+    def close(self) -> None:
+        """As ``socket.socket.close``, which forgets the number before it closes it: a child would keep that open."""
+        with guard:
+            super().close()
+
 
 def _in_child() -> None:
     global _forks

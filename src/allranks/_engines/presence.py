@@ -76,7 +76,7 @@ class Presence:
         return count
 
     def _there(self, rank: int) -> bool:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        with Socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect(self._name(rank))
             except ConnectionRefusedError:
