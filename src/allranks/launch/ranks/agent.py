@@ -228,7 +228,7 @@ class Agent:
     def restart(self, wanted: RestartRank) -> None:
         """Starts a rank again, once its process, which is killed, has ended.
 
-        It is a copy of the template; where that is gone, a fresh interpreter.
+        It is a copy of the template; where there is none, or it is gone, a fresh interpreter.
         """
         for process in self._processes:
             if process.rank == wanted.rank and not process.exited:
