@@ -59,7 +59,9 @@ def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "source", ["__import__(name)", "exec(text)", "import broken", "import large"], ids=lambda line: line.split("(")[0]
+    "source",
+    ["__import__(name)", "exec(text)", "import runpy", "from importlib import util", "import broken", "import large"],
+    ids=lambda line: line.split("(")[0],
 )
 def test_what_is_not_known(tmp_path: Path, source: str) -> None:
     found = read(tmp_path, main=source, broken="def", large="x = 1\n" * 50_000)

@@ -15,7 +15,7 @@ from allranks.launch.spec.target import Target
 
 __all__ = ["Imports", "read_imports"]
 
-_BY_NAME = {"__import__", "eval", "exec"}
+_BY_NAME = {"importlib", "imp", "pkgutil", "runpy", "__import__", "eval", "exec"}  # modules and functions
 _NEVER_LOCAL = {"torch", "allranks"}
 _MOST_BYTES = 1 << 18  # of source: 0.1 s
 
@@ -66,6 +66,7 @@ def read_imports(target: Target) -> Imports | None:
             local = list(_local(root, module))
             if not local and not relative:
                 found.modules.add(module)
+                found.all_known &= module.partition(".")[0] not in _BY_NAME
             todo += [(file, its_parts) for file, its_parts in local if file.resolve() not in seen]
             seen |= {file.resolve() for file, _ in local}
     return found

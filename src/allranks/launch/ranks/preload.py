@@ -34,9 +34,6 @@ _OF_OPTIMIZERS = ("sympy", "torch._dynamo")
 
 _MOST_BYTES = 1 << 20  # of a function and its arguments
 
-# By which a program can import more than its statements say.
-_IMPORTING = {"importlib", "imp", "pkgutil", "runpy"}
-
 
 def preload(target: Target, threads: str) -> bool:
     """Imports torch into this process, which ranks are then forked from, if they may need it.
@@ -99,7 +96,7 @@ def _useful(target: Target) -> tuple[str, ...]:
     if found is None:  # the ranks will report it; or it is a module that is installed
         return () if target.kind == "script" else ("torch",)
     packages = {module.partition(".")[0] for module in found.modules}
-    if found.all_known and packages <= sys.stdlib_module_names - _IMPORTING:
+    if found.all_known and packages <= sys.stdlib_module_names:
         return ()
     public = sorted(module for module in found.modules if "._" not in module)  # some of torch._x read sys.argv
     useful = ["torch", *(module for module in public if module.startswith(("torch.", "allranks.")))]
