@@ -247,9 +247,9 @@ await_key("end")
     assert (done.code, done.lines) == (0, ["[1] start after the first: True"])
 
 
-@pytest.mark.parametrize("part", ["template", "stopped template", "launcher"])
-def test_nothing_is_left_of_the_template(launcher: Launcher, part: str) -> None:
-    """Where it is killed or stopped, ranks start in fresh interpreters; where the launcher is, it ends with it."""
+@pytest.mark.parametrize("part", ["template", "stopped template", "guard", "launcher"])
+def test_a_part_of_the_launcher_is_lost(launcher: Launcher, part: str) -> None:
+    """Without its template ranks start in fresh interpreters, without its guard as ever; with itself all ends."""
     body = """
 if rank == 1:
     if start == 0:
@@ -276,10 +276,13 @@ await_key("end")
         assert not Path(f"/proc/{template}").exists()
         process.communicate()
         return
-    os.kill(template, signal.SIGKILL if part == "template" else signal.SIGSTOP)
+    guard = next(pid for pid in children(process.pid) if stdout(pid) == os.devnull)
+    os.kill(guard if part == "guard" else template, signal.SIGSTOP if part == "stopped template" else signal.SIGKILL)
     (launcher.folder / "go").touch()
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, b"[1] again\n"), err
+    assert b"Traceback" not in err
+    assert (b"the launcher's guard (pid %d) was killed" % guard in err) == (part == "guard")
 
 
 def children(pid: int) -> list[int]:

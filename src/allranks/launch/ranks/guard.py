@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 
 from allranks.launch.ranks.terminal import Terminal
 
@@ -41,8 +42,19 @@ class Guard:
         os.close(read_fd)
 
     def protect(self, pid: int) -> None:
-        """Adds a process group, which must exist when the caller closes ``fd``."""
-        os.write(self.fd, b"%d\n" % pid)
+        """Adds a process group, which must exist when the caller closes ``fd``.
+
+        Where the guard itself was killed, the job goes on, with a line on stderr that says what it then lacks.
+        """
+        try:
+            os.write(self.fd, b"%d\n" % pid)
+        except BrokenPipeError:
+            print(
+                f"allranks: the launcher's guard (pid {self.pid}) was killed: should the launcher be killed too, what"
+                f" process {pid} has started may go on",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def dismiss(self) -> None:
         """Ends the guard. To be called before the ranks are reaped: a free pid may be reused."""
