@@ -17,6 +17,8 @@ DOCS := build/docs-venv
 NEWEST_TORCH := 2.15.0
 TORCHES ?= 2.10.0 $(NEWEST_TORCH)
 INSTRUMENTED := --coverage -fprofile-update=atomic -O1
+# pip would compile every module of torch, for half a minute: those that are used are compiled at their first import.
+PIP := -q --disable-pip-version-check --no-compile -c constraints.txt
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BENCH_RUN = $(BENCH)/bin/python -m allranks bench
 
@@ -28,7 +30,8 @@ train: $(VENV)/installed
 
 # The core's tests, which mostly wait, run beside those of Python. Under the sanitizers it is `make core-tests`: two more
 # builds, which a change of Python does not need.
-test: $(VENV)/installed build/core-plain/core_tests
+test: $(VENV)/tools
+	+$(MAKE) --no-print-directory --jobs=2 build/core-plain/core_tests $(VENV)/installed
 	+$(MAKE) --no-print-directory --jobs=2 build/core-plain/passed python-tests
 
 # Four at a time, as many tests mostly wait: two cores are then busy. A file's tests stay together, which share what is
@@ -119,7 +122,7 @@ $(BENCH)/installed $(MPICH)/installed $(TORCHFT)/installed $(TRAINERS)/installed
 	@echo "Installing $(ALSO) into $(@D)"
 	$(BIN)/python -m venv --clear $(@D)
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$($(@D)/bin/python $(PURELIB))/venv.pth
-	$(@D)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt $(ALSO)
+	$(@D)/bin/python -m pip install $(PIP) $(ALSO)
 	touch $@
 
 # The plugin's tests and the programs of the documents on the oldest torch that is promised and on the newest that is known.
@@ -151,7 +154,7 @@ build/torch-%/installed: .ci/torch_without_cuda.py | $(VENV)/installed
 # gcc 12's thread sanitizer knows only memory layouts with little randomisation, hence setarch.
 core-tests: $(SANITIZERS:%=build/core-%/passed)
 
-build/core-%/core_tests: $(CORE) $(CORE_TESTS) | $(VENV)/installed
+build/core-%/core_tests: $(CORE) $(CORE_TESTS) | $(VENV)/tools
 	$(BIN)/cmake -S . -B $(@D) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release \
 	  -DALLRANKS_PYTHON=OFF -DALLRANKS_TESTS=ON -DALLRANKS_SANITIZE=$(filter-out plain,$*) --log-level=WARNING
 	+$(BIN)/cmake --build $(@D)
@@ -196,7 +199,7 @@ $(WHEEL)/installed: Makefile
 # Which lines the tests run: of Python in all processes, of the core in those that are not killed. TESTS="tests/launch"
 # looks at a part. The core is compiled again for it, and once more by the next `make test`.
 coverage: $(VENV)/checkers
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt 'coverage>=7.10' 'gcovr>=8'
+	$(BIN)/python -m pip install $(PIP) 'coverage>=7.10' 'gcovr>=8'
 	rm -rf build/coverage $(VENV)/installed && mkdir -p build/coverage/python
 	PATH="$(CURDIR)/$(BIN):$$PATH" CXXFLAGS='$(INSTRUMENTED)' $(BIN)/python -m pip install -q --disable-pip-version-check \
 	  --no-build-isolation --no-deps --config-settings=build-dir=build/coverage/core --editable .
@@ -219,20 +222,21 @@ $(BIN)/python:
 	  { rm -rf $(VENV); echo 'No virtual environment could be made: on Debian, apt-get install python3-venv'; exit 1; }
 
 $(VENV)/tools: constraints.txt | $(BIN)/python
-	@echo 'Installing torch and the build tools into $(VENV) (once; some minutes where torch is downloaded)'
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-	  torch 'scikit-build-core>=1.0' 'nanobind>=3.1' 'cmake>=3.20' ninja
+	@echo 'Installing the build tools into $(VENV)'
+	$(BIN)/python -m pip install $(PIP) \
+	  'scikit-build-core>=1.0' 'nanobind>=3.1' 'cmake>=3.20' ninja
 	touch $@
 
 # An editable install: Python files are used where they are; a changed core is compiled again.
-$(VENV)/installed: pyproject.toml $(CORE) | $(VENV)/tools
-	@echo 'Compiling the core, installing allranks and what its examples and tests need'
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+$(VENV)/installed: pyproject.toml constraints.txt $(CORE) | $(VENV)/tools
+	@echo 'Installing torch (some minutes where it is downloaded), allranks, and what its examples and tests need'
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install $(PIP) \
 	  --no-build-isolation --editable '.[test]'
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import torch._dynamo, torch.optim, sklearn.datasets, matplotlib.pyplot'
 	touch $@
 
 $(VENV)/checkers: pyproject.toml | $(VENV)/installed
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install $(PIP) \
 	  --no-build-isolation --editable '.[test,check]'
 	touch $@
 

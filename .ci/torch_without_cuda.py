@@ -28,7 +28,7 @@ _FUNCTIONS = ".text\n{labels}\n{body}\n.section .note.GNU-stack\n"
 def main() -> None:
     python, version = sys.argv[1:]
     site = Path(_output(python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))").strip())
-    install = (python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps")
+    install = (python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile", "--no-deps")
     _output(*install, f"torch=={version}")
     _output(*install, _runtime((next(site.glob("torch-*.dist-info")) / "METADATA").read_text()))
     torch = site / "torch"
