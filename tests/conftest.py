@@ -72,7 +72,7 @@ QUICK_FILES, LONG_FILES = _files(QUICK), _files(LONG)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What is not asked for is not imported: torch's database of operators alone takes ten seconds."""
+    """What is not asked for is not imported."""
     is_other = collection_path.suffix == ".py" and collection_path not in QUICK_FILES
     return True if config.getoption("markexpr") == "quick" and is_other else None
 

@@ -11,16 +11,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.testing._comparison import default_tolerances
-from torch.testing._internal import common_utils
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo import core
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-__all__ = ["DTYPES", "Case", "Verdict", "cases", "judge", "judge_operator", "op_db"]
+if TYPE_CHECKING:
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+__all__ = ["DTYPES", "Case", "Verdict", "cases", "database", "judge", "judge_operator"]
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128,
@@ -33,9 +32,17 @@ UNSET = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided
 
 WORKER = "worker:1"
 
-# The database asks each time whether a unittest is running, to note there which sample is tried. There is none here,
-# and the question reads the source of every frame of pytest: four fifths of the time.
-common_utils.extract_test_fn = core.extract_test_fn = lambda: None
+
+def database() -> list[OpInfo]:
+    """All operators. Imported for who asks: seconds of a core, which each worker of pytest-xdist would spend."""
+    from torch.testing._internal import common_utils
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo import core
+
+    # The database asks each time whether a unittest is running, to note there which sample is tried. There is none
+    # here, and the question reads the source of every frame of pytest: four fifths of the time.
+    common_utils.extract_test_fn = core.extract_test_fn = lambda: None
+    return list(op_db)
 
 
 class Case(NamedTuple):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from operators import DTYPES, ERROR, PASS, ROUNDED, UNDEFINED, judge_operator, op_db
+from operators import DTYPES, ERROR, PASS, ROUNDED, UNDEFINED, database, judge_operator
 
 from allranks.remote.master.master import Master
 
@@ -59,7 +59,7 @@ def test_operators(mw: Master, as_many_threads: None, capsys: pytest.CaptureFixt
     counts: Counter[str] = Counter()
     worse: list[str] = []
     imperfect: set[str] = set()
-    operators = [each for each in op_db if dtype in each.supported_dtypes("cpu")]
+    operators = [each for each in database() if dtype in each.supported_dtypes("cpu")]
     for operator in operators:
         name = operator.formatted_name
         worst = _badness(KNOWN[name].worst) if name in KNOWN else _badness(UNDEFINED)
