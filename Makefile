@@ -223,21 +223,18 @@ $(BIN)/python:
 
 $(VENV)/tools: constraints.txt | $(BIN)/python
 	@echo 'Installing the build tools into $(VENV)'
-	$(BIN)/python -m pip install $(PIP) \
-	  'scikit-build-core>=1.0' 'nanobind>=3.1' 'cmake>=3.20' ninja
+	$(BIN)/python -m pip install $(PIP) 'scikit-build-core>=1.0' 'nanobind>=3.1' 'cmake>=3.20' ninja
 	touch $@
 
 # An editable install: Python files are used where they are; a changed core is compiled again.
 $(VENV)/installed: pyproject.toml constraints.txt $(CORE) | $(VENV)/tools
 	@echo 'Installing torch (some minutes where it is downloaded), allranks, and what its examples and tests need'
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install $(PIP) \
-	  --no-build-isolation --editable '.[test]'
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install $(PIP) --no-build-isolation --editable '.[test]'
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import torch._dynamo, torch.optim, sklearn.datasets, matplotlib.pyplot'
 	touch $@
 
 $(VENV)/checkers: pyproject.toml | $(VENV)/installed
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install $(PIP) \
-	  --no-build-isolation --editable '.[test,check]'
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install $(PIP) --no-build-isolation --editable '.[test,check]'
 	touch $@
 
 clean:
