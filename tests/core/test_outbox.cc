@@ -223,8 +223,8 @@ TEST(frees_ride_along_and_ids_come_again) {
   CHECK(reader.expect(kSequenced).words[1] == id);
   CHECK(reader.expect(0).words == std::vector{id});
   CHECK(reader.expect(kSequenced).words[1] == id);
-  CHECK(reader.nothing());  // the line has not changed
-  until([&] { return outbox.pending(0) == 0; });  // the thread, where it was the one to send, counts behind sending
+  CHECK(reader.nothing());                        // the line has not changed
+  until([&] { return outbox.pending(0) == 0; });  // the thread counts behind sending
   outbox.free(one, id);
   CHECK(outbox.pending(0) == 0);
   outbox.flush(nobody);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import pytest
 
 from allranks import _core
 from allranks._base.errors import JoinError
+from allranks._base.forks import Descriptor
 from allranks._engines.native.connect import SegmentExchange
 
 NOBODY = 65534
@@ -21,6 +23,10 @@ RANKS = 3
 WAITED_S = 5.0  # so long a silent stranger was waited for, one after the other
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+
+
+def memory() -> Descriptor:
+    return Descriptor.of(lambda: _core.create_memory(4096))
 
 
 def name(offer: SegmentExchange) -> str:
@@ -65,10 +71,10 @@ def meet(offers: list[SegmentExchange]) -> None:
         met = [pool.submit(offer.meet, rank, records, 30.0) for rank, offer in enumerate(offers)]
         for rank, one in enumerate(met):
             segments, sockets = one.result()
-            assert len({os.fstat(segment).st_ino for segment in segments}) == len(offers)
+            assert len({os.fstat(segment.fileno()).st_ino for segment in segments}) == len(offers)
             assert [sock is None for sock in sockets] == [r == rank for r in range(len(offers))]
             for segment in segments:
-                os.close(segment)
+                segment.close()
             for sock in sockets:
                 if sock is not None:
                     sock.close()
@@ -77,7 +83,7 @@ def meet(offers: list[SegmentExchange]) -> None:
 @pytest.fixture
 def offers() -> Iterator[list[SegmentExchange]]:
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(SegmentExchange(_core.create_memory(4096))) for _ in range(RANKS)]
+        yield [stack.enter_context(SegmentExchange(memory())) for _ in range(RANKS)]
 
 
 @pytest.mark.parametrize("word", [b"", b"hello", b"x" * 20], ids=["silent", "short", "wrong"])
@@ -92,7 +98,7 @@ def test_strangers_hold_up_nobody(offers: list[SegmentExchange], user: int, word
 
 @as_root
 def test_what_listens_in_a_rank_s_place_hears_nothing(offers: list[SegmentExchange]) -> None:
-    with SegmentExchange(_core.create_memory(4096)) as gone:
+    with SegmentExchange(memory()) as gone:
         taken = name(gone)
     heard, told = os.pipe()
 
@@ -115,7 +121,7 @@ def test_what_listens_in_a_rank_s_place_hears_nothing(offers: list[SegmentExchan
 
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     """Its address answers no more; those that wait for its connection look there."""
-    here, ended = (SegmentExchange(os.memfd_create("memory")) for _ in range(2))
+    here, ended = (SegmentExchange(memory()) for _ in range(2))
     records = [here.record, ended.record]
     ended.__exit__()
     began = time.monotonic()
@@ -130,8 +136,8 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
 @contextlib.contextmanager
 def sharing() -> Iterator[list[SegmentExchange]]:
     with contextlib.ExitStack() as stack:
-        memories = [_core.create_memory(4096), *[-1] * (RANKS - 1)]
-        yield [stack.enter_context(SegmentExchange(memory)) for memory in memories]
+        memories = [memory(), *[None] * (RANKS - 1)]
+        yield [stack.enter_context(SegmentExchange(each)) for each in memories]
 
 
 def share(offers: list[SegmentExchange]) -> None:
@@ -140,11 +146,11 @@ def share(offers: list[SegmentExchange]) -> None:
         shared = [pool.submit(offer.share, rank, records, 30.0) for rank, offer in enumerate(offers)]
         inodes = set()
         for rank, one in enumerate(shared):
-            (memory,), sockets = one.result()
-            inodes.add(os.fstat(memory).st_ino)
+            (shared_by_all,), sockets = one.result()
+            inodes.add(os.fstat(shared_by_all.fileno()).st_ino)
             connected_with = [r for r, sock in enumerate(sockets) if sock is not None]
             assert connected_with == (list(range(1, RANKS)) if rank == 0 else [0])
-            os.close(memory)
+            shared_by_all.close()
             for sock in sockets:
                 if sock is not None:
                     sock.close()
@@ -164,7 +170,7 @@ def test_strangers_get_no_memory_and_hold_up_nobody(user: int, word: bytes) -> N
 
 @as_root
 def test_no_memory_is_taken_from_another_user() -> None:
-    with SegmentExchange(-1) as gone:
+    with SegmentExchange(None) as gone:
         taken = name(gone)
 
     def listen() -> socket.socket:
@@ -175,7 +181,7 @@ def test_no_memory_is_taken_from_another_user() -> None:
 
     with (
         child(NOBODY, listen),
-        SegmentExchange(-1) as offer,
+        SegmentExchange(None) as offer,
         pytest.raises(JoinError, match=f"rank 0 belongs to user {NOBODY}"),
     ):
         offer.share(1, [gone.record, offer.record], 30.0)
@@ -190,11 +196,11 @@ def test_a_rank_that_does_not_fetch_its_memory_is_not_waited_for() -> None:
             tried = [pool.submit(offer.share, rank, records, 30.0) for rank, offer in enumerate((first, second))]
             with pytest.raises(JoinError, match="rank 2 ended while the ranks were connecting"):
                 tried[0].result()
-            (memory,), sockets = tried[1].result()  # which then finds that the first has given up
+            (fetched,), sockets = tried[1].result()  # which then finds that the first has given up
         assert sockets[0] is not None
         assert sockets[0].recv(1) == b""
         sockets[0].close()
-        os.close(memory)
+        fetched.close()
         assert time.monotonic() - began < WAITED_S
 
 
@@ -203,3 +209,43 @@ def test_a_first_rank_that_has_ended_is_not_waited_for() -> None:
         first.__exit__()
         with pytest.raises(JoinError, match="rank 0 did not give it the memory"):
             second.share(1, [first.record, second.record], 30.0)
+
+
+def test_a_forked_child_has_none_of_it() -> None:
+    """Of what the core has not taken over yet: listeners, connections, memory."""
+    others = _opened()
+    with contextlib.ExitStack() as stack, sharing() as sharers, ThreadPoolExecutor(RANKS) as pool:
+        meeting = [stack.enter_context(SegmentExchange(memory())) for _ in range(RANKS)]
+        tried = [
+            pool.submit(call, rank, [offer.record for offer in offers], 30.0)
+            for offers, calls in (
+                (meeting, [each.meet for each in meeting]),
+                (sharers, [each.share for each in sharers]),
+            )
+            for rank, call in enumerate(calls)
+        ]
+        for one in tried:
+            for part in itertools.chain(*one.result()):
+                if part is not None:
+                    stack.callback(part.close)
+        ours = _opened() - others
+        # A listener and a memory of each that meets; what they get. Those that share have one memory.
+        connections, memories = RANKS * (RANKS - 1) + 2 * (RANKS - 1), RANKS * RANKS + RANKS
+        assert len(ours) == 2 * RANKS + connections + memories
+        heard, told = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.write(told, repr(ours & _opened()).encode())
+            os._exit(0)
+        os.close(told)
+        os.waitpid(pid, 0)
+        with open(heard) as said:
+            assert said.read() == "set()"
+
+
+def _opened() -> set[str]:
+    """The sockets and the memory that this process has open."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+    return {each for each in found if "memfd:" in each or "socket:" in each}

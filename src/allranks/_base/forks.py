@@ -18,6 +18,7 @@ import select
 import socket
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from allranks._base.errors import NotInitializedError
@@ -84,9 +85,20 @@ class Descriptor:
         self._fd = fd
         _descriptors.add(self)
 
+    @classmethod
+    def of(cls, make: Callable[[], int]) -> Descriptor:
+        """That of what is made: nobody forks meanwhile."""
+        with guard:
+            return cls(make())
+
     def fileno(self) -> int:
         """Its number; -1 when it is closed."""
         return self._fd
+
+    def detach(self) -> int:
+        """Its number, for what takes it over and closes it in a child. Called with ``guard``."""
+        fd, self._fd = self._fd, -1
+        return fd
 
     def close(self) -> None:
         """Closes it. Idempotent."""

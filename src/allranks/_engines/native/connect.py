@@ -18,6 +18,7 @@ import contextlib
 import errno
 import os
 import secrets
+import select
 import selectors
 import socket
 import struct
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from allranks import _core
 from allranks._base.errors import JoinError, rank_list
-from allranks._base.forks import Socket
+from allranks._base.forks import Descriptor, Socket, guard
 from allranks._engines.native.tcp import ConnectionServer, PeerConnections, Target
 from allranks._engines.spec import RECORD_BYTES, Exchange
 from allranks._store import load_secret
@@ -63,14 +64,14 @@ class Connections(NamedTuple):
     """The connections of a rank with the others.
 
     Attributes:
-        segments: descriptors of the memories of this host's ranks, in order; or of the one that has all.
+        segments: the memories of this host's ranks, in order; or the one that has all.
         liveness: the sockets to them that stay connected; None for this rank. Those of a group that uses another's are
             for ``confirm``.
         heartbeats: the connections for heartbeats, by rank; None for others. Empty where this rank has none.
         peers: what makes the connections with other hosts that are needed later; None where all share this host.
     """
 
-    segments: list[int]
+    segments: list[Descriptor]
     liveness: list[Socket | None]
     heartbeats: list[Socket | None]
     peers: PeerConnections | None
@@ -80,7 +81,7 @@ class Memory(NamedTuple):
     """How a group's memory is made.
 
     Attributes:
-        of_rank: makes this rank's.
+        of_rank: makes this rank's, and gives its descriptor.
         of_all: makes one for all ranks of the host.
     """
 
@@ -113,12 +114,12 @@ def connect(
         SecretError: ranks of different hosts have different secrets.
     """
     if len(members) == 1:
-        return Connections([create.of_rank()], [None], [], None)
+        return Connections([Descriptor.of(create.of_rank)], [None], [], None)
     if has_liveness and len(set(host_of)) == 1:
-        with SegmentExchange(create.of_all() if rank == 0 else -1) as offer:
+        with SegmentExchange(Descriptor.of(create.of_all) if rank == 0 else None) as offer:
             records = exchange(offer.record + _PORT.pack(0))
             return Connections(*offer.share(rank, records, min(timeout_s, _THERE_S)), [], None)
-    memory = create.of_rank()
+    memory = Descriptor.of(create.of_rank)
     deadline = time.monotonic() + timeout_s
     near = [r for r, host in enumerate(host_of) if host == host_of[rank]]
     local = len({member.machine for member in members}) == 1  # and so is the network
@@ -179,7 +180,7 @@ class SegmentExchange:
     """Gives a rank's memory to the other ranks of its host, and gets theirs. Used once.
 
     Args:
-        memory: this rank's, or that of all on the first of them; taken over. -1: there is none.
+        memory: this rank's, or that of all on the first of them; taken over. None: there is none.
 
     Attributes:
         record: what the other ranks must know.
@@ -188,7 +189,7 @@ class SegmentExchange:
         OSError: no socket could be had; the memory is closed.
     """
 
-    def __init__(self, memory: int) -> None:
+    def __init__(self, memory: Descriptor | None) -> None:
         self._memory = memory
         try:
             self._listener = Socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -208,11 +209,10 @@ class SegmentExchange:
         self._close_memory()
 
     def _close_memory(self) -> None:
-        memory, self._memory = self._memory, -1
-        if memory >= 0:
-            os.close(memory)
+        if self._memory is not None:
+            self._memory.close()
 
-    def share(self, rank: int, records: list[bytes], timeout_s: float) -> tuple[list[int], list[Socket | None]]:
+    def share(self, rank: int, records: list[bytes], timeout_s: float) -> tuple[list[Descriptor], list[Socket | None]]:
         """Gets the memory of all ranks from the first of them, which hands it to the others.
 
         Args:
@@ -221,7 +221,7 @@ class SegmentExchange:
             timeout_s: for all of it.
 
         Returns:
-            The memory's descriptor; and the first rank's sockets to the others, their socket to the first, by rank.
+            The memory; and the first rank's sockets to the others, their socket to the first, by rank.
 
         Raises:
             JoinError: a rank could not be reached in time.
@@ -229,19 +229,21 @@ class SegmentExchange:
         sockets: dict[int, Socket] = {}
         try:
             if rank == 0:
-                _hand_out(records, self._listener, sockets, self._memory, time.monotonic() + timeout_s)
+                memory = self._memory
+                assert memory is not None
+                _hand_out(records, self._listener, sockets, memory, time.monotonic() + timeout_s)
+                self._memory = None
             else:
-                sockets[0], self._memory = _fetch(rank, records[0], timeout_s)
+                sockets[0], memory = _fetch(rank, records[0], timeout_s)
         except BaseException:
             for connection in sockets.values():
                 connection.close()
             raise
-        memory, self._memory = self._memory, -1
         return [memory], [sockets.get(r) for r in range(len(records))]
 
     def meet(
         self, rank: int, records: list[bytes], timeout_s: float, numbers: Sequence[int] | None = None
-    ) -> tuple[list[int], list[Socket | None]]:
+    ) -> tuple[list[Descriptor], list[Socket | None]]:
         """Exchanges descriptors of memory with the other ranks of this host.
 
         Args:
@@ -251,25 +253,24 @@ class SegmentExchange:
             numbers: how errors call them.
 
         Returns:
-            The memories' descriptors and the sockets that stay connected (None for this rank), by rank.
+            The memories and the sockets that stay connected (None for this rank), by rank.
 
         Raises:
             JoinError: a rank could not be reached in time.
         """
         numbers = range(len(records)) if numbers is None else numbers
-        segments = [-1] * len(records)
-        segments[rank], self._memory = self._memory, -1
+        assert self._memory is not None
+        segments, self._memory = {rank: self._memory}, None
         sockets: dict[int, Socket] = {}
         try:
             _meet(rank, records, self._listener, sockets, segments, time.monotonic() + timeout_s, numbers)
         except BaseException:
             for connection in sockets.values():
                 connection.close()
-            for segment in segments:
-                if segment >= 0:
-                    os.close(segment)
+            for segment in segments.values():
+                segment.close()
             raise
-        return segments, [sockets.get(r) for r in range(len(records))]
+        return [segments[r] for r in range(len(records))], [sockets.get(r) for r in range(len(records))]
 
 
 def _address(name: bytes) -> str:
@@ -281,7 +282,7 @@ def _meet(
     records: list[bytes],
     listener: Socket,
     sockets: dict[int, Socket],
-    segments: list[int],
+    segments: dict[int, Descriptor],
     deadline: float,
     numbers: Sequence[int],
 ) -> None:
@@ -302,21 +303,24 @@ def _meet(
             connection.settimeout(left())
             connection.connect(_address(records[peer][:_NAME_BYTES]))
             _check_owner(connection, numbers[rank], numbers[peer])
-            socket.send_fds(connection, [_HELLO.pack(token, rank)], [segments[rank]])
+            _send(connection, token, rank, segments[rank])
         with contextlib.closing(_callers(listener, token, deadline, look_for_ended)) as callers:
             while len(sockets) < size - 1:
                 connection, peer, segment = next(callers)
-                if not rank < peer < size or peer in sockets:
+                if not rank < peer < size or peer in sockets or segment is None:
                     connection.close()
-                    os.close(segment)
+                    if segment is not None:
+                        segment.close()
                     continue
                 sockets[peer], segments[peer] = connection, segment
                 connection.settimeout(left())
-                socket.send_fds(connection, [_HELLO.pack(token, rank)], [segments[rank]])
+                _send(connection, token, rank, segments[rank])
         for peer in range(rank):
             sockets[peer].settimeout(left())
-            other, segments[peer] = _receive(sockets[peer], token)
-            if other != peer:
+            other, given = _receive(sockets[peer], token)
+            if given is not None:
+                segments[peer] = given
+            if other != peer or given is None:
                 raise JoinError(
                     f"rank {numbers[rank]}: what answers at the address of rank {numbers[peer]} is not that rank"
                 )
@@ -325,7 +329,7 @@ def _meet(
     except JoinError:  # an OSError, too
         raise
     except OSError as error:
-        missing = [r for r in range(size) if r != rank and segments[r] < 0]
+        missing = [r for r in range(size) if r not in segments]
         why = "in time" if isinstance(error, builtins.TimeoutError) else f"({error.strerror})"
         raise JoinError(
             f"rank {numbers[rank]}: no connection with {rank_list([numbers[r] for r in missing or sockets])} {why}.\n"
@@ -333,7 +337,9 @@ def _meet(
         ) from error
 
 
-def _hand_out(records: list[bytes], listener: Socket, sockets: dict[int, Socket], memory: int, deadline: float) -> None:
+def _hand_out(
+    records: list[bytes], listener: Socket, sockets: dict[int, Socket], memory: Descriptor, deadline: float
+) -> None:
     """By the first rank: gives its memory to the others, which connect."""
     size, token = len(records), records[0][_NAME_BYTES:OFFER_BYTES]
 
@@ -345,13 +351,14 @@ def _hand_out(records: list[bytes], listener: Socket, sockets: dict[int, Socket]
         with contextlib.closing(_callers(listener, token, deadline, look_for_ended)) as callers:
             while len(sockets) < size - 1:
                 connection, peer, segment = next(callers)
-                os.close(segment)
+                if segment is not None:  # no rank sends one
+                    segment.close()
                 if not 0 < peer < size or peer in sockets:
                     connection.close()
                     continue
                 sockets[peer] = connection
                 connection.settimeout(max(0.001, deadline - time.monotonic()))
-                socket.send_fds(connection, [_HELLO.pack(token, 0)], [memory])
+                _send(connection, token, 0, memory)
     except JoinError:  # an OSError, too
         raise
     except OSError as error:
@@ -363,7 +370,7 @@ def _hand_out(records: list[bytes], listener: Socket, sockets: dict[int, Socket]
         ) from error
 
 
-def _fetch(rank: int, record: bytes, timeout_s: float) -> tuple[Socket, int]:
+def _fetch(rank: int, record: bytes, timeout_s: float) -> tuple[Socket, Descriptor]:
     """By another rank: the connection with the first, and the memory that it gives."""
     name, token = record[:_NAME_BYTES], record[_NAME_BYTES:OFFER_BYTES]
     connection = Socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -371,7 +378,7 @@ def _fetch(rank: int, record: bytes, timeout_s: float) -> tuple[Socket, int]:
         connection.settimeout(timeout_s)
         connection.connect(_address(name))
         _check_owner(connection, rank, 0)
-        socket.send_fds(connection, [_HELLO.pack(token, rank)], [connection.fileno()])  # any, as a caller sends one
+        connection.sendall(_HELLO.pack(token, rank))
         other, memory = _receive(connection, token)
     except JoinError:  # an OSError, too
         connection.close()
@@ -382,7 +389,7 @@ def _fetch(rank: int, record: bytes, timeout_s: float) -> tuple[Socket, int]:
     except BaseException:
         connection.close()
         raise
-    if other != 0:
+    if other != 0 or memory is None:
         connection.close()
         raise JoinError(f"rank {rank}: rank 0 broke off while the ranks were connecting")
     return connection, memory
@@ -424,8 +431,8 @@ def _check_there(number: int, names: Mapping[int, bytes]) -> None:
 
 def _callers(
     listener: Socket, token: bytes, deadline: float, look: Callable[[], None]
-) -> Generator[tuple[Socket, int, int], None, None]:
-    """The peers that connect and have the token: the connection, the rank and the segment.
+) -> Generator[tuple[Socket, int, Descriptor | None], None, None]:
+    """The peers that connect and have the token: the connection, the rank and the segment, if it sent one.
 
     Others are dropped: those of another user at once, those that send nothing at the end. None delays another. While
     nobody comes, ``look`` is called now and then.
@@ -476,16 +483,28 @@ def _accepted(listener: Socket) -> Socket | None:
     return connection
 
 
-def _receive(connection: socket.socket, token: bytes) -> tuple[int, int]:
-    """The rank and the segment of a peer that has the token; (-1, -1) of any other."""
+def _send(connection: Socket, token: bytes, rank: int, segment: Descriptor) -> None:
+    socket.send_fds(connection, [_HELLO.pack(token, rank)], [segment.fileno()])
+
+
+def _receive(connection: Socket, token: bytes) -> tuple[int, Descriptor | None]:
+    """The rank and the segment, if it sent one, of a peer that has the token; (-1, None) of any other."""
+    timeout = connection.gettimeout()
+    if timeout != 0:  # not while nobody may fork
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        if not poll.poll(None if timeout is None else timeout * 1000):
+            raise builtins.TimeoutError("timed out")
     try:
-        message, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+        with guard:
+            message, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
+            segments = [Descriptor(fd) for fd in fds]
     except (BlockingIOError, ConnectionError):
-        return -1, -1
-    if len(message) == _HELLO.size and len(fds) == 1:
+        return -1, None
+    if len(message) == _HELLO.size:
         given, rank = _HELLO.unpack(message)
         if secrets.compare_digest(given, token):
-            return rank, fds[0]
-    for fd in fds:
-        os.close(fd)
-    return -1, -1
+            return rank, segments[0] if segments else None
+    for segment in segments:
+        segment.close()
+    return -1, None

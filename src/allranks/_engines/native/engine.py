@@ -20,7 +20,7 @@ from torch import Tensor
 
 from allranks import _core
 from allranks._base.errors import AllranksError, JoinError, MismatchError, UsageError, rank_list
-from allranks._base.forks import Socket, forks, guard
+from allranks._base.forks import Descriptor, Socket, forks, guard
 from allranks._base.timeouts import seconds_of
 from allranks._call.bytes import bytes_of
 from allranks._call.callsite import NOWHERE, line_of, site, stack_hash, where
@@ -304,7 +304,7 @@ class NativeEngine(Engine):
         # Whatever fails on one rank, all take part in both votes, so that all learn of it.
         offer, refused = None, ""
         try:
-            offer = SegmentExchange(_core.create_memory(nbytes)) if nbytes else None
+            offer = SegmentExchange(Descriptor.of(lambda: _core.create_memory(nbytes))) if nbytes else None
         except (OSError, _core.Failure) as error:
             refused = self._in_words(error)
         records = self._vote(nbytes, offer.record if offer else bytes(OFFER_BYTES), refused)
@@ -318,7 +318,9 @@ class NativeEngine(Engine):
                 if socket is not None:
                     socket.close()
             # Rank 0's name is random, and the same for all who have met.
-            block = self.comm.share(int.from_bytes(records[0][:8], "big") | 1, nbytes, parts)
+            with guard:
+                taken = [part.detach() for part in parts]
+                block = self.comm.share(int.from_bytes(records[0][:8], "big") | 1, nbytes, taken)
         except (OSError, AllranksError, _core.Failure) as error:
             refused = self._in_words(error)
         self._vote(nbytes, b"", refused)
@@ -551,10 +553,11 @@ def _make_comm(
     with guard:
         heartbeats = _numbers(made.heartbeats)
         liveness = shared or _core.Liveness(_numbers(made.liveness))
+        segments = [segment.detach() for segment in made.segments]
         if made.peers is None:
-            return _core.Comm(rank, sizes, made.segments, liveness, timeout_s, *waits, eager, tuning, *near)
+            return _core.Comm(rank, sizes, segments, liveness, timeout_s, *waits, eager, tuning, *near)
         made.peers.comm = _core.Comm.across_hosts(
-            rank, host_of, sizes, made.segments, liveness, heartbeats,
+            rank, host_of, sizes, segments, liveness, heartbeats,
             made.peers.asking_pipe, made.peers.number, timeout_s, *waits, eager, tuning, *near,
         )  # fmt: skip
         return made.peers.comm
