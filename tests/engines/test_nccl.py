@@ -89,3 +89,27 @@ def test_abort_and_shrink() -> None:
 
     found = run_ranks(3, body, may_die=[1])
     assert [found[rank] for rank in (0, 2)] == [(0, 2, "nccl"), (1, 2, "nccl")]
+
+
+def test_a_rank_that_leaves_at_once_waits_for_those_that_connect() -> None:
+    """Nobody waits for anybody before the first call of nccl, and what the ranks connect to is the first one's."""
+
+    def body() -> int:
+        c10d._nccl = StandIn
+        world = dist.group.WORLD
+        assert world is not None
+        rank = world.rank()
+
+        def exchange(record: bytes) -> list[bytes]:
+            records: list[Any] = [None] * 3
+            dist.all_gather_object(records, record)
+            if rank == 2:
+                time.sleep(0.5)
+            return records
+
+        made = _engines.make_engine("nccl", rank, world.members, exchange, "of nccl", 60.0)
+        size: int = made._backend.size  # type: ignore[attr-defined]
+        made.close()
+        return size
+
+    assert run_ranks(3, body) == [3, 3, 3]

@@ -46,6 +46,7 @@ _cuda: Any = torch.cuda
 
 _SHORTEST_S = 0.001  # less is no limit to torch
 _ENDING_S = 2.0  # how long calls may take to end when the group is left
+_LINGER_S = 5.0  # how long the first rank, which has what others connect to, waits for them when it leaves
 _HANG_UP_TAG = (1 << 31) - 1
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -165,7 +166,8 @@ class C10dEngine(FlatEngine):
             self._presence = None
         if backend is not None:
             (self._end_nccl if self.device == "cuda" else self._end_gloo)(backend)
-        self._store.close()
+        # Of gloo all have connected before anybody goes on.
+        self._store.close(0.0 if backend is None or self._aborted or self.name == "gloo" else _LINGER_S)
 
     def abandon(self) -> None:
         if self._backend is not None:

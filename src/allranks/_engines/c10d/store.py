@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
-from allranks._base.errors import JoinError
+from allranks._base.errors import JoinError, StoreLostError, TimeoutError
 from allranks._base.forks import follow, forks
 from allranks._cluster.network import nearest_first
 from allranks._engines.spec import RECORD_BYTES, Exchange
@@ -35,6 +35,7 @@ _RECORD = struct.Struct(f"!H{RECORD_BYTES - 2}s")
 _UNIX = "unix:@allranks-"
 _NAME_BYTES = 16
 _TRY_S = 5.0  # for one of several addresses
+_CONNECTED = "allranks/connected/"  # and a rank
 
 
 class GroupStore(TorchStore):
@@ -75,7 +76,7 @@ class GroupStore(TorchStore):
         try:
             store.record = exchange(store.record or bytes(RECORD_BYTES))[0]
             store.serve()
-            _ = store._client
+            store.set(f"{_CONNECTED}{rank}", b"")
         except BaseException:
             store.close()
             raise
@@ -116,9 +117,17 @@ class GroupStore(TorchStore):
                 return client
         return StoreClient.connect(f"tcp:{first.host}:{port}", self.secret, self._timeout_s)
 
-    def close(self) -> None:
-        """Ends this rank's connections, and on rank 0 the server."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """Ends this rank's connections, and on rank 0 the server.
+
+        Args:
+            linger_s: rank 0 waits so long for ranks that are about to connect (``among``).
+        """
         if self._connected is not None:
+            if linger_s and self._server is not None and self._forks == forks():
+                with contextlib.suppress(TimeoutError, StoreLostError):  # one was lost on its way; closed already
+                    keys = [f"{_CONNECTED}{rank}" for rank in range(len(self._members))]
+                    self._connected.wait(keys, timedelta(seconds=linger_s))
             self._connected.close()
         if self._server is not None:
             self._server.close()
@@ -162,5 +171,5 @@ class BoardStore(GroupStore):
     def _client(self) -> Store:
         return self._board.view("torch", self._timeout_s)
 
-    def close(self) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
         """Leaves the board as it is."""
