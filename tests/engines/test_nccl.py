@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import allranks as dist
 from allranks import _engines
 from allranks._api.groups import lineage_of
 from allranks._engines.c10d import engine as c10d
+from allranks._group.exchange import exchange_locally
 from allranks._group.process_group import ProcessGroup
 from allranks.testing import run_ranks
 
@@ -54,12 +56,7 @@ def test_abort_and_shrink() -> None:
         world = dist.group.WORLD
         assert world is not None
         rank = world.rank()
-
-        def exchange(record: bytes) -> list[bytes]:
-            records: list[Any] = [None] * 3
-            dist.all_gather_object(records, record)
-            return records
-
+        exchange = partial(exchange_locally, world, [0, 1, 2])
         made = _engines.make_engine("nccl", rank, world.members, exchange, "of nccl", 60.0)
         backend = made._backend  # type: ignore[attr-defined]
         group = ProcessGroup(made, "of nccl", rank, world.members, 60.0)
@@ -101,8 +98,7 @@ def test_a_rank_that_leaves_at_once_waits_for_those_that_connect() -> None:
         rank = world.rank()
 
         def exchange(record: bytes) -> list[bytes]:
-            records: list[Any] = [None] * 3
-            dist.all_gather_object(records, record)
+            records = exchange_locally(world, [0, 1, 2], record)
             if rank == 2:
                 time.sleep(0.5)
             return records
