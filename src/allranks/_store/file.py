@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from allranks._base.errors import ConfigError, NotInitializedError, StoreLostError, TimeoutError, UsageError
-from allranks._base.forks import Descriptor, follow, forks, guard, refusal
+from allranks._base.forks import Descriptor, follow, forks, refusal
 from allranks._store.client import reason
 from allranks._store.stores import Store
 from allranks._store.table import KeyTable
@@ -190,13 +190,12 @@ class _Log:
         """Opens and locks the file; makes it for the first request, which is _Came."""
         deadline = time.monotonic() + max(patience_s, 0.0)
         first = self._inode is None
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if first else 0)
         began = forks()
         with self._lock:
             while True:
                 try:
-                    with guard:
-                        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if first else 0)
-                        file = Descriptor(os.open(self._path, flags, 0o600))
+                    file = Descriptor.of(lambda: os.open(self._path, flags, 0o600))
                 except OSError as error:
                     kind = ConfigError if first else StoreLostError
                     raise kind(f"FileStore({self._path}): cannot be opened: {reason(error)}.") from None

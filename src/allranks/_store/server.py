@@ -118,7 +118,7 @@ class StoreServer:
         self._more: tuple[socket.socket, ...] = ()  # listeners that the thread has not taken yet
         self._given: deque[tuple[str, bytes]] = deque()  # values that the thread has not taken yet
         self._forks = forks()
-        self._wake = Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        self._wake = Descriptor.of(lambda: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self._thread: threading.Thread | None = None
         self._stop_at: float | None = None
         self._table = KeyTable()

@@ -89,10 +89,9 @@ class _Watcher:
     def _offer_stacks(self) -> None:
         if self._stacks is not None:
             return
-        fd = os.memfd_create(_STACKS, os.MFD_CLOEXEC)
-        self._stacks = Descriptor(fd)
+        self._stacks = Descriptor.of(lambda: os.memfd_create(_STACKS, os.MFD_CLOEXEC))
         if threading.current_thread() is threading.main_thread() and signal.getsignal(DUMP) is signal.SIG_DFL:
-            faulthandler.register(DUMP, fd)
+            faulthandler.register(DUMP, self._stacks)
 
     def _run(self, stop: threading.Event) -> None:
         while not stop.wait(_LOOK_S):

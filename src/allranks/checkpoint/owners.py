@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from allranks._base.errors import UsageError
-from allranks._base.forks import Descriptor, guard
+from allranks._base.forks import Descriptor
 
 __all__ = ["NO_LOCKS", "Claim", "adopt_run", "claim", "decided_run", "open_file", "release", "run_id"]
 
@@ -140,8 +140,7 @@ def release(folder: Path) -> None:
 
 def open_file(path: Path) -> Descriptor:
     """Opens a file for a lock, which a forked child does not keep."""
-    with guard:
-        return Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+    return Descriptor.of(lambda: os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
 
 
 def _claim(fd: Descriptor, folder: Path, run: str) -> Claim:
