@@ -39,7 +39,7 @@ def python_with(mpi: str) -> str:
 
 
 def mpirun(
-    mpi: str, ranks: int, *argv: str, python: str | None = None, timeout_s: float = 60, **environ: str
+    mpi: str, ranks: int, *argv: str, python: str | None = None, timeout_s: float = 120, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python argv`` on so many ranks: with the mpirun of ``mpi``, and its Python, or another one.
 
@@ -93,7 +93,7 @@ def _sweep(segments: set[Path]) -> None:
 
 
 def run_by_mpi(
-    mpi: str, ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60, **environ: str
+    mpi: str, ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120, **environ: str
 ) -> list[Any]:
     """``allranks.testing.run_ranks`` for ranks that mpirun starts, in a world on the mpi engine.
 
