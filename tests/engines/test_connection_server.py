@@ -112,7 +112,7 @@ def test_who_both_connect_at_once_end_with_one_connection() -> None:
 
 
 def test_strangers_hold_up_nobody_and_are_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "GREETING_S", 0.5)
+    monkeypatch.setattr(tcp, "GREETING_S", 2.0)
     where = ("127.0.0.1", pair.servers[0].port)
     pick = random.Random(2)
     hello = tcp.Hello(pair.groups[0].name, 1, 0, tcp.COLLECTIVE)
@@ -127,7 +127,7 @@ def test_strangers_hold_up_nobody_and_are_dropped(pair: Pair, monkeypatch: pytes
     began = time.monotonic()
     pair.servers[1].ask(pair.groups[1].number, 0, tcp.COLLECTIVE)
     _until(lambda: pair.comms[0].adopted and pair.comms[1].adopted)
-    assert time.monotonic() - began < 0.4
+    assert time.monotonic() - began < 2.0
     for connection in idle:  # dropped, and told nothing
         connection.settimeout(5)
         assert connection.recv(1) == b""

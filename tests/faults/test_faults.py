@@ -15,6 +15,8 @@ import torch
 
 import allranks as dist
 from allranks.testing import run_ranks
+from support.marked import wait_for
+from support.prompt import PROMPT_S
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -56,8 +58,8 @@ def test_a_killed_rank_is_named_by_every_survivor(asynchronous: bool, count: int
     assert results[1] is None
     for result in (results[0], results[2]):
         noticed_s, again_s, text = result
-        assert noticed_s < 1.1
-        assert again_s < 0.5
+        assert noticed_s < PROMPT_S
+        assert again_s < PROMPT_S
         assert "rank 1" in text
         assert "died" in text
 
@@ -234,44 +236,44 @@ def test_a_stopped_rank_is_not_dead() -> None:
     assert run_ranks(2, body) == [1.0, 1.0]
 
 
-def test_ctrl_c_ends_a_blocked_call_and_tells_the_others() -> None:
-    def body() -> tuple[float, str]:
+def test_ctrl_c_ends_a_blocked_call_and_tells_the_others(tmp_path: Path) -> None:
+    def body() -> str:
         dist.barrier()
-        if dist.get_rank() == 2:
-            time.sleep(1.5)
-            return 0.0, ""
+        if dist.get_rank() == 2:  # does not call, and does not leave before the others have heard
+            wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
+            return ""
         if dist.get_rank() == 0:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        began = time.monotonic()
+        said = "nothing"
         try:
             dist.all_reduce(torch.ones(1))
         except KeyboardInterrupt:
-            return time.monotonic() - began, "interrupted"
+            said = "interrupted"
         except dist.PeerLostError as error:
-            return time.monotonic() - began, str(error)
-        return 0.0, "nothing"
+            said = str(error)
+        (tmp_path / str(dist.get_rank())).touch()
+        return said
 
-    (seconds, text), (other_seconds, other_text), _ = run_ranks(3, body)
+    text, other_text, _ = run_ranks(3, body)
     assert text == "interrupted"
-    assert seconds < 0.7
     assert "rank 0" in other_text
     assert "interrupted (Ctrl-C)" in other_text
-    assert other_seconds < 0.8
 
 
-def test_destroy_returns_with_calls_pending() -> None:
+def test_destroy_returns_with_calls_pending(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+
     def body() -> str:
         if dist.get_rank() == 1:
-            time.sleep(0.5)
+            wait_for(left.exists)
             dist.all_reduce(torch.ones(1000))  # rank 0's part of it was there before it left
             with pytest.raises(dist.PeerLostError, match="rank 0"):
                 dist.all_reduce(torch.ones(1000))
             return ""
         works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(3)]
         time.sleep(0.05)
-        began = time.monotonic()
         dist.destroy_process_group()
-        assert time.monotonic() - began < 0.4
+        left.touch()
         with pytest.raises(dist.AllranksError) as caught:
             works[2].wait()
         assert works[1].is_completed()
@@ -331,17 +333,18 @@ def test_a_child_forked_after_an_asynchronous_call_ends() -> None:
     assert run_ranks(2, body) == [0, 0]
 
 
-def test_destroy_in_a_signal_handler() -> None:
+def test_destroy_in_a_signal_handler(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+
     def body() -> str:
         if dist.get_rank() == 1:
-            time.sleep(1)
+            wait_for(left.exists)
             return ""
         signal.signal(signal.SIGUSR2, lambda *_: dist.destroy_process_group())
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
-        began = time.monotonic()
         with pytest.raises(dist.AllranksError) as caught:
             dist.barrier()
-        assert time.monotonic() - began < 0.8
+        left.touch()
         return str(caught.value)
 
     assert "destroyed while the call was pending" in run_ranks(2, body)[0]

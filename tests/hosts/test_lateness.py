@@ -32,7 +32,7 @@ def test_a_rank_that_is_late_is_named_on_all_hosts(four_hosts, places, late):
         # On a busy machine another rank may be later still. Then that is what all hosts find.
         named = sum(last == late for last, _ in calls)
         assert STEPS - 3 <= named <= lateness.times <= named + 1
-        assert 0.02 * named < lateness.seconds < 0.3 * STEPS
+        assert 0.02 * named < lateness.seconds < STEPS
         assert all(within for _, within in calls)
     for lasts in zip(*([last for last, _ in calls] for _, calls in results), strict=True):
         assert len(set(lasts) - {-1}) <= 1

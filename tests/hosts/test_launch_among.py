@@ -15,6 +15,7 @@ import pytest
 
 from support.cluster import Cluster
 from support.jobs import Done, Jobs, finish, jobs, read_until
+from support.prompt import PROMPT_S
 
 WAIT = """
     import os, time
@@ -72,7 +73,7 @@ def test_a_failure_ends_the_command_on_each_host_with_its_code(job: Jobs, failin
         read_until(process, 2)
     began = time.monotonic()
     done = [finish(process) for process in processes]
-    assert time.monotonic() - began < 5  # the goal is 2
+    assert time.monotonic() - began < 2 * PROMPT_S  # the goal is 2
     for d in done:
         assert d.code == 7
         assert f"rank {failing} (host node{failing // 2}, pid " in d.err
@@ -143,14 +144,14 @@ def test_an_agent_tries_the_addresses_of_its_own_network_first(job: Jobs) -> Non
     leader = job.start_any(0, sys.executable, job.write(script))
     (port,) = read_until(leader, 1)
     node = job.hosts.hosts[1]
-    far = [f"10.78.0.{number}" for number in range(1, 5)]
+    far = [f"10.78.0.{number}" for number in range(1, 9)]
     node.set_up("route", "add", "10.78.0.0/16", "dev", "eth0")
     try:
         began = time.monotonic()
         dialled = f"{','.join(far)},10.77.0.1:{port}"
         agent = job.start_any(1, sys.executable, "-m", "allranks.launch.agents.serve", "--dial", dialled)
         assert read_until(leader, 1) == ["came"]
-        assert time.monotonic() - began < 9  # each takes 3
+        assert time.monotonic() - began < 15  # each takes 3
         finish(leader)
         assert finish(agent).code == 1
     finally:

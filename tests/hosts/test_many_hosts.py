@@ -16,6 +16,7 @@ from test_hosts import on_hosts
 
 import allranks as dist
 from support.cluster import Cluster
+from support.prompt import PROMPT_S
 
 HOSTS = 9
 COUNT = 40_007 * HOSTS
@@ -92,4 +93,4 @@ def test_a_rank_that_dies_in_a_chain_is_named_everywhere(nine_hosts: Cluster) ->
         return time.monotonic() - began
 
     results = on_hosts(nine_hosts, list(range(HOSTS)), body, may_die={4})
-    assert max(noticed_s for noticed_s in results if noticed_s is not None) < 5
+    assert max(noticed_s for noticed_s in results if noticed_s is not None) < PROMPT_S

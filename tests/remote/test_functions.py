@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,7 +40,13 @@ def test_where_a_function_runs(mw: Master) -> None:
         assert mw.remote(os.getpid)().result() == pids[2]
 
 
-def test_functions_are_queued_and_keep_state(mw: Master) -> None:
+def test_functions_are_queued_and_keep_state(mw: Master, tmp_path: Path) -> None:
+    queued = tmp_path / "queued"
+
+    def waits() -> None:
+        while not queued.exists():
+            time.sleep(0.01)
+
     class Loader:
         def __init__(self) -> None:
             self.at = 0
@@ -49,10 +56,9 @@ def test_functions_are_queued_and_keep_state(mw: Master) -> None:
             return torch.full((2,), float(self.at))
 
     load = mw.remote(Loader(), on=1)
-    started = time.monotonic()
-    slow = mw.remote(time.sleep, on=1)(1.0)
+    slow = mw.remote(waits, on=1)()
     batches = [load() for _ in range(3)]
-    assert time.monotonic() - started < 0.9
+    queued.touch()
     assert [each.result().sum().item() for each in batches] == [2.0, 4.0, 6.0]
     assert slow.result() is None
 

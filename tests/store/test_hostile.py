@@ -27,7 +27,8 @@ with StoreServer.tcp("localhost", 0, {SECRET!r}).start() as server:
     sys.stdin.read()
 """
 SLACK_KIB = 10 << 10
-RANK_DELAY_S = 1.0  # 0.1 is the goal, and what a quiet machine shows: `pytest -s` prints the figure
+# Less than a greeting may take. 0.1 is the goal, and what a quiet machine shows: `pytest -s` prints the figure.
+RANK_DELAY_S = 4.0
 
 
 class Server:

@@ -60,6 +60,7 @@ from allranks._store.wire import (
     decode_reply,
     encode,
 )
+from support.prompt import PROMPT_S
 
 SECRET = b"0123456789abcdef"
 SRC = str(Path(_store.__file__).parents[2])
@@ -349,7 +350,7 @@ def test_waiting_ends(store: Store) -> None:
         began = time.monotonic()
         with pytest.raises(TimeoutError, match=r"'(p/)?a' in 0\.1 s"):
             call()
-        assert 0.04 < time.monotonic() - began < 0.5
+        assert 0.04 < time.monotonic() - began < PROMPT_S
 
 
 def test_a_foreign_store_is_checked() -> None:
@@ -436,7 +437,7 @@ def test_truncated_input_leaves_nothing_behind(server: StoreServer) -> None:
         with dial(server) as sock:
             sock.sendall(whole[:length])
     still_serves(server)
-    assert within(2.0, lambda: not server._peers)
+    assert within(PROMPT_S, lambda: not server._peers)
 
 
 def test_idle_and_dripping_strangers_are_dropped_in_time(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,10 +448,10 @@ def test_idle_and_dripping_strangers_are_dropped_in_time(server: StoreServer, mo
         with contextlib.suppress(ConnectionError):
             for i in range(len(whole)):
                 drip.sendall(whole[i : i + 1])
-                time.sleep(0.02)
+                time.sleep(0.1)
         assert is_dropped(idle)
         assert is_dropped(drip)
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 4.0
 
 
 def test_a_crowd_of_idle_strangers_does_not_keep_a_rank_out(server: StoreServer) -> None:
@@ -492,7 +493,7 @@ def test_different_secrets_are_told_on_both_sides(server: StoreServer, caplog: p
                 SecretError, match=r"secret differs.*ALLRANKS_SECRET.*ALLRANKS_SECRET_FILE.*copy the file"
             ):
                 StoreClient.connect(server.address, b"another secret!!", 5.0)
-        assert within(2.0, lambda: not server._peers)
+        assert within(PROMPT_S, lambda: not server._peers)
     assert list(server.refusals) == ["127.0.0.1"]
     assert "127.0.0.1 was refused: its secret differs" in server.refusals["127.0.0.1"]
     assert len(caplog.records) == 1
@@ -516,7 +517,7 @@ def test_a_wrong_peer_that_does_not_wait_for_its_answer_harms_nobody() -> None:
                 sock.sendall(pack_frame(frame) * 2)
         with StoreClient.connect(server.address, timeout_s=2.0) as client:
             client.set("a", b"1")
-        assert within(2.0, lambda: not server._peers)
+        assert within(PROMPT_S, lambda: not server._peers)
 
 
 @contextlib.contextmanager
@@ -551,7 +552,7 @@ def test_a_stranger_on_the_port_is_recognised_at_once(answer: bytes) -> None:
         began = time.monotonic()
         with pytest.raises(ConfigError, match="something answers there, but it is not an allranks store"):
             StoreClient.connect(address, SECRET, 30.0)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < PROMPT_S
 
 
 def test_a_silent_stranger_costs_no_more_than_the_timeout() -> None:
@@ -567,7 +568,7 @@ def test_nobody_there(address: str) -> None:
     began = time.monotonic()
     with pytest.raises(JoinError, match=r"did not answer for 0\.\d s \(last: .*\)\.\n  Is its process"):
         StoreClient.connect(address, SECRET, 0.2)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < PROMPT_S
 
 
 @pytest.mark.parametrize("address", ["", "host:1", "tcp:host", "unix:/path", "tcp::1"])
@@ -705,7 +706,7 @@ def test_closing_lingers_until_the_clients_have_left() -> None:
         with pytest.raises(JoinError):
             StoreClient.connect(server.address, timeout_s=0.0)
         client.close()
-        closing.result(2.0)
+        closing.result(PROMPT_S)
     with pytest.raises(StoreLostError, match="this client was closed"):
         client.check(["a"])
 
@@ -715,7 +716,7 @@ def test_lingering_ends() -> None:
     with StoreClient.connect(server.address) as client:
         began = time.monotonic()
         server.close(0.1)
-        assert 0.09 < time.monotonic() - began < 1.0
+        assert 0.09 < time.monotonic() - began < PROMPT_S
         with pytest.raises(StoreLostError):
             client.check(["a"])
 
@@ -725,7 +726,7 @@ def test_closing_a_client_or_the_server_ends_what_waits() -> None:
     first, second = StoreClient.connect(server.address), StoreClient.connect(server.address)
     with ThreadPoolExecutor(2) as pool:
         gets = [pool.submit(client.get, "never", 60.0) for client in (first, second)]
-        assert within(2.0, lambda: all(map(server._table.waits, server._peers)))
+        assert within(PROMPT_S, lambda: all(map(server._table.waits, server._peers)))
         first.close()
         with pytest.raises(StoreLostError, match="this client was closed"):
             gets[0].result(5.0)
