@@ -40,6 +40,7 @@ from allranks._store.wire import (
     GREETING_S,
     KNOCK,
     NONCE,
+    PROVED,
     VERSION,
     CompareSet,
     Found,
@@ -142,6 +143,7 @@ class Server:
                         raise Wrong("a stranger got in")
                     link.greeting = None
                     link.decoder.limit = FRAME_LIMIT
+                    link.send(False, pack_frame(PROVED))
         except (WireError, ConfigError, msgspec.MsgspecError) as error:
             self.job.log("the server drops link %d: %s", link.number, error)
             self.drop(link)
@@ -374,12 +376,13 @@ class Process(Dialer):
         if self._decoder.limit == FRAME_LIMIT:
             self._resume(decode_reply(frame))
             return
-        proof, right = answer_greeting(self.secret, self._nonce, frame)
-        link.send(True, pack_frame(proof))
-        if right:
+        if frame == PROVED:
             self._decoder.limit = FRAME_LIMIT
             self._resume(None)
-        else:
+            return
+        proof, right = answer_greeting(self.secret, self._nonce, frame)
+        link.send(True, pack_frame(proof))
+        if not right:
             self._end(SecretError("its secret differs from ours"))
 
     def _end(self, error: AllranksError) -> None:

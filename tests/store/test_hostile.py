@@ -14,9 +14,19 @@ from pathlib import Path
 import pytest
 
 from allranks import _store
-from allranks._base.frames import pack_frame
+from allranks._base.frames import pack_frame, read_frame
 from allranks._store import StoreClient
-from allranks._store.wire import GREETING_S, KNOCK, VERSION, Add, answer_greeting, encode
+from allranks._store.wire import (
+    GREETING_LIMIT,
+    GREETING_S,
+    KNOCK,
+    PROVED,
+    VERSION,
+    Add,
+    FrameDecoder,
+    answer_greeting,
+    encode,
+)
 
 SECRET = b"0123456789abcdef"
 SERVER = f"""
@@ -99,7 +109,9 @@ def recorded(server: Server) -> bytes:
         assert right
         request = pack_frame(proof) + pack_frame(encode(Add("stolen", 1)))
         sock.sendall(request)
-        assert sock.recv(4096)
+        replies = FrameDecoder(GREETING_LIMIT)
+        assert read_frame(sock, replies, time.monotonic() + 5.0) == PROVED
+        assert read_frame(sock, replies, time.monotonic() + 5.0)
     return hello(nonce) + request
 
 

@@ -41,7 +41,9 @@ from allranks._store import server as server_module
 from allranks._store.table import KeyTable
 from allranks._store.wire import (
     FRAME_LIMIT,
+    GREETING_LIMIT,
     KNOCK,
+    PROVED,
     VERSION,
     Add,
     CompareSet,
@@ -423,7 +425,9 @@ def test_a_recorded_session_is_worth_nothing(server: StoreServer) -> None:
         assert right
         session = pack_frame(proof) + pack_frame(encode(Add("n", 1)))
         sock.sendall(session)
-        assert decode_reply(sock.recv(4096)[4:]) == Done(1)
+        replies = FrameDecoder(GREETING_LIMIT)
+        assert read_frame(sock, replies, time.monotonic() + PROMPT_S) == PROVED
+        assert decode_reply(read_frame(sock, replies, time.monotonic() + PROMPT_S)) == Done(1)
     with dial(server) as sock:
         sock.sendall(pack_frame(hello(nonce)) + session)
         assert is_dropped(sock)
@@ -460,6 +464,23 @@ def test_a_crowd_of_idle_strangers_does_not_keep_a_rank_out(server: StoreServer)
             stack.enter_context(dial(server))
         still_serves(server)
         assert len(server._strangers) <= 64
+
+
+def test_who_is_dropped_with_its_proof_unread_dials_again() -> None:
+    """A server in a crowd makes room for others: it does so here when the proof has come and has not been read."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        port = listener.getsockname()[1]
+        connecting = pool.submit(StoreClient.connect, f"tcp:localhost:{port}", SECRET, 20.0)
+        sock, _ = listener.accept()
+        with sock:
+            greeting = Greeting(SECRET, os.urandom(32)).step(
+                read_frame(sock, FrameDecoder(GREETING_LIMIT), time.monotonic() + PROMPT_S)
+            )
+            sock.sendall(pack_frame(greeting or b""))
+            assert sock.recv(1, socket.MSG_PEEK)
+        listener.close()
+        with StoreServer.tcp("localhost", port, SECRET).start(), connecting.result(20.0) as client:
+            assert client.add("n", 1) == 1
 
 
 def test_a_frame_over_the_limit_ends_the_connection(server: StoreServer) -> None:
@@ -505,7 +526,7 @@ def test_another_version_is_told_on_both_sides(server: StoreServer, monkeypatch:
         answer = sock.recv(4096)[4:]
         assert is_dropped(sock)
     with pytest.raises(ConfigError, match="install one"):
-        answer_greeting(SECRET, bytes(32), answer.replace(b"/1", b"/2"))
+        answer_greeting(SECRET, bytes(32), answer.replace(VERSION, b"allranks-store/9"))
     assert "allranks-store/9" in server.refusals["127.0.0.1"]
 
 

@@ -29,6 +29,7 @@ from allranks._store.wire import (
     GREETING_LIMIT,
     KNOCK,
     NONCE,
+    PROVED,
     VERSION,
     Add,
     Done,
@@ -177,8 +178,7 @@ def test_a_crowd_does_not_push_out_who_has_a_certificate(server: StoreServer, mo
     monkeypatch.setattr(server_module, "_CERTIFIED_S", 4.0)
     nonce = bytes(NONCE)
 
-    def hear(sock: socket.socket, tls: Tls) -> bytes:
-        decoder = FrameDecoder(GREETING_LIMIT)
+    def hear(sock: socket.socket, tls: Tls, decoder: FrameDecoder) -> bytes:
         while (frame := decoder.next()) is None:
             data = sock.recv(1 << 16)
             assert data, "it was pushed out"
@@ -194,12 +194,15 @@ def test_a_crowd_does_not_push_out_who_has_a_certificate(server: StoreServer, mo
             assert context is not None
             tls = Tls(context, server_side=False)
             sock.sendall(tls.seal(pack_frame(VERSION + nonce + KNOCK)))
-            waiting.append((sock, tls, answer_greeting(SECRET, nonce, hear(sock, tls))[0]))
+            answer = hear(sock, tls, FrameDecoder(GREETING_LIMIT))
+            waiting.append((sock, tls, answer_greeting(SECRET, nonce, answer)[0]))
         crowd.enter_context(socket.create_connection(("127.0.0.1", server.port), TIMELY_S))
         time.sleep(0.1)  # enough to push out whoever has only begun
         for number, (sock, tls, proof) in enumerate(waiting, 1):
             sock.sendall(tls.seal(pack_frame(proof) + pack_frame(encode(Add("count", 1)))))
-            assert decode_reply(hear(sock, tls)) == Done(number)
+            replies = FrameDecoder(GREETING_LIMIT)
+            assert hear(sock, tls, replies) == PROVED
+            assert decode_reply(hear(sock, tls, replies)) == Done(number)
 
 
 def test_strangers_who_stall_or_send_junk_hold_nobody_up(server: StoreServer) -> None:

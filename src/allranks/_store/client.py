@@ -35,6 +35,7 @@ from allranks._store.wire import (
     KNOCK,
     LONGEST_S,
     NONCE,
+    PROVED,
     SHARE_SECRET,
     VERSION,
     FrameDecoder,
@@ -77,6 +78,8 @@ class _Line:
         self._send(pack_frame(proof))  # also where it is wrong, so that the server can report why, too
         if not right:
             raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
+        if self._receive(deadline) != PROVED:
+            raise WireError("its answer is not of allranks' protocol")
         self._decoder.limit = FRAME_LIMIT
 
     def _send(self, frame: bytes) -> None:

@@ -36,6 +36,7 @@ from allranks._store.wire import (
     GREETING_LIMIT,
     GREETING_S,
     NONCE,
+    PROVED,
     VERSION,
     Failed,
     Found,
@@ -434,6 +435,7 @@ class StoreServer:
             peer.greeting = None
             peer.decoder.limit = FRAME_LIMIT
             del self._strangers[peer]
+            self._send(peer, pack_frame(PROVED))
 
     def _serve(self, peer: _Peer, frame: bytes) -> None:
         if self._table.waits(peer) or peer.out:

@@ -38,6 +38,7 @@ __all__ = [
     "Length",
     "Listed",
     "NONCE",
+    "PROVED",
     "Names",
     "Peek",
     "Pop",
@@ -72,8 +73,11 @@ LONGEST_S = 2e6
 """The longest wait that epoll takes, which counts milliseconds in 31 bits; three weeks."""
 
 _PROTOCOL = b"allranks-store/"
-VERSION = _PROTOCOL + b"1"
+VERSION = _PROTOCOL + b"2"
 WANTS_TLS = _PROTOCOL + b"tls"  # what a server with TLS answers to a client without it
+PROVED = b"in"
+"""Ends the handshake: a server may drop a client before, to make room for another, and then the client dials again."""
+
 NONCE = 32
 KNOCK = b"\r\n\r\n"  # ends the first frame: a stranger who reads lines (HTTP, SMTP, Redis) answers at once
 

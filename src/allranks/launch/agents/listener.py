@@ -30,6 +30,7 @@ from allranks._store.wire import (
     GREETING_S,
     KNOCK,
     NONCE,
+    PROVED,
     SHARE_SECRET,
     VERSION,
     FrameDecoder,
@@ -134,7 +135,7 @@ class Listener:
             until = time.monotonic() + GREETING_S
             while (answer := greeting.step(read_frame(sock, frames, until))) is not None:
                 sock.sendall(pack_frame(answer))
-            sock.sendall(pack_frame(b"in"))
+            sock.sendall(pack_frame(PROVED))
             _keep(sock)
             with self._closing:
                 if self._closed:
@@ -224,7 +225,7 @@ def _enter(sock: socket.socket, secret: bytes) -> None:
     sock.sendall(pack_frame(proof))
     if not right:
         raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
-    if read_frame(sock, frames, until) != b"in":
+    if read_frame(sock, frames, until) != PROVED:
         raise WireError("what it sent is not allranks")
 
 
