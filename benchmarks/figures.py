@@ -87,6 +87,12 @@ def hosts_lines(one, two):
     largest = max(sends)
     ours = largest / sends[largest]["timings"]["native"]["median_s"]
     plain = sorted(one["iperf3_bytes_per_s"])[len(one["iperf3_bytes_per_s"]) // 2]
+    reduced = next(table["rows"][0] for table in one["tables"] if table["verb"] == "all_reduce")
+    small = {engine: timing["median_s"] * 1e6 for engine, timing in reduced["timings"].items()}
+    yield (
+        f"`all_reduce` of {size(reduced['nbytes'])} takes {small['native']:.1f} us with one rank on each (gloo "
+        f"{small['gloo']:.0f} us, MPI {small['mpi']:.1f} us)."
+    )
     yield (
         f"`send` moves {ours / 1e9:.2f} GB/s there at {size(largest)}; one stream of iperf3 {plain / 1e9:.2f} GB/s "
         f"({times(ours / plain)})."

@@ -60,7 +60,7 @@ MISSING_METHODS = {
     "Backend": {
         "FAKE": "torch's own, for its tests",
         "backend_type_map": "engines are named by strings",
-        "register_backend": "engines are not added from outside",
+        "register_backend": "a package brings an engine by an entry point (docs/extending.md)",
     },
     "DistributedDataParallel": {
         **dict.fromkeys(["gather", "scatter", "to_kwargs"], _DEVICES),

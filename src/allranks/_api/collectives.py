@@ -285,7 +285,8 @@ def all_gather(
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
 
     Shape:
-        every tensor has as many elements as ``tensor``, on all ranks.
+        every tensor has as many elements as ``tensor``, on all ranks. On the native engine they may differ: tensor i
+        has as many as rank i gives; such a call is an ``all_to_all``.
 
     Cost:
         n bytes written and (P-1) n read per rank, one latency (large: one per 128 KiB).

@@ -106,7 +106,6 @@ class NotInitializedError(UsageError):
 
     Causes:
         - a collective before ``init_process_group``, or after ``destroy_process_group``
-        - a process that was started by hand, without the launcher's variables
 
     Remedy:
         Call ``init_process_group()`` first, in every process. ``allranks env`` prints who a process would be.
@@ -253,7 +252,7 @@ class CheckpointError(AllranksError):
         - a state has another shape or dtype than what is loaded into
 
     Remedy:
-        The message names the file, tensor and rank. ``allranks checkpoint verify FOLDER`` looks through all;
+        The message names the file, tensor and rank. ``allranks checkpoint verify FOLDER --all`` looks through all;
         ``checkpoint.latest`` finds the newest that is whole (docs/checkpoints.md).
     """
 

@@ -47,6 +47,7 @@ EXIT_CODES = (
     ExitCode("`doctor`", str(FOUND), "A check failed; warnings do not count."),
     ExitCode("`checkpoint verify`", str(FOUND), "A checkpoint is damaged."),
     ExitCode("`checkpoint diff`", str(FOUND), "The two differ."),
+    ExitCode("`checkpoint`, `trace`, `top`", str(USAGE), "What was asked for is not there, or cannot be read."),
     ExitCode("`bench`", str(FOUND), "A result was wrong."),
     ExitCode("`submit --now`", "the scheduler's", "Its command refused the job."),
 )

@@ -29,7 +29,7 @@ def why_not(report: Path | None, picture: Path | None) -> str:
     if picture is None:
         return ""
     if not importlib.util.find_spec("matplotlib"):
-        return "--plot needs matplotlib: pip install 'allranks[plot]'"
+        return "--plot needs matplotlib: pip install matplotlib"
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.get_supported_filetypes()

