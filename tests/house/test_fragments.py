@@ -78,6 +78,7 @@ def test_fragments(tmp_path: Path) -> None:
         text = fragment(page, start)
         if page == "docs/security.md":  # this host, and as many ranks as there are
             text = text.replace('"node0", 29500', f'"127.0.0.1", {port}').replace("world_size=2", "world_size=4")
+        text = text.replace("state.epochs(400)", "state.epochs(10)")  # as long as a reader needs to kill a rank
         programs.append((f"{page}: {start!r}", "\n".join([PRELUDE, before, text, after])))
     (tmp_path / "programs.json").write_text(json.dumps(programs))
     (tmp_path / "all.py").write_text(
@@ -99,4 +100,5 @@ def test_fragments(tmp_path: Path) -> None:
         timeout=150,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(number) for number in range(len(programs))]
+    numbers = [line for line in done.stdout.splitlines() if line.isdigit()]  # beside what the programs print
+    assert numbers == [str(number) for number in range(len(programs))]
