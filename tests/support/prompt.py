@@ -5,6 +5,10 @@ How long it takes on a quiet machine is what ``allranks bench`` measures.
 
 from __future__ import annotations
 
-__all__ = ["PROMPT_S"]
+__all__ = ["COMMAND_S", "PROMPT_S"]
 
-PROMPT_S = 10.0  # less than any timeout that what is tested would otherwise run into
+PROMPT_S = 5.0
+"""Less than is waited for otherwise: 8 s until a host is taken for lost, 10 s of ``--grace``, and groups' timeouts."""
+
+COMMAND_S = 20.0
+"""The same of a whole command, whose ``--grace`` is longer."""
