@@ -25,6 +25,7 @@ import cloudpickle
 
 from allranks._base import pickling
 from allranks._base.errors import PeerLostError, RankError, TimeoutError
+from allranks._base.forks import separate_from_siblings
 from allranks._store import StoreServer
 
 __all__ = ["RankError", "run_ranks"]
@@ -184,6 +185,7 @@ def _rank_main(
 ) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # multiprocessing's fork server ignores Ctrl-C
+    separate_from_siblings()  # the fork server has imported torch once for all ranks
     os.environ.update(environ)
     sys.path[:] = path
     with open(stacks, "w") as file:

@@ -128,6 +128,11 @@ def test_tensors_and_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "done\n"
 
 
+def test_ranks_have_different_random_state() -> None:
+    drawn = allranks.run(lambda: (torch.initial_seed(), torch.rand(1).item()), n=2, show="none")
+    assert [len(set(column)) for column in zip(*drawn, strict=True)] == [2, 2]
+
+
 def test_an_exception_of_a_rank(light: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         if rank() == 1:

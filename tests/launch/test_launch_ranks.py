@@ -321,14 +321,33 @@ def test_real_torch_is_imported_once_and_ranks_differ_in_random_state(launcher: 
     script = """
         import sys
         loaded = "torch" in sys.modules
-        import random, numpy, torch
+        import random, secrets, tempfile, uuid, numpy, torch
         print(loaded, torch.get_num_threads(), torch.ones(4, requires_grad=True).sum().backward())
-        print(random.random(), numpy.random.rand(), file=sys.stderr)
+        drawn = random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed()
+        names = next(tempfile._get_candidate_names()), uuid.uuid1(), uuid.uuid4(), secrets.token_hex()
+        print(*drawn, *names, file=sys.stderr)
         """
     done = launcher.script(script, "-n", "2", "--threads", "1", real_torch=True)
     assert done.lines == ["[0] True 1 None", "[1] True 1 None"], done.err
     numbers = [word for line in done.err.splitlines() for word in line.split()[1:]]
-    assert len(set(numbers)) == 4
+    assert len(set(numbers)) == 16
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_ranks_have_different_dropout_masks_and_initial_weights(launcher: Launcher, start: str) -> None:
+    script = """
+        import torch
+        mask = torch.nn.functional.dropout(torch.ones(64), 0.5).tolist()
+        print(hash(tuple(mask)), torch.nn.Linear(2, 1).bias.item(), torch.initial_seed())
+        """
+    done = launcher.script(script, "-n", "3", "--start", start, real_torch=True)
+    values = [line.split()[1:] for line in done.lines]
+    assert [len(set(column)) for column in zip(*values, strict=True)] == [3, 3, 3], done.err
+
+
+def test_main_thread_of_forked_rank_has_its_own_native_id(launcher: Launcher) -> None:
+    done = launcher.script("import os, threading; print(threading.main_thread().native_id == os.getpid())", "-n", "2")
+    assert done.lines == ["[0] True", "[1] True"], done.err
 
 
 @pytest.mark.parametrize(

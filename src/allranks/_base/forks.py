@@ -16,6 +16,7 @@ import ctypes
 import os
 import select
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 
 from allranks._base.errors import NotInitializedError
 
-__all__ = ["Descriptor", "Socket", "follow", "forks", "guard", "leak", "refusal"]
+__all__ = ["Descriptor", "Socket", "follow", "forks", "guard", "leak", "refusal", "separate_from_siblings"]
 
 guard = threading.RLock()
 """Nobody forks while it is held. Around what makes a descriptor, until something knows that a child must close it, and
@@ -135,6 +136,30 @@ class Socket(socket.socket):
         """As ``socket.socket.close``, which forgets the number before it closes it: a child would keep that open."""
         with guard:
             super().close()
+
+
+def separate_from_siblings() -> None:
+    """Replace state that a fresh interpreter draws at random, and that all forks of one process otherwise share.
+
+    Without it, a program that sets no seed has the same initial weights and dropout masks on every rank.
+
+    The following state needs no action. Each item was compared between forked ranks:
+
+    - ``random``, ``tempfile``, ``uuid``, ``secrets``, OpenSSL and ``multiprocessing``'s temporary names: reseeded by
+      ``os.fork``, keyed by the pid, or read from the kernel.
+    - Generators of GPUs: torch creates and seeds them on the first use of the GPU, which is after the fork.
+    - C's ``rand``: every process starts with seed 1, forked or not.
+    - Thread pools: importing torch starts no thread, so the pools start after the fork.
+    - The hash seed and ``multiprocessing``'s ``authkey``: equal on all ranks that one process has forked. These ranks
+      belong to one user and one job.
+    """
+    # Looked up, not imported: the process may need neither, and a module that is imported later is seeded then.
+    if torch_random := sys.modules.get("torch.random"):
+        torch_random.default_generator.seed()
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed()
+    # Python 3.11 keeps the native id of the thread that called fork.
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
 
 
 def _in_child() -> None:

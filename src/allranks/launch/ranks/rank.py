@@ -34,6 +34,7 @@ from typing import Any
 import msgspec
 
 from allranks._base.errors import AbortedError, AllranksError, PeerLostError, UsageError
+from allranks._base.forks import separate_from_siblings
 from allranks._base.frames import FrameDecoder, pack_frame
 from allranks._trace.stacks import DUMP, describe, is_own
 from allranks.launch.ranks.pipes import Pipes
@@ -159,8 +160,7 @@ class Rank:
             del os.environ[name]
         os.environ.update(environ)
         gc.enable()
-        if "numpy.random" in sys.modules:
-            sys.modules["numpy.random"].seed()  # python's own generator is reseeded by os.fork
+        separate_from_siblings()
 
     def run(self) -> int:
         """Runs a python target as ``__main__``. Whatever it raises is reported, then raised."""
