@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from allranks._base.errors import ConfigError
-from allranks._cluster.network import interface_of, machine, nearest_first, published_addresses
+from allranks._cluster.network import MACHINE, fixed_machine, interface_of, machine, nearest_first, published_addresses
 from allranks._store import load_secret
 
 
@@ -42,6 +42,25 @@ def test_addresses_of_a_network_of_ours_come_first() -> None:
 def test_a_process_is_on_its_own_machine() -> None:
     assert machine() == machine()
     assert len(machine()) == 32
+
+
+def test_identity_that_the_agent_has_fixed_is_used() -> None:
+    value = fixed_machine()
+    agent, identity = value.rsplit(":", 1)
+    assert identity == machine({})
+    assert machine({MACHINE: f"{agent}:{'0' * 32}"}) == "0" * 32
+
+
+@pytest.mark.parametrize("field", [0, 1, 2], ids=["pid", "start time", "kernel and network namespace"])
+def test_identity_of_another_host_or_of_an_agent_that_has_exited_is_ignored(field: int) -> None:
+    parts = [*fixed_machine().split(":")[:3], "0" * 32]
+    parts[field] = "1" if parts[field] != "1" else "2"
+    assert machine({MACHINE: ":".join(parts)}) == machine({})
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", ":::", "1:2:3:4", "x" * 70])
+def test_malformed_identity_is_ignored(text: str) -> None:
+    assert machine({MACHINE: text}) == machine({})
 
 
 def test_no_secret_is_said_aloud(caplog: pytest.LogCaptureFixture) -> None:

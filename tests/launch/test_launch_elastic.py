@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cluster import trouble
 from support.launcher_process import Done, Launcher
 from support.seat_watch import SEAT_WATCH
 
@@ -227,6 +228,53 @@ if rank == 1: say(found)
     )
     done = launcher.run("-n", "2", "--elastic", "1", str(script), real_torch=True)
     assert (done.code, done.lines) == (0, ["[1] [True, True]"])
+
+
+def test_replacement_rank_has_its_own_random_state(launcher: Launcher) -> None:
+    script = launcher.write(
+        SEAT_WATCH
+        + """
+import torch
+say(torch.initial_seed(), torch.rand(1).item())
+if rank == 1 and start < 2: die()
+wait_for(1, 2, "running")
+"""
+    )
+    done = launcher.run("-n", "2", "--elastic", "1", str(script), real_torch=True)
+    values = [line.split()[1:] for line in done.lines]
+    assert [len(set(column)) for column in zip(*values, strict=True)] == [4, 4], done.err
+
+
+@pytest.mark.skipif(bool(trouble()), reason=trouble())
+@STARTS
+def test_replacement_rank_is_on_the_same_host_after_an_address_has_appeared(launcher: Launcher, start: str) -> None:
+    script = launcher.write(
+        SEAT_WATCH
+        + """
+import subprocess
+from allranks._cluster.network import machine
+from allranks._rendezvous.rendezvous import this_member
+
+if rank == 1 and start == 0:
+    before = machine({})
+    for command in "link add nic0 type dummy", "addr add 10.99.0.1/24 dev nic0", "link set nic0 up":
+        subprocess.run(["ip", *command.split()], check=True)
+    assert machine({}) != before
+    die()
+wait_for(1, 1, "running")
+nested = [sys.executable, "-c", "from allranks._cluster import network; print(network.fixed_machine().split(':')[3])"]
+say(this_member(rank, 2).machine, subprocess.check_output(nested, text=True))
+other_namespace = subprocess.check_output(["unshare", "--net", *nested], text=True)
+say("other:", other_namespace.strip() != machine())
+"""
+    )
+    command = ["unshare", "--net", *launcher.command("-n", "2", "--elastic", "1", "--start", start, str(script))]
+    process = launcher.open(command, launcher.environ())
+    out, err = process.communicate(timeout=60)
+    lines = [line.split()[1:] for line in out.decode().splitlines()]
+    identities = [word for words in lines if words[:1] != ["other:"] for word in words]
+    assert (len(identities), len({*identities})) == (4, 1), (out, err)
+    assert [words for words in lines if words[:1] == ["other:"]] == [["other:", "True"]] * 2
 
 
 def test_a_rank_that_is_lost_later_has_imported_what_optimizers_need(launcher: Launcher) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import hashlib
 import ipaddress
 import itertools
@@ -23,7 +24,11 @@ from typing import NamedTuple
 from allranks._base.errors import ConfigError
 from allranks._base.forks import Socket
 
-__all__ = ["interface_of", "listen", "machine", "nearest_first", "published_addresses"]
+__all__ = ["MACHINE", "fixed_machine", "interface_of", "listen", "machine", "nearest_first", "published_addresses"]
+
+MACHINE = "ALLRANKS_MACHINE"
+"""Variable in which an agent passes the identity of its host to the ranks that it starts."""
+
 
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
 _UP, _LOOPBACK = 0x1, 0x8
@@ -62,16 +67,60 @@ def published_addresses(environ: Mapping[str, str] = os.environ) -> tuple[str, .
     return tuple(dict.fromkeys(chosen))
 
 
-def machine() -> str:
-    """The same text for two processes that share memory and unix sockets: one kernel, one network namespace.
+def machine(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the identity of this host: equal for two processes that share memory and unix sockets.
 
-    Copies of one virtual machine may show the same boot id; their addresses differ.
+    Two such processes have one kernel and one network namespace. Copies of one virtual machine may show the same boot
+    id, but their addresses differ.
+
+    A process that an agent of allranks has started returns the identity that the agent fixed (`fixed_machine`). A rank
+    that starts after an address has appeared or disappeared therefore still shares memory with the ranks of its host.
+
+    Args:
+        environ: The environment of this process.
     """
+    # The variable is inherited by every descendant and may be exported to other hosts (srun --export, mpirun -x). It is
+    # valid only if the agent runs on this kernel and in this network namespace. The agent's pid and start time also
+    # distinguish copies of one virtual machine, whose boot ids and namespaces are equal.
+    pid, start, kernel, fixed = (environ.get(MACHINE, "").split(":") + [""] * 4)[:4]
+    if fixed and kernel == _kernel() and start == _start_time(pid):
+        return fixed
+    addresses = sorted(str(i.address) for i in _interfaces() if i.address.version == 4)
+    return _digest(f"{_kernel()} {addresses}")
+
+
+def fixed_machine() -> str:
+    """Return the value of ALLRANKS_MACHINE for the ranks that this agent starts. It is constant for this process.
+
+    An agent that is itself a descendant of a rank keeps the identity of that rank: the rank may be the master of the
+    workers that the agent starts.
+    """
+    return _fixed_machine(os.getpid())
+
+
+@functools.cache
+def _fixed_machine(pid: int) -> str:
+    return f"{pid}:{_start_time(str(pid))}:{_kernel()}:{machine()}"
+
+
+def _kernel() -> str:
+    """Digest of the boot id and the network namespace of this process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = Path("/proc/self/ns/net")
     network = os.readlink(namespace) if namespace.is_symlink() else ""  # some sandboxes have none
-    addresses = sorted(str(i.address) for i in _interfaces() if i.address.version == 4)
-    facts = f"{boot} {network} {addresses}"
+    return _digest(f"{boot} {network}")
+
+
+def _start_time(pid: str) -> str:
+    """Return when a process started, in clock ticks since boot. "" if no such process is visible."""
+    try:
+        # The name of the program, in parentheses, may contain spaces. The start time is field 22.
+        return Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, ValueError, IndexError):
+        return ""
+
+
+def _digest(facts: str) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from allranks._cluster.host import usable_cpus
+from allranks._cluster.network import MACHINE, fixed_machine
 from allranks._rendezvous.seats import ELASTIC, START
 from allranks.launch.ranks.placement import Seat
 
@@ -104,6 +105,7 @@ def common_environ(
             "TORCHELASTIC_RUN_ID": share.run,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "ALLRANKS_STORE": store,
+            MACHINE: fixed_machine(),
         }
         | ({ELASTIC: "1", START: "0"} if share.elastic else {})
     )
