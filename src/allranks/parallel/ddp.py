@@ -105,7 +105,8 @@ class DistributedDataParallel(nn.Module):
     Attributes:
         overlap: Whether buckets are reduced while backward is still computing the next ones. That takes a CPU
             that has nothing else to do, so it is True where the module is on a GPU, or each rank finds ``usable
-            CPUs > ranks * torch.get_num_threads()`` at construction. Can be set, to the same on all ranks and
+            CPUs > ranks * torch.get_num_threads()`` at construction. It is False for a module on the CPU that was
+            wrapped by a single rank, also when more ranks join later. Can be set, to the same on all ranks and
             between steps::
 
                 model = DistributedDataParallel(LeNet())
@@ -186,9 +187,12 @@ class DistributedDataParallel(nn.Module):
         self._caps = [cap * _MB for cap in caps]
         # Where all CPUs are computing, rank and progress thread would only take turns, which made a step of
         # benchmarks/ddp_step.py on two CPUs 5 to 8 % longer than reducing after the backward.
-        self._overlap = not trained[0].is_cpu or usable_cpus() > self.process_group.size() * torch.get_num_threads()
+        self._overlap = not trained[0].is_cpu
         if self.process_group.size() > 1:
+            self._overlap |= usable_cpus() > self.process_group.size() * torch.get_num_threads()
             self._agree(init_sync, init_buffers)
+        # else the CPUs of this host do not count: ranks that join later have not exchanged them, and cannot, as they
+        # join at different times.
         self._connect(shared=True)
 
     @property
@@ -216,12 +220,13 @@ class DistributedDataParallel(nn.Module):
         there = self._inputs_to
         if there is not None:
             args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(there, non_blocking=True), (args, kwargs))
-        if self._reducer is None:
+        reducer = self._reducer_of_group()
+        if reducer is None:
             return self.module(*args, **kwargs)
         grad = torch.is_grad_enabled()
         sync = grad and self.require_backward_grad_sync
         if grad:
-            self._reducer.before_forward(sync)
+            reducer.before_forward(sync)
         source = 0
         take_buffers = self.will_sync_module_buffers()
         if self._uneven is not None:
@@ -231,7 +236,7 @@ class DistributedDataParallel(nn.Module):
             self._take_buffers(source)
         output = self.module(*args, **kwargs)
         if sync:
-            self._reducer.watch(output)
+            reducer.watch(output)
         self.require_forward_param_sync = sync
         return output
 
@@ -288,7 +293,7 @@ class DistributedDataParallel(nn.Module):
         Cost: for each forward and each reduced backward an all-reduce of 8 bytes per rank; at the end a
         broadcast of the model.
         """
-        if not enable or self._reducer is None:
+        if not enable or self._reducer_of_group() is None:
             yield
             return
         with alone():
@@ -401,6 +406,16 @@ class DistributedDataParallel(nn.Module):
             if f"{prefix}.{name}".lstrip(".") not in self.parameters_to_ignore
         ]
         self._reducer = self._make_reducer(shared) if self.process_group.size() > 1 else None
+
+    def _reducer_of_group(self) -> Reducer | None:
+        """Return the reducer. None while the group has had a single rank only.
+
+        The group of an elastic job may have more ranks later, in the same object. Creating the reducer then involves no
+        collective, as ranks that join later create theirs at another time.
+        """
+        if self._reducer is None and self.process_group.size() > 1:
+            self._reducer = self._make_reducer(shared=False)
+        return self._reducer
 
     def _make_reducer(self, shared: bool) -> Reducer:
         named = self._trained_parameters()
