@@ -484,3 +484,10 @@ def test_a_master_with_queued_operations_forks(tmp_path: Path) -> None:
 def test_children_at_random_moments(mode: str) -> None:
     said = run(FORKING, mode, CHILDREN, SEED)
     assert said.count(f"{CHILDREN} children") == 2
+
+
+def test_ranks_of_run_ranks_have_different_random_state() -> None:
+    drawn = run_ranks(2, lambda: (torch.initial_seed(), torch.rand(1).item()), init=False)
+    assert drawn[0] is not None
+    assert drawn[1] is not None
+    assert all(first != second for first, second in zip(*drawn, strict=True))
