@@ -62,6 +62,7 @@ def _train(
         own=[total],
         checkpoints=kept,
         reseed=reseed,
+        local=["seen", "told"],  # what the test has seen
     )
     seen: list[list[int]] = []
     for epoch in state.epochs(epochs):

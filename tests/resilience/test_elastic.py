@@ -161,7 +161,7 @@ dist.init_process_group(timeout=30)
 start, seat = int(os.environ["ALLRANKS_START"]), int(os.environ["RANK"])
 torch.manual_seed(seat)
 net, own = torch.nn.BatchNorm1d(4), torch.zeros(1)
-state = dist.resilience.State(net=net, own=[own] if OWN else [])
+state = dist.resilience.State(net=net, own=[own] if OWN else [], local=["own"])
 for step in state.steps(30):
     with step:
         if start == 0 and step.index == 10 and (seat in FIRST or (seat in THEN and state.replaced)):

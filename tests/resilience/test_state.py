@@ -51,7 +51,9 @@ def test_those_that_are_left_deal_the_rest_of_the_epoch(moment: str) -> None:
         sampler = DistributedSampler(range(size), seed=5)
         loader = DataLoader(range(size), batch_size=batch, sampler=sampler)  # type: ignore[arg-type]
         seen: list[list[int]] = []
-        state = dist.resilience.State(model=model, optimizer=optimizer, counts={"steps": 0, "log": [[]]})
+        state = dist.resilience.State(
+            model=model, optimizer=optimizer, counts={"steps": 0, "log": [[]]}, local=["seen"]
+        )
         first = dist.get_rank()
         counts = state.parts["counts"]
         for epoch in state.epochs(2):
@@ -86,7 +88,8 @@ def test_those_that_are_left_deal_the_rest_of_the_epoch(moment: str) -> None:
     assert [each[1] for each in left] == [2, 2]
     assert left[0][4] == left[1][4]
     assert {each[5] for each in left} == {1}
-    steps = 6 if moment == "after" else 5  # of the dead rank
+    # Of the dead rank. One that dies right before its vote may have given its gradients to all: the step counts.
+    steps = 6 if moment == "after" or len(left[0][0][0]) * 3 > size + 1 else 5
     order = torch.randperm(size, generator=torch.Generator().manual_seed(5)).tolist()
     of_dead = [order[i * 3 * batch + 1 + 3 * k] for i in range(steps) for k in range(batch)]
     assert sorted(left[0][0][0] + left[1][0][0] + of_dead) == list(range(size))
@@ -135,8 +138,8 @@ def test_a_step_after_which_the_program_leaves_the_loop_is_counted() -> None:
 
 def test_steps_that_are_not_protected_and_wrong_parts_are_refused() -> None:
     def main() -> None:
-        with pytest.raises(dist.UsageError, match=r"State: x is a list\. Expected a module"):
-            dist.resilience.State(x=[1])
+        with pytest.raises(dist.UsageError, match=r"State: x is a int, which cannot be changed in place"):
+            dist.resilience.State(x=1)
         state = dist.resilience.State()
         with pytest.raises(dist.UsageError, match="write `with step:` around its body"):
             for _ in state.steps(2):
@@ -151,7 +154,7 @@ def test_steps_that_are_not_protected_and_wrong_parts_are_refused() -> None:
 
 def test_two_runs_of_a_step_draw_the_same_numbers() -> None:
     def main() -> Any:
-        state = dist.resilience.State()
+        state = dist.resilience.State(local=["drawn"])
         drawn = []
         for step in state.steps(6):
             with step:
@@ -170,7 +173,7 @@ def test_two_runs_of_a_step_draw_the_same_numbers() -> None:
 def test_a_rank_that_is_told_to_leave_finishes_its_step() -> None:
     def main() -> Any:
         first, sums = dist.get_rank(), []
-        state = dist.resilience.State(leave_on=[signal.SIGTERM])
+        state = dist.resilience.State(leave_on=[signal.SIGTERM], local=["sums"])
         try:
             for step in state.steps(12):
                 with step:

@@ -168,7 +168,7 @@ def test_those_that_are_left_average_over_themselves(moment: str) -> None:
         optimizers = [_optimizer(model) for model in models]
         sampler = DistributedSampler(range(SIZE))  # type: ignore[var-annotated, arg-type]
         loader = DataLoader(range(SIZE), batch_size=BATCH, sampler=sampler)  # type: ignore[arg-type, var-annotated]
-        state = dist.resilience.State(a=wrappers[0], b=wrappers[1], c=optimizers[0], d=optimizers[1])
+        state = dist.resilience.State(a=wrappers[0], b=wrappers[1], c=optimizers[0], d=optimizers[1], local=["seen"])
         doomed = dist.get_rank() == 1
         seen = []
         for epoch in state.epochs(EPOCHS):

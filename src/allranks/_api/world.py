@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GroupMember",
     "abort_groups",
+    "calls_made",
     "behind",
     "destroy_process_group",
     "establish",
@@ -304,6 +305,11 @@ def open_groups() -> bool:
     early = resolve_group(None).early
     stays = [] if early is None else early.of_replicas
     return not all(group.is_passing or group in stays for group in _groups)
+
+
+def calls_made() -> int:
+    """How many calls on other ranks this process has finished, in all its groups."""
+    return sum(group.stats().calls for group in (resolve_group(None), *_groups) if group._is_open)
 
 
 def abort_groups() -> None:

@@ -31,6 +31,7 @@ PeerLostError, DistNetworkError (a connection did) StoreLostError, DistStoreErro
 from __future__ import annotations
 
 import builtins
+import itertools
 import os
 from collections.abc import Sequence
 
@@ -137,6 +138,23 @@ class SecretError(ConfigError):
     """
 
 
+_losses = itertools.count()
+_losses_seen = 0
+
+
+def losses_seen() -> int:
+    """How many errors of lost ranks, aborted groups and timeouts this process has made so far.
+
+    A program may catch such an error; a training loop must learn of it all the same, as the call did not happen.
+    """
+    return _losses_seen
+
+
+def _count_loss() -> None:
+    global _losses_seen
+    _losses_seen = next(_losses) + 1  # atomic: errors are made in several threads
+
+
 class TimeoutError(AllranksError, builtins.TimeoutError):
     """A call did not finish in the group's timeout. The message names the ranks it waited for.
 
@@ -153,6 +171,11 @@ class TimeoutError(AllranksError, builtins.TimeoutError):
     """
 
     ranks: tuple[int, ...] = ()
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if type(self) is TimeoutError:
+            _count_loss()
 
 
 class JoinError(TimeoutError):
@@ -183,6 +206,8 @@ class _OfRankError(AllranksError):
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+        if isinstance(self, (PeerLostError, AbortedError)):
+            _count_loss()
 
     def __reduce__(self) -> tuple[type[_OfRankError], tuple[str, int]]:
         return type(self), (str(self), self.rank)

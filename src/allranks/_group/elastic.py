@@ -44,7 +44,7 @@ LOOP = "loop"
 """
 
 OVER = "over"
-"""The key of a training loop that has ended."""
+"""The key of a training whose loop of epochs has ended; empty if another loop has begun."""
 
 ALL = 1 << 30  # calls before the loop
 _WAIT_S = 0.1  # between two looks at whether the loop has begun
@@ -99,7 +99,7 @@ def _await_loop(board: Board) -> None:
     while board.read(LOOP) is None:
         table = board.table()
         assert table is not None
-        if board.read(OVER) is not None or all(seat.state in (GONE, OPTIONAL) for seat in table.seats):
+        if board.read(OVER) or all(seat.state in (GONE, OPTIONAL) for seat in table.seats):
             raise ExcludedError(f"rank {board.me.rank}: the others had ended when this process came to join them")
         time.sleep(_WAIT_S)
 

@@ -417,6 +417,17 @@ class DistributedDataParallel(nn.Module):
             self._reducer = self._make_reducer(shared=False)
         return self._reducer
 
+    def renew(self) -> None:
+        """Forget what the reducer has learned from earlier backwards. Sends nothing.
+
+        Called on every rank after a loss: a process that replaces a lost rank has learned nothing of a static graph, and
+        would call other collectives than the ranks that have.
+        """
+        if self._reducer is not None and self.static_graph:
+            reducer = self._make_reducer(shared=False)
+            reducer.hook = self._reducer.hook
+            self._reducer = reducer
+
     def _make_reducer(self, shared: bool) -> Reducer:
         named = self._trained_parameters()
         group = self.process_group if shared else None

@@ -1,106 +1,164 @@
-"""What only one rank has, kept by another: the buffers of modules, such as running means, and tensors that a program
-names.
+"""What only one rank has, kept by another rank: its backup.
 
-Parameters are the same on all ranks, buffers are not: each rank's follow from its own samples. So before a step is
-committed each rank sends its own to its buddy, on another host where there is one, which keeps those of the last step
-that was committed.
+Parameters are the same on all ranks, so any rank can hand them over. Buffers such as running means, tensors that a
+program names (``own=``), and variables such as a running loss follow from each rank's own samples. Before a step is
+committed each rank sends those that have changed to its backup rank, on another host if there is one, which keeps the
+values of the last step that was committed.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+import xxhash
+from torch import Tensor
 
-from allranks.resilience.changed import buffers_of, owners_of_buffers
+from allranks._call.bytes import view_of
 from allranks.resilience.shards import local_of
 
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
 
-__all__ = ["Buddies"]
+__all__ = ["Buddies", "Own", "pack", "unpack"]
 
 _TAG = (1 << 31) - 2  # of messages; the highest that no other part of the package uses
 
+Own = Mapping[str, Tensor]
+"""Tensors by name; what is no tensor is pickled into one."""
+
 
 class Buddies:
-    """The buffers of this rank's modules, and those of the rank whose buddy it is.
+    """What this rank keeps for the rank whose backup it is.
 
     Attributes:
         ring: the seats of the ranks at the last commit, by rank; empty before the first.
-        own: the tensors that the program has named.
-        needed: there are buffers, or such tensors.
-        step: how far the buddy of a rank is from it, in ranks.
+        step: how far the backup of a rank is from it, in ranks.
+        kept: by name, of the rank whose backup this one is, as of the last commit.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], own: Sequence[Tensor]) -> None:
-        self._owners = owners_of_buffers(modules)
-        self.own = own
-        self.needed = bool(self._owners or own)
+    def __init__(self) -> None:
         self.ring: tuple[int, ...] = ()
         self.step = 1
-        self._kept: Tensor | None = None
-        self._pending: Tensor | None = None
+        self.kept: dict[str, Tensor] = {}
+        self._pending: dict[str, Tensor] | None = None
+        self._layout = self._new_layout = b""  # that the backup has, and of the message that is being sent
+        self._their_layout = self._their_new_layout = b""
 
-    def exchange(self, world: ProcessGroup) -> None:
-        """Sends this rank's buffers to its buddy. Called by all ranks, before they agree that the step is done."""
-        buffers = self._buffers()
+    @property
+    def is_kept(self) -> bool:
+        """Whether something was exchanged and committed."""
+        return bool(self.ring)
+
+    def exchange(self, world: ProcessGroup, own: Own) -> None:
+        """Send this rank's values to its backup, and receive those of another. Called by all ranks before a commit.
+
+        The names, types and shapes are sent only if they differ from those of the last commit.
+
+        Args:
+            world: the ranks.
+            own: what has changed since the last commit.
+
+        Cost:
+            two messages in each direction.
+        """
         size = world.size()
-        if not buffers or size == 1:
+        if size == 1:
             return
         step = _step(world)
-        mine = torch.cat(buffers)
-        theirs = torch.empty_like(mine)
-        work = world.isend(mine, (world.rank() + step) % size, _TAG)
-        world.recv(theirs, (world.rank() - step) % size, _TAG)
-        work.wait()
+        parts = [_bytes(tensor) for tensor in own.values()]
+        layout = pickle.dumps([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()])
+        described = b"" if _hash(layout) == self._layout else layout
+        data = [torch.frombuffer(bytearray(described), dtype=torch.uint8)] if described else []
+        mine = torch.cat([*data, *parts]) if data or parts else torch.empty(0, dtype=torch.uint8)
+        to, source = (world.rank() + step) % size, (world.rank() - step) % size
+        theirs = self._swap(world, mine, len(described), to, source)
+        self._new_layout = _hash(layout)
         self._pending = theirs
+
+    def _swap(self, world: ProcessGroup, mine: Tensor, described: int, to: int, source: int) -> dict[str, Tensor]:
+        head, their_head = torch.tensor([described, mine.numel()]), torch.zeros(2, dtype=torch.int64)
+        sent = [world.isend(head, to, _TAG)]
+        if mine.numel():
+            sent.append(world.isend(mine, to, _TAG))
+        world.recv(their_head, source, _TAG)
+        length, total = their_head.tolist()
+        came = torch.empty(total, dtype=torch.uint8)
+        if total:
+            world.recv(came, source, _TAG)
+        for work in sent:
+            work.wait()
+        if length:
+            self._their_new_layout = bytes(view_of(came)[:length])
+        else:
+            self._their_new_layout = self._their_layout
+        return _unpack(self._their_new_layout, came[length:])
 
     def commit(self, world: ProcessGroup, seats: Sequence[int]) -> None:
         """The step is done: what was exchanged counts."""
-        self._kept, self._pending = self._pending, None
+        if tuple(seats) != self.ring:
+            self.kept = {}
+        if self._pending is not None:
+            self.kept.update(self._pending)
+            self._layout, self._their_layout = self._new_layout, self._their_new_layout
+        self._pending = None
         self.ring, self.step = tuple(seats), _step(world)
 
+    def forget(self) -> None:
+        """The ranks are others: a backup knows nothing of its rank any more."""
+        self._pending = None
+        self._layout = self._their_layout = b""
+
     def keeper_of(self, seat: int) -> int | None:
-        """The seat of the rank that keeps what a rank had; None if that is not known."""
-        if seat not in self.ring or self._kept is None:
+        """The seat of the backup of a rank; None if that is not known."""
+        if seat not in self.ring or len(self.ring) == 1:
             return None
         return self.ring[(self.ring.index(seat) + self.step) % len(self.ring)]
 
-    def send(self, world: ProcessGroup, to: int) -> None:
-        """Sends what is kept to the process that takes the place of its rank."""
-        assert self._kept is not None
-        world.send(self._kept, to, _TAG)
-
-    def kept_own(self) -> list[Tensor]:
-        """The tensors that a program has named on the rank whose buddy this one is, as of the last commit."""
-        assert self._kept is not None
-        sizes = [tensor.nbytes for tensor in self.own]
-        parts = torch.split(self._kept[self._kept.numel() - sum(sizes) :], sizes)
-        return [part.clone().view(mine.dtype).view(mine.shape) for part, mine in zip(parts, self.own, strict=True)]
-
     def ward_of(self, seat: int) -> int | None:
-        """The seat of the rank for which a rank keeps what it has; None if that is not known."""
+        """The seat of the rank whose backup a rank is; None if that is not known."""
         return next((ward for ward in self.ring if self.keeper_of(ward) == seat), None)
 
-    def receive(self, world: ProcessGroup, source: int) -> None:
-        """Receives what the lost rank had."""
-        buffers = self._buffers()
-        kept = torch.empty(sum(part.numel() for part in buffers), dtype=torch.uint8)
-        world.recv(kept, source, _TAG)
-        for mine, theirs in zip(buffers, torch.split(kept, [part.numel() for part in buffers]), strict=True):
-            mine.copy_(theirs)
+    def kept_own(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that a program has named, of the rank whose backup this one is, as of the last commit."""
+        return [self.kept[f"own[{number}]"].clone() for number in range(len(own))]
 
-    def _buffers(self) -> list[Tensor]:
-        """The memory of the buffers on the CPU, as bytes."""
-        found = [local_of(buffer) for buffer in (*buffers_of(self._owners), *self.own)]
-        return [b.view(-1).view(torch.uint8) for b in found if b.is_cpu and b.is_contiguous() and b.numel()]
+
+def pack(value: Any) -> Tensor:
+    """A value as a tensor of bytes."""
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def unpack(packed: Tensor) -> Any:
+    """The value that ``pack`` was given."""
+    return pickle.loads(bytes(view_of(packed.contiguous())))
+
+
+def _hash(layout: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(layout)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    local = local_of(tensor).contiguous()
+    return local.reshape(-1).view(torch.uint8) if local.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def _unpack(layout: bytes, data: Tensor) -> dict[str, Tensor]:
+    if not layout:
+        return {}
+    described = pickle.loads(layout)
+    empty = [torch.empty(shape, dtype=dtype) for _, dtype, shape in described]
+    pieces = torch.split(data, [each.nbytes for each in empty])
+    return {
+        name: piece.clone().view(dtype).view(shape) if piece.numel() else made
+        for (name, dtype, shape), piece, made in zip(described, pieces, empty, strict=True)
+    }
 
 
 def _step(world: ProcessGroup) -> int:
-    """From a rank to its buddy: as far as the ranks of one host reach, where there are several hosts."""
+    """From a rank to its backup: as far as the ranks of one host reach, where there are several hosts."""
     together = max(Counter(member.machine for member in world.members).values())
     return together if together < world.size() else 1

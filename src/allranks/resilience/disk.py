@@ -169,7 +169,8 @@ class Disk:
         if world.rank() >= newest.ranks:  # rank 0's are not this rank's
             del tree["own"]["tensors"]
         _agreed(world, lambda: load(newest, into=tree, group=world) and None)
-        position = Position(**tree["position"])
+        where = tree["position"]
+        position = Position(**{"loop": int(where["epoch"] >= 0), **where})  # before 0.4 there was no loop
         position.saved = position.done
         return position, int(tree["seed"]), tree.get("random")
 

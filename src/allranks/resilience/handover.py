@@ -7,20 +7,26 @@ else into new memory; the rest is pickled. A rank gets its shard of a DTensor fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import io
+import pickle
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 
 from allranks._api import objects
 from allranks._base.errors import StateLostError, UsageError
+from allranks.resilience.reachable import PLAIN, is_array, is_generator
 from allranks.resilience.shards import Layout, layout_of, local_of, meshes_in, restored
 
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
 
-__all__ = ["Donors", "Parts", "check_own", "check_part", "receive", "send"]
+__all__ = ["Donors", "Parts", "assign", "attributes_of", "check_own", "check_part", "receive", "send"]
 
 Parts = Mapping[str, Any]
 """What a state consists of: modules, optimisers, anything with state_dict and load_state_dict, tensors, dicts."""
@@ -29,13 +35,20 @@ _PLACE = "tensor"  # in a structure: the place of the next tensor
 
 
 def check_part(name: str, part: object) -> None:
-    """Refuses what cannot be a part of a state."""
-    if isinstance(part, (Tensor, dict)):
+    """Refuse what cannot be a part of a state.
+
+    Raises:
+        UsageError: it has no content that could be replaced in the same object.
+    """
+    if isinstance(part, (Tensor, dict, list, set, deque)) or is_array(part) or is_generator(part):
         return
-    if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+    if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+        return
+    if not hasattr(part, "__dict__") or isinstance(part, (type, FunctionType, ModuleType)):
         raise UsageError(
-            f"State: {name} is a {type(part).__name__}. Expected a module, an optimizer, anything with state_dict() and"
-            " load_state_dict(), a tensor, or a dict of values"
+            f"State: {name} is a {type(part).__name__}, which cannot be changed in place. Expected a module, an"
+            " optimizer, a tensor, an array, a dict, a list, or an object with attributes.\n"
+            f"  Put a number or a text into a dict: State({name}={{...}})"
         )
 
 
@@ -239,27 +252,124 @@ class _Incoming(NamedTuple):
         if isinstance(self.part, Tensor):
             with torch.no_grad():
                 self.part.copy_(state)
-        elif isinstance(self.part, dict):
-            self.part.clear()
-            self.part.update(state)
-        else:
+        elif hasattr(self.part, "load_state_dict"):
             self.part.load_state_dict(state)
+        elif isinstance(self.part, (dict, list, set, deque)) or is_array(self.part):
+            assign(self.part, state)
+        elif not is_generator(self.part):
+            for name, value in state.items():
+                setattr(self.part, name, assign(getattr(self.part, name, None), value))
+
+
+def attributes_of(part: object) -> dict[str, Any]:
+    """The attributes of an object that are values: no modules, optimizers, functions, or other objects."""
+    return {name: value for name, value in vars(part).items() if _is_value(value, 0)}
+
+
+def _is_value(value: object, depth: int) -> bool:
+    if type(value) in PLAIN or isinstance(value, Tensor) or is_array(value):
+        return True
+    if depth > 8:
+        return False
+    if isinstance(value, dict):
+        return all(_is_value(each, depth + 1) for each in (*value.keys(), *value.values()))
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return all(_is_value(each, depth + 1) for each in value)
+    return False
+
+
+def assign(old: Any, new: Any) -> Any:
+    """Put a value into the place of another: into the same objects if they can take it, as others may refer to them.
+
+    Returns:
+        What belongs into the place.
+    """
+    if old is new:
+        return new
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        if old.shape == new.shape and old.dtype == new.dtype and layout_of(old) == layout_of(new):
+            with torch.no_grad():
+                old.copy_(new)
+            return old
+        return new.to(old.device)
+    if type(old) is not type(new):
+        return new
+    if isinstance(old, dict):
+        merged = {key: assign(old.get(key), value) for key, value in new.items()}
+        dict.clear(old)
+        dict.update(old, merged)
+        return old
+    if isinstance(old, (list, deque)):
+        values = [assign(old[n] if n < len(old) else None, value) for n, value in enumerate(new)]
+        old.clear()
+        old.extend(values)
+        return old
+    if isinstance(old, set):
+        old.clear()
+        old.update(new)
+        return old
+    if is_array(old) and old.shape == new.shape and old.dtype == new.dtype:
+        old[...] = new
+        return old
+    return new
 
 
 def _state_of(part: Any) -> Any:
-    return part if isinstance(part, (Tensor, dict)) else part.state_dict()
+    if isinstance(part, Tensor):
+        return part
+    if hasattr(part, "state_dict"):
+        return part.state_dict()
+    if isinstance(part, (dict, list, set, deque)) or is_array(part):
+        return part
+    return None if is_generator(part) else attributes_of(part)
 
 
 def _pack(value: Any, found: list[tuple[str, Tensor]], path: str) -> Any:
     """The value with its tensors taken out, in order."""
     if isinstance(value, Tensor):
-        found.append((path, value))
-        return (_PLACE, str(value.device), layout_of(value))
-    if isinstance(value, Mapping):
+        return _place(value, found, path)
+    if type(value) in (dict, OrderedDict):
         return {"dict": [(key, _pack(each, found, _join(path, key))) for key, each in value.items()]}
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return {type(value).__name__: [_pack(each, found, _join(path, at)) for at, each in enumerate(value)]}
-    return {"value": value}
+    if type(value) in PLAIN:
+        return {"value": value}
+    # What else there is (a namedtuple, a Counter, an object of the program) is rebuilt as pickle rebuilds it.
+    places: list[Any] = []
+    pickler = _Pickler(buffer := io.BytesIO(), lambda tensor: places.append(_place(tensor, found, path)))
+    pickler.dump(value)
+    return {"pickled": (buffer.getvalue(), places)}
+
+
+def _place(tensor: Tensor, found: list[tuple[str, Tensor]], path: str) -> Any:
+    found.append((path, tensor))
+    return (_PLACE, str(tensor.device), layout_of(tensor))
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles an object without its tensors, which are sent beside it."""
+
+    def __init__(self, file: io.BytesIO, take: Callable[[Tensor], None]) -> None:
+        super().__init__(file)
+        self._take = take
+        self._taken: dict[int, int] = {}
+
+    def persistent_id(self, value: object) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self._taken:
+            self._taken[id(value)] = len(self._taken)
+            self._take(value)
+        return self._taken[id(value)]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, tensors: Sequence[Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> Tensor:
+        return self._tensors[number]
 
 
 def _join(path: str, key: object) -> str:
@@ -272,7 +382,10 @@ def _layouts(packed: Any) -> Iterator[Layout | None]:
         yield packed[2]
         return
     ((kind, value),) = packed.items()
-    if kind != "value":
+    if kind == "pickled":
+        for each in value[1]:
+            yield from _layouts(each)
+    elif kind != "value":
         for each in value:
             yield from _layouts(each[1] if kind == "dict" else each)
 
@@ -287,5 +400,8 @@ def _unpack(packed: Any, tensors: Iterator[Tensor], meshes: Mapping[Any, Any]) -
         return {key: _unpack(each, tensors, meshes) for key, each in value}
     if kind == "value":
         return value
+    if kind == "pickled":
+        data, places = value
+        return _Unpickler(data, [_unpack(place, tensors, meshes) for place in places]).load()
     items = [_unpack(each, tensors, meshes) for each in value]
     return items if kind == "list" else tuple(items)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from allranks.resilience.handover import Parts
 
-__all__ = ["Layout", "dtensors_in", "layout_of", "local_of", "meshes_in", "restored"]
+__all__ = ["Layout", "dtensors_in", "is_dtensor", "layout_of", "local_of", "meshes_in", "restored", "shard_of"]
 
 
 class Layout(NamedTuple):
@@ -69,7 +69,7 @@ class Layout(NamedTuple):
 
 def layout_of(tensor: Tensor) -> Layout | None:
     """That of a DTensor; None of any other tensor."""
-    if not _is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return None
     found: Any = tensor
     mesh = found.device_mesh
@@ -86,11 +86,20 @@ def layout_of(tensor: Tensor) -> Layout | None:
 def local_of(tensor: Tensor) -> Tensor:
     """The memory that this rank has of a tensor, detached."""
     tensor = tensor.detach()
-    if not _is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
         local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return local
+
+
+def shard_of(tensor: Tensor) -> str:
+    """Which shard of a DTensor this rank has, as a text; "" for any other tensor."""
+    if not is_dtensor(tensor):
+        return ""
+    found: Any = tensor
+    coordinates = found.device_mesh.get_coordinate() or ()
+    return str([c for c, p in zip(coordinates, found.placements, strict=False) if not p.is_replicate()])
 
 
 def restored(local: Tensor, layout: Layout, meshes: Mapping[Any, Any]) -> Tensor:
@@ -119,7 +128,7 @@ def dtensors_in(parts: Parts) -> Iterator[tuple[str, Tensor]]:
         elif isinstance(part, Tensor):
             found = [("", part)]
         for inner, tensor in found:
-            if _is_dtensor(tensor):
+            if is_dtensor(tensor):
                 yield f"{name}: {inner}" if inner else name, tensor
 
 
@@ -133,6 +142,6 @@ def meshes_in(parts: Parts) -> dict[Any, Any]:
     return found
 
 
-def _is_dtensor(value: object) -> bool:
+def is_dtensor(value: object) -> bool:
     module = sys.modules.get("torch.distributed.tensor")  # where it is not imported there are none
     return module is not None and isinstance(value, module.DTensor)

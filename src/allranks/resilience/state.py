@@ -1,57 +1,76 @@
 """The loop of a training that survives losses.
 
-A step is done when all ranks agree that it is (``commit``): after their last communication, and before any of them
-changes its weights. A loss before that undoes the step on every survivor, and it is repeated; a loss after it does not
-touch the step, as what is left of it needs no other rank. So the survivors are always at the same step, with the same
-weights, and a process that takes a lost rank's place gets them from the memory of one of them.
+A step is done when all ranks agree that it is: its *commit*. A loss before the commit undoes the step on every
+survivor, and it is repeated; a loss after it does not touch the step. So the survivors are always at the same step,
+with the same values, and a process that replaces a lost rank gets them from the memory of one of them.
 
-What a step may change before its commit is taken back: buffers of modules (running means), tensors and dicts of the
-state, gradients. Random numbers need not be: each step begins with seeds of its own, which follow from the seed of the
-program, the rank, and the number of the step.
+Where the commit is follows from the first steps (`learning`): before the first optimizer runs, if nothing after that
+needs another rank, so that only little has to be copied; else at the end of the step, with copies of all that it
+changes. What a State covers is in `coverage`, what only one rank has in `buddies`, what it refuses in `audit`.
+
+Random numbers need not be restored: they follow from the position of the step (`seeds`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import random
+import os
 import signal
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Set, Sized
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from allranks._api.world import abort_groups, destroy_process_group, open_groups, renew_groups, resolve_group
-from allranks._base.errors import AllranksError, ExcludedError, JoinError, StateLostError, UsageError
+from allranks._api import objects
+from allranks._api.world import (
+    abort_groups,
+    calls_made,
+    destroy_process_group,
+    open_groups,
+    renew_groups,
+    resolve_group,
+)
+from allranks._base.errors import (
+    AllranksError,
+    ExcludedError,
+    JoinError,
+    StateLostError,
+    UsageError,
+    losses_seen,
+)
 from allranks._engines.prelude import LOSSES, Prelude
 from allranks._group.elastic import LOOP, OVER
-from allranks._group.process_group import ProcessGroup
 from allranks._group.succession import Tally
 from allranks._group.survival import advance
 from allranks._rendezvous.succession import NEWCOMER, Decision
 from allranks.checkpoint import RandomState
-from allranks.data import DistributedSampler, adopt
-from allranks.resilience import fully_sharded, handover, torchs_ddp
-from allranks.resilience.buddies import Buddies
-from allranks.resilience.changed import Changed
+from allranks.resilience import fully_sharded, handover, torchs_ddp, variables
+from allranks.resilience.audit import Audit, loop_frame, surroundings
+from allranks.resilience.batches import Batches
+from allranks.resilience.buddies import Buddies, pack, unpack
+from allranks.resilience.coverage import Coverage, Undo, digest
 from allranks.resilience.disk import Checkpoints, Disk
+from allranks.resilience.handover import assign
+from allranks.resilience.learning import Learning, Plan, merge
 from allranks.resilience.position import Position
+from allranks.resilience.reachable import WRAPPERS
+from allranks.resilience.rehearsal import EPOCHS, rehearsal_of
 from allranks.resilience.replicas import Replicas
+from allranks.resilience.seeds import Seeds
 from allranks.resilience.shards import dtensors_in, layout_of
 
 __all__ = ["State", "Step"]
 
-_cuda: Any = torch.cuda  # its annotations are few
-# What a rank says at the commit of a step; all come to the least of it.
-_UNDONE, _LEAVES, _UNSAVED, _CHANGES, _STAYS = range(5)
+# A rank's vote at the commit of a step; the outcome is the least of all.
+_UNDONE, _LEAVES, _UNSAVED, _CHANGES, _LATE, _STAYS = range(6)
 _SOME, _ALL = 1, 2  # what ranks say to other questions
 _LOOK_S = 0.25  # between two looks at whether others wait to join
 _TOGETHER_S = 5.0  # after a signal, for others to get it
+_VERIFY_LEAST = 50  # steps between two comparisons of the ranks, at least
+_EXTRAS = "(buffers and gradients)"  # a part of what is handed over, besides those of the program
 _VAIN = 5  # so many attempts to connect all groups are enough
 
 
@@ -129,6 +148,7 @@ class State:
         inherit: Callable[[list[Tensor]], None] | None = None,
         leave_on: Sequence[int] = (),
         checkpoints: Checkpoints | None = None,
+        local: Sequence[Any] = (),
         **parts: Any,
     ) -> None:
         for name, part in parts.items():
@@ -139,27 +159,54 @@ class State:
                 torchs_ddp.check(name, part)
         handover.check_own(own)
         self._world = resolve_group(None)
-        self.parts = {name: _innermost(part) for name, part in parts.items()}
-        modules = [part for part in self.parts.values() if isinstance(part, nn.Module)]
+        self.parts = {name: _unwrapped(part) for name, part in parts.items()}
+        self._own = list(own)
+        self._local = list(local)
         self._sharded = any(True for _ in dtensors_in(self.parts))
+        modules = [part for part in self.parts.values() if isinstance(part, nn.Module)]
         self._replicas = Replicas(self.parts, modules, self._world) if self._sharded else None
         if self._sharded:
             self._warn_of_shards()
-        self._torchs = [part for part in parts.values() if isinstance(part, nn.parallel.DistributedDataParallel)]
+        self._wrappers: list[Any] = [part for part in parts.values() if isinstance(part, WRAPPERS)]
+        self._torchs: list[nn.parallel.DistributedDataParallel] = []
+        self._coverage = Coverage(self.parts, self._wrappers, self._own, self._local)
+        self._undo = Undo(self._coverage)
+        self._rehearsal = rehearsal_of(self)
+        if self._rehearsal is not None:
+            checkpoints = self._rehearsal.checkpoints(checkpoints)
         self._position = Position(loaded=checkpoints is None)
         self._places = {self._place}
         self._disk = None if checkpoints is None else Disk(self._world, checkpoints, self.parts, own, not reseed)
         self._ends = self._recovered = self._lacks = False
-        self._reseed = reseed
-        self._seed = torch.initial_seed()
+        self._why_lacks = ""
+        self._seeds = Seeds(reseed)
         self._generators: dict[str, Any] | None = None
         self._entered = False
-        self._epoch, self._section = -1, 0  # where the program is: that of a process that takes a place lags behind
+        # Where the program is; that of a process that replaces another lags behind the training.
+        self._loop, self._epoch, self._section = 0, -1, 0
+        self._batches: Batches | None = None
         self._step: Step | None = None
-        self._buddies = Buddies(modules, own)
+        self._undone: Step | None = None  # to be repeated
+        self._plans: dict[str, Plan] = {}
+        self._audits: dict[str, Audit] = {}
+        self._complaints: list[str] = []  # for the next learning step, in which all ranks hear them
+        self._late = False  # everywhere, as a step has called other ranks after its commit
+        self._wants_late = False
+        # The variables of a place when its last step began, each with a copy of its value.
+        self._begin_values: dict[str, dict[str, tuple[Any, Any]]] = {}
+        self._covered_ids: set[int] = set()  # of tensors that variables may hold, too
+        self._pending_values: dict[str, dict[str, Any]] = {}  # received, for the first step there
+        self._pending_kept: dict[str, Tensor] = {}
+        self._reset: dict[str, set[str]] = {}  # variables that the program has begun anew with since the last commit
+        self._last_variables: dict[str, Tensor] = {}  # what the backup has, by place
+        self._local_names = {each for each in local if isinstance(each, str)}
+        self._verifies = False
+        self._verify_every = self._verified_at = 0
+        self._began_at = 0.0
+        self._buddies = Buddies()
+        self._sent: dict[str, int] = {}  # versions of what the backup has
         self._inherit = inherit
         self._inherited: set[int] = set()  # seats, since the last commit
-        self._changed = Changed(self.parts, modules, own)
         self._first_own = [tensor.clone() for tensor in own]
         self._aside = self._was_aside = self._returned = False
         self.replaced = self.lost = self.joined = 0
@@ -171,9 +218,10 @@ class State:
         self._look_at = 0.0
         for number in leave_on:
             signal.signal(number, self._take_notice)
-        for part in self.parts.values():
-            if isinstance(part, torch.optim.Optimizer):
-                part.register_step_pre_hook(self._before_optimizer)
+        for part in self._coverage.optimizers:
+            part.register_step_pre_hook(self._before_optimizer)
+        if self._rehearsal is not None:
+            self._rehearsal.watch(self._coverage.optimizers)
 
     @property
     def leaving(self) -> bool:
@@ -193,81 +241,158 @@ class State:
             first: the one with which a training begins that goes on from a checkpoint.
         """
         self._enter()
-        if self._position.epoch < 0:
-            self._position.move(first)
-        while self._position.epoch < count:
-            self._epoch, self._section = self._position.epoch, 0
-            yield self._epoch
-            if self._position.epoch == self._epoch:  # else the others have gone further while this process waited
-                self._position.move(self._epoch + 1)
+        if self._rehearsal is not None:
+            count = min(count, first + EPOCHS)
+        loop = self._begin_loop()
+        position = self._position
+        if position.loop < loop:
+            position.move(loop, max(position.epoch, first))
+        try:
+            while position.loop == loop and position.epoch < count:
+                self._epoch, self._section = position.epoch, 0
+                # What the program draws before the first step of an epoch follows from the epoch, too.
+                self._seeds.sow(self._world.rank(), "epoch", loop, self._epoch)
+                yield self._epoch
+                if (position.loop, position.epoch) == (loop, self._epoch):  # else the others are ahead of this process
+                    position.move(loop, self._epoch + 1)
+            if position.loop == loop:
+                self._end_loop(count)
+                if self._rehearsal is not None:  # before the program saves a result
+                    raise SystemExit(0)
+        finally:  # also where the program leaves the loop by `break`
+            self._loop, self._section = loop + 1, 0
+            if position.loop == loop:
+                position.move(self._loop, position.epoch)
+
+    def _end_loop(self, count: int) -> None:
+        """The last step of a loop of epochs, in which nothing is done."""
         self._epoch, self._section, self._ends = count, 0, True
         self._write_checkpoint(at_once=True)
         for step in self.steps(1):  # so that no rank is past the loop while another may still need it
             with step:
                 pass
-        self._position.move(count)
         self._ends = False
+        self._position.epoch = max(self._position.epoch, count)
+        self._announce(OVER, b"1")
+
+    def _begin_loop(self) -> int:
+        """The number of the loop of epochs that begins; before it, between two, and after the last are others."""
+        if self._batches is not None or self._loop % 2:
+            raise UsageError(
+                "State.epochs: called within another loop of epochs, or within a section of steps.\n  Write one loop of"
+                " epochs after the other, each with sections of steps in it"
+            )
+        self._loop += 1
+        self._announce(OVER, b"")
+        return self._loop
+
+    def _announce(self, key: str, value: bytes) -> None:
         lineage = self._world.lineage
-        if lineage is not None and lineage.board.launched:
-            lineage.board.write(OVER, b"1")
+        if lineage is not None and lineage.board.launched and (value or lineage.board.read(key)):
+            lineage.board.write(key, value)
 
     def steps(self, source: Any) -> Iterator[Step]:
         """The steps of a section, each again until it is done.
 
         Args:
             source: a DataLoader or any other iterable: a step has one batch of it; or a number of steps. A process that
-                takes a place skips the batches that are done: at no cost with allranks' DistributedSampler.
+                replaces another skips the batches that are done: at no cost with allranks' DistributedSampler.
+
+        Raises:
+            UsageError: called in the middle of another section.
         """
         self._enter()
+        if self._step is not None and self._step.running:
+            raise UsageError(
+                "State.steps: called within a step, which would be repeated with a part of the inner loop only.\n"
+                "  Write a plain loop within the step, or one section after the other"
+            )
         section, self._section = self._section, self._section + 1
-        if (self._epoch, section) < (self._position.epoch, self._position.section):
+        key, position = (self._loop, self._epoch if self._loop % 2 else 0, section), self._position
+        if key < position.section_key:
             return
-        if section > self._position.section:
-            self._position.move(self._epoch, section)
+        if key > position.section_key:
+            position.move(self._loop, self._epoch if self._loop % 2 else position.epoch, section)
         self._places.add(self._place)
-        batches = _Batches(source, self._world, self._position, self._seeds, self._restore, self._places)
-        yield from self._run_section(batches, section)
-        if self._is_in(section):
-            self._position.move(self._epoch, section + 1)
+        batches = Batches(source, self._world, position, self._seeds, self._restore, self._places)
+        yield from self._run_section(batches, key)
+        self._seeds.sow(self._world.rank(), "after", *key)
+        if self._is_in(key):
+            position.move(position.loop, position.epoch, section + 1)
+        if self._rehearsal is not None and not self._loop % 2 and not self._ends and self._rehearsal.is_over:
+            self._end_rehearsal()
 
-    def _is_in(self, section: int) -> bool:
+    def _end_rehearsal(self) -> None:
+        """End a program that has trained without a loop of epochs, on all ranks."""
+        self._ends = True
+        self._write_checkpoint(at_once=True)
+        for step in self.steps(1):
+            with step:
+                pass
+        self._announce(OVER, b"1")
+        raise SystemExit(0)
+
+    def _is_in(self, key: tuple[int, int, int]) -> bool:
         """Whether the training is in this section: not if the others have ended it while this process waited."""
-        return (self._position.epoch, self._position.section) == (self._epoch, section)
+        return self._position.section_key == key
 
-    def _run_section(self, batches: _Batches, section: int) -> Iterator[Step]:
+    def _run_section(self, batches: Batches, key: tuple[int, int, int]) -> Iterator[Step]:
         place = self._place
-        while True:
-            self._write_checkpoint()
-            if self._returned:
-                self._returned = False
-                batches.begin_again()
-            if not self._is_in(section):
-                return
-            if self._place != place:
-                place = self._place
-                self._places.add(place)
-                batches.deal_anew()
-            if not batches.prepare():
-                return
-            step = self._step = Step(self, batches.batch, self._position.index)
-            try:
-                yield step
-            finally:  # also where the program leaves the loop by `break`
-                self._step = None
+        self._batches = batches
+        try:
+            while True:
+                self._write_checkpoint()
+                if self._returned:
+                    self._returned = False
+                    batches.begin_again()
+                if not self._is_in(key):
+                    return
+                if self._rehearsal is not None and not self._ends and self._rehearsal.ends_section():
+                    return
+                if self._place != place:
+                    place = self._place
+                    self._places.add(place)
+                    batches.deal_anew()
+                if self._pending_values:  # also where no step is left: the program may read them behind the loop
+                    self._fill_variables(loop_frame())
+                if not batches.prepare():
+                    return
+                if self._rehearsal is not None and not self._ends:
+                    self._rehearsal.at("loading")
+                step = Step(self, batches.batch, self._position.index)
+                try:
+                    self._meet_at(step)
+                except (*LOSSES, _Undone):
+                    self._recover()
+                    continue
+                self._step = step
+                try:
+                    yield step
+                finally:  # also where the program leaves the loop by `break`
+                    self._step = None
+                    if step.committed:
+                        batches.take()
+                        self._position.index += 1
+                        self._position.done += not self._ends
+                if not step.entered:
+                    raise UsageError("a step of State.steps() was not used: write `with step:` around its body")
+                if self._batches is not batches:
+                    raise UsageError(
+                        "State.steps: two sections were run at the same time.\n  Finish one, or leave it by `break`,"
+                        " before the next one begins"
+                    )
                 if step.committed:
-                    batches.take()
-                    self._position.index += 1
-                    self._position.done += not self._ends
-            if not step.entered:
-                raise UsageError("a step of State.steps() was not used: write `with step:` around its body")
-            if step.committed:
-                self._follow(step)
-            if step.broken:
-                self._recover()
+                    self._follow(step)
+                if step.broken:
+                    self._recover()
+                step.frame = None  # it refers to the step: a cycle would keep the program's tensors
+        finally:
+            if self._batches is batches:
+                self._batches = None
 
     def _follow(self, step: Step) -> None:
         """Does what ranks have asked for at the commit of a step."""
-        if self._outcome == _STAYS:
+        if self._outcome in (_STAYS, _LATE):
             return
         if self._outcome == _LEAVES:
             self._wait_for_others(step)
@@ -295,7 +420,7 @@ class State:
         if not step.leaves or leave.all():
             return
         seats, buddies = self._seats(), self._buddies
-        ward = buddies.ward_of(seats[self._world.rank()]) if seats and buddies.own else None
+        ward = buddies.ward_of(seats[self._world.rank()]) if seats and self._own else None
         is_new = time.monotonic() < self._noticed_at + _TOGETHER_S
         too_few = is_new and int((leave == 0).sum()) < self._least()
         if too_few or (ward in seats and leave[seats.index(ward)]):
@@ -335,7 +460,9 @@ class State:
                     self._recovered = False
                 is_due = disk.is_due(position, at_once)
                 if is_due:
-                    disk.save(position, self._seed)
+                    disk.save(position, self._seeds.base)
+                    if self._rehearsal is not None:
+                        self._rehearsal.at("checkpoint")
                 if is_due or at_once:
                     whole = not at_once or disk.settle()
                     self._agree(_ALL if whole else _UNDONE)
@@ -361,13 +488,96 @@ class State:
 
     # --- what a step calls ---
 
-    def _begin(self) -> None:
-        if self._reseed:
-            self._sow(self._seeds(self._position.index))
-        self._changed.keep()
+    def _meet_at(self, step: Step) -> None:
+        """Before the program gets a step: its variables are what they were, and ranks have the same state.
 
-    def _take_back(self) -> None:
-        self._changed.take_back()
+        Raises:
+            StateLostError: they have not; on every rank.
+        """
+        if self._ends:
+            return
+        frame = step.frame = loop_frame()
+        step.place = _place_of(frame)
+        step.carried = variables.carried(frame)
+        self._begin_values[step.place] = {
+            name: (value, _copied(value)) for name, value in self._variables_now(step, behind=True).items()
+        }
+        self._plans.setdefault(step.place, Plan())
+        self._verify(step)
+
+    def _begin(self, step: Step) -> None:
+        """A step begins: what it may change is copied, and the generators are seeded."""
+        step.losses = losses_seen()
+        if self._ends:
+            return
+        plan, frame = self._plans[step.place], step.frame
+        assert frame is not None
+        if plan.learns:
+            self._note_covered()
+            reached = self._coverage.reached()
+            if plan.compares and self._audits_steps and step.place not in self._audits:
+                self._audits[step.place] = Audit(frame, self._covered(), self._local)
+            self._undo.keep_all(reached)
+            step.learning = Learning(self._coverage, reached, plan.compares)
+        elif plan.late or self._late:
+            self._undo.keep_all(self._coverage.reached())
+        else:
+            self._undo.keep(plan)
+        self._seeds.sow(self._world.rank(), "step", *self._position.section_key, self._position.index)
+        self._began_at = time.perf_counter()
+        if self._rehearsal is not None:
+            self._rehearsal.begin(step)
+
+    def _take_back(self, step: Step) -> None:
+        """Restore what an undone step has changed. Called again before the step is repeated: code behind it has run."""
+        if step.frame is None:
+            return
+        changed = self._undo.take_back()
+        if changed:
+            self._lacks = True
+            self._why_lacks = (
+                f"{changed[0]} was changed before the commit of a step, for the first time after the first"
+                " steps, so that there is no copy of it"
+            )
+        variables.write(step.frame, {n: assign(old, copy) for n, (old, copy) in self._begin_values[step.place].items()})
+        if self._batches is not None:
+            self._batches.take_back()
+
+    def _fill_variables(self, frame: FrameType) -> None:
+        """Assign what other ranks have sent for the variables of a loop."""
+        place = _place_of(frame)
+        values = self._pending_values.pop(place, None)
+        kept = self._pending_kept.pop(f"variables({place})", None)
+        if values is None:
+            return
+        if kept is not None:  # this rank's own, unless the program has begun anew with them
+            values |= {n: value for n, value in unpack(kept).items() if n not in self._reset.get(place, ())}
+        old = variables.read(frame, values)
+        variables.write(frame, {name: assign(old.get(name), value) for name, value in values.items()})
+
+    def _commit_by_hand(self, step: Step) -> None:
+        if step.learning is not None:
+            self._learn(step)
+        self._commit()
+        if step.learning is not None:
+            step.at_commit = self._own_digests(step)
+
+    def _own_digests(self, step: Step) -> dict[str, int]:
+        """Hashes of what ranks keep for each other."""
+        found = {name: digest(value) for name, value in self._variables_now(step).items()}
+        return found | {name: digest(tensor) for name, tensor in self._all_own().items()}
+
+    def _check_what_follows(self, step: Step) -> None:
+        """What changes behind ``step.commit()`` is not kept by another rank; a learning step shows it."""
+        if not step.at_commit:
+            return
+        plan, now = self._plans[step.place], self._own_digests(step)
+        for name in sorted(plan.variables | plan.own):
+            if now.get(name) != step.at_commit.get(name):
+                self._complaints.append(
+                    f"{name} differs between ranks and is changed behind step.commit(), so that no other rank has its"
+                    " value if this one is lost.\n  Change it before step.commit()"
+                )
 
     def _commit(self) -> None:
         """Returns when all ranks agree that the step is done.
@@ -375,25 +585,214 @@ class State:
         Raises:
             _Undone: it is not.
         """
-        world, lineage = self._world, self._world.lineage
-        if self._buddies.needed:
-            self._buddies.exchange(world)
-        assert self._step is not None
-        self._step.leaves = self._leaves
+        world, lineage, step = self._world, self._world.lineage, self._step
+        assert step is not None
+        if losses_seen() != step.losses:
+            # The program may have caught the error; a call has not happened all the same.
+            self._agree(_UNDONE)
+        plan = self._plans.get(step.place)
+        exchanges = plan is not None and (plan.compares or plan.exchanges)
+        if exchanges:
+            own = self._own_values(step)
+            self._buddies.exchange(world, own)
+        step.leaves = self._leaves
         self._outcome = self._agree(self._wish())
-        self._step.committed = True
-        if self._buddies.needed:
+        step.committed = True
+        if step.base is not None:
+            self._seeds.base, self._seeds.agreed = step.base, True
+        if exchanges:
             self._buddies.commit(world, self._seats())
+            self._sent |= {n: _version(t) for n, t in own.items() if n in self._coverage.buffers}
+            self._last_variables |= {n: t for n, t in own.items() if n.startswith("variables(")}
             self._inherited.clear()
+        if self._outcome == _LATE:
+            self._late = True
         if lineage is not None and lineage.decided is not None:
-            self._step.broken = True  # the group; the step is done
+            step.broken = True  # the group; the step is done
+        step.calls, step.losses = calls_made(), losses_seen()
+
+    def _finish(self, step: Step) -> None:
+        """The end of a ``with`` block without an error.
+
+        Raises:
+            UsageError: the first steps have shown that a loss could not be repaired; on every rank.
+            _Undone: the step is not done.
+        """
+        if step.committed:
+            if calls_made() != step.calls:
+                self._wants_late = True  # a loss in those calls would have cut the rest of the step off
+            if losses_seen() != step.losses:
+                self._cut_off(step)  # the program has caught the error
+            self._check_what_follows(step)
+            return
+        if step.learning is not None:
+            self._learn(step)
+        self._commit()
+
+    def _learn(self, step: Step) -> None:
+        assert step.learning is not None
+        assert step.frame is not None
+        plan = self._plans[step.place]
+        complaints, self._complaints = self._complaints, []
+        audit = self._audits.get(step.place)
+        if plan.compares and audit is not None:
+            complaints += audit.complaints(step.frame, step)
+        body_s = time.perf_counter() - self._began_at
+        report = step.learning.report(calls_made(), self._variables_now(step), complaints)
+        # So seldom that comparing the ranks takes less than 0.5 % of the time.
+        report["base"] = self._seeds.base
+        report["every"] = min(int(step.learning.seconds / (0.005 * max(body_s, 1e-6))) + _VERIFY_LEAST, 1 << 20)
+        reports: list[Any] = [None] * self._world.size()
+        if losses_seen() != step.losses:
+            raise _Undone
+        objects.all_gather_object(reports, report, self._world)
+        if plan.compares:
+            self._verify_every = max(each["every"] for each in reports)
+            step.base = reports[0]["base"]
+        complaints = merge(plan, reports, self._coverage)
+        if complaints and self._audits_steps:
+            raise UsageError(_refusal(complaints))
+        if not plan.learns:
+            self._settle(step)
+
+    def _settle(self, step: Step) -> None:
+        """The plan of a place is complete."""
+        plan = self._plans[step.place]
+        self._audits.pop(step.place, None)
+        self._undo.forget_plan()
+        if plan.late and self._world.rank() == 0 and self._audits_steps:
+            warnings.warn(
+                f"State: steps at {step.place} {plan.why_late}: they are committed at their end, and a copy of"
+                f" {_size(self._undo.nbytes)} is made in each. To avoid that, do it before the first optimizer.step();"
+                " see docs/resilience.md#what-a-step-is",
+                stacklevel=6,
+            )
+
+    def _variables_now(self, step: Step, behind: bool = False) -> dict[str, Any]:
+        """The variables that the loop carries; those that are covered by a part are left out.
+
+        Args:
+            step: the present one.
+            behind: with those that only the program behind the loop reads, detached from their computation.
+        """
+        assert step.frame is not None
+        carried = step.carried
+        names = carried.within | carried.behind if behind else carried.within
+        return {
+            name: value
+            for name, value in variables.read(step.frame, names - self._local_names).items()
+            if id(value) not in self._covered_ids
+            and (variables.can_be_carried(value) or (name in carried.behind and type(value) is Tensor))
+        }
+
+    @property
+    def _audits_steps(self) -> bool:
+        """Whether a loss could be repaired: only then a program must keep to what State covers."""
+        return self._world.lineage is not None or self._disk is not None
+
+    def _covered(self) -> list[Any]:
+        """All objects that the parts consist of, and those of the State itself."""
+        reached = self._coverage.reached()
+        found = [*reached.tensors.values(), *reached.arrays.values(), *reached.containers.values()]
+        found += [*reached.owners.values(), *reached.generators.values(), *reached.wrappers.values()]
+        return [*found, *self._wrappers, *self._local, *self.parts.values(), *self._own]
+
+    def _own_values(self, step: Step) -> dict[str, Tensor]:
+        """What only this rank has, and its backup does not have yet."""
+        plan = self._plans[step.place]
+        changing = {name for each in self._plans.values() for name in each.changing}
+        found = {
+            name: tensor
+            for name, tensor in self._all_own().items()
+            if name not in self._coverage.buffers or name in changing or self._sent.get(name) != _version(tensor)
+        }
+        if plan.compares or plan.variables:
+            values = self._variables_now(step)
+            chosen = values if plan.compares else {n: v for n, v in values.items() if n in plan.variables}
+            found[f"variables({step.place})"] = pack({name: _copied(value) for name, value in chosen.items()})
+        return found
+
+    def _all_own(self) -> dict[str, Tensor]:
+        """All that only this rank has, as of the last commit, for a backup that keeps nothing yet."""
+        plans = self._plans.values()
+        names = {name for plan in plans for name in plan.own}
+        learnt = any(plan.steps for plan in plans)
+        found: dict[str, Tensor] = {f"own[{number}]": tensor for number, tensor in enumerate(self._own)}
+        for name in self._coverage.buffers:
+            buffer = self._coverage.buffer(name)
+            if buffer is not None and buffer.is_cpu and (name in names or not learnt):
+                found[name] = buffer
+        if any(plan.own_grads for plan in plans):
+            grads = {n: p.grad for n, p in self._coverage.parameters().items() if p.grad is not None}
+            found |= {f"grad({name})": grad.detach() for name, grad in grads.items()} | {"grads": pack(sorted(grads))}
+        return found | self._last_variables
+
+    def _cut_off(self, step: Step) -> None:
+        """A loss has interrupted a step behind its commit: this rank does not have what the step should have left."""
+        step.broken = True
+        self._lacks = True
+        self._why_lacks = (
+            f"a loss interrupted step {step.index} of this section after its commit, in a call behind optimizer.step()"
+            " or step.commit()"
+        )
+
+    def _verify(self, step: Step) -> None:
+        """Compare what all ranks must have in common: after a recovery, and from time to time.
+
+        Raises:
+            StateLostError: they differ; on every rank.
+        """
+        done, every = self._position.done, self._verify_every
+        if not self._verifies and not (every and done and done % every == 0 and done != self._verified_at):
+            return
+        after_recovery, self._verifies, self._verified_at = self._verifies, False, done
+        world = self._world
+        own = {name for plan in self._plans.values() for name in plan.own}
+        mine = {"position": digest(repr(self._position.section_key) + repr((self._position.index, done)))}
+        mine |= {n: d for n, d in self._digests(step).items() if n not in own}
+        if not self._sharded:
+            total = torch.tensor([digest(sorted(mine.items())) >> 1])
+            totals = torch.empty(world.size(), dtype=torch.int64)
+            world.all_gather(totals, total)
+            if bool((totals == totals[0]).all()):
+                return
+        gathered: list[Any] = [None] * world.size()
+        objects.all_gather_object(gathered, mine, world)
+        names = sorted(set().union(*gathered))
+        differ = [name for name in names if len({each[name] for each in gathered if name in each}) > 1]
+        buffers = [name for name in differ if name in self._coverage.buffers]
+        if buffers and not after_recovery:  # ranks have come to differ in them: each one's is kept from now on
+            self._plans[step.place].own |= set(buffers)
+            differ = [name for name in differ if name not in buffers]
+        if differ:
+            ranks = [rank for rank, each in enumerate(gathered) if each.get(differ[0]) != gathered[0].get(differ[0])]
+            more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+            raise StateLostError(
+                f"State: {differ[0].removesuffix('{}')}{more} differs between rank 0 and rank"
+                f" {', '.join(map(str, ranks))} at step {done}{' after a loss' if after_recovery else ''}: the weights"
+                " would not be those of an undisturbed run.\n  Make all that a step changes a part of the State, and"
+                " start the job again from a checkpoint (allranks run --restarts does so by itself)"
+            )
+
+    def _digests(self, step: Step) -> dict[str, int]:
+        """Of what ranks have in common when a step begins."""
+        found = self._coverage.common()
+        plan, reset = self._plans[step.place], self._reset_names(step.place)
+        found |= {
+            f"variable {name}": digest(value)
+            for name, (_, value) in self._begin_values[step.place].items()
+            if name in step.carried.within and plan.steps and (name not in plan.variables or name in reset)
+        }
+        return found
 
     def _wish(self) -> int:
         if self._leaves:
             return _LEAVES
         if self._disk is not None and self._disk.has_failed:
             return _UNSAVED
-        return _CHANGES if self._somebody_comes() else _STAYS
+        if self._somebody_comes():
+            return _CHANGES
+        return _LATE if self._wants_late and not self._late else _STAYS
 
     def _somebody_comes(self) -> bool:
         """Whether processes wait to join, and can. Rank 0 looks, from time to time."""
@@ -432,7 +831,12 @@ class State:
             raise SystemExit(0)
 
     def _before_optimizer(self, *_: object) -> None:
-        if self._step is not None and self._step.running and not self._step.committed:
+        step = self._step
+        if step is None or not step.running or step.committed:
+            return
+        if step.learning is not None:
+            step.learning.at_boundary(calls_made(), self._variables_now(step))
+        elif not (self._plans[step.place].late or self._late):
             self._commit()
 
     # --- losses ---
@@ -447,9 +851,27 @@ class State:
             self._not_counted = lineage.tally
             if self._replicas is not None:
                 lineage.replica, lineage.on_aside = self._replicas.size, self._wait_aside
+        self._look_around()
+        self._note_covered()
         self._meet()
         while not self._position.loaded:
             self._load()
+
+    def _look_around(self) -> None:
+        """Find what the program has around its parts: wrappers of their modules, and generators of random numbers."""
+        covered = {id(module) for part in self._coverage.modules for module in part.modules()}
+        found = surroundings(loop_frame(), self._local)
+        for wrapper in found.wrappers.values():
+            if id(wrapper.module) in covered and not any(wrapper is each for each in self._wrappers):
+                self._wrappers.append(wrapper)
+        self._coverage.set_wrappers(self._wrappers)
+        self._torchs = [each for each in self._wrappers if isinstance(each, nn.parallel.DistributedDataParallel)]
+        for wrapper in self._torchs:
+            torchs_ddp.check("model", wrapper)
+        self._seeds.adopt({**self._coverage.reached().generators, **found.generators})
+
+    def _note_covered(self) -> None:
+        self._covered_ids = set(map(id, self._coverage.reached().tensors.values()))
 
     def _load(self) -> None:
         """Goes on from the newest checkpoint. That is done when all ranks agree, as a step is."""
@@ -461,7 +883,9 @@ class State:
             self._recover()
             return
         if found is not None:
-            self._position, self._seed, self._generators = found
+            position, self._seeds.base, self._generators = found
+            self._position.take(position)
+            self._seeds.agreed = True
         self._position.loaded = True
 
     def _meet(self) -> None:
@@ -506,6 +930,9 @@ class State:
         That is done when all ranks agree, as a step is: no rank begins a step while another still waits for its state.
         """
         vain = 0
+        if self._undone is not None:
+            self._take_back(self._undone)  # once more: the program has run what is behind the step
+            self._undone = None
         while True:
             before = self._world.size()
             progress = NEWCOMER if self._lacks else self._position.done
@@ -520,11 +947,18 @@ class State:
                 self._replicas.renumber(self._world)
             if not self._lacks:
                 self._check_ranks(before)
-                self._changed.clear()
-                for wrapper in self._torchs:
-                    torchs_ddp.renew(wrapper)
+                self._undo.clear()
+                for wrapper in self._wrappers:
+                    if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+                        torchs_ddp.renew(wrapper)
+                    else:
+                        wrapper.renew()
                 self._count()
             self._lacks = self._lacks or successor.rank in empty  # it has waited
+            if before == 1 < self._world.size():
+                for plan in self._plans.values():
+                    plan.steps = plan.boundaries = 0  # a rank alone has learnt nothing of what differs between ranks
+            self._verifies = True
             try:
                 renew_groups()
                 if self._replicas is not None and not self._replicas.obstacle:
@@ -555,37 +989,95 @@ class State:
         self._count()
 
     def _hand_over(self, full: list[int], empty: list[int]) -> None:
+        """Give the state to the ranks that have none. Done when all ranks agree that it is."""
         if not full:
             raise self._nobody_left()
         world, seats = self._world, self._seats()
         me, machines = world.rank(), [member.machine for member in world.members]
+        came: dict[str, Tensor] = {}
         for rank in empty:
             donors = handover.Donors(rank, full, machines, self._sharded)
             if me == rank:
-                position, counted, keeper = handover.receive(self.parts, world, donors)
-                self._position.take(position)
-                self._follow_count(Tally(*counted))
-                if keeper is not None:
-                    self._buddies.receive(world, keeper)
+                came = self._receive(donors)
                 continue
             kept_by = self._buddies.keeper_of(seats[rank])
             keeper = seats.index(kept_by) if kept_by in seats and seats.index(kept_by) in full else None
             if kept_by is not None and keeper is None:
                 self._miss(seats[rank], kept_by, first=me == full[0])
             if me in full:
-                counts = self.replaced, self.lost, self.joined
-                handover.send(self.parts, (self._position, counts, keeper), world, donors)
+                self._send(donors, keeper)
             if me == keeper:
-                self._buddies.send(world, rank)
+                objects.send_object_list([self._buddies.kept], rank, world)
         gone = self._take_over(seats, full)
-        exchanges = bool(empty or gone) and self._buddies.needed  # a new process keeps nothing yet
-        if exchanges:  # all are as of the last commit
-            self._buddies.exchange(world)
-        self._lacks = False
+        self._lacks, self._why_lacks = False, ""
+        renewed = bool(empty or gone) and self._keeps_own
+        if renewed:  # a new process keeps nothing yet; all are as of the last commit
+            self._buddies.forget()
+            self._sent.clear()
+            mine = {**self._all_own(), **{n: t for n, t in came.items() if n.startswith(("variables(", "grad"))}}
+            self._buddies.exchange(world, mine)
         self._agree(_ALL)
-        if exchanges:
+        if renewed:
             self._buddies.commit(world, seats)
             self._inherited.clear()
+
+    def _send(self, donors: handover.Donors, keeper: int | None) -> None:
+        """Send a rank the state that all ranks have in common."""
+        shared = {
+            "position": self._position,
+            "counts": (self.replaced, self.lost, self.joined),
+            "keeper": keeper,
+            "plans": self._plans,
+            "late": self._late,
+            "base": self._seeds.base if self._seeds.agreed else None,
+            "variables": {
+                place: {name: copy for name, (_, copy) in values.items()}
+                for place, values in self._begin_values.items()
+            },
+            "reset": {place: self._reset_names(place) for place in self._begin_values},
+            "flags": self._coverage.flags(),
+            "attributes": self._coverage.attributes(),
+            "every": self._verify_every,
+        }
+        handover.send({**self.parts, _EXTRAS: self._coverage.extras(self._has_grads)}, shared, self._world, donors)
+
+    def _receive(self, donors: handover.Donors) -> dict[str, Tensor]:
+        """Receive the state, and what the backup of this rank has kept. Returns that."""
+        world, extras = self._world, self._coverage.extras(False)
+        shared = handover.receive({**self.parts, _EXTRAS: extras}, world, donors)
+        self._position.take(shared["position"])
+        self._follow_count(Tally(*shared["counts"]))
+        self._plans, self._late = shared["plans"], shared["late"]
+        if shared["base"] is not None:
+            self._seeds.base, self._seeds.agreed = shared["base"], True
+        self._verify_every = shared["every"]
+        self._coverage.set_extras(extras)
+        self._coverage.set_attributes(shared["attributes"])
+        self._coverage.set_flags(shared["flags"])
+        self._pending_values, self._reset = shared["variables"], shared["reset"]
+        if shared["keeper"] is None:
+            return {}
+        message: list[Any] = [None]
+        objects.recv_object_list(message, shared["keeper"], world)
+        kept: dict[str, Tensor] = message[0]
+        self._coverage.set_own(kept)
+        self._pending_kept = {name: value for name, value in kept.items() if name.startswith("variables(")}
+        return kept
+
+    def _reset_names(self, place: str) -> set[str]:
+        """The variables of this rank that are not what its backup has: the program has begun anew with them."""
+        packed = self._last_variables.get(f"variables({place})")
+        sent, begin = {} if packed is None else unpack(packed), self._begin_values.get(place, {})
+        return {name for name, value in sent.items() if name in begin and digest(begin[name][1]) != digest(value)}
+
+    @property
+    def _has_grads(self) -> bool:
+        return any(plan.grads for plan in self._plans.values())
+
+    @property
+    def _keeps_own(self) -> bool:
+        """Whether ranks keep something for each other; the same on all ranks."""
+        return bool(self._own or self._coverage.buffers or any(plan.exchanges for plan in self._plans.values()))
 
     def _take_over(self, seats: list[int], full: list[int]) -> bool:
         """Gives the program what ranks had that are gone for good. Whether there are such ranks.
@@ -594,7 +1086,7 @@ class State:
             StateLostError: nobody has it, and the program wants it.
         """
         buddies = self._buddies
-        gone = [seat for seat in buddies.ring if seat not in seats] if buddies.own else []
+        gone = [seat for seat in buddies.ring if seat not in seats] if self._own else []
         for seat in gone:
             keeper = buddies.keeper_of(seat)
             if keeper not in [seats[rank] for rank in full]:
@@ -603,7 +1095,7 @@ class State:
             elif keeper == seats[self._world.rank()] and seat not in self._inherited:
                 self._inherited.add(seat)
                 if self._inherit is not None:
-                    self._inherit(buddies.kept_own())
+                    self._inherit(buddies.kept_own(self._own))
                 else:
                     warnings.warn(
                         f"rank {seat} is gone, and its tensors (own=) with it: State(inherit=...) is given them",
@@ -623,9 +1115,9 @@ class State:
         Raises:
             StateLostError: that are tensors that the program has named.
         """
-        if self._buddies.own:
+        if self._own or any(plan.variables or plan.own_grads for plan in self._plans.values()):
             raise self._unkept(seat, keeper)
-        if first:
+        if first and any(plan.own for plan in self._plans.values()):
             warnings.warn(
                 f"rank {seat} is lost, and rank {keeper}, which kept its buffers: its process gets those of another"
                 " rank, and the result is not that of an undisturbed run to the last bit",
@@ -667,7 +1159,7 @@ class State:
         if self._leaves:
             raise SystemExit(0)
         with torch.no_grad():
-            for tensor, first in zip(self._buddies.own, self._first_own, strict=True):
+            for tensor, first in zip(self._own, self._first_own, strict=True):
                 tensor.copy_(first)  # another rank has given the program what was in it
         warnings.warn(
             f"State: rank {self._world.rank()} waits. A rank of its replica of the model is lost, and nobody takes its"
@@ -678,38 +1170,24 @@ class State:
     def _nobody_left(self) -> AllranksError:
         lineage = self._world.lineage
         assert lineage is not None
-        if lineage.board.read(OVER) is not None or lineage.others_have_ended():
+        if lineage.board.read(OVER) or lineage.others_have_ended():
             if self._was_aside:
                 destroy_process_group()
                 raise SystemExit(0)
             return ExcludedError(
                 f"rank {lineage.seat}: the training was over when this process came to take a lost rank's place"
             )
+        why = self._why_lacks or "all ranks that had the state of the training are lost"
         return StateLostError(
-            f"rank {lineage.seat}: all ranks that had the state of the training are lost. Start the job again from a"
-            " checkpoint (allranks run --restarts does so by itself)"
+            f"rank {lineage.seat}: {why}.\n  Start the job again from a checkpoint (allranks run --restarts does so by"
+            " itself)"
         )
-
-    # --- random numbers ---
-
-    def _seeds(self, index: int) -> int:
-        """The seed of a step, on this rank; of the section where the index is -1."""
-        place = (self._seed, self._position.epoch, self._position.section, index, self._world.rank())
-        return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=7).digest(), "big")
 
     def _restore(self) -> None:
         """Sets the generators to where they were in the checkpoint with which this job began."""
         if self._generators is not None:
             RandomState().load_state_dict(self._generators)
             self._generators = None
-
-    def _sow(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for all kinds of devices: 200 us
-        if _cuda.is_initialized():
-            _cuda.manual_seed_all(seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
 class Step:
@@ -726,112 +1204,64 @@ class Step:
         self.index = index
         self.committed = False
         self.entered = self.running = self.broken = self.leaves = False
+        self.place = ""
+        self.frame: FrameType | None = None
+        self.carried = variables.Carried()
+        self.learning: Learning | None = None
+        self.losses = self.calls = 0
+        self.at_commit: dict[str, int] = {}
+        self.base: int | None = None
         self._state = state
 
     def commit(self) -> None:
-        """Ends the part of the step that is taken back after a loss.
+        """End the part of the step that is undone after a loss.
 
-        To be called after the last communication of the step, and before anything is changed that is not taken back.
-        Optimizers of the state call it before their ``step()``; a step without it is committed at its end.
+        To be called after the last communication of the step, and before anything is changed that is not restored.
+        Optimizers of the state call it before their ``step()`` where that is possible; a step without it is committed
+        at its end.
         """
         if not self.committed:
-            self._state._commit()
+            self._state._commit_by_hand(self)
 
     def __enter__(self) -> Step:
         self.entered = self.running = True
-        self._state._begin()
+        self._state._begin(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         try:
-            if error is None and not self.committed:
-                self._state._commit()
+            if error is None:
+                self._state._finish(self)
         except (*LOSSES, _Undone) as loss:
             error = loss
         finally:
             self.running = False
+            if self.learning is not None:
+                self.learning.close()
         if error is None:
+            if self._state._rehearsal is not None:
+                self._state._rehearsal.finish(self)
             return True
-        if not isinstance(error, (*LOSSES, _Undone)):
+        if not self._is_loss(error):
             return False
         self.broken = True
-        if not self.committed:
-            self._state._take_back()
+        if self.committed:
+            self._state._cut_off(self)
+        else:
+            self._state._undone = self
+            self._state._take_back(self)
         return True
 
-
-class _Batches:
-    """The batches of a section on this rank, from where the training is."""
-
-    def __init__(
-        self,
-        source: Any,
-        world: ProcessGroup,
-        position: Position,
-        seeds: Callable[[int], int],
-        restore: Callable[[], None],
-        places: Set[tuple[int, int]],
-    ) -> None:
-        """
-        Args:
-            source: of the batches.
-            world: the ranks.
-            position: of the training.
-            seeds: of a step.
-            restore: sets the generators, once, to where they were in a checkpoint: before the iterator is made, which
-                draws random numbers, or where that was made already, after it.
-            places: rank and number of ranks, whatever they have been: a sampler with others deals to some ranks.
-        """
-        self._source = source
-        self._restore = restore
-        self._world = world
-        self._position = position
-        self._seeds = seeds
-        self._sampler = _sampler_of(source, places)
-        self._iterator: Iterator[Any] | None = None
-        self._ready = False
-        self.batch: Any = None
-
-    def prepare(self) -> bool:
-        """Gets the batch of the present step. Whether there is one."""
-        if self._iterator is None:
-            if self._position.index == 0:
-                self._restore()
-            self._iterator = self._begin()
-            self._restore()
-        if not self._ready:
-            try:
-                self.batch = next(self._iterator)
-            except StopIteration:
-                return False
-            self._ready = True
-        return True
-
-    def take(self) -> None:
-        """The step is done."""
-        self._ready = False
-        size = getattr(self._source, "batch_size", None)
-        self._position.samples += (size or 0) * self._world.size()
-
-    def begin_again(self) -> None:
-        """This process has waited: the training may be anywhere."""
-        self._iterator, self._ready = None, False
-
-    def deal_anew(self) -> None:
-        """The ranks are others: what is left of the epoch is dealt to them."""
-        if self._sampler is not None:
-            self._iterator, self._ready = None, False
-
-    def _begin(self) -> Iterator[Any]:
-        if isinstance(self._source, int):
-            return iter(range(self._position.index, self._source))
-        torch.default_generator.manual_seed(self._seeds(-1))  # an iterator of a DataLoader draws a seed for its workers
-        if self._sampler is not None:
-            self._sampler.deal(self._position.samples, self._world.rank(), self._world.size())
-            return iter(self._source)
-        return itertools.islice(iter(self._source), self._position.index, None)
+    def _is_loss(self, error: BaseException) -> bool:
+        """Whether an error is that of a lost rank, or one that the program has raised because of it."""
+        seen: BaseException | None = error if isinstance(error, Exception) else None
+        while seen is not None:
+            if isinstance(seen, (*LOSSES, _Undone)):
+                return True
+            seen = seen.__cause__ or seen.__context__
+        return False
 
 
 def _full_and_empty(decision: Decision) -> tuple[list[int], list[int]]:
@@ -840,14 +1270,36 @@ def _full_and_empty(decision: Decision) -> tuple[list[int], list[int]]:
     return full, [rank for rank in range(len(decision.claims)) if rank not in full]
 
 
-def _sampler_of(source: Any, places: Set[tuple[int, int]]) -> DistributedSampler[Any] | None:
-    """The sampler of a DataLoader, where it can deal what is left of an epoch to all ranks."""
-    if not isinstance(getattr(source, "batch_size", None), int) or not isinstance(source, Sized):
-        return None
-    sampler = adopt(getattr(source, "sampler", None))
-    return sampler if sampler is not None and (sampler.rank, sampler.num_replicas) in places else None
+def _unwrapped(part: Any) -> Any:
+    """The module in a DistributedDataParallel, whose process may have another wrapper."""
+    return part.module if isinstance(part, WRAPPERS) else part
 
 
-def _innermost(part: Any) -> Any:
-    """The module in a wrapper such as DistributedDataParallel, whose process may have another one."""
-    return part.module if isinstance(part, nn.Module) and isinstance(getattr(part, "module", None), nn.Module) else part
+def _place_of(frame: FrameType) -> str:
+    """A place in the program, which has the same name in all processes."""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _copied(value: Any) -> Any:
+    """The value of a variable, with copies of its tensors."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return tuple(map(_copied, value)) if type(value) is tuple else value
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"
+
+
+def _refusal(complaints: Sequence[str]) -> str:
+    more = f"\n({len(complaints) - 3} more of this kind)" if len(complaints) > 3 else ""
+    return (
+        "State: a lost rank could not be replaced without a change of the result.\n"
+        + "\n".join(complaints[:3])
+        + more
+        + "\n  See docs/resilience.md#what-a-step-is"
+    )

@@ -1,0 +1,258 @@
+"""Looks, in the first steps, for state of the training that State does not cover.
+
+What a program changes from one step to the next must be a part of the State, a variable of the loop that State carries,
+or declared as ``local``. Anything else would be changed twice by a repeated step, and would be missing in a process
+that replaces a lost rank: the training would end with other weights, and nobody would know. So it is an error, in the
+first steps, that names the variable and the line to add.
+
+Objects are found from the variables of the functions that run the loop and from the globals of the program's modules.
+Values that only one step uses do not count: variables that each step assigns anew, and objects that it creates.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
+
+from allranks.resilience import variables
+from allranks.resilience.coverage import digest
+from allranks.resilience.reachable import PLAIN, Boundary, Reached, is_user_module, reach
+
+__all__ = ["Audit", "loop_frame", "surroundings"]
+
+_LARGE = 64 << 20  # bytes of an array or tensor whose content is compared; of larger ones only the version
+
+
+def loop_frame() -> FrameType:
+    """The function that runs the loop: the innermost one on the stack that is the program's own.
+
+    Of a program that is installed as a package it is the innermost one outside torch and this package.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    outside: FrameType | None = None
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if is_user_module(name):
+            return frame
+        if outside is None and name.partition(".")[0] not in {"allranks", "torch", "contextlib", "tqdm"}:
+            outside = frame
+        frame = frame.f_back
+    assert outside is not None
+    return outside
+
+
+def _frames(frame: FrameType) -> Iterator[FrameType]:
+    outer: FrameType | None = frame
+    while outer is not None:
+        if is_user_module(outer.f_globals.get("__name__", "")):
+            yield outer
+        outer = outer.f_back
+
+
+def _roots(frame: FrameType) -> dict[str, Any]:
+    """The variables of the functions that run the loop, then the globals of the program's modules."""
+    found: dict[str, Any] = {}
+    for each in _frames(frame):
+        if each.f_locals is not each.f_globals:
+            found |= {name: value for name, value in each.f_locals.items() if name not in found}
+    for name in sorted(sys.modules):
+        if is_user_module(name):
+            prefix = "" if name == "__main__" else f"{name}."
+            values = list(vars(sys.modules[name]).items())
+            for key, value in values:
+                if not key.startswith("__"):
+                    found.setdefault(prefix + key, value)
+    return found
+
+
+def surroundings(frame: FrameType, local: Sequence[Any]) -> Reached:
+    """Everything that the variables of a program hold."""
+    return reach(_roots(frame), Boundary(skip=[each for each in local if not isinstance(each, str)]), closures=True)
+
+
+class Audit:
+    """What the variables of a program held when a step began.
+
+    Args:
+        frame: of the function that runs the loop.
+        covered: objects that are covered, and their contents.
+        local: names and objects that the program has declared as local.
+    """
+
+    def __init__(self, frame: FrameType, covered: Sequence[Any], local: Sequence[Any]) -> None:
+        started = time.perf_counter()
+        self._covered = covered
+        self._local = [each for each in local if not isinstance(each, str)]
+        self._names = {each for each in local if isinstance(each, str)}
+        reached = self._reach(frame)
+        self._reached = reached  # keeps the objects, so that their identities are not used again
+        self._values = {id(value): _look(value) for value in _values(reached)}
+        self._carried = variables.read(frame, variables.carried(frame).within)
+        self._plain = _plain_values(frame)
+        self.seconds = time.perf_counter() - started
+
+    def _reach(self, frame: FrameType) -> Reached:
+        skip = [
+            *self._covered,
+            *self._local,
+            *(v for v in _roots(frame).values() if isinstance(v, (DataLoader, Sampler))),
+        ]
+        return reach(_roots(frame), Boundary(skip=skip), closures=True)
+
+    def complaints(self, frame: FrameType, step: object) -> list[str]:
+        """What has changed since, and is not covered; as sentences for the user."""
+        started = time.perf_counter()
+        reached = self._reach(frame)
+        roots, sentences = _roots(frame), dict[str, str]()
+        for path, value in _paths(reached):
+            before = self._values.get(id(value))
+            root = _root(path)
+            if before is None or root in self._names or path in self._names or root in sentences:
+                continue
+            after = _look(value)
+            if before != after:
+                sentences[root] = _sentence(path, roots.get(root), value, before, after, reached)
+        found = [*sentences.values(), *self._plain_changes(frame), *self._rebound(frame, step)]
+        counter = variables.miscounted(frame, step)
+        if counter is not None and counter not in self._names:
+            found.append(
+                f"{counter} is counted by the loop around State.steps(), and begins at 0 in a process that replaces a"
+                f" lost rank.\n  Write `for step in state.steps(...)` and use step.index instead of {counter}"
+            )
+        self.seconds += time.perf_counter() - started
+        return found
+
+    def _plain_changes(self, frame: FrameType) -> Iterator[str]:
+        """Numbers and texts in variables of other functions and modules, which the loop's function does not assign."""
+        now = _plain_values(frame)
+        for name in sorted(now.keys() & self._plain.keys()):
+            if now[name] != self._plain[name] and name not in self._names and name not in self._carried:
+                yield (
+                    f"{name} is changed by the loop, outside the function that runs it, and is no part of the State.\n"
+                    f"  Keep it in a dict: State(counts={{{name!r}: 0}}); or, if the training does not depend on it,"
+                    f' declare it: State(local=["{name}"])'
+                )
+
+    def _rebound(self, frame: FrameType, step: object) -> Iterator[str]:
+        """Variables that a step reads and assigns, and whose values cannot be sent to another process."""
+        skip = {id(each) for each in (*self._covered, *self._local)}
+        now = variables.read(frame, variables.carried(frame).within)
+        for name, value in now.items():
+            if name in self._names or name not in self._carried or value is self._carried[name]:
+                continue
+            if variables.can_be_carried(value) or value is step or id(value) in skip:
+                continue
+            if type(value).__module__.startswith("allranks."):
+                continue
+            yield (
+                f"{name} is assigned in the loop (line {variables.line_of(frame, name)}) and read by the next step. It"
+                f" is a {type(value).__name__}, which State cannot restore.\n  Keep it in a part: State({name}=...),"
+                f" and change that in place; or, if the training does not depend on it, declare it:"
+                f' State(local=["{name}"])'
+            )
+
+
+def _plain_values(frame: FrameType) -> dict[str, Any]:
+    """The plain values of variables that the function of the loop does not have itself."""
+    found: dict[str, Any] = {}
+    for name in sorted(sys.modules):
+        values = vars(sys.modules[name])
+        if is_user_module(name) and values is not frame.f_locals:
+            prefix = "" if name == "__main__" else f"{name}."
+            found |= {prefix + k: v for k, v in values.items() if type(v) in PLAIN and not k.startswith("__")}
+    for each in _frames(frame):
+        if each is not frame and each.f_locals is not each.f_globals:
+            found |= {name: value for name, value in each.f_locals.items() if type(value) in PLAIN}
+    own = frame.f_locals
+    return {name: value for name, value in found.items() if name not in own}
+
+
+def _root(path: str) -> str:
+    return path.split(".", 1)[0].split("[", 1)[0]
+
+
+def _paths(reached: Reached) -> Iterator[tuple[str, Any]]:
+    yield from reached.tensors.items()
+    yield from reached.arrays.items()
+    yield from reached.iterators.items()
+    yield from reached.containers.items()
+
+
+def _values(reached: Reached) -> Iterator[Any]:
+    return (value for _, value in _paths(reached))
+
+
+def _look(value: Any) -> Any:
+    """What tells whether an object has changed."""
+    if isinstance(value, Tensor):
+        if value.nbytes > _LARGE or value.is_meta:
+            return 0 if value.is_inference() else value._version
+        return digest(value)
+    if hasattr(value, "__array_interface__"):
+        return digest(value) if value.nbytes <= _LARGE else 0
+    if isinstance(value, dict):
+        return {_key(key): _token(each) for key, each in list(value.items())}
+    if isinstance(value, (list, deque)):
+        return len(value), tuple(map(_token, value)) if len(value) <= 10_000 else ()
+    if isinstance(value, set):
+        return len(value), hash(frozenset(map(_key, value)))
+    return _progress(value)
+
+
+def _key(value: Any) -> Any:
+    return value if type(value) in PLAIN else (type(value).__name__, id(value))
+
+
+def _token(value: Any) -> Any:
+    """A plain value, or the identity of an object. What is made anew each time has no identity that counts."""
+    if type(value) in PLAIN:
+        return type(value), value
+    if isinstance(value, tuple):
+        return tuple(map(_token, value))
+    if callable(value) and not isinstance(value, nn.Module):
+        return "callable"
+    if isinstance(value, Tensor) and not value.is_leaf:
+        return "result"
+    return id(value)
+
+
+def _progress(iterator: Any) -> Any:
+    """How far an iterator is, as far as that can be seen."""
+    frame = getattr(iterator, "gi_frame", None)
+    if frame is not None:
+        return frame.f_lasti, {name: _token(value) for name, value in frame.f_locals.items()}
+    known = getattr(iterator, "__dict__", {})
+    if "_num_yielded" in known:
+        return known["_num_yielded"]
+    try:
+        return iterator.__length_hint__()
+    except Exception:  # noqa: BLE001 - an iterator without a length cannot be compared
+        return {name: _token(value) for name, value in known.items()}
+
+
+def _sentence(path: str, root: Any, value: Any, before: Any, after: Any, reached: Reached) -> str:
+    name, owner = _root(path), reached.owners.get(path)
+    if hasattr(type(value), "__next__") and not isinstance(value, (dict, list)):
+        return (
+            f"{path} is an iterator that a step advances, whose position State cannot hand over.\n  Pass it to"
+            f' State.steps(), as zip(loader, other); or, if the training does not depend on it, State(local=["{name}"])'
+        )
+    what = f"a {type(value if owner is None else owner).__name__}"
+    if isinstance(value, dict):
+        changed = sorted(str(key) for key in before.keys() | after.keys() if before.get(key, "") != after.get(key, ""))
+        names = ", ".join(changed[:3]) + (" and others" if len(changed) > 3 else "")
+        what += f", of which {'attributes' if owner is not None else 'keys'} change: {names}"
+    whole = hasattr(root, "load_state_dict") or (owner is not None and owner is not root and owner is not value)
+    target = name if whole and hasattr(root, "load_state_dict") else path
+    part = name if name.isidentifier() and name != "self" else type(root).__name__.lower()
+    return (
+        f"{path} ({what}) is changed by the loop, and is no part of the State.\n  Add it: State({part}={target}, ...);"
+        f' or, if the training does not depend on it, declare it: State(local=["{name}"])'
+    )

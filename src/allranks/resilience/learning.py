@@ -1,0 +1,242 @@
+"""What the first steps show of a program, so that later steps cost little.
+
+The first steps in each place of a program are *learning steps*: State copies everything that it covers, commits at the
+end of the ``with`` block, and compares what the ranks have seen. From that follows a `Plan` for this place: whether a
+step may be committed before the optimizer runs, and what it changes before that. The plan is the same on all ranks, and
+a process that replaces a lost rank receives it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from allranks.resilience.coverage import Coverage, digest, plain_of
+from allranks.resilience.reachable import Reached
+from allranks.resilience.shards import shard_of
+
+__all__ = ["Learning", "Plan", "merge"]
+
+_STEPS = 2  # in which everything is compared
+_BOUNDARIES = 2  # with an optimizer, before a step is committed early
+_MOST = 64  # steps to wait for those
+
+
+@dataclass
+class Plan:
+    """How the steps in one place of the program are done.
+
+    Attributes:
+        steps: the number of learning steps that are done.
+        boundaries: the number of those in which an optimizer ran.
+        late: commit at the end of the step, and copy all that it may change.
+        why_late: what it does behind the first optimizer's step that needs that.
+        saved: the names of tensors that a step changes before the commit.
+        modules: a step changes plain values of modules, or of optimizers' states, before the commit.
+        grads: a step adds to gradients of the step before.
+        own: the names of tensors whose values differ between ranks.
+        own_grads: these gradients differ between ranks.
+        changing: the names of those of ``own`` that a step changes.
+        variables: the names of variables whose values differ between ranks.
+    """
+
+    steps: int = 0
+    boundaries: int = 0
+    late: bool = False
+    why_late: str = ""
+    saved: set[str] = field(default_factory=set)
+    modules: bool = False
+    grads: bool = False
+    own_grads: bool = False
+    own: set[str] = field(default_factory=set)
+    changing: set[str] = field(default_factory=set)
+    variables: set[str] = field(default_factory=set)
+
+    @property
+    def compares(self) -> bool:
+        """The next step compares all values between the ranks."""
+        return self.steps < _STEPS
+
+    @property
+    def exchanges(self) -> bool:
+        """Ranks keep values for each other, as of each commit."""
+        return bool(self.own or self.variables or self.own_grads)
+
+    @property
+    def learns(self) -> bool:
+        """The next step is committed at its end, whatever it does."""
+        return self.compares or (self.boundaries < _BOUNDARIES and self.steps < _MOST)
+
+
+class Learning:
+    """What is seen in one learning step, on this rank.
+
+    Args:
+        coverage: the parts.
+        reached: what is in them.
+        compares: compare the values of all tensors.
+
+    Attributes:
+        seconds: that comparing took.
+        live_grads: gradients of a step before are added to.
+    """
+
+    def __init__(self, coverage: Coverage, reached: Reached, compares: bool) -> None:
+        self._coverage = coverage
+        self._compares = compares
+        self._reached = reached
+        self._rebinds = False
+        self.seconds = 0.0
+        self._begin = self._look(reached)
+        self._boundary: dict[str, int] | None = None
+        self._calls = 0
+        self._variables_then: dict[str, int] = {}
+        self.live_grads = False
+        self._grads = {name: p.grad for name, p in coverage.parameters().items() if p.grad is not None}
+        self._hooks = [
+            parameter.register_hook(self._sees_gradient(parameter))  # type: ignore[no-untyped-call]
+            for parameter in coverage.parameters().values()
+            if parameter.grad is not None and parameter.requires_grad and parameter.is_leaf
+        ]
+
+    def _look(self, reached: Reached | None = None) -> dict[str, int]:
+        if not self._compares:
+            return {}
+        started = time.perf_counter()
+        now = reached or self._coverage.reached()
+        self._rebinds = self._rebinds or any(
+            now.tensors.get(name, tensor) is not tensor for name, tensor in self._reached.tensors.items()
+        )
+        found = _digests(self._coverage, now)
+        self.seconds = time.perf_counter() - started
+        return found
+
+    def _sees_gradient(self, parameter: Any) -> Any:
+        old = parameter.grad
+
+        def hook(gradient: Any) -> None:
+            # Before this gradient is added: what is there is of a step before, unless the program has cleared it.
+            if parameter.grad is old and bool(old.any()):
+                self.live_grads = True
+
+        return hook
+
+    @property
+    def has_boundary(self) -> bool:
+        """An optimizer has run."""
+        return self._boundary is not None
+
+    def at_boundary(self, calls: int, variables: Mapping[str, Any]) -> None:
+        """The first optimizer is about to run.
+
+        Args:
+            calls: the number of calls on other ranks so far.
+            variables: that the loop carries, now.
+        """
+        if self._boundary is None:
+            self._boundary = self._look()
+            self._calls = calls
+            self._variables_then = {name: digest(value) for name, value in variables.items()}
+
+    def close(self) -> None:
+        """The step is over."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def report(self, calls: int, variables: Mapping[str, Any], complaints: Sequence[str]) -> dict[str, Any]:
+        """What the other ranks must know, at the end of the step.
+
+        Args:
+            calls: the number of calls on other ranks so far.
+            variables: that the loop carries, now.
+            complaints: see ``audit``.
+        """
+        self.close()
+        end = self._look()
+        boundary = self._boundary if self._boundary is not None else end
+        now = {name: digest(value) for name, value in variables.items()}
+        then = self._variables_then if self._boundary is not None else now
+        return {
+            "end": end,
+            "before": sorted(name for name in boundary if boundary[name] != self._begin.get(name)),
+            "after": sorted(name for name in end if end[name] != boundary.get(name)),
+            "boundary": self._boundary is not None,
+            "calls": calls - self._calls if self._boundary is not None else 0,
+            "variables": now,
+            "variables after": sorted(name for name in now if then.get(name) != now[name]),
+            "grads": self.live_grads,
+            "rebinds": self._rebinds,
+            "complaints": list(complaints),
+        }
+
+
+def _digests(coverage: Coverage, reached: Reached) -> dict[str, int]:
+    """Of all tensors, arrays, and containers of plain values, by name."""
+    found = {f"{name}{shard_of(tensor)}": digest(tensor) for name, tensor in reached.tensors.items()}
+    found |= {name: digest(array) for name, array in reached.arrays.items()}
+    found |= {f"{name}{{}}": digest(plain_of(container)) for name, container in reached.containers.items()}
+    # A rank has one shard of each tensor, whose name tells which: only equal shards are compared.
+    found |= {f"grad({n}){shard_of(p)}": digest(p.grad) for n, p in coverage.parameters().items() if p.grad is not None}
+    return found
+
+
+def merge(plan: Plan, reports: Sequence[Mapping[str, Any]], coverage: Coverage) -> list[str]:
+    """Put what all ranks have seen in a learning step into the plan. The same on all ranks.
+
+    Returns:
+        Why State cannot continue, as sentences for the user.
+    """
+    plan.steps += 1
+    plan.boundaries += any(each["boundary"] for each in reports)
+    before = {name for each in reports for name in each["before"]}
+    after = {name for each in reports for name in each["after"]}
+    complaints: list[str] = []
+    for number, each in enumerate(reports):
+        for sentence in each["complaints"]:
+            if not any(sentence in known for known in complaints):
+                complaints.append(f"rank {number}: {sentence}" if len(reports) > 1 else sentence)
+    ends = [each["end"] for each in reports]
+    names = set().union(*ends)
+    differ = {name for name in names if len({end[name] for end in ends if name in end}) > 1}
+    own = {name for name in differ if name in coverage.buffers or name.startswith("own[")}
+    grads = {name for name in names if name.startswith("grad(")}
+    complaints += [_differs(name, coverage) for name in sorted(differ - own - grads) if coverage.must_agree(name)]
+    plan.own |= own | {name for name in names if name.startswith("own[")}
+    plan.grads |= any(each["grads"] for each in reports)
+    plan.own_grads |= plan.grads and bool(differ & grads)
+    values = [each["variables"] for each in reports]
+    carried = set().union(*values)
+    plan.variables |= {name for name in carried if any(v.get(name) != values[0].get(name) for v in values[1:])}
+    changed_late = {name for each in reports for name in each["variables after"]}
+    late = [
+        *(["call other ranks"] if any(each["calls"] for each in reports) else []),
+        *(f"change {name}" for name in sorted(after & plan.own)),
+        *(f"assign {name}" for name in sorted(changed_late & plan.variables)),
+        *(
+            ["clear gradients of several steps, which differ between ranks,"]
+            if plan.own_grads and plan.boundaries
+            else []
+        ),
+    ]
+    if late and not plan.late:
+        plan.late, plan.why_late = True, f"{late[0]} behind an optimizer's step()"
+    seen = before | after if plan.late else before
+    plan.saved |= {name for name in seen - grads if not name.endswith("{}")}
+    plan.modules |= any(each["rebinds"] for each in reports) or any(
+        name.endswith("{}") and not coverage.is_light(name.removesuffix("{}")) for name in seen
+    )
+    plan.changing |= (before | after) & (plan.own | coverage.buffers.keys())
+    return complaints
+
+
+def _differs(name: str, coverage: Coverage) -> str:
+    remedy = (
+        "Average gradients before the optimizer runs, as DistributedDataParallel does"
+        if coverage.is_trained(name)
+        else "Reduce what is put into it (all_reduce), or pass a tensor of each rank as State(own=[...]), or, if the"
+        " training does not depend on it, leave it out and declare it: State(local=[...])"
+    )
+    name = name.removesuffix("{}")
+    return f"{name} has other values on each rank, so that no rank could give another one the right one.\n  {remedy}"
