@@ -24,6 +24,7 @@ PAGES = ("checkpoints", "launching", "resilience", "security", "torch", "tracing
 ELSEWHERE = {
     r"^(?!.*--dry-run).* (-H|--hostfile) ": "several hosts: tests/hosts",
     r"--master-addr|MASTER_ADDR|MASTER_PORT": "several hosts, or two terminals: tests/hosts, tests/launch",
+    r"--rehearse": "many jobs: tests/resilience/test_rehearsal.py",
     r"^(sbatch|srun|mpirun|mpiexec) |kubectl|--now": "a scheduler or an MPI: tests/hosts, tests/engines, tests/tools",
     r"^allranks (bench|tune) |ALLRANKS_TUNING": "minutes: tests/tools",
     r" examples/": "tests/parallel, tests/house",

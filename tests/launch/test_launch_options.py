@@ -228,6 +228,18 @@ BAD = {
     "backend": (["--backend", "cpu:pigeon", "plain.py"], "'pigeon' is none of native, tcp, gloo, mpi, nccl; expected"),
     "loud and quiet": (["-q", "-v", "plain.py"], "-v/--verbose: not allowed with argument -q/--quiet"),
     "threads": (["--threads", "0", "plain.py"], "'0' is not a number of threads"),
+    "rehearsal, not elastic": (
+        ["-n", "2", "--rehearse", "plain.py"],
+        "--rehearse is for a job that goes on after a loss",
+    ),
+    "rehearsal without replacement": (
+        ["-n", "2", "--elastic", "1", "--respawns", "0", "--rehearse", "plain.py"],
+        "--rehearse compares jobs in which lost ranks are replaced",
+    ),
+    "rehearsal on several hosts": (
+        ["-H", "node0,node1", "--elastic", "1", "--rehearse", "plain.py"],
+        "--rehearse runs on one host only",
+    ),
     "logs": (["--logs", "plain.py", "plain.py"], "cannot write to 'plain.py' for --logs"),
 }
 
@@ -387,3 +399,17 @@ def test_help_imports_little() -> None:
 def test_running_a_job_imports_no_torch_into_the_launcher() -> None:
     code = "import sys, allranks.launch.jobs.job, allranks.launch.ranks.rank; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    "target", [["train.py", "--rehearse"], ["-m", "train", "--rehearse"], ["--", "program", "--rehearse"]]
+)
+def test_jobs_of_a_rehearsal_have_the_same_command_line(target: list[str]) -> None:
+    own = ["--rehearse", "-n", "3", "--elastic", "2", "--restarts", "1"]
+    words = ["-n", "3", "--elastic", "2", "--restarts", "1", "--restarts", "0", "--show", "all", *target]
+    if target[0] == "-m":  # a flag: it stays before the options that are added
+        words = [*words[:6], "-m", *words[6:10], *target[1:]]
+    options = parse([*own, *target])
+    assert list(options.rehearse) == words
+    again = parse(list(options.rehearse))
+    assert (again.target, again.restarts, again.rehearse) == (options.target, 0, ())

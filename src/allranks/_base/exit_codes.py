@@ -44,6 +44,7 @@ EXIT_CODES = (
     ExitCode(_JOBS, f"{SIGNAL} + N", "That rank was killed by signal N, or the launcher got it: 137 is SIGKILL."),
     ExitCode(_JOBS, str(IDLE), "No rank wrote anything for as long as `--idle-timeout`."),
     ExitCode(_JOBS, str(LOST), "A host was lost, or its agent."),
+    ExitCode("`run --rehearse`", str(FOUND), "A phase does not end with the same bits, or with an error."),
     ExitCode("`doctor`", str(FOUND), "A check failed; warnings do not count."),
     ExitCode("`checkpoint verify`", str(FOUND), "A checkpoint is damaged."),
     ExitCode("`checkpoint diff`", str(FOUND), "The two differ."),

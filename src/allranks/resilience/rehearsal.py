@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from allranks.resilience import variables
 from allranks.resilience.coverage import digest
 from allranks.resilience.shards import is_dtensor
 
@@ -155,7 +153,7 @@ class Rehearsal:
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 self._hooked += 1
-                tensor.register_hook(self._in_backward)
+                tensor.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
 
     def _in_backward(self, _gradient: Any) -> None:
         self._fired += 1
@@ -199,11 +197,15 @@ class Rehearsal:
 
     def _local_values(self, frame: Any) -> dict[str, int]:
         """Digests of what the program has declared to be no part of the training's state."""
-        names = [each for each in self._state._local if isinstance(each, str)]
-        found = {name: digest(value) for name, value in variables.read(frame, names).items()}
+        found: dict[str, int] = {}
         for number, each in enumerate(self._state._local):
             if not isinstance(each, str):
-                found[f"local[{number}]"] = digest(vars(each) if hasattr(each, "__dict__") else each)
+                found[f"local[{number}]"] = _digest_of(each)
+                continue
+            for values in (frame.f_locals, frame.f_globals):
+                if each in values:
+                    found[each] = _digest_of(values[each])
+                    break
         return found
 
     def _append(self, name: str, line: str) -> None:
@@ -211,7 +213,11 @@ class Rehearsal:
             file.write(line + "\n")
 
 
-def rehearsal_of(state: State, environ: Callable[[str], str | None] = os.environ.get) -> Rehearsal | None:
+def _digest_of(value: Any) -> int:
+    return digest(vars(value) if hasattr(value, "__dict__") and not isinstance(value, Tensor) else value)
+
+
+def rehearsal_of(state: State) -> Rehearsal | None:
     """Return the rehearsal that the launcher has requested; None in every other job."""
-    wanted = environ("ALLRANKS_REHEARSAL")
+    wanted = os.environ.get("ALLRANKS_REHEARSAL")
     return None if wanted is None else Rehearsal(state, wanted)

@@ -141,6 +141,7 @@ def parse(argv: Sequence[str], program: str = "allranks run") -> Options:
         elastic=args.elastic,
         spares=args.spares,
         respawns=RESPAWNS if args.respawns is None else args.respawns,
+        rehearse=_rehearsed(args, argv),
     )
 
 
@@ -163,11 +164,27 @@ def _check_elastic(args: argparse.Namespace) -> None:
         ConfigError: with its name.
     """
     refuse_inelastic(args)
+    if args.rehearse and args.elastic is None:
+        raise ConfigError("--rehearse is for a job that goes on after a loss: add --elastic MIN")
+    if args.rehearse and args.respawns == 0:
+        raise ConfigError("--rehearse compares jobs in which lost ranks are replaced: leave out --respawns 0")
     if args.elastic is not None and args.mode == "master":
         raise ConfigError(
             "--elastic is for ranks that are all alike. With --mode master a worker may be lost anyway, and"
             " the master starts it again (respawn)"
         )
+
+
+def _rehearsed(args: argparse.Namespace, argv: Sequence[str]) -> tuple[str, ...]:
+    """The command line of the jobs of a rehearsal: without ``--rehearse``, and with all output."""
+    if not args.rehearse:
+        return ()
+    end = len(argv) - len(args.target)
+    if end and argv[end - 1] == "--":  # argparse drops it
+        end -= 1
+    own = [word for word in argv[:end] if word != "--rehearse"]
+    # A restart would hide the error of a phase; the last value of an option counts.
+    return *own, "--restarts", "0", "--show", "all", *argv[end:]
 
 
 def _refuse_contradictions(args: argparse.Namespace, meeting: Meeting, listed: bool) -> None:
@@ -298,6 +315,8 @@ def _parser() -> argparse.ArgumentParser:
         shown = "start the job again when a rank fails, up to K times (default 0)"
         add(name, dest="restarts", type=_whole, default=0, metavar="K", help=shown if name == "--restarts" else _HIDE)
     add_elastic(add)
+    shown = "with --elastic: kill ranks in each phase of the first steps, and print whether the result is the same"
+    add("--rehearse", action="store_true", help=shown)
     add("--join-timeout", type=_seconds, default=300.0, metavar="TIME", help="how long to wait for hosts (default 5m)")
     add(
         *("-x", "--export"),

@@ -22,6 +22,7 @@ from allranks._cluster.schedulers.ssh import SSH
 from allranks._store import load_secret
 from allranks.launch.arguments.layout import describe_plan, share_out
 from allranks.launch.jobs.local import run_here
+from allranks.launch.jobs.rehearsal import rehearse
 from allranks.launch.jobs.spread import is_here, join_leader, lead, run_there
 from allranks.launch.ranks.placement import describe, seats
 from allranks.launch.ranks.rank import Rank
@@ -60,6 +61,9 @@ def launch(options: Options) -> int | Rank:
     Raises:
         ConfigError: the job cannot be started as asked.
     """
+    if options.rehearse and not options.dry_run:
+        _check_single_host(options)
+        return rehearse(options.rehearse)
     if options.folder is not None:
         try:
             os.chdir(options.folder)
@@ -85,6 +89,32 @@ def launch(options: Options) -> int | Rank:
     except KeyboardInterrupt:  # while hosts were being reached
         options.reporter.report("stopped by SIGINT")
         return STOPPED
+
+
+def _check_single_host(options: Options) -> None:
+    """Raise if the job would not run on this host alone.
+
+    Raises:
+        ConfigError: a rehearsal cannot be done there.
+    """
+    place = detect(os.environ, options.env, launcher=True)
+    listed = options.hosts or (read_hosts(place) if place.role == "allocation" else ())
+    nodes = options.nodes[1] if options.nodes is not None else place.nodes if place.role == "node" else 1
+    if (
+        len(listed) > 1
+        or any(not is_here(host.name) for host in listed)
+        or (nodes or 1) > 1
+        or options.node is not None
+    ):
+        raise ConfigError(
+            "--rehearse runs on one host only. Start it on one host, with fewer ranks: allranks run --env local -n 3"
+            " --elastic 2 --rehearse ..."
+        )
+    if place.role == "rank" and place.kind not in _LAUNCHED:
+        raise ConfigError(
+            f"--rehearse starts its own ranks, and this process is rank {place.rank} of {place.size} of {place.kind}."
+            " Add --env local, or start it outside that job"
+        )
 
 
 def _launch(options: Options, place: LaunchContext) -> int | Rank:

@@ -136,6 +136,7 @@ class Options(RankOptions):
         metrics: file for the same in Prometheus' text format; None for none.
         respawns: how often each lost rank of an elastic job is started again.
         spares: how many of an elastic job's hosts run no rank at first: the last ones.
+        rehearse: the command line of each job of a rehearsal; empty for an ordinary job.
     """
 
     nproc: int | None = None
@@ -167,6 +168,7 @@ class Options(RankOptions):
     metrics: Path | None = None
     respawns: int = 3
     spares: int = 0
+    rehearse: tuple[str, ...] = ()
 
     def for_ranks(self) -> RankOptions:
         """Those that every agent gets."""

@@ -79,6 +79,7 @@ complete -c allranks -n '__allranks_is run' -l restarts -r -f -d 'start the job 
 complete -c allranks -n '__allranks_is run' -l elastic -r -f -d 'a lost rank does not end the job as long as MIN are left (docs/resilience.md: how a program goes on)'
 complete -c allranks -n '__allranks_is run' -l respawns -r -f -d 'with --elastic: start each lost rank again, up to K times (default 3; 0: go on without it)'
 complete -c allranks -n '__allranks_is run' -l spares -r -f -d 'with --elastic, of several hosts: the last N run no rank at first; a lost host\'s ranks are started there'
+complete -c allranks -n '__allranks_is run' -l rehearse -d 'with --elastic: kill ranks in each phase of the first steps, and print whether the result is the same'
 complete -c allranks -n '__allranks_is run' -l join-timeout -r -f -d 'how long to wait for hosts (default 5m)'
 complete -c allranks -n '__allranks_is run' -s x -l export -r -f -d 'pass a variable on to other hosts, or all that match a pattern such as WANDB_*'
 complete -c allranks -n '__allranks_is run' -l chdir -r -f -a '(__fish_complete_directories)' -d 'working directory'

@@ -37,6 +37,7 @@ _allranks_run() {
     '--elastic=[a lost rank does not end the job as long as MIN are left (docs/resilience.md\: how a program goes on)]:MIN\[\:MAX\]: ' \
     '--respawns=[with --elastic\: start each lost rank again, up to K times (default 3; 0\: go on without it)]:K: ' \
     '--spares=[with --elastic, of several hosts\: the last N run no rank at first; a lost host'\''s ranks are started there]:N: ' \
+    '--rehearse[with --elastic\: kill ranks in each phase of the first steps, and print whether the result is the same]' \
     '--join-timeout=[how long to wait for hosts (default 5m)]:TIME: ' \
     '(-x --export)'{-x+,--export=}'[pass a variable on to other hosts, or all that match a pattern such as WANDB_*]:VAR\[=V\]: ' \
     '--chdir=[working directory]:DIR:_files -/' \
