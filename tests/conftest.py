@@ -56,7 +56,7 @@ LONG = {
     "parallel": ("ddp", "digits"),
     "plugin": ("programs_of_torch",),
     "remote": ("bootstrap", "capture_changes"),
-    "resilience": ("deaths", "elastic", "fully_sharded", "rehearsal", "random_faults"),
+    "resilience": ("deaths", "elastic", "fully_sharded", "rehearsal", "random_faults", "random_programs"),
     "tools": ("bench",),
 }
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 from allranks.resilience import variables
-from allranks.resilience.coverage import digest
+from allranks.resilience.coverage import digest, plain_of
 from allranks.resilience.reachable import PLAIN, Boundary, Reached, is_user_module, reach
 
-__all__ = ["Audit", "loop_frame", "surroundings"]
+__all__ = ["Audit", "loop_frame", "program_frames", "surroundings"]
 
 _LARGE = 64 << 20  # bytes of an array or tensor whose content is compared; of larger ones only the version
 
@@ -48,18 +48,20 @@ def loop_frame() -> FrameType:
     return outside
 
 
-def _frames(frame: FrameType) -> Iterator[FrameType]:
-    outer: FrameType | None = frame
+def program_frames(frame: FrameType) -> list[FrameType]:
+    """A function and those of its callers that are the program's own."""
+    found, outer = [frame], frame.f_back
     while outer is not None:
         if is_user_module(outer.f_globals.get("__name__", "")):
-            yield outer
+            found.append(outer)
         outer = outer.f_back
+    return found
 
 
 def _roots(frame: FrameType) -> dict[str, Any]:
     """The variables of the functions that run the loop, then the globals of the program's modules."""
     found: dict[str, Any] = {}
-    for each in _frames(frame):
+    for each in program_frames(frame):
         if each.f_locals is not each.f_globals:
             found |= {name: value for name, value in each.f_locals.items() if name not in found}
     for name in sorted(sys.modules):
@@ -94,7 +96,8 @@ class Audit:
         reached = self._reach(frame)
         self._reached = reached  # keeps the objects, so that their identities are not used again
         self._values = {id(value): _look(value) for value in _values(reached)}
-        self._carried = variables.read(frame, variables.carried(frame).within)
+        found = variables.LoopVariables(program_frames(frame))
+        self._carried = found.read(found.assigned)
         self._plain = _plain_values(frame)
         self.seconds = time.perf_counter() - started
 
@@ -105,6 +108,14 @@ class Audit:
             *(v for v in _roots(frame).values() if isinstance(v, (DataLoader, Sampler))),
         ]
         return reach(_roots(frame), Boundary(skip=skip), closures=True)
+
+    def around(self, frame: FrameType) -> dict[str, int]:
+        """Hashes of the tensors, arrays and plain values that are not covered, by path."""
+        reached = self._reach(frame)
+        found = {path: digest(t) for path, t in reached.tensors.items() if t.nbytes <= _LARGE and not t.is_meta}
+        found |= {path: digest(array) for path, array in reached.arrays.items() if array.nbytes <= _LARGE}
+        found |= {path: digest(plain_of(container)) for path, container in reached.containers.items()}
+        return {path: value for path, value in found.items() if _root(path) not in self._names}
 
     def complaints(self, frame: FrameType, step: object) -> list[str]:
         """What has changed since, and is not covered; as sentences for the user."""
@@ -133,9 +144,9 @@ class Audit:
         """Numbers and texts in variables of other functions and modules, which the loop's function does not assign."""
         now = _plain_values(frame)
         for name in sorted(now.keys() & self._plain.keys()):
-            if now[name] != self._plain[name] and name not in self._names and name not in self._carried:
+            if now[name] != self._plain[name] and name not in self._names:
                 yield (
-                    f"{name} is changed by the loop, outside the function that runs it, and is no part of the State.\n"
+                    f"{name} is a global that functions assign, and no part of the State.\n"
                     f"  Keep it in a dict: State(counts={{{name!r}: 0}}); or, if the training does not depend on it,"
                     f' declare it: State(local=["{name}"])'
                 )
@@ -143,16 +154,18 @@ class Audit:
     def _rebound(self, frame: FrameType, step: object) -> Iterator[str]:
         """Variables that a step reads and assigns, and whose values cannot be sent to another process."""
         skip = {id(each) for each in (*self._covered, *self._local)}
-        now = variables.read(frame, variables.carried(frame).within)
-        for name, value in now.items():
-            if name in self._names or name not in self._carried or value is self._carried[name]:
+        found = variables.LoopVariables(program_frames(frame))
+        now = found.read(found.assigned)
+        for key, value in now.items():
+            name = key.rpartition(".")[2]
+            if name in self._names or key not in self._carried or value is self._carried[key]:
                 continue
             if variables.can_be_carried(value) or value is step or id(value) in skip:
                 continue
             if type(value).__module__.startswith("allranks."):
                 continue
             yield (
-                f"{name} is assigned in the loop (line {variables.line_of(frame, name)}) and read by the next step. It"
+                f"{name} is assigned in the loop (line {found.line(key)}) and read by the next step. It"
                 f" is a {type(value).__name__}, which State cannot restore.\n  Keep it in a part: State({name}=...),"
                 f" and change that in place; or, if the training does not depend on it, declare it:"
                 f' State(local=["{name}"])'
@@ -160,18 +173,21 @@ class Audit:
 
 
 def _plain_values(frame: FrameType) -> dict[str, Any]:
-    """The plain values of variables that the function of the loop does not have itself."""
+    """The plain values of the globals of the program's modules that functions assign, not the module's own code."""
+    running = {id(each.f_locals): variables.assigned_by(each.f_code) for each in program_frames(frame)}
+    own = variables.assigned_by(frame.f_code)
     found: dict[str, Any] = {}
     for name in sorted(sys.modules):
-        values = vars(sys.modules[name])
-        if is_user_module(name) and values is not frame.f_locals:
+        if is_user_module(name):
+            values = vars(sys.modules[name])
+            skip = running.get(id(values), set()) | (own if values is frame.f_globals else set())
             prefix = "" if name == "__main__" else f"{name}."
-            found |= {prefix + k: v for k, v in values.items() if type(v) in PLAIN and not k.startswith("__")}
-    for each in _frames(frame):
-        if each is not frame and each.f_locals is not each.f_globals:
-            found |= {name: value for name, value in each.f_locals.items() if type(value) in PLAIN}
-    own = frame.f_locals
-    return {name: value for name, value in found.items() if name not in own}
+            found |= {
+                prefix + key: value
+                for key, value in values.items()
+                if type(value) in PLAIN and not key.startswith("__") and key not in skip
+            }
+    return found
 
 
 def _root(path: str) -> str:
@@ -251,8 +267,15 @@ def _sentence(path: str, root: Any, value: Any, before: Any, after: Any, reached
         what += f", of which {'attributes' if owner is not None else 'keys'} change: {names}"
     whole = hasattr(root, "load_state_dict") or (owner is not None and owner is not root and owner is not value)
     target = name if whole and hasattr(root, "load_state_dict") else path
-    part = name if name.isidentifier() and name != "self" else type(root).__name__.lower()
+    part, declared = name, f'"{name}"'
+    if name == "self" and not isinstance(root, type(None)):
+        # The line is written in a method: an attribute of the object is what can be passed there.
+        attribute = path.split(".")[1].split("[")[0] if "." in path else ""
+        part, target = (attribute, f"self.{attribute}") if attribute else (type(root).__name__.lower(), "self")
+        declared = target
+    elif "[" in target:
+        target = name
     return (
         f"{path} ({what}) is changed by the loop, and is no part of the State.\n  Add it: State({part}={target}, ...);"
-        f' or, if the training does not depend on it, declare it: State(local=["{name}"])'
+        f" or, if the training does not depend on it, declare it: State(local=[{declared}])"
     )

@@ -107,6 +107,9 @@ class Batches:
             return False
         return True
 
+    def _sow_for_sampler(self) -> None:
+        self._seeds.sow(self._world.rank(), "sampler", *self._position.section_key)
+
     def _begin(self) -> Iterator[Any]:
         position, source = self._position, self._source
         if isinstance(source, int):
@@ -115,7 +118,8 @@ class Batches:
         if self._sampler is not None:
             self._sampler.deal(position.samples, self._world.rank(), self._world.size())
         if isinstance(source, DataLoader) and source.num_workers and self._seeds.enabled:
-            self._iterator = seeded_iterator(source, self._seeds.of_section(self._world.rank(), position.section_key))
+            seed = self._seeds.of_section(self._world.rank(), position.section_key)
+            self._iterator = seeded_iterator(source, seed, self._sow_for_sampler)
         else:
             self._iterator = iter(source)
         if self._sampler is None:

@@ -20,7 +20,7 @@ from allranks._call.bytes import view_of
 from allranks.resilience import fully_sharded
 from allranks.resilience.buddies import unpack
 from allranks.resilience.handover import Parts, assign
-from allranks.resilience.reachable import PLAIN, Boundary, Reached, is_array, is_plain, reach
+from allranks.resilience.reachable import PLAIN, Boundary, Reached, is_plain, reach
 from allranks.resilience.shards import is_dtensor, local_of, shard_of
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Coverage:
         return found
 
     def is_light(self, path: str) -> bool:
-        """Whether the container is one of those that are copied in every step; see ``light_containers``."""
+        """Whether the container is one of those that are copied in every step; see ``light``."""
         return _root(path) in self._others or ".param_groups[" in path
 
     def common(self) -> dict[str, int]:
@@ -106,7 +106,16 @@ class Coverage:
 
     def must_agree(self, name: str) -> bool:
         """Whether ranks must have the same value. Plain values of modules may differ: caches, counters of calls."""
+        part = self._others.get(_root(name))
+        if hasattr(part, "state_dict"):  # what it gives must agree; other attributes may be made when they are needed
+            return False
         return not name.endswith("{}") or self.is_light(name.removesuffix("{}"))
+
+    def described(self) -> dict[str, int]:
+        """Hashes of what parts other than modules and optimizers give as their ``state_dict()``."""
+        return {
+            f"{n}: state_dict()": digest(p.state_dict()) for n, p in self._others.items() if hasattr(p, "state_dict")
+        }
 
     def is_trained(self, name: str) -> bool:
         """Whether it is a parameter, or the optimizer's state of one."""
@@ -120,11 +129,12 @@ class Coverage:
                 found.setdefault(id(parameter), (f"{name}.{inner}", parameter))
         return dict(found.values())
 
-    def light_containers(self) -> list[Any]:
-        """The containers of plain values that a step often changes: all but those of modules and optimizers' states."""
-        found: list[Any] = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        if self._others:
-            found += reach(self._others, self._apart).containers.values()
+    def light(self) -> Reached:
+        """What a step often changes: the values of all parts but modules, and the settings of optimizers."""
+        found = reach(self._others, self._apart)
+        for name, part in self.parts.items():
+            if isinstance(part, torch.optim.Optimizer):
+                found.containers |= {f"{name}.param_groups[{n}]": group for n, group in enumerate(part.param_groups)}
         return found
 
     def set_wrappers(self, wrappers: Sequence[Any]) -> None:
@@ -231,6 +241,7 @@ class Undo:
         self._chosen: list[Tensor] = []
         self._modules: list[Any] = []
         self._watched: list[Tensor] = []
+        self._known: set[int] = set()
         self._watched_names: list[str] = []
         self._versions: list[int] = []
         self.nbytes = 0
@@ -251,15 +262,13 @@ class Undo:
         """
         if plan.modules or self._plan is not plan:
             self._watch(plan)
-        containers = self._coverage.light_containers()
-        self._containers = [(each, each.copy()) for each in (*containers, *self._modules)]
+        light = self._coverage.light()
+        self._containers = [(each, each.copy()) for each in (*light.containers.values(), *self._modules)]
         self._flags = self._coverage.flags()
         self._versions = list(map(_version, self._watched))
-        inside: list[Tensor] = []
-        self._arrays = []
-        for container in containers:
-            _look_into(container, inside, self._arrays)
-        self._keep_tensors([*self._chosen, *inside])
+        self._arrays = [(each, each.copy()) for each in light.arrays.values()]
+        new = [tensor for tensor in light.tensors.values() if id(tensor) not in self._known]
+        self._keep_tensors([*self._chosen, *new])
         self._grads = None
         if plan.grads:
             self._keep_grads()
@@ -272,6 +281,7 @@ class Undo:
         self._chosen = [t for name, t in names.items() if name + shard_of(t) in saved]
         watched = {name: t for name, t in names.items() if name + shard_of(t) not in saved}
         self._watched_names, self._watched = list(watched), list(watched.values())
+        self._known = {id(tensor) for tensor in (*self._chosen, *self._watched)}
         light = self._coverage.is_light
         self._modules = [each for p, each in reached.containers.items() if not light(p)] if plan.modules else []
 
@@ -323,21 +333,6 @@ class Undo:
             parameter.grad = grad
             if grad is not None and copy is not None:
                 local_of(grad).copy_(copy)
-
-
-def _look_into(container: Any, tensors: list[Tensor], arrays: list[tuple[Any, Any]]) -> None:
-    """Find the tensors in a container of values, and copy its arrays."""
-    values: Iterable[Any] = container.values() if isinstance(container, dict) else container
-    if PLAIN.issuperset(map(type, values)):  # a long list of numbers takes little time
-        return
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.is_leaf and not isinstance(value, nn.Parameter):
-                tensors.append(value)
-        elif isinstance(value, tuple):
-            _look_into(value, tensors, arrays)
-        elif is_array(value):
-            arrays.append((value, value.copy()))
 
 
 def restore_container(container: Any, values: Any) -> None:

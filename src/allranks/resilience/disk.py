@@ -21,6 +21,7 @@ from allranks._engines.prelude import LOSSES
 from allranks.checkpoint import RandomState, Saving, latest, load, save_async
 from allranks.checkpoint.values import flatten
 from allranks.resilience.position import Position
+from allranks.resilience.reachable import is_generator
 from allranks.resilience.shards import layout_of
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ class Disk:
         """
         self._world = world
         self._wanted = wanted
-        self._tree: dict[str, Any] = {name: _part(name, part) for name, part in parts.items()}
+        # Generators follow from the position; a checkpoint cannot hold them.
+        self._tree: dict[str, Any] = {n: _part(n, part) for n, part in parts.items() if not is_generator(part)}
         self._own = list(own)
         self._random = random
         self._saving: Saving | None = None

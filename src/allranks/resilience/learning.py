@@ -39,7 +39,11 @@ class Plan:
         own: the names of tensors whose values differ between ranks.
         own_grads: these gradients differ between ranks.
         changing: the names of those of ``own`` that a step changes.
-        variables: the names of variables whose values differ between ranks.
+        around: the paths of objects that are no part, and were the same on all ranks.
+        variables: the names of variables that the loop assigns and whose values differ between ranks.
+        met: the ranks have compared the variables that the loop does not assign.
+        common: the names of those of them that are the same on all ranks.
+        varying: the names of those that differ between ranks, such as the rank.
     """
 
     steps: int = 0
@@ -52,7 +56,11 @@ class Plan:
     own_grads: bool = False
     own: set[str] = field(default_factory=set)
     changing: set[str] = field(default_factory=set)
+    around: set[str] = field(default_factory=set)
     variables: set[str] = field(default_factory=set)
+    met: bool = False
+    common: set[str] = field(default_factory=set)
+    varying: set[str] = field(default_factory=set)
 
     @property
     def compares(self) -> bool:
@@ -177,6 +185,7 @@ def _digests(coverage: Coverage, reached: Reached) -> dict[str, int]:
     found = {f"{name}{shard_of(tensor)}": digest(tensor) for name, tensor in reached.tensors.items()}
     found |= {name: digest(array) for name, array in reached.arrays.items()}
     found |= {f"{name}{{}}": digest(plain_of(container)) for name, container in reached.containers.items()}
+    found |= coverage.described()
     # A rank has one shard of each tensor, whose name tells which: only equal shards are compared.
     found |= {f"grad({n}){shard_of(p)}": digest(p.grad) for n, p in coverage.parameters().items() if p.grad is not None}
     return found
@@ -203,6 +212,7 @@ def merge(plan: Plan, reports: Sequence[Mapping[str, Any]], coverage: Coverage) 
     own = {name for name in differ if name in coverage.buffers or name.startswith("own[")}
     grads = {name for name in names if name.startswith("grad(")}
     complaints += [_differs(name, coverage) for name in sorted(differ - own - grads) if coverage.must_agree(name)]
+    plan.around |= _same_in_all([each["around"] for each in reports])
     plan.own |= own | {name for name in names if name.startswith("own[")}
     plan.grads |= any(each["grads"] for each in reports)
     plan.own_grads |= plan.grads and bool(differ & grads)
@@ -213,7 +223,7 @@ def merge(plan: Plan, reports: Sequence[Mapping[str, Any]], coverage: Coverage) 
     late = [
         *(["call other ranks"] if any(each["calls"] for each in reports) else []),
         *(f"change {name}" for name in sorted(after & plan.own)),
-        *(f"assign {name}" for name in sorted(changed_late & plan.variables)),
+        *(f"assign {name.rpartition('.')[2]}" for name in sorted(changed_late & plan.variables)),
         *(
             ["clear gradients of several steps, which differ between ranks,"]
             if plan.own_grads and plan.boundaries
@@ -229,6 +239,10 @@ def merge(plan: Plan, reports: Sequence[Mapping[str, Any]], coverage: Coverage) 
     )
     plan.changing |= (before | after) & (plan.own | coverage.buffers.keys())
     return complaints
+
+
+def _same_in_all(found: Sequence[Mapping[str, int]]) -> set[str]:
+    return {name for name, value in found[0].items() if all(each.get(name) == value for each in found[1:])}
 
 
 def _differs(name: str, coverage: Coverage) -> str:

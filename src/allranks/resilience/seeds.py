@@ -117,11 +117,17 @@ def loader_generators(source: Any) -> dict[str, Any]:
     return found
 
 
-def seeded_iterator(loader: DataLoader[Any], seed_of_section: int) -> Iterator[Any]:
+def seeded_iterator(loader: DataLoader[Any], seed_of_section: int, sow: Callable[[], None]) -> Iterator[Any]:
     """An iterator of a DataLoader with workers, whose batches are loaded with random numbers of their own.
 
     The seed of a batch follows from the section and the indices of its samples: it is the same in whatever worker, and
     however many batches were loaded before.
+
+    Args:
+        loader: the loader.
+        seed_of_section: what the seeds of batches follow from.
+        sow: called before the sampler draws. A DataLoader that keeps its workers has drawn other numbers before that
+            than one that starts them.
 
     Raises:
         UsageError: the workers outlive the section, and cannot be told its seed.
@@ -142,8 +148,8 @@ def seeded_iterator(loader: DataLoader[Any], seed_of_section: int) -> Iterator[A
             loader.worker_init_fn = _SeedBatches(init, seed_of_section)
         if batches is not None and mapped:
             if persistent and isinstance(getattr(loader._iterator, "_index_sampler", None), _SeededIndices):
-                loader._iterator._index_sampler.seed = seed_of_section  # type: ignore[union-attr]
-            attributes["batch_sampler"] = _SeededIndices(batches, seed_of_section)
+                loader._iterator._index_sampler.renew(seed_of_section, sow)  # type: ignore[union-attr]
+            attributes["batch_sampler"] = _SeededIndices(batches, seed_of_section, sow)
         return iter(loader)
     finally:
         loader.worker_init_fn = init
@@ -164,11 +170,16 @@ class _Indices(list[Any]):
 class _SeededIndices:
     """A batch sampler whose batches carry the seed of the present section to the workers."""
 
-    def __init__(self, batches: Any, seed: int) -> None:
+    def __init__(self, batches: Any, seed: int, sow: Callable[[], None]) -> None:
         self._batches = batches
-        self.seed = seed
+        self.renew(seed, sow)
+
+    def renew(self, seed: int, sow: Callable[[], None]) -> None:
+        """Another section begins."""
+        self.seed, self._sow = seed, sow
 
     def __iter__(self) -> Iterator[_Indices]:
+        self._sow()
         for indices in self._batches:
             yield _Indices(indices, self.seed)
 

@@ -17,7 +17,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -48,7 +48,7 @@ from allranks._group.survival import advance
 from allranks._rendezvous.succession import NEWCOMER, Decision
 from allranks.checkpoint import RandomState
 from allranks.resilience import fully_sharded, handover, torchs_ddp, variables
-from allranks.resilience.audit import Audit, loop_frame, surroundings
+from allranks.resilience.audit import Audit, loop_frame, program_frames, surroundings
 from allranks.resilience.batches import Batches
 from allranks.resilience.buddies import Buddies, pack, unpack
 from allranks.resilience.coverage import Coverage, Undo, digest
@@ -200,7 +200,7 @@ class State:
         self._reset: dict[str, set[str]] = {}  # variables that the program has begun anew with since the last commit
         self._last_variables: dict[str, Tensor] = {}  # what the backup has, by place
         self._local_names = {each for each in local if isinstance(each, str)}
-        self._verifies = False
+        self._verifies = self._received = False
         self._verify_every = self._verified_at = 0
         self._began_at = 0.0
         self._buddies = Buddies()
@@ -382,10 +382,14 @@ class State:
                         " before the next one begins"
                     )
                 if step.committed:
+                    if step.frame is not None:
+                        # A loss before the next step here (in this commit on another rank, in a checkpoint, in another
+                        # section) makes a process that needs the variables as they are after this step.
+                        self._keep_variables(step)
                     self._follow(step)
                 if step.broken:
                     self._recover()
-                step.frame = None  # it refers to the step: a cycle would keep the program's tensors
+                step.forget()
         finally:
             if self._batches is batches:
                 self._batches = None
@@ -494,16 +498,22 @@ class State:
         Raises:
             StateLostError: they have not; on every rank.
         """
-        if self._ends:
-            return
+        step.is_last = self._ends
         frame = step.frame = loop_frame()
         step.place = _place_of(frame)
-        step.carried = variables.carried(frame)
+        step.variables = variables.LoopVariables(program_frames(frame))
+        plan = self._plans.setdefault(step.place, Plan())
+        if not plan.met:
+            self._meet_variables(step, plan)
+        self._received = False
+        self._keep_variables(step)
+        self._verify(step)
+
+    def _keep_variables(self, step: Step) -> None:
+        """Copy the variables that the loop carries, as the next step finds them."""
         self._begin_values[step.place] = {
             name: (value, _copied(value)) for name, value in self._variables_now(step, behind=True).items()
         }
-        self._plans.setdefault(step.place, Plan())
-        self._verify(step)
 
     def _begin(self, step: Step) -> None:
         """A step begins: what it may change is copied, and the generators are seeded."""
@@ -530,7 +540,7 @@ class State:
 
     def _take_back(self, step: Step) -> None:
         """Restore what an undone step has changed. Called again before the step is repeated: code behind it has run."""
-        if step.frame is None:
+        if step.frame is None or step.is_last:
             return
         changed = self._undo.take_back()
         if changed:
@@ -539,21 +549,22 @@ class State:
                 f"{changed[0]} was changed before the commit of a step, for the first time after the first"
                 " steps, so that there is no copy of it"
             )
-        variables.write(step.frame, {n: assign(old, copy) for n, (old, copy) in self._begin_values[step.place].items()})
+        step.variables.write({n: assign(old, copy) for n, (old, copy) in self._begin_values[step.place].items()})
         if self._batches is not None:
             self._batches.take_back()
 
     def _fill_variables(self, frame: FrameType) -> None:
         """Assign what other ranks have sent for the variables of a loop."""
         place = _place_of(frame)
-        values = self._pending_values.pop(place, None)
-        kept = self._pending_kept.pop(f"variables({place})", None)
+        values, kept = self._pending_values.get(place), _latest(self._pending_kept)
+        self._pending_values, self._pending_kept = {}, {}  # those of other places are older
         if values is None:
             return
-        if kept is not None:  # this rank's own, unless the program has begun anew with them
-            values |= {n: value for n, value in unpack(kept).items() if n not in self._reset.get(place, ())}
-        old = variables.read(frame, values)
-        variables.write(frame, {name: assign(old.get(name), value) for name, value in values.items()})
+        # Those that are this rank's own, unless the program has begun anew with them.
+        values |= {n: v for n, v in kept.items() if n in values and n not in self._reset.get(place, ())}
+        there = variables.LoopVariables(program_frames(frame))
+        old = there.read(values)
+        there.write({name: assign(old.get(name), value) for name, value in values.items()})
 
     def _commit_by_hand(self, step: Step) -> None:
         if step.learning is not None:
@@ -590,8 +601,8 @@ class State:
         if losses_seen() != step.losses:
             # The program may have caught the error; a call has not happened all the same.
             self._agree(_UNDONE)
-        plan = self._plans.get(step.place)
-        exchanges = plan is not None and (plan.compares or plan.exchanges)
+        plan = self._plans[step.place]
+        exchanges = not step.is_last and (plan.compares or plan.exchanges)
         if exchanges:
             own = self._own_values(step)
             self._buddies.exchange(world, own)
@@ -641,6 +652,7 @@ class State:
         report = step.learning.report(calls_made(), self._variables_now(step), complaints)
         # So seldom that comparing the ranks takes less than 0.5 % of the time.
         report["base"] = self._seeds.base
+        report["around"] = {} if not plan.compares or audit is None else audit.around(step.frame)
         report["every"] = min(int(step.learning.seconds / (0.005 * max(body_s, 1e-6))) + _VERIFY_LEAST, 1 << 20)
         reports: list[Any] = [None] * self._world.size()
         if losses_seen() != step.losses:
@@ -668,22 +680,62 @@ class State:
                 stacklevel=6,
             )
 
+    def _meet_variables(self, step: Step, plan: Plan) -> None:
+        """The ranks compare variables that a loop does not assign, before its first step.
+
+        A process that has just replaced a lost rank may have computed them from results that it does not have:
+        ``count = train(); evaluate(count)``. Then it takes those of the others.
+
+        Raises:
+            StateLostError: nobody can tell which value is right; on every rank.
+        """
+        known = {name for each in self._plans.values() for name in each.varying}
+        common = {name for each in self._plans.values() for name in each.common} - known
+        kept = step.variables.within - step.variables.assigned
+        mine = {n: value for n, value in self._read(step, kept).items() if variables.is_plain(value)}
+        reports: list[Any] = [None] * self._world.size()
+        objects.all_gather_object(reports, (self._received, mine), self._world)
+        full = [found for received, found in reports if not received] or [found for _, found in reports]
+        for name in sorted(set().union(*(found for _, found in reports))):
+            if len({digest(found[name]) for _, found in reports if name in found}) == 1:
+                plan.common.add(name)
+                continue
+            theirs = {digest(found[name]) for found in full if name in found}
+            if len(full) == len(reports) or len(theirs) > 1 or name in known:
+                plan.varying.add(name)
+            elif len(full) > 1 or name in common:
+                step.variables.write({name: next(found[name] for found in full if name in found)})
+            else:
+                raise StateLostError(
+                    f"State: the variable {name} has other values in the process that replaces a lost rank and on the"
+                    " last rank that is left, and no other rank can tell which is right.\n  Keep it in a part"
+                )
+        plan.met = True
+
+    def _read(self, step: Step, names: Set[str]) -> dict[str, Any]:
+        """Variables, without those that are declared as local or covered by a part."""
+        chosen = {name for name in names if name.rpartition(".")[2] not in self._local_names}
+        return {n: value for n, value in step.variables.read(chosen).items() if id(value) not in self._covered_ids}
+
     def _variables_now(self, step: Step, behind: bool = False) -> dict[str, Any]:
-        """The variables that the loop carries; those that are covered by a part are left out.
+        """The variables that the loop assigns, and reads before.
 
         Args:
             step: the present one.
-            behind: with those that only the program behind the loop reads, detached from their computation.
+            behind: with those that only the program behind the loop reads, detached from their computation, and those
+                that the loop does not assign and that are the same on all ranks.
         """
-        assert step.frame is not None
-        carried = step.carried
-        names = carried.within | carried.behind if behind else carried.within
-        return {
-            name: value
-            for name, value in variables.read(step.frame, names - self._local_names).items()
-            if id(value) not in self._covered_ids
-            and (variables.can_be_carried(value) or (name in carried.behind and type(value) is Tensor))
-        }
+        there = step.variables
+        found = {n: v for n, v in self._read(step, there.assigned).items() if variables.can_be_carried(v)}
+        if behind:
+            plain = self._read(step, there.within - there.assigned - self._plans[step.place].varying)
+            found |= {n: value for n, value in plain.items() if variables.is_plain(value)}
+            found |= {
+                n: value
+                for n, value in self._read(step, there.behind).items()
+                if variables.can_be_carried(value) or type(value) is Tensor
+            }
+        return found
 
     @property
     def _audits_steps(self) -> bool:
@@ -709,7 +761,9 @@ class State:
         if plan.compares or plan.variables:
             values = self._variables_now(step)
             chosen = values if plan.compares else {n: v for n, v in values.items() if n in plan.variables}
-            found[f"variables({step.place})"] = pack({name: _copied(value) for name, value in chosen.items()})
+            found[f"variables({step.place})"] = pack(
+                (self._position.done, {name: _copied(value) for name, value in chosen.items()})
+            )
         return found
 
     def _all_own(self) -> dict[str, Tensor]:
@@ -750,6 +804,8 @@ class State:
         own = {name for plan in self._plans.values() for name in plan.own}
         mine = {"position": digest(repr(self._position.section_key) + repr((self._position.index, done)))}
         mine |= {n: d for n, d in self._digests(step).items() if n not in own}
+        if after_recovery:
+            mine |= self._around(step)
         if not self._sharded:
             total = torch.tensor([digest(sorted(mine.items())) >> 1])
             totals = torch.empty(world.size(), dtype=torch.int64)
@@ -774,6 +830,17 @@ class State:
                 " start the job again from a checkpoint (allranks run --restarts does so by itself)"
             )
 
+    def _around(self, step: Step) -> dict[str, int]:
+        """Of the objects around the parts that were the same on all ranks in the first steps.
+
+        If a replacement process has others, the program has changed them: between two steps, or later.
+        """
+        common = set().union(*(plan.around for plan in self._plans.values()))
+        if not common or step.frame is None:
+            return {}
+        audit = Audit(step.frame, self._covered(), self._local)
+        return {f"{n} (no part of the State)": d for n, d in audit.around(step.frame).items() if n in common}
+
     def _digests(self, step: Step) -> dict[str, int]:
         """Of what ranks have in common when a step begins."""
         found = self._coverage.common()
@@ -781,7 +848,7 @@ class State:
         found |= {
             f"variable {name}": digest(value)
             for name, (_, value) in self._begin_values[step.place].items()
-            if name in step.carried.within and plan.steps and (name not in plan.variables or name in reset)
+            if name in step.variables.within and plan.steps and (name not in plan.variables or name in reset)
         }
         return found
 
@@ -1008,6 +1075,7 @@ class State:
                 self._send(donors, keeper)
             if me == keeper:
                 objects.send_object_list([self._buddies.kept], rank, world)
+        self._share_plans(full[0])
         gone = self._take_over(seats, full)
         self._lacks, self._why_lacks = False, ""
         renewed = bool(empty or gone) and self._keeps_own
@@ -1021,15 +1089,24 @@ class State:
             self._buddies.commit(world, seats)
             self._inherited.clear()
 
+    def _share_plans(self, source: int) -> None:
+        """All ranks continue with what one of them has learnt: a loss may have hit them at different moments."""
+        mine = (self._plans, self._late, self._verify_every, self._seeds.base if self._seeds.agreed else None)
+        message: list[Any] = [mine]
+        objects.broadcast_object_list(message, source, self._world)
+        self._plans, self._late, self._verify_every, base = message[0]
+        if base is not None:
+            self._seeds.base, self._seeds.agreed = base, True
+        for plan in self._plans.values():
+            plan.met = False  # a new process may have computed other values
+        self._undo.forget_plan()
+
     def _send(self, donors: handover.Donors, keeper: int | None) -> None:
         """Send a rank the state that all ranks have in common."""
         shared = {
             "position": self._position,
             "counts": (self.replaced, self.lost, self.joined),
             "keeper": keeper,
-            "plans": self._plans,
-            "late": self._late,
-            "base": self._seeds.base if self._seeds.agreed else None,
             "variables": {
                 place: {name: copy for name, (_, copy) in values.items()}
                 for place, values in self._begin_values.items()
@@ -1037,7 +1114,6 @@ class State:
             "reset": {place: self._reset_names(place) for place in self._begin_values},
             "flags": self._coverage.flags(),
             "attributes": self._coverage.attributes(),
-            "every": self._verify_every,
         }
         handover.send({**self.parts, _EXTRAS: self._coverage.extras(self._has_grads)}, shared, self._world, donors)
 
@@ -1047,14 +1123,11 @@ class State:
         shared = handover.receive({**self.parts, _EXTRAS: extras}, world, donors)
         self._position.take(shared["position"])
         self._follow_count(Tally(*shared["counts"]))
-        self._plans, self._late = shared["plans"], shared["late"]
-        if shared["base"] is not None:
-            self._seeds.base, self._seeds.agreed = shared["base"], True
-        self._verify_every = shared["every"]
         self._coverage.set_extras(extras)
         self._coverage.set_attributes(shared["attributes"])
         self._coverage.set_flags(shared["flags"])
         self._pending_values, self._reset = shared["variables"], shared["reset"]
+        self._received = True
         if shared["keeper"] is None:
             return {}
         message: list[Any] = [None]
@@ -1066,8 +1139,7 @@ class State:
 
     def _reset_names(self, place: str) -> set[str]:
         """The variables of this rank that are not what its backup has: the program has begun anew with them."""
-        packed = self._last_variables.get(f"variables({place})")
-        sent, begin = {} if packed is None else unpack(packed), self._begin_values.get(place, {})
+        sent, begin = _latest(self._last_variables), self._begin_values.get(place, {})
         return {name for name, value in sent.items() if name in begin and digest(begin[name][1]) != digest(value)}
 
     @property
@@ -1206,12 +1278,17 @@ class Step:
         self.entered = self.running = self.broken = self.leaves = False
         self.place = ""
         self.frame: FrameType | None = None
-        self.carried = variables.Carried()
+        self.variables = variables.LoopVariables(())
         self.learning: Learning | None = None
         self.losses = self.calls = 0
+        self.is_last = False  # of a loop of epochs: nothing is done in it
         self.at_commit: dict[str, int] = {}
         self.base: int | None = None
         self._state = state
+
+    def forget(self) -> None:
+        """Let go of the program's functions: their variables refer to the step, and a cycle would keep its tensors."""
+        self.frame, self.variables = None, variables.LoopVariables(())
 
     def commit(self) -> None:
         """End the part of the step that is undone after a loss.
@@ -1273,6 +1350,14 @@ def _full_and_empty(decision: Decision) -> tuple[list[int], list[int]]:
 def _unwrapped(part: Any) -> Any:
     """The module in a DistributedDataParallel, whose process may have another wrapper."""
     return part.module if isinstance(part, WRAPPERS) else part
+
+
+def _latest(packed: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The variables that a backup has for all places, each as of the last commit that sent it."""
+    found: dict[str, Any] = {}
+    for _, values in sorted((unpack(each) for each in packed.values()), key=lambda each: int(each[0])):
+        found |= values
+    return found
 
 
 def _place_of(frame: FrameType) -> str:

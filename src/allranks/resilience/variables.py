@@ -12,13 +12,13 @@ import ctypes
 import dis
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from allranks.resilience.reachable import is_plain
 
-__all__ = ["Carried", "can_be_carried", "carried", "line_of", "miscounted", "read", "write"]
+__all__ = ["Carried", "LoopVariables", "assigned_by", "can_be_carried", "is_plain", "miscounted"]
 
 _READ = {
     "LOAD_FAST",
@@ -40,8 +40,16 @@ class _Flow:
     """The instructions of a function: which follow on which, and the variables that each reads and assigns."""
 
     def __init__(self, code: CodeType) -> None:
-        listed = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
-        self.at = {each.offset: number for number, each in enumerate(listed)}
+        listed: list[dis.Instruction] = []
+        self.at: dict[int, int] = {}
+        for each in dis.get_instructions(code):
+            # An EXTENDED_ARG belongs to the instruction behind it; jumps lead to the first of them.
+            self.at[each.offset] = len(listed)
+            if each.opname not in ("CACHE", "EXTENDED_ARG"):
+                listed.append(each)
+        # The caches of an instruction belong to it: f_lasti of a caller is the last one of its CALL.
+        for offset in range(0, len(code.co_code), 2):
+            self.at.setdefault(offset, self.at.get(offset - 2, 0))
         self.listed = listed
         self.following: list[list[int]] = []
         for number, each in enumerate(listed):
@@ -97,11 +105,13 @@ class Carried(NamedTuple):
     """The variables that a loop carries.
 
     Attributes:
-        within: a step may read them before the loop assigns them.
-        behind: only what follows the loop reads them: ``print(loss)`` after the last step.
+        within: the program may read them before it assigns them.
+        assigned: of those, the ones that the loop assigns.
+        behind: the loop assigns them, and only what follows it reads them: ``print(loss)`` after the last step.
     """
 
     within: frozenset[str] = frozenset()
+    assigned: frozenset[str] = frozenset()
     behind: frozenset[str] = frozenset()
 
 
@@ -141,9 +151,11 @@ def _carried(flow: _Flow, offset: int) -> Carried:
                 live[number], changed = new, True
     # FOR_ITER is followed by the body of the loop, then by what is behind it.
     first, *others = flow.following[start] or [start]
-    within = live[first] & assigned
-    behind = set[str]().union(*(live[each] for each in others)) & assigned
-    return Carried(frozenset(within), frozenset(behind - within))
+    within = live[first]
+    behind = set[str]().union(*(live[each] for each in others))
+    return Carried(
+        frozenset(within | (behind - assigned)), frozenset(within & assigned), frozenset((behind & assigned) - within)
+    )
 
 
 def miscounted(frame: FrameType, step: object) -> str | None:
@@ -186,25 +198,77 @@ def can_be_carried(value: object) -> bool:
     )
 
 
-def read(frame: FrameType, names: Iterable[str]) -> dict[str, Any]:
-    """The values of those variables of a function that have one."""
-    values, outer = frame.f_locals, frame.f_globals
-    found = {n: values[n] if n in values else outer[n] for n in names if n in values or n in outer}
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        values.clear()  # a copy that the frame would keep: with it, the tensors of the step before
-    return found
+class LoopVariables:
+    """The variables that the loop of a training carries: those of the function that runs it, and of its callers.
 
+    A caller's variables count, too: ``for epoch in state.epochs(9): best = min(best, train_epoch(epoch))``.
 
-def write(frame: FrameType, values: dict[str, Any]) -> None:
-    """Assign variables of a function that is running.
-
-    Before Python 3.13 ``f_locals`` of a function is a copy, which PyFrame_LocalsToFast writes back (PEP 667 tells).
+    Attributes:
+        within: those that the program may read before it assigns them, as ``function.name``.
+        assigned: of those, the ones that the loop assigns. The others keep their value as long as the function runs,
+            but may have been computed from the result of an earlier loop, which a replacement process has not run.
+        behind: those that only what follows the innermost loop reads.
     """
-    inner = frame.f_locals
-    for name, value in values.items():
-        if name in inner or name not in frame.f_globals:
-            inner[name] = value
-        else:
-            frame.f_globals[name] = value
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+
+    def __init__(self, frames: Sequence[FrameType]) -> None:
+        """
+        Args:
+            frames: of the function that runs the loop, then of its callers.
+        """
+        self._where: dict[str, tuple[FrameType, str]] = {}
+        self.within: set[str] = set()
+        self.assigned: set[str] = set()
+        self.behind: set[str] = set()
+        for frame in frames:
+            found = carried(frame)
+            prefix = f"{frame.f_code.co_name.strip('<>')}."
+            for name in found.within | found.behind:
+                self._where.setdefault(prefix + name, (frame, name))
+            self.within |= {prefix + name for name in found.within}
+            self.assigned |= {prefix + name for name in found.assigned}
+            if frame is frames[0]:
+                self.behind |= {prefix + name for name in found.behind}
+
+    def read(self, names: Iterable[str]) -> dict[str, Any]:
+        """The values of those variables that have one."""
+        found: dict[str, Any] = {}
+        for frame, known in self._by_frame(names):
+            values, outer = frame.f_locals, frame.f_globals
+            for key, name in known.items():
+                if name in values or name in outer:
+                    found[key] = values[name] if name in values else outer[name]
+            if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+                values.clear()  # a copy that the frame would keep: with it, the tensors of the step before
+        return found
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Assign variables of functions that are running.
+
+        Before Python 3.13 ``f_locals`` of a function is a copy, which PyFrame_LocalsToFast writes back (PEP 667).
+        """
+        for frame, known in self._by_frame(values):
+            inner = frame.f_locals
+            for key, name in known.items():
+                if name in inner or name not in frame.f_globals:
+                    inner[name] = values[key]
+                else:
+                    frame.f_globals[name] = values[key]
+            if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+                ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+
+    def line(self, key: str) -> int:
+        """The last line that assigns a variable."""
+        return line_of(*self._where[key])
+
+    def _by_frame(self, keys: Iterable[str]) -> Iterable[tuple[FrameType, dict[str, str]]]:
+        found: dict[int, tuple[FrameType, dict[str, str]]] = {}
+        for key in keys:
+            if key in self._where:
+                frame, name = self._where[key]
+                found.setdefault(id(frame), (frame, {}))[1][key] = name
+        return found.values()
+
+
+def assigned_by(code: CodeType) -> set[str]:
+    """The names that a function, or the body of a module, assigns itself."""
+    return {str(each.argval) for each in dis.get_instructions(code) if each.opname in _WRITE}
