@@ -37,7 +37,7 @@ class Plan:
         modules: a step changes plain values of modules, or of optimizers' states, before the commit.
         grads: a step adds to gradients of the step before.
         own: the names of tensors whose values differ between ranks.
-        own_grads: these gradients differ between ranks.
+        grads_differ: gradients differ between ranks when a step ends.
         changing: the names of those of ``own`` that a step changes.
         around: the paths of objects that are no part, and were the same on all ranks.
         variables: the names of variables that the loop assigns and whose values differ between ranks.
@@ -53,7 +53,7 @@ class Plan:
     saved: set[str] = field(default_factory=set)
     modules: bool = False
     grads: bool = False
-    own_grads: bool = False
+    grads_differ: bool = False
     own: set[str] = field(default_factory=set)
     changing: set[str] = field(default_factory=set)
     around: set[str] = field(default_factory=set)
@@ -66,6 +66,11 @@ class Plan:
     def compares(self) -> bool:
         """The next step compares all values between the ranks."""
         return self.steps < _STEPS
+
+    @property
+    def own_grads(self) -> bool:
+        """Each rank has gradients of its own that the next step needs; also while that is not known yet."""
+        return self.grads_differ and (self.grads or self.compares)
 
     @property
     def exchanges(self) -> bool:
@@ -215,7 +220,7 @@ def merge(plan: Plan, reports: Sequence[Mapping[str, Any]], coverage: Coverage) 
     plan.around |= _same_in_all([each["around"] for each in reports])
     plan.own |= own | {name for name in names if name.startswith("own[")}
     plan.grads |= any(each["grads"] for each in reports)
-    plan.own_grads |= plan.grads and bool(differ & grads)
+    plan.grads_differ |= bool(differ & grads)
     values = [each["variables"] for each in reports]
     carried = set().union(*values)
     plan.variables |= {name for name in carried if any(v.get(name) != values[0].get(name) for v in values[1:])}
@@ -226,7 +231,7 @@ def merge(plan: Plan, reports: Sequence[Mapping[str, Any]], coverage: Coverage) 
         *(f"assign {name.rpartition('.')[2]}" for name in sorted(changed_late & plan.variables)),
         *(
             ["clear gradients of several steps, which differ between ranks,"]
-            if plan.own_grads and plan.boundaries
+            if plan.grads and plan.grads_differ and plan.boundaries
             else []
         ),
     ]

@@ -13,8 +13,10 @@ Random numbers need not be restored: they follow from the position of the step (
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -70,6 +72,10 @@ _SOME, _ALL = 1, 2  # what ranks say to other questions
 _LOOK_S = 0.25  # between two looks at whether others wait to join
 _TOGETHER_S = 5.0  # after a signal, for others to get it
 _VERIFY_LEAST = 50  # steps between two comparisons of the ranks, at least
+_ABANDONED = (
+    "State: the program has left the loop behind a step that a loss has undone, so that the step is missing.\n  Leave"
+    " it only if the step is done: `if step.committed and ...: break`"
+)
 _EXTRAS = "(buffers and gradients)"  # a part of what is handed over, besides those of the program
 _VAIN = 5  # so many attempts to connect all groups are enough
 
@@ -187,6 +193,7 @@ class State:
         self._batches: Batches | None = None
         self._step: Step | None = None
         self._undone: Step | None = None  # to be repeated
+        self._abandoned = False
         self._plans: dict[str, Plan] = {}
         self._audits: dict[str, Audit] = {}
         self._complaints: list[str] = []  # for the next learning step, in which all ranks hear them
@@ -253,6 +260,7 @@ class State:
                 # What the program draws before the first step of an epoch follows from the epoch, too.
                 self._seeds.sow(self._world.rank(), "epoch", loop, self._epoch)
                 yield self._epoch
+                self._check_abandoned()
                 if (position.loop, position.epoch) == (loop, self._epoch):  # else the others are ahead of this process
                     position.move(loop, self._epoch + 1)
             if position.loop == loop:
@@ -302,6 +310,7 @@ class State:
             UsageError: called in the middle of another section.
         """
         self._enter()
+        self._check_abandoned()
         if self._step is not None and self._step.running:
             raise UsageError(
                 "State.steps: called within a step, which would be repeated with a part of the inner loop only.\n"
@@ -390,9 +399,25 @@ class State:
                 if step.broken:
                     self._recover()
                 step.forget()
+        except GeneratorExit:
+            if self._undone is not None:
+                self._abandoned = True
+                atexit.register(self._end_abandoned)
+            raise
         finally:
             if self._batches is batches:
                 self._batches = None
+
+    def _check_abandoned(self) -> None:
+        """Refuse to continue where the program has left a loop although its last step must be repeated."""
+        if self._abandoned:
+            self._abandoned = False
+            raise StateLostError(_ABANDONED)
+
+    def _end_abandoned(self) -> None:
+        if self._abandoned:  # the program has ended without another call, in which this would have been raised
+            print(f"allranks.StateLostError: {_ABANDONED}", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def _follow(self, step: Step) -> None:
         """Does what ranks have asked for at the commit of a step."""
@@ -1144,7 +1169,7 @@ class State:
 
     @property
     def _has_grads(self) -> bool:
-        return any(plan.grads for plan in self._plans.values())
+        return any(plan.grads or plan.compares for plan in self._plans.values())
 
     @property
     def _keeps_own(self) -> bool:
@@ -1267,7 +1292,8 @@ class Step:
 
     Attributes:
         batch: of the source; the index, where the source is a number.
-        index: the number of the step in its section.
+        index: the number of the step in its section; -1 behind the ``with`` block of a step that was undone, so that
+            ``if step.index == 99: break`` does not leave the loop before the step is repeated.
         committed: all ranks have agreed that it is done.
     """
 
@@ -1327,6 +1353,7 @@ class Step:
         if self.committed:
             self._state._cut_off(self)
         else:
+            self.index = -1
             self._state._undone = self
             self._state._take_back(self)
         return True

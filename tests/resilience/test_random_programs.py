@@ -1,0 +1,77 @@
+"""Random training programs lose a rank: each has the result of an undisturbed run, or ends with a typed error.
+
+benchmarks/random_programs.py describes the programs and the verdicts. To run one program of this test again:
+
+    RANDOM_PROGRAM=17 pytest tests/resilience/test_random_programs.py
+    python benchmarks/random_programs.py --seed 17 --keep
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = 300  # about 1.3 s of CPU time each
+AT_ONCE = 2
+MOST_REFUSED = 0.1  # more refusals than this mean that State refuses ordinary programs
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        yield importlib.import_module("random_programs")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.mark.timeout(1200)
+def test_no_program_ends_with_a_wrong_result(programs: ModuleType) -> None:
+    seed = os.environ.get("RANDOM_PROGRAM")
+    seeds = range(PROGRAMS) if seed is None else [int(seed)]
+    outcomes = list(programs.run_all(seeds, AT_ONCE))
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    wrong = sorted((o for o in outcomes if o.verdict == "WRONG"), key=lambda o: o.seed)
+    lines = [f"seed {o.seed} ({o.place}): {o.reason}\n  {programs.reproduce(o.seed)}" for o in wrong]
+    verdicts = ", ".join(f"{verdict} {counts[verdict]}" for verdict in programs.VERDICTS)
+    assert not wrong, "\n".join([verdicts, *lines])
+    assert seed is not None or counts["refused"] <= MOST_REFUSED * len(outcomes), verdicts
+
+
+def test_each_program_compiles_and_calls_die_once(programs: ModuleType) -> None:
+    for seed in range(1000):
+        program = programs.write(programs.choose(seed))
+        compile(program.text, f"program {seed}", "exec")
+        calls = program.text.count(" die()\n") + program.text.count("hook(die)") + program.text.startswith("die()")
+        assert calls == 1 or "\ndie()\n" in program.text, f"seed {seed}\n{program.text}"
+
+
+@pytest.mark.parametrize(
+    ("output", "exceptions"),
+    [
+        ("Traceback (most recent call last):\n  File x\nKeyError: 'a'\n", ["KeyError: 'a'"]),
+        (
+            "[1] Traceback (most recent call last):\n[1]   File x\n[1] allranks.UsageError: State: a\n[1]   b\n"
+            "[1]   See https://allranks.readthedocs.io/docs/errors.html#usageerror\n",
+            ["allranks.UsageError: State: a b"],
+        ),
+        (
+            "Traceback (most recent call last):\n  File x\nKeyError: 'a'\n\nDuring handling of the above exception,"
+            " another exception occurred:\n\nTraceback (most recent call last):\n  File x\n"
+            "allranks.StateLostError: b\n",
+            ["allranks.StateLostError: b"],
+        ),
+    ],
+)
+def test_the_last_exception_of_each_traceback_is_found(
+    programs: ModuleType, output: str, exceptions: list[str]
+) -> None:
+    assert programs._exceptions(output) == exceptions
