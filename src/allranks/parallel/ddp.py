@@ -420,8 +420,8 @@ class DistributedDataParallel(nn.Module):
     def renew(self) -> None:
         """Forget what the reducer has learned from earlier backwards. Sends nothing.
 
-        Called on every rank after a loss: a process that replaces a lost rank has learned nothing of a static graph, and
-        would call other collectives than the ranks that have.
+        Called on every rank after a loss: a process that replaces a lost rank has learned nothing of a static graph,
+        and would call other collectives than the ranks that have.
         """
         if self._reducer is not None and self.static_graph:
             reducer = self._make_reducer(shared=False)

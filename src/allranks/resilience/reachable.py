@@ -101,9 +101,13 @@ def is_user_module(name: str) -> bool:
     """Whether a module is the program's own: neither a library's, nor the standard library's, nor this package's."""
     if name == "__main__":
         return True
+    if not name:
+        return False
     if name.partition(".")[0] in {"allranks", "torch", "numpy"} or name in sys.builtin_module_names:
         return False
-    file = getattr(sys.modules.get(name), "__file__", None)
+    if name not in sys.modules:
+        return True  # its functions were pickled by value, as cloudpickle does
+    file = getattr(sys.modules[name], "__file__", None)
     return isinstance(file, str) and not file.startswith(_LIBRARIES) and "-packages/" not in file
 
 

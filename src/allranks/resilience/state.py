@@ -14,6 +14,7 @@ Random numbers need not be restored: they follow from the position of the step (
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import signal
 import sys
@@ -76,6 +77,7 @@ _ABANDONED = (
     "State: the program has left the loop behind a step that a loss has undone, so that the step is missing.\n  Leave"
     " it only if the step is done: `if step.committed and ...: break`"
 )
+_loops_entered = itertools.count()
 _EXTRAS = "(buffers and gradients)"  # a part of what is handed over, besides those of the program
 _VAIN = 5  # so many attempts to connect all groups are enough
 
@@ -123,9 +125,10 @@ class State:
         checkpoints: where the state is written to the disk, and how often. The loop begins with the newest checkpoint
             in the folder, if there is one: the step after it is the next, and the weights at the end are those of a run
             that was never stopped. None: the state is in memory alone.
-        parts: modules, optimizers, schedulers, anything with ``state_dict`` and ``load_state_dict``, tensors, and dicts
-            of values that can be pickled. The same on all ranks, but for what each step computes anew. Optimizers
-            commit the step by themselves, before their first ``step()``.
+        local: objects, and names of variables, that may differ between ranks, are not restored, and are lost with their
+            rank: a progress bar, a list that is only printed. The training must not depend on them.
+        parts: modules, optimizers, schedulers, anything with ``state_dict`` and ``load_state_dict``, tensors, NumPy
+            arrays, generators, dicts, lists, and objects with attributes. The same values on all ranks.
 
     Attributes:
         parts: the parts, by name; of a wrapper such as DistributedDataParallel the module in it.
@@ -135,15 +138,19 @@ class State:
 
     Raises:
         NotInitializedError: there is no process group yet.
-        UsageError: a part cannot be one, or a checkpoint cannot hold it.
+        UsageError: a part cannot be one, or a checkpoint cannot hold it. In the first steps, on every rank: the program
+            changes something that is not covered; names it, and the line to add.
         CheckpointError: in the loop: a checkpoint cannot be loaded, or was not written; on every rank.
-        StateLostError: in the loop: nobody is left that has the state, or a part of it; on every rank.
+        StateLostError: in the loop, on every rank: no rank has the state, or a part of it, any more; or the ranks have
+            come to differ.
 
     Cost:
-        a step: an all_reduce of 8 bytes, a copy of the modules' buffers and of the tensors among the parts, and where
-        there are buffers, a message with them to another rank. A loss: some round trips to the launcher's store, making
-        the group, and the size of the state through shared memory or TCP. A checkpoint: a copy of this rank's share of
-        the state, while the loop waits; the rest happens in the background.
+        a step: an all_reduce of 8 bytes, the seeding of generators, and a copy of what a step changes before it is
+        committed; if ranks have values of their own, messages with them. The first two steps at each place of a
+        program: copies and hashes of everything. Every N steps: a hash of everything, below 0.5 % of the time. A loss:
+        some round trips to the launcher's store, making the group, hashes, and the size of the state through shared
+        memory or TCP. A checkpoint: a copy of this rank's share of the state, while the loop waits; the rest happens in
+        the background.
     """
 
     def __init__(
@@ -939,6 +946,11 @@ class State:
             return
         self._entered = True
         lineage = self._world.lineage
+        if lineage is not None and lineage.replaces and next(_loops_entered):
+            raise UsageError(
+                "State: another State has begun its loop in this process. A replacement process could not tell in which"
+                " of the two the others are.\n  Use one State with all parts; its loops may follow one another"
+            )
         if lineage is not None:
             self._not_counted = lineage.tally
             if self._replicas is not None:

@@ -1,0 +1,297 @@
+"""What State covers, what it refuses in the first steps, and where it commits a step. Ranks die without a replacement;
+test_random_programs.py and test_elastic.py replace them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import Counter, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import allranks as dist
+from allranks.resilience import variables
+from allranks.resilience.coverage import digest
+from allranks.resilience.handover import assign
+from allranks.testing import run_ranks
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _refused(program: Callable[[], None], *words: str) -> None:
+    """The program is refused on every rank, with these words."""
+
+    def main() -> str:
+        with pytest.raises(dist.UsageError) as caught:
+            program()
+        return str(caught.value)
+
+    for text in run_ranks(2, main, may_die=[1]):  # a store that outlives a rank
+        for word in words:
+            assert word in text, text
+
+
+def _net() -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(3, 1)
+
+
+class _Meter:
+    def __init__(self) -> None:
+        self.total = 0.0
+
+
+def test_a_list_that_is_no_part_is_refused_with_the_line_to_add() -> None:
+    def program() -> None:
+        losses: list[float] = []
+        for step in dist.resilience.State().steps(4):
+            with step:
+                losses.append(float(step.index))
+
+    _refused(program, "losses (a list) is changed", "State(losses=losses, ...)", 'State(local=["losses"])')
+
+
+def test_what_is_declared_as_local_is_not_refused() -> None:
+    def program() -> int:
+        losses: list[float] = []
+        meter = _Meter()
+        for step in dist.resilience.State(local=["losses", meter]).steps(4):
+            with step:
+                losses.append(float(step.index))
+                meter.total += 1
+        return len(losses)
+
+    assert run_ranks(2, program, may_die=[1]) == [4, 4]
+
+
+def test_an_object_an_optimizer_and_an_iterator_that_are_no_parts_are_refused() -> None:
+    def of_object() -> None:
+        meter = _Meter()
+        for step in dist.resilience.State().steps(4):
+            with step:
+                meter.total += 1
+
+    def of_optimizer() -> None:
+        net = _net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for step in dist.resilience.State(net=net).steps(4):
+            with step:
+                net(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+
+    def of_iterator() -> None:
+        more = iter([1, 2, 3, 4, 5, 6])
+        for step in dist.resilience.State().steps(4):
+            with step:
+                next(more)
+
+    _refused(of_object, "meter (a _Meter", "total", "State(meter=meter, ...)")
+    _refused(of_optimizer, "State(optimizer=optimizer, ...)")
+    _refused(of_iterator, "more is an iterator", "State.steps(), as zip(loader, other)")
+
+
+def test_counting_around_the_steps_and_loops_in_loops_are_refused() -> None:
+    def counts() -> None:
+        for number, step in enumerate(dist.resilience.State().steps(4)):
+            with step:
+                torch.ones(number)
+
+    def nested() -> None:
+        state = dist.resilience.State()
+        for step in state.steps(4):
+            with step:
+                for _ in state.steps(2):
+                    pass
+
+    def epochs_in_epochs() -> None:
+        state = dist.resilience.State()
+        for _ in state.epochs(2):
+            for _ in state.epochs(2):
+                pass
+
+    _refused(counts, "number is counted by the loop", "use step.index instead")
+    _refused(nested, "called within a step")
+    _refused(epochs_in_epochs, "within another loop of epochs")
+
+
+def test_parameters_that_differ_between_ranks_are_refused() -> None:
+    def program() -> None:
+        net = _net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in dist.resilience.State(net=net, optimizer=optimizer).steps(4):
+            with step:
+                net(torch.full((2, 3), float(dist.get_rank()))).sum().backward()
+                optimizer.step()
+
+    _refused(program, "net.weight has other values on each rank", "Average gradients before the optimizer runs")
+
+
+@pytest.mark.parametrize("moment", ["first", "between", "after"])
+def test_a_step_with_two_optimizers_is_undone_as_a_whole(moment: str) -> None:
+    def main() -> Any:
+        nets = [_net(), _net()]
+        optimizers = [torch.optim.Adam(net.parameters(), lr=0.1) for net in nets]
+        state = dist.resilience.State(a=nets[0], b=nets[1], c=optimizers[0], d=optimizers[1])
+        doomed = dist.get_rank() == 1
+        for step in state.steps(8):
+            with step:
+                dies = doomed and step.index == 5
+                for net, optimizer, place in zip(nets, optimizers, ("first", "between"), strict=True):
+                    if dies and moment == place:
+                        _die()
+                    optimizer.zero_grad()
+                    net(torch.ones(2, 3)).sum().backward()
+                    for parameter in net.parameters():
+                        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+                    optimizer.step()
+                if dies and moment == "after":
+                    _die()
+        return [p.tolist() for net in nets for p in net.parameters()], state.steps_done
+
+    results = run_ranks(3, main, may_die=[1])
+    calm = run_ranks(1, main)
+    assert results[0] == results[2] == calm[0]  # the gradients are the same on all ranks
+
+
+def test_a_call_whose_error_the_program_catches_undoes_the_step() -> None:
+    def main() -> Any:
+        weight, caught = torch.zeros(1), 0
+        state = dist.resilience.State(weight=weight, local=["caught"])
+        for step in state.steps(6):
+            with step:
+                if dist.get_rank() == 1 and dist.get_world_size() == 3 and step.index == 4:
+                    _die()
+                try:
+                    dist.barrier()
+                except RuntimeError:
+                    caught += 1
+                step.commit()
+                weight += 1
+        return weight.item(), state.steps_done, caught
+
+    results = run_ranks(3, main, may_die=[1])
+    assert results[0][:2] == results[2][:2] == (6.0, 6)
+    assert results[0][2] + results[2][2] > 0
+
+
+def test_variables_of_the_loop_and_the_batch_are_restored() -> None:
+    def main() -> Any:
+        data = torch.arange(16.0).view(8, 2)
+        count, total, state = 0, torch.zeros(1), dist.resilience.State()
+        for step in state.steps(DataLoader(data, batch_size=1)):  # type: ignore[arg-type]
+            with step:
+                count += 1
+                total = total + step.batch.mul_(2).sum()
+                if dist.get_rank() == 1 and dist.get_world_size() == 3 and step.index == 5:
+                    _die()
+                dist.barrier()
+        return count, total.item()
+
+    results = run_ranks(3, main, may_die=[1])
+    assert results[0] == results[2] == (8, 2.0 * sum(range(16)))
+
+
+def test_a_loop_that_is_left_behind_an_undone_step_is_an_error() -> None:
+    def main() -> str:
+        state, left = dist.resilience.State(), False
+        for step in state.steps(8):
+            with step:
+                left = step.index == 5
+                if left and dist.get_rank() == 1:
+                    _die()
+                dist.barrier()
+            if left:
+                break
+        with pytest.raises(dist.StateLostError, match="has left the loop behind a step that a loss has undone"):
+            for _ in state.steps(1):
+                pass
+        return "refused"
+
+    results = run_ranks(3, main, may_die=[1])
+    assert results[0] == results[2] == "refused"
+
+
+def test_two_loops_of_epochs_follow_one_another() -> None:
+    def main() -> Any:
+        state, seen = dist.resilience.State(local=["seen"]), []
+        for last in (2, 5):
+            for epoch in state.epochs(last):
+                for step in state.steps(2):
+                    with step:
+                        if dist.get_rank() == 1 and dist.get_world_size() == 3 and (epoch, step.index) == (3, 1):
+                            _die()
+                        dist.barrier()
+                    if step.committed:
+                        seen.append((epoch, step.index))
+        return seen, state.steps_done
+
+    results = run_ranks(3, main, may_die=[1])
+    assert results[0] == results[2] == ([(epoch, index) for epoch in range(5) for index in range(2)], 10)
+
+
+def _loop(frames: list[Any]) -> None:
+    total, best, last = 0, None, 0
+    for _ in range(2):
+        fresh = 1
+        for _ in _Once(frames):
+            last = fresh
+            total += last
+        best = total if best is None else min(best, total)
+    print(best)
+
+
+class _Once:
+    """Yields once, and looks at the loop of its caller."""
+
+    def __init__(self, frames: list[Any]) -> None:
+        self._frames = frames
+
+    def __iter__(self) -> Any:
+        self._frames.append(variables.carried(sys._getframe(1)))
+        yield 0
+
+
+def test_a_variable_is_carried_if_it_is_read_before_it_is_assigned() -> None:
+    found: list[variables.Carried] = []
+    _loop(found)
+    assert {"total", "best"} <= found[0].assigned
+    assert not {"last", "fresh"} & found[0].assigned - {"fresh"}
+
+
+def test_a_value_is_assigned_into_the_same_objects() -> None:
+    tensor, inner = torch.zeros(2), [1, 2]
+    part = {
+        "tensor": tensor,
+        "inner": inner,
+        "counts": Counter(a=1),
+        "last": deque([1], maxlen=2),
+        "array": np.zeros(2),
+    }
+    array = part["array"]
+    new = {"tensor": torch.ones(2), "inner": [3], "counts": Counter(b=2), "last": deque([5, 6], maxlen=2), "more": 1}
+    assert assign(part, {**new, "array": np.ones(2)}) is part
+    assert part["tensor"] is tensor
+    assert tensor.tolist() == [1.0, 1.0]
+    assert part["inner"] is inner
+    assert inner == [3]
+    assert part["array"] is array
+    assert array.tolist() == [1.0, 1.0]  # type: ignore[attr-defined]
+    assert part["counts"] == Counter(b=2)
+    assert part["last"] == deque([5, 6])
+
+
+def test_digests_follow_the_value_and_not_the_object() -> None:
+    point = namedtuple("point", "a b")
+    assert digest({"a": [1.0, torch.ones(2)]}) == digest({"a": [1.0, torch.ones(2)]})
+    values = [1, 1.0, True, "1", [1], (1,), {1: 1}, torch.ones(1), torch.ones(1, dtype=torch.float64), torch.ones(1, 1)]
+    values += [np.ones(1), defaultdict(int, {1: 2}), point(1, 2), None, float("nan")]
+    assert len({digest(value) for value in values}) == len(values)
