@@ -115,7 +115,9 @@ class Audit:
         found = {path: digest(t) for path, t in reached.tensors.items() if t.nbytes <= _LARGE and not t.is_meta}
         found |= {path: digest(array) for path, array in reached.arrays.items() if array.nbytes <= _LARGE}
         found |= {path: digest(plain_of(container)) for path, container in reached.containers.items()}
-        return {path: value for path, value in found.items() if _root(path) not in self._names}
+        # A variable that the loop assigns holds another object in each step.
+        skip = self._names | variables.LoopVariables(program_frames(frame)).rebound
+        return {path: value for path, value in found.items() if _root(path) not in skip}
 
     def complaints(self, frame: FrameType, step: object) -> list[str]:
         """What has changed since, and is not covered; as sentences for the user."""

@@ -106,7 +106,7 @@ class Coverage:
 
     def must_agree(self, name: str) -> bool:
         """Whether ranks must have the same value. Plain values of modules may differ: caches, counters of calls."""
-        part = self._others.get(_root(name))
+        part = self._others.get(_root(name.removesuffix("{}")))
         if hasattr(part, "state_dict"):  # what it gives must agree; other attributes may be made when they are needed
             return False
         return not name.endswith("{}") or self.is_light(name.removesuffix("{}"))
@@ -377,7 +377,8 @@ def _feed(hasher: Any, value: Any, depth: int, above: set[int]) -> None:
     elif id(value) in above or depth > 20:
         return
     elif isinstance(value, Mapping):
-        for key, each in value.items():
+        # The order of keys is that of their first assignment, which load_state_dict() does not keep.
+        for key, each in sorted(value.items(), key=lambda item: repr(item[0]) if type(item[0]) in PLAIN else ""):
             hasher.update((repr(key) if type(key) in PLAIN else str(type(key))).encode())
             _feed(hasher, each, depth + 1, above | {id(value)})
     elif isinstance(value, (set, frozenset)):

@@ -254,8 +254,8 @@ def _differs(name: str, coverage: Coverage) -> str:
     remedy = (
         "Average gradients before the optimizer runs, as DistributedDataParallel does"
         if coverage.is_trained(name)
-        else "Reduce what is put into it (all_reduce), or pass a tensor of each rank as State(own=[...]), or, if the"
-        " training does not depend on it, leave it out and declare it: State(local=[...])"
+        else "Reduce it over the ranks (all_reduce), or name a tensor of each rank: State(own=[...]).\n"
+        "  If the training does not depend on it, declare it: State(local=[...])"
     )
     name = name.removesuffix("{}")
     return f"{name} has other values on each rank, so that no rank could give another one the right one.\n  {remedy}"

@@ -77,6 +77,9 @@ _ABANDONED = (
     "State: the program has left the loop behind a step that a loss has undone, so that the step is missing.\n  Leave"
     " it only if the step is done: `if step.committed and ...: break`"
 )
+# Programs ask for `index == n`, `index % n == 0` and `(index + 1) % n == 0`. The number is prime, and half of the one
+# behind it, too: no n but 1 and 2 that anybody uses divides either.
+_UNDONE_INDEX = -1_000_000_007
 _loops_entered = itertools.count()
 _EXTRAS = "(buffers and gradients)"  # a part of what is handed over, besides those of the program
 _VAIN = 5  # so many attempts to connect all groups are enough
@@ -153,6 +156,7 @@ class State:
         the background.
     """
 
+    # long: an attribute a line
     def __init__(
         self,
         *,
@@ -739,8 +743,8 @@ class State:
                 step.variables.write({name: next(found[name] for found in full if name in found)})
             else:
                 raise StateLostError(
-                    f"State: the variable {name} has other values in the process that replaces a lost rank and on the"
-                    " last rank that is left, and no other rank can tell which is right.\n  Keep it in a part"
+                    f"State: the replacement process has another value of the variable {name} than the last survivor,"
+                    " and nothing tells which is right.\n  Keep it in a part of the State"
                 )
         plan.met = True
 
@@ -1304,8 +1308,8 @@ class Step:
 
     Attributes:
         batch: of the source; the index, where the source is a number.
-        index: the number of the step in its section; -1 behind the ``with`` block of a step that was undone, so that
-            ``if step.index == 99: break`` does not leave the loop before the step is repeated.
+        index: the number of the step in its section; below zero behind the ``with`` block of a step that was undone, so
+            that ``if step.index == 99: break`` and ``if (step.index + 1) % 100 == 0: save()`` do nothing then.
         committed: all ranks have agreed that it is done.
     """
 
@@ -1365,7 +1369,7 @@ class Step:
         if self.committed:
             self._state._cut_off(self)
         else:
-            self.index = -1
+            self.index = _UNDONE_INDEX
             self._state._undone = self
             self._state._take_back(self)
         return True

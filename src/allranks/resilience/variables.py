@@ -105,11 +105,13 @@ class Carried(NamedTuple):
     """The variables that a loop carries.
 
     Attributes:
+        rebound: all names that the loop assigns.
         within: the program may read them before it assigns them.
         assigned: of those, the ones that the loop assigns.
         behind: the loop assigns them, and only what follows it reads them: ``print(loss)`` after the last step.
     """
 
+    rebound: frozenset[str] = frozenset()
     within: frozenset[str] = frozenset()
     assigned: frozenset[str] = frozenset()
     behind: frozenset[str] = frozenset()
@@ -154,7 +156,10 @@ def _carried(flow: _Flow, offset: int) -> Carried:
     within = live[first]
     behind = set[str]().union(*(live[each] for each in others))
     return Carried(
-        frozenset(within | (behind - assigned)), frozenset(within & assigned), frozenset((behind & assigned) - within)
+        frozenset(assigned),
+        frozenset(within | (behind - assigned)),
+        frozenset(within & assigned),
+        frozenset((behind & assigned) - within),
     )
 
 
@@ -208,6 +213,7 @@ class LoopVariables:
         assigned: of those, the ones that the loop assigns. The others keep their value as long as the function runs,
             but may have been computed from the result of an earlier loop, which a replacement process has not run.
         behind: those that only what follows the innermost loop reads.
+        rebound: the plain names of all variables that a loop assigns.
     """
 
     def __init__(self, frames: Sequence[FrameType]) -> None:
@@ -219,12 +225,14 @@ class LoopVariables:
         self.within: set[str] = set()
         self.assigned: set[str] = set()
         self.behind: set[str] = set()
+        self.rebound: set[str] = set()
         for frame in frames:
             found = carried(frame)
             prefix = f"{frame.f_code.co_name.strip('<>')}."
             for name in found.within | found.behind:
                 self._where.setdefault(prefix + name, (frame, name))
             self.within |= {prefix + name for name in found.within}
+            self.rebound |= found.rebound
             self.assigned |= {prefix + name for name in found.assigned}
             if frame is frames[0]:
                 self.behind |= {prefix + name for name in found.behind}
