@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -136,6 +136,20 @@ class Coverage:
             if isinstance(part, torch.optim.Optimizer):
                 found.containers |= {f"{name}.param_groups[{n}]": group for n, group in enumerate(part.param_groups)}
         return found
+
+    def keep_light(self) -> Callable[[], None]:
+        """Copy these values. Returns what restores them."""
+        found = self.light()
+        containers = [(each, each.copy()) for each in found.containers.values()]
+        arrays = [(each, each.copy()) for each in found.arrays.values()]
+
+        def restore() -> None:
+            for container, values in containers:
+                restore_container(container, values)
+            for array, values in arrays:
+                array[...] = values
+
+        return restore
 
     def set_wrappers(self, wrappers: Sequence[Any]) -> None:
         """The DistributedDataParallel objects around modules of the parts are these."""

@@ -219,6 +219,7 @@ class State:
         self._last_variables: dict[str, Tensor] = {}  # what the backup has, by place
         self._local_names = {each for each in local if isinstance(each, str)}
         self._verifies = self._received = False
+        self._arrived: Callable[[], None] | None = None  # restores values as they came from the other ranks
         self._verify_every = self._verified_at = 0
         self._began_at = 0.0
         self._buddies = Buddies()
@@ -538,6 +539,9 @@ class State:
         frame = step.frame = loop_frame()
         step.place = _place_of(frame)
         step.variables = variables.LoopVariables(program_frames(frame))
+        if self._arrived is not None:
+            self._arrived()
+            self._arrived = None
         plan = self._plans.setdefault(step.place, Plan())
         if not plan.met:
             self._meet_variables(step, plan)
@@ -1169,6 +1173,9 @@ class State:
         self._coverage.set_flags(shared["flags"])
         self._pending_values, self._reset = shared["variables"], shared["reset"]
         self._received = True
+        # Before its first step a replacement process runs what the program does when an epoch begins:
+        # `scheduler.step()`. The others have done that before.
+        self._arrived = self._coverage.keep_light()
         if shared["keeper"] is None:
             return {}
         message: list[Any] = [None]
