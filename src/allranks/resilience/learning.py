@@ -19,9 +19,9 @@ from allranks.resilience.shards import shard_of
 
 __all__ = ["Learning", "Plan", "merge"]
 
-_STEPS = 2  # in which everything is compared
-_BOUNDARIES = 2  # with an optimizer, before a step is committed early
-_MOST = 64  # steps to wait for those
+_STEPS = 2  # in which a program is observed, at least
+_BOUNDARIES = 2  # of them with an optimizer
+_MOST = 16  # steps to wait for those: an evaluation has none
 
 
 @dataclass
@@ -63,14 +63,14 @@ class Plan:
     varying: set[str] = field(default_factory=set)
 
     @property
-    def compares(self) -> bool:
-        """The next step compares all values between the ranks."""
+    def audits(self) -> bool:
+        """The next step looks for state that is not covered."""
         return self.steps < _STEPS
 
     @property
     def own_grads(self) -> bool:
         """Each rank has gradients of its own that the next step needs; also while that is not known yet."""
-        return self.grads_differ and (self.grads or self.compares)
+        return self.grads_differ and (self.grads or self.learns)
 
     @property
     def exchanges(self) -> bool:
@@ -79,8 +79,12 @@ class Plan:
 
     @property
     def learns(self) -> bool:
-        """The next step is committed at its end, whatever it does."""
-        return self.compares or (self.boundaries < _BOUNDARIES and self.steps < _MOST)
+        """The next step is committed at its end, whatever it does, and compares all values between the ranks.
+
+        A step with an optimizer may change more than one without: where gradients are accumulated over k steps, only
+        every k-th has one.
+        """
+        return self.steps < _STEPS or (self.boundaries < _BOUNDARIES and self.steps < _MOST)
 
 
 class Learning:
@@ -89,16 +93,14 @@ class Learning:
     Args:
         coverage: the parts.
         reached: what is in them.
-        compares: compare the values of all tensors.
 
     Attributes:
         seconds: that comparing took.
         live_grads: gradients of a step before are added to.
     """
 
-    def __init__(self, coverage: Coverage, reached: Reached, compares: bool) -> None:
+    def __init__(self, coverage: Coverage, reached: Reached) -> None:
         self._coverage = coverage
-        self._compares = compares
         self._reached = reached
         self._rebinds = False
         self.seconds = 0.0
@@ -115,8 +117,6 @@ class Learning:
         ]
 
     def _look(self, reached: Reached | None = None) -> dict[str, int]:
-        if not self._compares:
-            return {}
         started = time.perf_counter()
         now = reached or self._coverage.reached()
         self._rebinds = self._rebinds or any(

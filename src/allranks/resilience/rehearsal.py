@@ -37,7 +37,7 @@ EPOCHS = 2
 """The number of epochs in a rehearsal. The second one shows whether an epoch begins with the right values."""
 
 _STEPS = 12  # in a section, at least: some before and some after both losses
-_MOST_STEPS = 64  # if no optimizer runs; State learns for at most as many
+_MOST_STEPS = 16  # if no optimizer runs; State learns for at most as many
 _EARLY, _LATE = 1, 5  # the least number of committed steps at the first and the second loss
 _EVERY = 2  # steps between two checkpoints
 

@@ -80,6 +80,7 @@ _ABANDONED = (
 # Programs ask for `index == n`, `index % n == 0` and `(index + 1) % n == 0`. The number is prime, and half of the one
 # behind it, too: no n but 1 and 2 that anybody uses divides either.
 _UNDONE_INDEX = -1_000_000_007
+_NOTHING = object()
 _loops_entered = itertools.count()
 _EXTRAS = "(buffers and gradients)"  # a part of what is handed over, besides those of the program
 _VAIN = 5  # so many attempts to connect all groups are enough
@@ -212,6 +213,7 @@ class State:
         self._wants_late = False
         # The variables of a place when its last step began, each with a copy of its value.
         self._begin_values: dict[str, dict[str, tuple[Any, Any]]] = {}
+        self._at_entry: dict[str, Any] = {}  # plain variables when the first loop began
         self._covered_ids: set[int] = set()  # of tensors that variables may hold, too
         self._pending_values: dict[str, dict[str, Any]] = {}  # received, for the first step there
         self._pending_kept: dict[str, Tensor] = {}
@@ -565,10 +567,10 @@ class State:
         if plan.learns:
             self._note_covered()
             reached = self._coverage.reached()
-            if plan.compares and self._audits_steps and step.place not in self._audits:
+            if plan.audits and self._audits_steps and step.place not in self._audits:
                 self._audits[step.place] = Audit(frame, self._covered(), self._local)
             self._undo.keep_all(reached)
-            step.learning = Learning(self._coverage, reached, plan.compares)
+            step.learning = Learning(self._coverage, reached)
         elif plan.late or self._late:
             self._undo.keep_all(self._coverage.reached())
         else:
@@ -642,7 +644,7 @@ class State:
             # The program may have caught the error; a call has not happened all the same.
             self._agree(_UNDONE)
         plan = self._plans[step.place]
-        exchanges = not step.is_last and (plan.compares or plan.exchanges)
+        exchanges = not step.is_last and (plan.learns or plan.exchanges)
         if exchanges:
             own = self._own_values(step)
             self._buddies.exchange(world, own)
@@ -686,31 +688,31 @@ class State:
         plan = self._plans[step.place]
         complaints, self._complaints = self._complaints, []
         audit = self._audits.get(step.place)
-        if plan.compares and audit is not None:
+        if plan.audits and audit is not None:
             complaints += audit.complaints(step.frame, step)
         body_s = time.perf_counter() - self._began_at
         report = step.learning.report(calls_made(), self._variables_now(step), complaints)
         # So seldom that comparing the ranks takes less than 0.5 % of the time.
         report["base"] = self._seeds.base
-        report["around"] = {} if not plan.compares or audit is None else audit.around(step.frame)
+        report["around"] = {} if not plan.audits or audit is None else audit.around(step.frame)
         report["every"] = min(int(step.learning.seconds / (0.005 * max(body_s, 1e-6))) + _VERIFY_LEAST, 1 << 20)
         reports: list[Any] = [None] * self._world.size()
         if losses_seen() != step.losses:
             raise _Undone
         objects.all_gather_object(reports, report, self._world)
-        if plan.compares:
-            self._verify_every = max(each["every"] for each in reports)
-            step.base = reports[0]["base"]
+        self._verify_every = max(each["every"] for each in reports)
+        step.base = reports[0]["base"]
         complaints = merge(plan, reports, self._coverage)
         if complaints and self._audits_steps:
             raise UsageError(_refusal(complaints))
+        if not plan.audits:
+            self._audits.pop(step.place, None)  # it holds what the variables held in the first step
         if not plan.learns:
             self._settle(step)
 
     def _settle(self, step: Step) -> None:
         """The plan of a place is complete."""
         plan = self._plans[step.place]
-        self._audits.pop(step.place, None)
         self._undo.forget_plan()
         if plan.late and self._world.rank() == 0 and self._audits_steps:
             warnings.warn(
@@ -732,7 +734,7 @@ class State:
         known = {name for each in self._plans.values() for name in each.varying}
         common = {name for each in self._plans.values() for name in each.common} - known
         kept = step.variables.within - step.variables.assigned
-        mine = {n: value for n, value in self._read(step, kept).items() if variables.is_plain(value)}
+        mine = self._computed(self._read(step, kept))
         reports: list[Any] = [None] * self._world.size()
         objects.all_gather_object(reports, (self._received, mine), self._world)
         full = [found for received, found in reports if not received] or [found for _, found in reports]
@@ -752,6 +754,21 @@ class State:
                 )
         plan.met = True
 
+    def _computed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Plain values that the program has computed since its first loop began.
+
+        What a variable held before that, each process computes itself: options, and what depends on the process, such
+        as ``os.environ["ALLRANKS_START"]``. An argument of a function that has been called since is known by its name.
+        """
+        before = self._at_entry
+        names = {key.rpartition(".")[2]: value for key, value in before.items()}
+        return {
+            key: value
+            for key, value in values.items()
+            if variables.is_plain(value)
+            and not _same(value, before[key] if key in before else names.get(key.rpartition(".")[2], _NOTHING))
+        }
+
     def _read(self, step: Step, names: Set[str]) -> dict[str, Any]:
         """Variables, without those that are declared as local or covered by a part."""
         chosen = {name for name in names if name.rpartition(".")[2] not in self._local_names}
@@ -769,7 +786,7 @@ class State:
         found = {n: v for n, v in self._read(step, there.assigned).items() if variables.can_be_carried(v)}
         if behind:
             plain = self._read(step, there.within - there.assigned - self._plans[step.place].varying)
-            found |= {n: value for n, value in plain.items() if variables.is_plain(value)}
+            found |= self._computed(plain)
             found |= {
                 n: value
                 for n, value in self._read(step, there.behind).items()
@@ -798,9 +815,9 @@ class State:
             for name, tensor in self._all_own().items()
             if name not in self._coverage.buffers or name in changing or self._sent.get(name) != _version(tensor)
         }
-        if plan.compares or plan.variables:
+        if plan.learns or plan.variables:
             values = self._variables_now(step)
-            chosen = values if plan.compares else {n: v for n, v in values.items() if n in plan.variables}
+            chosen = values if plan.learns else {n: v for n, v in values.items() if n in plan.variables}
             found[f"variables({step.place})"] = pack(
                 (self._position.done, {name: _copied(value) for name, value in chosen.items()})
             )
@@ -965,6 +982,8 @@ class State:
                 lineage.replica, lineage.on_aside = self._replicas.size, self._wait_aside
         self._look_around()
         self._note_covered()
+        there = variables.LoopVariables(program_frames(loop_frame()))
+        self._at_entry = {n: v for n, v in there.read(there.within).items() if variables.is_plain(v)}
         self._meet()
         while not self._position.loaded:
             self._load()
@@ -1192,7 +1211,7 @@ class State:
 
     @property
     def _has_grads(self) -> bool:
-        return any(plan.grads or plan.compares for plan in self._plans.values())
+        return any(plan.grads or plan.learns for plan in self._plans.values())
 
     @property
     def _keeps_own(self) -> bool:
@@ -1413,6 +1432,10 @@ def _latest(packed: Mapping[str, Tensor]) -> dict[str, Any]:
 def _place_of(frame: FrameType) -> str:
     """A place in the program, which has the same name in all processes."""
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _same(value: object, other: object) -> bool:
+    return type(value) is type(other) and repr(value) == repr(other)  # a NaN is the same as itself
 
 
 def _copied(value: Any) -> Any:
