@@ -1126,6 +1126,7 @@ class State:
         world, seats = self._world, self._seats()
         me, machines = world.rank(), [member.machine for member in world.members]
         came: dict[str, Tensor] = {}
+        self._share_plans(full[0])
         for rank in empty:
             donors = handover.Donors(rank, full, machines, self._sharded)
             if me == rank:
@@ -1139,7 +1140,6 @@ class State:
                 self._send(donors, keeper)
             if me == keeper:
                 objects.send_object_list([self._buddies.kept], rank, world)
-        self._share_plans(full[0])
         gone = self._take_over(seats, full)
         self._lacks, self._why_lacks = False, ""
         renewed = bool(empty or gone) and self._keeps_own
@@ -1155,10 +1155,12 @@ class State:
 
     def _share_plans(self, source: int) -> None:
         """All ranks continue with what one of them has learnt: a loss may have hit them at different moments."""
-        mine = (self._plans, self._late, self._verify_every, self._seeds.base if self._seeds.agreed else None)
-        message: list[Any] = [mine]
+        buddies, seeds = self._buddies, self._seeds
+        mine = (self._plans, self._late, self._verify_every, seeds.base if seeds.agreed else None)
+        message: list[Any] = [mine, (buddies.ring, buddies.step)]
         objects.broadcast_object_list(message, source, self._world)
         self._plans, self._late, self._verify_every, base = message[0]
+        buddies.ring, buddies.step = message[1]  # all must agree on who is whose backup
         if base is not None:
             self._seeds.base, self._seeds.agreed = base, True
         for plan in self._plans.values():
