@@ -41,6 +41,8 @@ class Plan:
         changing: the names of those of ``own`` that a step changes.
         around: the paths of objects that are no part, and were the same on all ranks.
         variables: the names of variables that the loop assigns and whose values differ between ranks.
+        known: the names of all variables that the ranks have compared when a step ended. Others may be left over from a
+            step that was undone: ``if warm: scale = f(x)`` assigns one that the next step assigns anew.
         met: the ranks have compared the variables that the loop does not assign.
         common: the names of those of them that are the same on all ranks.
         varying: the names of those that differ between ranks, such as the rank.
@@ -58,6 +60,7 @@ class Plan:
     changing: set[str] = field(default_factory=set)
     around: set[str] = field(default_factory=set)
     variables: set[str] = field(default_factory=set)
+    known: set[str] = field(default_factory=set)
     met: bool = False
     common: set[str] = field(default_factory=set)
     varying: set[str] = field(default_factory=set)
@@ -223,6 +226,7 @@ def merge(plan: Plan, reports: Sequence[Mapping[str, Any]], coverage: Coverage) 
     plan.grads_differ |= bool(differ & grads)
     values = [each["variables"] for each in reports]
     carried = set().union(*values)
+    plan.known |= carried
     plan.variables |= {name for name in carried if any(v.get(name) != values[0].get(name) for v in values[1:])}
     changed_late = {name for each in reports for name in each["variables after"]}
     late = [

@@ -905,7 +905,7 @@ class State:
         found |= {
             f"variable {name}": digest(value)
             for name, (_, value) in self._begin_values[step.place].items()
-            if name in step.variables.within and plan.steps and (name not in plan.variables or name in reset)
+            if name in plan.known and name in step.variables.within and (name not in plan.variables or name in reset)
         }
         return found
 
