@@ -120,7 +120,7 @@ class Rehearsal:
     def finish(self, step: Step) -> None:
         """A step is committed, and its ``with`` block is left."""
         self._unhook()
-        if step.frame is None:  # the step without a body at the end of a loop
+        if step.is_last:  # the step without a body at the end of a loop
             return
         if not self._state._lacks:
             self._record(step)
