@@ -179,7 +179,8 @@ class Rehearsal:
         state, frame = self._state, step.frame
         assert frame is not None
         position, coverage = state._position, state._coverage
-        found = {f"variable {n}": digest(value) for n, value in state._variables_now(step, behind=True).items()}
+        now = state._variables_now(step, behind=True)
+        found = {f"variable {name.rpartition('.')[2]}": digest(value) for name, value in now.items()}
         values = coverage.common()
         values |= {name: digest(t) for name, t in coverage.reached().tensors.items() if is_dtensor(t)}
         # What an optimizer trains follows from the rest. So of several names the others are more likely the cause.
