@@ -73,7 +73,12 @@ def test_ranks_have_the_environment_that_torchrun_gives_them(torchrun: Launcher)
         }
         differing = {name for name in theirs.keys() - missing if ours[name] != theirs[name]}
         assert differing <= {"OMP_NUM_THREADS"}  # 1 there, a fair share of the CPUs here
-        assert ours.keys() - theirs.keys() == {"NODE_RANK", "ALLRANKS_STORE", "ALLRANKS_RECORD_MEMORY"}
+        assert ours.keys() - theirs.keys() == {
+            "NODE_RANK",
+            "ALLRANKS_STORE",
+            "ALLRANKS_RECORD_MEMORY",
+            "ALLRANKS_MACHINE",
+        }
 
 
 @pytest.mark.parametrize("end", ["sys.exit(7)", "os.kill(os.getpid(), signal.SIGSEGV)"])

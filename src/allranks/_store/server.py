@@ -405,30 +405,19 @@ class StoreServer:
                     self._greet(peer, peer.greeting, frame)
         except BlockingIOError:
             return
-        except ConfigError as error:
-            self._refuse(peer, str(error))
-        except TlsError as error:
-            if peer.tls is None:
-                self._send(peer, pack_frame(VERSION))  # a client with TLS sees by it that we have none
-            self._refuse(peer, str(error))
+        except (ConfigError, TlsError) as error:
+            self._refuse(peer, error)
         except (OSError, WireError) as error:
             self._drop(peer, str(error))
 
     def _unseal(self, peer: _Peer, tls: Tls, data: bytes) -> bytes:
-        try:
-            return tls.receive(data)
-        finally:  # an alert, too
-            if due := tls.due():
-                self._push(peer, due)
+        plain = tls.receive(data)
+        if due := tls.due():
+            self._push(peer, due)
+        return plain
 
     def _greet(self, peer: _Peer, greeting: Greeting, frame: bytes) -> None:
-        try:
-            answer = greeting.step(frame)
-        except SecretError:
-            raise
-        except ConfigError:
-            self._send(peer, pack_frame(VERSION))  # so that the other side can report it, too
-            raise
+        answer = greeting.step(frame)
         if answer is not None:
             self._send(peer, pack_frame(answer))
         else:
@@ -488,10 +477,16 @@ class StoreServer:
             peer.events = events
             self._selector.modify(peer.sock, events, peer)
 
-    def _refuse(self, peer: _Peer, why: str) -> None:
+    def _refuse(self, peer: _Peer, error: ConfigError | TlsError) -> None:
+        # Recorded before the answer is sent: whoever has read the answer finds the record.
         if peer.name not in self.refusals and len(self.refusals) < 16:
-            self.refusals[peer.name] = f"{peer.name} was refused: {why}"
-            _log.warning("%s: %s was refused: %s", self.address, peer.name, why)
+            self.refusals[peer.name] = f"{peer.name} was refused: {error}"
+            _log.warning("%s: %s was refused: %s", self.address, peer.name, error)
+        if peer.tls is not None and isinstance(error, TlsError):
+            if alert := peer.tls.due():
+                self._push(peer, alert)
+        elif not isinstance(error, SecretError):
+            self._send(peer, pack_frame(VERSION))  # shows a client of another version, or with TLS, what differs
         self._drop(peer)
 
     def _drop(self, peer: _Peer, why: str = "the server ends") -> None:

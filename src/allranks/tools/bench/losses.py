@@ -124,7 +124,7 @@ def _train(folder: Path, deaths: int) -> None:
     allranks.init_process_group()
     model: Any = allranks.nn.parallel.DistributedDataParallel(_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    state = allranks.resilience.State(model=model, optimizer=optimizer)
+    state = allranks.resilience.State(model=model, optimizer=optimizer, local=["life"])
     batch = torch.ones(4, _WIDTH)
     for step in state.steps(_STEPS * (deaths + 1)):
         with step:
