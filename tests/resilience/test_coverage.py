@@ -200,6 +200,20 @@ def test_variables_of_the_loop_and_the_batch_are_restored() -> None:
     assert results[0] == results[2] == (8, 2.0 * sum(range(16)))
 
 
+def test_a_variable_in_which_ranks_come_to_differ_is_kept_by_the_backup_from_then_on() -> None:
+    def main() -> tuple[float, bool]:
+        fastest, state = 100.0, dist.resilience.State()
+        for _ in range(3):
+            for step in state.steps(20):  # the first of them learn that all ranks have the same value
+                with step:
+                    pass
+            fastest = min(fastest, 10.0 + dist.get_rank())
+        kept = any(name.endswith(".fastest") for plan in state._plans.values() for name in plan.variables)
+        return fastest, kept
+
+    assert run_ranks(2, main, may_die=[1]) == [(10.0, True), (11.0, True)]
+
+
 def test_a_loop_that_is_left_behind_an_undone_step_is_an_error() -> None:
     def main() -> str:
         state, left = dist.resilience.State(), False

@@ -19,7 +19,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = 150  # about 1.3 s of CPU time each
+PROGRAMS = 80  # about 1.3 s of CPU time each
 AT_ONCE = 1
 MOST_REFUSED = 0.1  # more refusals than this mean that State refuses ordinary programs
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -303,9 +303,11 @@ class Undo:
         """A plan has changed, or the objects in the parts have."""
         self._plan = None
 
-    def _keep_tensors(self, tensors: Iterable[Tensor]) -> None:
-        with torch.no_grad():
-            self._saved = [_Saved(local := local_of(tensor), local.clone()) for tensor in tensors]
+    def _keep_tensors(self, tensors: Collection[Tensor]) -> None:
+        self._saved = []
+        if tensors:
+            with torch.no_grad():
+                self._saved = [_Saved(local := local_of(tensor), local.clone()) for tensor in tensors]
         self.nbytes = sum(saved.copy.nbytes for saved in self._saved)
 
     def _keep_grads(self) -> None:

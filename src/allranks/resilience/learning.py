@@ -81,6 +81,11 @@ class Plan:
         return bool(self.own or self.variables or self.own_grads)
 
     @property
+    def sends_always(self) -> bool:
+        """Each step changes some of these values."""
+        return self.learns or bool(self.changing) or self.own_grads
+
+    @property
     def learns(self) -> bool:
         """The next step is committed at its end, whatever it does, and compares all values between the ranks.
 

@@ -67,8 +67,9 @@ from allranks.resilience.shards import dtensors_in, layout_of
 
 __all__ = ["State", "Step"]
 
-# A rank's vote at the commit of a step; the outcome is the least of all.
-_UNDONE, _LEAVES, _UNSAVED, _CHANGES, _LATE, _STAYS = range(6)
+# A rank's vote at the commit of a step; the outcome is the least of all. After _SENDS values are sent to the backups,
+# and the ranks vote again.
+_UNDONE, _SENDS, _LEAVES, _UNSAVED, _CHANGES, _LATE, _STAYS = range(7)
 _SOME, _ALL = 1, 2  # what ranks say to other questions
 _LOOK_S = 0.25  # between two looks at whether others wait to join
 _TOGETHER_S = 5.0  # after a signal, for others to get it
@@ -81,8 +82,10 @@ _ABANDONED = (
 # behind it, too: no n but 1 and 2 that anybody uses divides either.
 _UNDONE_INDEX = -1_000_000_007
 _NOTHING = object()
+_NO_VARIABLES = variables.LoopVariables(())
 _loops_entered = itertools.count()
 _EXTRAS = "(buffers and gradients)"  # a part of what is handed over, besides those of the program
+_VARIABLE = "variable "  # before the name of one, where it is compared
 _VAIN = 5  # so many attempts to connect all groups are enough
 
 
@@ -213,12 +216,17 @@ class State:
         self._wants_late = False
         # The variables of a place when its last step began, each with a copy of its value.
         self._begin_values: dict[str, dict[str, tuple[Any, Any]]] = {}
+        self._differing: set[str] = set()  # what ranks have come to differ in, until the next commit
+        self._kept_at = ""  # the place whose variables have been copied since the program could change them
+        self._loop_variables = _NO_VARIABLES  # of the loop that runs
         self._at_entry: dict[str, Any] = {}  # plain variables when the first loop began
+        self._at_entry_by_name: dict[str, Any] = {}  # the same, without the names of functions
         self._covered_ids: set[int] = set()  # of tensors that variables may hold, too
         self._pending_values: dict[str, dict[str, Any]] = {}  # received, for the first step there
         self._pending_kept: dict[str, Tensor] = {}
         self._reset: dict[str, set[str]] = {}  # variables that the program has begun anew with since the last commit
         self._last_variables: dict[str, Tensor] = {}  # what the backup has, by place
+        self._sent_variables: dict[str, int] = {}  # their hashes
         self._local_names = {each for each in local if isinstance(each, str)}
         self._verifies = self._received = False
         self._arrived: Callable[[], None] | None = None  # restores values as they came from the other ranks
@@ -361,7 +369,7 @@ class State:
 
     def _run_section(self, batches: Batches, key: tuple[int, int, int]) -> Iterator[Step]:
         place = self._place
-        self._batches = batches
+        self._batches, self._kept_at = batches, ""
         try:
             while True:
                 self._write_checkpoint()
@@ -421,6 +429,7 @@ class State:
         finally:
             if self._batches is batches:
                 self._batches = None
+                self._loop_variables = _NO_VARIABLES  # let go of the program's functions
 
     def _check_abandoned(self) -> None:
         """Refuse to continue where the program has left a loop although its last step must be repeated."""
@@ -540,15 +549,19 @@ class State:
         step.is_last = self._ends
         frame = step.frame = loop_frame()
         step.place = _place_of(frame)
-        step.variables = variables.LoopVariables(program_frames(frame))
+        if not self._loop_variables.is_of(frame):
+            self._loop_variables = variables.LoopVariables(program_frames(frame))
+        step.variables = self._loop_variables
         if self._arrived is not None:
             self._arrived()
-            self._arrived = None
+            self._arrived, self._kept_at = None, ""
         plan = self._plans.setdefault(step.place, Plan())
         if not plan.met:
             self._meet_variables(step, plan)
+            self._kept_at = ""
         self._received = False
-        self._keep_variables(step)
+        if self._kept_at != step.place:
+            self._keep_variables(step)
         self._verify(step)
 
     def _keep_variables(self, step: Step) -> None:
@@ -556,6 +569,7 @@ class State:
         self._begin_values[step.place] = {
             name: (value, _copied(value)) for name, value in self._variables_now(step, behind=True).items()
         }
+        self._kept_at = step.place
 
     def _begin(self, step: Step) -> None:
         """A step begins: what it may change is copied, and the generators are seeded."""
@@ -599,6 +613,7 @@ class State:
         """Assign what other ranks have sent for the variables of a loop."""
         place = _place_of(frame)
         values, kept = self._pending_values.get(place), _latest(self._pending_kept)
+        self._kept_at = ""
         self._pending_values, self._pending_kept = {}, {}  # those of other places are older
         if values is None:
             return
@@ -611,7 +626,7 @@ class State:
     def _commit_by_hand(self, step: Step) -> None:
         if step.learning is not None:
             self._learn(step)
-        self._commit()
+        self._commit_early()
         if step.learning is not None:
             step.at_commit = self._own_digests(step)
 
@@ -644,12 +659,20 @@ class State:
             # The program may have caught the error; a call has not happened all the same.
             self._agree(_UNDONE)
         plan = self._plans[step.place]
-        exchanges = not step.is_last and (plan.learns or plan.exchanges)
+        differing = {name.removeprefix(_VARIABLE) for name in self._differing}
+        exchanges = not step.is_last and (plan.learns or plan.exchanges or bool(differing))
+        step.leaves, outcome = self._leaves, _SENDS
         if exchanges:
-            own = self._own_values(step)
+            own = self._own_values(step, differing)
+            if not (plan.sends_always or self._own or differing):
+                outcome = self._agree(_SENDS if own else self._wish())
+                exchanges = outcome == _SENDS
+        if exchanges:
             self._buddies.exchange(world, own)
-        step.leaves = self._leaves
-        self._outcome = self._agree(self._wish())
+        if outcome == _SENDS:
+            step.leaves = self._leaves
+            outcome = self._agree(self._wish())
+        self._outcome = outcome
         step.committed = True
         if step.base is not None:
             self._seeds.base, self._seeds.agreed = step.base, True
@@ -657,12 +680,22 @@ class State:
             self._buddies.commit(world, self._seats())
             self._sent |= {n: _version(t) for n, t in own.items() if n in self._coverage.buffers}
             self._last_variables |= {n: t for n, t in own.items() if n.startswith("variables(")}
+            self._sent_variables |= step.sent
             self._inherited.clear()
+            plan.own |= differing & self._coverage.buffers.keys()
+            plan.variables |= differing - self._coverage.buffers.keys()
+            self._differing.clear()
         if self._outcome == _LATE:
             self._late = True
         if lineage is not None and lineage.decided is not None:
             step.broken = True  # the group; the step is done
-        step.calls, step.losses = calls_made(), losses_seen()
+        step.losses = losses_seen()
+
+    def _commit_early(self) -> None:
+        """Commit within the step: no call may follow in it, as nothing would undo the step if that is interrupted."""
+        self._commit()
+        assert self._step is not None
+        self._step.calls = calls_made()
 
     def _finish(self, step: Step) -> None:
         """The end of a ``with`` block without an error.
@@ -734,7 +767,7 @@ class State:
         known = {name for each in self._plans.values() for name in each.varying}
         common = {name for each in self._plans.values() for name in each.common} - known
         kept = step.variables.within - step.variables.assigned
-        mine = self._computed(self._read(step, kept))
+        mine = self._computed(self._without_covered(step.variables.read(kept)))
         reports: list[Any] = [None] * self._world.size()
         objects.all_gather_object(reports, (self._received, mine), self._world)
         full = [found for received, found in reports if not received] or [found for _, found in reports]
@@ -760,19 +793,20 @@ class State:
         What a variable held before that, each process computes itself: options, and what depends on the process, such
         as ``os.environ["ALLRANKS_START"]``. An argument of a function that has been called since is known by its name.
         """
-        before = self._at_entry
-        names = {key.rpartition(".")[2]: value for key, value in before.items()}
-        return {
-            key: value
-            for key, value in values.items()
-            if variables.is_plain(value)
-            and not _same(value, before[key] if key in before else names.get(key.rpartition(".")[2], _NOTHING))
-        }
+        return {key: value for key, value in values.items() if self._is_computed(key, value)}
 
-    def _read(self, step: Step, names: Set[str]) -> dict[str, Any]:
-        """Variables, without those that are declared as local or covered by a part."""
-        chosen = {name for name in names if name.rpartition(".")[2] not in self._local_names}
-        return {n: value for n, value in step.variables.read(chosen).items() if id(value) not in self._covered_ids}
+    def _is_computed(self, key: str, value: object) -> bool:
+        before = self._at_entry.get(key, _NOTHING)
+        if before is _NOTHING:
+            before = self._at_entry_by_name.get(key.rpartition(".")[2], _NOTHING)
+        return value is not before and variables.is_plain(value) and not _same(value, before)
+
+    def _without_covered(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Without the variables that are declared as local or covered by a part."""
+        local, covered = self._local_names, self._covered_ids
+        if local:
+            values = {name: value for name, value in values.items() if name.rpartition(".")[2] not in local}
+        return {name: value for name, value in values.items() if id(value) not in covered}
 
     def _variables_now(self, step: Step, behind: bool = False) -> dict[str, Any]:
         """The variables that the loop assigns, and reads before.
@@ -782,16 +816,19 @@ class State:
             behind: with those that only the program behind the loop reads, detached from their computation, and those
                 that the loop does not assign and that are the same on all ranks.
         """
-        there = step.variables
-        found = {n: v for n, v in self._read(step, there.assigned).items() if variables.can_be_carried(v)}
-        if behind:
-            plain = self._read(step, there.within - there.assigned - self._plans[step.place].varying)
-            found |= self._computed(plain)
-            found |= {
-                n: value
-                for n, value in self._read(step, there.behind).items()
-                if variables.can_be_carried(value) or type(value) is Tensor
-            }
+        there, varying = step.variables, self._plans[step.place].varying
+        found: dict[str, Any] = {}
+        for name, value in self._without_covered(there.read_all()).items():
+            if name in there.assigned:
+                chosen = variables.can_be_carried(value)
+            elif not behind:
+                chosen = False
+            elif name in there.behind:
+                chosen = variables.can_be_carried(value) or type(value) is Tensor
+            else:
+                chosen = name not in varying and self._is_computed(name, value)
+            if chosen:
+                found[name] = value
         return found
 
     @property
@@ -806,27 +843,36 @@ class State:
         found += [*reached.owners.values(), *reached.generators.values(), *reached.wrappers.values()]
         return [*found, *self._wrappers, *self._local, *self.parts.values(), *self._own]
 
-    def _own_values(self, step: Step) -> dict[str, Tensor]:
-        """What only this rank has, and its backup does not have yet."""
+    def _own_values(self, step: Step, differing: Set[str]) -> dict[str, Tensor]:
+        """What only this rank has, and its backup does not have yet.
+
+        Args:
+            step: the present one.
+            differing: buffers and variables that belong to it from this step on.
+        """
         plan = self._plans[step.place]
         changing = {name for each in self._plans.values() for name in each.changing}
         found = {
             name: tensor
-            for name, tensor in self._all_own().items()
-            if name not in self._coverage.buffers or name in changing or self._sent.get(name) != _version(tensor)
+            for name, tensor in self._all_own(differing).items()
+            if name not in self._last_variables
+            and (name not in self._coverage.buffers or name in changing or self._sent.get(name) != _version(tensor))
         }
-        if plan.learns or plan.variables:
+        names = plan.variables | (differing - self._coverage.buffers.keys())
+        if plan.learns or names:
             values = self._variables_now(step)
-            chosen = values if plan.learns else {n: v for n, v in values.items() if n in plan.variables}
-            found[f"variables({step.place})"] = pack(
-                (self._position.done, {name: _copied(value) for name, value in chosen.items()})
-            )
+            chosen = values if plan.learns else {n: v for n, v in values.items() if n in names}
+            step.sent = {name: digest(value) for name, value in chosen.items()}
+            if any(self._sent_variables.get(name) != now for name, now in step.sent.items()):
+                found[f"variables({step.place})"] = pack(
+                    (self._position.done, {name: _copied(value) for name, value in chosen.items()})
+                )
         return found
 
-    def _all_own(self) -> dict[str, Tensor]:
+    def _all_own(self, differing: Set[str] = frozenset()) -> dict[str, Tensor]:
         """All that only this rank has, as of the last commit, for a backup that keeps nothing yet."""
         plans = self._plans.values()
-        names = {name for plan in plans for name in plan.own}
+        names = {name for plan in plans for name in plan.own} | differing
         learnt = any(plan.steps for plan in plans)
         found: dict[str, Tensor] = {f"own[{number}]": tensor for number, tensor in enumerate(self._own)}
         for name in self._coverage.buffers:
@@ -854,16 +900,20 @@ class State:
             StateLostError: they differ; on every rank.
         """
         done, every = self._position.done, self._verify_every
-        if not self._verifies and not (every and done and done % every == 0 and done != self._verified_at):
+        is_due = every and done and done % every == 0 and done != self._verified_at
+        everything, begins = self._verifies or is_due, self._position.index == 0
+        if not everything and not begins:
             return
         after_recovery, self._verifies, self._verified_at = self._verifies, False, done
         world = self._world
         own = {name for plan in self._plans.values() for name in plan.own}
         mine = {"position": digest(repr(self._position.section_key) + repr((self._position.index, done)))}
-        mine |= {n: d for n, d in self._digests(step).items() if n not in own}
+        mine |= self._variable_digests(step)
+        if everything:
+            mine |= {name: found for name, found in self._coverage.common().items() if name not in own}
         if after_recovery:
             mine |= self._around(step)
-        if not self._sharded:
+        if not self._sharded or not everything:
             total = torch.tensor([digest(sorted(mine.items())) >> 1])
             totals = torch.empty(world.size(), dtype=torch.int64)
             world.all_gather(totals, total)
@@ -873,10 +923,9 @@ class State:
         objects.all_gather_object(gathered, mine, world)
         names = sorted(set().union(*gathered))
         differ = [name for name in names if len({each[name] for each in gathered if name in each}) > 1]
-        buffers = [name for name in differ if name in self._coverage.buffers]
-        if buffers and not after_recovery:  # ranks have come to differ in them: each one's is kept from now on
-            self._plans[step.place].own |= set(buffers)
-            differ = [name for name in differ if name not in buffers]
+        if not after_recovery:  # ranks have come to differ in buffers or variables: each one's is kept from now on
+            self._differing = {n for n in differ if n in self._coverage.buffers or n.startswith(_VARIABLE)}
+            differ = [name for name in differ if name not in self._differing]
         if differ:
             ranks = [rank for rank, each in enumerate(gathered) if each.get(differ[0]) != gathered[0].get(differ[0])]
             more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
@@ -898,16 +947,14 @@ class State:
         audit = Audit(step.frame, self._covered(), self._local)
         return {f"{n} (no part of the State)": d for n, d in audit.around(step.frame).items() if n in common}
 
-    def _digests(self, step: Step) -> dict[str, int]:
-        """Of what ranks have in common when a step begins."""
-        found = self._coverage.common()
+    def _variable_digests(self, step: Step) -> dict[str, int]:
+        """Of the variables that ranks have in common when a step begins."""
         plan, reset = self._plans[step.place], self._reset_names(step.place)
-        found |= {
-            f"variable {name}": digest(value)
+        return {
+            f"{_VARIABLE}{name}": digest(value)
             for name, (_, value) in self._begin_values[step.place].items()
             if name in plan.known and name in step.variables.within and (name not in plan.variables or name in reset)
         }
-        return found
 
     def _wish(self) -> int:
         if self._leaves:
@@ -961,7 +1008,7 @@ class State:
         if step.learning is not None:
             step.learning.at_boundary(calls_made(), self._variables_now(step))
         elif not (self._plans[step.place].late or self._late):
-            self._commit()
+            self._commit_early()
 
     # --- losses ---
 
@@ -984,6 +1031,7 @@ class State:
         self._note_covered()
         there = variables.LoopVariables(program_frames(loop_frame()))
         self._at_entry = {n: v for n, v in there.read(there.within).items() if variables.is_plain(v)}
+        self._at_entry_by_name = {key.rpartition(".")[2]: value for key, value in self._at_entry.items()}
         self._meet()
         while not self._position.loaded:
             self._load()
@@ -1061,6 +1109,8 @@ class State:
         That is done when all ranks agree, as a step is: no rank begins a step while another still waits for its state.
         """
         vain = 0
+        self._kept_at = ""
+        self._differing.clear()
         if self._undone is not None:
             self._take_back(self._undone)  # once more: the program has run what is behind the step
             self._undone = None
@@ -1208,8 +1258,8 @@ class State:
 
     def _reset_names(self, place: str) -> set[str]:
         """The variables of this rank that are not what its backup has: the program has begun anew with them."""
-        sent, begin = _latest(self._last_variables), self._begin_values.get(place, {})
-        return {name for name, value in sent.items() if name in begin and digest(begin[name][1]) != digest(value)}
+        begin = self._begin_values.get(place, {})
+        return {name for name, sent in self._sent_variables.items() if name in begin and digest(begin[name][1]) != sent}
 
     @property
     def _has_grads(self) -> bool:
@@ -1348,17 +1398,18 @@ class Step:
         self.entered = self.running = self.broken = self.leaves = False
         self.place = ""
         self.frame: FrameType | None = None
-        self.variables = variables.LoopVariables(())
+        self.variables = _NO_VARIABLES
         self.learning: Learning | None = None
         self.losses = self.calls = 0
         self.is_last = False  # of a loop of epochs: nothing is done in it
         self.at_commit: dict[str, int] = {}
+        self.sent: dict[str, int] = {}  # hashes of the variables that the backup has when the step is done
         self.base: int | None = None
         self._state = state
 
     def forget(self) -> None:
         """Let go of the program's functions: their variables refer to the step, and a cycle would keep its tensors."""
-        self.frame, self.variables = None, variables.LoopVariables(())
+        self.frame, self.variables = None, _NO_VARIABLES
 
     def commit(self) -> None:
         """End the part of the step that is undone after a loss.
@@ -1437,7 +1488,8 @@ def _place_of(frame: FrameType) -> str:
 
 
 def _same(value: object, other: object) -> bool:
-    return type(value) is type(other) and repr(value) == repr(other)  # a NaN is the same as itself
+    # By their texts: a NaN is the same as itself.
+    return value is other or (type(value) is type(other) and repr(value) == repr(other))
 
 
 def _copied(value: Any) -> Any:

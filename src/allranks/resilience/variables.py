@@ -12,7 +12,7 @@ import ctypes
 import dis
 import inspect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ _WRITE = {"STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF"}
 _PAIRS = {"LOAD_FAST_LOAD_FAST", "STORE_FAST_LOAD_FAST", "STORE_FAST_STORE_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW"}
 _DELETE = {"DELETE_FAST", "DELETE_NAME", "DELETE_GLOBAL", "DELETE_DEREF"}
 _END = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"}
+_RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _JUMP_ALWAYS = {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"}
 
 
@@ -221,6 +222,8 @@ class LoopVariables:
         Args:
             frames: of the function that runs the loop, then of its callers.
         """
+        self._frames = list(frames)
+        self._at = frames[0].f_lasti if frames else -1
         self._where: dict[str, tuple[FrameType, str]] = {}
         self.within: set[str] = set()
         self.assigned: set[str] = set()
@@ -236,18 +239,45 @@ class LoopVariables:
             self.assigned |= {prefix + name for name in found.assigned}
             if frame is frames[0]:
                 self.behind |= {prefix + name for name in found.behind}
+        self._keys = [
+            (frame, [(key, name) for key, (owner, name) in self._where.items() if owner is frame]) for frame in frames
+        ]
 
-    def read(self, names: Iterable[str]) -> dict[str, Any]:
-        """The values of those variables that have one."""
+    def is_of(self, frame: FrameType) -> bool:
+        """Whether these are the variables of the loop that this function runs at present.
+
+        Its callers are suspended in their calls and stay the same, unless it is a generator, which any function may
+        resume.
+        """
+        return (
+            bool(self._frames)
+            and frame is self._frames[0]
+            and frame.f_lasti == self._at
+            and not frame.f_code.co_flags & _RESUMED
+        )
+
+    def read(self, names: Container[str]) -> dict[str, Any]:
+        """The values of those variables that have one.
+
+        Cost:
+            1 us for each function, and 0.1 us for each of its variables.
+        """
         found: dict[str, Any] = {}
-        for frame, known in self._by_frame(names):
+        for frame, keys in self._keys:
             values, outer = frame.f_locals, frame.f_globals
-            for key, name in known.items():
-                if name in values or name in outer:
-                    found[key] = values[name] if name in values else outer[name]
+            for key, name in keys:
+                if key in names:
+                    if name in values:
+                        found[key] = values[name]
+                    elif name in outer:
+                        found[key] = outer[name]
             if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
                 values.clear()  # a copy that the frame would keep: with it, the tensors of the step before
         return found
+
+    def read_all(self) -> dict[str, Any]:
+        """The values of all variables that have one: those in ``within`` and ``behind``."""
+        return self.read(self._where)
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Assign variables of functions that are running.
