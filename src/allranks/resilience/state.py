@@ -405,13 +405,7 @@ class State:
                         batches.take()
                         self._position.index += 1
                         self._position.done += not self._ends
-                if not step.entered:
-                    raise UsageError("a step of State.steps() was not used: write `with step:` around its body")
-                if self._batches is not batches:
-                    raise UsageError(
-                        "State.steps: two sections were run at the same time.\n  Finish one, or leave it by `break`,"
-                        " before the next one begins"
-                    )
+                self._check_used(step, batches)
                 if step.committed:
                     if step.frame is not None:
                         # A loss before the next step here (in this commit on another rank, in a checkpoint, in another
@@ -430,6 +424,16 @@ class State:
             if self._batches is batches:
                 self._batches = None
                 self._loop_variables = _NO_VARIABLES  # let go of the program's functions
+
+    def _check_used(self, step: Step, batches: Batches) -> None:
+        """The program has used a step as it should."""
+        if not step.entered:
+            raise UsageError("a step of State.steps() was not used: write `with step:` around its body")
+        if self._batches is not batches:
+            raise UsageError(
+                "State.steps: two sections were run at the same time.\n  Finish one, or leave it by `break`,"
+                " before the next one begins"
+            )
 
     def _check_abandoned(self) -> None:
         """Refuse to continue where the program has left a loop although its last step must be repeated."""
