@@ -214,7 +214,7 @@ def test_a_variable_in_which_ranks_come_to_differ_is_kept_by_the_backup_from_the
     assert run_ranks(2, main, may_die=[1]) == [(10.0, True), (11.0, True)]
 
 
-def test_a_loop_that_is_left_behind_an_undone_step_is_an_error() -> None:
+def test_a_loop_that_is_left_after_an_undone_step_is_an_error() -> None:
     def main() -> str:
         state, left = dist.resilience.State(), False
         for step in state.steps(8):
@@ -225,7 +225,7 @@ def test_a_loop_that_is_left_behind_an_undone_step_is_an_error() -> None:
                 dist.barrier()
             if left:
                 break
-        with pytest.raises(dist.StateLostError, match="has left the loop behind a step that a loss has undone"):
+        with pytest.raises(dist.StateLostError, match="has left the loop after a step that a loss has undone"):
             for _ in state.steps(1):
                 pass
         return "refused"

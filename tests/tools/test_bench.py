@@ -285,7 +285,8 @@ def test_the_goals_of_resilience(tmp_path: Path) -> None:
     goals = {goal["name"]: goal for goal in report["goals"]}
     assert set(goals) == {
         "survivors' pause, shrink", "survivors' pause, replace", "replaced", "replaced, from the new program on",
-        "a normal step", "4 ranks, right all_reduce", "state of 64 KB, same host", "being prepared, a step of 2 ranks",
+        "a normal step", "observing the first steps", "4 ranks, right all_reduce", "state of 64 KB, same host",
+        "being prepared, a step of 2 ranks",
         "being prepared, without seeds", "being prepared, with BatchNorm",
     }  # fmt: skip
     for name, goal in goals.items():

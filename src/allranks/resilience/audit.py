@@ -12,7 +12,6 @@ Values that only one step uses do not count: variables that each step assigns an
 from __future__ import annotations
 
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -89,7 +88,6 @@ class Audit:
     """
 
     def __init__(self, frame: FrameType, covered: Sequence[Any], local: Sequence[Any]) -> None:
-        started = time.perf_counter()
         self._covered = covered
         self._local = [each for each in local if not isinstance(each, str)]
         self._names = {each for each in local if isinstance(each, str)}
@@ -99,7 +97,6 @@ class Audit:
         found = variables.LoopVariables(program_frames(frame))
         self._carried = found.read(found.assigned)
         self._plain = _plain_values(frame)
-        self.seconds = time.perf_counter() - started
 
     def _reach(self, frame: FrameType) -> Reached:
         skip = [
@@ -121,7 +118,6 @@ class Audit:
 
     def complaints(self, frame: FrameType, step: object) -> list[str]:
         """What has changed since, and is not covered; as sentences for the user."""
-        started = time.perf_counter()
         reached = self._reach(frame)
         roots, sentences = _roots(frame), dict[str, str]()
         for path, value in _paths(reached):
@@ -139,7 +135,6 @@ class Audit:
                 f"{counter} is counted by the loop around State.steps(), and begins at 0 in a process that replaces a"
                 f" lost rank.\n  Write `for step in state.steps(...)` and use step.index instead of {counter}"
             )
-        self.seconds += time.perf_counter() - started
         return found
 
     def _plain_changes(self, frame: FrameType) -> Iterator[str]:

@@ -165,7 +165,7 @@ class _Kept:
         elif not isinstance(value, tuple):
             return False
         inner = value.values() if isinstance(value, dict) else value
-        known = [self._look(each, depth + 1) for each in inner]  # all of them, also behind one that is not
+        known = [self._look(each, depth + 1) for each in inner]  # all of them, also after one that is not
         return all(known)
 
     def restore(self) -> bool:

@@ -32,7 +32,7 @@ class Plan:
         steps: the number of learning steps that are done.
         boundaries: the number of those in which an optimizer ran.
         late: commit at the end of the step, and copy all that it may change.
-        why_late: what it does behind the first optimizer's step that needs that.
+        why_late: what it does after the first optimizer's step that needs that.
         saved: the names of tensors that a step changes before the commit.
         modules: a step changes plain values of modules, or of optimizers' states, before the commit.
         grads: a step adds to gradients of the step before.
@@ -245,7 +245,7 @@ def merge(plan: Plan, reports: Sequence[Mapping[str, Any]], coverage: Coverage) 
         ),
     ]
     if late and not plan.late:
-        plan.late, plan.why_late = True, f"{late[0]} behind an optimizer's step()"
+        plan.late, plan.why_late = True, f"{late[0]} after an optimizer's step()"
     seen = before | after if plan.late else before
     plan.saved |= {name for name in seen - grads if not name.endswith("{}")}
     plan.modules |= any(each["rebinds"] for each in reports) or any(

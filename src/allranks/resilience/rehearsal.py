@@ -179,7 +179,7 @@ class Rehearsal:
         state, frame = self._state, step.frame
         assert frame is not None
         position, coverage = state._position, state._coverage
-        now = state._variables_now(step, behind=True)
+        now = state._variables_now(step, after=True)
         found = {f"variable {name.rpartition('.')[2]}": digest(value) for name, value in now.items()}
         values = coverage.common()
         values |= {name: digest(t) for name, t in coverage.reached().tensors.items() if is_dtensor(t)}

@@ -75,11 +75,11 @@ _LOOK_S = 0.25  # between two looks at whether others wait to join
 _TOGETHER_S = 5.0  # after a signal, for others to get it
 _VERIFY_LEAST = 50  # steps between two comparisons of the ranks, at least
 _ABANDONED = (
-    "State: the program has left the loop behind a step that a loss has undone, so that the step is missing.\n  Leave"
+    "State: the program has left the loop after a step that a loss has undone, so that the step is missing.\n  Leave"
     " it only if the step is done: `if step.committed and ...: break`"
 )
-# Programs ask for `index == n`, `index % n == 0` and `(index + 1) % n == 0`. The number is prime, and half of the one
-# behind it, too: no n but 1 and 2 that anybody uses divides either.
+# Programs ask for `index == n`, `index % n == 0` and `(index + 1) % n == 0`. The number is prime, and half of the one after
+# it, too: no n but 1 and 2 that anybody uses divides either.
 _UNDONE_INDEX = -1_000_000_007
 _NOTHING = object()
 _NO_VARIABLES = variables.LoopVariables(())
@@ -142,6 +142,7 @@ class State:
         replaced: how often another process has taken the place of a lost rank.
         lost: how many ranks have been lost, with those that were lost before they got the state.
         joined: how many ranks have come later. These three are the same on all ranks, in each step.
+        observing_s: seconds that this process has spent on observing the first steps.
 
     Raises:
         NotInitializedError: there is no process group yet.
@@ -239,6 +240,7 @@ class State:
         self._first_own = [tensor.clone() for tensor in own]
         self._aside = self._was_aside = self._returned = False
         self.replaced = self.lost = self.joined = 0
+        self.observing_s = 0.0
         self._not_counted = Tally()  # of that of the world
         self._leaves = False
         self._noticed_at = 0.0
@@ -384,7 +386,7 @@ class State:
                     place = self._place
                     self._places.add(place)
                     batches.deal_anew()
-                if self._pending_values:  # also where no step is left: the program may read them behind the loop
+                if self._pending_values:  # also where no step is left: the program may read them after the loop
                     self._fill_variables(loop_frame())
                 if not batches.prepare():
                     return
@@ -571,7 +573,7 @@ class State:
     def _keep_variables(self, step: Step) -> None:
         """Copy the variables that the loop carries, as the next step finds them."""
         self._begin_values[step.place] = {
-            name: (value, _copied(value)) for name, value in self._variables_now(step, behind=True).items()
+            name: (value, _copied(value)) for name, value in self._variables_now(step, after=True).items()
         }
         self._kept_at = step.place
 
@@ -583,12 +585,14 @@ class State:
         plan, frame = self._plans[step.place], step.frame
         assert frame is not None
         if plan.learns:
+            began = time.perf_counter()
             self._note_covered()
             reached = self._coverage.reached()
             if plan.audits and self._audits_steps and step.place not in self._audits:
                 self._audits[step.place] = Audit(frame, self._covered(), self._local)
             self._undo.keep_all(reached)
             step.learning = Learning(self._coverage, reached)
+            self.observing_s += time.perf_counter() - began
         elif plan.late or self._late:
             self._undo.keep_all(self._coverage.reached())
         else:
@@ -599,7 +603,7 @@ class State:
             self._rehearsal.begin(step)
 
     def _take_back(self, step: Step) -> None:
-        """Restore what an undone step has changed. Called again before the step is repeated: code behind it has run."""
+        """Restore what an undone step has changed. Called again before the step is repeated: code after it has run."""
         if step.frame is None or step.is_last:
             return
         changed = self._undo.take_back()
@@ -640,14 +644,14 @@ class State:
         return found | {name: digest(tensor) for name, tensor in self._all_own().items()}
 
     def _check_what_follows(self, step: Step) -> None:
-        """What changes behind ``step.commit()`` is not kept by another rank; a learning step shows it."""
+        """What changes after ``step.commit()`` is not kept by another rank; a learning step shows it."""
         if not step.at_commit:
             return
         plan, now = self._plans[step.place], self._own_digests(step)
         for name in sorted(plan.variables | plan.own):
             if now.get(name) != step.at_commit.get(name):
                 self._complaints.append(
-                    f"{name} differs between ranks and is changed behind step.commit(), so that no other rank has its"
+                    f"{name} differs between ranks and is changed after step.commit(), so that no other rank has its"
                     " value if this one is lost.\n  Change it before step.commit()"
                 )
 
@@ -723,11 +727,12 @@ class State:
         assert step.learning is not None
         assert step.frame is not None
         plan = self._plans[step.place]
+        began = time.perf_counter()
+        body_s = began - self._began_at
         complaints, self._complaints = self._complaints, []
         audit = self._audits.get(step.place)
         if plan.audits and audit is not None:
             complaints += audit.complaints(step.frame, step)
-        body_s = time.perf_counter() - self._began_at
         report = step.learning.report(calls_made(), self._variables_now(step), complaints)
         # So seldom that comparing the ranks takes less than 0.5 % of the time.
         report["base"] = self._seeds.base
@@ -740,6 +745,7 @@ class State:
         self._verify_every = max(each["every"] for each in reports)
         step.base = reports[0]["base"]
         complaints = merge(plan, reports, self._coverage)
+        self.observing_s += time.perf_counter() - began
         if complaints and self._audits_steps:
             raise UsageError(_refusal(complaints))
         if not plan.audits:
@@ -812,12 +818,12 @@ class State:
             values = {name: value for name, value in values.items() if name.rpartition(".")[2] not in local}
         return {name: value for name, value in values.items() if id(value) not in covered}
 
-    def _variables_now(self, step: Step, behind: bool = False) -> dict[str, Any]:
+    def _variables_now(self, step: Step, after: bool = False) -> dict[str, Any]:
         """The variables that the loop assigns, and reads before.
 
         Args:
             step: the present one.
-            behind: with those that only the program behind the loop reads, detached from their computation, and those
+            after: with those that only the program after the loop reads, detached from their computation, and those
                 that the loop does not assign and that are the same on all ranks.
         """
         there, varying = step.variables, self._plans[step.place].varying
@@ -825,9 +831,9 @@ class State:
         for name, value in self._without_covered(there.read_all()).items():
             if name in there.assigned:
                 chosen = variables.can_be_carried(value)
-            elif not behind:
+            elif not after:
                 chosen = False
-            elif name in there.behind:
+            elif name in there.after:
                 chosen = variables.can_be_carried(value) or type(value) is Tensor
             else:
                 chosen = name not in varying and self._is_computed(name, value)
@@ -889,11 +895,11 @@ class State:
         return found | self._last_variables
 
     def _cut_off(self, step: Step) -> None:
-        """A loss has interrupted a step behind its commit: this rank does not have what the step should have left."""
+        """A loss has interrupted a step after its commit: this rank does not have what the step should have left."""
         step.broken = True
         self._lacks = True
         self._why_lacks = (
-            f"a loss interrupted step {step.index} of this section after its commit, in a call behind optimizer.step()"
+            f"a loss interrupted step {step.index} of this section after its commit, in a call after optimizer.step()"
             " or step.commit()"
         )
 
@@ -1010,7 +1016,9 @@ class State:
         if step is None or not step.running or step.committed:
             return
         if step.learning is not None:
+            began = time.perf_counter()
             step.learning.at_boundary(calls_made(), self._variables_now(step))
+            self.observing_s += time.perf_counter() - began
         elif not (self._plans[step.place].late or self._late):
             self._commit_early()
 
@@ -1116,7 +1124,7 @@ class State:
         self._kept_at = ""
         self._differing.clear()
         if self._undone is not None:
-            self._take_back(self._undone)  # once more: the program has run what is behind the step
+            self._take_back(self._undone)  # once more: the program has run what is after the step
             self._undone = None
         while True:
             before = self._world.size()
@@ -1390,7 +1398,7 @@ class Step:
 
     Attributes:
         batch: of the source; the index, where the source is a number.
-        index: the number of the step in its section; below zero behind the ``with`` block of a step that was undone, so
+        index: the number of the step in its section; below zero after the ``with`` block of a step that was undone, so
             that ``if step.index == 99: break`` and ``if (step.index + 1) % 100 == 0: save()`` do nothing then.
         committed: all ranks have agreed that it is done.
     """

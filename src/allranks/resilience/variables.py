@@ -44,7 +44,7 @@ class _Flow:
         listed: list[dis.Instruction] = []
         self.at: dict[int, int] = {}
         for each in dis.get_instructions(code):
-            # An EXTENDED_ARG belongs to the instruction behind it; jumps lead to the first of them.
+            # An EXTENDED_ARG belongs to the instruction after it; jumps lead to the first of them.
             self.at[each.offset] = len(listed)
             if each.opname not in ("CACHE", "EXTENDED_ARG"):
                 listed.append(each)
@@ -109,13 +109,13 @@ class Carried(NamedTuple):
         rebound: all names that the loop assigns.
         within: the program may read them before it assigns them.
         assigned: of those, the ones that the loop assigns.
-        behind: the loop assigns them, and only what follows it reads them: ``print(loss)`` after the last step.
+        after: the loop assigns them, and only what follows it reads them: ``print(loss)`` after the last step.
     """
 
     rebound: frozenset[str] = frozenset()
     within: frozenset[str] = frozenset()
     assigned: frozenset[str] = frozenset()
-    behind: frozenset[str] = frozenset()
+    after: frozenset[str] = frozenset()
 
 
 _known: dict[tuple[CodeType, int], Carried] = {}
@@ -152,15 +152,15 @@ def _carried(flow: _Flow, offset: int) -> Carried:
             new = (after - set(flow.writes(number))) | set(flow.reads(number))
             if new != live[number]:
                 live[number], changed = new, True
-    # FOR_ITER is followed by the body of the loop, then by what is behind it.
+    # FOR_ITER is followed by the body of the loop, then by what is after it.
     first, *others = flow.following[start] or [start]
     within = live[first]
-    behind = set[str]().union(*(live[each] for each in others))
+    after = set[str]().union(*(live[each] for each in others))
     return Carried(
         frozenset(assigned),
-        frozenset(within | (behind - assigned)),
+        frozenset(within | (after - assigned)),
         frozenset(within & assigned),
-        frozenset((behind & assigned) - within),
+        frozenset((after & assigned) - within),
     )
 
 
@@ -213,7 +213,7 @@ class LoopVariables:
         within: those that the program may read before it assigns them, as ``function.name``.
         assigned: of those, the ones that the loop assigns. The others keep their value as long as the function runs,
             but may have been computed from the result of an earlier loop, which a replacement process has not run.
-        behind: those that only what follows the innermost loop reads.
+        after: those that only what follows the innermost loop reads.
         rebound: the plain names of all variables that a loop assigns.
     """
 
@@ -227,18 +227,18 @@ class LoopVariables:
         self._where: dict[str, tuple[FrameType, str]] = {}
         self.within: set[str] = set()
         self.assigned: set[str] = set()
-        self.behind: set[str] = set()
+        self.after: set[str] = set()
         self.rebound: set[str] = set()
         for frame in frames:
             found = carried(frame)
             prefix = f"{frame.f_code.co_name.strip('<>')}."
-            for name in found.within | found.behind:
+            for name in found.within | found.after:
                 self._where.setdefault(prefix + name, (frame, name))
             self.within |= {prefix + name for name in found.within}
             self.rebound |= found.rebound
             self.assigned |= {prefix + name for name in found.assigned}
             if frame is frames[0]:
-                self.behind |= {prefix + name for name in found.behind}
+                self.after |= {prefix + name for name in found.after}
         self._keys = [
             (frame, [(key, name) for key, (owner, name) in self._where.items() if owner is frame]) for frame in frames
         ]
@@ -276,7 +276,7 @@ class LoopVariables:
         return found
 
     def read_all(self) -> dict[str, Any]:
-        """The values of all variables that have one: those in ``within`` and ``behind``."""
+        """The values of all variables that have one: those in ``within`` and ``after``."""
         return self.read(self._where)
 
     def write(self, values: Mapping[str, Any]) -> None:

@@ -51,6 +51,7 @@ class Life:
         finished: when steps were finished.
         whole: those of them in which all took part.
         died: when it killed itself.
+        observing: seconds that it has spent on observing its first steps.
     """
 
     number: int
@@ -59,6 +60,7 @@ class Life:
     finished: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
     died: float | None = None
+    observing: float = 0.0
 
     def write(self, folder: Path) -> None:
         """For ``pauses``."""
@@ -80,12 +82,14 @@ class Pauses:
         replaced: from the death until the process in the dead one's place has finished a step with all.
         began: the part of it after the program of that process began.
         step: a normal step; one entry.
+        observing: what observing the first steps cost a survivor.
     """
 
     paused: list[float] = field(default_factory=list)
     replaced: list[float] = field(default_factory=list)
     began: list[float] = field(default_factory=list)
     step: list[float] = field(default_factory=list)
+    observing: list[float] = field(default_factory=list)
 
 
 def pauses(folder: Path) -> Pauses:
@@ -95,7 +99,7 @@ def pauses(folder: Path) -> Pauses:
     chain = sorted((life for life in lives if life.number == DYING), key=lambda life: life.start)
     steps = [b - a for life in survivors for a, b in pairwise(life.finished)]
     step = statistics.median(steps)
-    found = Pauses(step=[step])
+    found = Pauses(step=[step], observing=[life.observing for life in survivors])
     for turn, dead in enumerate(chain):
         if dead.died is None:
             break
@@ -135,6 +139,7 @@ def _train(folder: Path, deaths: int) -> None:
             optimizer.step()
         if step.committed:  # else it was taken back, and is repeated
             life.finished.append(time.monotonic())
+    life.observing = state.observing_s
     life.write(folder)
 
 

@@ -10,6 +10,7 @@ replaced              from the kill until the process in its place has finished 
 right all_reduce      of ``-n`` ranks one is killed: until each other one has the right sum of those that are left
 state                 how fast a model goes from one rank's memory to another's on the same host, as to a process that
                       takes a place
+first steps           what observing them costs once: copies and hashes of everything, and the search for what is no part
 being prepared        a step of ``State`` in which nothing is done, of two ranks: the vote and the bookkeeping
 torchft               its replicas on its gloo group, with a lighthouse on this host whose join timeout is 1 s; the
                       bench starts a killed replica again at once
@@ -127,6 +128,7 @@ def _losses(deaths: int, peer: Pauses | None) -> list[Goal]:
         of("replaced", "s", replaced.replaced, most=1.0, peer=_TORCHFT, beside=beside.replaced),
         of("replaced, from the new program on", "s", replaced.began, peer=_TORCHFT, beside=beside.began),
         of("a normal step", "s", replaced.step, peer=_TORCHFT, beside=beside.step),
+        of("observing the first steps", "s", replaced.observing),
     ]
 
 
