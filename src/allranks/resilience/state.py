@@ -78,8 +78,8 @@ _ABANDONED = (
     "State: the program has left the loop after a step that a loss has undone, so that the step is missing.\n  Leave"
     " it only if the step is done: `if step.committed and ...: break`"
 )
-# Programs ask for `index == n`, `index % n == 0` and `(index + 1) % n == 0`. The number is prime, and half of the one after
-# it, too: no n but 1 and 2 that anybody uses divides either.
+# Programs ask for `index == n`, `index % n == 0` and `(index + 1) % n == 0`. The number is prime, and half of the one
+# after it, too: no n but 1 and 2 that anybody uses divides either.
 _UNDONE_INDEX = -1_000_000_007
 _NOTHING = object()
 _NO_VARIABLES = variables.LoopVariables(())

@@ -10,7 +10,8 @@ replaced              from the kill until the process in its place has finished 
 right all_reduce      of ``-n`` ranks one is killed: until each other one has the right sum of those that are left
 state                 how fast a model goes from one rank's memory to another's on the same host, as to a process that
                       takes a place
-first steps           what observing them costs once: copies and hashes of everything, and the search for what is no part
+first steps           what observing them costs, once: copies and hashes of everything, and the search for changes of
+                      what is no part
 being prepared        a step of ``State`` in which nothing is done, of two ranks: the vote and the bookkeeping
 torchft               its replicas on its gloo group, with a lighthouse on this host whose join timeout is 1 s; the
                       bench starts a killed replica again at once
