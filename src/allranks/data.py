@@ -122,7 +122,7 @@ class DistributedSampler(_TorchDistributedSampler[T_co]):
             return list(range(count))
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.epoch)
-        return torch.randperm(count, generator=generator).tolist()
+        return torch.randperm(count, generator=generator, device="cpu").tolist()
 
 
 def adopt(sampler: object) -> DistributedSampler[Any] | None:

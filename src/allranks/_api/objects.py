@@ -163,7 +163,7 @@ def broadcast_object_list(
     here = resolved.rank() == root
     nothing = torch.empty(0, dtype=torch.uint8, device=resolved.device)
     packed = _pack(list(object_list), resolved) if here else nothing
-    length = torch.tensor([packed.numel(), len(object_list)]).to(resolved.device)
+    length = torch.tensor([packed.numel(), len(object_list)], device="cpu").to(resolved.device)
     with part_of("broadcast_object_list"):
         resolved.broadcast(length, root)
         if not here:
@@ -214,7 +214,7 @@ def scatter_object_list(
         _check_length(scatter_object_input_list, resolved.size(), "scatter_object_input_list")
         assert scatter_object_input_list is not None
         pieces = [_pack(obj, resolved) for obj in scatter_object_input_list]
-        lengths = torch.tensor([piece.numel() for piece in pieces]).to(resolved.device)
+        lengths = torch.tensor([piece.numel() for piece in pieces], device="cpu").to(resolved.device)
     with part_of("scatter_object_list"):
         resolved.broadcast(lengths, root)
         longest = int(lengths.max())
@@ -263,7 +263,7 @@ def send_object_list(
     resolved = resolve_group(group)
     to = root_of(resolved, dst, group_dst, "dst")
     packed = _pack(list(object_list), resolved)
-    resolved.send(torch.tensor([packed.numel(), len(object_list)]).to(resolved.device), to)
+    resolved.send(torch.tensor([packed.numel(), len(object_list)], device="cpu").to(resolved.device), to)
     resolved.send(packed, to)
 
 
@@ -372,7 +372,9 @@ def _from_extension(code: int, data: memoryview) -> Any:
     if code == _TENSOR:
         name, shape, grad, content = row
         dtype = getattr(torch, name.removeprefix("torch."))
-        flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        flat = (
+            torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype, device="cpu")
+        )
         return flat.reshape(shape).requires_grad_(grad)
     if code == _DICT:
         return dict(row)
@@ -388,7 +390,7 @@ def _padded(data: Tensor, length: int) -> Tensor:
 
 def _all_lengths(group: ProcessGroup, data: Tensor) -> list[int]:
     lengths = torch.empty(group.size(), dtype=torch.int64, device=group.device)
-    group.all_gather(lengths, torch.tensor([data.numel()]).to(group.device))
+    group.all_gather(lengths, torch.tensor([data.numel()], device="cpu").to(group.device))
     return [int(length) for length in lengths.tolist()]
 
 

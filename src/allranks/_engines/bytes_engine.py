@@ -147,7 +147,7 @@ class BytesEngine(FlatEngine):
         return self._exchanged(pieces, torch.split(into, gets), pieces[self.rank])
 
     def begin_barrier(self) -> Progress:
-        return self._exchanged([torch.zeros(1, dtype=torch.uint8)] * self._size, self._cut(self._room(1)))
+        return self._exchanged([torch.zeros(1, dtype=torch.uint8, device="cpu")] * self._size, self._cut(self._room(1)))
 
     def begin_send(self, given: Tensor, to: int, tag: int) -> Progress:
         self._check_usable()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from allranks._base.errors import AllranksError, UsageError
+from allranks._base.errors import UsageError
 from allranks._base.forks import forks, refusal
 from allranks._call.futures import End
 from allranks._call.types import scaled
@@ -112,14 +112,17 @@ class Operands:
         self._back.append((tensor, part.view(tensor.shape)))
 
     def finish(self) -> None:
-        (back, self._back), (then, self.then) = (self._back, []), (self.then, None)
-        if then is not None:
-            then()
+        """Bring the results where they belong. A call after one that was interrupted does what is left."""
+        if self.then is not None:
+            self.then()
+            self.then = None
+        while self._back:
+            tensor, work = self._back[-1]
+            # Tensors of inference mode can be changed only in that mode, and who waits may not be in it.
+            with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+                tensor.copy_(work)
+            self._back.pop()
         self.keep.clear()
-        if back:
-            with torch.no_grad():
-                for tensor, work in back:
-                    tensor.copy_(work)
 
     def _check_device(self, tensor: Tensor) -> None:
         if self._device is None:
@@ -166,7 +169,13 @@ class OperandsWork(Work):
 
     def _finish(self) -> None:
         with self._lock:  # of several threads that wait, none shall go on before the results are where they belong
-            self._operands.finish()
+            if self._error is not None:
+                raise self._error
+            try:
+                self._operands.finish()
+            except Exception as error:
+                self._error = error  # a second wait reports it, too
+                raise
         self._finished = True
 
     def is_completed(self) -> bool:
@@ -177,7 +186,7 @@ class OperandsWork(Work):
         if not self.done():
             return False
         if self._error is None:
-            with contextlib.suppress(AllranksError):  # wait and exception() report it
+            with contextlib.suppress(Exception):  # wait and exception() report it
                 self.wait()
         return True
 

@@ -47,7 +47,7 @@ def all_reduce(group: Dense, tensor: Tensor, op: ReduceOp | PremulSum, async_op:
     if op is not ReduceOp.SUM:
         raise UsageError(f"all_reduce of a sparse tensor: expected SUM, not {getattr(op, 'name', op)}")
     mine = tensor.detach().coalesce()
-    shape = torch.tensor([mine.values().shape[0], mine.sparse_dim(), *mine.shape]).to(group.device)
+    shape = torch.tensor([mine.values().shape[0], mine.sparse_dim(), *mine.shape], device="cpu").to(group.device)
     shapes = _gather(group, shape)
     different = [rank for rank, other in enumerate(shapes) if not torch.equal(other[1:], shapes[0][1:])]
     if different:
@@ -66,7 +66,16 @@ def all_reduce(group: Dense, tensor: Tensor, op: ReduceOp | PremulSum, async_op:
     for rows, at in zip(values, place_of.split(counts), strict=True):
         sums.index_add_(0, at, rows.to(wide))
     with torch.no_grad():
-        tensor.copy_(torch.sparse_coo_tensor(places.mT, sums.to(mine.dtype), mine.shape, is_coalesced=True))
+        tensor.copy_(
+            torch.sparse_coo_tensor(
+                places.mT,
+                sums.to(mine.dtype),
+                mine.shape,
+                is_coalesced=True,
+                check_invariants=False,
+                device=mine.device,
+            )
+        )
     return Complete([tensor]) if async_op else None
 
 

@@ -109,7 +109,9 @@ class Rounds:
                 raise failure_of(rank, message.process, message.trouble, message.is_usage)
         got, wait = None, None
         if wanted is not None:
-            got = torch.empty(wanted.end - wanted.begin + 1, dtype=torch.uint8)  # and whether it could be read
+            got = torch.empty(
+                wanted.end - wanted.begin + 1, dtype=torch.uint8, device="cpu"
+            )  # and whether it could be read
             wait = company.receive(got, self._sender(company.rank, wanted))
         for rank, message in enumerate(messages):
             if message.wanted is not None and self._sender(rank, message.wanted) == company.rank:
@@ -125,7 +127,7 @@ class Rounds:
         return holders[rank % len(holders)]
 
     def _read(self, wanted: _Wanted) -> Tensor:
-        made = torch.empty(wanted.end - wanted.begin + 1, dtype=torch.uint8)
+        made = torch.empty(wanted.end - wanted.begin + 1, dtype=torch.uint8, device="cpu")
         made[-1] = 1
         file = self._chosen.manifest.files[wanted.file]
         try:

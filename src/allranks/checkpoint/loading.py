@@ -142,7 +142,7 @@ class Reader:
         try:
             if _is_like(saved, like):
                 return torch.empty_like(like, dtype=dtype)
-            return torch.empty(saved.shape, dtype=dtype)
+            return torch.empty(saved.shape, dtype=dtype, device="cpu")
         except (RuntimeError, MemoryError) as error:
             nbytes = math.prod(saved.shape) * dtype.itemsize
             raise CheckpointError(f"there is no memory for tensor {saved.name!r} of {nbytes} bytes: {error}") from error
@@ -194,7 +194,7 @@ class Reader:
         step = max(1, _CHUNK // row)
         for begin in range(first, last, step):
             end = min(begin + step, last)
-            rows = torch.empty((end - begin, *piece.shape[1:]) if low else (), dtype=dtype)
+            rows = torch.empty((end - begin, *piece.shape[1:]) if low else (), dtype=dtype, device="cpu")
             view = view_of(rows, writable=True)
             parts.read_rows(source, self.manifest, saved, piece, begin * row, end * row, view)
             if low:

@@ -128,7 +128,7 @@ def sums_digest(part: Tensor) -> int:
 def _weights(device: torch.device) -> Tensor:
     """The same on all ranks."""
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (_WEIGHTS,), generator=generator)
+    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (_WEIGHTS,), generator=generator, device="cpu")
     return (drawn | 1).to(device)
 
 

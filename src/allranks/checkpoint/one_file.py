@@ -139,7 +139,7 @@ class _Safetensors(_Source):
 
     def tensor(self, name: str) -> Tensor:
         saved, begin = self._entries[name]
-        made = torch.empty(saved.shape, dtype=dtype_of(saved.dtype))
+        made = torch.empty(saved.shape, dtype=dtype_of(saved.dtype), device="cpu")
         if made.nbytes:
             self._file.seek(self._begin + begin)
             if self._file.readinto(view_of(made, writable=True)) != made.nbytes:  # type: ignore[attr-defined]

@@ -226,7 +226,11 @@ def _encode_numpy(value: Any, path: str, flat: Flat) -> Tree:
     """An array, or a scalar of NumPy."""
     if value.dtype.kind not in "biufc" or value.dtype.byteorder == ">":
         raise UsageError(f"checkpoint: {path!r} is a NumPy array of {value.dtype}; expected numbers")
-    raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else torch.empty(0).byte()
+    raw = (
+        torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
+        if value.nbytes
+        else torch.empty(0, device="cpu").byte()
+    )
     described = [value.dtype.str, list(value.shape)]
     if not value.shape and type(value).__name__ != "ndarray":
         return {"numpy_scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}

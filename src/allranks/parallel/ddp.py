@@ -379,7 +379,7 @@ class DistributedDataParallel(nn.Module):
     def _agree(self, init_sync: bool, init_buffers: bool) -> None:
         """What the ranks must have in common: options, model, values, and whether they overlap."""
         if not init_sync:
-            wish = torch.tensor([self._overlap], dtype=torch.uint8).to(self.process_group.device)
+            wish = torch.tensor([self._overlap], dtype=torch.uint8, device="cpu").to(self.process_group.device)
             self.process_group.all_reduce(wish, ReduceOp.MIN)
             self._overlap = bool(wish)
             return

@@ -115,6 +115,6 @@ class UnevenInputs:
 
     def last(self, mine: bool) -> int:
         """The highest rank that never had to listen (in the group's numbering): its model is the newest."""
-        ranks = torch.tensor([self._group.rank() if mine else -1]).to(self._group.device)
+        ranks = torch.tensor([self._group.rank() if mine else -1], device="cpu").to(self._group.device)
         self._group.all_reduce(ranks, ReduceOp.MAX)
         return int(ranks)

@@ -305,7 +305,7 @@ class Reducer:
     def _agree_on_used(self, mine: Iterable[int]) -> Collection[int]:
         """Whose gradient any rank has. Raises on every rank if on any rank one was converted."""
         converted = self._converted()
-        flags = torch.zeros(len(self._names), dtype=torch.uint8)
+        flags = torch.zeros(len(self._names), dtype=torch.uint8, device="cpu")
         flags[list(mine)] = 1
         flags[converted] = 2
         flags = flags.to(self._group.device)
@@ -341,14 +341,14 @@ class Reducer:
             marks: Of all ranks together, one element, if they travelled with a bucket.
         """
         if marks is None:
-            marks = torch.tensor(int(got != due)).to(self._group.device)
+            marks = torch.tensor(int(got != due), device="cpu").to(self._group.device)
             self._group.all_reduce(marks, ReduceOp.MAX)
         if marks.item():
             self._complain(got, due)
 
     def _complain(self, got: list[int], due: list[int]) -> NoReturn:
         """Raises what `_judge` raises; all ranks call it."""
-        mine = torch.tensor([got, due]).to(self._group.device)
+        mine = torch.tensor([got, due], device="cpu").to(self._group.device)
         everyones = mine.new_empty(self._group.size(), *mine.shape)
         self._group.all_gather(everyones, mine)
         raise UsageError(self._complaint(everyones.tolist()))

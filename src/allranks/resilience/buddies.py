@@ -73,20 +73,23 @@ class Buddies:
         layout = pickle.dumps([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()])
         described = b"" if _hash(layout) == self._layout else layout
         data = [torch.frombuffer(bytearray(described), dtype=torch.uint8)] if described else []
-        mine = torch.cat([*data, *parts]) if data or parts else torch.empty(0, dtype=torch.uint8)
+        mine = torch.cat([*data, *parts]) if data or parts else torch.empty(0, dtype=torch.uint8, device="cpu")
         to, source = (world.rank() + step) % size, (world.rank() - step) % size
         theirs = self._swap(world, mine, len(described), to, source)
         self._new_layout = _hash(layout)
         self._pending = theirs
 
     def _swap(self, world: ProcessGroup, mine: Tensor, described: int, to: int, source: int) -> dict[str, Tensor]:
-        head, their_head = torch.tensor([described, mine.numel()]), torch.zeros(2, dtype=torch.int64)
+        head, their_head = (
+            torch.tensor([described, mine.numel()], device="cpu"),
+            torch.zeros(2, dtype=torch.int64, device="cpu"),
+        )
         sent = [world.isend(head, to, _TAG)]
         if mine.numel():
             sent.append(world.isend(mine, to, _TAG))
         world.recv(their_head, source, _TAG)
         length, total = their_head.tolist()
-        came = torch.empty(total, dtype=torch.uint8)
+        came = torch.empty(total, dtype=torch.uint8, device="cpu")
         if total:
             world.recv(came, source, _TAG)
         for work in sent:
@@ -143,14 +146,14 @@ def _hash(layout: bytes) -> bytes:
 
 def _bytes(tensor: Tensor) -> Tensor:
     local = local_of(tensor).contiguous()
-    return local.reshape(-1).view(torch.uint8) if local.numel() else torch.empty(0, dtype=torch.uint8)
+    return local.reshape(-1).view(torch.uint8) if local.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _unpack(layout: bytes, data: Tensor) -> dict[str, Tensor]:
     if not layout:
         return {}
     described = pickle.loads(layout)
-    empty = [torch.empty(shape, dtype=dtype) for _, dtype, shape in described]
+    empty = [torch.empty(shape, dtype=dtype, device="cpu") for _, dtype, shape in described]
     pieces = torch.split(data, [each.nbytes for each in empty])
     return {
         name: piece.clone().view(dtype).view(shape) if piece.numel() else made

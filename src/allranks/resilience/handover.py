@@ -235,7 +235,7 @@ class _Incoming(NamedTuple):
             if self.own is not None and self.own.shapes[number] == (shape, dtype):
                 tensor = self.own.tensors[number]
             else:
-                tensor = torch.empty(shape, dtype=dtype)
+                tensor = torch.empty(shape, dtype=dtype, device="cpu")
             self.tensors[number] = tensor
             if tensor.numel() and tensor.is_contiguous():
                 group.recv(tensor, giver)

@@ -68,7 +68,7 @@ class Replicas:
         """
         mesh = self._mesh
         rows = world.size() // self.size
-        ranks = torch.arange(world.size()).view(rows, *mesh.mesh.shape[1:])
+        ranks = torch.arange(world.size(), device="cpu").view(rows, *mesh.mesh.shape[1:])
         fresh = self._mesh_of(ranks, world.rank())
         slices = list(_slices(mesh))
         if mesh._flatten_mapping or any(set(each.mesh_dim_names or "?") - set(_names(mesh)) for each in slices):

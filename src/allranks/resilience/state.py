@@ -469,9 +469,9 @@ class State:
         That is where the rank leaves for which it keeps tensors, or where too few would be left, to whom the same may
         have been sent: a signal reaches the ranks of a job one after the other.
         """
-        leave = torch.zeros(self._world.size(), dtype=torch.uint8)
+        leave = torch.zeros(self._world.size(), dtype=torch.uint8, device="cpu")
         try:
-            self._world.all_gather(leave, torch.tensor([step.leaves], dtype=torch.uint8))
+            self._world.all_gather(leave, torch.tensor([step.leaves], dtype=torch.uint8, device="cpu"))
         except LOSSES:
             step.leaves, step.broken = False, True  # it leaves after the next step
             return
@@ -924,8 +924,8 @@ class State:
         if after_recovery:
             mine |= self._around(step)
         if not self._sharded or not everything:
-            total = torch.tensor([digest(sorted(mine.items())) >> 1])
-            totals = torch.empty(world.size(), dtype=torch.int64)
+            total = torch.tensor([digest(sorted(mine.items())) >> 1], device="cpu")
+            totals = torch.empty(world.size(), dtype=torch.int64, device="cpu")
             world.all_gather(totals, total)
             if bool((totals == totals[0]).all()):
                 return
@@ -1109,8 +1109,8 @@ class State:
 
     def _complete(self, lacks: bool) -> None:
         """Gives those their state that were given only a part of what the calls before the loop had brought."""
-        flags = torch.zeros(self._world.size(), dtype=torch.uint8)
-        self._world.all_gather(flags, torch.tensor([lacks], dtype=torch.uint8))
+        flags = torch.zeros(self._world.size(), dtype=torch.uint8, device="cpu")
+        self._world.all_gather(flags, torch.tensor([lacks], dtype=torch.uint8, device="cpu"))
         empty = flags.nonzero().flatten().tolist()
         if empty:
             self._hand_over([rank for rank in range(len(flags)) if rank not in empty], empty)

@@ -224,7 +224,7 @@ class C10dEngine(FlatEngine):
 
     def _hang_up(self, backend: Any) -> None:
         """Ends everything that is pending in gloo, here and on the other ranks, as a receive that times out does."""
-        nothing = [torch.empty(0, dtype=torch.uint8)]
+        nothing = [torch.empty(0, dtype=torch.uint8, device="cpu")]
         for other in range(len(self.members)):  # one of them may be dead, and has nothing to end
             with contextlib.suppress(RuntimeError):  # the time is up
                 while other != self.rank:  # a message of that tag may have come

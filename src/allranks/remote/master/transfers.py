@@ -90,7 +90,7 @@ class Transfers:
             return _tensor(sig, self.connections.request(place, "fetch", id=dense._ref.id, link=0))
         (rank,) = place.ranks
         link = self.link(place, 0, rank)
-        made = torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype)
+        made = torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype, device="cpu")
         self._start(place, link, "fetch", id=dense._ref.id)
         self._move(place, link, lambda group: group.recv(_flat(made), 1))
         return made
@@ -267,7 +267,7 @@ def _flat(dense: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor(sig: Signature, data: bytes) -> torch.Tensor:
-    made = torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype)
+    made = torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype, device="cpu")
     if data:
         _flat(made).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     return made

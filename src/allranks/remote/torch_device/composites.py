@@ -203,7 +203,7 @@ def _dropout_below(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _pack(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The lengths, and what follows from them, are of the master's, as torch has it for every device."""
     x, lengths, batch_first = args
-    rows = torch.arange(x.shape[0] * x.shape[1]).reshape(x.shape[0], x.shape[1], 1)
+    rows = torch.arange(x.shape[0] * x.shape[1], device="cpu").reshape(x.shape[0], x.shape[1], 1)
     order, sizes = op(rows, lengths, batch_first)
     flat = x.flatten(0, 1)
     return flat.index_select(0, order.flatten().to(x.device)), sizes

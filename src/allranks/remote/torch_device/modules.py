@@ -38,7 +38,7 @@ def apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = Tru
     _refuse_master(fn)
     before: dict[str, Any] = dict(module._parameters)
     held: list[Any] = [*module._parameters.values(), *module._buffers.values()]
-    if any(map(is_lazy, held)) and isinstance(fn(torch.empty(0)), RemoteTensor):
+    if any(map(is_lazy, held)) and isinstance(fn(torch.empty(0, device="cpu")), RemoteTensor):
         raise RuntimeError(
             f"{type(module).__name__} has no shapes yet, and cannot move to a worker: "
             "call the module with an input of the master's before"

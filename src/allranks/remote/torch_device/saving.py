@@ -134,7 +134,7 @@ class Cargo(torch.UntypedStorage):
 
     def bytes(self) -> torch.Tensor:
         data = torch.UntypedStorage(self.nbytes())  # type: ignore[no-untyped-call]
-        return torch.empty(0, dtype=torch.uint8).set_(data.copy_(self))
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(data.copy_(self))
 
     def _set_from_file(self, *args: Any, **kwargs: Any) -> None:
         super()._set_from_file(*args, **kwargs)  # type: ignore[no-untyped-call]

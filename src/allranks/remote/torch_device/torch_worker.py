@@ -597,7 +597,7 @@ def _converts(dtype: torch.dtype) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of types that few operators have
-            torch.zeros(1).to(dtype).to(torch.complex64)
+            torch.zeros(1, device="cpu").to(dtype).to(torch.complex64)
     except RuntimeError:  # torch has types of which it has no kernels
         return False
     return True

@@ -52,7 +52,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def upload(worker: WorkerState, data: memoryview, outputs: list[int], meta: wire.Meta, link: int) -> None:
     """Makes room for a large tensor of the master's, and takes it when that is answered: it is sent only then."""
     dtype, shape, strides = meta[:3]
-    made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
+    made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype), device="cpu")
     there = made if worker.device.type == "cpu" else torch.empty_like(made, device=worker.device)
 
     def take() -> None:
@@ -76,7 +76,7 @@ def spread(
     """A tensor of one worker to all of a group; the sender may be none of them."""
     held = worker.slots[id] if sends else None
     dtype, shape, strides, *_ = meta
-    made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
+    made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype), device="cpu")
     if isinstance(held, torch.Tensor):
         made = held.clone()
     if link:
@@ -329,7 +329,7 @@ def send(worker: WorkerState, tensors: Sequence[Any], link: int, peer: int) -> N
     group = worker.link(link)
     poison = next((each for each in tensors if type(each) is Poison), None)
     trouble = wire.pack_fault(poison.fault) if poison else b""
-    group.send(torch.tensor([len(trouble)]), peer)
+    group.send(torch.tensor([len(trouble)], device="cpu"), peer)
     if poison:
         group.send(torch.frombuffer(bytearray(trouble), dtype=torch.uint8), peer)
         raise Poisoned(poison.fault)
@@ -341,15 +341,15 @@ def send(worker: WorkerState, tensors: Sequence[Any], link: int, peer: int) -> N
 def recv(worker: WorkerState, tensors: Sequence[Any], link: int, peer: int, metas: Sequence[Any]) -> Any:
     """Receives them: one, or a list."""
     group = worker.link(link)
-    trouble = torch.empty(1, dtype=torch.int64)
+    trouble = torch.empty(1, dtype=torch.int64, device="cpu")
     group.recv(trouble, peer)
     if trouble:
-        packed = torch.empty(int(trouble), dtype=torch.uint8)
+        packed = torch.empty(int(trouble), dtype=torch.uint8, device="cpu")
         group.recv(packed, peer)
         raise Poisoned(wire.unpack_fault(bytes_of(packed)))
     made = []
     for dtype, shape, strides in metas:
-        plain = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
+        plain = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype), device="cpu")
         if plain.numel():
             group.recv(_flat(plain), peer)
         made.append(plain.to(worker.device))
@@ -364,13 +364,13 @@ def _agree(group: ProcessGroup, *held: Any) -> None:
     """
     poison = next((each for each in held if type(each) is Poison), None)
     trouble = wire.pack_fault(poison.fault) if poison else b""
-    mine = torch.tensor([len(trouble)])
-    lengths = torch.empty(group.size(), dtype=torch.int64)
+    mine = torch.tensor([len(trouble)], device="cpu")
+    lengths = torch.empty(group.size(), dtype=torch.int64, device="cpu")
     group.all_gather(lengths, mine)
     for rank, length in enumerate(lengths.tolist()):
         if length:
             packed = torch.frombuffer(bytearray(trouble), dtype=torch.uint8) if rank == group.rank() else (
-                torch.empty(length, dtype=torch.uint8)
+                torch.empty(length, dtype=torch.uint8, device="cpu")
             )  # fmt: skip
             group.broadcast(packed, rank)
             raise Poisoned(wire.unpack_fault(bytes_of(packed)))

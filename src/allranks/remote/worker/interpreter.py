@@ -202,7 +202,7 @@ class Interpreter(WorkerState):
 
     def _unpack(self, meta: Meta, data: memoryview) -> torch.Tensor:
         dtype, shape, strides = meta[:3]
-        tensor = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
+        tensor = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype), device="cpu")
         if len(data):
             flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
             flat.view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))

@@ -62,7 +62,9 @@ class Snapshots:
     def room(self, owner: int, nbytes: int) -> torch.Tensor:
         """Memory for a new one: pages that have been used before cost a third of new ones."""
         spare = self._spare.pop(owner, None)
-        return torch.empty(nbytes, dtype=torch.uint8) if spare is None or spare.numel() != nbytes else spare
+        return (
+            torch.empty(nbytes, dtype=torch.uint8, device="cpu") if spare is None or spare.numel() != nbytes else spare
+        )
 
     def find(self, owner: int, number: int) -> Snapshot:
         """
@@ -91,7 +93,7 @@ def hand(worker: WorkerState, data: memoryview, owner: int, number: int, link: i
     """Sends a snapshot over a link."""
     group, found = worker.link(link), _of(worker).held[owner, number]
     head = msgspec.msgpack.encode((found, None) if isinstance(found, Fault) else (None, found.layout))
-    group.send(torch.tensor([len(head)]), peer)
+    group.send(torch.tensor([len(head)], device="cpu"), peer)
     group.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), peer)
     if isinstance(found, Snapshot):
         group.send(found.memory, peer)
@@ -104,9 +106,9 @@ def shelter(
     snapshots, group = _of(worker), worker.link(link)
     if owner != worker.rank:
         snapshots.drop(complete)
-    length = torch.empty(1, dtype=torch.int64)
+    length = torch.empty(1, dtype=torch.int64, device="cpu")
     group.recv(length, peer)
-    head = torch.empty(int(length), dtype=torch.uint8)
+    head = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     group.recv(head, peer)
     fault, layout = msgspec.msgpack.decode(bytes_of(head), type=tuple[Fault | None, Layout | None])
     if layout is None:
