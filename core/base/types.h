@@ -79,9 +79,12 @@ struct Buffer {
   std::byte* bytes() const { return static_cast<std::byte*>(data); }
 };
 
-// Of a tensor's shape. 0 of one dimension, where the count is enough.
-inline uint32_t shape_hash(const int64_t* shape, size_t ndim) {
-  if (ndim == 1) return 0;
+// What ranks compare of a tensor's shape beside the count: nothing of usual tensors, as torch.tensor(3) may meet
+// torch.empty(1). A list of tensors is passed as a tensor of more dimensions than torch computes with (multigpu.py).
+// `every`: in debug mode, whatever has not one dimension.
+constexpr size_t kMostDimensions = 64;
+inline uint32_t shape_hash(const int64_t* shape, size_t ndim, bool every = false) {
+  if (ndim == 1 || (!every && ndim <= kMostDimensions)) return 0;
   uint64_t h = 0xcbf29ce484222325 ^ ndim;  // FNV-1a, by sizes
   for (size_t d = 0; d < ndim; d++) h = (h ^ static_cast<uint64_t>(shape[d])) * 0x100000001b3;
   return static_cast<uint32_t>(h ^ (h >> 32)) | 1U;
@@ -96,7 +99,7 @@ struct Fingerprint {
   Purpose purpose = Purpose::none;
   int32_t root = -1;
   uint64_t count = 0;
-  uint32_t shape = 0;  // a hash; 0: of one dimension
+  uint32_t shape = 0;  // shape_hash
   uint32_t site = 0;   // debug mode: a hash of where in the program the call stands; else 0
 
   // Whether two ranks call the same thing. Ranks may do so from different lines.

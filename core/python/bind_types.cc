@@ -89,8 +89,9 @@ void bind_memory(nb::module_& m) {
 void bind_types(nb::module_& m) {
   bind_names(m);
   m.def(
-      "shape_hash", [](const std::vector<int64_t>& shape) { return shape_hash(shape.data(), shape.size()); },
-      nb::arg("shape"), "What ranks compare of a tensor's shape.");
+      "shape_hash",
+      [](const std::vector<int64_t>& shape, bool every) { return shape_hash(shape.data(), shape.size(), every); },
+      nb::arg("shape"), nb::arg("every"), "What ranks compare of a tensor's shape. every: also of a usual tensor.");
 
   m.def(
       "reduces",

@@ -35,8 +35,13 @@ class Tensors {
  private:
   std::vector<nanobind::object> classes_;
   const dlpack::ExchangeApi* api_ = nullptr;  // nullptr: a framework without it; no tensor is ordinary then
-  nanobind::object is_neg_;                   // unbound methods
+  // Whether the memory that a tensor's shape describes lies in its storage, which may have been freed or resized.
+  bool in_storage(nanobind::handle tensor, const Buffer& buffer) const;
+
+  nanobind::object is_neg_;  // unbound methods
   nanobind::object is_conj_;
+  nanobind::object untyped_storage_;
+  nanobind::object storage_offset_;
 };
 
 }  // namespace allranks

@@ -34,7 +34,7 @@ __all__ = [
     "reduce_scatter_multigpu",
 ]
 
-_MOST_DIMENSIONS = 64  # of a tensor; torch's own limit for arithmetic
+_MOST_DIMENSIONS = 64  # of a tensor; torch's own limit for arithmetic, as core/base/types.h has it
 
 
 @overload

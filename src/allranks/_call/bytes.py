@@ -6,6 +6,8 @@ import ctypes
 
 from torch import Tensor
 
+from allranks._base.errors import UsageError
+
 __all__ = ["bytes_of", "view_of"]
 
 _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
@@ -28,6 +30,14 @@ def view_of(tensor: Tensor, writable: bool = False) -> memoryview:
     """The memory of a non-empty tensor on the CPU whose elements lie without gaps, without a copy.
 
     The view does not keep the tensor: the caller does, for as long as the view is used.
+
+    Raises:
+        UsageError: the tensor's storage was freed, or made smaller.
     """
+    if tensor.storage_offset() * tensor.itemsize + tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise UsageError(
+            f"the memory of a tensor of shape {tuple(tensor.shape)} is smaller than that: its storage was freed, or"
+            " resized"
+        )
     view: memoryview = _memory_view(tensor.data_ptr(), tensor.nbytes, _WRITE if writable else _READ)
     return view

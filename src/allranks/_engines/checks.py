@@ -24,6 +24,7 @@ __all__ = [
     "check_own_piece",
     "check_pieces",
     "check_same_dtype",
+    "check_storage",
     "check_tensor",
     "factor_of",
     "not_taken",
@@ -51,6 +52,28 @@ def check_has_elements(verb: str, tensor: Tensor, group: str, rank: int) -> None
     if tensor.is_meta:
         raise UsageError(
             f"{verb} on group '{group}' (rank {rank}): the tensor is on meta, and so has a shape but no elements"
+        )
+
+
+def check_storage(verb: str, tensor: Tensor) -> None:
+    """
+    Raises:
+        UsageError: the tensor's storage is smaller than its shape says, as it was resized: FSDP frees parameters so; or
+            torch has not made it: zeros of its derivatives.
+    """
+    if not tensor.numel():
+        return
+    if tensor._is_zerotensor():
+        raise UsageError(
+            f"{verb}: the tensor has no memory: it stands for zeros, which torch has not made.\n  Clone it"
+        )
+    end = 1 + tensor.storage_offset() + sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
+    nbytes = tensor.untyped_storage().nbytes()
+    if end * tensor.element_size() > nbytes:
+        raise UsageError(
+            f"{verb}: the tensor of shape {tuple(tensor.shape)} needs {end * tensor.element_size()} bytes of its"
+            f" storage, which has {nbytes}: it was freed, or resized (FSDP frees parameters in this way).\n  Make the"
+            " call while the parameters are gathered, or give another tensor"
         )
 
 
@@ -172,6 +195,8 @@ def _overlaps(tensor: Tensor) -> bool:
         reach += stride * (size - 1)
     else:
         return False
+    if dims[0][0] == 0 or tensor.numel() > 1 + sum(stride * (size - 1) for stride, size in dims):
+        return True  # more elements than places
     offsets = torch.zeros(1, dtype=torch.int64, device="cpu")
     for stride, size in dims:
         offsets = (offsets.unsqueeze(1) + stride * torch.arange(size, device="cpu")).flatten()

@@ -37,6 +37,7 @@ from allranks._engines.checks import (
     check_own_piece,
     check_pieces,
     check_same_dtype,
+    check_storage,
     check_tensor,
     factor_of,
     not_taken,
@@ -293,6 +294,7 @@ class FlatEngine(Engine):
             )
         if tensor.layout is not torch.strided:
             raise not_taken(verb, tensor)
+        check_storage(verb, tensor)
 
     def _moving(self, tensor: Tensor, verb: str) -> Operands:
         self._check(tensor, verb)

@@ -95,6 +95,7 @@ class Operands:
             return tensor
         if self._on_host and not tensor.is_cpu:
             _let_finish(tensor.device)
+        check_distinct(self.verb, tensor)
         return self._brought_back(tensor, self._room(tensor))
 
     def update(self, tensor: Tensor) -> Tensor:
@@ -103,6 +104,7 @@ class Operands:
         if self._factor is None and self._fits(tensor):
             self.keep.append(tensor)
             return tensor
+        check_distinct(self.verb, tensor)  # before it is copied
         return self._brought_back(tensor, self._copy(tensor))
 
     def fill(self, tensor: Tensor, part: Tensor) -> None:
@@ -146,7 +148,6 @@ class Operands:
         return self._room(tensor).copy_(elements if self._factor is None else scaled(elements, self._factor))
 
     def _brought_back(self, tensor: Tensor, work: Tensor) -> Tensor:
-        check_distinct(self.verb, tensor)
         self._back.append((tensor, work))
         self.keep.append(work)
         return work

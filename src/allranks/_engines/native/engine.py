@@ -38,6 +38,7 @@ from allranks._engines.checks import (
     check_own_piece,
     check_pieces,
     check_same_dtype,
+    check_storage,
     check_tensor,
     factor_of,
     not_taken,
@@ -404,11 +405,17 @@ class NativeEngine(Engine):
         code = CODES.get(tensor.dtype)
         if code is None or tensor.layout is not torch.strided:
             raise not_taken(verb, tensor)
-        if type(tensor) is not Tensor and tensor.is_cpu and tensor.numel() and not tensor.data_ptr():
+        if (
+            type(tensor) not in (Tensor, torch.nn.Parameter)
+            and tensor.is_cpu
+            and tensor.numel()
+            and not tensor.data_ptr()
+        ):
             raise UsageError(
                 f"{verb}: a {type(tensor).__name__} has no memory of its own. Give what is in it: "
                 "DTensor.to_local(), AsyncCollectiveTensor.wait()"
             )
+        check_storage(verb, tensor)
         return code
 
     def _check_reduced(
@@ -423,8 +430,8 @@ class NativeEngine(Engine):
         return code, op, factor
 
     def _mark(self, tensor: Tensor | None) -> int:
-        """What ranks compare beside verb, dtype and count: the shape, and in debug mode where the call stands."""
-        shape = 0 if tensor is None else _core.shape_hash(list(tensor.shape))
+        """What ranks compare beside verb, dtype and count: in debug mode the shape, and where the call stands."""
+        shape = 0 if tensor is None else _core.shape_hash(list(tensor.shape), self._debug)
         return shape | stack_hash() << 32 if self._debug else shape
 
     def _about(self, tensor: Tensor) -> tuple[int, int, int, int]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import array
 import collections
 import collections.abc
-import ctypes
 import dis
 import enum
 import functools
@@ -33,6 +32,7 @@ import torch
 
 from allranks import _core
 from allranks._base.errors import UsageError
+from allranks._call.bytes import bytes_of
 from allranks._call.callsite import is_program
 from allranks.remote.torch_device.tensor import RemoteTensor
 
@@ -394,7 +394,7 @@ def _data_of(x: torch.Tensor) -> bytes:
     if x.layout is not torch.strided or x.is_quantized:
         return b""
     plain = x.detach().resolve_conj().resolve_neg().contiguous()
-    return ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
+    return bytes_of(plain)
 
 
 def _contents(array: Any) -> bytes:
