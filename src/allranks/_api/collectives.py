@@ -22,6 +22,7 @@ from torch import Tensor
 
 from allranks._api.world import GroupMember, resolve_group
 from allranks._base.errors import UsageError
+from allranks._base.integers import integer_of
 from allranks._base.public import publish
 from allranks._base.timeouts import seconds_of
 from allranks._call.types import ReduceOp
@@ -1248,7 +1249,7 @@ def _together(works: Sequence[Work | None], async_op: bool) -> Work | None:
 
 def outside(group: ProcessGroup | int | None, verb: str) -> bool:
     """Whether this rank is not a member of the group; then it warns, as torch does."""
-    if group is None or isinstance(group, type) or group != GroupMember.NON_GROUP_MEMBER:
+    if type(group) is not type(GroupMember.NON_GROUP_MEMBER) or group != GroupMember.NON_GROUP_MEMBER:
         return False
     warnings.warn(f"{verb}: this rank is not in the given process group; nothing is done", stacklevel=3)
     return True
@@ -1273,9 +1274,12 @@ def root_of(
             raise UsageError(f"{what} or group_{what} must be given")
         world_rank = default
     if group is not resolve_group(None):
-        if world_rank not in group.ranks:
-            raise UsageError(f"{what}={world_rank!r}, a rank of the world, is not in group '{group.name}'")
-        return group.ranks.index(world_rank)
+        number = integer_of(world_rank)
+        if number is None:
+            raise TypeError(f"{what} must be a rank, not {type(world_rank).__name__}")
+        if number not in group.ranks:
+            raise UsageError(f"{what}={number}, a rank of the world, is not in group '{group.name}'")
+        return group.ranks.index(number)
     return world_rank
 
 

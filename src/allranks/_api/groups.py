@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from allranks import _engines
 from allranks._api.world import GroupMember, register, replace_world, resolve_group
 from allranks._base.errors import ConfigError, MismatchError, UsageError, rank_list
+from allranks._base.integers import integer_of
 from allranks._base.public import publish
 from allranks._base.timeouts import seconds_of
 from allranks._call.purpose import part_of
@@ -248,10 +249,12 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     Raises:
         UsageError: it is not a member.
     """
-    resolved = resolve_group(group)
-    if global_rank not in resolved.ranks:
-        raise UsageError(f"rank {global_rank} of the world is not in group '{resolved.name}'")
-    return resolved.ranks.index(global_rank)
+    resolved, number = resolve_group(group), integer_of(global_rank)
+    if number is None:
+        raise TypeError(f"expected a rank of the world, not {type(global_rank).__name__}")
+    if number not in resolved.ranks:
+        raise UsageError(f"rank {number} of the world is not in group '{resolved.name}'")
+    return resolved.ranks.index(number)
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
@@ -264,10 +267,12 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     Raises:
         UsageError: there is no such rank.
     """
-    resolved = resolve_group(group)
-    if not 0 <= group_rank < resolved.size():
-        raise UsageError(f"group '{resolved.name}' has no rank {group_rank}: expected 0 to {resolved.size() - 1}")
-    return resolved.ranks[group_rank]
+    resolved, number = resolve_group(group), integer_of(group_rank)
+    if number is None:
+        raise TypeError(f"expected a rank of group '{resolved.name}', not {type(group_rank).__name__}")
+    if not 0 <= number < resolved.size():
+        raise UsageError(f"group '{resolved.name}' has no rank {number}: expected 0 to {resolved.size() - 1}")
+    return resolved.ranks[number]
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
@@ -303,10 +308,14 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def _checked(ranks: Sequence[int], size: int, what: str) -> list[int]:
-    members = list(ranks)
-    for rank in members:
-        if not isinstance(rank, int) or not 0 <= rank < size:
-            raise UsageError(f"{what}: {rank!r} is not a rank; expected 0 to {size - 1}")
+    members = []
+    for rank in ranks:
+        number = integer_of(rank)
+        if number is None:
+            raise TypeError(f"{what}: expected a rank, not {type(rank).__name__}")
+        if not 0 <= number < size:
+            raise UsageError(f"{what}: {number} is not a rank; expected 0 to {size - 1}")
+        members.append(number)
     if not members:
         raise UsageError(f"{what}: a group needs at least one member")
     if len(set(members)) < len(members):

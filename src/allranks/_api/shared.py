@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from allranks._api.world import GroupMember, resolve_group
 from allranks._base.errors import NotInitializedError, UsageError
+from allranks._base.integers import integer_of
 from allranks._base.public import publish
 
 if TYPE_CHECKING:
@@ -63,13 +64,14 @@ def empty_shared(
 
     if group == GroupMember.NON_GROUP_MEMBER:
         raise NotInitializedError("empty_shared: this rank is not in the group")
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if not all(isinstance(size, int) and size >= 0 for size in sizes):
+    sizes = [integer_of(size) for size in (shape if isinstance(shape, Sequence) else [shape])]
+    known = [size for size in sizes if size is not None and size >= 0]
+    if len(known) < len(sizes):
         raise UsageError(f"empty_shared: a shape is integers of at least 0, not {shape!r}")
     tensor = torch.empty(0, dtype=dtype, device="cpu")
-    memory = resolve_group(group).empty_shared(math.prod(sizes) * tensor.itemsize)
-    strides = torch.empty(sizes, device="meta").stride()
-    tensor.set_(memory.untyped_storage(), 0, sizes, strides)
+    memory = resolve_group(group).empty_shared(math.prod(known) * tensor.itemsize)
+    strides = torch.empty(known, device="meta").stride()
+    tensor.set_(memory.untyped_storage(), 0, known, strides)
     return tensor
 
 

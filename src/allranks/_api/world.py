@@ -87,9 +87,10 @@ def resolve_group(given: ProcessGroup | int | None) -> ProcessGroup:
 
     Raises:
         NotInitializedError: there is no world.
-        UsageError: not a group, or one that this rank is not in.
+        UsageError: a group that this rank is not in.
+        TypeError: not a group.
     """
-    if given is None or (given == 0 and type(given) is int):
+    if given is None or (type(given) is int and given == 0):
         if _world is None:
             raise NotInitializedError(
                 "the default process group has not been initialized: call allranks.init_process_group() first"
@@ -99,9 +100,9 @@ def resolve_group(given: ProcessGroup | int | None) -> ProcessGroup:
         return given
     if (ours := behind(given)) is not None:
         return ours
-    if given == GroupMember.NON_GROUP_MEMBER:
+    if type(given) is type(GroupMember.NON_GROUP_MEMBER) and given == GroupMember.NON_GROUP_MEMBER:
         raise UsageError("Invalid process group specified: this rank is not a member of it")
-    raise UsageError(f"group must be a ProcessGroup or None, not {type(given).__name__}")
+    raise TypeError(f"group must be a ProcessGroup or None, not {type(given).__name__}")
 
 
 def behind(given: Any) -> ProcessGroup | None:

@@ -38,6 +38,11 @@ class ReduceOp(enum.IntEnum):
     BXOR = 7
     PREMUL_SUM = 8  # see premul_sum
 
+    def __str__(self) -> str:
+        return f"ReduceOp.{self.name}"
+
+    __format__ = enum.Enum.__format__
+
 
 class PremulSum(NamedTuple):
     """What ``premul_sum`` returns."""

@@ -18,6 +18,7 @@ import msgspec
 
 from allranks._base.errors import NotInitializedError, TimeoutError, UsageError
 from allranks._base.forks import follow, forks, refusal
+from allranks._base.integers import integer_of
 from allranks._base.public import publish
 from allranks._base.timeouts import seconds_of
 from allranks._call.types import PremulSum, ReduceOp, Stats, as_reduce_op
@@ -764,14 +765,18 @@ class ProcessGroup:
         return self._engine
 
     def _member(self, rank: int, what: str) -> int:
-        if not isinstance(rank, int) or not 0 <= rank < self._size:
-            raise UsageError(f"{what}={rank!r} is not a rank of group '{self.name}': expected 0 to {self._size - 1}")
-        return rank
+        number = integer_of(rank)
+        if number is None:
+            raise TypeError(f"{what} must be a rank, not {type(rank).__name__}")
+        if not 0 <= number < self._size:
+            raise UsageError(f"{what}={number} is not a rank of group '{self.name}': expected 0 to {self._size - 1}")
+        return number
 
     def _other(self, rank: int, what: str) -> int:
-        if self._member(rank, what) == self._rank:
-            raise UsageError(f"{what}={rank} is this rank itself (group '{self.name}')")
-        return rank
+        number = self._member(rank, what)
+        if number == self._rank:
+            raise UsageError(f"{what}={number} is this rank itself (group '{self.name}')")
+        return number
 
     def _source(self, src: int | None) -> int:
         if self._size == 1:
@@ -806,11 +811,14 @@ class ProcessGroup:
                     f"all_to_all_single: the {rows} rows of the {what} cannot be cut in {self._size} equal parts"
                 )
             sizes = [rows // self._size] * self._size
-        if len(sizes) != self._size or sum(sizes) != rows or min(sizes) < 0:
+        numbers = [number for size in sizes if (number := integer_of(size)) is not None]
+        if len(numbers) < len(sizes):
+            raise TypeError(f"all_to_all_single: {what}_split_sizes must be integers, not {list(sizes)!r}")
+        if len(numbers) != self._size or sum(numbers) != rows or min(numbers) < 0:
             raise UsageError(
-                f"all_to_all_single: {what}_split_sizes {list(sizes)} must be {self._size} sizes that sum up to {rows}"
+                f"all_to_all_single: {what}_split_sizes {numbers} must be {self._size} sizes that sum up to {rows}"
             )
-        return [tensor[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        return [tensor[end - size : end] for size, end in zip(numbers, accumulate(numbers), strict=True)]
 
 
 def _showing(work: Work | None, tensors: Sequence[Tensor] | Callable[[], Sequence[Tensor]]) -> Work | None:
@@ -830,9 +838,12 @@ def _only(listed: Any, verb: str) -> Any:
 
 
 def _tag(tag: int) -> int:
-    if not isinstance(tag, int) or not 0 <= tag < 1 << 31:
-        raise UsageError(f"tag must be an integer from 0 to 2**31 - 1, not {tag!r}")
-    return tag
+    number = integer_of(tag)
+    if number is None:
+        raise TypeError(f"tag must be an integer, not {type(tag).__name__}")
+    if not 0 <= number < 1 << 31:
+        raise UsageError(f"tag must be an integer from 0 to 2**31 - 1, not {number}")
+    return number
 
 
 publish(globals())

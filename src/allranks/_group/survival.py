@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from allranks._base.errors import UsageError
+from allranks._base.integers import integer_of
 from allranks._call.types import ReduceOp
 from allranks._engines.prelude import LOSSES
 from allranks._group.succession import Lineage, Successor, no_board
@@ -52,11 +53,12 @@ def shrink(group: ProcessGroup, ranks_to_exclude: Sequence[int], timeout_s: floa
     lineage = _lineage(group, "shrink")
     without = []
     for rank in ranks_to_exclude:
-        if not isinstance(rank, int) or not 0 <= rank < group.size():
+        number = integer_of(rank)
+        if number is None or not 0 <= number < group.size():
             raise UsageError(
                 f"shrink: {rank!r} is not a rank of group '{group.name}': expected 0 to {group.size() - 1}"
             )
-        without.append(lineage.members[rank][0])
+        without.append(lineage.members[number][0])
     world_ranks = {seat: member for (seat, _), member in zip(lineage.members, group.members, strict=True)}
     successor = _succeed(group, lineage, without=without, timeout_s=timeout_s)
     members = [world_ranks[claim.seat] for claim in successor.decision.claims]

@@ -23,6 +23,7 @@ import msgspec
 
 from allranks._base.errors import QueueEmptyError, StoreLostError, TimeoutError, UsageError
 from allranks._base.forks import follow
+from allranks._base.integers import integer_of
 from allranks._base.timeouts import seconds_of
 from allranks._store.table import KeyTable
 from allranks._store.wire import (
@@ -154,9 +155,10 @@ class Store(abc.ABC):
         Raises:
             UsageError: what is there is no whole number, or the sum does not fit into 64 bits.
         """
-        if not isinstance(amount, int) or not -(1 << 63) <= amount < 1 << 63:
+        number = integer_of(amount)
+        if number is None or not -(1 << 63) <= number < 1 << 63:
             raise UsageError(f"add({key!r}): the amount must be a whole number of 64 bits, not {amount!r}")
-        return self._reply(Add(_key(key), int(amount)), Done).number
+        return self._reply(Add(_key(key), number), Done).number
 
     def append(self, key: str, value: bytes | str) -> None:
         """Adds to the end of a value; an absent one is empty."""

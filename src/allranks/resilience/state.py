@@ -44,6 +44,7 @@ from allranks._base.errors import (
     UsageError,
     losses_seen,
 )
+from allranks._base.integers import integer_of
 from allranks._engines.prelude import LOSSES, Prelude
 from allranks._group.elastic import LOOP, OVER
 from allranks._group.succession import Tally
@@ -333,6 +334,8 @@ class State:
         Raises:
             UsageError: called in the middle of another section.
         """
+        count = integer_of(source)
+        source = source if count is None else count
         self._enter()
         self._check_abandoned()
         if self._step is not None and self._step.running:
