@@ -41,6 +41,7 @@ def register() -> None:
 
 
 def _create(about: Any, options: Any) -> Any:
-    from allranks._plugin.creation import create, helper_of
+    from allranks._plugin.creation import asks_for_default, create, helper_of
 
-    return create(about, options, helper_of(sys._getframe(1)), NAME)
+    caller = sys._getframe(1)
+    return create(about, options, helper_of(caller), NAME, asks_for_default(caller))

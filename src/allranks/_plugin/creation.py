@@ -40,7 +40,7 @@ from allranks._plugin.names import NAME
 from allranks._rendezvous import rendezvous
 from allranks._rendezvous.board import Board
 
-__all__ = ["MADE", "adopting", "create", "helper_of"]
+__all__ = ["MADE", "adopting", "asks_for_default", "create", "helper_of"]
 
 _c10d: Any = torch.distributed
 _ENGINE = "native"
@@ -51,13 +51,16 @@ MADE: dict[ProcessGroup, TorchGroup] = {}
 _adopted: ProcessGroup | None = None  # while torch_group has torch make a group around it
 
 
-def create(about: Any, options: Any, helper: Mapping[str, Any] | None, name: str) -> TorchGroup:
+def create(
+    about: Any, options: Any, helper: Mapping[str, Any] | None, name: str, is_default: bool = True
+) -> TorchGroup:
     """Makes a group of torch's.
 
     Args:
         about: torch's DistributedBackendOptions.
         options: of init_process_group(pg_options=...); none are known.
         helper: see ``helper_of``.
+        is_default: see ``asks_for_default``; of a group of given ranks it does not matter.
         name: by which torch knows the backend.
 
     Raises:
@@ -68,7 +71,12 @@ def create(about: Any, options: Any, helper: Mapping[str, Any] | None, name: str
         raise UsageError(f"pg_options {options!r} is not known to the {name} backend")
     adapt()
     _leave_aborted()
-    ours = _adopted or (_sub_group(about) if about.global_ranks_in_group else _the_world(about))
+    if _adopted is not None:
+        ours = _adopted
+    elif about.global_ranks_in_group:
+        ours = _sub_group(about)
+    else:
+        ours = _the_world(about) if is_default else _alone(about)
     if ours in MADE:
         raise UsageError(f"torch.distributed has group '{ours.name}' already")
     return _wrap(ours, name, {} if helper is None else _other_backends(helper, about, name))
@@ -86,6 +94,18 @@ def helper_of(caller: FrameType | None) -> Mapping[str, Any] | None:
     if caller is None or caller.f_code is not _c10d.distributed_c10d._new_process_group_helper.__code__:
         return None
     return caller.f_locals
+
+
+def asks_for_default(caller: FrameType | None) -> bool:
+    """Whether torch makes its default group, and not a program a group beside it.
+
+    Programs that have ranks in two worlds (OpenRLHF, verl, TRL: a trainer and its inference engines) call torch's
+    function that makes groups themselves, with a store of their own and without ranks.
+    """
+    if helper_of(caller) is None:
+        return True
+    assert caller is not None
+    return caller.f_back is None or caller.f_back.f_code.co_name == _c10d.init_process_group.__name__
 
 
 @contextlib.contextmanager
@@ -156,15 +176,23 @@ def _sub_group(about: Any) -> ProcessGroup:
             digest = hashlib.sha256(f"{about.group_id} {ranks}".encode()).digest()[:16]
             made.lineage = lineage_of(made, world.backend, ranks, digest)
     else:
-        made = _met(about, name)
+        made = _met(about, name, ranks)
     made.register = register
     register(made)
     return made
 
 
-def _met(about: Any, name: str) -> ProcessGroup:
+def _alone(about: Any) -> ProcessGroup:
+    """A group that belongs to no world: its ranks meet in the store that the program has given."""
+    made = _met(about, f"torch group {about.group_id}", range(about.group_size))
+    made.register = register
+    register(made)
+    return made
+
+
+def _met(about: Any, name: str, ranks: Sequence[int]) -> ProcessGroup:
     """A group in a world that is not ours."""
-    ranks, rank, timeout_s = about.global_ranks_in_group, about.group_rank, about.timeout.total_seconds()
+    rank, timeout_s = about.group_rank, about.timeout.total_seconds()
     meeting = _meet(about, rank, len(ranks), timeout_s)
     members = [replace(member, rank=r) for member, r in zip(meeting.members, ranks, strict=True)]
 

@@ -32,10 +32,11 @@ def stand_in() -> None:
 
 
 def _create(about: Any, options: Any) -> Any:
-    from allranks._plugin.creation import create, helper_of
+    from allranks._plugin.creation import asks_for_default, create, helper_of
 
+    caller = sys._getframe(1)
     _say(about.group_rank, about.global_ranks_in_group)
-    return create(about, options, helper_of(sys._getframe(1)), "gloo")
+    return create(about, options, helper_of(caller), "gloo", asks_for_default(caller))
 
 
 def _say(rank: int, ranks: Any) -> None:
@@ -45,9 +46,10 @@ def _say(rank: int, ranks: Any) -> None:
 
 class _CalledByTorch(type):
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)) -> Any:
-        from allranks._plugin.creation import create, helper_of
+        from allranks._plugin.creation import asks_for_default, create, helper_of
 
-        helper = helper_of(sys._getframe(1))
+        caller = sys._getframe(1)
+        helper = helper_of(caller)
         if helper is None:  # a program that makes groups by hand
             return _gloo(store, rank, size, timeout)
         ranks = helper["global_ranks_in_group"]
@@ -60,7 +62,7 @@ class _CalledByTorch(type):
             group_id=helper["group_name"],
             global_ranks_in_group=ranks,
         )
-        return create(about, None, helper, "gloo")
+        return create(about, None, helper, "gloo", asks_for_default(caller))
 
     def __instancecheck__(cls, given: object) -> bool:
         from allranks._plugin.group import TorchGroup
