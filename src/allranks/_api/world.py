@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from datetime import timedelta
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,13 @@ def resolve_group(given: ProcessGroup | int | None) -> ProcessGroup:
     """
     if given is None or (type(given) is int and given == 0):
         if _world is None:
+            torchs = sys.modules.get("torch.distributed")
+            if torchs is not None and torchs.is_available() and torchs.is_initialized():
+                raise NotInitializedError(
+                    f"torch.distributed is initialized, on its own {torchs.get_backend()}, but allranks is not.\n  Call"
+                    " allranks.init_process_group(), or the function of torch.distributed; or choose the backend"
+                    ' "allranks" in torch.distributed.init_process_group()'
+                )
             raise NotInitializedError(
                 "the default process group has not been initialized: call allranks.init_process_group() first"
             )

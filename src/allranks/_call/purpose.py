@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from allranks import _core
 
-__all__ = ["part_of"]
+__all__ = ["part_of", "whole_call"]
 
 
 @contextlib.contextmanager
@@ -21,3 +21,10 @@ def part_of(name: str) -> Iterator[None]:
         yield
     finally:
         _core.part_of(before)
+
+
+def whole_call() -> str:
+    """The call of the program that this thread's collectives are parts of at present; empty: they are whole calls."""
+    name = _core.part_of("")
+    _core.part_of(name)
+    return name

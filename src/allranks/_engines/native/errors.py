@@ -16,6 +16,7 @@ from allranks._base.errors import (
     rank_list,
 )
 from allranks._base.forks import refusal
+from allranks._call.purpose import whole_call
 
 if TYPE_CHECKING:
     from allranks._rendezvous.rendezvous import Member
@@ -45,8 +46,7 @@ def explain(
         troubles: why this rank could not be connected with others.
     """
     kind, peer, reporter, call, theirs, seconds, calls, waiting_for, sites, text, waits, unasked = failure.args
-    if reporter == rank and theirs[0] in _core.PURPOSES:
-        verb = theirs[0]
+    verb = theirs[0] if reporter == rank and theirs[0] in _core.PURPOSES else whole_call() or verb
     if kind == "system":
         return AllranksError(text)
     if kind == "forked":
@@ -56,7 +56,8 @@ def explain(
     if reporter == rank:
         number = f" #{call}" if call else ""
     elif reporter >= 0:
-        noticed = f"\n  noticed by {ranks.name(reporter)} in {theirs[0]}{f' #{call}' if call else ''}"
+        within = "" if theirs[0] == "none" else f" in {theirs[0]}{f' #{call}' if call else ''}"
+        noticed = f"\n  noticed by {ranks.name(reporter)}{within}"
     here = f"{verb}{number} on group '{group}' (rank {rank} of {len(members)})"
     if kind == "mismatch":
         return MismatchError(_mismatch(verb if text else theirs[0], call, peer, calls, sites, text, group, ranks))

@@ -31,7 +31,10 @@ class PortFinder(ServedFinder):
     def _target(self, me: Member) -> tuple[str, int]:
         host, port = split_host_port(self.request.url.netloc, "init_method")
         if port is None or (not host and me.rank):
-            raise ConfigError(f"init_method={self.request.init_method!r} is incomplete. Expected tcp://HOST:PORT.")
+            brackets = " An IPv6 address needs brackets: tcp://[::1]:29500." if ":" in host else ""
+            raise ConfigError(
+                f"init_method={self.request.init_method!r} is incomplete. Expected tcp://HOST:PORT.{brackets}"
+            )
         return host, port
 
 
