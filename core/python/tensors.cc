@@ -95,9 +95,8 @@ std::optional<Shown> Tensors::memory(nb::handle tensor) const {
   const Buffer buffer{static_cast<std::byte*>(t.data) + t.byte_offset, static_cast<size_t>(count),
                       static_cast<DType>(dtype)};
   if (!in_storage(tensor, buffer)) return {};
-  return Shown{.buffer = buffer,
-               .shape = shape_hash(t.shape, static_cast<size_t>(t.ndim)),
-               .rows = t.ndim > 0 ? t.shape[0] : 0};
+  return Shown{
+      .buffer = buffer, .shape = shape_hash(t.shape, static_cast<size_t>(t.ndim)), .rows = t.ndim > 0 ? t.shape[0] : 0};
 }
 
 bool Tensors::in_storage(nb::handle tensor, const Buffer& buffer) const {
