@@ -85,7 +85,7 @@ def test_what_is_no_integer_is_a_type_error_with_the_name_of_the_argument() -> N
                 dist.new_group([wrong])
             with pytest.raises(TypeError, match="output_split_sizes must be integers"):
                 dist.all_to_all_single(tensor, tensor.clone(), [wrong, 1], [1, 1])
-            with pytest.raises(TypeError, match=f"group must be a ProcessGroup or None, not {kind}"):
+            with pytest.raises(dist.UsageError, match=f"group must be a ProcessGroup or None, not {kind}"):
                 dist.all_reduce(tensor, group=wrong)
 
     run_ranks(2, body)

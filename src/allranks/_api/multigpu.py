@@ -421,7 +421,7 @@ def _share_out(op: ReduceOp, averages: Tensor, tensors: int) -> None:
 
 def _counted(combined: Tensor, ours: Sequence[Tensor]) -> Tensor:
     """The operand in a shape that contains the length of the list: ranks whose lists differ in it get an error."""
-    return combined.view((1,) * (_MOST_DIMENSIONS * (len(ours) - 1)) + combined.shape)
+    return combined.view((1,) * ((_MOST_DIMENSIONS + 1) * (len(ours) - 1)) + combined.shape)
 
 
 def _end(work: Work | None, then: Callable[[], None], written: list[Tensor], async_op: bool) -> Work | None:

@@ -88,8 +88,7 @@ def resolve_group(given: ProcessGroup | int | None) -> ProcessGroup:
 
     Raises:
         NotInitializedError: there is no world.
-        UsageError: a group that this rank is not in.
-        TypeError: not a group.
+        UsageError: not a group, or one that this rank is not in.
     """
     if given is None or (type(given) is int and given == 0):
         if _world is None:
@@ -110,7 +109,7 @@ def resolve_group(given: ProcessGroup | int | None) -> ProcessGroup:
         return ours
     if type(given) is type(GroupMember.NON_GROUP_MEMBER) and given == GroupMember.NON_GROUP_MEMBER:
         raise UsageError("Invalid process group specified: this rank is not a member of it")
-    raise TypeError(f"group must be a ProcessGroup or None, not {type(given).__name__}")
+    raise UsageError(f"group must be a ProcessGroup or None, not {type(given).__name__}")
 
 
 def behind(given: Any) -> ProcessGroup | None:
