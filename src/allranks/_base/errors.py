@@ -303,7 +303,7 @@ class MismatchError(AllranksError):
 
     Remedy:
         The message has the call of each rank, and its line. No tensor was changed. ``ALLRANKS_DEBUG=1`` also finds
-        calls that look alike and are swapped.
+        tensors of other shapes with as many elements, and calls that look alike and are swapped.
     """
 
 
