@@ -101,8 +101,8 @@ std::optional<Shown> Tensors::memory(nb::handle tensor) const {
 
 bool Tensors::in_storage(nb::handle tensor, const Buffer& buffer) const {
   // Asking for the storage takes 0.3 us. Of a freed one the address is the offset in it, which no memory that is in use
-  // has below 4 GiB, as a rule; and a large tensor takes longer to move.
-  constexpr size_t kLarge = 1 << 16;
+  // has below 4 GiB, as a rule; and to move a large tensor takes 100 times as long.
+  constexpr size_t kLarge = 1 << 18;
   const size_t n = buffer.nbytes();
   if (n == 0 || (n < kLarge && reinterpret_cast<uintptr_t>(buffer.data) >> 32 != 0)) return true;
   if (buffer.data == nullptr) return false;  // a tensor of zeros that torch has not made
