@@ -558,14 +558,22 @@ class State:
         step.is_last = self._ends
         frame = step.frame = loop_frame()
         step.place = _place_of(frame)
-        if not self._loop_variables.is_of(frame):
-            self._loop_variables = variables.LoopVariables(program_frames(frame))
-        step.variables = self._loop_variables
+        if self._loop_variables.is_of(frame):
+            step.variables = self._loop_variables
+        else:
+            step.variables = variables.LoopVariables(program_frames(frame))
+            # A generator of the program ends when the program drops it, which a reference to its frame would prevent.
+            self._loop_variables = step.variables if variables.is_plain_function(frame) else _NO_VARIABLES
         if self._arrived is not None:
             self._arrived()
             self._arrived, self._kept_at = None, ""
         plan = self._plans.setdefault(step.place, Plan())
         if not plan.met:
+            # A loss while the ranks meet makes a process that needs them.
+            own = {name for each in self._plans.values() for name in each.variables}
+            self._begin_values[step.place] = {
+                name: (value, _copied(value)) for name, value in self._variables_now(step).items() if name not in own
+            }
             self._meet_variables(step, plan)
             self._kept_at = ""
         self._received = False
@@ -962,11 +970,13 @@ class State:
 
     def _variable_digests(self, step: Step) -> dict[str, int]:
         """Of the variables that ranks have in common when a step begins."""
-        plan, reset = self._plans[step.place], self._reset_names(step.place)
+        plans, reset = self._plans.values(), self._reset_names(step.place)
+        known = {name for plan in plans for name in plan.known}  # a variable has one name at all places of a function
+        own = {name for plan in plans for name in plan.variables} - reset
         return {
             f"{_VARIABLE}{name}": digest(value)
             for name, (_, value) in self._begin_values[step.place].items()
-            if name in plan.known and name in step.variables.within and (name not in plan.variables or name in reset)
+            if name in known and name in step.variables.within and name not in own
         }
 
     def _wish(self) -> int:

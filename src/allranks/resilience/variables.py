@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from allranks.resilience.reachable import is_plain
 
-__all__ = ["Carried", "LoopVariables", "assigned_by", "can_be_carried", "is_plain", "miscounted"]
+__all__ = ["Carried", "LoopVariables", "assigned_by", "can_be_carried", "is_plain", "is_plain_function", "miscounted"]
 
 _READ = {
     "LOAD_FAST",
@@ -191,6 +191,11 @@ def line_of(frame: FrameType, name: str) -> int:
     return found
 
 
+def is_plain_function(frame: FrameType) -> bool:
+    """Whether this is no generator or coroutine, which other functions resume."""
+    return not frame.f_code.co_flags & _RESUMED
+
+
 def can_be_carried(value: object) -> bool:
     """Whether State can restore a variable with this value, and send it to another process."""
     import torch
@@ -250,10 +255,7 @@ class LoopVariables:
         resume.
         """
         return (
-            bool(self._frames)
-            and frame is self._frames[0]
-            and frame.f_lasti == self._at
-            and not frame.f_code.co_flags & _RESUMED
+            bool(self._frames) and frame is self._frames[0] and frame.f_lasti == self._at and is_plain_function(frame)
         )
 
     def read(self, names: Container[str]) -> dict[str, Any]:
