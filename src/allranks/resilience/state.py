@@ -285,6 +285,7 @@ class State:
                 # What the program draws before the first step of an epoch follows from the epoch, too.
                 self._seeds.sow(self._world.rank(), "epoch", loop, self._epoch)
                 yield self._epoch
+                self._end_step(self._step, self._batches)
                 self._check_abandoned()
                 if (position.loop, position.epoch) == (loop, self._epoch):  # else the others are ahead of this process
                     position.move(loop, self._epoch + 1)
@@ -293,6 +294,7 @@ class State:
                 if self._rehearsal is not None:  # before the program saves a result
                     raise SystemExit(0)
         finally:  # also where the program leaves the loop by `break`
+            self._end_step(self._step, self._batches)
             self._loop, self._section = loop + 1, 0
             if position.loop == loop:
                 position.move(self._loop, position.epoch)
@@ -343,6 +345,7 @@ class State:
                 "State.steps: called within a step, which would be repeated with a part of the inner loop only.\n"
                 "  Write a plain loop within the step, or one section after the other"
             )
+        self._end_step(self._step, self._batches)
         section, self._section = self._section, self._section + 1
         key, position = (self._loop, self._epoch if self._loop % 2 else 0, section), self._position
         if key < position.section_key:
@@ -405,11 +408,7 @@ class State:
                 try:
                     yield step
                 finally:  # also where the program leaves the loop by `break`
-                    self._step = None
-                    if step.committed:
-                        batches.take()
-                        self._position.index += 1
-                        self._position.done += not self._ends
+                    self._end_step(step, batches)
                 self._check_used(step, batches)
                 if step.committed:
                     if step.frame is not None:
@@ -429,6 +428,16 @@ class State:
             if self._batches is batches:
                 self._batches = None
                 self._loop_variables = _NO_VARIABLES  # let go of the program's functions
+
+    def _end_step(self, step: Step | None, batches: Batches | None) -> None:
+        """The program comes back from a step. It may keep the loop that it has left: then the next one ends it."""
+        if step is None or batches is None or self._step is not step:
+            return
+        self._step = None
+        if step.committed:
+            batches.take()
+            self._position.index += 1
+            self._position.done += not self._ends
 
     def _check_used(self, step: Step, batches: Batches) -> None:
         """The program has used a step as it should."""
