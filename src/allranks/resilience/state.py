@@ -1155,7 +1155,8 @@ class State:
             successor = advance(self._world, progress=progress, replaces=True)
             self._aside = False
             full, empty = _full_and_empty(successor.decision)
-            if not full:
+            if not full or (self._lacks and successor.rank in full):
+                # The second: the loss was decided on before this rank saw that it cannot undo the step.
                 raise self._nobody_left()
             if self._replicas is not None and not self._replicas.obstacle:
                 self._replicas.check(successor.decision.claims)
