@@ -89,3 +89,23 @@ def test_what_is_no_integer_is_a_type_error_with_the_name_of_the_argument() -> N
                 dist.all_reduce(tensor, group=wrong)
 
     run_ranks(2, body)
+
+
+def test_an_op_prints_its_name_and_is_a_number() -> None:
+    assert str(dist.ReduceOp.SUM) == f"{dist.ReduceOp.SUM}" == "ReduceOp.SUM"
+    assert int(dist.ReduceOp.MAX) == 4
+
+
+def test_an_ipv6_address_without_brackets_is_refused_with_the_right_form() -> None:
+    with pytest.raises(dist.ConfigError, match=r"needs brackets: tcp://\[::1\]:29500"):
+        dist.init_process_group(init_method="tcp://::1:29500", rank=0, world_size=2)
+
+
+def test_a_world_of_torchs_own_is_named() -> None:
+    def body() -> None:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        with pytest.raises(dist.NotInitializedError, match="torch.distributed is initialized, on its own gloo"):
+            dist.all_reduce(torch.ones(1))
+        torch.distributed.destroy_process_group()
+
+    run_ranks(1, body, init=False)

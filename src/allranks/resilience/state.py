@@ -430,7 +430,11 @@ class State:
                 self._loop_variables = _NO_VARIABLES  # let go of the program's functions
 
     def _end_step(self, step: Step | None, batches: Batches | None) -> None:
-        """The program comes back from a step. It may keep the loop that it has left: then the next one ends it."""
+        """Count a step that the program has left; once only.
+
+        A program that leaves a loop by ``break`` may still hold the generator of its steps. Then the generator does not
+        see that, and the next section or epoch calls this.
+        """
         if step is None or batches is None or self._step is not step:
             return
         self._step = None
@@ -578,7 +582,7 @@ class State:
             self._arrived, self._kept_at = None, ""
         plan = self._plans.setdefault(step.place, Plan())
         if not plan.met:
-            # A loss while the ranks meet makes a process that needs them.
+            # If a rank is lost in the comparison below, the process in its place gets these values.
             own = {name for each in self._plans.values() for name in each.variables}
             self._begin_values[step.place] = {
                 name: (value, _copied(value)) for name, value in self._variables_now(step).items() if name not in own
