@@ -222,8 +222,11 @@ def _judge(hit: Done, calm: dict[int, _End], killed: bool) -> tuple[str, str]:
 def run_all(seeds: Iterable[int], at_once: int = 2, control: bool = False) -> Iterator[Outcome]:
     """Run programs, several at once. Yield each outcome when it is known."""
     with Jobs() as jobs, ThreadPoolExecutor(at_once) as pool:
-        for future in as_completed([pool.submit(run, jobs, seed, None, control) for seed in seeds]):
-            yield future.result()
+        try:
+            for future in as_completed([pool.submit(run, jobs, seed, None, control) for seed in seeds]):
+                yield future.result()
+        finally:  # after Ctrl-C: do not run the rest
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def count_dimensions(outcomes: Sequence[Outcome]) -> dict[str, dict[str, dict[str, int]]]:

@@ -13,7 +13,6 @@ rank that is not in the group they warn and do nothing, as torch's do.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
@@ -25,6 +24,7 @@ from allranks._base.errors import UsageError
 from allranks._base.integers import integer_of
 from allranks._base.public import publish
 from allranks._base.timeouts import seconds_of
+from allranks._call import callsite
 from allranks._call.types import ReduceOp
 from allranks._call.work import Together, Work
 from allranks._engines.checks import check_apart, check_tensor
@@ -1251,7 +1251,7 @@ def outside(group: ProcessGroup | int | None, verb: str) -> bool:
     """Whether this rank is not a member of the group; then it warns, as torch does."""
     if type(group) is not type(GroupMember.NON_GROUP_MEMBER) or group != GroupMember.NON_GROUP_MEMBER:
         return False
-    warnings.warn(f"{verb}: this rank is not in the given process group; nothing is done", stacklevel=3)
+    callsite.warn(f"{verb}: this rank is not in the given process group; nothing is done")
     return True
 
 

@@ -10,10 +10,11 @@ import importlib.util
 import os
 import sys
 import sysconfig
+import warnings
 import zlib
 from types import FrameType
 
-__all__ = ["NOWHERE", "is_program", "line_of", "site", "stack_hash", "where"]
+__all__ = ["NOWHERE", "is_program", "line_of", "site", "stack_hash", "warn", "where"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DEEPEST = 32  # frames
@@ -72,6 +73,17 @@ def site() -> str:
     """``file:line`` of the innermost frame of the program; where there is none (a thread of ours) a text instead."""
     frame, name = _program(sys._getframe(1))
     return f"{name}:{frame.f_lineno}" if frame else NOWHERE
+
+
+def warn(text: str) -> None:
+    """Give a UserWarning at the innermost line of the program, however deep in this package the caller is."""
+    frame, _ = _program(sys._getframe(1))
+    if frame is None:  # in a thread of ours
+        warnings.warn(text, stacklevel=2)
+        return
+    space = frame.f_globals
+    seen = space.setdefault("__warningregistry__", {})  # as warnings.warn does, for "once for each line"
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, space.get("__name__"), seen)
 
 
 def where() -> str:

@@ -11,11 +11,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from allranks._api import world
+from allranks._plugin.work import finish_all, finished_futures
 
-__all__ = ["adapt"]
+__all__ = ["TORCHS_DDP", "adapt"]
+
+TORCHS_DDP: tuple[Any, ...] = tuple(
+    each
+    for each in nn.Module.__subclasses__()
+    if (each.__module__, each.__name__) == ("torch.nn.parallel.distributed", "DistributedDataParallel")
+)
+"""torch's class, for isinstance: under its name there may be something else that the program has put there."""
 
 _c10d: Any = torch.distributed
 _works: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -27,6 +35,7 @@ def adapt() -> None:
     _let_barrier_be_monitored()
     _let_hooks_be_built_in()
     _let_reducers_hold_works()
+    _let_futures_be_waited_for()
     _let_groups_be_shrunk()
 
 
@@ -46,7 +55,8 @@ def _let_barrier_be_monitored() -> None:
 
 def _let_hooks_be_built_in() -> None:
     """C++ hooks of DistributedDataParallel want futures of a type that Python cannot make; the same exist in Python."""
-    _replace(DistributedDataParallel, "_register_builtin_comm_hook", _register_builtin_comm_hook)
+    for wrapper in TORCHS_DDP:
+        _replace(wrapper, "_register_builtin_comm_hook", _register_builtin_comm_hook)
 
 
 def _register_builtin_comm_hook(torchs: Callable[..., None], model: Any, comm_hook_type: Any) -> None:
@@ -67,6 +77,24 @@ def _let_reducers_hold_works() -> None:
 def _set_forward_pass_work_handle(torchs: Callable[..., None], reducer: Any, work: Any, *named: Any) -> None:
     _works[reducer] = work
     torchs(reducer, work, *named)
+
+
+def _let_futures_be_waited_for() -> None:
+    """Within a backward our futures are completed by who waits. Who waits for what C++ makes of them does not."""
+    _replace(_c10d.Reducer, "_run_allreduce_hook", _run_allreduce_hook)
+    _replace(torch.futures, "collect_all", _collect)
+    _replace(torch.futures, "wait_all", _collect)
+
+
+def _run_allreduce_hook(torchs: Callable[..., Any], reducer: Any, bucket: Any) -> Any:
+    with finished_futures():
+        return torchs(reducer, bucket)
+
+
+def _collect(torchs: Callable[..., Any], futures: Any) -> Any:
+    futures = list(futures)
+    finish_all(futures)
+    return torchs(futures)
 
 
 def _let_groups_be_shrunk() -> None:

@@ -8,9 +8,10 @@ DistributedDataParallel's own.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from allranks._call.work import Work
     from allranks._core import Started
 
-__all__ = ["DONE", "TorchWork"]
+__all__ = ["DONE", "TorchWork", "finish_all", "finished_futures"]
 
 # torch's annotations know little of what is used here.
 _torch: Any = torch
@@ -118,7 +119,7 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
     def get_future(self) -> Any:
         if self._future is None:
             # Within backward nothing is decided by how far the call is, which differs between ranks.
-            if self._waited:
+            if self._waited or _unfinished.no_more:
                 self._future = _future_of(self._work.result())
             elif _torch._C._current_autograd_node() is not None:
                 self._future = _AtEndOfBackward(self._work)
@@ -175,6 +176,7 @@ class _AtEndOfBackward(torch.futures.Future):  # type: ignore[type-arg]
 class _Unfinished(threading.local):
     def __init__(self) -> None:
         self.futures: list[_AtEndOfBackward] = []
+        self.no_more = False
 
 
 _unfinished = _Unfinished()
@@ -187,6 +189,23 @@ def _finish() -> None:
             future.finish()
     finally:
         _unfinished.futures.clear()
+
+
+@contextlib.contextmanager
+def finished_futures() -> Iterator[None]:
+    """Futures that C++ asks for in here are complete: what it makes of them would not finish them when waited for."""
+    before, _unfinished.no_more = _unfinished.no_more, True
+    try:
+        yield
+    finally:
+        _unfinished.no_more = before
+
+
+def finish_all(futures: Iterable[Any]) -> None:
+    """Complete those among these futures that would be complete at the end of backward only."""
+    for future in futures:
+        if isinstance(future, _AtEndOfBackward):
+            future.finish()
 
 
 def _in_callback_of_backward() -> bool:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from allranks._base.errors import CheckpointError, rank_list, spans
+from allranks._call import callsite
 from allranks.checkpoint import folders
 from allranks.checkpoint.company import Company, alone, in_words
 from allranks.checkpoint.inventory import Candidate, View, by_step, look_together
@@ -103,7 +103,7 @@ class _Found(NamedTuple):
 def _warn(found: _Found, company: Company) -> None:
     if company.rank == 0:
         for why in found.left_out:
-            warnings.warn(f"checkpoint: {why}", stacklevel=4)
+            callsite.warn(f"checkpoint: {why}")
 
 
 def _choose(path: folders.PathLike, step: int | None, company: Company) -> _Found:
@@ -123,7 +123,7 @@ def _choose(path: folders.PathLike, step: int | None, company: Company) -> _Foun
             elif step is not None or view.pin:
                 raise CheckpointError(why)
             elif company.rank == 0:
-                warnings.warn(f"checkpoint: {candidate.names[min(candidate.names)]} is left out: {why}", stacklevel=4)
+                callsite.warn(f"checkpoint: {candidate.names[min(candidate.names)]} is left out: {why}")
         if whole:
             _, _, identity, newest = max(whole, key=lambda each: each[:2])  # a step may have been saved twice
             return _Found(_open(newest, identity, view, company), left_out)

@@ -22,7 +22,6 @@ import secrets
 import shutil
 import socket
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from typing import NamedTuple
 import msgspec
 
 from allranks._base.errors import CheckpointError, UsageError
+from allranks._call import callsite
 from allranks.checkpoint import owners
 from allranks.checkpoint.manifest import MANIFEST, Manifest, Share, load_manifest
 
@@ -168,7 +168,7 @@ def list_checkpoints(folder: PathLike) -> list[Info]:
         except FileNotFoundError:
             continue  # removed meanwhile
         except (CheckpointError, OSError) as error:
-            warnings.warn(f"checkpoint: {one.path.name} is left out: {error}", stacklevel=3)
+            callsite.warn(f"checkpoint: {one.path.name} is left out: {error}")
     return list(found.values())
 
 
@@ -180,7 +180,7 @@ def newest(folder: PathLike) -> Info | None:
         except FileNotFoundError:
             continue
         except (CheckpointError, OSError) as error:
-            warnings.warn(f"checkpoint: {one.path.name} is left out: {error}", stacklevel=3)
+            callsite.warn(f"checkpoint: {one.path.name} is left out: {error}")
     return None
 
 
@@ -307,7 +307,7 @@ def tell(what: str, remarks: list[str]) -> None:
     """Warns of what does not make a save a failure."""
     if remarks:
         more = f"; and {len(remarks) - 3} more" if remarks[3:] else ""
-        warnings.warn(f"{what}, but {'; '.join(remarks[:3])}{more}", stacklevel=3)
+        callsite.warn(f"{what}, but {'; '.join(remarks[:3])}{more}")
 
 
 def _not_removed(path: Path, error: OSError | CheckpointError) -> str:

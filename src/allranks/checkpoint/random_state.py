@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
-import warnings
 from typing import Any
 
 import torch
 
 from allranks._base.errors import UsageError
+from allranks._call import callsite
 
 __all__ = ["RandomState"]
 
@@ -48,8 +48,7 @@ class RandomState:
         if len(states) == devices:
             _cuda.set_rng_state_all(states)
             return
-        warnings.warn(
+        callsite.warn(
             f"RandomState: the generators of {len(states)} CUDA devices were saved, and this process has {devices}: its"
-            " own are left as they are, so random numbers on CUDA are others than without the restart",
-            stacklevel=3,
+            " own are left as they are, so random numbers on CUDA are others than without the restart"
         )

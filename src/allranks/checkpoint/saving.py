@@ -12,7 +12,6 @@ import errno
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import msgspec
 
 from allranks import __version__
 from allranks._base.errors import AllranksError, CheckpointError, UsageError, rank_list
+from allranks._call import callsite
 from allranks.checkpoint import folders, own_folders, parts
 from allranks.checkpoint.company import Company, company_of, in_words, this_process
 from allranks.checkpoint.layout import Offer, Plan, make_plan
@@ -199,11 +199,10 @@ class Call:
             return
         _warned.add(self.folder)
         sets = [[r for r, n in enumerate(opened.numbers) if n == number] for number in range(1, opened.count + 1)]
-        warnings.warn(
+        callsite.warn(
             f"checkpoint.save: the ranks have {opened.count} different folders {self.folder}:"
             f" {'; '.join(rank_list(ranks) for ranks in sets[:8])}{'; ...' if sets[8:] else ''}. Each folder gets a"
-            " share of the checkpoint, and all shares are needed to load it",
-            stacklevel=2,
+            " share of the checkpoint, and all shares are needed to load it"
         )
 
     def _finish(self, company: Company, opened: _Opened, manifest: Manifest) -> Path:

@@ -132,8 +132,8 @@ class Bucket:
         gradients: list[Tensor] = []
         for number, (index, parameter) in enumerate(zip(self.indices, self.parameters, strict=True)):
             gradient, view = parameter.grad, self._views[number]
-            if gradient is view and view.data_ptr() != self._parts[number].data_ptr():
-                # Module.to() and its like have put other memory into the view itself.
+            if self._as_view and view.data_ptr() != self._parts[number].data_ptr():
+                # The view was in .grad, and Module.to() or its like has put other memory into it, perhaps long ago.
                 view = self._views[number] = self._parts[number].view(parameter.shape)
             if index not in used:
                 if gradient is view:  # nobody shall touch it, so that it must leave the buffer

@@ -166,6 +166,8 @@ class DistributedDataParallel(nn.Module):
         self.process_group = world.resolve_group(process_group)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
+            raise UsageError(f"{_WHO}: the module has uninitialized parameters. Run a dummy forward pass first")
         trained = [p for _, p in self._trained_parameters()]
         _check_module(module, trained, device_ids, output_device, self.process_group.backend)
 
@@ -440,7 +442,7 @@ class DistributedDataParallel(nn.Module):
         return [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
 
     def _trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(n, p) for n, p in self._synced_parameters() if p.requires_grad]
+        return [(n, p) for n, p in self._synced_parameters() if p.requires_grad and p.numel()]
 
     def _synced_buffers(self) -> list[tuple[str, Tensor]]:
         return [(n, b) for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
@@ -483,8 +485,6 @@ def _check_module(
     output_device: int | torch.device | None,
     backend: str,
 ) -> None:
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
-        raise UsageError(f"{_WHO}: the module has uninitialized parameters. Run a dummy forward pass first")
     if not trained:
         raise UsageError(
             f"{_WHO} is not needed when a module doesn't have any parameter that requires a gradient: "

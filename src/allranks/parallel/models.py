@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from allranks._api import objects
@@ -14,7 +16,7 @@ from allranks._engines.prelude import brought_by_the_state
 from allranks._group.process_group import ProcessGroup
 from allranks.parallel.buckets import ALONE_BYTES
 
-__all__ = ["broadcast_values", "require_same_model"]
+__all__ = ["broadcast_values", "require_same_model", "require_same_values"]
 
 
 def broadcast_values(tensors: list[Tensor], group: ProcessGroup, source: int = 0) -> None:
@@ -49,6 +51,37 @@ def _broadcast_bytes(tensor: Tensor, group: ProcessGroup, source: int) -> None:
     # As bytes: a broadcast does not compute, so any dtype can travel.
     with brought_by_the_state():
         group.broadcast(tensor.view(-1).view(torch.uint8), source)
+
+
+def require_same_values(named: list[tuple[str, nn.Parameter]], group: ProcessGroup) -> None:
+    """Raise on every rank if the values of a parameter differ between ranks.
+
+    Raises:
+        MismatchError: Names the first such parameter, how many there are, and which ranks have the same values.
+
+    Cost: a hash of all parameters, and 8 bytes for each parameter of each rank.
+    """
+    hashes = [xxhash.xxh3_64_intdigest(_bytes(parameter)) for _, parameter in named]
+    mine = torch.tensor(hashes, dtype=torch.uint64, device="cpu").view(torch.int64).to(group.device)
+    everyones = mine.new_empty(group.size(), len(hashes))
+    group.all_gather(everyones, mine)
+    differing = (everyones != everyones[0]).any(0).nonzero().flatten().tolist()
+    if not differing:
+        return
+    ranks: dict[int, list[int]] = {}
+    for rank, value in zip(group.ranks, everyones[:, differing[0]].tolist(), strict=True):
+        ranks.setdefault(value, []).append(rank)
+    raise MismatchError(
+        f"DistributedDataParallel: the ranks train different models: {len(differing)} of {len(named)} parameters "
+        f"differ, the first is {named[differing[0]][0]} ({', '.join(map(rank_list, ranks.values()))} each have other "
+        "values). An optimizer has used gradients that were not averaged over the ranks: of a backward in no_sync(), "
+        "of a forward that called the wrapped module itself, or of a second backward after the one that the forward "
+        "synchronized. Let the last backward before each optimizer step go through the wrapper's forward"
+    )
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def require_same_model(

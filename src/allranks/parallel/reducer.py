@@ -16,6 +16,10 @@ backward, which re-entrant ones (activation checkpoints) run inside.
 - **not known** (unused parameters are to be found, or a static graph's first backward): at the end of
   backward the ranks exchange which gradients they have, and reduce the buckets in which
   anybody has one. Nothing need be searched in the graph, but nothing overlaps either.
+
+*Gradients that nobody reduces* (of `no_sync`, or of a forward past the wrapper) are right as long as no optimizer
+takes them for the mean. If parameters have changed between such a gradient and the next reduction, then all ranks
+compare their parameters in that reduction, and an error says which ones have drifted apart.
 """
 
 from __future__ import annotations
@@ -26,32 +30,54 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from allranks._base.compilers import leave_to_python
 from allranks._base.errors import UsageError, rank_list
+from allranks._call import callsite
 from allranks._call.types import ReduceOp
 from allranks._call.work import Work
 from allranks._group.plan import Plan
 from allranks._group.process_group import ProcessGroup
 from allranks.parallel.buckets import Bucket
 from allranks.parallel.hooks import CommHook, GradBucket, HookWork
+from allranks.parallel.models import require_same_values
 
 __all__ = ["Reducer"]
 
 
-# In place of how many gradients a parameter got.
+# In place of how many gradients a parameter got: what is wrong with it.
 _CONVERTED = -1
+_TAKEN = -2
+_CHANGED = -3
+_WRONG = {
+    _CONVERTED: "gradients of another dtype than when it was wrapped",
+    _TAKEN: "gradients that were removed from .grad before they were reduced",
+    _CHANGED: "gradients, and something has changed the parameter before they were reduced,",
+}
 
 _TOO_EARLY = (
     "DistributedDataParallel: {name} got its gradient in a backward within a backward (a re-entrant checkpoint). "
     "No output of the forward leads to it, so that gradients were reduced before all were there. What is in .grad "
     "now is not the mean over the ranks. Return tensors, or lists, tuples, dicts, dataclasses or plain objects of "
     "them, or use checkpoint(..., use_reentrant=False)."
+)
+
+_COMPILED = (
+    "DistributedDataParallel: backward runs in compiled autograd, which does not call what reduces gradients. Set "
+    "torch._dynamo.config.compiled_autograd = False. torch.compile(model), and torch.compile of a function that calls "
+    "backward(), work without it."
+)
+
+_UNREDUCED = (
+    "DistributedDataParallel: the parameters have changed since they got gradients that were not averaged over the "
+    "ranks, and now get others that will not be. Is the wrapped module called, and not its wrapper? Then the ranks "
+    "train different models. Call the wrapper; only its own forward makes a backward average gradients."
 )
 
 
@@ -111,7 +137,11 @@ class Reducer:
             self._learn(range(len(named)), [1] * len(named))
 
         self._touched: set[int] = set()  # who got a gradient since the last reduction, in no_sync too
+        self._unreduced: list[int] | None = None  # versions of the parameters when the first of those came outside one
+        self._versions = self._current_versions()  # when the running backward began
         self._expected = False  # the last forward was synchronised
+        self._in_no_sync = False  # it was in no_sync
+        self._warned = self._forwarded = False
         self._last_task = -1  # autograd's number (they grow) of the backward that was reduced last
         self._backward: weakref.ref[partial[None]] | None = None
         self._sent: list[_Sent] = []
@@ -135,8 +165,11 @@ class Reducer:
             return
         if self._backward is not None:
             self._reset()
+        if not self._forwarded:
+            self._forwarded = True
+            self._take_over_optimizers()
         # For what gets its gradient before any output does: a parameter that only the loss uses.
-        self._expected = sync
+        self._expected, self._in_no_sync = sync, not sync
 
     def watch(self, output: Any) -> None:
         """Lets the backward that reaches these outputs of a forward be synchronised."""
@@ -169,6 +202,7 @@ class Reducer:
             if not self._expected:
                 if torch._C._current_graph_task_id() <= self._last_task:
                     raise UsageError(_TOO_EARLY.format(name=self._names[index]))
+                self._on_unreduced()
                 return
             if _is_nested():
                 raise UsageError(_TOO_EARLY.format(name=self._names[index]))
@@ -179,14 +213,29 @@ class Reducer:
             if self.overlap:
                 self._start_complete()
 
+    def _on_unreduced(self) -> None:
+        """Notice a gradient that is not reduced, and warn if the program trains with such ones."""
+        if self._unreduced is None:
+            self._unreduced = self._current_versions()
+        elif not (self._in_no_sync or self._warned) and self._unreduced != self._current_versions():
+            self._warned = True
+            callsite.warn(_UNREDUCED)
+
+    def _current_versions(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]
+
     def _running(self) -> bool:
         # The engine lets go of the callback when a backward ends, however it ends.
         return self._backward is not None and self._backward() is not None
 
     def _begin(self) -> None:
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
+            raise UsageError(_COMPILED)
         if self._backward is not None:  # the last one was broken off by an exception
             self._reset()
         self._task = torch._C._current_graph_task_id()
+        self._versions = self._current_versions()
         callback = partial(self._end)
         self._backward = weakref.ref(callback)
         # Runs when this backward ends, in the thread that called backward().
@@ -194,7 +243,7 @@ class Reducer:
 
     def _end(self) -> None:
         try:
-            if any(self._got) or self._due is None or not any(self._due):
+            if any(self._got) or (not any(self._due or ()) and _fills_all_gradients()):
                 self._expected, self._last_task = False, self._task
                 self._reduce()
             # else it is torch.autograd.grad() for the inputs: nothing to reduce
@@ -216,7 +265,7 @@ class Reducer:
     def shadow(self) -> None:
         """Takes part, with zeros, in a backward of the ranks that still have inputs."""
         known = self._used is not None
-        used = self._agree_on_used(()) if self._used is None else self._used
+        used = self._agree_on_used([], False) if self._used is None else self._used
         order = self._order_of(used)
         marks = None
         for number in order:
@@ -228,35 +277,63 @@ class Reducer:
             marks = message[-1] if marked else None
         if known:
             nothing = [0] * len(self._names)
-            self._judge(nothing, nothing, marks)
+            self._judge(nothing, nothing, False, marks)
         elif self._static and used:
             self._learn(used, None)
 
     def _reduce(self) -> None:
         known = self._used is not None
+        strayed = self._announce_stray()
         if self._used is None:
             self._open()
-            used = self._agree_on_used(i for i in self._touched if self._parameters[i].grad is not None)
+            used = self._agree_on_used([i for i in self._touched if self._parameters[i].grad is not None], strayed)
             self._order = self._order_of(used)
         else:
             used = self._used
         got, due = self._got_and_due(used)
         while len(self._sent) < len(self._order):
-            self._start_next(used, got != due)
+            self._start_next(used, strayed or got != due)
         for _, _, work in self._sent:
             if work is not None:
                 work.wait()
         if known:
-            self._judge(got, due, self._sent[-1].bucket.mark if self._carries_mark(self._order[-1]) else None)
+            marks = self._sent[-1].bucket.mark if self._carries_mark(self._order[-1]) else None
+            self._judge(got, due, strayed, marks)
         for bucket, message, _ in self._sent:
             if self.hook is None and self._divisor != self._group.size():
                 message.mul_(self._group.size() / self._divisor)
             bucket.give_back(used)
         self._sent.clear()
         self._touched.clear()
+        self._unreduced = None
         self.has_reduced = True
         if self._static and self._due is None and used:
             self._learn(used, self._got)
+        for index in used:
+            self._step_in_backward(self._parameters[index])
+
+    def _announce_stray(self) -> bool:
+        """Whether parameters here have changed since they got gradients that were not reduced."""
+        # In join, ranks without inputs have old parameters; all take new ones at its end.
+        return self.announce is None and self._unreduced is not None and self._unreduced != self._versions
+
+    def _take_over_optimizers(self) -> None:
+        """Remove the hooks of torch's `_apply_optimizer_in_backward`: they would step with this rank's gradients."""
+        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._parameters):
+            from torch.distributed.optim import apply_optimizer_in_backward
+
+            handles: Any = apply_optimizer_in_backward.param_to_optim_hook_handle_map
+            for parameter in self._parameters:
+                for handle in handles.get(parameter, ()):
+                    handle.remove()
+
+    def _step_in_backward(self, parameter: nn.Parameter) -> None:
+        """Do what these hooks would have done, now that ``.grad`` is the mean."""
+        optimizers = getattr(parameter, "_in_backward_optimizers", ())
+        for optimizer in optimizers:
+            optimizer.step()
+        if optimizers:
+            parameter.grad = None
 
     def _start_complete(self) -> None:
         while len(self._sent) < len(self._order) - 1 and not self._missing[self._order[len(self._sent)]]:
@@ -302,56 +379,72 @@ class Reducer:
 
     # --- what the ranks exchange ---
 
-    def _agree_on_used(self, mine: Iterable[int]) -> Collection[int]:
-        """Whose gradient any rank has. Raises on every rank if on any rank one was converted."""
-        converted = self._converted()
-        flags = torch.zeros(len(self._names), dtype=torch.uint8, device="cpu")
-        flags[list(mine)] = 1
-        flags[converted] = 2
+    def _agree_on_used(self, mine: list[int], strayed: bool) -> Collection[int]:
+        """Whose gradient any rank has. Raises on every rank what `_judge` raises, too."""
+        wrong = self._wrong()
+        flags = torch.zeros(len(self._names) + 1, dtype=torch.uint8, device="cpu")
+        flags[mine] = 1
+        flags[list(wrong)] = 2
+        flags[-1] = 2 * strayed
         flags = flags.to(self._group.device)
         self._group.all_reduce(flags, ReduceOp.MAX)
         if flags.max() > 1:
             nothing = [0] * len(self._names)
-            self._complain([_CONVERTED if index in converted else 0 for index in range(len(nothing))], nothing)
-        return frozenset(flags.nonzero().flatten().tolist())
+            self._explain([wrong.get(index, 0) for index in range(len(nothing))], nothing)
+        return frozenset(flags[:-1].nonzero().flatten().tolist())
 
-    def _converted(self) -> list[int]:
-        """The parameters whose gradients do not fit the buckets any more."""
-        return [
-            index
-            for index, (parameter, dtype) in enumerate(zip(self._parameters, self._dtypes, strict=True))
-            if parameter.dtype != dtype or (parameter.grad is not None and parameter.grad.dtype != dtype)
-        ]
+    def _wrong(self) -> dict[int, int]:
+        """What is wrong with parameters: a key of `_WRONG` for each index."""
+        found = {}
+        # A hook may contain an optimizer, which steps when the mean is known.
+        versions = self._versions if self.hook is None else self._current_versions()
+        for index, (parameter, dtype, version) in enumerate(zip(self._parameters, self._dtypes, versions, strict=True)):
+            gradient = parameter.grad
+            if parameter.dtype != dtype or (gradient is not None and gradient.dtype != dtype):
+                found[index] = _CONVERTED
+            elif self._got[index] and gradient is None:
+                found[index] = _TAKEN
+            elif self._got[index] and parameter._version != version:
+                found[index] = _CHANGED
+        return found
 
     def _got_and_due(self, used: Collection[int]) -> tuple[list[int], list[int]]:
         """How many gradients each parameter got here, and was expected to get."""
         got, due = self._got.copy(), self._due
         if due is None:  # learnt from others: it is not known how many here, but that nobody else gets any
             due = [gradients if index in used else 0 for index, gradients in enumerate(got)]
-        for index in self._converted():
-            got[index] = _CONVERTED
+        for index, what in self._wrong().items():
+            got[index] = what
         return got, due
 
-    def _judge(self, got: list[int], due: list[int], marks: Tensor | None) -> None:
-        """Raises on every rank if on any rank other parameters got gradients than was expected.
+    def _judge(self, got: list[int], due: list[int], strayed: bool, marks: Tensor | None) -> None:
+        """Raises on every rank if a backward was not as expected on any rank.
 
         Args:
             got: How many gradients each parameter got here.
             due: How many were expected.
+            strayed: Whether parameters here have changed since they got gradients that were not reduced.
             marks: Of all ranks together, one element, if they travelled with a bucket.
         """
         if marks is None:
-            marks = torch.tensor(int(got != due), device="cpu").to(self._group.device)
+            marks = torch.tensor(int(strayed or got != due), device="cpu").to(self._group.device)
             self._group.all_reduce(marks, ReduceOp.MAX)
         if marks.item():
-            self._complain(got, due)
+            self._explain(got, due)
 
-    def _complain(self, got: list[int], due: list[int]) -> NoReturn:
-        """Raises what `_judge` raises; all ranks call it."""
+    def _explain(self, got: list[int], due: list[int]) -> None:
+        """Finds out what the ranks have announced to each other, and raises unless all is well; all ranks call it.
+
+        Raises:
+            UsageError: On any rank other parameters got gradients than was expected.
+            MismatchError: The ranks' parameters differ.
+        """
         mine = torch.tensor([got, due], device="cpu").to(self._group.device)
         everyones = mine.new_empty(self._group.size(), *mine.shape)
         self._group.all_gather(everyones, mine)
-        raise UsageError(self._complaint(everyones.tolist()))
+        if not torch.equal(everyones[:, 0], everyones[:, 1]):
+            raise UsageError(self._complaint(everyones.tolist()))
+        require_same_values(list(zip(self._names, self._parameters, strict=True)), self._group)
 
     def _complaint(self, everyones: list[list[list[int]]]) -> str:
         """Says which parameters got too few gradients or too many, and on which ranks."""
@@ -363,8 +456,8 @@ class Reducer:
                     few = f"{got[index]} gradients in place of {due[index]}"
                     if not got[index]:
                         few = "no gradient"
-                    elif got[index] == _CONVERTED:
-                        few = "gradients of another dtype than when it was wrapped"
+                    elif got[index] < 0:
+                        few = _WRONG[got[index]]
                     ranks.setdefault(few, []).append(rank)
             shown = name if self._parameters[index].requires_grad else f"{name} (frozen after wrapping)"
             for few, who in ranks.items():
@@ -377,6 +470,12 @@ class Reducer:
         ]
         if any(_CONVERTED in got for got, _ in everyones):
             remedy = "Convert the model (double(), half(), to(dtype)) before wrapping it, or wrap it again."
+        elif any(few < _CONVERTED for got, _ in everyones for few in got):
+            remedy = (
+                "Does an optimizer step in a hook of a parameter? It would use this rank's gradient. Step after "
+                "backward(), or hang the optimizer on with torch.distributed.optim._apply_optimizer_in_backward "
+                "before the first forward: then it steps when the mean is known."
+            )
         elif self._static:
             remedy = "With static_graph=True every backward must be as the first was; leave it out if they differ."
         elif any(few == "no gradient" for few, _ in problems):
@@ -394,6 +493,21 @@ class Reducer:
             f"DistributedDataParallel: backward gave {'; '.join(parts)}. "
             f"What is in .grad now is not the mean over the ranks. {remedy}"
         )
+
+
+def _fills_all_gradients() -> bool:
+    """Whether the backward that ends in this thread adds to ``.grad`` of all that it reaches.
+
+    ``torch.autograd.grad`` adds to none, and ``backward(inputs=...)`` to those of its inputs only.
+    """
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        frame = frame.f_back
+    if frame is None:  # called from C++
+        return True
+    args, named = frame.f_locals["args"], frame.f_locals["kwargs"]
+    inputs = args[3]  # of torch.autograd's way into its engine
+    return bool(named["accumulate_grad"]) and not inputs
 
 
 def _is_nested() -> bool:
@@ -430,3 +544,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 # What holds no outputs: a walk through a model that is returned along would be long.
 _LEAVES = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)
+
+leave_to_python(Reducer)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from allranks._api import objects
 from allranks._base.errors import AllranksError, CheckpointError, UsageError
+from allranks._call import callsite
 from allranks._engines.prelude import LOSSES
 from allranks.checkpoint import RandomState, Saving, latest, load, save_async
 from allranks.checkpoint.values import flatten
@@ -185,7 +185,7 @@ class Disk:
             if self._wanted.on_error == "raise":
                 raise
             if self._world.rank() == 0:
-                warnings.warn(f"State: the training goes on without this checkpoint. {error}", stacklevel=8)
+                callsite.warn(f"State: the training goes on without this checkpoint. {error}")
 
     def _whole(self, position: Position, seed: int) -> dict[str, Any]:
         where = {name: value for name, value in asdict(position).items() if name not in _OF_THE_JOB}

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from allranks._plugin.adapt import TORCHS_DDP
 from allranks.parallel.ddp import DistributedDataParallel
 
 __all__ = [
@@ -40,7 +41,7 @@ __all__ = [
 PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 """Types of immutable values without references."""
 
-WRAPPERS = (nn.parallel.DistributedDataParallel, DistributedDataParallel)
+WRAPPERS: tuple[Any, ...] = (*TORCHS_DDP, DistributedDataParallel)
 """The types of modules that synchronize the gradients of another module, torch's and ours."""
 
 _MOST = 200_000  # objects: the traversal of a larger graph would take longer than 0.5 s

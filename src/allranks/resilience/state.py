@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import FrameType, TracebackType
 from typing import Any
@@ -45,10 +44,12 @@ from allranks._base.errors import (
     losses_seen,
 )
 from allranks._base.integers import integer_of
+from allranks._call import callsite
 from allranks._engines.prelude import LOSSES, Prelude
 from allranks._group.elastic import LOOP, OVER
 from allranks._group.succession import Tally
 from allranks._group.survival import advance
+from allranks._plugin.adapt import TORCHS_DDP
 from allranks._rendezvous.succession import NEWCOMER, Decision
 from allranks.checkpoint import RandomState
 from allranks.resilience import fully_sharded, handover, torchs_ddp, variables
@@ -178,7 +179,7 @@ class State:
             handover.check_part(name, part)
             if isinstance(part, nn.Module):
                 fully_sharded.check_not_flat(name, part)
-            if isinstance(part, nn.parallel.DistributedDataParallel):
+            if isinstance(part, WRAPPERS):
                 torchs_ddp.check(name, part)
         handover.check_own(own)
         self._world = resolve_group(None)
@@ -191,7 +192,7 @@ class State:
         if self._sharded:
             self._warn_of_shards()
         self._wrappers: list[Any] = [part for part in parts.values() if isinstance(part, WRAPPERS)]
-        self._torchs: list[nn.parallel.DistributedDataParallel] = []
+        self._torchs: list[Any] = []
         self._coverage = Coverage(self.parts, self._wrappers, self._own, self._local)
         self._undo = Undo(self._coverage)
         self._rehearsal = rehearsal_of(self)
@@ -782,11 +783,10 @@ class State:
         plan = self._plans[step.place]
         self._undo.forget_plan()
         if plan.late and self._world.rank() == 0 and self._audits_steps:
-            warnings.warn(
+            callsite.warn(
                 f"State: steps at {step.place} {plan.why_late}: they are committed at their end, and a copy of"
                 f" {_size(self._undo.nbytes)} is made in each. To avoid that, do it before the first optimizer.step();"
-                " see docs/resilience.md#what-a-step-is",
-                stacklevel=6,
+                " see docs/resilience.md#what-a-step-is"
             )
 
     def _meet_variables(self, step: Step, plan: Plan) -> None:
@@ -1018,7 +1018,7 @@ class State:
         )
         if what:
             if not self._warned:
-                warnings.warn(f"State: ranks have come that cannot join, as the program has {what}", stacklevel=5)
+                callsite.warn(f"State: ranks have come that cannot join, as the program has {what}")
             self._warned = True
             return False
         return True
@@ -1082,8 +1082,8 @@ class State:
             if id(wrapper.module) in covered and not any(wrapper is each for each in self._wrappers):
                 self._wrappers.append(wrapper)
         self._coverage.set_wrappers(self._wrappers)
-        self._torchs = [each for each in self._wrappers if isinstance(each, nn.parallel.DistributedDataParallel)]
-        for wrapper in self._torchs:
+        self._torchs = [each for each in self._wrappers if isinstance(each, TORCHS_DDP)]
+        for wrapper in self._wrappers:
             torchs_ddp.check("model", wrapper)
         self._seeds.adopt({**self._coverage.reached().generators, **found.generators})
 
@@ -1169,7 +1169,7 @@ class State:
                 self._check_ranks(before)
                 self._undo.clear()
                 for wrapper in self._wrappers:
-                    if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+                    if isinstance(wrapper, TORCHS_DDP):
                         torchs_ddp.renew(wrapper)
                     else:
                         wrapper.renew()
@@ -1327,9 +1327,8 @@ class State:
                 if self._inherit is not None:
                     self._inherit(buddies.kept_own(self._own))
                 else:
-                    warnings.warn(
-                        f"rank {seat} is gone, and its tensors (own=) with it: State(inherit=...) is given them",
-                        stacklevel=6,
+                    callsite.warn(
+                        f"rank {seat} is gone, and its tensors (own=) with it: State(inherit=...) is given them"
                     )
         return bool(gone)
 
@@ -1348,10 +1347,9 @@ class State:
         if self._own or any(plan.variables or plan.own_grads for plan in self._plans.values()):
             raise self._unkept(seat, keeper)
         if first and any(plan.own for plan in self._plans.values()):
-            warnings.warn(
+            callsite.warn(
                 f"rank {seat} is lost, and rank {keeper}, which kept its buffers: its process gets those of another"
-                " rank, and the result is not that of an undisturbed run to the last bit",
-                stacklevel=6,
+                " rank, and the result is not that of an undisturbed run to the last bit"
             )
 
     def _warn_of_shards(self) -> None:
@@ -1362,10 +1360,9 @@ class State:
         for name, tensor in dtensors_in(self.parts):
             layout = layout_of(tensor)
             if layout is not None and not layout.is_replicated:
-                warnings.warn(
+                callsite.warn(
                     f"State: each rank has shards of {name} that no other rank has. A lost rank cannot be replaced: the"
-                    " job ends. Use a mesh with a replicated dimension; see docs/resilience.md",
-                    stacklevel=3,
+                    " job ends. Use a mesh with a replicated dimension; see docs/resilience.md"
                 )
                 return
 
@@ -1391,10 +1388,9 @@ class State:
         with torch.no_grad():
             for tensor, first in zip(self._own, self._first_own, strict=True):
                 tensor.copy_(first)  # another rank has given the program what was in it
-        warnings.warn(
+        callsite.warn(
             f"State: rank {self._world.rank()} waits. A rank of its replica of the model is lost, and nobody takes its"
-            " place; it goes on when one comes",
-            stacklevel=9,
+            " place; it goes on when one comes"
         )
 
     def _nobody_left(self) -> AllranksError:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from allranks._api.world import behind
 from allranks._base.errors import UsageError
+from allranks._plugin.adapt import TORCHS_DDP
 
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
@@ -23,16 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["check", "check_renumbered", "renew"]
 
 _c10d: Any = torch.distributed
-_Wrapper = nn.parallel.DistributedDataParallel
 
 
-def check(name: str, wrapper: _Wrapper) -> None:
-    """Refuses a wrapper that cannot go on after a loss.
+def check(name: str, wrapper: Any) -> None:
+    """Refuse a wrapper, torch's or ours, that cannot go on after a loss.
 
     Raises:
         UsageError: it is such.
     """
-    if behind(wrapper.process_group) is None:
+    if isinstance(wrapper, TORCHS_DDP) and behind(wrapper.process_group) is None:
         raise UsageError(
             f"State: {name} is torch's DistributedDataParallel on a group of another backend, whose calls do not"
             ' survive a loss. Begin with allranks.init_process_group(), or torch\'s with the backend "allranks"'
@@ -44,7 +43,7 @@ def check(name: str, wrapper: _Wrapper) -> None:
         )
 
 
-def check_renumbered(wrapper: _Wrapper, world: ProcessGroup) -> None:
+def check_renumbered(wrapper: Any, world: ProcessGroup) -> None:
     """Refuses a wrapper that cannot go on with another number of ranks.
 
     Raises:
