@@ -156,6 +156,8 @@ def _restrict(c: Choices) -> None:
         if c.scheduler_at.startswith("epoch"):
             c.scheduler_at = "step_after"
         c.early_stopping = "none"
+    if c.accumulation.startswith("over_steps") and c.loop == "break_section":
+        c.steps = max(c.steps, 4)  # an optimizer runs in every second or third, and the last is left out
     if c.scheduler == "OneCycleLR" and c.optimizer in ("Adagrad", "LBFGS"):  # they have no momentum
         c.scheduler = "StepLR"
     if c.scheduler in ("warmup_by_hand", "OneCycleLR"):

@@ -198,3 +198,45 @@ def test_a_rank_that_is_lost_with_the_one_that_kept_what_it_had(tmp_path: Path) 
     named = _buddies(tmp_path, True, [1, 2], [])
     assert named.returncode, named
     assert "rank 1 is lost, and rank 2, which kept its tensors (own=): nobody has them" in named.stderr
+
+
+LATER = """
+import os
+import torch
+import allranks as dist
+
+dist.init_process_group(timeout=30)
+start, seat = int(os.environ["ALLRANKS_START"]), int(os.environ["RANK"])
+torch.manual_seed(0)
+model = dist.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+own = torch.zeros(1)
+state = dist.resilience.State(model=model, optimizer=optimizer, own=[own])
+for step in state.steps(20):
+    with step:
+        if start == 0 and seat == 1 and step.index == KILLED:
+            os.kill(os.getpid(), 9)
+        own += seat
+        optimizer.zero_grad()
+        model(torch.full((1, 2), seat + 1.0)).sum().backward()
+        optimizer.step()
+        if step.index == 10:
+            own += 100
+print("end", seat, own.item(), model.module.weight.sum().item(), flush=True)
+"""
+
+
+def test_a_tensor_of_one_rank_that_changes_after_the_commit_for_the_first_time_late(tmp_path: Path) -> None:
+    """Its backup lacks the change until the next commit. A loss before that cannot be repaired."""
+
+    def run(killed: int) -> subprocess.CompletedProcess[str]:
+        return _run(tmp_path, "-n", "3", "--elastic", "3", program=LATER.replace("KILLED", str(killed)))
+
+    calm = run(-1)
+    for killed in (10, 12):
+        hit = run(killed)
+        assert hit.returncode == 0, hit
+        assert _ends(hit) == _ends(calm)
+    hit = run(11)
+    assert hit.returncode, hit
+    assert "own[0] differs between ranks and was changed after the commit of a step" in hit.stderr

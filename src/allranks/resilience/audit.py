@@ -57,10 +57,10 @@ def program_frames(frame: FrameType) -> list[FrameType]:
     return found
 
 
-def _roots(frame: FrameType) -> dict[str, Any]:
+def _roots(frames: Sequence[FrameType]) -> dict[str, Any]:
     """The variables of the functions that run the loop, then the globals of the program's modules."""
     found: dict[str, Any] = {}
-    for each in program_frames(frame):
+    for each in frames:
         if each.f_locals is not each.f_globals:
             found |= {name: value for name, value in each.f_locals.items() if name not in found}
     for name in sorted(sys.modules):
@@ -75,51 +75,56 @@ def _roots(frame: FrameType) -> dict[str, Any]:
 
 def surroundings(frame: FrameType, local: Sequence[Any]) -> Reached:
     """Everything that the variables of a program hold."""
-    return reach(_roots(frame), Boundary(skip=[each for each in local if not isinstance(each, str)]), closures=True)
+    return reach(
+        _roots(program_frames(frame)),
+        Boundary(skip=[each for each in local if not isinstance(each, str)]),
+        closures=True,
+    )
 
 
 class Audit:
     """What the variables of a program held when a step began.
 
     Args:
-        frame: of the function that runs the loop.
+        frames: of the function that runs the loop, and of its callers. While a step runs, the first may be a generator
+            that has given the step to its caller. Then it no longer knows that caller.
         covered: objects that are covered, and their contents.
         local: names and objects that the program has declared as local.
     """
 
-    def __init__(self, frame: FrameType, covered: Sequence[Any], local: Sequence[Any]) -> None:
+    def __init__(self, frames: Sequence[FrameType], covered: Sequence[Any], local: Sequence[Any]) -> None:
         self._covered = covered
         self._local = [each for each in local if not isinstance(each, str)]
         self._names = {each for each in local if isinstance(each, str)}
-        reached = self._reach(frame)
+        reached = self._reach(frames)
         self._reached = reached  # keeps the objects, so that their identities are not used again
         self._values = {id(value): _look(value) for value in _values(reached)}
-        found = variables.LoopVariables(program_frames(frame))
+        found = variables.LoopVariables(frames)
         self._carried = found.read(found.assigned)
-        self._plain = _plain_values(frame)
+        self._plain = _plain_values(frames)
 
-    def _reach(self, frame: FrameType) -> Reached:
+    def _reach(self, frames: Sequence[FrameType]) -> Reached:
         skip = [
             *self._covered,
             *self._local,
-            *(v for v in _roots(frame).values() if isinstance(v, (DataLoader, Sampler))),
+            *(v for v in _roots(frames).values() if isinstance(v, (DataLoader, Sampler))),
         ]
-        return reach(_roots(frame), Boundary(skip=skip), closures=True)
+        return reach(_roots(frames), Boundary(skip=skip), closures=True)
 
-    def around(self, frame: FrameType) -> dict[str, int]:
+    def around(self, frames: Sequence[FrameType]) -> dict[str, int]:
         """Hashes of the tensors, arrays and plain values that are not covered, by path."""
-        reached = self._reach(frame)
+        reached = self._reach(frames)
         found = {path: digest(t) for path, t in reached.tensors.items() if t.nbytes <= _LARGE and not t.is_meta}
         found |= {path: digest(array) for path, array in reached.arrays.items() if array.nbytes <= _LARGE}
         found |= {path: digest(plain_of(container)) for path, container in reached.containers.items()}
         # A variable that the loop assigns holds another object in each step.
-        skip = self._names | variables.LoopVariables(program_frames(frame)).rebound
+        skip = self._names | variables.LoopVariables(frames).rebound
         return {path: value for path, value in found.items() if _root(path) not in skip}
 
-    def complaints(self, frame: FrameType, step: object) -> list[str]:
+    def complaints(self, frames: Sequence[FrameType], step: object) -> list[str]:
         """What has changed since, and is not covered; as sentences for the user."""
-        reached = self._reach(frame)
-        roots, sentences = _roots(frame), dict[str, str]()
+        reached = self._reach(frames)
+        roots, sentences = _roots(frames), dict[str, str]()
         for path, value in _paths(reached):
             before = self._values.get(id(value))
             root = _root(path)
@@ -128,8 +133,8 @@ class Audit:
             after = _look(value)
             if before != after:
                 sentences[root] = _sentence(path, roots.get(root), value, before, after, reached)
-        found = [*sentences.values(), *self._plain_changes(frame), *self._rebound(frame, step)]
-        counter = variables.miscounted(frame, step)
+        found = [*sentences.values(), *self._plain_changes(frames), *self._rebound(frames, step)]
+        counter = variables.miscounted(frames[0], step)
         if counter is not None and counter not in self._names:
             found.append(
                 f"{counter} is counted by the loop around State.steps(), and begins at 0 in a process that replaces a"
@@ -137,9 +142,9 @@ class Audit:
             )
         return found
 
-    def _plain_changes(self, frame: FrameType) -> Iterator[str]:
+    def _plain_changes(self, frames: Sequence[FrameType]) -> Iterator[str]:
         """Numbers and texts in variables of other functions and modules, which the loop's function does not assign."""
-        now = _plain_values(frame)
+        now = _plain_values(frames)
         for name in sorted(now.keys() & self._plain.keys()):
             if now[name] != self._plain[name] and name not in self._names:
                 yield (
@@ -148,10 +153,10 @@ class Audit:
                     f' declare it: State(local=["{name}"])'
                 )
 
-    def _rebound(self, frame: FrameType, step: object) -> Iterator[str]:
+    def _rebound(self, frames: Sequence[FrameType], step: object) -> Iterator[str]:
         """Variables that a step reads and assigns, and whose values cannot be sent to another process."""
         skip = {id(each) for each in (*self._covered, *self._local)}
-        found = variables.LoopVariables(program_frames(frame))
+        found = variables.LoopVariables(frames)
         now = found.read(found.assigned)
         for key, value in now.items():
             name = key.rpartition(".")[2]
@@ -169,15 +174,15 @@ class Audit:
             )
 
 
-def _plain_values(frame: FrameType) -> dict[str, Any]:
+def _plain_values(frames: Sequence[FrameType]) -> dict[str, Any]:
     """The plain values of the globals of the program's modules that functions assign, not the module's own code."""
-    running = {id(each.f_locals): variables.assigned_by(each.f_code) for each in program_frames(frame)}
-    own = variables.assigned_by(frame.f_code)
+    running = {id(each.f_locals): variables.assigned_by(each.f_code) for each in frames}
+    own = variables.assigned_by(frames[0].f_code)
     found: dict[str, Any] = {}
     for name in sorted(sys.modules):
         if is_user_module(name):
             values = vars(sys.modules[name])
-            skip = running.get(id(values), set()) | (own if values is frame.f_globals else set())
+            skip = running.get(id(values), set()) | (own if values is frames[0].f_globals else set())
             prefix = "" if name == "__main__" else f"{name}."
             found |= {
                 prefix + key: value

@@ -113,7 +113,9 @@ class Learning:
         self._rebinds = False
         self.seconds = 0.0
         self._begin = self._look(reached)
+        self._versions = _versions(reached)
         self._boundary: dict[str, int] | None = None
+        self._boundary_versions: dict[str, int] = {}
         self._calls = 0
         self._variables_then: dict[str, int] = {}
         self.live_grads = False
@@ -157,7 +159,8 @@ class Learning:
             variables: that the loop carries, now.
         """
         if self._boundary is None:
-            self._boundary = self._look()
+            now = self._coverage.reached()
+            self._boundary, self._boundary_versions = self._look(now), _versions(now)
             self._calls = calls
             self._variables_then = {name: digest(value) for name, value in variables.items()}
 
@@ -175,14 +178,17 @@ class Learning:
             complaints: see ``audit``.
         """
         self.close()
-        end = self._look()
-        boundary = self._boundary if self._boundary is not None else end
+        reached = self._coverage.reached()
+        end, versions = self._look(reached), _versions(reached)
+        boundary, boundary_versions = end, versions
+        if self._boundary is not None:
+            boundary, boundary_versions = self._boundary, self._boundary_versions
         now = {name: digest(value) for name, value in variables.items()}
         then = self._variables_then if self._boundary is not None else now
         return {
             "end": end,
-            "before": sorted(name for name in boundary if boundary[name] != self._begin.get(name)),
-            "after": sorted(name for name in end if end[name] != boundary.get(name)),
+            "before": sorted(_changed(self._begin, boundary) | _changed(self._versions, boundary_versions)),
+            "after": sorted(_changed(boundary, end) | _changed(boundary_versions, versions)),
             "boundary": self._boundary is not None,
             "calls": calls - self._calls if self._boundary is not None else 0,
             "variables": now,
@@ -191,6 +197,18 @@ class Learning:
             "rebinds": self._rebinds,
             "complaints": list(complaints),
         }
+
+
+def _versions(reached: Reached) -> dict[str, int]:
+    """How often each tensor was written: a step may write the value that is there already, and later steps others."""
+    return {
+        f"{name}{shard_of(tensor)}": 0 if tensor.is_inference() else tensor._version
+        for name, tensor in reached.tensors.items()
+    }
+
+
+def _changed(before: Mapping[str, int], now: Mapping[str, int]) -> set[str]:
+    return {name for name, value in now.items() if value != before.get(name)}
 
 
 def _digests(coverage: Coverage, reached: Reached) -> dict[str, int]:

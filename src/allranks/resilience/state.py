@@ -45,6 +45,7 @@ from allranks._base.errors import (
 )
 from allranks._base.integers import integer_of
 from allranks._call import callsite
+from allranks._call.types import ReduceOp
 from allranks._engines.prelude import LOSSES, Prelude
 from allranks._group.elastic import LOOP, OVER
 from allranks._group.succession import Tally
@@ -237,6 +238,7 @@ class State:
         self._began_at = 0.0
         self._buddies = Buddies()
         self._sent: dict[str, int] = {}  # versions of what the backup has
+        self._unsent = ""  # what has changed since the backup got it, for the first time at such a moment
         self._inherit = inherit
         self._inherited: set[int] = set()  # seats, since the last commit
         self._first_own = [tensor.clone() for tensor in own]
@@ -416,6 +418,7 @@ class State:
                         # A loss before the next step here (in this commit on another rank, in a checkpoint, in another
                         # section) makes a process that needs the variables as they are after this step.
                         self._keep_variables(step)
+                    self._find_unsent()
                     self._follow(step)
                 if step.broken:
                     self._recover()
@@ -593,6 +596,7 @@ class State:
         self._received = False
         if self._kept_at != step.place:
             self._keep_variables(step)
+        self._find_unsent()
         self._verify(step)
 
     def _keep_variables(self, step: Step) -> None:
@@ -614,7 +618,7 @@ class State:
             self._note_covered()
             reached = self._coverage.reached()
             if plan.audits and self._audits_steps and step.place not in self._audits:
-                self._audits[step.place] = Audit(frame, self._covered(), self._local)
+                self._audits[step.place] = Audit(step.variables.frames, self._covered(), self._local)
             self._undo.keep_all(reached)
             step.learning = Learning(self._coverage, reached)
             self.observing_s += time.perf_counter() - began
@@ -632,6 +636,7 @@ class State:
         if step.frame is None or step.is_last:
             return
         changed = self._undo.take_back()
+        self._sent.clear()  # these versions
         if changed:
             self._lacks = True
             self._why_lacks = (
@@ -662,6 +667,24 @@ class State:
         self._commit_early()
         if step.learning is not None:
             step.at_commit = self._own_digests(step)
+
+    def _find_unsent(self) -> None:
+        """Notice a tensor of this rank's own that has changed after the commit, which the first steps did not do.
+
+        Its backup lacks that change until the next commit. Later steps are committed at their end.
+        """
+        names = {name for plan in self._plans.values() for name in plan.own} & self._sent.keys()
+        for name in names:
+            tensor = self._coverage.buffer(name) if name in self._coverage.buffers else self._own_named(name)
+            if tensor is not None and _version(tensor) != self._sent[name]:
+                self._unsent, self._wants_late = name, True
+                return
+
+    def _own_named(self, name: str) -> Tensor:
+        return self._own[int(name[len("own[") : -1])]
+
+    def _keeps_version(self, name: str) -> bool:
+        return name in self._coverage.buffers or name.startswith("own[")
 
     def _own_digests(self, step: Step) -> dict[str, int]:
         """Hashes of what ranks keep for each other."""
@@ -711,7 +734,8 @@ class State:
             self._seeds.base, self._seeds.agreed = step.base, True
         if exchanges:
             self._buddies.commit(world, self._seats())
-            self._sent |= {n: _version(t) for n, t in own.items() if n in self._coverage.buffers}
+            self._sent |= {n: _version(t) for n, t in own.items() if self._keeps_version(n)}
+            self._unsent = ""
             self._last_variables |= {n: t for n, t in own.items() if n.startswith("variables(")}
             self._sent_variables |= step.sent
             self._inherited.clear()
@@ -757,11 +781,11 @@ class State:
         complaints, self._complaints = self._complaints, []
         audit = self._audits.get(step.place)
         if plan.audits and audit is not None:
-            complaints += audit.complaints(step.frame, step)
+            complaints += audit.complaints(step.variables.frames, step)
         report = step.learning.report(calls_made(), self._variables_now(step), complaints)
         # So seldom that comparing the ranks takes less than 0.5 % of the time.
         report["base"] = self._seeds.base
-        report["around"] = {} if not plan.audits or audit is None else audit.around(step.frame)
+        report["around"] = {} if not plan.audits or audit is None else audit.around(step.variables.frames)
         report["every"] = min(int(step.learning.seconds / (0.005 * max(body_s, 1e-6))) + _VERIFY_LEAST, 1 << 20)
         reports: list[Any] = [None] * self._world.size()
         if losses_seen() != step.losses:
@@ -978,8 +1002,8 @@ class State:
         common = set().union(*(plan.around for plan in self._plans.values()))
         if not common or step.frame is None:
             return {}
-        audit = Audit(step.frame, self._covered(), self._local)
-        return {f"{n} (no part of the State)": d for n, d in audit.around(step.frame).items() if n in common}
+        audit = Audit(step.variables.frames, self._covered(), self._local)
+        return {f"{n} (no part of the State)": d for n, d in audit.around(step.variables.frames).items() if n in common}
 
     def _variable_digests(self, step: Step) -> dict[str, int]:
         """Of the variables that ranks have in common when a step begins."""
@@ -1216,6 +1240,12 @@ class State:
         me, machines = world.rank(), [member.machine for member in world.members]
         came: dict[str, Tensor] = {}
         self._share_plans(full[0])
+        if empty and self._unsent_anywhere():
+            raise StateLostError(
+                f"{self._unsent or 'a tensor'} differs between ranks and was changed after the commit of a step, for"
+                " the first time after the first steps, so that nobody has the value of the lost rank.\n  Start the job"
+                " again from a checkpoint (allranks run --restarts does so by itself)"
+            )
         for rank in empty:
             donors = handover.Donors(rank, full, machines, self._sharded)
             if me == rank:
@@ -1235,12 +1265,19 @@ class State:
         if renewed:  # a new process keeps nothing yet; all are as of the last commit
             self._buddies.forget()
             self._sent.clear()
+            self._unsent = ""
             mine = {**self._all_own(), **{n: t for n, t in came.items() if n.startswith(("variables(", "grad"))}}
             self._buddies.exchange(world, mine)
         self._agree(_ALL)
         if renewed:
             self._buddies.commit(world, seats)
             self._inherited.clear()
+
+    def _unsent_anywhere(self) -> bool:
+        """Whether ranks have changed what is theirs since their backups got it: then the lost rank had, too."""
+        found = torch.tensor(bool(self._unsent), dtype=torch.uint8, device="cpu")
+        self._world.all_reduce(found, ReduceOp.MAX)
+        return bool(found)
 
     def _share_plans(self, source: int) -> None:
         """All ranks continue with what one of them has learnt: a loss may have hit them at different moments."""

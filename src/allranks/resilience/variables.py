@@ -215,6 +215,7 @@ class LoopVariables:
     A caller's variables count, too: ``for epoch in state.epochs(9): best = min(best, train_epoch(epoch))``.
 
     Attributes:
+        frames: of the function that runs the loop, then of its callers.
         within: those that the program may read before it assigns them, as ``function.name``.
         assigned: of those, the ones that the loop assigns. The others keep their value as long as the function runs,
             but may have been computed from the result of an earlier loop, which a replacement process has not run.
@@ -227,7 +228,7 @@ class LoopVariables:
         Args:
             frames: of the function that runs the loop, then of its callers.
         """
-        self._frames = list(frames)
+        self.frames = list(frames)
         self._at = frames[0].f_lasti if frames else -1
         self._where: dict[str, tuple[FrameType, str]] = {}
         self.within: set[str] = set()
@@ -254,9 +255,7 @@ class LoopVariables:
         Its callers are suspended in their calls and stay the same, unless it is a generator, which any function may
         resume.
         """
-        return (
-            bool(self._frames) and frame is self._frames[0] and frame.f_lasti == self._at and is_plain_function(frame)
-        )
+        return bool(self.frames) and frame is self.frames[0] and frame.f_lasti == self._at and is_plain_function(frame)
 
     def read(self, names: Container[str]) -> dict[str, Any]:
         """The values of those variables that have one.
