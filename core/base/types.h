@@ -29,9 +29,11 @@ enum class DType : uint8_t {
   f8_e4m3fn,
   f8_e5m2,
   f8_e4m3fnuz,
-  f8_e5m2fnuz,  // only moved
+  f8_e5m2fnuz,
+  f8_e8m0fnu,
+  f4_e2m1fn_x2,  // the last six are only moved
 };
-constexpr int kDTypes = 20;
+constexpr int kDTypes = 22;
 
 // premul_sum: of operands that their ranks have multiplied already.
 enum class ReduceOp : uint8_t { sum, avg, prod, min, max, band, bor, bxor, premul_sum };
@@ -65,7 +67,7 @@ enum class Purpose : uint8_t {
 };
 
 constexpr size_t size_of(DType dtype) {
-  constexpr size_t sizes[kDTypes] = {1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 1, 4, 8, 16, 1, 1, 1, 1};
+  constexpr size_t sizes[kDTypes] = {1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 1, 4, 8, 16, 1, 1, 1, 1, 1, 1};
   return sizes[static_cast<int>(dtype)];
 }
 

@@ -28,6 +28,7 @@ enum Code : uint8_t {
   kFloat8_e4m3fnuz = 11,
   kFloat8_e5m2 = 12,
   kFloat8_e5m2fnuz = 13,
+  kFloat8_e8m0fnu = 14,
 };
 
 struct Tensor {

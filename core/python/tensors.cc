@@ -49,6 +49,8 @@ int dtype_of(const dlpack::DataType& type) {
       return by_bits(code(DType::f8_e5m2), -1, -1, -1);
     case dlpack::kFloat8_e5m2fnuz:
       return by_bits(code(DType::f8_e5m2fnuz), -1, -1, -1);
+    case dlpack::kFloat8_e8m0fnu:
+      return by_bits(code(DType::f8_e8m0fnu), -1, -1, -1);
     default:
       return -1;
   }

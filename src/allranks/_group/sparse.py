@@ -56,9 +56,11 @@ def all_reduce(group: Dense, tensor: Tensor, op: ReduceOp | PremulSum, async_op:
             f"or number of sparse dimensions than rank 0's {tuple(shapes[0][2:].tolist())}. No tensor was changed."
         )
     counts = [int(other[0]) for other in shapes]
-    places, place_of = torch.unique(
-        torch.cat(_gather(group, mine.indices().mT, counts)), dim=0, return_inverse=True
-    )  # in the order that a coalesced tensor has
+    everyones = torch.cat(_gather(group, mine.indices().mT, counts))
+    if mine.sparse_dim():
+        places, place_of = torch.unique(everyones, dim=0, return_inverse=True)  # in the order of a coalesced tensor
+    else:  # of a single element, which is there or not
+        places, place_of = everyones[:1], everyones.new_zeros(len(everyones))
     values = _gather(group, mine.values(), counts)
     # As the core does: halves are added up in float32.
     wide = torch.float32 if mine.dtype in (torch.float16, torch.bfloat16) else mine.dtype

@@ -31,6 +31,7 @@ _TYPES = {
     "float64": "Double", "bool": "Bool", "complex32": "ComplexHalf", "complex64": "ComplexFloat",
     "complex128": "ComplexDouble", "float8_e4m3fn": "Float8_e4m3fn", "float8_e5m2": "Float8_e5m2",
     "float8_e4m3fnuz": "Float8_e4m3fnuz", "float8_e5m2fnuz": "Float8_e5m2fnuz",
+    "float8_e8m0fnu": "Float8_e8m0fnu", "float4_e2m1fn_x2": "Float4_e2m1fn_x2",
 }  # fmt: skip
 
 

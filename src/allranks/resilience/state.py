@@ -830,17 +830,18 @@ class State:
         objects.all_gather_object(reports, (self._received, mine), self._world)
         full = [found for received, found in reports if not received] or [found for _, found in reports]
         for name in sorted(set().union(*(found for _, found in reports))):
-            if len({digest(found[name]) for _, found in reports if name in found}) == 1:
-                plan.common.add(name)
-                continue
             theirs = {digest(found[name]) for found in full if name in found}
-            if len(full) == len(reports) or len(theirs) > 1 or name in known:
+            # A replacement process that has not computed it has skipped the loop that does.
+            lacked = bool(theirs) and any(received and name not in found for received, found in reports)
+            if not lacked and len({digest(found[name]) for _, found in reports if name in found}) == 1:
+                plan.common.add(name)
+            elif len(full) == len(reports) or (not lacked and (len(theirs) > 1 or name in known)):
                 plan.varying.add(name)
-            elif len(full) > 1 or name in common:
+            elif len(theirs) == 1 and (len(full) > 1 or name in common):
                 step.variables.write({name: next(found[name] for found in full if name in found)})
             else:
                 raise StateLostError(
-                    f"State: the replacement process has another value of the variable {name} than the last survivor,"
+                    f"State: the replacement process has another value of the variable {name} than the other ranks,"
                     " and nothing tells which is right.\n  Keep it in a part of the State"
                 )
         plan.met = True
