@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from allranks._call.types import PremulSum, ReduceOp
 
 __all__ = [
     "CODES",
+    "bare",
     "check_apart",
     "check_distinct",
     "check_has_elements",
@@ -29,6 +31,8 @@ __all__ = [
     "factor_of",
     "not_taken",
 ]
+
+_functorch: Any = torch._C._functorch
 
 CODES = {getattr(torch, name): code for name, code in _core.DTYPES.items() if hasattr(torch, name)}
 """The core's numbers of dtypes."""
@@ -55,12 +59,31 @@ def check_has_elements(verb: str, tensor: Tensor, group: str, rank: int) -> None
         )
 
 
+def bare(verb: str, tensor: Tensor) -> Tensor:
+    """The tensor with the elements of one that `torch.func.grad` and its like follow; any other one as it is.
+
+    A call changes its elements, and torch's gradient does not go through the call, as for torch.distributed.
+
+    Raises:
+        UsageError: one of `torch.func.vmap`, which stands for the rows of another tensor.
+    """
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            raise UsageError(
+                f"{verb}: cannot be called within torch.func.vmap, for one row of a tensor.\n  Call it before or after,"
+                " for all rows"
+            )
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def check_storage(verb: str, tensor: Tensor) -> None:
     """
     Raises:
         UsageError: the tensor's storage is smaller than its shape says, as it was resized: FSDP frees parameters so; or
             torch has not made it: zeros of its derivatives.
     """
+    tensor = bare(verb, tensor)
     if not tensor.numel():
         return
     if tensor._is_zerotensor():

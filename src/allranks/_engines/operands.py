@@ -25,7 +25,7 @@ from allranks._base.forks import forks, refusal
 from allranks._call.futures import End
 from allranks._call.types import scaled
 from allranks._call.work import Work
-from allranks._engines.checks import check_apart, check_distinct
+from allranks._engines.checks import bare, check_apart, check_distinct
 
 __all__ = ["Operands", "OperandsWork", "different"]
 
@@ -60,6 +60,7 @@ class Operands:
                 no copy is needed.
             slot: which piece that must be; None: any.
         """
+        tensor = bare(self.verb, tensor)
         self._check_device(tensor)
         as_it_is = self._factor is None and self._fits(tensor)
         work = tensor if as_it_is and not any(_clash(tensor, r, slot) for r in results) else self._copy(tensor)
@@ -68,6 +69,7 @@ class Operands:
 
     def exchange(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], own: int) -> tuple[list[Tensor], ...]:
         """What the engine reads and what it writes in an all_to_all, by rank. Piece r may be the same in both."""
+        outputs = [bare(self.verb, tensor) for tensor in outputs]
         check_apart(self.verb, outputs)
         once = {id(tensor): tensor for tensor in inputs}  # all_gather gives every rank the same one
         read = {key: self.read(tensor) for key, tensor in once.items()}
@@ -84,11 +86,13 @@ class Operands:
 
     def write_each(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """As ``write``, of several, which must not share memory."""
+        tensors = [bare(self.verb, tensor) for tensor in tensors]
         check_apart(self.verb, tensors)
         return [self.write(tensor) for tensor in tensors]
 
     def write(self, tensor: Tensor) -> Tensor:
         """What the engine writes, all of it, in place of ``tensor``; ``finish`` brings it there."""
+        tensor = bare(self.verb, tensor)
         self._check_device(tensor)
         if self._fits(tensor):
             self.keep.append(tensor)
@@ -100,6 +104,7 @@ class Operands:
 
     def update(self, tensor: Tensor) -> Tensor:
         """What the engine reads and then writes in place of ``tensor``; ``finish`` brings it there."""
+        tensor = bare(self.verb, tensor)
         self._check_device(tensor)
         if self._factor is None and self._fits(tensor):
             self.keep.append(tensor)
@@ -109,6 +114,7 @@ class Operands:
 
     def fill(self, tensor: Tensor, part: Tensor) -> None:
         """Lets ``finish`` bring ``part``, which the engine writes, to ``tensor``."""
+        tensor = bare(self.verb, tensor)
         self._check_device(tensor)
         check_distinct(self.verb, tensor)
         self._back.append((tensor, part.view(tensor.shape)))

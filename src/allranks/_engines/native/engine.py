@@ -384,7 +384,7 @@ class NativeEngine(Engine):
     def abandon(self) -> None:
         self.now, self.begin, self._short = never, not_begun, None
 
-    def explain(self, failure: _core.Failure, verb: str) -> AllranksError:
+    def explain(self, failure: _core.Failure, verb: str, goes_on: bool = False) -> AllranksError:
         """The error for people that the core's facts amount to."""
         return explain(
             failure,
@@ -394,6 +394,7 @@ class NativeEngine(Engine):
             members=self._members,
             last_calls=self.comm.last_calls(),
             troubles=self._troubles,
+            goes_on=goes_on,
         )
 
     # --- tensors ---
@@ -513,11 +514,12 @@ class NativeEngine(Engine):
         try:
             self.comm.wait(work.request, timeout_s)
         except BaseException as error:
-            if work.done():
+            done = work.done()
+            if done:
                 self._pending.discard(work)
             if not isinstance(error, _core.Failure):
                 raise
-            raise self.explain(error, work.verb) from None
+            raise self.explain(error, work.verb, not done) from None
         self._pending.discard(work)
 
 

@@ -33,6 +33,7 @@ def explain(
     members: Sequence[Member],
     last_calls: Sequence[tuple[int, _core.Call]],
     troubles: Mapping[int, str],
+    goes_on: bool = False,
 ) -> AllranksError:
     """The error that the core's facts amount to.
 
@@ -44,6 +45,7 @@ def explain(
         members: the ranks of the group.
         last_calls: number and fingerprint of each rank's last collective.
         troubles: why this rank could not be connected with others.
+        goes_on: the call has not ended: only this wait for it has.
     """
     kind, peer, reporter, call, theirs, seconds, calls, waiting_for, sites, text, waits, unasked = failure.args
     verb = theirs[0] if reporter == rank and theirs[0] in _core.PURPOSES else whole_call() or verb
@@ -62,9 +64,9 @@ def explain(
     if kind == "mismatch":
         return MismatchError(_mismatch(verb if text else theirs[0], call, peer, calls, sites, text, group, ranks))
     if kind == "timeout":
-        return _timeout(
-            f"{here}: ", noticed, ranks, None if peer == -1 else waiting_for or [peer], seconds, waits, unasked
-        )
+        missing = ranks.behind() if peer == -1 else waiting_for or [peer]  # -1: a wait with a timeout of its own
+        goes_on = goes_on or peer == -1
+        return _timeout(f"{here}: ", noticed, ranks, missing, goes_on, seconds, waits, unasked)
     if kind == "closed":
         return UsageError(f"{here}: the group was destroyed while the call was pending")
     who = ranks.name(peer)
@@ -110,14 +112,14 @@ def _timeout(
     here: str,
     noticed: str,
     ranks: _Ranks,
-    missing: Sequence[int] | None,
+    missing: Sequence[int],
+    goes_on: bool,
     seconds: float,
     waits: Sequence[tuple[int, int, str, str]],
     unasked: Sequence[tuple[int, int, _core.Call, int]],
 ) -> TimeoutError:
     hint = "  A longer timeout is given by init_process_group(timeout=...)"
-    if missing is None:  # a wait with a timeout of its own: who is behind in its calls?
-        missing = ranks.behind()
+    if goes_on:
         hint = "  The call goes on: wait() may be called again."
     lines = [f"{here}no data from {', '.join(map(ranks.name, missing)) or 'other ranks'} for {seconds:.1f} s."]
     cycle = _cycle(waits)
