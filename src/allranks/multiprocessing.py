@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from allranks._cluster.outer_job import SEAL, begin_inner_job, belongs
 from allranks._store import StoreServer
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ def start_processes(
     server = StoreServer.unix()
     try:
         parent = os.getpid() if start_method in ("spawn", "fork") else None
-        start = _Start(fn, _environ(nprocs, server.address), parent)
+        nested = _is_rank()
+        start = _Start(fn, _environ(nprocs, server.address, nested), nested, parent)
         started = torch_start(  # type: ignore[no-untyped-call]
             start, args, nprocs, join=False, daemon=daemon, start_method=start_method
         )
@@ -123,9 +125,10 @@ def start_processes(
 class _Start:
     """What a new process calls: sets its rank in the environment, then calls the user's function."""
 
-    def __init__(self, fn: Callable[..., object], environ: dict[str, str], parent: int | None) -> None:
+    def __init__(self, fn: Callable[..., object], environ: dict[str, str], nested: bool, parent: int | None) -> None:
         self._fn = fn
         self._environ = environ
+        self._nested = nested
         self._parent = parent  # None: a fork server, which ends with whom it serves
 
     def __call__(self, number: int, *args: Any) -> None:
@@ -133,6 +136,9 @@ class _Start:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
         if self._parent not in (None, os.getppid()):  # it died before the line above
             os._exit(1)
+        if self._nested:
+            begin_inner_job(os.environ)
+            os.environ.pop("RANK", None)
         os.environ.update(self._environ)
         os.environ["LOCAL_RANK"] = str(number)
         os.environ.setdefault("RANK", str(number))
@@ -145,7 +151,15 @@ def _unlink(files: Sequence[str]) -> None:
             os.unlink(file)
 
 
-def _environ(nprocs: int, store: str) -> dict[str, str]:
+def _is_rank() -> bool:
+    """Whether a launcher has started this process as a rank, so that what it starts is a job within its job."""
+    alone = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") == "1"  # of torchrun
+    return alone or (SEAL in os.environ and belongs(os.environ))
+
+
+def _environ(nprocs: int, store: str, nested: bool) -> dict[str, str]:
+    if nested:
+        return {"LOCAL_WORLD_SIZE": str(nprocs), "WORLD_SIZE": str(nprocs), "ALLRANKS_STORE": store}
     environ = {"LOCAL_WORLD_SIZE": str(nprocs), "WORLD_SIZE": os.environ.get("WORLD_SIZE", str(nprocs))}
     # One host of several, started by hand or by torchrun: its ranks meet the other hosts' at MASTER_ADDR.
     wider = os.environ.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" in os.environ

@@ -143,6 +143,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("ALLRANKS_ELASTIC", "allranks run --elastic", "1: the launcher says who belongs to the job.", None),
     Variable("ALLRANKS_START", "allranks run --elastic", "How many processes had this rank's place before it.", None),
     Variable("ALLRANKS_REHEARSAL", "allranks run --rehearse", "Where a rehearsal records, and kills ranks.", None),
+    Variable("ALLRANKS_SEAL", "allranks run", "Tells a rank from what it starts: jobs within the job.", None),
     Variable("ALLRANKS_CPUS", "allranks run --bind", "CPUs that the ranks of this host have together.", None),
     Variable("ALLRANKS_MACHINE", "allranks run", "Identity of the host, constant while the agent runs.", None),
     Variable("ALLRANKS_MASTER", "init_master_worker", "Where the master is, for the workers that it starts.", None),

@@ -13,6 +13,8 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from allranks._cluster.outer_job import leave_outer_job
+
 __all__ = ["serve_elastic_jobs"]
 
 
@@ -24,6 +26,7 @@ def serve_elastic_jobs() -> None:
         return  # a torch of later years: programs without --elastic must not notice
 
     def env(url: str, timeout: timedelta = timedelta(minutes=30), **named: Any) -> Iterator[tuple[Any, int, int]]:
+        leave_outer_job(os.environ)
         if os.environ.get("ALLRANKS_ELASTIC") != "1":
             yield from torchs(url, timeout=timeout, **named)
             return

@@ -16,12 +16,13 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from urllib.parse import parse_qs, urlsplit
 
 from allranks._base.errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError
 from allranks._cluster.env import read_int
 from allranks._cluster.network import machine, published_addresses
+from allranks._cluster.outer_job import leave_outer_job
 from allranks._rendezvous import finders
 from allranks._rendezvous.board import Board
 from allranks._rendezvous.driver import drive
@@ -85,6 +86,8 @@ def join(
     """
     if store is not None and init_method is not None:
         raise UsageError(f"init_method={init_method!r} and store= are given. Expected one of them.")
+    if isinstance(environ, MutableMapping):
+        leave_outer_job(environ, rank, world_size)
     began = time.monotonic()
     finder = _finder(init_method, rank, world_size, began + timeout_s, timeout_s, store, environ)
     job = finder.job
@@ -114,6 +117,8 @@ def elastic_board(
         store: see there.
         environ: see there.
     """
+    if isinstance(environ, MutableMapping):
+        leave_outer_job(environ)
     if environ.get(ELASTIC) != "1" or store is not None or init_method not in (None, "env://"):
         return None
     finder = _finder(init_method, -1, -1, time.monotonic() + timeout_s, timeout_s, None, environ)

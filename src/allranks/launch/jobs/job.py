@@ -18,6 +18,7 @@ from allranks._cluster.detection import command_for, detect, read_hosts
 from allranks._cluster.host import usable_cpus, visible_gpus
 from allranks._cluster.hostlist import Slots
 from allranks._cluster.network import published_addresses
+from allranks._cluster.outer_job import begin_inner_job
 from allranks._cluster.schedulers.ssh import SSH
 from allranks._store import load_secret
 from allranks.launch.arguments.layout import describe_plan, share_out
@@ -61,6 +62,7 @@ def launch(options: Options) -> int | Rank:
     Raises:
         ConfigError: the job cannot be started as asked.
     """
+    begin_inner_job(os.environ)
     if options.rehearse and not options.dry_run:
         _check_single_host(options)
         return rehearse(options.rehearse)

@@ -25,6 +25,7 @@ from types import MappingProxyType
 import msgspec
 
 from allranks._base.frames import LARGEST, FrameDecoder
+from allranks._cluster.outer_job import SEAL, seal
 from allranks._rendezvous.seats import START
 from allranks._trace.inspection import rank_state
 from allranks._trace.memory import MEMORY
@@ -354,6 +355,7 @@ class Agent:
         if start := plan.starts.get(plan.first + local_rank, 0):
             environ[START] = str(start)
         environ |= more
+        environ[SEAL] = seal(environ, os.getpid())
         if fresh and plan.ranks.target.is_python:
             rank.execute(environ, fresh=True)
         elif self._forks:

@@ -1,0 +1,115 @@
+"""Jobs within jobs: the innermost launcher says who a process is; a shell in between changes nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.mpi_jobs import python_with
+
+INNER = """
+import os, sys, torch, allranks as dist
+dist.init_process_group(timeout=60)
+total = torch.tensor(10.0 ** int(sys.argv[1]))
+dist.all_reduce(total)
+os.write(1, f"of {sys.argv[1]}: rank {dist.get_rank()} of {dist.get_world_size()}, sum {total.item():.0f}\\n".encode())
+"""
+
+OUTER = """
+import os, subprocess, sys
+import torch, allranks as dist
+if os.environ["JOINED"] == "1":  # the outer job goes on after the inner ones
+    dist.init_process_group(timeout=60)
+code = subprocess.run([*sys.argv[1:], "inner.py", os.environ["RANK"]], timeout=100).returncode
+if os.environ["JOINED"] == "1":
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size()
+sys.exit(code)
+"""
+
+SPAWNED = """
+import os, sys
+import torch.multiprocessing, allranks.multiprocessing
+def main(index, how, outer, port):
+    if how == "variables":
+        os.environ.update(RANK=str(index), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.argv[1] = outer
+    exec(open("inner.py").read(), {})
+if __name__ == "__main__":
+    package = torch if sys.argv[1] == "variables" else allranks
+    rank = os.environ["RANK"]
+    package.multiprocessing.spawn(main, (sys.argv[1], rank, int(sys.argv[2]) + int(rank)), nprocs=2)
+"""
+
+RUN = [sys.executable, "-m", "allranks", "run"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def _run(folder: Path, *words: str, **environ: str) -> str:
+    for name, text in (("inner.py", INNER), ("outer.py", OUTER), ("spawned.py", SPAWNED)):
+        (folder / name).write_text(text)
+    variables = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env={**os.environ, **variables, **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _assert_own_jobs(out: str, outer: int) -> None:
+    """Each rank of the outer job has started a job of two ranks, whose sums contain nothing of another job."""
+    for job in range(outer):
+        for rank in range(2):
+            line = f"of {job}: rank {rank} of 2, sum {2 * 10**job}"
+            assert out.count(line) == 1, out
+
+
+@pytest.mark.parametrize("joined", ["0", "1"])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        pytest.param([*RUN, "-n", "2"], id="allranks run"),
+        pytest.param([sys.executable, "-m", "allranks", "torchrun", "--nproc-per-node", "2"], id="allranks torchrun"),
+        pytest.param([*TORCHRUN, "--nproc-per-node", "2"], id="torchrun"),
+    ],
+)
+def test_a_launcher_in_a_rank(tmp_path: Path, inner: list[str], joined: str) -> None:
+    _assert_own_jobs(_run(tmp_path, *RUN, "-n", "2", "outer.py", *inner, JOINED=joined), 2)
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+@pytest.mark.parametrize("outer", [1, 2])
+def test_mpirun_in_a_rank(tmp_path: Path, mpi: str, outer: int) -> None:
+    mpirun = [str(Path(python_with(mpi)).parent / "mpirun"), *(["--oversubscribe"] if mpi == "openmpi" else [])]
+    out = _run(tmp_path, *RUN, "-n", str(outer), "outer.py", *mpirun, "-n", "2", sys.executable, JOINED="0")
+    _assert_own_jobs(out, outer)
+
+
+@pytest.mark.parametrize("how", ["variables", "ours"])
+@pytest.mark.parametrize("outer", [1, 2])
+def test_processes_that_a_rank_spawns(tmp_path: Path, how: str, outer: int) -> None:
+    port = str(20_000 + os.getpid() % 10_000)
+    _assert_own_jobs(_run(tmp_path, *RUN, "-n", str(outer), "spawned.py", how, port), outer)
+
+
+def test_spawn_in_the_only_rank_of_torchrun(tmp_path: Path) -> None:
+    _assert_own_jobs(_run(tmp_path, *TORCHRUN, "--nproc-per-node", "1", "spawned.py", "ours", "0"), 1)
+
+
+def test_a_shell_and_a_port_of_the_script_leave_a_rank_what_it_is(tmp_path: Path) -> None:
+    """Scripts that were written for one host say where rank 0 is; the launcher's store is used all the same."""
+    script = "import os; os.environ.update(MASTER_ADDR='localhost', MASTER_PORT='1'); exec(open('inner.py').read())"
+    (tmp_path / "own.py").write_text(script)
+    for words in (["own.py", "0"], ["--", "bash", "-c", f"{sys.executable} inner.py 0; true"]):
+        _assert_own_jobs(_run(tmp_path, *RUN, "-n", "2", *words), 1)
