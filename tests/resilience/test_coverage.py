@@ -214,6 +214,41 @@ def test_a_variable_in_which_ranks_come_to_differ_is_kept_by_the_backup_from_the
     assert run_ranks(2, main, may_die=[1]) == [(10.0, True), (11.0, True)]
 
 
+@pytest.mark.parametrize("source", ["list", "views"])
+def test_a_batch_that_the_source_gives_again_as_the_step_has_left_it(source: str) -> None:
+    """Batches in a list are copied. What any other iterable gives again is compared with what was changed."""
+
+    class Views:
+        def __init__(self, data: torch.Tensor) -> None:
+            self.data = data
+
+        def __iter__(self) -> Any:
+            return iter(self.data)
+
+    def main() -> list[float]:
+        data = torch.arange(1.0, 7.0).view(6, 1)
+        batches = list(data) if source == "list" else Views(data)
+        total = torch.zeros(1)
+        state = dist.resilience.State(total=total, local=["data", "batches"])
+        try:
+            for step in state.steps(batches):
+                with step:
+                    step.batch.mul_(10)
+                    if step.index == 3 and dist.get_rank() == 2:
+                        _die()
+                    dist.all_reduce(step.batch.clone())
+                    total += step.batch
+        except dist.StateLostError as error:
+            assert source == "views"
+            assert "Views gives the same tensor again" in str(error)
+            return []
+        assert source == "list"
+        return total.tolist()
+
+    results = run_ranks(3, main, may_die=[2])
+    assert results == ([[210.0], [210.0], None] if source == "list" else [[], [], None])
+
+
 def test_a_loop_that_is_left_after_an_undone_step_is_an_error() -> None:
     def main() -> str:
         state, left = dist.resilience.State(), False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Set, Sized
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from allranks._base.errors import UsageError
+from allranks._base.errors import StateLostError, UsageError
 from allranks._group.process_group import ProcessGroup
 from allranks.data import DistributedSampler, adopt
 from allranks.resilience.position import Position
@@ -50,6 +51,7 @@ class Batches:
         self._iterator: Iterator[Any] | None = None
         self._ready = False
         self._kept: _Kept | None = None
+        self._changed: list[Tensor] = []  # of a batch that is loaded again, as the step has changed them
         self.batch: Any = None
         seeds.adopt(loader_generators(source))
 
@@ -64,8 +66,27 @@ class Batches:
             if not self._next(self._position.index):
                 return False
             self._ready = True
-            self._kept = _Kept(self.batch, self._iterator is self._source)
+            self._check_loaded_again()
+            # A second look at these gives the same objects, as the step has left them.
+            holds = self._iterator is self._source or isinstance(self._source, (list, tuple, deque))
+            self._kept = _Kept(self.batch, holds)
         return True
+
+    def _check_loaded_again(self) -> None:
+        """Refuse a batch that still is as the undone step has left it.
+
+        Raises:
+            StateLostError: it lies in the same memory.
+        """
+        changed, self._changed = self._changed, []
+        if changed and not {_memory(each) for each in changed}.isdisjoint(
+            map(_memory, _Kept(self.batch, False).tensors)
+        ):
+            raise StateLostError(
+                f"State.steps: the step has changed its batch in place, and {type(self._source).__name__} gives the same"
+                " tensor again, so that the step cannot be repeated.\n  Change a copy (x = x - mean instead of"
+                " x.sub_(mean)), or pass a list of batches, which are copied"
+            )
 
     def take(self) -> None:
         """The step is done."""
@@ -76,6 +97,7 @@ class Batches:
     def take_back(self) -> None:
         """The step is repeated: its batch is as it was loaded, or is loaded again."""
         if self._kept is not None and not self._kept.restore():
+            self._changed = self._kept.changed()
             self.begin_again()
 
     def begin_again(self) -> None:
@@ -168,6 +190,14 @@ class _Kept:
         known = [self._look(each, depth + 1) for each in inner]  # all of them, also after one that is not
         return all(known)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor, _, _ in self._tensors]
+
+    def changed(self) -> list[Tensor]:
+        """The tensors that the step has changed and that are not restored."""
+        return [tensor for tensor, version, copy in self._tensors if copy is None and tensor._version != version]
+
     def restore(self) -> bool:
         """Restore the containers. Returns whether the batch is as it was loaded."""
         for container, copy in self._containers:
@@ -178,6 +208,10 @@ class _Kept:
                 with torch.no_grad():
                     tensor.copy_(copy)
         return self._known and all(copy is not None or tensor._version == v for tensor, v, copy in self._tensors)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 def _sampler_of(source: Any, places: Set[tuple[int, int]]) -> DistributedSampler[Any] | None:
