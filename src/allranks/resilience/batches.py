@@ -79,12 +79,11 @@ class Batches:
             StateLostError: it lies in the same memory.
         """
         changed, self._changed = self._changed, []
-        if changed and not {_memory(each) for each in changed}.isdisjoint(
-            map(_memory, _Kept(self.batch, False).tensors)
-        ):
+        before = {_memory(tensor) for tensor in changed}
+        if any(_memory(tensor) in before for tensor in _Kept(self.batch, False).tensors):
             raise StateLostError(
-                f"State.steps: the step has changed its batch in place, and {type(self._source).__name__} gives the same"
-                " tensor again, so that the step cannot be repeated.\n  Change a copy (x = x - mean instead of"
+                f"State.steps: the step has changed its batch in place, and {type(self._source).__name__} gives the"
+                " same memory again, so that the step cannot be repeated.\n  Change a copy (x = x - mean instead of"
                 " x.sub_(mean)), or pass a list of batches, which are copied"
             )
 
