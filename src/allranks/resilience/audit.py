@@ -62,7 +62,9 @@ def _roots(frames: Sequence[FrameType]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for each in frames:
         if each.f_locals is not each.f_globals:
-            found |= {name: value for name, value in each.f_locals.items() if name not in found}
+            for name, value in each.f_locals.items():
+                if found.setdefault(name, value) is not value:  # self is another object in each method
+                    found.setdefault(f"{name} of {each.f_code.co_name}()", value)
     for name in sorted(sys.modules):
         if is_user_module(name):
             prefix = "" if name == "__main__" else f"{name}."
@@ -127,12 +129,12 @@ class Audit:
         roots, sentences = _roots(frames), dict[str, str]()
         for path, value in _paths(reached):
             before = self._values.get(id(value))
-            root = _root(path)
-            if before is None or root in self._names or path in self._names or root in sentences:
+            key, name = _first(path), _root(path)
+            if before is None or name in self._names or path in self._names or key in sentences:
                 continue
             after = _look(value)
             if before != after:
-                sentences[root] = _sentence(path, roots.get(root), value, before, after, reached)
+                sentences[key] = _sentence(path, roots.get(key), value, before, after, reached)
         found = [*sentences.values(), *self._plain_changes(frames), *self._rebound(frames, step)]
         counter = variables.miscounted(frames[0], step)
         if counter is not None and counter not in self._names:
@@ -192,8 +194,14 @@ def _plain_values(frames: Sequence[FrameType]) -> dict[str, Any]:
     return found
 
 
-def _root(path: str) -> str:
+def _first(path: str) -> str:
+    """The key of ``_roots`` that a path begins with."""
     return path.split(".", 1)[0].split("[", 1)[0]
+
+
+def _root(path: str) -> str:
+    """The variable that a path begins with."""
+    return _first(path).partition(" of ")[0]
 
 
 def _paths(reached: Reached) -> Iterator[tuple[str, Any]]:
@@ -257,6 +265,7 @@ def _progress(iterator: Any) -> Any:
 
 def _sentence(path: str, root: Any, value: Any, before: Any, after: Any, reached: Reached) -> str:
     name, owner = _root(path), reached.owners.get(path)
+    path = name + path[len(_first(path)) :]
     if hasattr(type(value), "__next__") and not isinstance(value, (dict, list)):
         return (
             f"{path} is an iterator that a step advances, whose position State cannot hand over.\n  Pass it to"

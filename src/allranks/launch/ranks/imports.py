@@ -6,7 +6,9 @@ Nothing is run. What is imported by other means than a statement is not known be
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,11 @@ _BY_NAME = {"importlib", "imp", "pkgutil", "runpy", "__import__", "eval", "exec"
 _NEVER_LOCAL = {"torch", "allranks"}
 _MOST_BYTES = 1 << 18  # of source: 0.1 s
 
+# Variables that torch and its libraries read when they are loaded.
+_READ_BY_TORCH = re.compile(
+    "(OMP|KMP|GOMP|MKL|OPENBLAS|NUMEXPR|VECLIB|DNNL|ONEDNN|ATEN|TBB|LD|MALLOC|PYTORCH|TORCH(?!_NCCL)|TRITON|NVFUSER)"
+)
+
 
 @dataclass
 class Imports:
@@ -28,11 +35,13 @@ class Imports:
         modules: by their names, those of the program itself left out.
         all_known: no others are imported.
         sources: of the program.
+        prepares_torch: the program sets variables that torch reads when it is loaded, or may load another torch.
     """
 
     modules: set[str] = field(default_factory=set)
     all_known: bool = True
     sources: list[bytes] = field(default_factory=list)
+    prepares_torch: bool = False
 
 
 def read_imports(target: Target) -> Imports | None:
@@ -45,7 +54,7 @@ def read_imports(target: Target) -> Imports | None:
         parts = target.name.split(".")
         parts += ["__main__"] * os.path.isdir(root.joinpath(*parts))
         path = root.joinpath(*parts).with_suffix(".py")
-    found = Imports()
+    found = Imports(prepares_torch=_has_torch(root))
     todo = [(path, parts)]
     seen = {path.resolve()}
     while todo:
@@ -59,6 +68,7 @@ def read_imports(target: Target) -> Imports | None:
             found.all_known = False
             continue
         found.sources.append(source)
+        found.prepares_torch |= _prepares_torch(tree, root)
         if sum(map(len, found.sources)) > _MOST_BYTES:
             found.all_known = False
             break
@@ -99,3 +109,60 @@ def _local(root: Path, module: str) -> Iterator[tuple[Path, list[str]]]:
             if os.path.isfile(file):  # not of Path, which raises where a folder may not be searched
                 yield file, parts[:end]
                 break
+
+
+def _prepares_torch(tree: ast.Module, root: Path) -> bool:
+    """Whether a source changes what ``import torch`` finds: its variables, or where it is looked for."""
+    searches = False
+    for node in ast.walk(tree):
+        names: list[str | None] = []
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _is_environ(node.value):
+            names = [_text(node.slice)]
+        elif isinstance(node, ast.Call):
+            names = _set_by_call(node)
+        elif isinstance(node, ast.Attribute) and node.attr == "path":
+            searches |= isinstance(node.value, ast.Name) and node.value.id == "sys"
+        if any(name is None or _READ_BY_TORCH.match(name) for name in names):
+            return True
+    return searches and any(map(_has_torch, _folders_near(root)))
+
+
+def _set_by_call(call: ast.Call) -> list[str | None]:
+    """The variables that a call sets; None for one whose name is not in the source."""
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if name == "putenv":
+        return [_text(argument) for argument in call.args[:1]]
+    if name == "load_dotenv":
+        return [None]
+    if not isinstance(function, ast.Attribute) or not _is_environ(function.value):
+        return []
+    if name == "setdefault":
+        return [_text(argument) for argument in call.args[:1]]
+    if name != "update":
+        return []
+    found: list[str | None] = [keyword.arg for keyword in call.keywords]  # None: **names
+    for argument in call.args:
+        found += [_text(key) for key in argument.keys] if isinstance(argument, ast.Dict) else [None]
+    return found
+
+
+def _is_environ(node: ast.expr) -> bool:
+    return (isinstance(node, ast.Attribute) and node.attr == "environ") or (
+        isinstance(node, ast.Name) and node.id == "environ"
+    )
+
+
+def _text(node: ast.expr | None) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def _has_torch(folder: Path) -> bool:
+    return os.path.isfile(folder / "torch.py") or os.path.isfile(folder / "torch" / "__init__.py")
+
+
+def _folders_near(root: Path) -> Iterator[Path]:
+    """The folders that programs add to ``sys.path``: those around the program, and those in its own."""
+    yield from root.parents
+    with contextlib.suppress(OSError):
+        yield from (Path(entry.path) for entry in os.scandir(root) if entry.is_dir())

@@ -87,6 +87,8 @@ def _useful(target: Target) -> tuple[str, ...]:
     """What the ranks probably import. Nothing if a program names no module outside of the standard library: it runs a
     second earlier without torch.
 
+    Nothing either if it sets variables that torch reads when it is loaded: then each rank loads it after that.
+
     And ends earlier, too: python and C++ take torch apart in every rank, which costs each 0.2 s of a CPU. A wrong
     guess costs time and nothing else.
     """
@@ -95,6 +97,8 @@ def _useful(target: Target) -> tuple[str, ...]:
     found = _named_by_function(target.payload) if target.kind == "function" else read_imports(target)
     if found is None:  # the ranks will report it; or it is a module that is installed
         return () if target.kind == "script" else ("torch",)
+    if found.prepares_torch:
+        return ()
     packages = {module.partition(".")[0] for module in found.modules}
     if found.all_known and packages <= sys.stdlib_module_names:
         return ()

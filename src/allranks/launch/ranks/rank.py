@@ -16,6 +16,7 @@ import dis
 import faulthandler
 import functools
 import gc
+import io
 import os
 import resource
 import runpy
@@ -168,9 +169,10 @@ class Rank:
         _this = self
         target = self.target
         faulthandler.register(DUMP, self.stacks)
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        sys.stdout = sys.__stdout__ = _unbuffered(sys.stdout)  # type: ignore[misc]
+        sys.stderr = sys.__stderr__ = _unbuffered(sys.stderr)  # type: ignore[misc]
         sys.argv = [target.name, *target.args]
+        _set_orig_argv(target)
         sys.modules["__main__"] = main = ModuleType("__main__")
         try:
             if target.kind == "function":
@@ -256,6 +258,26 @@ def is_echo(error: BaseException) -> bool:
             return True
         todo += [e for e in (current.__cause__, current.__context__) if e is not None]
     return False
+
+
+def _unbuffered(stream: Any) -> io.TextIOWrapper:
+    """As ``python -u`` has it: what a rank has written before it is killed is shown, also without a line's end.
+
+    The stream itself goes on, as handlers of loggers may have it.
+    """
+    stream.reconfigure(line_buffering=True)
+    raw = io.FileIO(stream.fileno(), "w", closefd=False)
+    made = io.TextIOWrapper(raw, stream.encoding, stream.errors, "\n", write_through=True)
+    made.__dict__["mode"] = "w"  # as of any other stream
+    return made
+
+
+def _set_orig_argv(target: Target) -> None:
+    """Have ``sys.orig_argv`` start this program in an interpreter of its own: programs start themselves again so."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    if target.kind != "function":
+        name = ["-m", target.name] if target.kind == "module" else [target.name]
+        sys.orig_argv[:] = [sys.executable, *flags, *name, *target.args]
 
 
 def _run_script(path: str, main: ModuleType) -> None:
