@@ -69,6 +69,7 @@ class Coverage:
 
     def reached(self) -> Reached:
         """Everything in the parts."""
+        fully_sharded.reshard(self.modules)
         names = {id(p): f"{n}.{q}" for n, part in self.parts.items() for q, p in _named(part)}
         roots = {**self.parts, **{f"own[{n}]": tensor for n, tensor in enumerate(self.own)}}
         return reach(roots, self._boundary, name_of=lambda tensor: names.get(id(tensor)))

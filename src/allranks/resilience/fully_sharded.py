@@ -16,7 +16,7 @@ from torch import nn
 
 from allranks._base.errors import UsageError
 
-__all__ = ["check_not_flat", "param_groups", "reset"]
+__all__ = ["check_not_flat", "param_groups", "reset", "reshard"]
 
 
 def check_not_flat(name: str, module: nn.Module) -> None:
@@ -35,6 +35,17 @@ def param_groups(module: nn.Module) -> Iterator[Any]:
     for each in module.modules() if fsdp is not None else ():
         if isinstance(each, fsdp.FSDPModule):
             yield from _groups(each._get_fsdp_state())
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Let modules have their shards as parameters again.
+
+    The outermost module keeps its gathered parameters after a forward, for the backward: an evaluation has none. Their
+    memory is freed later, and what State keeps of them would lie there.
+    """
+    for module in modules:
+        for group in param_groups(module):
+            group._to_sharded()
 
 
 def reset(modules: Iterable[nn.Module]) -> None:
