@@ -555,6 +555,8 @@ class State:
         Raises:
             _Undone: that is 0, or a loss has hit a rank in another call.
         """
+        if value == _UNDONE:
+            abort_groups()  # a rank may wait there for this one, which makes no further call in this step
         outcome = self._world.agree(value)
         if outcome == _UNDONE:
             raise _Undone
