@@ -78,3 +78,39 @@ def test_torch_is_not_taken_for_a_part_of_the_program(tmp_path: Path) -> None:
     found = read(tmp_path, main="import torch\nfrom allranks.nn import parallel", torch="import json", allranks="")
     assert found is not None
     assert found.modules == {"torch", "allranks.nn"}
+
+
+@pytest.mark.parametrize(
+    ("source", "prepares"),
+    [
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '1'", True),
+        ("from os import environ\nenviron.setdefault('TORCH_LOGS', 'dynamo')", True),
+        ("import os\nos.environ.update(MKL_NUM_THREADS='1')", True),
+        ("import os\nos.environ.update({'PYTORCH_ALLOC_CONF': ''})", True),
+        ("import os\nos.environ.update(read())", True),
+        ("import os\nfor name in read(): os.environ[name] = ''", True),
+        ("import os\nos.putenv('KMP_BLOCKTIME', '0')", True),
+        ("from dotenv import load_dotenv\nload_dotenv()", True),
+        ("import os\nos.environ['MASTER_PORT'] = '1'\nos.environ.update(RANK='0', TORCH_NCCL_DEBUG='1')", False),
+        ("import os\nprint(os.environ['OMP_NUM_THREADS'])", False),
+        ("import sys\nsys.path.insert(0, 'vendor')", False),
+    ],
+)
+def test_what_torch_reads_when_it_is_loaded(tmp_path: Path, source: str, prepares: bool) -> None:
+    found = read(tmp_path, main="import helper", helper=source)
+    assert found is not None
+    assert found.prepares_torch == prepares
+
+
+def test_another_torch(tmp_path: Path) -> None:
+    """Beside the program, and in a folder that may be where the program looks for modules."""
+    (tmp_path / "one").mkdir()
+    beside = read(tmp_path / "one", main="import torch", torch="")
+    assert beside is not None
+    assert beside.prepares_torch
+    for source, prepares in (("import sys\nsys.path.append(f())", True), ("", False)):
+        (tmp_path / "two/vendor/torch").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "two/vendor/torch/__init__.py").touch()
+        vendored = read(tmp_path / "two", main=source)
+        assert vendored is not None
+        assert vendored.prepares_torch == prepares

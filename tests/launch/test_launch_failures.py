@@ -268,3 +268,22 @@ def test_full_disk_of_the_logs(launcher: Launcher) -> None:
     code, err, out, _ = failing(launcher, "print('x')\ntime.sleep(60)", "--start", "spawn", "--logs", "logs")
     assert (code, out) == (1, "[0] x\n")
     assert err == ["allranks run: cannot write to --logs: No space left on device"]
+
+
+@pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)", "os.abort()"])
+def test_what_a_rank_has_written_before_it_ends_is_shown(launcher: Launcher, end: str) -> None:
+    """Also where the line has no end yet."""
+    done = launcher.script(f"import os\nprint('whole line')\nprint('loading ...', end='')\n{end}", "-n", "1")
+    assert done.code != 0
+    assert "[0] whole line\n[0] loading ...\n" in done.out
+
+
+def test_a_command_line_that_is_not_utf8(launcher: Launcher) -> None:
+    """The report of a failure contains it, and the answer to allranks trace show."""
+    launcher.write(
+        "import torch, allranks as dist\ndist.init_process_group()\ndist.all_reduce(torch.ones(dist.get_rank() + 1))"
+    )
+    done = launcher.run("-n", "2", "script.py", "data_\udcff.bin", real_torch=True)
+    assert done.code == 1
+    assert "MismatchError" in done.err
+    assert "UnicodeEncodeError" not in done.err

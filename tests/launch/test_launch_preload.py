@@ -36,3 +36,17 @@ def test_a_torch_that_cannot_be_imported(launcher: Launcher) -> None:
     launcher.write("raise RuntimeError('no such thing')", "fake/torch.py")
     done = launcher.script("try:\n    import torch\nexcept RuntimeError as error:\n    print(error)", "-n", "1")
     assert (done.code, done.out, done.err) == (0, "[0] no such thing\n", "")
+
+
+def test_a_program_sees_what_it_has_set_before_it_imports_torch(launcher: Launcher) -> None:
+    script = "import os\nos.environ['OMP_NUM_THREADS'] = '2'\nimport torch\nprint(torch.get_num_threads())"
+    done = launcher.script(script, "-n", "1", real_torch=True)
+    assert (done.code, done.out) == (0, "[0] 2\n")
+
+
+@pytest.mark.parametrize("start", [[], ["--start", "spawn"]])
+def test_a_program_finds_itself_in_the_command_line(launcher: Launcher, start: list[str]) -> None:
+    """Programs that start themselves again read it there."""
+    launcher.write("import sys\nprint(sys.orig_argv[1:])")
+    done = launcher.run("-n", "1", *start, "script.py", "--flag")
+    assert (done.code, done.out) == (0, "[0] ['script.py', '--flag']\n")

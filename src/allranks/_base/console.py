@@ -28,6 +28,7 @@ __all__ = [
     "has_colours",
     "interruptible",
     "is_redrawable",
+    "printable",
     "put",
     "run_command",
     "run_process",
@@ -119,6 +120,11 @@ def put(text: str) -> None:
         os.close(null)
         if not isinstance(error, BrokenPipeError):
             raise _Unwritable(error.strerror) from error
+
+
+def printable(text: str) -> str:
+    """Text that can be sent and printed. Of bytes in a command line or a name that are not UTF-8, the code is shown."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def is_redrawable(stream: Any) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from allranks._base.console import printable
 from allranks._rendezvous.seats import TABLE_KEY
 from allranks._store import StoreServer
 from allranks._trace import stacks
@@ -178,7 +179,7 @@ class Supervisor:
         self._answers: deque[interface.Event] = deque()  # to actions that were just performed
         self._outcome = Outcome(Ending.CLEAN, 0)
         self._code: int | None = None
-        self._command = command
+        self._command = printable(command)
         self._restart = restart
         self._began = time.monotonic()
         self._inquiries = Inquiries()

@@ -165,4 +165,4 @@ def _folders_near(root: Path) -> Iterator[Path]:
     """The folders that programs add to ``sys.path``: those around the program, and those in its own."""
     yield from root.parents
     with contextlib.suppress(OSError):
-        yield from (Path(entry.path) for entry in os.scandir(root) if entry.is_dir())
+        yield from [each for each in root.iterdir() if each.is_dir()]

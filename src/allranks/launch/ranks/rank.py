@@ -34,6 +34,7 @@ from typing import Any
 
 import msgspec
 
+from allranks._base.console import printable
 from allranks._base.errors import AbortedError, AllranksError, PeerLostError, UsageError
 from allranks._base.forks import separate_from_siblings
 from allranks._base.frames import FrameDecoder, pack_frame
@@ -147,7 +148,7 @@ class Rank:
         try:
             os.execvpe(argv[0], argv, environ)
         except OSError as error:
-            text = _printable(f"cannot execute {argv[0]!r}: {error.strerror}\n")
+            text = printable(f"cannot execute {argv[0]!r}: {error.strerror}\n")
             self._send(Report(126, text=text, at=time.monotonic()))
             os._exit(126)
 
@@ -300,18 +301,13 @@ def _report(error: BaseException, trace: TracebackType | None, with_text: bool) 
     title = list(summary.format_exception_only())[-1 if isinstance(error, SyntaxError) else 0]
     return Report(
         code=128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1,
-        title=_printable(title).partition("\n")[0],
-        text=_printable("".join(summary.format())) if with_text else "",
+        title=printable(title).partition("\n")[0],
+        text=printable("".join(summary.format())) if with_text else "",
         where=_place(trace),
         echo=echo,
         interrupted=isinstance(error, KeyboardInterrupt),
         at=now,
     )
-
-
-def _printable(text: str) -> str:
-    """Text without lone surrogates, which cannot be sent."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _needs_stdin(error: BaseException, kind: Kind) -> str:
@@ -395,7 +391,7 @@ def _place(trace: TracebackType | None) -> str:
     if not frames:
         return ""
     frame = (own or frames)[-1]
-    return _printable(describe(frame.filename, frame.lineno, frame.name))
+    return printable(describe(frame.filename, frame.lineno, frame.name))
 
 
 def _print_nothing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
