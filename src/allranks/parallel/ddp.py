@@ -118,7 +118,8 @@ class DistributedDataParallel(nn.Module):
             ``backward()``, on every rank: parameters got no gradient, or a second one, or were converted to
             another dtype since wrapping; names them and the ranks.
         MismatchError: The ranks' models differ in more than values, or their options do. Raised on every
-            rank; names the ranks that differ and the options or the first parameter in which they do.
+            rank; names the ranks that differ and the options or the first parameter in which they do. From
+            ``backward()``: an optimizer has used gradients that were not averaged, and the values differ now.
         NotInitializedError: There is no process group yet.
 
     Cost: Construction: one broadcast of the model. Step: one all-reduce of the gradients, those of
