@@ -6,7 +6,15 @@ import torch
 import allranks as dist
 from allranks.testing import run_ranks
 
-DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float32,
+    torch.int64,
+    torch.bool,
+    torch.bfloat16,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.float8_e8m0fnu,
+]
 # Elements of a piece: none, one, in a call line, in a slot, in several chunks.
 COUNTS = [0, 1, 7, 1000, 70_001]
 
@@ -57,7 +65,7 @@ def test_scattering(ranks: int) -> None:
                     out = torch.zeros(count, dtype=dtype)
                     dist.scatter(out, ins if me == root else None, src=root)
                     assert equal(out, piece(root, me, count, dtype))
-                if dtype in (torch.bool, torch.float8_e4m3fn):
+                if dtype in (torch.bool, torch.float8_e4m3fn, torch.float8_e8m0fnu):
                     continue
                 want = sum(piece(r, me, count, dtype) for r in range(size))
                 out = torch.zeros(count, dtype=dtype)
@@ -362,3 +370,28 @@ def test_mismatches() -> None:
         dist.barrier()
 
     run_ranks(3, body)
+
+
+def test_pairs_of_4_bits_are_moved() -> None:
+    """torch itself does not copy them, so that what lies apart is copied as bytes."""
+
+    def body() -> None:
+        me, size = dist.get_rank(), dist.get_world_size()
+        kind = torch.float4_e2m1fn_x2
+        for mine in (torch.full((6, 4), me, dtype=torch.uint8), torch.full((4, 6), me, dtype=torch.uint8).t()):
+            outs = [torch.full_like(mine, 9).view(kind) for _ in range(size)]
+            dist.all_gather(outs, mine.view(kind))
+            for source, out in enumerate(outs):
+                assert out.view(torch.uint8).eq(source).all()
+            shared = mine.clone().view(kind)
+            dist.broadcast(shared, 1)
+            assert shared.view(torch.uint8).eq(1).all()
+            if me == 0:
+                dist.send(mine.view(kind), 1)
+            elif me == 1:
+                dist.recv(shared, 0)
+                assert shared.view(torch.uint8).eq(0).all()
+        with pytest.raises(dist.UsageError, match=r"SUM of torch\.float4_e2m1fn_x2"):
+            dist.all_reduce(torch.zeros(2, dtype=kind))
+
+    run_ranks(2, body)

@@ -27,7 +27,8 @@ from support.prompt import PROMPT_S
 from support.workers import Workers
 
 OPS = [op for op in dist.ReduceOp if op is not dist.ReduceOp.PREMUL_SUM]
-DTYPES = {name: getattr(torch, name) for name in _core.DTYPES if hasattr(torch, name)}
+# torch converts nothing to pairs of 4 bits; tests/api/test_pieces.py moves them.
+DTYPES = {name: getattr(torch, name) for name in _core.DTYPES if name != "float4_e2m1fn_x2"}
 BOTH = pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 
 

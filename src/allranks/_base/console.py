@@ -184,6 +184,12 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self.examples = tuple(examples)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # argparse takes the dashes of --option=-- away, and the option gets a list without anything.
+        if action.option_strings and arg_strings == ["--"]:
+            raise argparse.ArgumentError(action, "expected a value, not --")
+        return super()._get_values(action, arg_strings)
+
     def format_help(self) -> str:
         return super().format_help() + ("\n" + examples_text(self.examples) if self.examples else "")
 

@@ -152,6 +152,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TORCH_DISTRIBUTED_DEBUG", "by hand", "Debug level, by torch's name: OFF, INFO, DETAIL."),
 )
 
+_ANY = ("0.0.0.0", "::", "*")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _EXPECTED = {
     "RANK": ("the number of this process", "RANK=0"),
@@ -359,6 +360,14 @@ def _read_master(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[st
     where = f"rank {rank} of {world_size}"
     address = env.get("MASTER_ADDR", "").strip()
     host, addr_port = split_host_port(address, "MASTER_ADDR") if address else ("", None)
+    if re.search(r"[\s,/]", host):
+        raise ConfigError(
+            f"MASTER_ADDR={address!r} is neither a host name nor an address. Expected one of those, for example"
+            " MASTER_ADDR=node0."
+        )
+    host = host.removesuffix(".")  # of the root of all names, which /etc/hosts does not know
+    if host in _ANY:  # where to listen; only ranks on the same host can mean it
+        host = "localhost" if rank else ""
     if rank and not host:
         missing = ["MASTER_ADDR"] if addr_port or env.get("MASTER_PORT") else ["MASTER_ADDR", "MASTER_PORT"]
         raise _missing(missing, where, world_size)

@@ -128,7 +128,7 @@ class Operands:
             tensor, work = self._back[-1]
             # Tensors of inference mode can be changed only in that mode, and who waits may not be in it.
             with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
-                tensor.copy_(work)
+                _copyable(tensor).copy_(_copyable(work))
             self._back.pop()
         self.keep.clear()
 
@@ -151,12 +151,19 @@ class Operands:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         elements = tensor.detach().resolve_conj().resolve_neg()
-        return self._room(tensor).copy_(elements if self._factor is None else scaled(elements, self._factor))
+        room = self._room(tensor)
+        _copyable(room).copy_(_copyable(elements if self._factor is None else scaled(elements, self._factor)))
+        return room
 
     def _brought_back(self, tensor: Tensor, work: Tensor) -> Tensor:
         self._back.append((tensor, work))
         self.keep.append(work)
         return work
+
+
+def _copyable(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor that torch does not copy."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.float4_e2m1fn_x2 else tensor
 
 
 class OperandsWork(Work):
