@@ -167,8 +167,7 @@ class DistributedDataParallel(nn.Module):
         self.process_group = world.resolve_group(process_group)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
-        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
-            raise UsageError(f"{_WHO}: the module has uninitialized parameters. Run a dummy forward pass first")
+        _check_initialized(module)
         trained = [p for _, p in self._trained_parameters()]
         _check_module(module, trained, device_ids, output_device, self.process_group.backend)
 
@@ -477,6 +476,11 @@ def _refuse(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise UsageError(f"{_WHO}: {name} is not supported by allranks; leave it out")
+
+
+def _check_initialized(module: nn.Module) -> None:
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
+        raise UsageError(f"{_WHO}: the module has uninitialized parameters. Run a dummy forward pass first")
 
 
 def _check_module(

@@ -1245,9 +1245,9 @@ class State:
         self._share_plans(full[0])
         if empty and self._unsent_anywhere():
             raise StateLostError(
-                f"{self._unsent or 'a tensor'} differs between ranks and was changed after the commit of a step, for"
-                " the first time after the first steps, so that nobody has the value of the lost rank.\n  Start the job"
-                " again from a checkpoint (allranks run --restarts does so by itself)"
+                f"{self._unsent or 'a tensor'} differs between ranks and was changed after the commit of a step: nobody"
+                " has the value of the lost rank. The first steps had not shown such a change.\n  Start the job again"
+                " from a checkpoint (allranks run --restarts does so by itself)"
             )
         for rank in empty:
             donors = handover.Donors(rank, full, machines, self._sharded)
