@@ -130,6 +130,7 @@ class DistributedDataParallel(nn.Module):
     _reducer: Reducer | None
     _uneven: UnevenInputs | None
 
+    # long: an argument a line
     def __init__(
         self,
         module: nn.Module,
