@@ -1257,7 +1257,7 @@ class State:
             kept_by = self._buddies.keeper_of(seats[rank])
             keeper = seats.index(kept_by) if kept_by in seats and seats.index(kept_by) in full else None
             if kept_by is not None and keeper is None:
-                self._miss(seats[rank], kept_by)
+                self._miss(seats[rank], kept_by, first=me == full[0])
             if me in full:
                 self._send(donors, keeper)
             if me == keeper:
@@ -1378,19 +1378,22 @@ class State:
             " job again from a checkpoint (allranks run --restarts does so by itself)"
         )
 
-    def _miss(self, seat: int, keeper: int) -> None:
+    def _miss(self, seat: int, keeper: int, first: bool) -> None:
         """A rank is lost together with the one that kept what only it had.
 
         Raises:
-            StateLostError: there was something that only it had.
+            StateLostError: that are tensors that the program has named, variables, or gradients.
         """
         plans = self._plans.values()
         if self._own:
             raise self._unkept(seat, keeper)
         if any(plan.variables or plan.own_grads for plan in plans):
             raise self._unkept(seat, keeper, "variables and gradients")
-        if any(plan.own for plan in plans):
-            raise self._unkept(seat, keeper, "buffers")
+        if first and any(plan.own for plan in plans):
+            callsite.warn(
+                f"rank {seat} is lost, and rank {keeper}, which kept its buffers: its process gets those of another"
+                " rank, and the result is not that of an undisturbed run to the last bit"
+            )
 
     def _warn_of_shards(self) -> None:
         """Says in the beginning what a loss would show: that nobody else has a rank's shards."""
