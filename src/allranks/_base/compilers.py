@@ -16,8 +16,7 @@ def leave_to_python(*things: Any) -> None:
     """Have `torch.compile` call these functions, and all methods of these classes, without looking into them.
 
     Does what ``torch.compiler.disable`` does, which would import the whole compiler (seconds). A class that is a
-    ``torch.nn.Module`` is left as it is: what its ``forward`` calls is worth compiling. Without torch, or with something
-    else of that name, nothing happens.
+    ``torch.nn.Module`` is left as it is: what its ``forward`` calls is worth compiling. Without torch nothing happens.
     """
     torch = sys.modules.get("torch")
     frames = getattr(getattr(getattr(torch, "_C", None), "_dynamo", None), "eval_frame", None)
