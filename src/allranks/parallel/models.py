@@ -71,10 +71,11 @@ def require_same_values(named: list[tuple[str, nn.Parameter]], group: ProcessGro
     ranks: dict[int, list[int]] = {}
     for rank, value in zip(group.ranks, everyones[:, differing[0]].tolist(), strict=True):
         ranks.setdefault(value, []).append(rank)
+    values = " and other values on ".join(map(rank_list, ranks.values()))
     raise MismatchError(
         f"DistributedDataParallel: the ranks train different models: {len(differing)} of {len(named)} parameters "
-        f"differ, the first is {named[differing[0]][0]} ({', '.join(map(rank_list, ranks.values()))} each have other "
-        "values). An optimizer has used gradients that were not averaged over the ranks: of a backward in no_sync(), "
+        f"differ. The first is {named[differing[0]][0]}, with some values on {values}. "
+        "An optimizer has used gradients that were not averaged over the ranks: of a backward in no_sync(), "
         "of a forward that called the wrapped module itself, or of a second backward after the one that the forward "
         "synchronized. Let the last backward before each optimizer step go through the wrapper's forward"
     )

@@ -268,6 +268,7 @@ def _unbuffered(stream: Any) -> io.TextIOWrapper:
     """
     stream.reconfigure(line_buffering=True)
     raw = io.FileIO(stream.fileno(), "w", closefd=False)
+    raw.name = stream.name  # as programs look for "<stdout>"
     made = io.TextIOWrapper(raw, stream.encoding, stream.errors, "\n", write_through=True)
     made.__dict__["mode"] = "w"  # as of any other stream
     return made
