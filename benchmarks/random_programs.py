@@ -3,7 +3,8 @@
     python benchmarks/random_programs.py --count 300                 # seeds 0 to 299
     python benchmarks/random_programs.py --seed 17 --keep            # one again, with its files
     python benchmarks/random_programs.py --show 17                   # its source
-    python benchmarks/random_programs.py --count 300 --control       # the second run has no kill: all must be the same
+    python benchmarks/random_programs.py --count 300 --kills 0       # the second run has no kill: all must be the same
+    python benchmarks/random_programs.py --count 300 --kills 2       # another rank, or the replacement, is killed later
     python benchmarks/random_programs.py --count 5000 --json benchmarks/random_programs.json
 
 A seed decides everything about a program (random_programs_text.py): wrapper, model, optimizers, schedulers, loaders,
@@ -13,7 +14,8 @@ digests of weights, buffers, optimizers, schedulers, averaged weights, and logs 
 
     same       the second run printed the same digests on every rank, with exit code 0
     refused    State raised UsageError in the first run: the program contains something that it cannot protect
-    error      the second run ended with a nonzero exit code and a typed error of allranks on its ranks
+    error      the second run ended with a nonzero exit code and a typed error of allranks on its ranks; or all ranks
+               were killed at once, and the launcher says so
     WRONG      anything else: other digests with exit code 0, fewer ranks, a hang, another exception
 """
 
@@ -55,7 +57,7 @@ class Outcome:
         seed: of the program.
         verdict: one of VERDICTS.
         reason: why, in one line.
-        kill: "rank:visit" of die(); "" if the program was not run a second time.
+        kill: KILL of the second run (random_programs_harness.py); "" if there was none.
         place: where die() is called.
         choices: the dimensions of the program.
         output: of the run that decided.
@@ -120,25 +122,25 @@ def _is_typed(exception: str) -> bool:
     return exception.startswith("allranks.")
 
 
-def run(jobs: Jobs, seed: int, keep: Path | None = None, control: bool = False) -> Outcome:
+def run(jobs: Jobs, seed: int, keep: Path | None = None, kills: int = 1) -> Outcome:
     """Run a program twice, and judge it.
 
     Args:
         jobs: starts its jobs.
         seed: of the program.
         keep: a folder for its files; None for a temporary one.
-        control: do not kill a rank in the second run.
+        kills: how many processes are killed in the second run: 0, 1 or 2.
     """
     program = write(choose(seed))
     folder = Path(tempfile.mkdtemp(prefix=f"program-{seed}-")) if keep is None else keep
     try:
-        return _run(jobs, program, folder, control)
+        return _run(jobs, program, folder, kills)
     finally:
         if keep is None:
             shutil.rmtree(folder)
 
 
-def _run(jobs: Jobs, program: Program, folder: Path, control: bool) -> Outcome:
+def _run(jobs: Jobs, program: Program, folder: Path, kills: int) -> Outcome:
     choices = program.choices
     runs: list[Done] = []
 
@@ -148,7 +150,8 @@ def _run(jobs: Jobs, program: Program, folder: Path, control: bool) -> Outcome:
         (place / "program.py").write_text(program.text)
         shutil.copy(HARNESS, place)
         # A replacement that fails is not replaced again, and no rank may be missing: its error ends the job.
-        words = ["run", "-n", choices.ranks, "--elastic", choices.ranks, "--respawns", int(bool(kill)), "program.py"]
+        respawns = 0 if not kill else 2 if ".1:" in kill else 1  # of each rank
+        words = ["run", "-n", choices.ranks, "--elastic", choices.ranks, "--respawns", respawns, "program.py"]
         environ = {"KILL": kill, "XDG_STATE_HOME": str(place)}  # the launcher writes a file there if the job fails
         done = jobs.run([str(word) for word in words], place, environ, LIMIT_S)
         runs.append(done)
@@ -164,19 +167,28 @@ def _run(jobs: Jobs, program: Program, folder: Path, control: bool) -> Outcome:
     if calm.code != 0 or set(ends) != set(range(choices.ranks)):
         verdict, reason = _judge_refusal(calm)
         return outcome(verdict, reason)
-    kill = _choose_kill(choices.seed, ends)
+    kill = _choose_kill(choices.seed, ends, kills)
     if not kill:
         return outcome("WRONG", f"the undisturbed run never reached die() ({program.place})")
-    hit = start("killed", "" if control else kill)
-    verdict, reason = _judge(hit, ends, not control)
+    hit = start("killed", kill if kills else "")
+    verdict, reason = _judge(hit, ends, kills > 0)
     return outcome(verdict, reason, kill)
 
 
-def _choose_kill(seed: int, ends: dict[int, _End]) -> str:
-    """Choose a rank, and one of its calls of die()."""
+def _choose_kill(seed: int, ends: dict[int, _End], kills: int) -> str:
+    """Choose a rank, and one of its calls of die(). The second process to kill is another rank, or the replacement.
+
+    The program may end before the second kill.
+    """
     rng = random.Random(f"kill {seed}")
     moments = [(rank, visit) for rank, end in sorted(ends.items()) for visit in range(end.visits)]
-    return "{}:{}".format(*rng.choice(moments)) if moments else ""
+    if not moments:
+        return ""
+    first, visit = rng.choice(moments)
+    second = rng.randrange(len(ends))
+    start, begin = (1, 0) if second == first else (0, visit)
+    again = begin + rng.randrange(max(1, min(ends[second].visits - visit, 12)))
+    return f"{first}:{visit}" + (f",{second}.{start}:{again}" if kills > 1 else "")
 
 
 def _judge_refusal(calm: Done) -> tuple[str, str]:
@@ -202,6 +214,9 @@ def _judge(hit: Done, calm: dict[int, _End], killed: bool) -> tuple[str, str]:
         if untyped:
             return "WRONG", f"exit code {hit.code}, untyped: {untyped[0]}"
         if not exceptions:
+            last = re.search(r"allranks run: (no rank is left that has .*)", hit.err)
+            if last is not None:  # all were killed at once
+                return "error", last[1]
             return "WRONG", f"exit code {hit.code} without an error of a rank"
         return "error", exceptions[0]
     ends = _ends(hit)
@@ -219,11 +234,11 @@ def _judge(hit: Done, calm: dict[int, _End], killed: bool) -> tuple[str, str]:
     return "same", ""
 
 
-def run_all(seeds: Iterable[int], at_once: int = 2, control: bool = False) -> Iterator[Outcome]:
+def run_all(seeds: Iterable[int], at_once: int = 2, kills: int = 1) -> Iterator[Outcome]:
     """Run programs, several at once. Yield each outcome when it is known."""
     with Jobs() as jobs, ThreadPoolExecutor(at_once) as pool:
         try:
-            for future in as_completed([pool.submit(run, jobs, seed, None, control) for seed in seeds]):
+            for future in as_completed([pool.submit(run, jobs, seed, None, kills) for seed in seeds]):
                 yield future.result()
         finally:  # after Ctrl-C: do not run the rest
             pool.shutdown(wait=False, cancel_futures=True)
@@ -307,15 +322,15 @@ def _generalize(reason: str) -> str:
     return re.sub(r"program\.py:\d+|line \d+|rank \d+|ranks \[.*?\]|step \d+|call #\d+", "...", reason)
 
 
-def reproduce(seed: int) -> str:
+def reproduce(seed: int, kills: int) -> str:
     """Return the command that runs a program again."""
-    return f"python benchmarks/random_programs.py --seed {seed} --keep"
+    return f"python benchmarks/random_programs.py --seed {seed} --keep{f' --kills {kills}' if kills != 1 else ''}"
 
 
-def _run_one(seed: int, keep: bool, control: bool) -> int:
+def _run_one(seed: int, keep: bool, kills: int) -> int:
     folder = Path(tempfile.mkdtemp(prefix=f"program-{seed}-")) if keep else None
     with Jobs() as jobs:
-        outcome = run(jobs, seed, folder, control)
+        outcome = run(jobs, seed, folder, kills)
     print(outcome.output)
     kill = f", KILL={outcome.kill} at: {outcome.place}" if outcome.kill else ""
     print(f"seed {seed}: {outcome.verdict}{kill}\n  {outcome.reason}")
@@ -334,7 +349,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="run this program only, and print its output")
     parser.add_argument("--show", type=int, metavar="SEED", help="print the source of a program")
     parser.add_argument("--keep", action="store_true", help="keep the files of --seed")
-    parser.add_argument("--control", action="store_true", help="do not kill a rank in the second run")
+    parser.add_argument("--kills", type=int, choices=(0, 1, 2), default=1, help="processes killed in the second run")
     parser.add_argument("--at-once", type=int, default=2, help="programs that run at the same time")
     parser.add_argument("--table", action="store_true", help="print the verdicts for each value of each dimension")
     parser.add_argument("--json", type=Path, help="write counts, failures, and facts about the machine to this file")
@@ -344,16 +359,16 @@ def main() -> int:
         print(f"{program.text}\n# die() is called at: {program.place}")
         return 0
     if options.seed is not None:
-        return _run_one(options.seed, options.keep, options.control)
+        return _run_one(options.seed, options.keep, options.kills)
     report, began = Report(), time.monotonic()
     seeds: Sequence[int] = range(options.first, options.first + options.count)
     if options.seeds:
         seeds = [int(seed) for seed in options.seeds.split(",")]
-    for outcome in run_all(seeds, options.at_once, options.control):
+    for outcome in run_all(seeds, options.at_once, options.kills):
         report.outcomes.append(outcome)
         if outcome.verdict == "WRONG":
             print(f"seed {outcome.seed}: WRONG ({outcome.place}): {outcome.reason}", flush=True)
-            print(f"  {reproduce(outcome.seed)}", flush=True)
+            print(f"  {reproduce(outcome.seed, options.kills)}", flush=True)
     seconds = time.monotonic() - began
     facts = report.facts(seconds, options.at_once)
     if options.table:

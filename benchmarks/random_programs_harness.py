@@ -4,6 +4,7 @@ The file is copied next to each program, so that a program can be run alone:
 
     allranks run -n 2 --elastic 2 program.py               # undisturbed
     KILL=1:7 allranks run -n 2 --elastic 2 program.py      # rank 1 is killed at its eighth call of die()
+    KILL=1:7,1.1:0 allranks run ...                        # and the process in its place at its first call
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ import torch
 
 _rank = int(os.environ.get("RANK", "0"))
 _pid = os.getpid()
-_first = os.environ.get("ALLRANKS_START", "0") == "0"  # a replacement process is not killed again
-_killed, _, _visit = os.environ.get("KILL", "").partition(":")
+_start = os.environ.get("ALLRANKS_START", "0")  # 0, or of a replacement process its number
+_mine = {str(_rank), f"{_rank}.0"} if _start == "0" else {f"{_rank}.{_start}"}
+_kills = [each.split(":") for each in os.environ.get("KILL", "").split(",") if each]
+_visits = {visit for name, visit in _kills if name in _mine}
 # State examines the variables of a program's modules. The number of calls of die() must not be one of them.
 _VISITS = "RANDOM_PROGRAMS_VISITS"
 os.environ[_VISITS] = "0"
 
 
 def die(*_: object) -> None:
-    """Kill this process if KILL names this rank and this call. Usable as a hook, therefore it accepts arguments."""
+    """Kill this process if KILL names it and this call. Usable as a hook, therefore it accepts arguments."""
     if os.getpid() != _pid:  # a worker process of a DataLoader
         return
-    if _first and _killed == str(_rank) and _visit == os.environ[_VISITS]:
+    if os.environ[_VISITS] in _visits:
         os.kill(_pid, signal.SIGKILL)
     os.environ[_VISITS] = str(int(os.environ[_VISITS]) + 1)
 

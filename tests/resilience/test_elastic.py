@@ -240,3 +240,50 @@ def test_a_tensor_of_one_rank_that_changes_after_the_commit_for_the_first_time_l
     hit = run(11)
     assert hit.returncode, hit
     assert "own[0] differs between ranks and was changed after the commit of a step" in hit.stderr
+
+
+ONE_AFTER_THE_OTHER = """
+import os
+import torch
+import allranks as dist
+
+dist.init_process_group(timeout=30)
+start, seat = int(os.environ["ALLRANKS_START"]), int(os.environ["RANK"])
+weight, own = torch.zeros(1), torch.zeros(1)
+state = dist.resilience.State(weight=weight, own=[own])
+for epoch in state.epochs(4):
+    mine = 0.0
+    for step in state.steps(5):
+        with step:
+            if (seat, start, epoch, step.index) in KILLS:
+                os.kill(os.getpid(), 9)
+            mine += (seat + 1) * (step.index + 1)
+            own += mine
+            total = torch.tensor([mine * (epoch + 1)])
+            dist.all_reduce(total)
+            step.commit()
+            weight += total
+        last = epoch
+print("end", seat, own.item(), weight.item(), last, state.replaced, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        [(0, 0, 1, 3), (1, 0, 2, 2)],  # the process in the place of rank 0 gives rank 1's the variables
+        [(0, 0, 1, 3), (1, 0, 2, 0)],  # where the program has begun anew with one
+        [(1, 0, 1, 3), (1, 1, 2, 0)],
+        [(1, 0, 1, 3), (1, 1, 2, 1), (2, 0, 3, 0), (0, 0, 3, 4)],
+    ],
+)
+def test_variables_of_ranks_that_are_lost_one_after_the_other(tmp_path: Path, kills: list[tuple[int, ...]]) -> None:
+    """A replacement process knows what the backups of the ranks have, and gives it to the next."""
+
+    def run(kills: list[tuple[int, ...]]) -> list[list[str]]:
+        done = _run(tmp_path, "--elastic", "1", program=ONE_AFTER_THE_OTHER.replace("KILLS", repr(kills)))
+        assert done.returncode == 0, done
+        assert done.stderr.count("was killed by SIGKILL") == len(kills), done
+        return [line.split()[:4] for line in sorted(done.stdout.split("end ")[1:])]
+
+    assert run(kills) == run([])

@@ -657,8 +657,11 @@ class State:
         self._pending_values, self._pending_kept = {}, {}  # those of other places are older
         if values is None:
             return
-        # Those that are this rank's own, unless the program has begun anew with them.
-        values |= {n: v for n, v in kept.items() if n in values and n not in self._reset.get(place, ())}
+        # Those that are this rank's own, unless the program has begun anew with them. Until a place has shown which
+        # these are, the backup has all of them.
+        mine = {name for plan in self._plans.values() for name in (kept if plan.learns else plan.variables)}
+        mine -= self._reset.get(place, set())
+        values |= {n: v for n, v in kept.items() if n in values and n in mine}
         there = variables.LoopVariables(program_frames(frame))
         old = there.read(values)
         there.write({name: assign(old.get(name), value) for name, value in values.items()})
@@ -1326,6 +1329,7 @@ class State:
         # Before its first step a replacement process runs what the program does when an epoch begins:
         # `scheduler.step()`. The others have done that before.
         self._arrived = self._coverage.keep_light()
+        self._last_variables, self._sent_variables = {}, {}
         if shared["keeper"] is None:
             return {}
         message: list[Any] = [None]
@@ -1333,6 +1337,9 @@ class State:
         kept: dict[str, Tensor] = message[0]
         self._coverage.set_own(kept)
         self._pending_kept = {name: value for name, value in kept.items() if name.startswith("variables(")}
+        # This process has its predecessor's backup. What it lacks of that, nobody would be told to begin anew.
+        self._last_variables = dict(self._pending_kept)
+        self._sent_variables = {name: digest(value) for name, value in _latest(self._pending_kept).items()}
         return kept
 
     def _reset_names(self, place: str) -> set[str]:
