@@ -122,6 +122,10 @@ class Coverage:
         """Whether it is a parameter, or the optimizer's state of one."""
         return isinstance(self.parts.get(_root(name)), (nn.Module, torch.optim.Optimizer))
 
+    def is_of_module(self, name: str) -> bool:
+        """Whether it is in a module."""
+        return isinstance(self.parts.get(_root(name)), nn.Module)
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of modules, and those that optimizers update, by name."""
         found: dict[int, tuple[str, Any]] = {}

@@ -35,6 +35,7 @@ class Plan:
         why_late: what it does after the first optimizer's step that needs that.
         saved: the names of tensors that a step changes before the commit.
         modules: a step changes plain values of modules, or of optimizers' states, before the commit.
+        unseen: the names of what a step changes after the commit, where no version counter would show it.
         grads: a step adds to gradients of the step before.
         own: the names of tensors whose values differ between ranks.
         grads_differ: gradients differ between ranks when a step ends.
@@ -54,6 +55,7 @@ class Plan:
     why_late: str = ""
     saved: set[str] = field(default_factory=set)
     modules: bool = False
+    unseen: set[str] = field(default_factory=set)
     grads: bool = False
     grads_differ: bool = False
     own: set[str] = field(default_factory=set)
@@ -185,10 +187,13 @@ class Learning:
             boundary, boundary_versions = self._boundary, self._boundary_versions
         now = {name: digest(value) for name, value in variables.items()}
         then = self._variables_then if self._boundary is not None else now
+        after, written = _changed(boundary, end), _changed(boundary_versions, versions)
+        unseen = {name for name in after - written if name in versions or name.endswith("{}")}
         return {
             "end": end,
             "before": sorted(_changed(self._begin, boundary) | _changed(self._versions, boundary_versions)),
-            "after": sorted(_changed(boundary, end) | _changed(boundary_versions, versions)),
+            "after": sorted(after | written),
+            "unseen": sorted(unseen),  # changed through .data, or plain values
             "boundary": self._boundary is not None,
             "calls": calls - self._calls if self._boundary is not None else 0,
             "variables": now,
@@ -269,6 +274,8 @@ def merge(plan: Plan, reports: Sequence[Mapping[str, Any]], coverage: Coverage) 
     plan.modules |= any(each["rebinds"] for each in reports) or any(
         name.endswith("{}") and not coverage.is_light(name.removesuffix("{}")) for name in seen
     )
+    unseen = {name for each in reports for name in each["unseen"]} - coverage.buffers.keys()
+    plan.unseen |= {name for name in unseen if not name.endswith("{}") or coverage.is_of_module(name)}
     plan.changing |= (before | after) & (plan.own | coverage.buffers.keys())
     return complaints
 

@@ -625,6 +625,7 @@ class State:
             step.learning = Learning(self._coverage, reached)
             self.observing_s += time.perf_counter() - began
         elif plan.late or self._late:
+            step.is_copied = True
             self._undo.keep_all(self._coverage.reached())
         else:
             self._undo.keep(plan)
@@ -645,9 +646,21 @@ class State:
                 f"{changed[0]} was changed before the commit of a step, for the first time after the first"
                 " steps, so that there is no copy of it"
             )
+        elif step.went_on and step.learning is None and not step.is_copied and (unseen := self._unseen(step)):
+            self._lacks = True
+            self._why_lacks = (
+                "the program caught the error of a call that a loss had interrupted, and went on: the step may have"
+                f" changed {unseen.removesuffix('{}')}, of which there is no copy"
+            )
         step.variables.write({n: assign(old, copy) for n, (old, copy) in self._begin_values[step.place].items()})
         if self._batches is not None:
             self._batches.take_back()
+
+    def _unseen(self, step: Step) -> str:
+        """What the program changes after the commit, so that neither a copy nor a version counter tells of it."""
+        plan = self._plans[step.place]
+        unseen = {n for n in plan.unseen - plan.saved if not (plan.modules and n.endswith("{}"))}
+        return min(unseen, default="")
 
     def _fill_variables(self, frame: FrameType) -> None:
         """Assign what other ranks have sent for the variables of a loop."""
@@ -773,6 +786,7 @@ class State:
                 self._cut_off(step)  # the program has caught the error
             self._check_what_follows(step)
             return
+        step.went_on = losses_seen() != step.losses
         if step.learning is not None:
             self._learn(step)
         self._commit()
@@ -1481,6 +1495,8 @@ class Step:
         self.index = index
         self.committed = False
         self.entered = self.running = self.broken = self.leaves = False
+        self.is_copied = False  # all that it may change
+        self.went_on = False  # after a call that a loss had interrupted
         self.place = ""
         self.frame: FrameType | None = None
         self.variables = _NO_VARIABLES
