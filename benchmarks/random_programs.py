@@ -16,6 +16,7 @@ digests of weights, buffers, optimizers, schedulers, averaged weights, and logs 
     refused    State raised UsageError in the first run: the program contains something that it cannot protect
     error      the second run ended with a nonzero exit code and a typed error of allranks on its ranks; or all ranks
                were killed at once, and the launcher says so
+    warned     a rank was lost together with the backup of its buffers: other digests, and a warning that says so
     WRONG      anything else: other digests with exit code 0, fewer ranks, a hang, another exception
 """
 
@@ -44,7 +45,7 @@ from random_programs_text import Choices, Program, choose, write
 ROOT = Path(__file__).parents[1]
 HARNESS = Path(__file__).with_name("random_programs_harness.py")
 LIMIT_S = 60.0  # of one run; most take less than a second
-VERDICTS = ("same", "refused", "error", "WRONG")
+VERDICTS = ("same", "refused", "error", "warned", "WRONG")
 _END = re.compile(r"END (\d+) (\d+) (\d+) (.*)")
 _KILLED = "was killed by SIGKILL"
 
@@ -229,6 +230,8 @@ def _judge(hit: Done, calm: dict[int, _End], killed: bool) -> tuple[str, str]:
         if ends[rank].digests.get(name) != digest
     }
     if names:
+        if "is not that of an undisturbed run to the last bit" in hit.err:
+            return "warned", "buffers were lost together with their backup"
         ranks = sorted(rank for rank, end in calm.items() if ends[rank].digests != end.digests)
         return "WRONG", f"exit code 0, on ranks {ranks} other {', '.join(sorted(names))}"
     return "same", ""

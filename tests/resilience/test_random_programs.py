@@ -44,7 +44,10 @@ def test_no_program_ends_with_a_wrong_result(programs: ModuleType) -> None:
     outcomes += programs.run_all([seed for seed in seeds if seed in twice], AT_ONCE, kills=2)
     counts = Counter(outcome.verdict for outcome in outcomes)
     wrong = sorted((o for o in outcomes if o.verdict == "WRONG"), key=lambda o: o.seed)
-    lines = [f"seed {o.seed} ({o.place}): {o.reason}\n  {programs.reproduce(o.seed, 2 if o.seed in twice else 1)}" for o in wrong]
+    lines = [
+        f"seed {o.seed} ({o.place}): {o.reason}\n  {programs.reproduce(o.seed, 2 if o.seed in twice else 1)}"
+        for o in wrong
+    ]
     verdicts = ", ".join(f"{verdict} {counts[verdict]}" for verdict in programs.VERDICTS)
     assert not wrong, "\n".join([verdicts, *lines])
     refused = sum(o.verdict == "refused" and o.seed < PROGRAMS for o in outcomes)

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from allranks._base.errors import ConfigError, NotInitializedError, StoreLostError, TimeoutError, UsageError
+from allranks._base.files import plain_file
 from allranks._base.forks import Descriptor, follow, forks, refusal
 from allranks._store.client import reason
 from allranks._store.stores import Store
@@ -195,6 +196,8 @@ class _Log:
         with self._lock:
             while True:
                 try:
+                    if first:
+                        plain_file(self._path)  # the last user removes it
                     file = Descriptor.of(lambda: os.open(self._path, flags, 0o600))
                 except OSError as error:
                     kind = ConfigError if first else StoreLostError

@@ -29,6 +29,7 @@ import torch
 import xxhash
 
 from allranks._base.errors import CheckpointError, UsageError
+from allranks._base.files import plain_file
 from allranks._base.forks import guard
 
 __all__ = ["load", "save"]
@@ -64,10 +65,10 @@ def save(obj: Any, path: PathLike) -> None:
 
     Cost: One more checkpoint's worth of disk space during the call; two fsyncs.
     """
-    # Through links, so that the file is replaced and not the link.
-    final = os.path.realpath(path)
-    if os.path.lexists(final) and not os.path.isfile(final):
-        raise UsageError(f"checkpoint.save: {os.fspath(path)!r} exists and is not a plain file")
+    try:
+        final = plain_file(path)
+    except OSError as error:
+        raise UsageError(f"checkpoint.save: {os.fspath(path)!r} exists: {error.strerror}") from None
     directory, name = os.path.split(final)
     try:
         _remove_stale(directory, name)

@@ -33,6 +33,7 @@ from torch import Tensor
 from allranks._base.console import ArgumentParser, put
 from allranks._base.errors import AllranksError, CheckpointError, UsageError, rank_list
 from allranks._base.exit_codes import FOUND, USAGE
+from allranks._base.files import plain_file
 from allranks._call.bytes import view_of
 from allranks.checkpoint import folders, parts, single_file
 from allranks.checkpoint.choosing import only_here
@@ -368,8 +369,12 @@ def _read(reader: Reader, saved: Saved) -> Tensor:
 
 def _export(options: argparse.Namespace) -> int:
     chosen, file = only_here(options.path, options.step), options.file
-    if file.exists() and not options.force:
+    if os.path.lexists(file) and not options.force:
         raise CheckpointError(f"{file} is there already; write over it: --force")
+    try:
+        file = plain_file(file)
+    except OSError as error:
+        raise CheckpointError(f"{options.file} cannot be written over: {error.strerror}") from None
     if not file.absolute().parent.is_dir():
         raise CheckpointError(f"there is no folder {file.absolute().parent}")
     _rank(options.rank, chosen.manifest)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from allranks._base.errors import ConfigError
+from allranks._base.files import read_text
 from allranks._cluster.context import LaunchContext
 from allranks._cluster.hostlist import Slots, count_lines
 
@@ -28,7 +27,7 @@ def text_of(context: LaunchContext) -> tuple[str, str]:
     """
     _, _, path = context.hostfile.partition("=")
     try:
-        return Path(path).read_text(), path
-    except OSError as error:
-        why = str(error.strerror or error).lower()
+        return read_text(path), path
+    except (OSError, UnicodeDecodeError) as error:
+        why = "it is not text" if isinstance(error, ValueError) else str(error.strerror or error).lower()
         raise ConfigError(f"{context.hostfile}: the list of this job's hosts cannot be read: {why}.") from None

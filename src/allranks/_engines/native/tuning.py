@@ -14,6 +14,7 @@ from typing import Any
 
 from allranks import _core
 from allranks._base.errors import ConfigError
+from allranks._base.files import read_bytes
 
 __all__ = ["LIMITS", "NEVER", "read_topology", "read_tuning", "tuning_of"]
 
@@ -91,8 +92,7 @@ def _cpus(part: str, text: str) -> range:
 def _table(path: str) -> dict[str, int]:
     where = f"ALLRANKS_TUNING={path!r}"
     try:
-        with open(path, encoding="utf-8") as file:
-            found: Any = json.load(file)
+        found: Any = json.loads(read_bytes(path))
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror}. allranks tune writes such a file.") from None
     except ValueError as error:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from allranks._base.errors import ConfigError
+from allranks._base.files import read_bytes
 from allranks._base.threads import Daemon
 from allranks._cluster.env import JobEnv
 from allranks._rendezvous.finders.endpoint import Endpoint
@@ -44,7 +45,7 @@ class FileFinder(ServedFinder):
 
     def open(self, me: Member) -> None:
         path = self._path = _path_of(self.request)
-        if not path.parent.is_dir() or path.is_dir():
+        if not path.parent.is_dir() or (path.exists() and not path.is_file()):
             raise ConfigError(f"file://{path}: Expected a file that does not exist yet, in a folder that does.")
         self.where = f"rank 0 (the server named in {path})"
         token = secrets.token_hex(32)
@@ -62,7 +63,7 @@ class FileFinder(ServedFinder):
     def locate(self) -> str:
         path = self._path
         try:
-            endpoint = msgspec.json.decode(path.read_bytes(), type=Endpoint)
+            endpoint = msgspec.json.decode(read_bytes(path), type=Endpoint)
             if endpoint.machine != self.me.machine and not endpoint.far and not endpoint.trouble:
                 _request_for_port(path, endpoint.token).touch(0o600)
                 raise NotYet(f"rank 0, on host {endpoint.host}, does not listen for other hosts yet")

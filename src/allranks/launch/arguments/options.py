@@ -17,6 +17,7 @@ from typing import Any, NoReturn, get_args
 
 from allranks._base.console import ArgumentParser
 from allranks._base.errors import ConfigError
+from allranks._base.files import plain_file, read_text
 from allranks._cluster.detection import CHOICES
 from allranks._cluster.env import notice_seconds, parse_seconds
 from allranks._cluster.hostlist import Slots, parse_hostfile, parse_hosts
@@ -403,10 +404,17 @@ def _hosts(text: str | None, file: Path | None) -> tuple[Slots, ...]:
     if file is None:
         return parse_hosts(text, "--hosts") if text is not None else ()
     try:
-        return parse_hostfile(file.read_text(), str(file))
+        return parse_hostfile(read_text(file), str(file))
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"cannot read the hostfile {str(file)!r}: {why}") from None
+
+
+def _replaced(text: str) -> Path:
+    try:
+        return plain_file(text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be replaced: {error.strerror}") from None
 
 
 def _backend(text: str) -> str:
@@ -488,7 +496,7 @@ def _add_watch(parser: argparse.ArgumentParser) -> None:
     add("--stats", action="store_true", help="at the end, print what the calls took, per verb, and who came last")
     add(
         "--metrics",
-        type=Path,
+        type=_replaced,
         metavar="FILE",
         help="write the same there every 10 s, in Prometheus' text format, as node_exporter's textfile collector reads",
     )

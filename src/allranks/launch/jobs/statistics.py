@@ -7,6 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from allranks._base.files import plain_file
 from allranks._trace.stats import JobStats, RankStats, prometheus
 from allranks.launch.reporter import Reporter
 from allranks.launch.spec.options import STATISTICS_S
@@ -74,6 +75,7 @@ class Statistics:
 
 def _replace(file: Path, text: str) -> None:
     """Writes a file in one step: who reads it meanwhile finds the old text or the new."""
+    file = plain_file(file)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False) as new:
         try:
             new.write(text)

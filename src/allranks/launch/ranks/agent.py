@@ -493,7 +493,8 @@ class Agent:
         for process in self._processes:
             if process.rank not in ranks or process.exited:
                 continue
-            if why := _why_mute(process.pid):
+            stacks = process.pipes.stacks_read_fd
+            if why := _why_mute(process.pid, stacks if stacks in self._open else -1):
                 self._due.append(Stacks(process.rank, why=why))
             else:
                 os.kill(process.pid, DUMP)
@@ -670,12 +671,28 @@ def _unable(rank: int, error: OSError) -> list[Event]:
     return [Failed(rank, 0, Report(126, text=text, at=time.monotonic())), Exited(rank, 0, 126)]
 
 
-def _why_mute(pid: int) -> str:
-    """Why a process cannot be asked for its stacks; "" if it can."""
+def _why_mute(pid: int, stacks: int) -> str:
+    """Why a process cannot be asked for its stacks; "" if it can.
+
+    Args:
+        pid: of the process.
+        stacks: the descriptor from which they are read; -1 if the process has closed its end.
+    """
     with open(f"/proc/{pid}/status") as file:
         status = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
     if status["State"].startswith(("T", "t")):
         return f"is stopped (pid {pid}: SIGSTOP, a terminal or a debugger) and cannot report where it is"
     if not int(status.get("SigCgt", "0"), 16) >> (DUMP - 1) & 1:  # it would be ended by the question
         return f"runs no python script (pid {pid}: a command, or not begun) and cannot report where it is"
+    if stacks < 0 or not _has_pipe(pid, os.fstat(stacks).st_ino):  # they would go into a file of the program's
+        return f"has closed the descriptor for its stacks (pid {pid}) and cannot report where it is"
     return ""
+
+
+def _has_pipe(pid: int, inode: int) -> bool:
+    folder = f"/proc/{pid}/fd"
+    for name in os.listdir(folder):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"{folder}/{name}") == f"pipe:[{inode}]":
+                return True
+    return False

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import dis
+import errno
 import faulthandler
 import functools
 import gc
@@ -113,9 +114,12 @@ def this_rank() -> Rank | None:
     return _this if _this is not None and _this.pid == os.getpid() else None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rank:
     """This process, which is now a rank.
+
+    A program may close all descriptors, as daemons do, and their numbers are then those of its own files. Nothing is
+    written into those.
 
     Attributes:
         target: what to run.
@@ -128,6 +132,9 @@ class Rank:
     status: int
     stacks: int
     pid: int
+
+    def __post_init__(self) -> None:
+        self._pipe = os.fstat(self.status).st_ino
 
     def execute(self, environ: Mapping[str, str], fresh: bool) -> None:
         """Replaces this process by the target, or by an interpreter that will run it. Returns only on failure.
@@ -210,7 +217,8 @@ class Rank:
                 raise UsageError(f"{self.target.name} ended by sys.exit(0) and returned nothing") from None
             raise
         for piece in function.pieces(function.pack_result(result)):
-            self._send(piece)
+            if not self._send(piece):
+                raise UsageError(f"{self.target.name} closed the descriptor through which its result is returned")
 
     def _failed(self, error: BaseException) -> None:
         ours = os.getpid() == self.pid
@@ -222,22 +230,32 @@ class Rank:
             shown = error
         torchs = getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d"  # it only adds a prefix
         plain = torchs or hook is sys.__excepthook__
+        printed = ours and plain  # by the agent
         if ours and (report := _report(shown, trace, with_text=plain)).code:
             if self.target.kind == "function":
                 from allranks.launch.ranks import function
 
                 report = msgspec.structs.replace(report, error=function.pack_error(error))
-            self._send(report)
-        if ours and plain:
+            printed = self._send(report) and printed
+        if printed:
             sys.excepthook = _print_nothing
         else:
             sys.excepthook = functools.partial(_call_hook, hook, error, shown, trace)
 
-    def _send(self, message: _Message) -> None:
+    def _send(self, message: _Message) -> bool:
+        """Send it to the agent. False if the program has closed the descriptor."""
         data = memoryview(pack_frame(msgspec.msgpack.encode(message)))
         with _sending:  # a thread of the program's may report progress
-            while data:
-                data = data[os.write(self.status, data) :]
+            try:
+                if os.fstat(self.status).st_ino != self._pipe:
+                    return False
+                while data:
+                    data = data[os.write(self.status, data) :]
+            except OSError as error:
+                if error.errno != errno.EBADF:
+                    raise
+                return False
+        return True
 
 
 def decode_status(frames: FrameDecoder) -> Iterator[_Message]:
@@ -410,7 +428,7 @@ def _call_hook(
 ) -> None:
     """Calls the program's own ``sys.excepthook`` with the program's own frames."""
     if error is known:
-        hook(type(shown), shown, own)
+        hook(type(shown), shown.with_traceback(own), own)
     else:
         hook(kind, error, trace)
 
