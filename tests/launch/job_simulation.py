@@ -486,7 +486,7 @@ class SimulatedRound:
                 for rank in ranks:
                     host = self.processes[rank].host
                     self.at(self.now + host.delay_s, self.deliver, number, rank)
-                if number in STOPPING and not action.alone and watch.stop_at is None:
+                if number in STOPPING and watch.stop_at is None:
                     watch.stop_at = self.now
                 if number == signal.SIGKILL and watch.kill_at is None:
                     watch.kill_at = self.now
@@ -518,7 +518,7 @@ class SimulatedRound:
                 self.answers.append(LauncherContinued(stopped))
             case AwaitOutput():
                 watch.closing_at = self.now
-            case FinishRanks():
+            case FinishRanks(_):
                 self.finish()
             case Conclude(outcome):
                 if watch.concluded:

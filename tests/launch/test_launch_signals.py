@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -262,3 +263,68 @@ def test_children_end_with_a_launcher_that_is_killed_after_a_signal_to_all(launc
     process.kill()
     assert process.wait(10) == -signal.SIGKILL
     assert not launcher.wait_gone(10)
+
+
+HELPED = """
+import subprocess
+helper = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"], text=True,
+                          stdout=subprocess.PIPE)
+helper.stdout.readline()
+def save(number, frame):
+    time.sleep(0.3)
+    print("helped" if helper.poll() is None else "alone", flush=True)
+    sys.exit(0)
+signal.signal(NUMBER, save)
+ready()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_rank_still_has_its_processes_when_it_is_asked_to_end(launcher: Launcher, number: signal.Signals) -> None:
+    """A checkpoint at the end of a step needs the workers of the data loader."""
+    process = start(launcher, HELPED.replace("NUMBER", str(int(number))))
+    process.send_signal(number)
+    said = [f"allranks run: stopped by {number.name}"]
+    assert end(process) == (128 + number, ["[0] helped", "[1] helped"], said)
+
+
+def test_what_a_rank_has_started_is_asked_when_it_has_ended(launcher: Launcher) -> None:
+    """``python wrapper.py`` that starts the training: the wrapper ends at once, the training saves."""
+    inner = launcher.write(
+        """
+        import os, signal, sys, time
+        from pathlib import Path
+        def save(number, frame):
+            time.sleep(0.7)
+            Path("saved" + os.environ["RANK"]).touch()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        Path("ready" + os.environ["RANK"]).touch()
+        time.sleep(60)
+        """,
+        "inner.py",
+    )
+    process = start(launcher, f"import subprocess\nsubprocess.run([sys.executable, {str(inner)!r}])")
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[0] == 143
+    assert sorted(path.name for path in launcher.folder.glob("saved*")) == ["saved0", "saved1"]
+
+
+def test_processes_that_a_rank_leaves_behind_are_named(launcher: Launcher) -> None:
+    body = "import subprocess\nsubprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)"
+    done = launcher.run("-n", "1", str(launcher.write(body)))
+    assert done.code == 0
+    assert re.fullmatch(
+        r"allranks run: rank 0 left sleep \(pid \d+\) behind, which is ended now; in a session of its own \(setsid\) it"
+        r" would stay\n",
+        done.err,
+    )
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_signals_that_are_ignored_stay_so_in_ranks(launcher: Launcher, how: str) -> None:
+    script = launcher.write("import signal; print(signal.getsignal(signal.SIGHUP).name)")
+    words = ["nohup", *launcher.command("-n", "1", "--start", how, str(script))]
+    out, _ = launcher.open(words, launcher.environ()).communicate(timeout=30)
+    assert out == b"[0] SIG_IGN\n"

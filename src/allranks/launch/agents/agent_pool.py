@@ -503,13 +503,17 @@ class AgentPool:
             self._selector.register(fd, selectors.EVENT_WRITE, lambda: None)
         self._writable = set(fds)
 
-    def finish(self) -> list[Event]:
-        """Ends the round: kills all that is left of the ranks, reads what is left of their output."""
+    def finish(self, patience_s: float) -> list[Event]:
+        """Ends the round: kills all that is left of the ranks, reads what is left of their output.
+
+        Args:
+            patience_s: see ``Agent.finish``.
+        """
         self.watch_writable(set())
         for host in self.hosts:
             host.answer = None
-            self._send(host, Finish())
-        until = time.monotonic() + _FINISH_S
+            self._send(host, Finish(patience_s))
+        until = time.monotonic() + patience_s + _FINISH_S
         while any(h.link is not None and not isinstance(h.answer, Finished) for h in self.hosts):
             if (left := until - time.monotonic()) <= 0:
                 break

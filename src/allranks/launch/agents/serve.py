@@ -293,9 +293,9 @@ class AgentServer:
                     due = self._screen.due() if self._screen is not None else None
                     self._relay(agent, agent.poll(None if due is None else max(0.0, due - time.monotonic())))
                     self._obey(agent)
-                if isinstance(self._commands[0], Finish):
+                if isinstance(finish := self._commands[0], Finish):
                     self._commands.popleft()
-                    self._finish(agent)
+                    self._finish(agent, finish.patience_s)
                 signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
         finally:
             self._clear()
@@ -368,13 +368,13 @@ class AgentServer:
         except (JoinError, StoreLostError, TimeoutError) as error:
             print(f"the master gets no message of how rank {ended.rank} ended: {error}", file=sys.stderr, flush=True)
 
-    def _finish(self, agent: Agent) -> None:
+    def _finish(self, agent: Agent, patience_s: float) -> None:
         until = time.monotonic() + _STRAGGLERS_S
         agent.read_output(True)
         while not agent.running and agent.output_open and (left := until - time.monotonic()) > 0:
             self._relay(agent, agent.poll(left))
             self._link.flush()
-        self._relay(agent, agent.finish())
+        self._relay(agent, agent.finish(patience_s))
         self._link.send(Finished())
 
     def _clear(self) -> None:

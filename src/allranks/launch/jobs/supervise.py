@@ -78,6 +78,7 @@ from allranks.launch.spec.events import (
     Failed,
     HostLost,
     HostMessage,
+    LeftBehind,
     Output,
     RankProgress,
     RankRestarted,
@@ -314,6 +315,10 @@ class Supervisor:
                 self.ended.pop(rank, None)
             case HostMessage(host, text):
                 self._screen.note(host.encode() + b": " + text)
+            case LeftBehind(rank, what):
+                hint = "in a session of its own (setsid) it would stay"
+                self._reporter.remark(f"rank {rank} left {what} behind, which is ended now; {hint}")
+                return
             case Returned(rank, piece):
                 self.results.setdefault(rank, bytearray()).extend(piece)
             case RankStats():
@@ -408,8 +413,8 @@ class Supervisor:
                 self._answers.append(LauncherContinued(stopped))
             case AwaitOutput():
                 pass  # asked of the agent after each turn
-            case FinishRanks():
-                for event in self._agent.finish():
+            case FinishRanks(patience_s):
+                for event in self._agent.finish(patience_s):
                     self._take(event)
                 self._answers.append(RanksFinished())
             case Conclude(outcome):

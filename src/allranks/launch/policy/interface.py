@@ -288,7 +288,13 @@ class AwaitOutput:
 
 @dataclass(frozen=True)
 class FinishRanks:
-    """Kill and reap all that is left of the ranks, read what is left of their output. Then: ``RanksFinished``."""
+    """Kill and reap all that is left of the ranks, read what is left of their output. Then: ``RanksFinished``.
+
+    Attributes:
+        patience_s: seconds that processes which they have left behind have to end.
+    """
+
+    patience_s: float
 
 
 class Ending(Enum):

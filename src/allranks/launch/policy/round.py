@@ -85,6 +85,7 @@ from allranks.launch.spec.events import (
 
 __all__ = ["Phase", "Round", "Rules", "step"]
 
+LEFT_BEHIND_S = 2.0  # for processes that ranks left behind to end
 STRAGGLERS_S = 0.5  # for processes that ranks left behind to close their pipes
 LINGER_S = 10.0  # from the first rank's end to a remark about the others
 WORKERS_S = 1.0  # for workers to end after their master
@@ -356,7 +357,7 @@ class Round:
         if self._killed_at is not None:
             self._signal(signal.SIGKILL, [rank])
         elif self.stopping:
-            self._signal(self._stop_number, [rank])
+            self._signal(self._stop_number, [rank], alone=self._stop_number != signal.SIGINT)
 
     # An elastic round.
 
@@ -759,7 +760,8 @@ class Round:
         chosen = sorted(ranks)
         if chosen:
             self._print(f"{signal.Signals(number).name} to {rank_list(chosen)}", Level.DETAIL)
-        self._signal(number, chosen)
+        # A terminal sends Ctrl-C to all processes. Other signals are for the rank, which may need its workers still.
+        self._signal(number, chosen, alone=number != signal.SIGINT)
         self._signal(signal.SIGCONT, chosen)  # a stopped process would not see the signal
 
     def _kill(self, why: str) -> None:
@@ -774,7 +776,12 @@ class Round:
     def _finish(self) -> None:
         self.phase = Phase.FINISHING
         self.running.clear()
-        self._actions.append(FinishRanks())
+        patience_s = LEFT_BEHIND_S
+        if self._killed_at is not None:
+            patience_s = 0.0
+        elif self.signalled is not None and self._kill_at is not None:  # a child may save what its rank did not
+            patience_s = max(patience_s, self._kill_at - self._now)
+        self._actions.append(FinishRanks(patience_s))
 
     # The end.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import sys
@@ -24,6 +25,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from allranks._base.console import printable
 from allranks._base.frames import LARGEST, FrameDecoder
 from allranks._cluster.outer_job import SEAL, seal
 from allranks._rendezvous.seats import START
@@ -39,10 +41,12 @@ from allranks.launch.ranks.preload import preload_for_elastic_ranks
 from allranks.launch.ranks.rank import Rank, become_rank, decode_status
 from allranks.launch.ranks.recording import Recording
 from allranks.launch.ranks.template import PATIENCE_S, NewRank, Template
+from allranks.launch.signals import FORWARDED
 from allranks.launch.spec.events import (
     Event,
     Exited,
     Failed,
+    LeftBehind,
     LongWait,
     Output,
     RankProgress,
@@ -58,6 +62,8 @@ from allranks.launch.spec.stdio import Stdio
 __all__ = ["Agent", "Plan"]
 
 _CHUNK = 1 << 16
+_LEAVING_S = 0.5  # for processes that a rank left behind, before they are asked to end
+_LOOK_AGAIN_S = 0.02
 _LOOK_S = 1.0  # between two looks for ranks that wait for long
 _LAST_BYTES = 1 << 17  # more than pipes hold: all that an exited rank wrote, but no endless stream of a child it left
 
@@ -99,6 +105,9 @@ class _Process:
     status_frames: FrameDecoder = field(default_factory=lambda: FrameDecoder(LARGEST))
     exited: bool = False
     reaped: bool = False  # another process has taken its rank
+    waited_for: bool = False
+    status: int = 0
+    asked: int = 0  # the signal that has asked it to end, and not the processes that it has started
 
 
 @dataclass(frozen=True)
@@ -470,6 +479,7 @@ class Agent:
             if process.rank in ranks and not process.exited:
                 if alone and self._plan.ranks.target.is_python:
                     os.kill(process.pid, number)
+                    process.asked = number if number in FORWARDED else process.asked
                     continue
                 try:
                     os.killpg(process.pid, number)
@@ -542,8 +552,12 @@ class Agent:
         """True if a process may still write: a rank, or one that it left behind."""
         return any(fd in self._open for process in self._processes for fd in process.pipes.read_fds.values())
 
-    def finish(self) -> list[Event]:
-        """Kills all that is left of the ranks, reads what is left of their output. Idempotent."""
+    def finish(self, patience_s: float = 0.0) -> list[Event]:
+        """Kills all that is left of the ranks, reads what is left of their output. Idempotent.
+
+        Args:
+            patience_s: how long processes that ranks have left behind may take to end. A signal ends that.
+        """
         events: list[Event] = []
         if self._finished:
             return events
@@ -552,8 +566,10 @@ class Agent:
             self._take_new(events)
         if self._template is not None:
             self._close_template()
+        self._end_left_behind(patience_s, events)
         for process in self._processes:
-            for kill in () if process.reaped else (os.killpg, os.kill):  # it may not have made its group yet
+            one = () if process.waited_for else (os.kill,)  # it may not have made its group yet
+            for kill in () if process.reaped else (os.killpg, *one):
                 with contextlib.suppress(ProcessLookupError):
                     kill(process.pid, signal.SIGKILL)
             self._read_rest(process, events)
@@ -562,7 +578,8 @@ class Agent:
         self._guard.dismiss()
         for process in self._processes:
             if not process.reaped:
-                os.waitpid(process.pid, 0)
+                if not process.waited_for:
+                    os.waitpid(process.pid, 0)
                 process.exited = True
                 if self._selector is not None and process.pidfd in self._selector.get_map():
                     self._selector.unregister(process.pidfd)
@@ -571,6 +588,31 @@ class Agent:
             for fd in process.pipes.own_fds():
                 self._forget(fd)
         return events
+
+    def _end_left_behind(self, patience_s: float, events: list[Event]) -> None:
+        """Ask processes that ranks have started, and that are still there, to end; say so if nobody has asked before.
+
+        A zombie belongs to its group: only when a rank is waited for, the group tells whether somebody else is in it.
+        Its number is not given to another process so soon.
+        """
+        ended = [process for process in self._processes if process.exited and not process.reaped]
+        for process in ended:
+            os.waitpid(process.pid, 0)
+            process.waited_for = True
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read_fd, _CHUNK)  # only what comes from now on is a hurry
+        begin = time.monotonic()
+        until, told = begin + patience_s, False
+        while left := [process for process in ended if _has_members(process.pid)]:
+            if not told and time.monotonic() >= begin + min(_LEAVING_S, patience_s):
+                told = True
+                for process in left:
+                    if process.status == 0 and not process.asked and (what := _members(process.pid)):
+                        events.append(LeftBehind(process.rank, what))
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGTERM)
+            if time.monotonic() >= until or select.select([self._wake_read_fd], [], [], _LOOK_AGAIN_S)[0]:
+                break
 
     def close(self) -> None:
         """Does what ``finish`` does, and frees everything. To be called once."""
@@ -637,8 +679,10 @@ class Agent:
         self._read_rest(process, events)
         self._report_calls(process, events)
         process.exited = True
-        status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-        events.append(Exited(process.rank, process.pid, status))
+        if process.asked:  # what it has started has no more reason to stay
+            os.killpg(process.pid, process.asked)
+        process.status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        events.append(Exited(process.rank, process.pid, process.status))
         if process.rank in self._to_restart:
             self.restart(self._to_restart.pop(process.rank))
 
@@ -687,6 +731,29 @@ def _why_mute(pid: int, stacks: int) -> str:
     if stacks < 0 or not _has_pipe(pid, os.fstat(stacks).st_ino):  # they would go into a file of the program's
         return f"has closed the descriptor for its stacks (pid {pid}) and cannot report where it is"
     return ""
+
+
+def _has_members(group: int) -> bool:
+    with contextlib.suppress(ChildProcessError):  # to process 1 of a container, orphans are children
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _members(group: int) -> str:
+    """The processes of a group, for a line of text."""
+    found: list[str] = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdigit() and os.getpgid(int(name)) == group:
+                with open(f"/proc/{name}/comm", "rb") as file:
+                    found.append(f"{printable(file.read().decode(errors='surrogateescape').rstrip())} (pid {name})")
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return ", ".join(found[:3]) + more
 
 
 def _has_pipe(pid: int, inode: int) -> bool:

@@ -55,8 +55,9 @@ _Message = Report | RestartRank | RankProgress | bytes
 _decode: Callable[[bytes], _Message] = msgspec.msgpack.Decoder(_Message).decode
 _sending = threading.Lock()
 _this: Rank | None = None
+_MAY_IGNORE = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 _DEFAULT = (
-    *(signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH),
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH),
     *(signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCHLD),
 )
 
@@ -85,9 +86,10 @@ def become_rank(
         os.dup2(fd, number)
     for fd in {*streams, *close}:
         os.close(fd)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ignored = {number for number in _MAY_IGNORE if signal.getsignal(number) is signal.SIG_IGN}  # nohup, sh -c "... &"
     for number in _DEFAULT:
-        signal.signal(number, signal.SIG_DFL)
+        if number not in ignored:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_NOFILE, files)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

@@ -24,6 +24,7 @@ __all__ = [
     "Failed",
     "HostLost",
     "HostMessage",
+    "LeftBehind",
     "LongWait",
     "Output",
     "RankState",
@@ -186,6 +187,13 @@ class HostJoined(msgspec.Struct, frozen=True, tag=True):
     room: int = 0
 
 
+class LeftBehind(msgspec.Struct, frozen=True, tag=True):
+    """A rank that has ended with exit code 0 has left processes behind, which are ended. ``what``: which."""
+
+    rank: int
+    what: str
+
+
 class HostMessage(msgspec.Struct, frozen=True, tag=True):
     """A line that ssh or an agent itself wrote on stderr."""
 
@@ -210,5 +218,6 @@ Event = (
     | HostLost
     | HostJoined
     | HostMessage
+    | LeftBehind
 )
 """What happens while ranks run."""

@@ -218,7 +218,9 @@ class Resize(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Kill what is left of the ranks; another round may follow."""
+    """Kill what is left of the ranks; another round may follow. ``patience_s``: until processes they left are."""
+
+    patience_s: float = 0.0
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
