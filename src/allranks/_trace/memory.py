@@ -65,7 +65,10 @@ has_agent = False
 
 def create_memory(world_size: int) -> int:
     """A descriptor of memory for the calls of one rank; the caller closes it."""
-    fd = os.memfd_create("allranks-calls", os.MFD_CLOEXEC)
+    try:
+        fd = os.memfd_create("allranks-calls", os.MFD_CLOEXEC)
+    except OSError as error:
+        raise OSError(error.errno, f"memfd_create: {error.strerror}") from None
     try:
         os.ftruncate(fd, memory_bytes(RECORDS, world_size))
     except BaseException:

@@ -10,6 +10,7 @@ reused while the group may still be signalled.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import selectors
@@ -62,6 +63,7 @@ from allranks.launch.spec.stdio import Stdio
 __all__ = ["Agent", "Plan"]
 
 _CHUNK = 1 << 16
+_ASK_S = 0.02  # between two looks for the end of ranks that have no pidfd
 _LEAVING_S = 0.5  # for processes that a rank left behind, before they are asked to end
 _LOOK_AGAIN_S = 0.02
 _LOOK_S = 1.0  # between two looks for ranks that wait for long
@@ -99,7 +101,7 @@ class Plan:
 class _Process:
     rank: int  # in the job
     pid: int
-    pidfd: int
+    pidfd: int  # -1: the kernel or the container has none
     pipes: Pipes
     recording: Recording
     status_frames: FrameDecoder = field(default_factory=lambda: FrameDecoder(LARGEST))
@@ -189,7 +191,7 @@ class Agent:
                     self._guard.protect(os.getpid())  # by the rank, as we may be killed right here
                     inherited = {fd for p in self._processes for fd in (p.pidfd, p.recording.fd, *p.pipes.own_fds())}
                     inherited |= {recording.fd, self._guard.fd, self._wake_read_fd, self.wake, *pipes.own_fds()}
-                    become_rank(parent, pipes, self._plan.stdio[local_rank], tuple(inherited), mask, files)
+                    become_rank(parent, pipes, self._plan.stdio[local_rank], tuple(inherited - {-1}), mask, files)
                     child = self._become(local_rank, pipes, path)
                 finally:
                     if child is None:  # an error must not go up into the launcher's code, of which this is a copy
@@ -198,7 +200,7 @@ class Agent:
                 return child
             pipes.close_rank_ends()
             rank = self._plan.first + local_rank
-            self._processes.append(_Process(rank, pid, os.pidfd_open(pid), pipes, recording))
+            self._processes.append(_Process(rank, pid, _pidfd(pid), pipes, recording))
         self._open_selector()
         return None
 
@@ -276,7 +278,7 @@ class Agent:
 
     def _add(self, start: _Start, pid: int, events: list[Event]) -> None:
         start.pipes.close_rank_ends()
-        process = _Process(start.wanted.rank, pid, os.pidfd_open(pid), start.pipes, start.recording)
+        process = _Process(start.wanted.rank, pid, _pidfd(pid), start.pipes, start.recording)
         self._processes.append(process)
         self._attend(process)
         events.append(RankRestarted(process.rank))
@@ -324,7 +326,8 @@ class Agent:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         os.waitpid(process.pid, 0)
-        os.close(process.pidfd)
+        if process.pidfd >= 0:
+            os.close(process.pidfd)
         process.recording.close()
         process.reaped = True
 
@@ -387,7 +390,8 @@ class Agent:
         self._watch_output(process)
         stacks = process.pipes.stacks_read_fd
         self._selector.register(stacks, selectors.EVENT_READ, partial(self._read_stacks, process))
-        self._selector.register(process.pidfd, selectors.EVENT_READ, partial(self._read_exit, process))
+        if process.pidfd >= 0:
+            self._selector.register(process.pidfd, selectors.EVENT_READ, partial(self._read_exit, process))
 
     def _watch_output(self, process: _Process) -> None:
         assert self._selector is not None
@@ -460,11 +464,16 @@ class Agent:
         events, self._due = self._due, []
         if (self._plan.ranks.notice_s > 0 or self._plan.ranks.statistics) and self.running:
             timeout_s = _LOOK_S if timeout_s is None else min(timeout_s, _LOOK_S)
+        asks = [process for process in self._processes if process.pidfd < 0 and not process.exited]
+        if asks:
+            timeout_s = _ASK_S if timeout_s is None else min(timeout_s, _ASK_S)
         for key, _ in self._selector.select(0 if events else timeout_s):
             # An earlier handler of this round, a rank's exit, may have read this one to its end.
             if key.fd in self._selector.get_map():
                 handle: Callable[[list[Event]], object] = key.data
                 handle(events)
+        for process in asks:
+            self._read_exit(process, events)
         return events
 
     def signal(self, number: int, ranks: list[int], alone: bool = False) -> None:
@@ -581,9 +590,10 @@ class Agent:
                 if not process.waited_for:
                     os.waitpid(process.pid, 0)
                 process.exited = True
-                if self._selector is not None and process.pidfd in self._selector.get_map():
-                    self._selector.unregister(process.pidfd)
-                os.close(process.pidfd)
+                if process.pidfd >= 0:
+                    if self._selector is not None and process.pidfd in self._selector.get_map():
+                        self._selector.unregister(process.pidfd)
+                    os.close(process.pidfd)
                 process.recording.close()
             for fd in process.pipes.own_fds():
                 self._forget(fd)
@@ -672,10 +682,12 @@ class Agent:
         return len(data)
 
     def _read_exit(self, process: _Process, events: list[Event]) -> None:
-        result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
-        assert result is not None
+        result = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | (os.WNOHANG if process.pidfd < 0 else 0))
+        if result is None:
+            return
         assert self._selector is not None
-        self._selector.unregister(process.pidfd)
+        if process.pidfd >= 0:
+            self._selector.unregister(process.pidfd)
         self._read_rest(process, events)
         self._report_calls(process, events)
         process.exited = True
@@ -731,6 +743,16 @@ def _why_mute(pid: int, stacks: int) -> str:
     if stacks < 0 or not _has_pipe(pid, os.fstat(stacks).st_ino):  # they would go into a file of the program's
         return f"has closed the descriptor for its stacks (pid {pid}) and cannot report where it is"
     return ""
+
+
+def _pidfd(pid: int) -> int:
+    """A descriptor that tells when a process has ended; -1 without one: kernels before 5.3, seccomp filters."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM):
+            raise
+        return -1
 
 
 def _has_members(group: int) -> bool:

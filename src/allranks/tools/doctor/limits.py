@@ -145,7 +145,10 @@ def memory_limit(root: Path, membership: Path) -> tuple[int, int] | None:
 def shared_memory() -> Finding:
     """What the native engine's ranks share: memory without a name, mapped and written to."""
     began = time.perf_counter()
-    descriptor = os.memfd_create("allranks-doctor")
+    try:
+        descriptor = os.memfd_create("allranks-doctor")
+    except OSError as error:
+        return fail(f"memfd_create: {error.strerror}", "Allow this system call (seccomp profile of the container)")
     try:
         _fill(descriptor, _TRIED)
     finally:
