@@ -249,8 +249,9 @@ import allranks as dist
 
 dist.init_process_group(timeout=30)
 start, seat = int(os.environ["ALLRANKS_START"]), int(os.environ["RANK"])
-weight, own = torch.zeros(1), torch.zeros(1)
-state = dist.resilience.State(weight=weight, own=[own])
+torch.manual_seed(0)
+weight, own, norm = torch.zeros(1), torch.zeros(1), torch.nn.BatchNorm1d(2)
+state = dist.resilience.State(weight=weight, own=[own], norm=norm)
 for epoch in state.epochs(4):
     mine = 0.0
     for step in state.steps(5):
@@ -259,18 +260,20 @@ for epoch in state.epochs(4):
                 os.kill(os.getpid(), 9)
             mine += (seat + 1) * (step.index + 1)
             own += mine
+            norm(torch.randn(4, 2) if epoch == 2 else torch.full((4, 2), float(step.index)))
             total = torch.tensor([mine * (epoch + 1)])
             dist.all_reduce(total)
             step.commit()
             weight += total
         last = epoch
-print("end", seat, own.item(), weight.item(), last, state.replaced, flush=True)
+print("end", seat, own.item(), weight.item(), norm.running_mean.sum().item(), last, state.replaced, flush=True)
 """
 
 
 @pytest.mark.parametrize(
     "kills",
     [
+        [(1, 0, 0, 0), (0, 0, 1, 2)],  # the backup had the buffers, before it was known that all ranks have the same
         [(0, 0, 1, 3), (1, 0, 2, 2)],  # the process in the place of rank 0 gives rank 1's the variables
         [(0, 0, 1, 3), (1, 0, 2, 0)],  # where the program has begun anew with one
         [(1, 0, 1, 3), (1, 1, 2, 0)],
@@ -284,6 +287,6 @@ def test_variables_of_ranks_that_are_lost_one_after_the_other(tmp_path: Path, ki
         done = _run(tmp_path, "--elastic", "1", program=ONE_AFTER_THE_OTHER.replace("KILLS", repr(kills)))
         assert done.returncode == 0, done
         assert done.stderr.count("was killed by SIGKILL") == len(kills), done
-        return [line.split()[:4] for line in sorted(done.stdout.split("end ")[1:])]
+        return [line.split()[:5] for line in sorted(done.stdout.split("end ")[1:])]
 
     assert run(kills) == run([])

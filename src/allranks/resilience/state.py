@@ -1348,13 +1348,23 @@ class State:
             return {}
         message: list[Any] = [None]
         objects.recv_object_list(message, shared["keeper"], world)
-        kept: dict[str, Tensor] = message[0]
+        kept: dict[str, Tensor] = {n: tensor for n, tensor in message[0].items() if self._belongs_to_rank(n)}
         self._coverage.set_own(kept)
         self._pending_kept = {name: value for name, value in kept.items() if name.startswith("variables(")}
         # This process has its predecessor's backup. What it lacks of that, nobody would be told to begin anew.
         self._last_variables = dict(self._pending_kept)
         self._sent_variables = {name: digest(value) for name, value in _latest(self._pending_kept).items()}
         return kept
+
+    def _belongs_to_rank(self, name: str) -> bool:
+        """Whether a rank gets from its backup what is kept under this name, and not from any other rank.
+
+        The backup may have more, from a time when it was not known yet what differs between ranks.
+        """
+        plans = self._plans.values()
+        if name in self._coverage.buffers:
+            return not any(plan.steps for plan in plans) or any(name in plan.own for plan in plans)
+        return not name.startswith("grad") or any(plan.own_grads for plan in plans)
 
     def _reset_names(self, place: str) -> set[str]:
         """The variables of this rank that are not what its backup has: the program has begun anew with them."""

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
@@ -64,6 +65,7 @@ __all__ = ["Agent", "Plan"]
 
 _CHUNK = 1 << 16
 _ASK_S = 0.02  # between two looks for the end of ranks that have no pidfd
+_OF_PYTHON = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")  # end by themselves
 _LEAVING_S = 0.5  # for processes that a rank left behind, before they are asked to end
 _LOOK_AGAIN_S = 0.02
 _LOOK_S = 1.0  # between two looks for ranks that wait for long
@@ -772,8 +774,10 @@ def _members(group: int) -> str:
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
             if name.isdigit() and os.getpgid(int(name)) == group:
-                with open(f"/proc/{name}/comm", "rb") as file:
-                    found.append(f"{printable(file.read().decode(errors='surrogateescape').rstrip())} (pid {name})")
+                if any(word in Path(f"/proc/{name}/cmdline").read_bytes() for word in _OF_PYTHON):
+                    continue
+                comm = Path(f"/proc/{name}/comm").read_bytes().decode(errors="surrogateescape").rstrip()
+                found.append(f"{printable(comm)} (pid {name})")
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return ", ".join(found[:3]) + more
 

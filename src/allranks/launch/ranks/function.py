@@ -10,8 +10,11 @@ from __future__ import annotations
 import io
 import linecache
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import FunctionType
 from typing import Any
 
 import cloudpickle
@@ -38,8 +41,12 @@ def pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
     """
     # A notebook's cells are no files.
     sources = {name: entry[2] for name, entry in linecache.cache.items() if len(entry) > 1 and not os.path.exists(name)}
+    file = io.BytesIO()
     try:
-        call = pickling.dumps((fn, tuple(args), dict(kwargs)))
+        pickler = _CallPickler(file)
+        pickler.dump((fn, tuple(args), dict(kwargs)))
+        pickler.dump(pickler.of_main)  # with the same memo: the same objects
+        call = file.getvalue()
     except Exception as error:
         raise UsageError(
             f"{name_of(fn)} or an argument of it cannot be sent to the ranks: {error} (files, locks, sockets and"
@@ -50,7 +57,7 @@ def pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
             f"{name_of(fn)} and its arguments take {len(call)} bytes, and {_LARGEST} can be sent to the ranks; let them"
             " read large data from a file"
         )
-    return pickling.dumps((sys.path, sources, call))
+    return pickling.dumps((sys.path, sources, _main_program(), call))
 
 
 def unpack(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -59,12 +66,14 @@ def unpack(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[st
     Raises:
         UsageError: it cannot be unpickled here.
     """
-    path, sources, call = cloudpickle.loads(payload)
+    path, sources, program, call = cloudpickle.loads(payload)
     sys.path[:] = [*path, *(folder for folder in sys.path if folder not in path)]
     for name, lines in sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    unpickler = pickle.Unpickler(io.BytesIO(call))
     try:
-        fn, args, kwargs = cloudpickle.loads(call)
+        fn, args, kwargs = unpickler.load()
+        _make_main(program, unpickler.load())
     except Exception as error:
         raise UsageError(
             f"the function or an argument of it cannot be made here: {type(error).__name__}: {error} (a module that"
@@ -123,6 +132,46 @@ def unpack_error(data: bytes) -> Exception | None:
 def pieces(data: memoryview) -> Iterator[bytes]:
     """Cuts it, so that no process on its way holds all of it twice."""
     return (bytes(data[begin : begin + _PIECE]) for begin in range(0, len(data), _PIECE))
+
+
+def _main_program() -> tuple[str, str]:
+    """The file of this process's program, and the name with which ``python -m`` has started it; "" for none."""
+    main = sys.modules["__main__"]
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    return os.path.abspath(file) if file else "", spec.name if spec is not None else ""
+
+
+def _make_main(program: tuple[str, str], values: Mapping[str, Any]) -> None:
+    """Give ``__main__`` of a rank the caller's classes and functions, which pickle looks up there.
+
+    A data loader's workers that are spawned run the caller's program, as those of the caller would.
+    """
+    main, (file, name) = sys.modules["__main__"], program
+    vars(main).update(values)
+    if name:
+        main.__spec__ = ModuleSpec(name, None)
+    elif file and os.path.exists(file):
+        main.__file__ = file
+
+
+class _CallPickler(pickling.Pickler):
+    """Notes which classes and functions of the main program a call refers to.
+
+    Attributes:
+        of_main: these, by name.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.of_main: dict[str, Any] = {}
+        self._main = vars(sys.modules["__main__"])
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, FunctionType)):
+            name = str(obj.__name__)
+            if self._main.get(name) is obj:
+                self.of_main[name] = obj
+        return super().reducer_override(obj)
 
 
 class _Pickler(pickling.Pickler):

@@ -184,6 +184,8 @@ class Rank:
         sys.argv = [target.name, *target.args]
         _set_orig_argv(target)
         sys.modules["__main__"] = main = ModuleType("__main__")
+        if "__mp_main__" in sys.modules:  # as multiprocessing has it when it is imported
+            sys.modules["__mp_main__"] = main
         try:
             if target.kind == "function":
                 self._call()
