@@ -412,3 +412,49 @@ def work(x):
     assert (status, printed) == ("error", "[0] up\n")
     assert "KeyboardInterrupt" in value
     assert execute(kernel, "allranks.run(double, (4,), n=1)") == ("ok", "", "[8]")
+
+
+MAIN = """
+import dataclasses, multiprocessing, os, sys
+import allranks
+
+@dataclasses.dataclass
+class Result:
+    value: int
+
+class Sub(Result):
+    pass
+
+def square(x):
+    return Sub(x * x)
+
+def pool(context):
+    with multiprocessing.get_context(context).Pool(2) as made:
+        found = made.map(square, [1, 2, 3])
+    assert all(type(each) is Sub for each in found), found
+    return [each.value for each in found]
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        print(pool("spawn"))
+    else:
+        for context in ("fork", "spawn", "forkserver"):
+            found = allranks.run(pool, (context,), n=2)
+            assert found == [[1, 4, 9]] * 2, found
+"""
+
+
+@pytest.mark.parametrize("way", ["file", "module"])
+def test_what_the_main_program_defines_in_processes_below_the_ranks(light: Launcher, way: str) -> None:
+    light.write(MAIN, "program.py")
+    words = [sys.executable, *(["-m", "program"] if way == "module" else ["program.py"])]
+    done = light.open(words, light.environ())
+    _, errors = done.communicate(timeout=100)
+    assert done.returncode == 0, errors.decode()
+    assert not errors
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_what_a_script_defines_in_processes_below_the_ranks(launcher: Launcher, start: str) -> None:
+    done = launcher.run("--start", start, "-n", "1", str(launcher.write(MAIN)))
+    assert (done.code, done.out) == (0, "[0] [1, 4, 9]\n"), done

@@ -615,11 +615,11 @@ class Agent:
             os.read(self._wake_read_fd, _CHUNK)  # only what comes from now on is a hurry
         begin = time.monotonic()
         until, told = begin + patience_s, False
-        while left := [process for process in ended if _has_members(process.pid)]:
+        while left := [(process, pids) for process in ended if (pids := _members(process.pid))]:
             if not told and time.monotonic() >= begin + min(_LEAVING_S, patience_s):
                 told = True
-                for process in left:
-                    if process.status == 0 and not process.asked and (what := _members(process.pid)):
+                for process, pids in left:
+                    if process.status == 0 and not process.asked and (what := _named(pids)):
                         events.append(LeftBehind(process.rank, what))
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGTERM)
@@ -757,27 +757,33 @@ def _pidfd(pid: int) -> int:
         return -1
 
 
-def _has_members(group: int) -> bool:
+def _members(group: int) -> list[int]:
+    """The processes of a group that have not ended."""
     with contextlib.suppress(ChildProcessError):  # to process 1 of a container, orphans are children
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
-        return False
-    return True
-
-
-def _members(group: int) -> str:
-    """The processes of a group, for a line of text."""
-    found: list[str] = []
+        return []
+    found: list[int] = []
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
             if name.isdigit() and os.getpgid(int(name)) == group:
-                if any(word in Path(f"/proc/{name}/cmdline").read_bytes() for word in _OF_PYTHON):
-                    continue
-                comm = Path(f"/proc/{name}/comm").read_bytes().decode(errors="surrogateescape").rstrip()
-                found.append(f"{printable(comm)} (pid {name})")
+                state = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[0]
+                if state not in (b"Z", b"X"):  # whose new parent has not waited for it yet
+                    found.append(int(name))
+    return found
+
+
+def _named(pids: list[int]) -> str:
+    """Processes, for a line of text; "" if they are those that python itself has started."""
+    found: list[str] = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            command, name = (Path(f"/proc/{pid}/{file}").read_bytes() for file in ("cmdline", "comm"))
+            if not any(word in command for word in _OF_PYTHON):
+                found.append(f"{printable(name.decode(errors='surrogateescape').rstrip())} (pid {pid})")
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return ", ".join(found[:3]) + more
 
