@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,3 +312,77 @@ def test_manifests_of_garbage(copy: Path) -> None:
         (copy / MANIFEST).write_bytes(body + b',"digest":"' + digest + b'"}')
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
             checkpoint.load(copy)
+
+
+def damage(part: Path) -> None:
+    content = bytearray(part.read_bytes())
+    content[-6] ^= 64
+    part.write_bytes(content)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_newest_that_is_whole_takes_the_place_of_a_damaged_one(ranks: int, tmp_path: Path) -> None:
+    import allranks as dist
+
+    def main() -> Any:
+        for step in (1, 2, 3):
+            checkpoint.save({"w": torch.full((1000,), float(step))}, tmp_path, step=step)
+        if dist.get_rank() == 0:
+            for step in (2, 3):
+                damage(tmp_path / f"step-000000000{step}" / "part-00000.safetensors")
+        dist.barrier()
+        newest = checkpoint.latest(tmp_path, group=dist.group.WORLD)
+        assert newest is not None
+        with pytest.raises(CheckpointError, match=r"damaged(.|\n)*verify=True(.|\n)*rm -r .*step-0000000003"):
+            checkpoint.load(newest)
+        with pytest.raises(CheckpointError, match="damaged"):
+            checkpoint.load(tmp_path, step=2)
+        into = {"w": torch.zeros(1000)}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            whole = checkpoint.latest(tmp_path, group=dist.group.WORLD, verify=True)
+            checkpoint.load(tmp_path, into=into)
+        assert whole is not None
+        return newest.step, whole.step, into["w"].unique().tolist(), sorted({str(each.message)[:35] for each in caught})
+
+    left_out = [f"checkpoint: step-000000000{step} is left" for step in (2, 3)]
+    assert run_ranks(ranks, main) == [(3, 1, [1.0], left_out if rank == 0 else []) for rank in range(ranks)]
+
+
+def test_a_state_goes_on_from_the_newest_that_is_whole(tmp_path: Path) -> None:
+    import allranks as dist
+
+    def main() -> float:
+        weight = torch.zeros(1)
+        saves = dist.resilience.Checkpoints(tmp_path, every=4, keep=9)
+        state = dist.resilience.State(weight=weight, checkpoints=saves)
+        for step in state.steps(10):
+            with step:
+                weight += step.index
+        return weight.item(), state.steps_done
+
+    assert run_ranks(2, main) == [(45.0, 10)] * 2
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    damage(next(newest.path.glob("part-*")))
+    assert run_ranks(2, main) == [(45.0, 10)] * 2
+
+
+def test_loading_right_after_a_save_in_the_background(tmp_path: Path) -> None:
+    checkpoint.save_async({"w": torch.ones(1 << 20)}, tmp_path / "new", step=1)
+    assert checkpoint.load(tmp_path / "new")["w"].sum() == 1 << 20
+
+
+def test_names_in_a_checkpoint_do_not_reach_the_terminal_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from allranks.tools.checkpoint import main
+
+    checkpoint.save({"\x1b]0;owned\x07red": torch.ones(3), "\x9b31m": 1}, tmp_path, step=1)
+    damage(next(tmp_path.glob("*/part-*")))
+    for command in ("show", "list --verify", "verify"):
+        main([*command.split(), str(tmp_path)])
+    out, err = capsys.readouterr()
+    assert "           1  damaged: " in out
+    assert "owned" in out
+    assert not {"\x1b", "\x07", "\x9b"} & {*out, *err}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from allranks import checkpoint
-from allranks._base.errors import AllranksError, UsageError
+from allranks._base.errors import AllranksError, CheckpointError, UsageError
 from allranks.checkpoint import single_file
 
 
@@ -178,4 +178,15 @@ def test_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(AllranksError, match=r"checkpoint\.pt is damaged or not a checkpoint \(16 bytes\)"):
+        checkpoint.load(path)
+
+
+def test_an_archive_that_says_it_is_one_of_several_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    torch.save({"w": torch.ones(3)}, path)
+    content = bytearray(path.read_bytes())
+    place = content.index(b"PK\x06\x07")  # the record of torch's that has the number of files
+    content[place + 16] = 2
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged"):
         checkpoint.load(path)

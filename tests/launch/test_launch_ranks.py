@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import socket
 import subprocess
+import zipapp
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -393,3 +396,45 @@ def test_unmodified_torch_distributed_script(launcher: Launcher) -> None:
     assert done.err.count("ValueError: boom") in (1, 2)  # the second in the line on who else failed
     assert "[rank" not in done.err
     assert "Traceback" in done.err
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_what_python_runs_besides_scripts(launcher: Launcher, start: str) -> None:
+    """A folder, a zip file, and compiled code: ``__main__`` and ``sys.path`` are as python has them."""
+    body = "import os, sys, helper\nprint(sys.argv[1:], __name__, helper.WORD, sys.path[0] == EXPECTED)"
+    app = launcher.folder / "app"
+    launcher.write("WORD = 'helped'", "app/helper.py")
+    main = launcher.write(body.replace("EXPECTED", repr(str(app))), "app/__main__.py")
+    zipped = launcher.folder / "app.pyz"
+    launcher.write("WORD = 'helped'", "zipped/helper.py")
+    launcher.write(body.replace("EXPECTED", repr(str(zipped))), "zipped/__main__.py")
+    zipapp.create_archive(launcher.folder / "zipped", zipped)
+    compiled = app / "compiled.pyc"
+    py_compile.compile(str(main), str(compiled), doraise=True)
+    for program in (app, zipped, compiled):
+        done = launcher.run("-n", "1", "--start", start, str(program), "word")
+        assert (done.code, done.out) == (0, "[0] ['word'] __main__ helped True\n"), (program, done)
+
+
+def test_folders_and_archives_that_are_no_programs(launcher: Launcher) -> None:
+    (launcher.folder / "empty").mkdir()
+    zipped, compiled = launcher.folder / "empty.zip", launcher.folder / "old.pyc"
+    zipfile.ZipFile(zipped, "w").close()
+    compiled.write_bytes(b"\x03\xf3\r\nrest")
+    for program, why in (
+        (launcher.folder / "empty", "is a directory without a __main__.py"),
+        (zipped, "is a zip file without a __main__.py"),
+        (compiled, "was compiled by another version of python, or is damaged"),
+    ):
+        done = launcher.run("-n", "1", str(program))
+        assert done.code == 2
+        assert why in done.err, done
+
+
+def test_a_program_that_runs_another(launcher: Launcher) -> None:
+    """``-m coverage run``, profilers: they find the program as they do without a launcher."""
+    script = launcher.write("def f():\n    return 1\nprint(__name__, f())", "traced.py")
+    done = launcher.run("-n", "1", "-m", "trace", "--count", "--summary", str(script))
+    assert done.code == 0, done
+    assert done.out.startswith("[0] __main__ 1\n")
+    assert "3   100%   traced" in done.out

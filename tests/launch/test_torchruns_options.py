@@ -218,3 +218,9 @@ def test_launch_meets_where_it_always_did(monkeypatch: pytest.MonkeyPatch) -> No
     assert read(["x.py"], {}, for_launch=True).leader == ("", 29500)
     assert read(["--nnodes", "2", "x.py"], {}, for_launch=True).leader == ("127.0.0.1", 29500)
     assert read(["x.py"], {}).leader is None
+
+
+def test_arguments_of_the_program_are_no_abbreviations_of_options() -> None:
+    found = parse_torchruns(["--nproc-per-node", "2", "--max-rest=1", "-t", "3", "x.py", "--r=16", "--ma", "4"], {})
+    assert (found.nproc_per_node, found.max_restarts, found.training_script) == ("2", 1, "x.py")
+    assert found.training_script_args == ["--r=16", "--ma", "4"]

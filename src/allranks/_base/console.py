@@ -10,6 +10,7 @@ import argparse
 import atexit
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -104,11 +105,16 @@ class _Unwritable(Exception):
     """Stdout cannot be written to; the message has the reason."""
 
 
-def put(text: str) -> None:
+def put(text: str, *, styled: bool = False) -> None:
     """Writes to stdout, all at once. Where its reader has left, the rest of what the command writes is dropped.
 
     Where stdout cannot be written to for another reason, the command ends.
+
+    Args:
+        text: what is written. Control characters are shown by their codes: names may come from a foreign file.
+        styled: the text has escape sequences of its own.
     """
+    text = text if styled else harmless(text)
     encoding = sys.stdout.encoding or "utf-8"  # of a StringIO in its place it is None
     try:
         if text:  # an unbuffered stream would be written to
@@ -127,6 +133,11 @@ def printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def harmless(text: str) -> str:
+    """Text in which control characters, but for tabs and ends of lines, are shown by their codes."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 def is_redrawable(stream: Any) -> bool:
     """Whether a line of a stream can be written over: it is a terminal, and not a dumb one."""
     return bool(stream.isatty()) and os.environ.get("TERM", "dumb") != "dumb"
@@ -137,6 +148,7 @@ def has_colours(stream: Any) -> bool:
     return is_redrawable(stream) and not os.environ.get("NO_COLOR")
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _collected: list[ArgumentParser] | None = None
 
 

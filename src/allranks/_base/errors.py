@@ -278,7 +278,7 @@ class CheckpointError(AllranksError):
 
     Remedy:
         The message names the file, tensor and rank. ``allranks checkpoint verify FOLDER --all`` looks through all;
-        ``checkpoint.latest`` finds the newest that is whole (docs/checkpoints.md).
+        ``checkpoint.latest(folder, verify=True)`` finds the newest that is whole (docs/checkpoints.md).
     """
 
 

@@ -87,23 +87,40 @@ def read_numbers(path: Path) -> list[int]:
 
 
 def _cgroup_quota(root: Path, membership: Path) -> float:
-    """The tightest quota on the way up from this process' cgroup (version 2), in CPUs; infinite where there is none."""
+    """The tightest quota on the way up from this process' cgroup, in CPUs; infinite where there is none.
+
+    Args:
+        root: where cgroups are mounted.
+        membership: ``/proc/self/cgroup``: ``0::/path`` of version 2, ``4:cpu,cpuacct:/path`` of version 1.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
         return math.inf
     quota = math.inf
-    for path in [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]:
-        for folder in (root / path, *(root / path).parents):
-            if not folder.is_relative_to(root):
+    for line in lines:
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / (controllers if (root / controllers).is_dir() else "cpu") if controllers else root
+        place = top / path.lstrip("/")
+        for folder in (place, *place.parents):
+            if not folder.is_relative_to(top):
                 break
-            try:
-                granted, period = (folder / "cpu.max").read_text().split()
-            except (OSError, ValueError):
-                continue  # the root has none, and not every controller is on
-            if granted != "max":
-                quota = min(quota, int(granted) / int(period))
+            quota = min(quota, _granted(folder))
     return quota
+
+
+def _granted(folder: Path) -> float:
+    """The CPUs that a cgroup may use. In a container the path of version 1 may be the host's, where nothing is."""
+    try:
+        if (file := folder / "cpu.max").exists():
+            granted, period = file.read_text().split()
+        else:
+            granted, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(granted) / int(period) if granted != "max" and int(granted) > 0 else math.inf
+    except (OSError, ValueError):
+        return math.inf  # the root has none, and not every controller is on
 
 
 _LISTED = re.compile(r"(?:GPU (?P<number>\d+):|  MIG .*Device +\d+:).*\(UUID: (?P<uuid>[^)]+)\)")

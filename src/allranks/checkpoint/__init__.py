@@ -187,7 +187,7 @@ def load(
 
     Args:
         path: a file of `save`, of torch.save, or in the safetensors format; a checkpoint, or what `latest` gave; or a
-            folder of checkpoints, of which the newest is taken.
+            folder of checkpoints, of which the newest is taken that is whole. Others are left out with a warning.
         map_location: of a file: where tensors go, as in `torch.load`.
         weights_only: of a file: accept only tensors and plain containers. False runs whatever code the file holds.
         into: what is filled. It has the structure of what was saved, or of a part of it; tensors, modules
@@ -219,13 +219,15 @@ def load(
             raise UsageError(f"checkpoint.load: {os.fspath(path)!r} is a file; step is for folders of checkpoints")
         return one_file.load_file(path, map_location, weights_only, into)
     is_told = isinstance(path, Info) or not (into is None and step is None and group is None)
+    if not is_told and not os.path.exists(path):
+        background.settle()  # a save that has just begun may make it
     if not is_told and not os.path.exists(path):  # a file, for all that is known, which other ranks do not ask for
         raise FileNotFoundError(f"checkpoint.load: there is nothing at {os.fspath(path)!r}")
     background.settle()
     return loading.load_folder(path, into, step, company_of(group))
 
 
-def latest(folder: PathLike, *, group: Any = None) -> Info | None:
+def latest(folder: PathLike, *, group: Any = None, verify: bool = False) -> Info | None:
     """The newest complete checkpoint in a folder.
 
     Without ``group``, this process looks alone. With one, all ranks of it call this, and get the newest checkpoint that
@@ -234,6 +236,8 @@ def latest(folder: PathLike, *, group: Any = None) -> Info | None:
     Args:
         folder: where `save` was told to save.
         group: the ranks, mostly ``allranks.group.WORLD``; torch's groups, too. None: this process.
+        verify: read every byte, and leave out what is damaged, with a warning that names it. False: only names, sizes
+            and the manifest are looked at; `load` finds the rest.
 
     Returns:
         The checkpoint, which `load` takes; None if there is none, or no such folder.
@@ -246,7 +250,7 @@ def latest(folder: PathLike, *, group: Any = None) -> Info | None:
         background.raise_failure()
     else:
         background.settle()  # on all ranks, or on none
-    return choosing.latest(folder, alone() if group is None else company_of(group))
+    return choosing.latest(folder, alone() if group is None else company_of(group), verify)
 
 
 def _check_path(call: str, path: Any) -> None:

@@ -19,6 +19,7 @@ from allranks.checkpoint import folders
 from allranks.checkpoint.company import Company, alone, in_words
 from allranks.checkpoint.inventory import Candidate, View, by_step, look_together
 from allranks.checkpoint.manifest import MANIFEST, Manifest, Share, check_sizes, decode, load_manifest
+from allranks.checkpoint.verifying import check_files
 
 __all__ = ["Chosen", "agreed", "latest", "only_here"]
 
@@ -35,12 +36,14 @@ class Chosen:
         manifest: of the checkpoint.
         here: the folders of those shares that this rank sees, by number; 0: of the whole.
         holders: the ranks that see each share, by number.
+        named: it was asked for by its step or path, and no other will do.
     """
 
     folder: Path
     manifest: Manifest
     here: dict[int, Path]
     holders: dict[int, list[int]]
+    named: bool = False
 
     def is_everywhere(self, ranks: int) -> bool:
         """Whether each rank sees all files."""
@@ -56,18 +59,19 @@ def only_here(path: folders.PathLike, step: int | None = None) -> Chosen:
     return agreed(path, step, alone())
 
 
-def agreed(path: folders.PathLike, step: int | None, company: Company) -> Chosen:
+def agreed(path: folders.PathLike, step: int | None, company: Company, verified: bool = False) -> Chosen:
     """The checkpoint that a path means to ranks. All of them call it, each with its own path.
 
     Args:
         path: a checkpoint, or a folder of them.
         step: of the training; None: the newest.
         company: the ranks.
+        verified: one of which every byte has been read.
 
     Raises:
         CheckpointError: there is none; what is named is damaged; only shares of it are there. On all ranks.
     """
-    found = _choose(path, step, company)
+    found = _choose(path, step, company, verified)
     if found.chosen is None or (found.left_out and company.size == 1):
         what = "complete checkpoint" if step is None else f"checkpoint of step {step}"
         missing = "" if os.path.exists(path) else f": there is no {Path(path).absolute()}"
@@ -76,9 +80,9 @@ def agreed(path: folders.PathLike, step: int | None, company: Company) -> Chosen
     return found.chosen
 
 
-def latest(folder: folders.PathLike, company: Company) -> folders.Info | None:
+def latest(folder: folders.PathLike, company: Company, verified: bool) -> folders.Info | None:
     """See ``allranks.checkpoint.latest``."""
-    found = _choose(folder, None, company)
+    found = _choose(folder, None, company, verified)
     if found.left_out and company.size == 1:
         raise CheckpointError(found.left_out[0])
     _warn(found, company)
@@ -106,7 +110,7 @@ def _warn(found: _Found, company: Company) -> None:
             callsite.warn(f"checkpoint: {why}")
 
 
-def _choose(path: folders.PathLike, step: int | None, company: Company) -> _Found:
+def _choose(path: folders.PathLike, step: int | None, company: Company, verified: bool) -> _Found:
     """One that is damaged is left out with a warning, unless the path or the step names it."""
     view, reports = look_together(Path(path), company)
     left_out: list[str] = []
@@ -115,7 +119,7 @@ def _choose(path: folders.PathLike, step: int | None, company: Company) -> _Foun
         for number, candidate in enumerate(candidates):
             if candidate.missing or any(_is_older_attempt(candidate, other) for _, _, _, other in whole):
                 continue
-            when, identity, why = _examine(candidate, view, company)
+            when, identity, why = _examine(candidate, view, company, verified)
             if why == _GONE and not view.pin:
                 continue
             if not why:
@@ -123,10 +127,12 @@ def _choose(path: folders.PathLike, step: int | None, company: Company) -> _Foun
             elif step is not None or view.pin:
                 raise CheckpointError(why)
             elif company.rank == 0:
-                callsite.warn(f"checkpoint: {candidate.names[min(candidate.names)]} is left out: {why}")
+                name = candidate.names[min(candidate.names)]
+                callsite.warn(f"checkpoint: {name} is left out: {why}. To remove it: rm -r {view.folder / name}")
         if whole:
             _, _, identity, newest = max(whole, key=lambda each: each[:2])  # a step may have been saved twice
-            return _Found(_open(newest, identity, view, company), left_out)
+            opened = _open(newest, identity, view, company)
+            return _Found(dataclasses.replace(opened, named=step is not None or view.pin != ""), left_out)
         left_out += [_incomplete(candidate, view, company) for candidate in candidates if candidate.missing]
     return _Found(None, left_out)
 
@@ -166,8 +172,15 @@ def _shares(numbers: Sequence[int]) -> str:
     return f"{'share' if len(numbers) == 1 else 'shares'} {spans(numbers, ', ')}"
 
 
-def _examine(candidate: Candidate, view: View, company: Company) -> tuple[float, str, str]:
-    """When it was written, what it is, and what is wrong with it. Each share is examined by one rank."""
+def _examine(candidate: Candidate, view: View, company: Company, verified: bool) -> tuple[float, str, str]:
+    """When it was written, what it is, and what is wrong with it. Each share is examined by one rank.
+
+    Args:
+        candidate: the checkpoint.
+        view: what this rank sees.
+        company: the ranks.
+        verified: read every byte.
+    """
     mine = []
     for number, reporter in candidate.reporters.items():
         if reporter != company.rank:
@@ -183,6 +196,8 @@ def _examine(candidate: Candidate, view: View, company: Company) -> tuple[float,
             continue
         expected = Share(candidate.save, number, candidate.count) if number else None
         why = "" if manifest.share == expected else f"{folder / MANIFEST} is that of another share"
+        if verified and not why:
+            why = next(iter(check_files(folder, manifest)), "")
         mine.append((number, manifest.when, manifest.identity(), why))
     found = sorted(each for answer in company.exchange(mine, list[tuple[int, float, str, str]]) for each in answer)
     if troubles := [why for _, _, _, why in found if why]:

@@ -53,6 +53,29 @@ def load_folder(path: folders.PathLike, into: Any, step: int | None, company: Co
         chosen = agreed(path, step, company)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.load: {error}") from error.__cause__
+    try:
+        return _load(chosen, into, company)
+    except CheckpointError as error:
+        if chosen.named:
+            raise CheckpointError(f"{error}\n  {_remedy(chosen)}") from error.__cause__
+        damaged = error
+    try:  # `into` may have been filled in part: an older one fills all of it
+        older = agreed(path, None, company, verified=True)
+    except CheckpointError:
+        older = chosen
+    if older.folder == chosen.folder:
+        raise CheckpointError(f"{damaged}\n  {_remedy(chosen)}") from damaged.__cause__
+    return _load(older, into, company)
+
+
+def _remedy(chosen: Chosen) -> str:
+    return (
+        f"checkpoint.latest(folder, verify=True) gives the newest that is whole. To remove this one: rm -r"
+        f" {chosen.folder}"
+    )
+
+
+def _load(chosen: Chosen, into: Any, company: Company) -> Any:
     if chosen.is_everywhere(company.size):
         with Reader(chosen, company.rank) as reader:
             filling = together(company, lambda: _prepared(reader, into, company.rank))

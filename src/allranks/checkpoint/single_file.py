@@ -41,6 +41,7 @@ _LENGTH = 2  # bytes at the end of a zip archive: the length of the comment that
 _STEP = 1 << 20  # bytes that are read at a time
 # What Python raises of a zip archive that is none.
 _DAMAGES = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError, IndexError, OverflowError)
+_DAMAGES_OF_PICKLE = (EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError, OverflowError)
 
 # File systems on which flock() is not to be had (NFS without a lock daemon, some FUSE ones).
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -121,15 +122,26 @@ def load(path: PathLike, map_location: Any = "cpu", weights_only: bool = True) -
     Cost: the file is read twice, the first time to check it.
     """
     with open(path, "rb") as file:  # where there is none, Python's own words
-        if not zipfile.is_zipfile(file):
+        if not _is_archive(file):
             raise CheckpointError(f"{os.fspath(path)} is damaged or not a checkpoint ({os.path.getsize(path)} bytes)")
         _check(file, os.fspath(path))
     try:
         return torch.load(path, map_location=map_location, weights_only=weights_only)
+    except _DAMAGES_OF_PICKLE as error:
+        if not weights_only:
+            raise  # of a program's own classes
+        raise CheckpointError(f"{os.fspath(path)} is damaged: {error}") from error
     except RuntimeError as error:
         if "PytorchStreamReader" not in str(error):
             raise
         raise CheckpointError(f"{os.fspath(path)} is damaged: {error}") from error
+
+
+def _is_archive(file: BinaryIO) -> bool:
+    try:
+        return zipfile.is_zipfile(file)
+    except zipfile.BadZipFile:  # its end says that it is one of several
+        return False
 
 
 def _seal(raw: io.RawIOBase, sink: _Sink) -> None:

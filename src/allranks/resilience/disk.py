@@ -18,7 +18,7 @@ from allranks._api import objects
 from allranks._base.errors import AllranksError, CheckpointError, UsageError
 from allranks._call import callsite
 from allranks._engines.prelude import LOSSES
-from allranks.checkpoint import RandomState, Saving, latest, load, save_async
+from allranks.checkpoint import Info, RandomState, Saving, latest, load, save_async
 from allranks.checkpoint.values import flatten
 from allranks.resilience.position import Position
 from allranks.resilience.reachable import is_generator
@@ -165,6 +165,16 @@ class Disk:
         newest = _agreed(world, lambda: latest(folder, group=world))[world.rank()]
         if newest is None:
             return None
+        try:
+            return self._load(newest)
+        except CheckpointError:
+            whole = _agreed(world, lambda: latest(folder, group=world, verify=True))[world.rank()]
+            if whole is None or whole.path == newest.path:
+                raise
+            return self._load(whole)
+
+    def _load(self, newest: Info) -> tuple[Position, int, dict[str, Any] | None]:
+        world = self._world
         tree = {**self._whole(Position(), 0), "position": {}}
         if self._random:
             tree["random"] = {}

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks._base.console import ArgumentParser, put
+from allranks._base.console import ArgumentParser, harmless, put
 from allranks._base.errors import AllranksError, CheckpointError, UsageError, rank_list
 from allranks._base.exit_codes import FOUND, USAGE
 from allranks._base.files import plain_file
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         code: int = options.act(options)
     except (AllranksError, OSError) as error:
-        print(f"{_NAME}: error: {_words(error)}", file=sys.stderr)
+        print(harmless(f"{_NAME}: error: {_words(error)}"), file=sys.stderr)
         return USAGE
     except MemoryError:
         print(f"{_NAME}: error: there is not enough memory", file=sys.stderr)
@@ -78,7 +78,10 @@ def _parser() -> ArgumentParser:
     )
     folder = "checkpoints"
     examples = {
-        "list": ((f"allranks checkpoint list {folder}", "their steps, sizes and times"),),
+        "list": (
+            (f"allranks checkpoint list {folder}", "their steps, sizes and times"),
+            (f"allranks checkpoint list {folder} --verify", "and which are damaged, after reading them"),
+        ),
         "show": ((f"allranks checkpoint show {folder} --step 500", "its ranks, tensors and values"),),
         "verify": ((f"allranks checkpoint verify {folder} --all", "exit code 1 if a byte is wrong"),),
         "diff": (("allranks checkpoint diff run1 run2", "the newest of two folders, value by value"),),
@@ -107,6 +110,8 @@ def _parser() -> ArgumentParser:
         if name == "export":
             add.add_argument("file", type=Path, metavar="FILE", help="NAME.safetensors, or another ending")
             add.add_argument("--force", action="store_true", help="write over a file that is there")
+        if name == "list":
+            add.add_argument("--verify", action="store_true", help="read every byte, to find damage")
         if name == "verify":
             add.add_argument("--all", action="store_true", help="all checkpoints in the folder")
         if name not in ("list", "diff"):
@@ -128,7 +133,7 @@ def _sentence(words: str) -> str:
 
 
 def _list(options: argparse.Namespace) -> int:
-    found = [_entry(one.step, one.path) for one in folders.find(options.path)]
+    found = [_entry(one.step, one.path, options.verify) for one in folders.find(options.path)]
     if options.json:
         put(json.dumps(found, indent=1) + "\n")
     elif not found:
@@ -140,11 +145,14 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _entry(step: int, path: Path) -> dict[str, Any]:
+def _entry(step: int, path: Path, verified: bool) -> dict[str, Any]:
     try:
         info = folders.Info.of(path, load_manifest(path))
+        problems = check(path) if verified else []
     except (CheckpointError, OSError) as error:
-        return {"step": step, "path": str(path), "problem": _words(error)}
+        problems = [_words(error)]
+    if problems:
+        return {"step": step, "path": str(path), "problem": problems[0]}
     found = {"step": step, "path": str(path), "nbytes": info.nbytes, "when": info.when, "ranks": info.ranks}
     share = {} if info.share is None else {"share": info.share[0], "shares": info.share[1]}
     return {**found, "hosts": list(info.hosts), "run": info.run, **share}
@@ -177,7 +185,7 @@ def _show(options: argparse.Namespace) -> int:
     shown_tensors = manifest.tensors if options.rank is None else manifest.tensors_of(rank).values()
     tensors = [_described(saved, manifest) for saved in shown_tensors]
     values = dict(_values(manifest.tree(rank), ""))
-    entry = _entry(manifest.step, folder)
+    entry = _entry(manifest.step, folder, verified=False)
     if options.json:
         writers = [{"host": writer.host, "pid": writer.pid} for writer in manifest.writers]
         files = [

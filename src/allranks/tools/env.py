@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from allranks._base.console import put
+from allranks._base.console import harmless, put
 from allranks._base.errors import ConfigError
 from allranks._base.exit_codes import USAGE
 from allranks._cluster.context import Clue, LaunchContext
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parser.parse_args(argv)
     except ConfigError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        print(harmless(f"{parser.prog}: error: {error}"), file=sys.stderr)
         return USAGE
     report = collect(os.environ, options.env)
     # In one piece, as other ranks write there, too.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from allranks._base.console import ArgumentParser, is_redrawable, put
+from allranks._base.console import ArgumentParser, harmless, is_redrawable, put
 from allranks._base.errors import AllranksError
 from allranks._base.exit_codes import USAGE
 from allranks._trace.jobs import Answer, Question
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _watch(args.job, args.delay, args.count, args.json)
     except AllranksError as error:
-        print(f"allranks top: error: {error}", file=sys.stderr)
+        print(harmless(f"allranks top: error: {error}"), file=sys.stderr)
         return USAGE
 
 
@@ -58,7 +58,8 @@ def _watch(job: int | None, delay_s: float, count: int | None, as_json: bool) ->
             put(msgspec.json.encode({"before": before, "now": now}).decode() + "\n")
         else:
             clear = "\x1b[H\x1b[2J" if full_screen else ""
-            put(clear + "\n".join(rows(before, now)) + "\n" + ("" if full_screen else "\n"))
+            put(clear, styled=True)
+            put("\n".join(rows(before, now)) + "\n" + ("" if full_screen else "\n"))
         sys.stdout.flush()
         before = now
         if number == count:

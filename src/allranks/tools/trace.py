@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from allranks._base.console import ArgumentParser, Program, put
+from allranks._base.console import ArgumentParser, Program, harmless, put
 from allranks._base.errors import AllranksError, ConfigError, rank_list
 from allranks._base.exit_codes import USAGE
 from allranks._trace.diagnosis import diagnose
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int | Program:
         try:
             return _COMMANDS[words[0]][0](words[1:])
         except (AllranksError, ConfigError) as error:
-            print(f"allranks trace {words[0]}: error: {error}", file=sys.stderr)
+            print(harmless(f"allranks trace {words[0]}: error: {error}"), file=sys.stderr)
             return USAGE
     parser = ArgumentParser(
         prog="allranks trace",

@@ -147,10 +147,35 @@ def parse_torchruns(argv: Sequence[str], environ: Mapping[str, str], *, for_laun
         SystemExit: help was asked for, and given.
     """
     parser = _parser(environ, for_launch)
-    asked = parser.parse_args(argv)
+    script = _place_of_script(parser, argv)
+    asked = parser.parse_args(argv[: script + 1])
+    asked.training_script_args = list(argv[script + 1 :])
     if asked.training_script is None:
         raise ConfigError(f"nothing to run: expected a script (see {parser.prog} --help)")
     return asked
+
+
+def _place_of_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
+    """Where the program's name is. argparse takes arguments of the program, too, for abbreviations of options.
+
+    Returns:
+        Its index; the number of arguments if there is none, or one before it is wrong.
+    """
+    at = 0
+    while at < len(argv):
+        word, _, value = argv[at].partition("=")
+        if not word.startswith("-") or word == "-":
+            return at
+        if word == "--":
+            return at + 1
+        known = parser._option_string_actions
+        named = [known[word]] if word in known else [known[each] for each in known if each.startswith(word)]
+        if not word.startswith("--") and word not in known:  # -t3
+            named, value = [known[word[:2]]] if word[:2] in known else [], word[2:]
+        if len(set(map(id, named))) != 1:
+            return len(argv)
+        at += 1 if value or named[0].nargs == 0 or "=" in argv[at] else 2
+    return at
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str], *, for_launch: bool = False) -> Options:

@@ -297,7 +297,7 @@ class Table:
         Console(file=shown, highlight=False, force_terminal=True).print(
             Text.assemble(before, (result, style)), soft_wrap=True
         )
-        put(shown.getvalue())
+        put(shown.getvalue(), styled=True)
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str], output: Path, limit_s: float | None) -> int | None:

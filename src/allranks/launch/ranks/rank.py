@@ -19,6 +19,7 @@ import functools
 import gc
 import io
 import os
+import pkgutil
 import resource
 import runpy
 import signal
@@ -29,7 +30,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -43,7 +44,7 @@ from allranks._trace.stacks import DUMP, describe, is_own
 from allranks.launch.ranks.pipes import Pipes
 from allranks.launch.spec.events import RankProgress, Report, RestartRank
 from allranks.launch.spec.stdio import Stdio
-from allranks.launch.spec.target import Kind, Target, set_first_path
+from allranks.launch.spec.target import Kind, Target, is_collection, set_first_path
 
 __all__ = ["Rank", "adopt_orphans", "become_rank", "decode_status", "die_with", "is_echo", "this_rank"]
 
@@ -305,13 +306,21 @@ def _set_orig_argv(target: Target) -> None:
 
 
 def _run_script(path: str, main: ModuleType) -> None:
+    if is_collection(path):
+        set_first_path(path)
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        return
     file = os.path.abspath(path)
     set_first_path(os.path.dirname(os.path.realpath(path)))
     main.__file__ = file
     main.__loader__ = SourceFileLoader("__main__", file)
     main.__dict__["__cached__"] = None
     with open(file, "rb") as source:
-        code = compile(source.read(), file, "exec", dont_inherit=True)
+        if path.endswith(".pyc"):
+            main.__loader__ = SourcelessFileLoader("__main__", file)
+            code = pkgutil.read_code(source)
+        else:
+            code = compile(source.read(), file, "exec", dont_inherit=True)
     exec(code, main.__dict__)
 
 

@@ -8,18 +8,33 @@ from __future__ import annotations
 
 import ast
 import os
+import pkgutil
 import shlex
 import shutil
 import string
 import sys
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec
+from importlib.util import MAGIC_NUMBER
 from typing import Literal
 
 from allranks._base.errors import ConfigError
 
-__all__ = ["MASTER", "SERVE", "Kind", "Mode", "Target", "check", "check_size", "find", "read_target", "set_first_path"]
+__all__ = [
+    "MASTER",
+    "SERVE",
+    "Kind",
+    "Mode",
+    "Target",
+    "check",
+    "check_size",
+    "find",
+    "is_collection",
+    "read_target",
+    "set_first_path",
+]
 
 SERVE = "allranks.remote.worker.main"
 """The module that workers of master-worker mode run."""
@@ -132,9 +147,18 @@ def check(target: Target, as_command: str = "--") -> None:
         _check_command(target.name)
 
 
+def is_collection(path: str) -> bool:
+    """Whether a script is a folder or a zip file, whose ``__main__`` python runs."""
+    return os.path.isdir(path) or (os.path.isfile(path) and zipfile.is_zipfile(path))
+
+
 def _check_script(name: str, as_command: str) -> None:
-    if os.path.isdir(name):
-        raise ConfigError(f"{name!r} is a directory, not a python script")
+    if is_collection(name):
+        importer = pkgutil.get_importer(name)
+        if importer is None or importer.find_spec("__main__") is None:
+            what = "directory" if os.path.isdir(name) else "zip file"
+            raise ConfigError(f"{name!r} is a {what} without a __main__.py, not a python script")
+        return
     if not os.path.exists(name):
         hint = f"; to run a command, put {as_command} before it: {as_command} {name}" if shutil.which(name) else ""
         raise ConfigError(f"there is no script {name!r} in {os.getcwd()}{hint}")
@@ -143,6 +167,10 @@ def _check_script(name: str, as_command: str) -> None:
     try:
         with open(name, "rb") as file:
             head = file.readline(1 << 12)
+            if name.endswith(".pyc"):
+                if head[: len(MAGIC_NUMBER)] != MAGIC_NUMBER:
+                    raise ConfigError(f"{name!r} was compiled by another version of python, or is damaged")
+                return
             program = head.startswith(b"\x7fELF")
             source = head + file.read() if _may_be_another(name, head) and not program else b""
     except OSError as error:

@@ -30,7 +30,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from allranks._base.console import Program
+from allranks._base.console import Program, harmless
 from allranks._base.exit_codes import USAGE
 
 __all__ = ["main"]
@@ -65,6 +65,6 @@ def main(argv: Sequence[str]) -> int | Program:
         if "mpi" in options.against:
             return start.start_by_mpi(options.nproc, options.hosts, argv)
     except start.MpiMissing as error:
-        print(f"allranks bench: error: {error}", file=sys.stderr)
+        print(harmless(f"allranks bench: error: {error}"), file=sys.stderr)
         return USAGE
     return start.start(options.nproc, argv)

@@ -25,7 +25,7 @@ def show(report: Report) -> None:
     console = Console(file=shown, highlight=False, force_terminal=has_colours(sys.stdout))
     for line in lines_of(report):
         console.print(line, soft_wrap=True)
-    put(shown.getvalue())
+    put(shown.getvalue(), styled=True)
 
 
 def lines_of(report: Report) -> Iterator[Text]:

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from allranks._base.console import put
+from allranks._base.console import harmless, put
 from allranks._base.errors import ConfigError
 from allranks._base.exit_codes import USAGE
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         return hand_in.hand_in(wanted.to, text, wanted.job, wanted.quiet)
     except ConfigError as error:
-        print(f"allranks submit: error: {error}", file=sys.stderr)
+        print(harmless(f"allranks submit: error: {error}"), file=sys.stderr)
         return USAGE
 
 

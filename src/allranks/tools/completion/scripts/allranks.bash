@@ -47,7 +47,7 @@ _allranks_options() {  # into $words
     'trace flight') words='-h --help -o --output --json' ;;
     'top') words='-h --help -d --delay -n --count --json' ;;
     'checkpoint') words='-h --help' ;;
-    'checkpoint list') words='-h --help --json' ;;
+    'checkpoint list') words='-h --help --verify --json' ;;
     'checkpoint show') words='-h --help --step --rank --json' ;;
     'checkpoint verify') words='-h --help --all --step --json' ;;
     'checkpoint diff') words='-h --help --rank --json' ;;

@@ -259,6 +259,7 @@ complete -c allranks -n '__allranks_is checkpoint' -a export -d 'write one file:
 complete -c allranks -n '__allranks_is checkpoint' -a merge -d 'make one checkpoint of the shares of several hosts'
 complete -c allranks -n '__allranks_is checkpoint' -s h -l help -d 'show this help message and exit'
 complete -c allranks -n '__allranks_is checkpoint list' -s h -l help -d 'show this help message and exit'
+complete -c allranks -n '__allranks_is checkpoint list' -l verify -d 'read every byte, to find damage'
 complete -c allranks -n '__allranks_is checkpoint list' -l json -d 'write JSON'
 complete -c allranks -n '__allranks_is checkpoint list' -f -a '(__fish_complete_directories)'
 complete -c allranks -n '__allranks_is checkpoint show' -s h -l help -d 'show this help message and exit'

@@ -366,6 +366,7 @@ _allranks_checkpoint() {
 _allranks_checkpoint_list() {
   _arguments -s -S -A '-*' \
     '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '--verify[read every byte, to find damage]' \
     '--json[write JSON]' \
     '1:FOLDER:_files -/'
 }
