@@ -19,7 +19,7 @@ from torch.testing._comparison import default_tolerances
 if TYPE_CHECKING:
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-__all__ = ["DTYPES", "Case", "Verdict", "cases", "database", "judge", "judge_operator"]
+__all__ = ["DTYPES", "WORKER", "Case", "Verdict", "cases", "database", "judge", "judge_operator"]
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128,

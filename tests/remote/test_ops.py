@@ -10,12 +10,15 @@ one core in about an hour, or those of some dtypes:
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from operators import DTYPES, ERROR, PASS, ROUNDED, UNDEFINED, database, judge_operator
+from operators import DTYPES, ERROR, PASS, ROUNDED, UNDEFINED, WORKER, database, judge_operator
+from torch.utils._pytree import tree_leaves, tree_map
 
 from allranks.remote.master.master import Master
 
@@ -75,3 +78,66 @@ def test_operators(mw: Master, as_many_threads: None, capsys: pytest.CaptureFixt
     assert not worse, "\n".join(worse)
     gone = [name for name, known in KNOWN.items() if known.shows is dtype and name not in imperfect]
     assert not _ASKED or not gone, f"they pass now and need not be in KNOWN: {gone}"
+
+
+_CHECKED_LATE = {"cauchy", "exponential", "geometric", "log_normal", "uniform"}
+"""Random operators whose numbers only a worker checks, once they are known to it: the tensor is poisoned."""
+
+
+@pytest.mark.timeout(300)  # 30 s of one core
+def test_wrong_input_is_an_error_after_a_correct_call(mw: Master) -> None:
+    """Workers know an operator then, and are not asked each time: it may fail late, and must never be taken for right.
+
+    What a call was to change in place is as it was.
+    """
+    silent, lost = [], set()
+    for operator in database():
+        if operator.error_inputs_func is None:
+            continue
+        dtypes = operator.supported_dtypes("cpu")
+        dtype = torch.float32 if torch.float32 in dtypes else next(iter(dtypes))
+        for sample in islice(operator.sample_inputs("cpu", dtype), 3):
+            for _ in range(2):
+                _fails(operator, _moved(sample, WORKER))
+        for number, wrong in enumerate(operator.error_inputs("cpu")):
+            operands = _leaves(_moved(wrong.sample_input, None))
+            if any(each.layout != torch.strided or each.device.type != "cpu" for each in operands):
+                continue
+            for form in (operator, operator.inplace_variant):
+                if form is None or not _fails(form, _moved(wrong.sample_input, None)):
+                    continue
+                call = _moved(wrong.sample_input, WORKER)
+                if not _fails(form, call):
+                    silent.append(f"{operator.full_name} #{number}")
+                if _fails(lambda *each: list(each), (_leaves(call), (), {})):
+                    lost.add(operator.name)
+    assert silent == []
+    assert lost == _CHECKED_LATE
+
+
+def _moved(sample: Any, device: str | None) -> tuple[Any, Any, Any]:
+    """Copies of the arguments of a call, on a device."""
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            return value
+        return value.detach().clone() if device is None else value.detach().to(device)
+
+    return tree_map(move, (sample.input, sample.args, sample.kwargs))
+
+
+def _leaves(call: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(call) if isinstance(each, torch.Tensor)]
+
+
+def _fails(function: Any, call: tuple[Any, Any, Any]) -> bool:
+    """Whether a call, or looking at what it returns, raises an error."""
+    first, others, named = call
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for each in _leaves(function(first, *others, **named)):
+                each.cpu()
+        except Exception:  # noqa: BLE001 - of whatever type it is on the CPU
+            return True
+    return False

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -321,3 +322,78 @@ print(mw)
     assert said.pop() == "Master(shut down)"
     assert all("shut down" in line or "no workers" in line for line in said[:8]), said
     assert said[8] == "2.0"
+
+
+@pytest.mark.parametrize(
+    "name", ["cholesky", "inv", "solve", "lu_factor", "matrix_power", "tensorinv", "_assert_async"]
+)
+def test_checks_without_a_result_raise_at_their_line(mw: Master, name: str) -> None:
+    """torch asks an operator that returns nothing whether a matrix was singular, and returns another one's numbers."""
+    calls: dict[str, Callable[[torch.Tensor], object]] = {
+        "solve": lambda a: torch.linalg.solve(a, torch.eye(3, device=a.device)),
+        "matrix_power": lambda a: torch.linalg.matrix_power(a, -1),
+        "tensorinv": lambda a: torch.linalg.tensorinv(a, ind=1),
+        "_assert_async": lambda a: torch._assert_async(a.sum() > 0),
+    }
+    call = calls.get(name) or getattr(torch.linalg, name)
+    good, bad = torch.eye(3), torch.diag(torch.tensor([-1.0, 0, 0]))
+    expected: list[type[Exception] | None] = []
+    found: list[type[Exception] | None] = []
+    for device, kinds in (("cpu", expected), ("worker:1", found)):
+        for matrix in (good, bad, bad, good, bad):
+            try:
+                call(matrix.to(device))
+                kinds.append(None)
+            except RuntimeError as error:
+                kinds.append(torch.linalg.LinAlgError if isinstance(error, torch.linalg.LinAlgError) else RuntimeError)
+    assert found == expected
+    assert None in found
+    assert {*found} != {None}
+
+
+def test_shapes_that_do_not_fit_raise_at_their_line_and_lose_nothing(mw: Master) -> None:
+    table, row = torch.zeros(3, 4, device="worker:1"), torch.zeros(5, device="worker:1")
+    for _ in range(2):
+        table[[0, 1], [0, 1]] = 1.0
+        row.put_(torch.tensor([0, 1]).to("worker:1"), torch.ones(2).to("worker:1"))
+    with pytest.raises(IndexError, match="shape mismatch"):
+        table[[0, 1], [0, 1, 2]] = 5.0
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        table[[0, 1], [0, 1]] = torch.ones(3).to("worker:1")
+    with pytest.raises(IndexError, match="same number of elements"):
+        row.put_(torch.tensor([0, 1]).to("worker:1"), torch.ones(3).to("worker:1"))
+    assert (table.sum().item(), row.sum().item()) == (2.0, 2.0)
+
+
+def test_classes_out_of_range(mw: Master) -> None:
+    one_hot = torch.nn.functional.one_hot
+    for _ in range(2):
+        classes = torch.tensor([0, 2, 1]).to("worker:1")
+        assert torch.equal(one_hot(classes, 3).cpu(), torch.eye(3, dtype=torch.int64)[[0, 2, 1]])
+        assert one_hot(classes).shape == (3, 3)
+        with pytest.raises(RuntimeError, match="smaller than num_classes"):
+            one_hot(torch.tensor([0, 5, 1]).to("worker:1"), 3).cpu()
+        with pytest.raises(RuntimeError, match="non-negative"):
+            one_hot(torch.tensor([0, -1]).to("worker:1"))
+
+
+def test_memory_that_is_not_here_is_not_made(mw: Master) -> None:
+    with pytest.raises(UsageError, match="a storage cannot be made on worker:1"):
+        torch.UntypedStorage(4, device="worker:1")
+    with warnings.catch_warnings(), pytest.raises(UsageError, match="a storage cannot be made on worker:1"):
+        warnings.simplefilter("ignore", UserWarning)  # it is deprecated
+        torch.TypedStorage(4, dtype=torch.float32, device="worker:1")
+    assert torch.UntypedStorage(4).nbytes() == torch.UntypedStorage(4, device="cpu").nbytes() == 4
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_a_master_that_begins_without_gradients(mode: str) -> None:
+    """The start tries a backward on a worker, whatever the caller's mode is."""
+    program = f"""
+import torch, allranks as ar
+if __name__ == "__main__":
+    with torch.{mode}(), ar.init_master_worker(workers=1):
+        print(torch.ones(3, device="worker:1").sum().item())
+"""
+    done = warm.run([sys.executable, "-c", program], timeout=100)
+    assert (done.returncode, done.stdout) == (0, "3.0\n"), done

@@ -84,6 +84,25 @@ def test_two_ranks_that_receive_from_each_other():
     ]
 
 
+def test_a_message_whose_sides_have_both_come():
+    """Its data is on the way, however long that takes. One of another tag, direction or group is not the other side."""
+
+    def said(process="running", source=0, **more):
+        receives = rank(1, call(verb="recv", peer=source, **more), process=process)
+        return lines(rank(0, call(verb="send", peer=1)), receives)
+
+    assert said() == []
+    assert said(source=-1) == []
+    assert said(waits=False) == []  # irecv, whose rank computes meanwhile
+    assert said("stopped")[0].startswith("rank 0 has waited 10 s in send to rank 1 (train.py:88) for rank 1, whose")
+    for other in ({"tag": 7}, {"group": "tp"}):
+        assert said(**other)[0].startswith("deadlock: ranks 0-1")
+    both = [rank(r, call(verb="send", peer=1 - r)) for r in range(2)]
+    assert lines(*both)[0].startswith("deadlock: ranks 0-1")
+    late = rank(1, call(verb="recv", peer=0, ended=True, waits=False))
+    assert lines(rank(0, call(verb="send", peer=1)), late)[0].startswith("rank 0 has waited 10 s in send to rank 1")
+
+
 def test_groups_called_in_another_order():
     a = GroupState("a", (0, 1), "native", 1, True)
     b = GroupState("b", (0, 1), "native", 1, True)

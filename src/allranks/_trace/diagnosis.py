@@ -147,11 +147,27 @@ def _awaited(state: RankState, call: CallState, states: Mapping[int, RankState])
         return ()
     others = [rank for rank in call.ranks if rank != state.rank]
     if call.number == 0:
-        return tuple(others) if call.peer < 0 else (call.peer,)
+        awaited = tuple(others) if call.peer < 0 else (call.peer,)
+        partners = [rank for rank in awaited if rank in states and _has_other_side(states[rank], state.rank, call)]
+        # Their data is on its way, if both processes run.
+        return tuple(rank for rank in partners if states[rank].process in _HALTED) if partners else awaited
     key = call.group, call.ranks
     behind = tuple(rank for rank in others if _number(states.get(rank), key) < call.number)
     # All have begun it: a rank that has been halted in the middle keeps the others waiting.
     return behind or tuple(rank for rank in others if rank in states and states[rank].process in _HALTED)
+
+
+def _has_other_side(state: RankState, rank: int, call: CallState) -> bool:
+    """Whether a rank has begun the call that a message of another rank's needs."""
+    return any(
+        not each.ended
+        and each.number == 0
+        and (each.group, each.ranks) == (call.group, call.ranks)
+        and {each.verb, call.verb} == {"send", "recv"}
+        and each.tag == call.tag
+        and each.peer in (rank, -1)
+        for each in state.calls
+    )
 
 
 def _number(state: RankState | None, key: tuple[str, tuple[int, ...]]) -> int:

@@ -106,6 +106,9 @@ class OperatorCache:
         if about.dynamic or indexes_by_mask(op, args):
             connections.refuse_recording(f"the shape, or value, of what {about.name} returns depends on the data")
             return Answered(self._ask(about, args, kwargs, forms, named, place, refs, values)[0])
+        if about.checks:
+            connections.refuse_recording(f"{about.name} raises an error that depends on the data")
+            return Answered(self._ask(about, args, kwargs, forms, named, place, refs, values)[0])
         foreseen = None
         if trust is not False:
             try:

@@ -87,6 +87,7 @@ class Facts:
         writes: it changes an argument.
         resizes: by name, that argument may have another shape afterwards.
         dynamic: what it returns depends on the data.
+        checks: it raises an error or does nothing. Its caller goes on with other results, so the answer is waited for.
         random: it draws random numbers.
         composite: it is made of others, which are queued.
         factory: its operands only say what the result looks like.
@@ -101,6 +102,7 @@ class Facts:
     writes: bool
     resizes: bool
     dynamic: bool
+    checks: bool
     random: bool
     positions: dict[str, int]
     composite: bool = False
@@ -109,14 +111,14 @@ class Facts:
     python: Any = None
 
 
-OURS = Facts("", frozenset(), False, (), False, False, False, False, {})
+OURS = Facts("", frozenset(), False, (), False, False, False, False, False, {})
 """Of operations that are not torch's."""
 
 _facts: dict[Any, Facts] = {}
 WHOLE = {f"{each}.input" for each in ("lstm", "gru", "rnn_tanh", "rnn_relu")} | {
     "scaled_dot_product_attention", "linalg_eigvalsh", "linalg_eigvals", "linalg_svdvals", "matmul.out",
     "linalg_matrix_rank.out", "linalg_matrix_rank.out_tol_tensor",
-    "linalg_matrix_rank.atol_rtol_float_out", "linalg_matrix_rank.atol_rtol_tensor_out",
+    "linalg_matrix_rank.atol_rtol_float_out", "linalg_matrix_rank.atol_rtol_tensor_out", "one_hot",
 }  # fmt: skip
 """Composite operators that are queued as they are, where autograd does not look."""
 _SIZED_BY_NUMBERS = {"arange", "range"}
@@ -160,15 +162,17 @@ def _read(op: Any) -> Facts:
             returns.append(many + names[0])
         else:
             returns.append(many + "view")
+    writes = any(a.alias_info and a.alias_info.is_write for a in schema.arguments)
     dynamic = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
     return Facts(
         name=f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name,
         numbers=frozenset(numbers),
         floats_matter=base in _SIZED_BY_NUMBERS or (not tensors and base not in ("full", "scalar_tensor")),
         returns=tuple(returns),
-        writes=any(a.alias_info and a.alias_info.is_write for a in schema.arguments),
+        writes=writes,
         resizes=base in _RESIZING or any(a.is_out for a in schema.arguments),
         dynamic=dynamic and base not in _INDEX,
+        checks=tensors and not schema.returns and not writes,
         random=torch.Tag.nondeterministic_seeded in op.tags,
         positions={a.name: i for i, a in enumerate(schema.arguments) if not a.kwarg_only},
         composite=_is_composite(op),
@@ -201,7 +205,7 @@ def indexes_by_mask(op: Any, args: Sequence[Any]) -> bool:
     """Whether it is indexing whose result's shape the mask's data decides."""
     if op._schema.name.partition("::")[2] not in ("index", "_unsafe_index"):
         return False
-    return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+    return any(map(_is_mask, args[1]))
 
 
 def indexes(op: Any) -> bool:
@@ -214,8 +218,26 @@ def infer(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, li
     operands: list[torch.Tensor] = []
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         given = [_on_meta(each, operands) for each in args]
+        _compare_shapes(op, given)
         result = op(*given, **{name: _on_meta(each, operands) for name, each in kwargs.items()})
     return result, operands
+
+
+def _compare_shapes(op: Any, given: Sequence[Any]) -> None:
+    """Raises what torch's kernels raise of shapes that do not fit, and its meta kernels do not: nothing is written yet.
+
+    Raises:
+        RuntimeError, IndexError: then a worker is asked, which raises it at the program's line.
+    """
+    base = op._schema.name.partition("::")[2]
+    if base in ("put", "put_") and given[1].numel() != given[2].numel():
+        raise RuntimeError(f"{base}: as many indexes as values")
+    if base in _INDEX and base not in ("index", "_unsafe_index") and not any(map(_is_mask, given[1])):
+        given[2].expand(torch.ops.aten.index.Tensor(given[0], given[1]).shape)
+
+
+def _is_mask(index: Any) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 def _on_meta(value: Any, operands: list[torch.Tensor]) -> Any:

@@ -182,6 +182,15 @@ def _tensor_split(x: Any, places: torch.Tensor, dim: int = 0) -> Any:
     return x.tensor_split(places.tolist(), dim)
 
 
+def _one_hot(x: Any, classes: int = -1) -> Any:
+    """torch compares the classes with their number on a CPU, and on devices that it does not know does without."""
+    if classes != -1:
+        return run(aten.one_hot.default, (x, classes), {})
+    if x.numel() and x.min().item() < 0:
+        raise RuntimeError("Class values must be non-negative.")
+    return aten.one_hot.default.decompose(x, classes)
+
+
 def operator(name: str) -> Any:
     """Of torch's own, by its name without ``aten::``."""
     base, _, overload = name.partition(".")
@@ -190,7 +199,12 @@ def operator(name: str) -> Any:
 
 COMPOSITES: dict[str, Callable[..., Any]] = {
     name: _as_there(operator(name)) for name in (*WHOLE, "lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data")
-} | {"dropout": _dropout, "ctc_loss.Tensor": _ctc_loss, "tensor_split.tensor_indices_or_sections": _tensor_split}
+} | {
+    "one_hot": _one_hot,
+    "dropout": _dropout,
+    "ctc_loss.Tensor": _ctc_loss,
+    "tensor_split.tensor_indices_or_sections": _tensor_split,
+}
 """By name, without ``aten::``."""
 
 

@@ -78,6 +78,7 @@ def register() -> None:
     torch_worker.register()
     _point_to_ours()
     _refuse_index_0()
+    _refuse_memory()
     flags.watch(_follow_flags)
     torch.nn.Module._apply = apply  # type: ignore[method-assign]
     torch.utils.swap_tensors = swap_tensors
@@ -145,6 +146,23 @@ def _refuse_index_0() -> None:
     torch.Tensor.worker = worker  # type: ignore[attr-defined]
 
 
+def _refuse_memory() -> None:
+    """Of ``torch.UntypedStorage(4, device="worker:1")``: there is no memory here, and torch would write to none."""
+    made = torch.UntypedStorage.__new__
+
+    def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is None:
+            return made(cls, *args, **kwargs)
+        if torch.device(device).type == "worker":
+            raise UsageError(
+                f"a storage cannot be made on {device}: its memory is on another process.\n  Make a tensor,"
+                f" torch.empty(n, dtype=torch.uint8, device={str(device)!r})"
+            )
+        return made(cls, *args, device=device, **kwargs)  # type: ignore[call-arg]
+
+    torch.UntypedStorage.__new__ = new  # type: ignore[method-assign]
+
+
 def _both() -> list[Any]:
     """Operators that torch takes apart for devices of which it knows no kernel, though the workers' have one."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -163,10 +181,11 @@ def prove(place: DeviceTarget) -> None:
         ConfigError: this version of torch does something else.
     """
     threads: list[int] = []
-    x = torch.ones(2, device=place.device, requires_grad=True)
-    x.register_hook(lambda grad: threads.append(threading.get_ident()))  # type: ignore[no-untyped-call]
     try:
-        (x * 3).sum().backward()  # type: ignore[no-untyped-call]
+        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller has chosen
+            x = torch.ones(2, device=place.device, requires_grad=True)
+            x.register_hook(lambda grad: threads.append(threading.get_ident()))  # type: ignore[no-untyped-call]
+            (x * 3).sum().backward()  # type: ignore[no-untyped-call]
         grad = x.grad
         found: object = (type(grad), grad is not None and grad.device, threads, grad is not None and grad.tolist())
     except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
