@@ -100,3 +100,76 @@ def test_a_future_that_nobody_asks_leaves_nothing(mw: Master) -> None:
     assert torch.worker.memory_stats("worker:1")["tensors"] == before + 1  # type: ignore[attr-defined]
     del made
     assert torch.worker.memory_stats("worker:1")["tensors"] == before  # type: ignore[attr-defined]
+
+
+def test_gradients_of_what_a_function_was_given(mw: Master) -> None:
+    """A parameter is a new object there: its gradient is brought to the master's, and added."""
+    net, x = torch.nn.Linear(3, 2), torch.ones(4, 3)
+    there, input_there = torch.nn.Linear(3, 2), x.to("worker:1").requires_grad_()
+    there.load_state_dict(net.state_dict())
+    there.to("worker:1")
+
+    def train(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    mine = x.clone().requires_grad_()
+    for _ in range(2):
+        expected, found = train(net, mine), mw.remote(train)(there, input_there).result()
+        assert torch.allclose(found.cpu(), expected.detach())
+        assert found.grad_fn is None
+    for here, grad in ((net.weight, there.weight.grad), (net.bias, there.bias.grad), (mine, input_there.grad)):
+        assert grad is not None
+        assert here.grad is not None
+        assert torch.allclose(grad.cpu(), here.grad)
+
+
+def test_functions_that_hold_tensors_on_workers(mw: Master) -> None:
+    weight = torch.ones(3, device="worker:1", requires_grad=True)
+
+    class Counter:
+        def __init__(self) -> None:
+            self.sum = torch.zeros(3, device="worker:1")
+
+        def __call__(self, x: float) -> torch.Tensor:
+            self.sum += x
+            (weight * x).sum().backward()
+            return self.sum
+
+    count = mw.remote(Counter())
+    futures = [count(1.0), count(2.0)]
+    assert [each.result().tolist() for each in futures][-1] == [3.0] * 3  # its state is on the worker
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3.0] * 3
+    with pytest.raises(RuntimeError, match="a tensor that it holds is on worker:1"):
+        mw.remote(lambda: weight.sum(), on="worker:2")()
+
+
+def test_exceptions_that_cannot_be_told(mw: Master) -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise ValueError("odd")
+
+    class Coded(Exception):
+        def __init__(self, *, code: int) -> None:
+            super().__init__(code)
+
+    def odd() -> None:
+        raise Odd
+
+    def coded() -> None:
+        raise Coded(code=3)
+
+    class Unloaded:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return int, ("x",)
+
+    broken = Unloaded()
+    with pytest.raises(RemoteError, match=r"Odd: \(its text cannot be had: ValueError\)"):
+        mw.remote(odd, on=1)().result()
+    with pytest.raises(RemoteError, match="Coded: 3"):
+        mw.remote(coded, on=1)().result()
+    for _ in range(2):
+        with pytest.raises((RemoteError, ValueError), match="invalid literal for int"):
+            mw.remote(lambda: broken, on=1)().result()

@@ -380,9 +380,10 @@ def test_classes_out_of_range(mw: Master) -> None:
 def test_memory_that_is_not_here_is_not_made(mw: Master) -> None:
     with pytest.raises(UsageError, match="a storage cannot be made on worker:1"):
         torch.UntypedStorage(4, device="worker:1")
-    with warnings.catch_warnings(), pytest.raises(UsageError, match="a storage cannot be made on worker:1"):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it is deprecated
-        torch.TypedStorage(4, dtype=torch.float32, device="worker:1")
+        with pytest.raises(UsageError, match="a storage cannot be made on worker:1"):
+            torch.TypedStorage(4, dtype=torch.float32, device="worker:1")
     assert torch.UntypedStorage(4).nbytes() == torch.UntypedStorage(4, device="cpu").nbytes() == 4
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -32,9 +32,11 @@ __all__ = ["Future", "RemoteFunction"]
 class Future:
     """What a function on a worker will return."""
 
-    def __init__(self, place: DeviceTarget, call: int) -> None:
+    def __init__(self, place: DeviceTarget, call: int, given: Sequence[Handle], held: Sequence[Handle]) -> None:
         self._place = place
         self._call = call
+        numbered = [*enumerate(given), *((-1 - number, each) for number, each in enumerate(held))]
+        self._leaves = {number: each for number, each in numbered if _is_leaf(each)}
         self._number = 0
         self._result: Any = None
         self._error: BaseException | None = None
@@ -45,6 +47,8 @@ class Future:
 
     def result(self, timeout: float | None = None) -> Any:
         """Waits for what the function returns; its tensors are handles on the worker.
+
+        Gradients that the function has computed are added to those of the tensors that it was given.
 
         Args:
             timeout: seconds; None for that of `init_master_worker`.
@@ -68,19 +72,33 @@ class Future:
             self._number = connections.next_number()
             connections.put(place, Command("result", self._number, {"call": self._call}))
         try:
-            metas, pickled = connections.wait(self._number, place.ranks[0], "remote function", timeout_s=timeout)
+            answer = connections.wait(self._number, place.ranks[0], "remote function", timeout_s=timeout)
         except TimeoutError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, result() raises it, also the next time
             self._error, self._done = error, True
             return
+        metas, pickled, leaves = answer
         sigs = [signature(wire.dtype_of(dtype), shape, strides, bits) for dtype, shape, strides, _, bits in metas]
         refs = connections.outbox.reserve(place.target, len(sigs))
         connections.command(place, "keep", of=self._number, ids=[each.id for each in refs])
         tensors = [make(place, sig, ref, meta[3]) for sig, ref, meta in zip(sigs, refs, metas, strict=True)]
+        self._add_gradients(dict(zip(leaves, tensors[len(tensors) - len(leaves) :], strict=True)))
         result = cloudpickle.loads(pickled)
         self._result = tree_map(lambda each: tensors[each.number] if isinstance(each, Given) else each, result)
         self._done = True
+
+    def _add_gradients(self, found: dict[int, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for number, gradient in found.items():
+                leaf: Any = self._leaves[number]
+                if leaf._place.target != self._place.target:
+                    raise UsageError(
+                        f"remote: the function computed a gradient on {self._place} of a tensor on {leaf._place}.\n"
+                        "  Return it, and give the function x.detach()"
+                    )
+                leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+        self._leaves.clear()
 
     def __del__(self) -> None:
         connections = self._place.master.connections
@@ -99,7 +117,11 @@ class _Pickler(pickling.Pickler):
         if not isinstance(obj, Handle):
             return super().reducer_override(obj)
         self.tensors.append(obj)
-        return given, (len(self.tensors) - 1, isinstance(obj, torch.nn.Parameter), obj.requires_grad)
+        return given, (len(self.tensors) - 1, isinstance(obj, torch.nn.Parameter), _is_leaf(obj))
+
+
+def _is_leaf(tensor: Any) -> bool:
+    return bool(tensor.requires_grad and tensor.is_leaf)
 
 
 def _pickle(value: Any) -> tuple[bytes, list[Handle]]:
@@ -120,7 +142,7 @@ class RemoteFunction:
         if not callable(function):
             raise UsageError(f"remote: expected a function, not {type(function).__name__}")
         self._master = master
-        self._pickled = pickling.dumps(function)
+        self._pickled, self._held = _pickle(function)  # with the tensors on workers that it has
         self._on = on
         self._number = master.connections.next_number()
         self._known: dict[int, DeviceTarget] = {}
@@ -128,10 +150,11 @@ class RemoteFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pickled, tensors = _pickle((args, kwargs))
-        place = self._where(tensors)
-        for each in tensors:
-            if not set(place.ranks) <= set(each._place.ranks):
-                raise RuntimeError(f"remote: {self.__name__} runs on {place}, an argument is on {each._place}")
+        place = self._where([*tensors, *self._held])
+        for what, those in (("an argument", tensors), ("a tensor that it holds", self._held)):
+            for each in those:
+                if not set(place.ranks) <= set(each._place.ranks):
+                    raise RuntimeError(f"remote: {self.__name__} runs on {place}, {what} is on {each._place}")
         self._master.connections.refuse_recording("a function runs on a worker")
         futures = [self._start(self._master.devices.worker(rank), tensors, pickled) for rank in place.ranks]
         return futures[0] if len(futures) == 1 else Futures(futures)
@@ -151,7 +174,11 @@ class RemoteFunction:
         connections.check(place)
         if place.target not in self._known:
             connections.outbox.put(
-                place.target, wire.pack(Command("function", 0, {"name": self._number})), self._pickled
+                place.target,
+                wire.pack(
+                    Command("function", 0, {"name": self._number, "tensors": [each._ref.id for each in self._held]})
+                ),
+                self._pickled,
             )
             self._known[place.target] = place
         call = connections.next_number()
@@ -162,7 +189,7 @@ class RemoteFunction:
             "line": here(1),
         }
         connections.outbox.put(place.target, wire.pack(Command("start", 0, arguments)), pickled)
-        return Future(place, call)
+        return Future(place, call, tensors, self._held)
 
 
 def _place_on(on: Any) -> DeviceTarget:

@@ -12,7 +12,7 @@ from allranks._base.errors import RemoteError
 from allranks.launch.ranks.function import unpack_error
 from allranks.remote.protocol.wire import Fault
 
-__all__ = ["GIVEN", "Given", "Poison", "Poisoned", "error_of", "given"]
+__all__ = ["GIVEN", "LEAVES", "Given", "Poison", "Poisoned", "error_of", "given"]
 
 
 class Poison(NamedTuple):
@@ -32,11 +32,25 @@ GIVEN: list[torch.Tensor] = []
 """On a worker, the tensors of the arguments that are being unpickled."""
 
 
-def given(number: int, parameter: bool, requires_grad: bool) -> torch.Tensor:
-    """A tensor among the arguments of a function, where they are unpickled."""
+LEAVES: dict[int, torch.Tensor] = {}
+"""Those of them whose gradient the master holds, by number."""
+
+
+def given(number: int, parameter: bool, is_leaf: bool) -> torch.Tensor:
+    """A tensor among the arguments of a function, where they are unpickled.
+
+    Args:
+        number: among them.
+        parameter: it is a parameter.
+        is_leaf: it requires a gradient, and is no result.
+    """
     tensor = GIVEN[number]
     if parameter:
-        return torch.nn.Parameter(tensor, requires_grad)
+        tensor = torch.nn.Parameter(tensor, is_leaf)
+    elif is_leaf:
+        tensor = tensor.detach().requires_grad_()
+    if is_leaf:
+        LEAVES[number] = tensor
     return tensor
 
 

@@ -18,7 +18,7 @@ from allranks._call.bytes import bytes_of
 from allranks._call.types import ReduceOp
 from allranks._cluster.host import processor
 from allranks.remote.protocol import wire
-from allranks.remote.protocol.faults import GIVEN, Given, Poison, Poisoned
+from allranks.remote.protocol.faults import GIVEN, LEAVES, Given, Poison, Poisoned
 from allranks.remote.protocol.flags import apply
 from allranks.remote.worker.snapshots import SNAPSHOTS
 from allranks.remote.worker.state import WorkerState, describe
@@ -266,23 +266,39 @@ def kind(worker: WorkerState, data: memoryview) -> str:
     return worker.device.type
 
 
-def function(worker: WorkerState, data: memoryview, name: int) -> None:
-    """A function of the user's."""
-    worker.functions[name] = cloudpickle.loads(data)
+def function(worker: WorkerState, data: memoryview, name: int, tensors: list[int]) -> None:
+    """A function of the user's, with the tensors that it has."""
+    try:
+        worker.functions[name], worker.held[name] = _unpickle(worker, data, tensors)
+    except Poisoned as poisoned:
+        worker.functions[name] = poisoned.fault
+    except Exception as error:  # noqa: BLE001 - it is raised where the result of a call is asked for
+        worker.functions[name] = worker.fault("remote function", error)
+
+
+def _unpickle(worker: WorkerState, data: memoryview, tensors: list[int]) -> tuple[Any, dict[int, torch.Tensor]]:
+    """What the master has pickled; and those of its tensors whose gradient the master holds, by number."""
+    try:
+        GIVEN[:] = [worker.take(each) for each in tensors]
+        return cloudpickle.loads(data), dict(LEAVES)
+    finally:
+        GIVEN.clear()
+        LEAVES.clear()
 
 
 def start(worker: WorkerState, data: memoryview, call: int, function: int, tensors: list[int]) -> None:
     """Runs one. Its result, or what it raised, is kept for `result`."""
     try:
-        GIVEN[:] = [worker.take(each) for each in tensors]
-        args, kwargs = cloudpickle.loads(data)
-        GIVEN.clear()
+        (args, kwargs), leaves = _unpickle(worker, data, tensors)
         made = worker.functions[function]
         if isinstance(made, wire.Fault):
             raise Poisoned(made)
+        for number, leaf in worker.held.get(function, {}).items():
+            leaf.grad, leaves[-1 - number] = None, leaf
         with torch.enable_grad():
             outcome = made(*args, **kwargs)
-        worker.outcomes[call] = (outcome,)
+        gradients = {number: leaf.grad for number, leaf in leaves.items() if leaf.grad is not None}
+        worker.outcomes[call] = (outcome, gradients)
     except Poisoned as poisoned:
         worker.outcomes[call] = poisoned.fault
     except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the result is asked for
@@ -290,7 +306,11 @@ def start(worker: WorkerState, data: memoryview, call: int, function: int, tenso
 
 
 def result(worker: WorkerState, data: memoryview, call: int) -> Any:
-    """What a function returned: the metas of tensors, which stay here, and the rest pickled."""
+    """What a function returned: the metas of tensors, which stay here, and the rest pickled.
+
+    The last of these tensors are gradients, of those tensors of the call that the numbers name; below zero, those of
+    the function.
+    """
     outcome = worker.outcomes[call]
     if isinstance(outcome, wire.Fault):
         del worker.outcomes[call]
@@ -304,14 +324,16 @@ def result(worker: WorkerState, data: memoryview, call: int) -> Any:
         return Given(len(tensors) - 1)
 
     pickled = pickling.dumps(tree_map(stay, outcome[0]))
+    tensors += outcome[1].values()
     worker.keep(tensors)
     del worker.outcomes[call]
-    return [[describe(each) for each in tensors], pickled]
+    return [[describe(each) for each in tensors], pickled, list(outcome[1])]
 
 
 def forget(worker: WorkerState, data: memoryview, function: int) -> None:
     """The master has no way left to call the function."""
     worker.functions.pop(function, None)
+    worker.held.pop(function, None)
 
 
 def drop(worker: WorkerState, data: memoryview, call: int) -> None:

@@ -54,6 +54,7 @@ class WorkerState:
         kept: the results of a request, by its number, until the master says under which ids.
         groups: by number; a fault where the group could not be made.
         functions: the user's, by number.
+        held: the tensors that they have, and whose gradient the master holds.
         outcomes: what calls of these have returned, by number.
         afterwards: what an order does when it has been answered.
         marks: times, by the number of an event.
@@ -76,6 +77,7 @@ class WorkerState:
         self.kept: dict[int, list[Any]] = {}
         self.groups: dict[int, ProcessGroup | Fault] = {}
         self.functions: dict[int, Any] = {}
+        self.held: dict[int, dict[int, torch.Tensor]] = {}
         self.outcomes: dict[int, Any] = {}
         self.afterwards: Callable[[], Any] | None = None
         self.marks: dict[int, float] = {}
@@ -153,7 +155,11 @@ class WorkerState:
         frames = traceback.format_exception(error)
         self._faults += 1
         kind, pickled = type(error).__name__, pack_error(error) if name == "remote function" else b""
-        return Fault(self.rank, self._faults, name, self.line, kind, str(error), "".join(frames), pickled)
+        try:
+            text = str(error)
+        except Exception as another:  # noqa: BLE001 - of a class of the program's
+            text = f"(its text cannot be had: {type(another).__name__})"
+        return Fault(self.rank, self._faults, name, self.line, kind, text, "".join(frames), pickled)
 
     def take(self, id: int) -> torch.Tensor:
         """A tensor by its id.
