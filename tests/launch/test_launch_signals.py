@@ -296,8 +296,10 @@ def test_what_a_rank_has_started_is_asked_when_it_has_ended(launcher: Launcher) 
         import os, signal, sys, time
         from pathlib import Path
         def save(number, frame):
+            with open("saved" + os.environ["RANK"], "a") as file:
+                file.write("once")
             time.sleep(0.7)
-            Path("saved" + os.environ["RANK"]).touch()
+            Path("ended" + os.environ["RANK"]).touch()
             sys.exit(0)
         signal.signal(signal.SIGTERM, save)
         Path("ready" + os.environ["RANK"]).touch()
@@ -308,7 +310,8 @@ def test_what_a_rank_has_started_is_asked_when_it_has_ended(launcher: Launcher) 
     process = start(launcher, f"import subprocess\nsubprocess.run([sys.executable, {str(inner)!r}])")
     process.send_signal(signal.SIGTERM)
     assert end(process)[0] == 143
-    assert sorted(path.name for path in launcher.folder.glob("saved*")) == ["saved0", "saved1"]
+    assert [(launcher.folder / f"saved{rank}").read_text() for rank in (0, 1)] == ["once", "once"]
+    assert all((launcher.folder / f"ended{rank}").exists() for rank in (0, 1))
 
 
 def test_processes_that_a_rank_leaves_behind_are_named(launcher: Launcher) -> None:

@@ -579,8 +579,8 @@ class Agent:
             self._close_template()
         self._end_left_behind(patience_s, events)
         for process in self._processes:
-            one = () if process.waited_for else (os.kill,)  # it may not have made its group yet
-            for kill in () if process.reaped else (os.killpg, *one):
+            is_over = process.reaped or process.waited_for
+            for kill in () if is_over else (os.killpg, os.kill):  # it may not have made its group yet
                 with contextlib.suppress(ProcessLookupError):
                     kill(process.pid, signal.SIGKILL)
             self._read_rest(process, events)
@@ -602,10 +602,10 @@ class Agent:
         return events
 
     def _end_left_behind(self, patience_s: float, events: list[Event]) -> None:
-        """Ask processes that ranks have started, and that are still there, to end; say so if nobody has asked before.
+        """End processes that ranks have started, and that are still there. They are asked first, unless they were.
 
         A zombie belongs to its group: only when a rank is waited for, the group tells whether somebody else is in it.
-        Its number is not given to another process so soon.
+        Then the group's number may be given to others, unless somebody is: it is looked for before each signal.
         """
         ended = [process for process in self._processes if process.exited and not process.reaped]
         for process in ended:
@@ -619,11 +619,16 @@ class Agent:
             if not told and time.monotonic() >= begin + min(_LEAVING_S, patience_s):
                 told = True
                 for process, pids in left:
-                    if process.status == 0 and not process.asked and (what := _named(pids)):
+                    if process.asked:
+                        continue
+                    if process.status == 0 and (what := _named(pids)):
                         events.append(LeftBehind(process.rank, what))
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGTERM)
             if time.monotonic() >= until or select.select([self._wake_read_fd], [], [], _LOOK_AGAIN_S)[0]:
+                for process, _ in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
                 break
 
     def close(self) -> None:
@@ -694,7 +699,8 @@ class Agent:
         self._report_calls(process, events)
         process.exited = True
         if process.asked:  # what it has started has no more reason to stay
-            os.killpg(process.pid, process.asked)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, process.asked)
         process.status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
         events.append(Exited(process.rank, process.pid, process.status))
         if process.rank in self._to_restart:
