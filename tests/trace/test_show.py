@@ -64,13 +64,16 @@ def test_show_and_top(job: subprocess.Popen[bytes]) -> None:
     done = command("trace", "show", "--calls", "2", str(job.pid))
     assert done.returncode == 0, done.stderr
     text = re.sub(r"\b\d+(\.\d+)? (s|ms)\b", "N s", re.sub("rank . came last", "rank X came last", done.stdout))
-    lines = [re.sub(" +", " ", line) for line in text.splitlines()]
+    pids = [
+        str(state["pid"]) for state in json.loads(command("trace", "show", "--json", str(job.pid)).stdout)["states"]
+    ]
+    lines = [re.sub(" +", " ", re.sub(rf" ({'|'.join(pids)}) ", " PID ", line)) for line in text.splitlines()]
     assert lines[:5] == [
         f"job {job.pid}: python hung.py; 2 ranks, for N s",
         "",
-        "rank process in for waits for",
-        "0 sleeping all_reduce #3 (hung.py:11, shape (4,)) N s rank 1",
-        "1 sleeping hung.py:7 in load N s",
+        "rank pid process in for waits for",
+        "0 PID sleeping all_reduce #3 (hung.py:11, shape (4,)) N s rank 1",
+        "1 PID sleeping hung.py:7 in load N s",
     ]
     assert lines[6].startswith(
         "rank 0 has waited N s in all_reduce #3 (hung.py:11, shape (4,)) for rank 1, which is at"
@@ -85,9 +88,19 @@ def test_show_and_top(job: subprocess.Popen[bytes]) -> None:
     assert data["places"] == {"1": "hung.py:7 in load"}
 
     done = command("top", "-n", "1", "-d", "0.5", str(job.pid))
-    assert re.sub(" +", " ", done.stdout.splitlines()[3]).startswith(" 0 0 0.0 100% ")
+    assert re.sub(" +", " ", done.stdout.splitlines()[3]).startswith(f" 0 {pids[0]} 0 0.0 100% ")
     looks = command("top", "-n", "2", "-d", "0.2", "--json", str(job.pid)).stdout.splitlines()
     assert [set(json.loads(line)) for line in looks] == [{"before", "now"}] * 2
+
+
+def test_top_ends_with_its_job(job: subprocess.Popen[bytes]) -> None:
+    words = [sys.executable, "-m", "allranks", "top", "-d", "0.2", str(job.pid)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as top:
+        assert top.stdout is not None
+        assert top.stdout.readline().startswith(f"job {job.pid}: ")
+        os.kill(job.pid, signal.SIGINT)
+        _, errors = top.communicate(timeout=60)
+    assert (top.returncode, errors) == (0, f"allranks top: job {job.pid} has ended\n")
 
 
 def test_ranks_that_are_gone_and_a_launcher_that_is_stopped(job: subprocess.Popen[bytes]) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from allranks._base.console import ArgumentParser, harmless, is_redrawable, put
 from allranks._base.errors import AllranksError
 from allranks._base.exit_codes import USAGE
-from allranks._trace.jobs import Answer, Question
+from allranks._trace.jobs import Answer, NoAnswer, Question, find
 from allranks._trace.state import RankState
 from allranks.tools.trace import choose
 
@@ -53,7 +53,13 @@ def _watch(job: int | None, delay_s: float, count: int | None, as_json: bool) ->
     job, full_screen = before.launcher, is_redrawable(sys.stdout) and not as_json
     for number in itertools.count(1):
         time.sleep(delay_s)
-        now = choose(job, Question(stacks=False))
+        try:
+            now = choose(job, Question(stacks=False))
+        except NoAnswer:
+            if any(each.pid == job for each in find()):
+                raise
+            print(f"allranks top: job {job} has ended", file=sys.stderr)
+            return 0
         if as_json:
             put(msgspec.json.encode({"before": before, "now": now}).decode() + "\n")
         else:
@@ -71,16 +77,20 @@ def rows(before: Answer, now: Answer) -> list[str]:
     """The table between two looks."""
     old = {state.rank: state for state in before.states}
     lines = [f"job {now.launcher}: {now.command}; {now.size} ranks", ""]
-    lines.append(f"{'rank':>4} {'calls/s':>10} {'MB/s':>9} {'waits':>6} {'CPU':>6} {'memory':>9}  process, in")
+    lines.append(
+        f"{'rank':>4} {'pid':>8} {'calls/s':>10} {'MB/s':>9} {'waits':>6} {'CPU':>6} {'memory':>9}  process, in"
+    )
     for state in now.states:
         then = old.get(state.rank)
         if then is None or then.pid != state.pid or state.at <= then.at:
-            lines.append(f"{state.rank:>4} {'':>10} {'':>9} {'':>6} {'':>6} {_size(state.usage.resident):>9}  started")
+            lines.append(
+                f"{state.rank:>4} {state.pid:>8} {'':>10} {'':>9} {'':>6} {'':>6} {_size(state.usage.resident):>9}  started"
+            )
             continue
         seconds, a, b = state.at - then.at, then.usage, state.usage
         calls = b.calls + b.commands - a.calls - a.commands
         lines.append(
-            f"{state.rank:>4} {calls / seconds:>10,.0f} {(b.bytes - a.bytes) / seconds / 1e6:>9,.1f}"
+            f"{state.rank:>4} {state.pid:>8} {calls / seconds:>10,.0f} {(b.bytes - a.bytes) / seconds / 1e6:>9,.1f}"
             f" {_waited(then, state, seconds):>6.0%} {(b.cpu - a.cpu) / seconds:>6.0%} {_size(b.resident):>9}"
             f"  {_doing(state)}"
         )

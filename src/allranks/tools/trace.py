@@ -113,21 +113,21 @@ def _overview(answer: Answer, calls: int) -> list[str]:
 def table(answer: Answer) -> list[str]:
     """A row for each rank: its host, its process, what it is in, for how long, and for whom it waits."""
     found = diagnose(answer.states)
-    rows: list[tuple[str, ...]] = [("rank", "host", "process", "in", "for", "waits for", "commands")]
+    rows: list[tuple[str, ...]] = [("rank", "pid", "host", "process", "in", "for", "waits for", "commands")]
     states = {state.rank: state for state in answer.states}
     for rank in range(answer.size):
         host = answer.hosts[rank] if answer.hosts else ""
         if (state := states.get(rank)) is None:
-            rows.append((str(rank), host, "not known", "its agent has not answered", "", "", ""))
+            rows.append((str(rank), "", host, "not known", "its agent has not answered", "", "", ""))
             continue
         wait = found.waits.get(rank)
         awaited = rank_list(list(wait.awaited)) if wait is not None and wait.awaited else ""
         commands = f"{state.usage.commands:,}" if state.usage.commands else ""
-        rows.append((str(rank), host, state.process, *_doing(state, answer), awaited, commands))
+        rows.append((str(rank), str(state.pid), host, state.process, *_doing(state, answer), awaited, commands))
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]
     if not answer.hosts:
-        rows = [(row[0], *row[2:]) for row in rows]
+        rows = [(*row[:2], *row[3:]) for row in rows]
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
     return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
