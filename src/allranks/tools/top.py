@@ -83,9 +83,8 @@ def rows(before: Answer, now: Answer) -> list[str]:
     for state in now.states:
         then = old.get(state.rank)
         if then is None or then.pid != state.pid or state.at <= then.at:
-            lines.append(
-                f"{state.rank:>4} {state.pid:>8} {'':>10} {'':>9} {'':>6} {'':>6} {_size(state.usage.resident):>9}  started"
-            )
+            memory = _size(state.usage.resident)
+            lines.append(f"{state.rank:>4} {state.pid:>8} {'':>10} {'':>9} {'':>6} {'':>6} {memory:>9}  started")
             continue
         seconds, a, b = state.at - then.at, then.usage, state.usage
         calls = b.calls + b.commands - a.calls - a.commands
