@@ -46,7 +46,13 @@ def _read(argv: Sequence[str]) -> tuple[str, Callable[[], int | Program]]:
 
 def _run(name: str, words: Sequence[str]) -> int | Program:
     if name in COMMANDS:
-        ended: int | Program = importlib.import_module(COMMANDS[name][0]).main(words[1:])
+        try:
+            ended: int | Program = importlib.import_module(COMMANDS[name][0]).main(words[1:])
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            print(f"allranks {name}: error: it needs torch, and {sys.executable} has none", file=sys.stderr)
+            return USAGE
         return ended
     if name in ("-V", "--version"):
         from allranks import __version__

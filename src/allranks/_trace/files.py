@@ -29,6 +29,7 @@ MOST_CALLS = 1 << 22
 
 _SUFFIX = ".trace"
 _NAME = re.compile(r"rank-(\d+)(?:\.(\d+))?\.trace")
+_TEXT = 9  # of what the core tells of a failure
 _log = logging.getLogger(__name__)
 
 
@@ -72,7 +73,9 @@ class FileRecording:
             recorder.record_to(fd, records, owner.rank, owner.world_size, owner.members, owner.host)
         except Exception as error:
             self.path.unlink()
-            raise UsageError(f"cannot record calls in {str(self.path)!r}: {error}") from error
+            # Of the core's facts about a failure, only the text is of interest: there is no call, and no other rank.
+            why = error.args[_TEXT] if type(error).__module__ == "allranks._core" else getattr(error, "strerror", error)
+            raise UsageError(f"cannot record calls in {str(self.path)!r}: {why}") from error
 
     @property
     def active(self) -> bool:

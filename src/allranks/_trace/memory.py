@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import mmap
 import os
@@ -71,8 +72,10 @@ def create_memory(world_size: int) -> int:
         raise OSError(error.errno, f"memfd_create: {error.strerror}") from None
     try:
         os.ftruncate(fd, memory_bytes(RECORDS, world_size))
-    except BaseException:
+    except BaseException as error:
         os.close(fd)
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            raise OSError(errno.EFBIG, "the limit on the size of files is too low (ulimit -f)") from None
         raise
     return fd
 
