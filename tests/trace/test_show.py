@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -123,6 +124,19 @@ def test_wrong_jobs_are_refused(job: subprocess.Popen[bytes]) -> None:
     assert "no job here has the launcher 1; there are:\n" in done.stderr
     assert f"\n  {job.pid}: python hung.py, 2 ranks\n" in done.stderr
     assert command("trace").returncode == command("trace", "shwo").returncode == 2
+
+
+def test_a_name_that_somebody_else_has_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the abstract namespace, each user may take any name, and containers may share it."""
+    assert jobs.own_address(0) != jobs.own_address(0)
+    taken = jobs.own_address(0)
+    monkeypatch.setattr("allranks.launch.agents.inquiries.own_address", lambda number: taken)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(taken)
+        inquiries = Inquiries()
+        assert inquiries.take() == []
+        assert select.select([inquiries.fd], [], [], 0)[0] == []
+        inquiries.close()
 
 
 def test_strangers_and_garbage_do_not_hold_it_up() -> None:

@@ -1,14 +1,16 @@
 """The running jobs of this user on this host, and what their ranks do.
 
 A launcher, and the agent on every other host, listens on a unix socket in the abstract namespace. Such a socket leaves
-no file behind, and its name can be found: it has the user's number and the process's. Who asks is known by the kernel;
-another user gets nothing. A question and an answer are one line of JSON each.
+no file behind, and its name can be found: it has the user's number and the process's. The rest of it is random, or others
+could take it before. Who asks is known by the kernel; another user gets nothing. A question and an answer are one line of
+JSON each.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 import struct
 import time
@@ -21,7 +23,7 @@ from allranks._trace.state import RankState
 
 __all__ = ["Answer", "Job", "JobEnded", "NoAnswer", "Question", "ask", "find", "own_address", "peer"]
 
-_NAME = re.compile(r"@allranks-job-(\d+)-(\d+)-(\d+)$")
+_NAME = re.compile(r"@allranks-job-(\d+)-(\d+)-(\d+)-[0-9a-f]{16}$")
 _MOST_BYTES = 1 << 26
 
 
@@ -81,8 +83,8 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def own_address(number: int) -> str:
-    """The socket's name of this process's job of that number."""
-    return f"\0allranks-job-{os.geteuid()}-{os.getpid()}-{number}"
+    """A name for the socket of this process's job of that number."""
+    return f"\0allranks-job-{os.geteuid()}-{os.getpid()}-{number}-{secrets.token_hex(8)}"
 
 
 def peer(connection: socket.socket) -> int:

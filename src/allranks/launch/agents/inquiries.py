@@ -31,12 +31,13 @@ class Inquiries:
     """
 
     def __init__(self) -> None:
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._listener.bind(own_address(next(_numbers)))
-        self._listener.listen(_MOST)
-        self._listener.setblocking(False)
         self._epoll = select.epoll()
-        self._epoll.register(self._listener, select.EPOLLIN)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._listener.setblocking(False)
+        with contextlib.suppress(OSError):  # then nobody can ask; the job goes on
+            self._listener.bind(own_address(next(_numbers)))
+            self._listener.listen(_MOST)
+            self._epoll.register(self._listener, select.EPOLLIN)
         self._connections: dict[socket.socket, bytes] = {}
         self._asking: list[socket.socket] = []
 
