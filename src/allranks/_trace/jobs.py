@@ -1,9 +1,9 @@
 """The running jobs of this user on this host, and what their ranks do.
 
 A launcher, and the agent on every other host, listens on a unix socket in the abstract namespace. Such a socket leaves
-no file behind, and its name can be found: it has the user's number and the process's. The rest of it is random, or others
-could take it before. Who asks is known by the kernel; another user gets nothing. A question and an answer are one line of
-JSON each.
+no file behind, and its name can be found: it has the user's number and the process's. The rest of it is random, or
+others could take it before. Who asks is known by the kernel; another user gets nothing. A question and an answer are
+one line of JSON each.
 """
 
 from __future__ import annotations
