@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from allranks import _store
 from allranks._base.frames import pack_frame, read_frame
-from allranks._store import StoreClient
+from allranks._store import StoreClient, StoreServer
 from allranks._store.wire import (
     GREETING_LIMIT,
     GREETING_S,
@@ -217,3 +218,24 @@ def test_a_crowd_at_two_doors() -> None:
                     guest.sendall(first)
                 with StoreClient.connect(server.address, SECRET, 10.0) as client:
                     assert client.add("alive", 1) > 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """On this host users are told apart by the kernel. Each that is refused is named once."""
+    program = """
+import os, socket, sys
+os.setuid(65534)
+for _ in range(300):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect("\\0" + sys.argv[1])
+        connection.recv(1)
+"""
+    with caplog.at_level(logging.WARNING, "allranks.store"), StoreServer.unix().start() as server:
+        name = server.address.rpartition("@")[2]
+        done = subprocess.run([sys.executable, "-c", program, name], capture_output=True, timeout=60)
+        assert done.returncode == 0, done
+        with StoreClient.connect(server.address, b"", 10) as client:
+            assert client.add("alive", 1) == 1
+    assert len(caplog.records) == 1
+    assert "of user 65534 was refused" in caplog.text

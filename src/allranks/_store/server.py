@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 __all__ = ["StoreServer"]
 
 _GREETING_PEERS = 64
+_MOST_REFUSALS = 16
 _PROOF_S = 0.015  # where no room is left, whoever began well has so long to prove itself; others wait in the backlog
 _HANDSHAKE_S = 0.1  # the same for TLS, whose handshakes take the server a millisecond each
 _CERTIFIED_S = 1.0  # the same for who is through with TLS, and so no stranger to the authority
@@ -366,7 +367,7 @@ class StoreServer:
                 pid, uid, _ = credentials(sock)
                 name = f"pid {pid}"
                 if uid != os.geteuid():
-                    _log.warning("%s refused %s of user %d", self.address, name, uid)
+                    self._note_refusal(f"user {uid}", f"{name} of user {uid} was refused")
                     sock.close()
                     continue
             else:
@@ -479,15 +480,19 @@ class StoreServer:
 
     def _refuse(self, peer: _Peer, error: ConfigError | TlsError) -> None:
         # Recorded before the answer is sent: whoever has read the answer finds the record.
-        if peer.name not in self.refusals and len(self.refusals) < 16:
-            self.refusals[peer.name] = f"{peer.name} was refused: {error}"
-            _log.warning("%s: %s was refused: %s", self.address, peer.name, error)
+        self._note_refusal(peer.name, f"{peer.name} was refused: {error}")
         if peer.tls is not None and isinstance(error, TlsError):
             if alert := peer.tls.due():
                 self._push(peer, alert)
         elif not isinstance(error, SecretError):
             self._send(peer, pack_frame(VERSION))  # shows a client of another version, or with TLS, what differs
         self._drop(peer)
+
+    def _note_refusal(self, who: str, what: str) -> None:
+        """Log it, once for each, and for few: a stranger could fill the log."""
+        if who not in self.refusals and len(self.refusals) < _MOST_REFUSALS:
+            self.refusals[who] = what
+            _log.warning("%s: %s", self.address, what)
 
     def _drop(self, peer: _Peer, why: str = "the server ends") -> None:
         if peer not in self._peers:  # its answer could not be sent, and then it had been wrong, too
