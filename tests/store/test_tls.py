@@ -195,7 +195,7 @@ def test_a_crowd_does_not_push_out_who_has_a_certificate(server: StoreServer, mo
             tls = Tls(context, server_side=False)
             sock.sendall(tls.seal(pack_frame(VERSION + nonce + KNOCK)))
             answer = hear(sock, tls, FrameDecoder(GREETING_LIMIT))
-            waiting.append((sock, tls, answer_greeting(SECRET, nonce, answer)[0]))
+            waiting.append((sock, tls, answer_greeting(SECRET, nonce, answer, tls.channel)[0]))
         crowd.enter_context(socket.create_connection(("127.0.0.1", server.port), TIMELY_S))
         time.sleep(0.1)  # enough to push out whoever has only begun
         for number, (sock, tls, proof) in enumerate(waiting, 1):
@@ -341,3 +341,41 @@ def test_wrong_settings(sites: tuple[Site, Site], tmp_path: Path) -> None:
 def test_ssl_is_not_imported_without_need() -> None:
     code = "import sys, allranks._rendezvous.rendezvous, allranks._store; sys.exit('ssl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": SRC}).returncode == 0
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_relay_with_a_certificate_and_without_the_secret_reads_nothing(
+    server: StoreServer, version: ssl.TLSVersion
+) -> None:
+    """It speaks TLS with both sides, with the very certificate of a host, and passes on what they say."""
+    context, dial = tls_context(True), tls_context(False)
+    assert context is not None
+    assert dial is not None
+    context.maximum_version = version
+    seen: list[bytes] = []
+
+    def pump(source: ssl.SSLSocket, sink: ssl.SSLSocket) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while data := source.recv(1 << 16):
+                seen.append(data)
+                sink.sendall(data)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+    def relay(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                plain, _ = listener.accept()
+                to_server = dial.wrap_socket(socket.create_connection(("127.0.0.1", server.port)))
+                from_client = context.wrap_socket(plain, server_side=True)
+                for pair in ((from_client, to_server), (to_server, from_client)):
+                    threading.Thread(target=pump, args=pair, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=relay, args=(listener,), daemon=True).start()
+        with pytest.raises(ConfigError, match="secret differs"):
+            StoreClient.connect(f"tcp:127.0.0.1:{listener.getsockname()[1]}", SECRET, 10.0).set("key", b"value")
+    assert seen
+    assert not any(b"value" in data for data in seen)
+    with StoreClient.connect(server.address, SECRET, 10.0) as client:
+        assert client.add("alive", 1) == 1

@@ -74,7 +74,7 @@ class _Line:
     def greet(self, secret: bytes, deadline: float) -> None:
         nonce = os.urandom(NONCE)
         frame = self.ask(VERSION + nonce + KNOCK, deadline)
-        proof, right = answer_greeting(secret, nonce, frame)
+        proof, right = answer_greeting(secret, nonce, frame, b"" if self._tls is None else self._tls.channel)
         self._send(pack_frame(proof))  # also where it is wrong, so that the server can report why, too
         if not right:
             raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")

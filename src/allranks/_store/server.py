@@ -418,7 +418,7 @@ class StoreServer:
         return plain
 
     def _greet(self, peer: _Peer, greeting: Greeting, frame: bytes) -> None:
-        answer = greeting.step(frame)
+        answer = greeting.step(frame, b"" if peer.tls is None else peer.tls.channel)
         if answer is not None:
             self._send(peer, pack_frame(answer))
         else:

@@ -117,6 +117,15 @@ class Tls:
         self._kept = b""
         self._answer = b""  # to a peer without TLS
 
+    @property
+    def channel(self) -> bytes:
+        """The client's last message of the handshake, which is a hash of all of it under keys of this connection.
+
+        RFC 5929 has it for TLS 1.2 (tls-unique); in 1.3, too, it is another in each connection. Known when the first
+        bytes have been decrypted.
+        """
+        return self._engine.get_channel_binding("tls-unique") or b""
+
     def seal(self, data: bytes) -> bytes:
         """Takes what the peer shall get; returns the bytes to send for it, which may be those of a handshake first."""
         self._kept += data

@@ -73,7 +73,7 @@ LONGEST_S = 2e6
 """The longest wait that epoll takes, which counts milliseconds in 31 bits; three weeks."""
 
 _PROTOCOL = b"allranks-store/"
-VERSION = _PROTOCOL + b"2"
+VERSION = _PROTOCOL + b"3"
 WANTS_TLS = _PROTOCOL + b"tls"  # what a server with TLS answers to a client without it
 PROVED = b"in"
 """Ends the handshake: a server may drop a client before, to make room for another, and then the client dials again."""
@@ -113,8 +113,8 @@ class FrameDecoder(frames.FrameDecoder):
         return WireError(str(super()._refusal(head, length)))
 
 
-def _proof(secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    return hmac.digest(secret, VERSION + b"|" + role + b"|" + client_nonce + server_nonce, "sha256")
+def _proof(secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes, channel: bytes) -> bytes:
+    return hmac.digest(secret, VERSION + b"|" + role + b"|" + client_nonce + server_nonce + channel, "sha256")
 
 
 class Greeting:
@@ -130,8 +130,13 @@ class Greeting:
         """Whether the peer has sent a valid greeting."""
         return bool(self._expected)
 
-    def step(self, frame: bytes) -> bytes | None:
+    def step(self, frame: bytes, channel: bytes = b"") -> bytes | None:
         """Takes the peer's next frame; returns the answer, or None when the peer has proved itself.
+
+        Args:
+            frame: what the peer sent.
+            channel: what both ends of a TLS connection know of it, and of no other (``Tls.channel``). A proof that is
+                relayed to another connection is wrong there.
 
         Raises:
             WireError: not an allranks client.
@@ -146,12 +151,12 @@ class Greeting:
             raise WireError("not an allranks client")
         if version != VERSION:
             raise ConfigError(f"it uses {version!r}, this process {VERSION!r}; install one version on all hosts")
-        self._expected = _proof(self._secret, b"client", nonce, self._nonce)
-        return VERSION + self._nonce + _proof(self._secret, b"server", nonce, self._nonce)
+        self._expected = _proof(self._secret, b"client", nonce, self._nonce, channel)
+        return VERSION + self._nonce + _proof(self._secret, b"server", nonce, self._nonce, channel)
 
 
-def answer_greeting(secret: bytes, nonce: bytes, frame: bytes) -> tuple[bytes, bool]:
-    """The client's half: returns its proof, and whether the server's was right."""
+def answer_greeting(secret: bytes, nonce: bytes, frame: bytes, channel: bytes = b"") -> tuple[bytes, bool]:
+    """The client's half: returns its proof, and whether the server's was right. ``channel``: see ``Greeting.step``."""
     if not frame.startswith(_PROTOCOL):
         raise WireError("its answer is not of allranks' protocol")
     if frame == WANTS_TLS:
@@ -159,8 +164,8 @@ def answer_greeting(secret: bytes, nonce: bytes, frame: bytes) -> tuple[bytes, b
     version, server_nonce, proof = frame[: -2 * NONCE], frame[-2 * NONCE : -NONCE], frame[-NONCE:]
     if version != VERSION:
         raise ConfigError(f"uses another version ({frame[:24]!r}, this process {VERSION!r}): install one on all hosts")
-    right = hmac.compare_digest(proof, _proof(secret, b"server", nonce, server_nonce))
-    return _proof(secret, b"client", nonce, server_nonce), right
+    right = hmac.compare_digest(proof, _proof(secret, b"server", nonce, server_nonce, channel))
+    return _proof(secret, b"client", nonce, server_nonce, channel), right
 
 
 # --- requests and replies -------------------------------------------------------------------------------------
