@@ -83,6 +83,9 @@ def test_operators(mw: Master, as_many_threads: None, capsys: pytest.CaptureFixt
 _CHECKED_LATE = {"cauchy", "exponential", "geometric", "log_normal", "uniform"}
 """Random operators whose numbers only a worker checks, once they are known to it: the tensor is poisoned."""
 
+_CHECKED_LATE_AT_TIMES = {"scatter", "scatter_add"}
+"""The same, where a worker has been asked about another call of this kind before; which one, other tests decide."""
+
 
 @pytest.mark.timeout(300)  # 30 s of one core
 def test_wrong_input_is_an_error_after_a_correct_call(mw: Master) -> None:
@@ -112,7 +115,7 @@ def test_wrong_input_is_an_error_after_a_correct_call(mw: Master) -> None:
                 if _fails(lambda *each: list(each), (_leaves(call), (), {})):
                     lost.add(operator.name)
     assert silent == []
-    assert lost == _CHECKED_LATE
+    assert lost - _CHECKED_LATE_AT_TIMES == _CHECKED_LATE
 
 
 def _moved(sample: Any, device: str | None) -> tuple[Any, Any, Any]:
