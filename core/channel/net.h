@@ -14,7 +14,7 @@
 // receives about other ranks it writes into a table in its own segment (Far), where all ranks of its host read it. It
 // makes a failure on another host a verdict in the shared memory of its own, and sends its host's verdicts to the other
 // hosts. Three states are distinguished: a rank whose process has ended (its sockets are closed), one that cannot be
-// reached (the kernel of its host acknowledges nothing for 7 s), and one that is alive but not in this call. A rank
+// reached (the kernel of its host acknowledges nothing for 15 s), and one that is alive but not in this call. A rank
 // that is stopped is not dead, because its kernel still answers. When a leader has left and other ranks of its host
 // have not, nobody reports for those: their end is seen by the ranks that are connected with them.
 //

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kMs = 1'000'000;
 constexpr int64_t kTickNs = 50 * kMs;
-constexpr int64_t kSilentNs = 7'000 * kMs;  // until a kernel gives up a host
+constexpr int64_t kSilentNs = 15'000 * kMs;  // until a kernel gives up a host
 constexpr int64_t kEndNs = 30'000 * kMs;
 
 struct Network;

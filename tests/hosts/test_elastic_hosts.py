@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,6 +105,44 @@ def test_the_others_outlive_a_host_that_vanishes(job: Jobs, how: str) -> None:
         for pid in there:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)  # it would end when its own kernel gives up, in many minutes
+
+
+OUTLASTS_A_CUT = """
+import os, sys, time
+import torch
+import allranks as dist
+dist.init_process_group()
+print("up", flush=True)
+sums = 0
+while True:
+    over = torch.tensor([float(os.path.exists("over")), 1.0])
+    dist.all_reduce(over)
+    sums += over[1].item() == 2
+    if over[0] == 2:
+        break
+    time.sleep(float(sys.argv[1]))
+print("end", sums > 1, dist.get_world_size(), os.environ["ALLRANKS_START"], flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_jobs_outlast_a_cut_of_the_network(job: Jobs) -> None:
+    """Of 6 s, which is documented. One job sends something all the time; the connections of the other are idle."""
+    script = job.write(OUTLASTS_A_CUT)
+    words = ["-N", "2", "--nproc-per-node", "1", "--master-addr", "node0:15996", "--elastic", "1", script, "3"]
+    processes = [job.start(0, "-H", "node0:1,node1:1", "--elastic", "1", script, "0.01", torch=True)]
+    processes += [job.start(node, "--node-rank", str(node), *words, torch=True) for node in (0, 1)]
+    for process, count in zip(processes, (2, 1, 1), strict=True):
+        read_until(process, count)
+    job.hosts.cut(1)
+    time.sleep(6)
+    job.hosts.plug(1)
+    (job.folder / "over").touch()
+    done = [finish(process) for process in processes]
+    assert [each.code for each in done] == [0, 0, 0], done
+    ends = sorted(line for each in done for line in each.lines)
+    assert ends == [f"[node{rank}:{rank}] end True 2 0" for rank in (0, 0, 1, 1)], done
+    assert not any("again" in each.err or "gone" in each.err for each in done)
 
 
 SPARE = """

@@ -482,7 +482,7 @@ def test_an_unplugged_host_is_noticed(three_hosts: Cluster) -> None:
             time.sleep(0.01)
         began = time.monotonic()
         if dist.get_rank() == 2:
-            time.sleep(9)  # and hears of it although it waits for nobody
+            time.sleep(17)  # and hears of it although it waits for nobody
         with pytest.raises(dist.PeerLostError, match="cannot be reached"):
             dist.all_reduce(tensor)
         return time.monotonic() - began
@@ -498,7 +498,7 @@ def test_an_unplugged_host_is_noticed(three_hosts: Cluster) -> None:
         thread = threading.Thread(target=cut)
         thread.start()
         try:
-            assert max(on_hosts(three_hosts, [0, 1, 2], body, folder)) < 10
+            assert max(on_hosts(three_hosts, [0, 1, 2], body, folder)) < 18
         finally:
             thread.join()
             three_hosts.plug(1)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,14 +136,18 @@ def test_an_agreement_that_a_death_cuts_and_a_group_that_shrinks_alone(three_hos
     ]
 
 
-def test_an_unplugged_host_is_left_out_and_stays_out(three_hosts: Cluster) -> None:
+def test_an_unplugged_host_is_left_out_and_stays_out(three_hosts: Cluster, tmp_path: Path) -> None:
+    ready, over = tmp_path / "ready", tmp_path / "over"
+
     def main() -> Any:
         _total()
         rank = dist.get_rank()
         if rank == 2:
-            with pytest.raises(dist.PeerLostError):
+            ready.touch()
+            with pytest.raises((dist.PeerLostError, dist.TimeoutError)):
                 _call_until_lost()
-            time.sleep(6)  # until it is plugged in again
+            while not over.exists():
+                time.sleep(0.05)
             with pytest.raises((dist.ExcludedError, dist.StoreLostError)):
                 dist.group.WORLD.shrink()  # type: ignore[union-attr]
             return "out"
@@ -150,18 +155,27 @@ def test_an_unplugged_host_is_left_out_and_stays_out(three_hosts: Cluster) -> No
             _call_until_lost()
         dist.shrink_group([])
         totals = [_total()]
-        time.sleep(8)
+        (tmp_path / f"shrunk{rank}").touch()
+        while not over.exists():
+            time.sleep(0.05)
         return [*totals, _total()]
 
-    timers = [threading.Timer(1, three_hosts.cut, [1]), threading.Timer(10, three_hosts.plug, [1])]
-    for timer in timers:
-        timer.start()
-    try:
-        found = on_hosts(three_hosts, [0, 0, 1], main, [])
-    finally:
-        for timer in timers:
-            timer.join()
+    def unplug() -> None:
+        while not ready.exists():
+            time.sleep(0.05)
+        three_hosts.cut(1)
+        until = time.monotonic() + 40
+        while time.monotonic() < until and not all((tmp_path / f"shrunk{rank}").exists() for rank in (0, 1)):
+            time.sleep(0.05)
         three_hosts.plug(1)
+        over.touch()
+
+    thread = threading.Thread(target=unplug)
+    thread.start()
+    try:
+        found = on_hosts(three_hosts, [0, 0, 1], main, [], timeout_s=30)
+    finally:
+        thread.join()
     assert found == [[11.0, 11.0], [11.0, 11.0], "out"]
 
 

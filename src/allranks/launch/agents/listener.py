@@ -242,12 +242,15 @@ def _keep(sock: socket.socket) -> None:
 
 
 def detect_soon(sock: socket.socket) -> None:
-    """Makes a connection end some seconds after the other host has vanished."""
+    """Makes a connection end 15 s after the other host has vanished, and outlive a cut of 7 s.
+
+    TCP doubles the time between its attempts, so the next one may come 14 s after the beginning of such a cut.
+    """
     if sock.family == socket.AF_UNIX:
         return
-    for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)):
+    for option, value in ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 6)):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 8_000)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
 
 
 def store_secret(secret: bytes, salt: str) -> bytes:
