@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,3 +183,85 @@ def test_data_of_the_master_in_a_parameters_place(mw: Master) -> None:
     with pytest.raises(TypeError, match="data on cpu cannot take the place of data on worker:1"):
         p.data = torch.zeros(2)
     assert p.cpu().tolist() == [1.0, 1.0]
+
+
+def test_a_slow_worker_stops_only_the_threads_that_wait_for_it(mw: Master, tmp_path: Path) -> None:
+    """Worker 1 goes on when all has been done on worker 2: a thread that were stopped would wait for ever."""
+    over = tmp_path / "over"
+
+    def stay(path: str) -> None:
+        while not os.path.exists(path):
+            time.sleep(0.01)
+
+    small, large = torch.ones(3, device="worker:1"), torch.ones(50_003, device="worker:1")
+    waits: list[Callable[[], Any]] = [
+        lambda: small.sum().item(),
+        lambda: small.cpu(),
+        lambda: large.cpu(),
+        lambda: torch.ones(50_003).to("worker:1").sum().item(),
+        lambda: small.nonzero(),
+        lambda: torch.fmod(torch.ones(7, 3, device="worker:1"), 0.75).sum().item(),
+        lambda: mw.synchronize(),
+        lambda: mw.remote(lambda: 5, on=1)().result(),
+    ]
+    mw.remote(stay, on=1)(str(over))
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda each=each: found.append(each()), daemon=True) for each in waits]  # type: ignore[misc]
+    for each in threads:
+        each.start()
+    time.sleep(0.3)
+    x = torch.arange(5.0, device="worker:2")
+    assert x.sum().item() == 10
+    assert torch.fmod(x, 0.7).nonzero().shape == (4, 1)
+    assert torch.ones(60_001).to("worker:2").cpu().sum() == 60_001
+    assert mw.remote(lambda: 7, on=2)().result() == 7
+    assert all(each.is_alive() for each in threads)
+    over.touch()
+    for each in threads:
+        each.join(30)
+    assert not any(each.is_alive() for each in threads)
+    assert len(found) == len(waits)
+
+
+def test_many_threads_share_two_workers(mw: Master) -> None:
+    """Answers, large transfers and new shapes of eight threads at once: none gets what is another's."""
+    wrong: list[Any] = []
+
+    def work(value: int) -> None:
+        for round in range(12):
+            there, other = f"worker:{1 + (value + round) % 2}", f"worker:{1 + (value + round + 1) % 2}"
+            size = 20_000 + 64 * value + round  # shapes of its own; large enough for the links
+            x = torch.full((size,), float(value)).to(there)
+            if not torch.equal((x + 1).cpu(), torch.full((size,), value + 1.0)):
+                wrong.append((value, round, "fetch"))
+            if x[: value + 3].sum().item() != value * (value + 3):
+                wrong.append((value, round, "item"))
+            if x.to(other).sum().item() != value * size:
+                wrong.append((value, round, "copy"))
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(1, 9)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert wrong == []
+
+
+def test_a_worker_is_replaced_while_another_thread_waits_for_it(mw: Master) -> None:
+    errors: list[Exception] = []
+    future = mw.remote(time.sleep, on=2)(60)
+
+    def wait() -> None:
+        try:
+            future.result()
+        except allranks.AllranksError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.2)
+    mw.respawn(2, force=True)
+    thread.join(10)
+    assert not thread.is_alive()
+    assert [type(each) for each in errors] == [allranks.WorkerLost]
+    assert torch.ones(3, device="worker:2").sum().item() == 3

@@ -2,6 +2,10 @@
 
 There is one order of everything that a master does. For each worker the order is the same. An answer is waited for only
 where a value, or a shape that depends on one, is needed here.
+
+Threads share the connections. `Connections.lock` keeps commands together that belong together. No thread holds it while
+it waits for an answer, except to replace workers and to make snapshots. So a slow worker does not stop threads that use
+other workers. Of the threads that wait for one worker, one receives, and what it receives is for all of them.
 """
 
 from __future__ import annotations
@@ -82,14 +86,13 @@ class Connections:
         outbox: queues frames.
         by_rank: the connection with each worker, by rank.
         indices: of workers in the outbox, by rank.
-        lock: held by whatever consists of several commands, or of a command and its answer.
+        lock: held while commands are queued that belong together (`exclusive`).
         recorder: of the step that is captured at this moment; None otherwise.
         lost: why workers are gone, by rank.
         closed: that the workers have been shut down.
         flags: torch's flags on the workers, which follow the master's.
         state: the number of these flags.
         seed: of workers to come.
-        poisoned: the fault of the last answer that was about an operand; None if it was about the operation.
         on_lost: called with a lost worker's rank and the reason, by any thread.
         recover: called where a worker is needed that is gone: replaces it, and returns what is to be raised; None where
             programs do that.
@@ -110,16 +113,20 @@ class Connections:
         self.flags = flags.read()
         self.state = 0
         self.seed = torch.initial_seed()
-        self.poisoned: wire.Fault | None = None
+        self._last = threading.local()
         self._states = {self.flags: 0}
         self.recover: Callable[[], WorkerLost | None] | None = None
         self.unrecovered: dict[int, str] = {}
-        self._recovering = False
+        self._recovering = 0  # the thread that replaces workers, or that wants none to be replaced
         self._forks = forks()
         self._losing = threading.RLock()
         self._numbers = itertools.count(1)
         self._answers: dict[tuple[int, int], Answer] = {}
         self._received: dict[int, bytearray] = {}
+        self._receiving: set[int] = set()  # the workers from which a thread receives at this moment
+        self._guard = threading.RLock()  # of these three; not held while a thread waits for a worker
+        self._arrivals = threading.Condition(self._guard)
+        self._others = 0  # threads that wait for what another one receives
         self._raised: set[tuple[int, int]] = set()  # the faults of which an exception has been raised
         self._waits = LongWaits()
         self._interrupted: dict[int, float] = {}  # when Ctrl-C has ended a wait for a worker, by rank
@@ -193,32 +200,47 @@ class Connections:
         except WorkerLost as lost:
             raise self.gone(lost.rank, str(lost)) from None
         if answer.fault is not None:
-            self.poisoned = None if answer.result == "now" else answer.fault
+            self._last.poisoned = None if answer.result == "now" else answer.fault
             self._raised.add((answer.fault.rank, answer.fault.serial))
             raise self._cause(answer.fault, error_of(answer.fault, line_of(answer.fault.line), answer.result == "now"))
         return answer.result
 
+    @property
+    def poisoned(self) -> wire.Fault | None:
+        """The fault of this thread's last failed answer, if it was about an operand; None: about the operation."""
+        found: wire.Fault | None = self._last.poisoned
+        return found
+
     def _wait(self, number: int, rank: int, what: str, timeout_s: float | None) -> Answer:
-        with self.lock:
-            timeout_s = self.timeout_s if timeout_s is None else timeout_s
-            deadline = time.monotonic() + timeout_s
-            self._decode_received(rank)
-            if memory.records_in_file():
-                self._waits.begin(rank, len(self.by_rank) + 1)
-            try:
-                while (rank, number) not in self._answers:
-                    self._receive(rank, deadline, timeout_s, what)
-            except KeyboardInterrupt:
-                self._interrupted.setdefault(rank, time.monotonic())
-                raise
-            finally:
-                self._waits.end((rank, number) in self._answers)
-            self._interrupted.pop(rank, None)
-            return self._answers.pop((rank, number))
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        worker, answer, recorded = self.by_rank[rank], None, None
+        if memory.records_in_file():
+            recorded = self._waits.begin(rank, len(self.by_rank) + 1)
+        try:
+            with self._guard:
+                self._decode_received(rank)
+                while (answer := self._answers.pop((rank, number), None)) is None:
+                    if self._receive(worker, deadline - time.monotonic()):
+                        self._decode_received(rank)
+                    elif time.monotonic() >= deadline:
+                        raise TimeoutError(self._unanswered(rank, timeout_s, what))
+                    else:
+                        recorded = recorded or self._waits.begin(rank, len(self.by_rank) + 1)
+                        self._warn_of_interrupted(rank)
+        except KeyboardInterrupt:
+            self._interrupted.setdefault(rank, time.monotonic())
+            raise
+        finally:
+            if recorded is not None:
+                recorded.end(answer is not None)
+        self._interrupted.pop(rank, None)
+        return answer
 
     def take_answer(self, number: int, rank: int) -> Answer | None:
         """An answer, if it has come. Nobody waits for it any more."""
-        return self._answers.pop((rank, number), None)
+        with self._guard:
+            return self._answers.pop((rank, number), None)
 
     def wait_for_all(self, number: int, place: DeviceTarget, what: str) -> Any:
         """Waits for the one answer of all workers of a group.
@@ -259,48 +281,78 @@ class Connections:
         answers: list[Any] = []
         # Backwards: when the last has answered most others have too, and the master has slept meanwhile.
         for rank in reversed(place.ranks):
-            worker, received = self.by_rank[rank], self._received[rank]
-            if not received and not memory.records_in_file():
-                with contextlib.suppress(OSError):
-                    received += worker.socket.recv(_CHUNK)
-                if received == plain:
-                    received.clear()
-                    continue
-            answers += self.wait(number, rank, "synchronize") or []
+            if memory.records_in_file() or not self._has_echoed(rank, plain):
+                answers += self.wait(number, rank, "synchronize") or []
         faults = [msgspec.convert(each, wire.Fault) for each in answers]
         new = [each for each in faults if (each.rank, each.serial) not in self._raised]
         self._raised -= {(each.rank, each.serial) for each in faults}
         if new:
             raise self._cause(new[0], error_of(new[0], line_of(new[0].line), False, len(new) - 1))
 
-    def _receive(self, rank: int, deadline: float, timeout_s: float, what: str) -> None:
+    def _has_echoed(self, rank: int, plain: bytes) -> bool:
+        """Whether a worker's next bytes are those of a bare echo, which is what most synchronizations get."""
+        with self._guard:
+            received = self._received[rank]
+            if received or rank in self._receiving:
+                return False
+            try:
+                self._receive(self.by_rank[rank], _LOOK_S)
+            except WorkerLost:
+                return False  # the wait that follows raises it
+            if found := received == plain:
+                received.clear()
+            return found
+
+    def _receive(self, worker: WorkerConnection, seconds: float) -> bool:
+        """Waits for more from a worker, `_LOOK_S` at most. Returns whether some has come; to any thread.
+
+        `_guard` must be held. It is not held during the wait.
+
+        Raises:
+            WorkerLost: the worker is gone.
+        """
+        rank = worker.rank
+        if self.by_rank[rank] is not worker:  # another thread has replaced it
+            raise WorkerLost(f"worker {rank} ({worker.host}, pid {worker.pid}) is gone: another has its place", rank)
         if rank in self.lost:
             raise WorkerLost(self.lost[rank], rank)
-        worker, received = self.by_rank[rank], self._received[rank]
-        left = deadline - time.monotonic()
-        if left < _LOOK_S:
-            _set_receive_timeout(worker, max(left, 1e-3))
+        if rank in self._receiving:
+            self._others += 1
+            try:
+                return self._arrivals.wait(min(max(seconds, 0.0), _LOOK_S))
+            finally:
+                self._others -= 1
+        received = self._received[rank]
+        if seconds < _LOOK_S:
+            _set_receive_timeout(worker, max(seconds, 1e-3))
+        self._receiving.add(rank)
+        self._guard.release()
         try:
             part = worker.socket.recv(_CHUNK)
         except BlockingIOError:
-            if time.monotonic() < deadline:
-                self._waits.begin(rank, len(self.by_rank) + 1)
-                self._warn_of_interrupted(rank)
-                return
-            raise TimeoutError(
-                f"{what}: worker {rank} ({worker.host}, pid {worker.pid}) has not answered for {timeout_s:g} s"
-                f"{_process_state(worker)}.\n  Longer: init_master_worker(timeout=...)"
-            ) from None
+            return False
         except OSError:
             part = b""
         finally:
-            if left < _LOOK_S:
-                _set_receive_timeout(worker, _LOOK_S)
-        if not part:
+            self._guard.acquire()
+            self._receiving.discard(rank)
+            if self._others:
+                self._arrivals.notify_all()
+            if seconds < _LOOK_S:
+                with contextlib.suppress(OSError):  # another thread has closed it
+                    _set_receive_timeout(worker, _LOOK_S)
+        if part:
+            received += part
+        elif self.by_rank[rank] is worker:
             self.lose(rank)
-            raise WorkerLost(self.lost[rank], rank)
-        received += part
-        self._decode_received(rank)
+        return bool(part)
+
+    def _unanswered(self, rank: int, timeout_s: float, what: str) -> str:
+        worker = self.by_rank[rank]
+        return (
+            f"{what}: worker {rank} ({worker.host}, pid {worker.pid}) has not answered for {timeout_s:g} s"
+            f"{_process_state(worker)}.\n  Longer: init_master_worker(timeout=...)"
+        )
 
     def _warn_of_interrupted(self, rank: int) -> None:
         """Warns, once, that a worker still executes what a wait was interrupted for."""
@@ -334,8 +386,11 @@ class Connections:
         """
         full = [rank for rank, index in self.indices.items() if self.outbox.pending(index) and rank not in self.lost]
         for rank in full:
-            with contextlib.suppress(BlockingIOError, OSError):
-                while part := self.by_rank[rank].socket.recv(_CHUNK, socket.MSG_DONTWAIT):
+            with self._guard, contextlib.suppress(BlockingIOError, OSError):
+                while rank not in self._receiving:
+                    part = self.by_rank[rank].socket.recv(_CHUNK, socket.MSG_DONTWAIT)
+                    if not part:
+                        break
                     self._received[rank] += part
         if seconds > self.timeout_s:
             stuck = ", ".join(
@@ -364,7 +419,7 @@ class Connections:
 
     def gone(self, rank: int, why: str) -> WorkerLost:
         """What is to be raised where a worker is needed that is gone. It has been replaced then, if that is wanted."""
-        if self.recover is not None and not self._recovering:
+        if self.recover is not None and not self._in_recovery:
             with self.lock, self.without_recovery():
                 found = self.recover()
             if found is not None:
@@ -373,18 +428,22 @@ class Connections:
 
     @contextlib.contextmanager
     def without_recovery(self) -> Iterator[None]:
-        """Meanwhile lost workers are not replaced: what meets one is no step of the program, or replaces it."""
-        before, self._recovering = self._recovering, True
+        """Meanwhile this thread replaces no lost workers: what meets one is no step of the program, or replaces it."""
+        before, self._recovering = self._recovering, threading.get_ident()
         try:
             yield
         finally:
             self._recovering = before
 
+    @property
+    def _in_recovery(self) -> bool:
+        return self._recovering == threading.get_ident()
+
     def _cause(self, fault: wire.Fault, error: Exception) -> Exception:
         """What is to be raised of a fault: where lost workers are replaced, the loss that it follows from."""
         # Where a worker dies while a link is made with it, the other one may see only that the meeting has failed.
         of_loss = fault.kind in _OF_LOSSES or fault.op == wire.LINKING
-        if self.recover is None or self._recovering or not of_loss:
+        if self.recover is None or self._in_recovery or not of_loss:
             return error
         until = time.monotonic() + _CAUSE_S
         while not self.lost and time.monotonic() < until:
@@ -414,7 +473,7 @@ class Connections:
             self.lose(rank)
         if rank in self.lost:
             raise self.gone(rank, self.lost[rank])
-        if rank in self.unrecovered and not self._recovering:
+        if rank in self.unrecovered and not self._in_recovery:
             raise self.gone(rank, self.unrecovered[rank])
 
     def check_process(self) -> None:
@@ -457,7 +516,7 @@ R = TypeVar("R")
 
 
 def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """One thread at a time: for what consists of several commands, or of a command and its answer."""
+    """One thread at a time: for what consists of several commands. It must not wait for an answer."""
 
     @functools.wraps(method)
     def called(self: S, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -21,31 +21,23 @@ _RECV = VERBS.index("recv")
 
 
 class LongWaits:
-    """The waits of one master. One at a time."""
+    """The waits of one master."""
 
     def __init__(self) -> None:
         self._group: int | None = None
-        self._call: _core.OtherCall | None = None
 
-    def begin(self, worker: int, size: int) -> None:
-        """A wait for a worker has begun to take long, or is to be recorded. May be called again.
+    def begin(self, worker: int, size: int) -> _core.OtherCall | None:
+        """A wait for a worker has begun to take long, or is to be recorded. Returns its record, whose ``end`` is to be
+        called with whether it succeeded; None where nothing is recorded.
 
         Args:
             worker: its rank.
             size: the number of ranks, with the master.
         """
-        if self._call is not None:
-            return
         recorder = memory.recorder(0, size, socket.gethostname())
         if recorder is None:
-            return
+            return None
         if self._group is None:
             ranks = range(int(os.environ.get("WORLD_SIZE", size)))
             self._group = recorder.add_group("workers", OF_MASTER, 0, ranks)
-        self._call = recorder.begin(self._group, _RECV, 0, 0, 0, worker, 0, 0, where(), False)
-
-    def end(self, succeeded: bool) -> None:
-        """The wait has ended, if one was recorded."""
-        call, self._call = self._call, None
-        if call is not None:
-            call.end(succeeded)
+        return recorder.begin(self._group, _RECV, 0, 0, 0, worker, 0, 0, where(), False)

@@ -82,7 +82,6 @@ class Master:
         """
         return RemoteFunction(self, function, on)
 
-    @exclusive
     def synchronize(self, place: DeviceTarget | None = None) -> None:
         """Waits until everything that is queued is done.
 
@@ -189,7 +188,6 @@ class Master:
             for rank in self.ranks:
                 self.operators.invoke(self.devices.worker(rank), "flags", 0, [], [changed])
 
-    @exclusive
     def record(self, folder: Path) -> Callable[[], None]:
         """Has the workers record their commands in files in a folder. Returns what ends that.
 

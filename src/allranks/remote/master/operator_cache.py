@@ -78,7 +78,6 @@ class OperatorCache:
         self._known[self.connections.state, key] = known
         return self._describe(place, key, *known)
 
-    @exclusive
     def prepare(
         self,
         op: Any,
@@ -92,7 +91,8 @@ class OperatorCache:
         """A call that these workers have not executed before, or its result where that cannot be foreseen."""
         connections = self.connections
         connections.check(place)
-        if (known := self._known.get((connections.state, key))) is not None:
+        state = connections.state
+        if (known := self._known.get((state, key))) is not None:
             return self._describe(place, key, *known)
         about = facts(op)
         if about.composite:
@@ -101,7 +101,7 @@ class OperatorCache:
         named = {name: form_of(each, name in about.numbers, about.floats_matter) for name, each in kwargs.items()}
         if about.python is not None:
             return Answered(about.python(*args, **kwargs))
-        kind = (connections.state, _kind(op, args, kwargs))
+        kind = (state, _kind(op, args, kwargs))
         trust = self._trusted.get(kind) if believable(about, args, kwargs) else False
         if about.dynamic or indexes_by_mask(op, args):
             connections.refuse_recording(f"the shape, or value, of what {about.name} returns depends on the data")
@@ -121,10 +121,10 @@ class OperatorCache:
         try:
             result, seen = self._ask(about, args, kwargs, forms, named, place, refs, values)
         except RemoteError:
-            if connections.poisoned is None or foreseen is None:
+            if (fault := connections.poisoned) is None or foreseen is None:
                 raise
             # An operand is poisoned: so is the result, and that is reported only when the result is looked at.
-            connections.forget_raised(connections.poisoned)
+            connections.forget_raised(fault)
             return self._describe(place, key, op, forms, named, values, *foreseen, True, guessed=True)
         if foreseen is None:
             self._trusted.setdefault(kind, False)
@@ -132,7 +132,7 @@ class OperatorCache:
             self._trusted[kind] = foreseen == seen
         if seen is not None:
             checked = not self._trusted.get(kind, False)
-            self._known[connections.state, key] = (op, forms, named, values, *seen, checked)
+            self._known[state, key] = (op, forms, named, values, *seen, checked)
         return Answered(result)
 
     @exclusive
@@ -229,7 +229,12 @@ class OperatorCache:
         number = connections.next_number()
         ids = [each.id for each in refs]
         connections.put(place, Ask(number, about.name, forms, named, ids, packed))
-        returned, changed, counts = connections.wait_for_all(number, place, about.name)
+        try:
+            returned, changed, counts = connections.wait_for_all(number, place, about.name)
+        except BaseException:
+            if not connections.closed:
+                connections.command(place, "keep", of=number, ids=None)
+            raise
         metas = [
             (wire.dtype_of(each[0]), torch.Size(each[1]), tuple(each[2]), *each[3:]) if isinstance(each, list) else each
             for each in returned

@@ -7,6 +7,7 @@ worker, travels on native groups: a link is the number of such a group, which is
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +43,11 @@ class Transfers:
         self._devices = devices
         self._operators = operators
         self._groups: dict[int, ProcessGroup] = {}  # those that the master is in, by link
+        self._turns: dict[int, threading.Lock] = {}  # held by the thread that uses such a link
         self._made = 0
 
     # Between the master and workers.
 
-    @exclusive
     def upload(self, place: DeviceTarget, plain: torch.Tensor) -> Handle:
         """Sends a tensor of the master's to a place."""
         connections = self.connections
@@ -60,25 +61,21 @@ class Transfers:
         self.hold(place, ref, sig, dense)
         return make(place, sig, ref)
 
-    @exclusive
     def hold(self, place: DeviceTarget, ref: Any, sig: Signature, dense: torch.Tensor) -> None:
         """Sends a tensor's data: what is large by the native channel, which waits until the worker comes to it."""
         if dense.nbytes > wire.LARGE and len(place.ranks) == 1:
-            (rank,) = place.ranks
-            link = self.link(place, 0, rank)
-            self._start(place, link, "upload", outputs=[ref.id], meta=sig.meta, line=here(1))
-            self._move(place, link, lambda group: group.send(_flat(dense), 1))
+            with self._turn(place) as link:
+                self._start(place, link, "upload", outputs=[ref.id], meta=sig.meta, line=here(1))
+                self._move(place, link, lambda group: group.send(_flat(dense), 1))
             return
         self.connections.put(place, Hold(ref.id, sig.meta), view_of(dense) if dense.numel() else None)
 
-    @exclusive
     def item(self, x: Handle) -> Any:
         """The value of a tensor that has one element."""
         self.connections.refuse_recording("a value is fetched: .item(), or an if or while on a tensor")
         value = self.connections.request(single(x), "item", id=x._ref.id)
         return complex(*value) if isinstance(value, list) else value
 
-    @exclusive
     def fetch(self, x: Handle) -> torch.Tensor:
         """A tensor's data, here."""
         self.connections.refuse_recording("a tensor is fetched")
@@ -88,12 +85,30 @@ class Transfers:
         nbytes = sig.shape.numel() * sig.dtype.itemsize
         if nbytes <= wire.SMALL:
             return _tensor(sig, self.connections.request(place, "fetch", id=dense._ref.id, link=0))
-        (rank,) = place.ranks
-        link = self.link(place, 0, rank)
         made = torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype, device="cpu")
-        self._start(place, link, "fetch", id=dense._ref.id)
-        self._move(place, link, lambda group: group.recv(_flat(made), 1))
+        with self._turn(place) as link:
+            self._start(place, link, "fetch", id=dense._ref.id)
+            self._move(place, link, lambda group: group.recv(_flat(made), 1))
         return made
+
+    @contextlib.contextmanager
+    def _turn(self, place: DeviceTarget) -> Iterator[int]:
+        """Gives a thread the master's link with a worker: what two threads send on it must not be mixed.
+
+        Raises:
+            WorkerLost: the worker is gone.
+        """
+        pair = (0, place.ranks[0])
+        while True:
+            link = self.link(place, *pair)
+            with self._turns.setdefault(link, threading.Lock()):
+                if place.links.get(pair) != link:
+                    continue  # another thread has met an error on it
+                if link not in self._groups:
+                    with self._all_or_none(place, pair):
+                        self._groups[link] = self._meet(_name(link, pair), pair)
+                yield link
+                return
 
     def _start(self, place: DeviceTarget, link: int, name: str, **arguments: Any) -> None:
         """Has a worker begin to send or receive on a link as soon as it has answered.
@@ -135,7 +150,6 @@ class Transfers:
         """Copies a tensor to another worker, or to all of a group, directly."""
         return self.copies([x], place)[0]
 
-    @exclusive
     def copies(self, tensors: Sequence[Handle], place: DeviceTarget) -> list[Handle]:
         """Copies tensors of one worker, as one command for each of the two."""
         source = single(tensors[0])
@@ -147,10 +161,10 @@ class Transfers:
             return [self._spread(each, place) for each in tensors]
         pair = (min(sender, receiver), max(sender, receiver))
         meeting = self._devices.worker(pair[0])
-        link = self.link(meeting, *pair)
         sigs = [each._sig for each in tensors]
         metas = tuple((sig.meta[0], tuple(sig.shape), sig.strides) for sig in sigs)
-        with self._all_or_none(meeting, pair):
+        with self.connections.lock, self._all_or_none(meeting, pair):
+            link = self.link(meeting, *pair)
             self._operators.invoke(source, "send", link, tensors, [int(receiver > sender)])
             return self._operators.invoke(place, "recv", link, [], [int(sender > receiver), metas], sigs)
 
@@ -175,7 +189,10 @@ class Transfers:
 
     @exclusive
     def link(self, place: DeviceTarget, *ranks: int) -> int:
-        """The number of a place's native group of these ranks, where there is none yet a new one."""
+        """The number of a place's native group of these ranks, where there is none yet a new one.
+
+        The workers meet when they come to it. The master, if it is one of the ranks, meets them in `_turn`.
+        """
         if (number := place.links.get(ranks)) is not None:
             return number
         connections = self.connections
@@ -186,19 +203,21 @@ class Transfers:
         self.leave_ended()
         self._made += 1
         number = place.links[ranks] = self._made
-        name = f"{'-'.join(map(str, ranks[:4]))}#{number}"
-        arguments = {"number": number, "name": name, "ranks": list(ranks), "timeout_s": connections.timeout_s}
+        arguments = {
+            "number": number,
+            "name": _name(number, ranks),
+            "ranks": list(ranks),
+            "timeout_s": connections.timeout_s,
+        }
         with self._all_or_none(place, ranks):
             for rank in ranks:
                 if rank:
                     connections.put(self._devices.worker(rank), Command("group", 0, arguments))
-            if 0 in ranks:
-                connections.outbox.flush()
-                self._groups[number] = self._meet(name, ranks)
         return number
 
     def _meet(self, name: str, ranks: tuple[int, ...]) -> ProcessGroup:
         connections = self.connections
+        connections.outbox.flush()
         try:
             return connections.workers.make_group(name, ranks, connections.timeout_s)
         except PeerLostError as error:
@@ -219,6 +238,7 @@ class Transfers:
         for ranks, number in links:
             if (group := self._groups.pop(number, None)) is not None:
                 group.close()
+            self._turns.pop(number, None)
             self._devices.ended_links.append((ranks, number))
 
     def close(self) -> None:
@@ -242,6 +262,10 @@ class Transfers:
         except BaseException:
             self._unlink(place, ranks)
             raise
+
+
+def _name(link: int, ranks: tuple[int, ...]) -> str:
+    return f"{'-'.join(map(str, ranks[:4]))}#{link}"
 
 
 def _dense(x: Handle) -> Handle:

@@ -72,7 +72,6 @@ class Interpreter(WorkerState):
         """
         super().__init__(rank, device, context)
         self._send = send
-        self._last_ask = 0
         self._mended = 0
         self._table: dict[int, Template] = {}
         self._recorded: RecordedTemplates | None = None
@@ -212,8 +211,9 @@ class Interpreter(WorkerState):
         line, self.line = self.line, arguments.pop("line", 0)
         try:
             if name == "keep":
-                kept = zip(arguments["ids"], self.kept.pop(arguments["of"]), strict=True)
-                self.slots.update((id, each) for id, each in kept if id is not None)
+                results, ids = self.kept.pop(arguments["of"], []), arguments["ids"]
+                if ids is not None:  # else the master has raised what another worker answered
+                    self.slots.update((id, each) for id, each in zip(ids, results, strict=True) if id is not None)
                 return
             self.answering = number
             result = COMMANDS[name](self, data, **arguments)
@@ -243,8 +243,6 @@ class Interpreter(WorkerState):
     def _ask(self, ask: Ask) -> None:
         """Runs an operator whose results only the data can tell."""
         self.doing[0] = self.site(ask.op)
-        self.kept.pop(self._last_ask, None)  # the master has raised what another worker answered
-        self._last_ask = ask.number
         inputs: list[Any] = [self.slots.get(each) for each in ask.inputs]
         poison = next((each for each in inputs if type(each) is Poison), None)
         answer: Any = None
