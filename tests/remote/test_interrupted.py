@@ -18,7 +18,9 @@ from torch import nn
 
 import allranks
 from allranks import RemoteError, UsageError
+from allranks.remote.master import operator_cache
 from allranks.remote.master.master import Master
+from allranks.remote.protocol import signature
 
 
 @contextmanager
@@ -265,3 +267,19 @@ def test_a_worker_is_replaced_while_another_thread_waits_for_it(mw: Master) -> N
     assert not thread.is_alive()
     assert [type(each) for each in errors] == [allranks.WorkerLost]
     assert torch.ones(3, device="worker:2").sum().item() == 3
+
+
+def test_shapes_that_are_always_new_fill_no_memory(mw: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+    operators = mw.operators
+    monkeypatch.setattr(operator_cache, "_TEMPLATES", 64)
+    operators.forget()
+    operators.templates.clear()
+    before = len(signature._signatures)
+    for size in range(1, 400):
+        x = torch.full((size,), 2.0, device="worker:1")
+        assert (x * size + 1).sum().item() == size * (2.0 * size + 1)
+    del x
+    gc.collect()
+    assert len(operators.templates) <= 2 * 64
+    assert len(mw.devices.worker(1).calls) <= 64
+    assert len(signature._signatures) - before < 4 * 64

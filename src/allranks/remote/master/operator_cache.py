@@ -36,6 +36,11 @@ from allranks.remote.torch_device.handle import Answered, DeviceTarget, Handle, 
 __all__ = ["OperatorCache"]
 
 _PROGRAMS = range(0xF000, 0x10000)  # of all numbers of templates
+# A template takes 4 KiB of a worker's memory and 3 KiB here, and a program whose shapes change always defines new ones.
+# When so many are defined all are forgotten, and the next have other numbers: another thread may be about to call one.
+# So a worker has twice as many at most.
+_TEMPLATES = 8192
+_KINDS = 1 << 16
 
 
 class OperatorCache:
@@ -53,6 +58,7 @@ class OperatorCache:
         self.programs = list(_PROGRAMS)
         self._devices = devices
         self._next = wire.CALL
+        self._end = wire.CALL + _TEMPLATES
         self._trusted: dict[Any, bool] = {}  # whether a meta kernel is right, by kind of call
         self._known: dict[Any, tuple[Any, ...]] = {}
         self._shared: dict[Any, tuple[KnownCall, set[int]]] = {}  # calls that some workers know, and which
@@ -197,14 +203,22 @@ class OperatorCache:
 
     def _number(self) -> int:
         """A number for a template."""
-        if self._next == _PROGRAMS.start:
+        if self._next == self._end:
             self.connections.refuse_recording("all numbers of templates are given anew", always=False)
-            self._devices.forget_calls()
-            self._known.clear()
-            self._shared.clear()
-            self._next = wire.CALL
+            self.forget()
         self._next += 1
         return self._next - 1
+
+    def forget(self) -> None:
+        """Forgets all templates. The next have the numbers of the other half."""
+        self._devices.forget_calls()
+        self._known.clear()
+        self._shared.clear()
+        if len(self._trusted) > _KINDS:
+            self._trusted.clear()
+        first_half = self._end > wire.CALL + _TEMPLATES
+        self._next = wire.CALL + (0 if first_half else _TEMPLATES)
+        self._end = self._next + _TEMPLATES
 
     def _ask(
         self,

@@ -8,6 +8,7 @@ wrong, or there is none, a worker is asked about new shapes, and checks its resu
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # 
 class Signature:
     """A dtype, a shape, strides and `bits_of`. There is one object for each, so they compare by identity."""
 
-    __slots__ = ("bits", "dtype", "kind", "looks", "meta", "odd", "shape", "strides")
+    __slots__ = ("__weakref__", "bits", "dtype", "kind", "looks", "meta", "odd", "shape", "strides")
 
     def __init__(self, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], bits: int) -> None:
         self.dtype = dtype
@@ -63,7 +64,8 @@ def marked(tensor: torch.Tensor, bits: int) -> torch.Tensor:
     return tensor
 
 
-_signatures: dict[tuple[Any, ...], Signature] = {}
+# Weak: a program that meets new shapes all the time would fill the memory.
+_signatures: weakref.WeakValueDictionary[tuple[Any, ...], Signature] = weakref.WeakValueDictionary()
 
 
 def signature(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], bits: int = 0) -> Signature:
