@@ -537,11 +537,79 @@ def test_hooks_move_with_parameters() -> None:
         said.clear()
 
 
-def test_a_module_that_a_graph_holds_is_not_moved() -> None:
-    model = nn.Linear(3, 3)
-    loss = model(torch.ones(2, 3, requires_grad=True)).square().sum()
-    with pytest.raises(RuntimeError, match=r"Linear\.weight cannot move from cpu to worker:1"):
+class _Scaled(nn.Module):
+    """Two layers that share a weight, and a parameter that nothing holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def test_a_module_moves_while_a_graph_holds_it() -> None:
+    """As to a GPU. Who uses what it has left gets an error: nothing trains on a copy."""
+    model = _Scaled()
+    before = torch.optim.SGD(model.parameters(), 0.5)
+    expected = model(torch.ones(2, 3)).detach()
+    loss, left, scale = model(torch.ones(2, 3)).square().sum(), model.first.weight, model.scale
+    hooked: list[str] = []
+    left.register_hook(lambda grad: hooked.append(str(grad.device)))
+    model.to("worker:1")
+    assert {str(each.device) for each in model.parameters()} == {"worker:1"}
+    assert model.second.weight is model.first.weight
+    assert model.scale is scale
+    assert torch.allclose(model(torch.ones(2, 3, device="worker:1")).cpu(), expected)
+    with pytest.raises(RuntimeError, match=r"moved from cpu to worker:1 since this graph|poisoned"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="SGD has a parameter that a module left on cpu when it moved to worker:1"):
+        before.step()
+    assert hooked == []
+    model(torch.ones(2, 3, device="worker:1")).sum().backward()
+    assert hooked == ["worker:1"]
+    torch.optim.SGD(model.parameters(), 0.5).step()
+    assert not torch.allclose(model(torch.ones(2, 3, device="worker:1")).cpu(), expected)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.utils.weight_norm(nn.Linear(3, 4)),
+        lambda: nn.utils.spectral_norm(nn.Linear(3, 4)).eval(),
+        lambda: torch.export.export(nn.Linear(3, 4), (torch.ones(2, 3),)).module(),
+    ],
+    ids=["weight_norm", "spectral_norm", "exported"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_modules_that_hold_their_own_parameters_move(make: Any) -> None:
+    model = make()
+    expected = model(torch.ones(2, 3))
+    model.to("worker:1")
+    assert {str(each.device) for each in model.parameters()} == {"worker:1"}
+    assert torch.allclose(model(torch.ones(2, 3, device="worker:1")).cpu(), expected, atol=1e-6)
+    for name, each in model.named_parameters():
+        assert dict(model.named_parameters())[name] is each
+
+
+def test_lazy_modules_move_before_they_have_shapes() -> None:
+    model = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(2)).to("worker:1")
+    torch.manual_seed(3)
+    found = model(torch.ones(2, 3, 5, 5, device="worker:1"))
+    assert {str(each.device) for each in model.parameters()} == {"worker:1"}
+    assert [type(each).__name__ for each in model] == ["Conv2d", "BatchNorm2d", "Flatten", "Linear"]
+    found.sum().backward()
+    assert all(each.grad is not None for each in model.parameters())
+    local = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(2))
+    torch.manual_seed(3)
+    assert torch.allclose(local(torch.ones(2, 3, 5, 5)), found.cpu(), atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_module_that_cannot_move_stays_as_a_whole() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(RuntimeError, match="Sequential cannot move to a worker: TorchScript"):
         model.to("worker:1")
-    loss.backward()
-    assert model.weight.device.type == "cpu"
-    assert model.weight.grad is not None
+    assert {str(each.device) for each in model.parameters()} == {"cpu"}

@@ -225,7 +225,6 @@ def refused() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
         ),
         "another process": (UsageError, r"has no workers: send its .cpu\(\)", lambda: ForkingPickler.dumps([x])),
         "TorchScript": (RuntimeError, "first, and script it then", lambda: torch.jit.script(nn.Linear(2, 2)).to(W)),
-        "a lazy module": (RuntimeError, "LazyLinear has no shapes yet", lambda: nn.LazyLinear(2).to(W)),
         "an operator of the master's": (NotImplementedError, "mw.remote", lambda: torch.ops.others.double(x)),
         "one graph": (
             RuntimeError, "allranks.capture makes one command",

@@ -2,15 +2,24 @@
 
 torch changes the data of a parameter that moves to CUDA and leaves the object; where that cannot be it makes another,
 which unties weights that are shared and leaves optimisers behind with the old ones, both without a word.
+
+Here the two objects are swapped (`torch.utils.swap_tensors`). That is impossible where something else holds the
+parameter: a graph that has not run backward, or a weak reference, as those of exported modules. The module gets new
+parameters then, shared where the old ones were, and whoever still uses an old one gets an error: a backward that would
+give it a gradient, and an optimiser that would step it.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from allranks.remote.torch_device.devices import place_of
 from allranks.remote.torch_device.tensor import RemoteTensor
@@ -19,6 +28,9 @@ __all__ = ["apply", "swap_tensors"]
 
 _torch_apply = torch.nn.Module._apply
 _torch_swap = torch.utils.swap_tensors
+_applying = threading.local()  # inner: that a call for a module which contains this one has begun
+_replaced: Any = WeakIdKeyDictionary()
+"""The parameters that have taken the place of others, by these."""
 
 
 def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
@@ -30,36 +42,95 @@ def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
 
 
 def apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
-    """`torch.nn.Module._apply`, after which each parameter is the object that it was.
+    """`torch.nn.Module._apply`, after which each parameter is the object that it was, where that can be.
 
     Raises:
-        RuntimeError: a graph that is still to run backward holds a parameter, or it is lazy and has no shapes yet.
+        RuntimeError: TorchScript holds a parameter. No parameter has moved then.
     """
     _refuse_master(fn)
-    before: dict[str, Any] = dict(module._parameters)
+    if not getattr(_applying, "inner", False):
+        _refuse_scripted(module, fn, recurse)
+        _applying.inner = True
+        try:
+            return apply(module, fn, recurse)
+        finally:
+            _applying.inner = False
     held: list[Any] = [*module._parameters.values(), *module._buffers.values()]
-    if any(map(is_lazy, held)) and isinstance(fn(torch.empty(0, device="cpu")), RemoteTensor):
-        raise RuntimeError(
-            f"{type(module).__name__} has no shapes yet, and cannot move to a worker: "
-            "call the module with an input of the master's before"
-        )
+    if any(map(is_lazy, held)) and _moves_to_worker(fn):
+        _move_when_known(module, fn)
+        for child in module.children() if recurse else ():
+            child._apply(fn)  # type: ignore[no-untyped-call]
+        return module
+    before: dict[str, Any] = dict(module._parameters)
     _torch_apply(module, fn, recurse)  # type: ignore[no-untyped-call]
     for name, old in before.items():
         new: Any = module._parameters[name]
         if old is not new and isinstance(old, RemoteTensor) != isinstance(new, RemoteTensor):
-            module._parameters[name] = old
             try:
                 _become(old, new)
-            except RuntimeError as error:
-                why = (
-                    "TorchScript holds it. Move the module first, and script it then"
-                    if isinstance(module, torch.jit.ScriptModule)
-                    else "something else holds it, as a graph does until its backward has run, or a weak reference"
-                )
-                raise RuntimeError(
-                    f"{type(module).__name__}.{name} cannot move from {old.device} to {new.device}: {why}"
-                ) from error
+            except RuntimeError:  # something holds it
+                module._parameters[name] = _replacement(old, new)
+            else:
+                module._parameters[name] = old
     return module
+
+
+def _moves_to_worker(fn: Callable[[Any], Any]) -> bool:
+    return isinstance(fn(torch.empty(0, device="cpu")), RemoteTensor)
+
+
+def _refuse_scripted(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool) -> None:
+    modules = module.modules() if recurse else [module]
+    if any(isinstance(each, torch.jit.ScriptModule) for each in modules) and _moves_to_worker(fn):
+        raise RuntimeError(
+            f"{type(module).__name__} cannot move to a worker: TorchScript holds its parameters. Move the module first,"
+            " and script it then"
+        )
+
+
+def _move_when_known(module: torch.nn.Module, fn: Callable[[Any], Any]) -> None:
+    """Moves a lazy module when its first input has told its shapes, behind torch's own hook that gives it these."""
+
+    def move(module: torch.nn.Module, inputs: Any) -> None:
+        hook.remove()
+        module._apply(fn, recurse=False)  # type: ignore[no-untyped-call]
+
+    hook = module.register_forward_pre_hook(move)
+
+
+def _replacement(old: Any, new: Any) -> Any:
+    """What takes the place of a parameter that something else holds: for all modules that share it, the same."""
+    if old in _replaced and _replaced[old].device == new.device:
+        return _replaced[old]
+    if not len(_replaced):
+        register_optimizer_step_pre_hook(_refuse_replaced)
+    where = f"a parameter has moved from {old.device} to {new.device}"
+
+    def refuse(grad: Any) -> None:
+        raise RuntimeError(f"{where} since this graph was made. Run backward before the module moves")
+
+    new.__dict__.update(RemoteTensor._notes(old))
+    new._backward_hooks, old._backward_hooks = old._backward_hooks, OrderedDict()
+    new._post_accumulate_grad_hooks, old._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks, None
+    if old.requires_grad:
+        old.register_hook(refuse)
+    _replaced[old] = new
+    return new
+
+
+def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """
+    Raises:
+        RuntimeError: an optimiser would step a parameter that is no module's any more.
+    """
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            if each in _replaced:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} has a parameter that a module left on {each.device} when it moved to"
+                    f" {_replaced[each].device}: a graph or a weak reference held it. Make the optimiser when the"
+                    " module has moved"
+                )
 
 
 def _refuse_master(fn: Callable[..., Any]) -> None:
