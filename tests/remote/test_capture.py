@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 from collections.abc import Callable
@@ -453,3 +454,30 @@ def test_gradients_that_are_dropped_outside(mw: Master) -> None:
 
     with pytest.warns(UserWarning, match=r"is not replayed, as net\.\w+\.grad changes before(.|\n)*zero_grad"):
         train(12)
+
+
+class _Trainer:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    @allranks.capture
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiplies."""
+        return x * self.scale
+
+
+def test_a_method_is_captured_for_each_object_apart() -> None:
+    x = torch.ones(3, device="worker:1")
+    first, second = _Trainer(2.0), _Trainer(3.0)
+    for _ in range(4):
+        assert first.step(x).sum().item() == 6
+        assert second.step(x).sum().item() == 9
+    assert (first.step.recordings, second.step.recordings) == (1, 1)
+    first.scale = 5.0
+    assert [first.step(x).sum().item() for _ in range(3)] == [15, 15, 15]
+    assert copy.deepcopy(second).step(x).sum().item() == 9
+    assert _Trainer.step.__doc__ == "Multiplies."
+    for scale in range(12):  # more objects than are held
+        trainer = _Trainer(scale)
+        assert [trainer.step(x).sum().item() for _ in range(3)] == [3 * scale] * 3
+    assert first.step(x).sum().item() == 15

@@ -613,3 +613,30 @@ def test_a_module_that_cannot_move_stays_as_a_whole() -> None:
     with pytest.raises(RuntimeError, match="Sequential cannot move to a worker: TorchScript"):
         model.to("worker:1")
     assert {str(each.device) for each in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_gradients_are_clipped_with_and_without_foreach(foreach: bool | None) -> None:
+    def clipped(device: str) -> tuple[float, list[torch.Tensor]]:
+        torch.manual_seed(1)
+        model = nn.Linear(3, 3).to(device)
+        model(torch.ones(1, 3, device=device)).square().sum().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach).item()
+        nn.utils.clip_grad_value_(model.parameters(), 0.02, foreach=foreach)
+        return norm, [each.grad.cpu() for each in model.parameters() if each.grad is not None]
+
+    (expected, locals_), (norm, found) = clipped("cpu"), clipped("worker:1")
+    assert norm == pytest.approx(expected)
+    assert all(torch.allclose(here, there) for here, there in zip(locals_, found, strict=True))
+
+
+@pytest.mark.parametrize("where", ["cpu", "worker:1"])
+def test_ctc_loss_of_one_sequence(where: str) -> None:
+    log_probs, targets = torch.randn(5, 4).log_softmax(-1), torch.tensor([1, 2])
+    lengths = torch.tensor(5), torch.tensor(2)
+    expected = nn.functional.ctc_loss(log_probs, targets, *lengths)
+    there = log_probs.to("worker:1").requires_grad_()
+    found = nn.functional.ctc_loss(there, targets.to("worker:1"), *(each.to(where) for each in lengths))
+    assert torch.allclose(found.cpu(), expected)
+    found.backward()
+    assert there.grad is not None

@@ -225,6 +225,11 @@ def refused() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
         ),
         "another process": (UsageError, r"has no workers: send its .cpu\(\)", lambda: ForkingPickler.dumps([x])),
         "TorchScript": (RuntimeError, "first, and script it then", lambda: torch.jit.script(nn.Linear(2, 2)).to(W)),
+        "lengths of packed sequences": (
+            RuntimeError, "should be a 1D CPU int64 tensor, but got 1D worker:1",
+            lambda: nn.utils.rnn.pack_padded_sequence(torch.zeros(3, 2, 1, device=W), torch.tensor([3, 2]).to(W)),
+        ),
+        "a pointer": (NotImplementedError, r"no pointer to it here. Use Tensor.cpu\(\)", lambda: x.data_ptr()),
         "an operator of the master's": (NotImplementedError, "mw.remote", lambda: torch.ops.others.double(x)),
         "one graph": (
             RuntimeError, "allranks.capture makes one command",

@@ -11,6 +11,7 @@ import functools
 import gc
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -38,6 +39,7 @@ R = TypeVar("R")
 
 _ATTEMPTS = 4  # calls that may differ before the step is said not to repeat
 _PATIENCE = 8  # calls in a row that are not replayed, as something has changed before each, until that is said
+_OBJECTS = 8  # of which the captured method is known at a time
 _FORGIVEN = 1  # times that tensors which outlive the step may be dropped
 
 
@@ -82,6 +84,23 @@ class Captured(Generic[P, R]):
         self._placed: set[Any] = set()  # keys of arguments whose place in their storage matters, too
         self._reach = Reach()
         self._dropped = 0
+        self._bound: OrderedDict[int, tuple[Any, Captured[..., Any]]] = OrderedDict()  # methods of objects, by id
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        """As of a function: of a class, itself; of an object, a method, which is recorded for each object apart.
+
+        The latest objects are held, not all: a program may make trainers in a loop. The method of one that is used
+        again is recorded anew.
+        """
+        if owner is None or not hasattr(self._function, "__get__"):
+            return self
+        if id(owner) not in self._bound:
+            method = self._function.__get__(owner, kind)
+            self._bound[id(owner)] = owner, Captured(method, self._most)
+            if len(self._bound) > _OBJECTS:
+                self._bound.popitem(last=False)[1][1].reset()
+        self._bound.move_to_end(id(owner))
+        return self._bound[id(owner)][1]
 
     @property
     def recordings(self) -> int:

@@ -173,7 +173,10 @@ def _ctc_loss(log_probs: Any, targets: Any, lengths: Any, target_lengths: Any, *
     """The lengths may be the master's, as they may be the CPU's where the rest is on a GPU."""
     op = aten.ctc_loss.Tensor.decompose
     if not isinstance(lengths, RemoteTensor) and not isinstance(target_lengths, RemoteTensor):
-        op, lengths, target_lengths = aten.ctc_loss.IntList, lengths.tolist(), target_lengths.tolist()
+        op, lengths, target_lengths = (
+            aten.ctc_loss.IntList,
+            *(each.reshape(-1).tolist() for each in (lengths, target_lengths)),
+        )
     return op(log_probs, targets, lengths, target_lengths, *rest)
 
 
@@ -217,6 +220,10 @@ def _dropout_below(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _pack(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The lengths, and what follows from them, are of the master's, as torch has it for every device."""
     x, lengths, batch_first = args
+    if isinstance(lengths, RemoteTensor):  # torch's words for those on a GPU
+        raise RuntimeError(
+            f"'lengths' argument should be a 1D CPU int64 tensor, but got {lengths.dim()}D {lengths.device} tensor"
+        )
     rows = torch.arange(x.shape[0] * x.shape[1], device="cpu").reshape(x.shape[0], x.shape[1], 1)
     order, sizes = op(rows, lengths, batch_first)
     flat = x.flatten(0, 1)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils import _foreach_utils
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from allranks._base.errors import AllranksError, ConfigError, UsageError
@@ -82,7 +83,16 @@ def register() -> None:
     flags.watch(_follow_flags)
     torch.nn.Module._apply = apply  # type: ignore[method-assign]
     torch.utils.swap_tensors = swap_tensors
+    _foreach_utils._get_foreach_kernels_supported_devices = _with_foreach
     _registered.append(explicit)
+
+
+_of_torch = _foreach_utils._get_foreach_kernels_supported_devices
+
+
+def _with_foreach() -> list[str]:
+    """The types of devices with ``torch._foreach`` operators: in torch's C++ handles are of another type."""
+    return [*_of_torch(), "lazy"]
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -85,10 +85,17 @@ class RemoteTensor(Handle):
             return super().type().replace("lazy", "worker")
         return super().type(dtype, non_blocking, **kwargs)
 
-    def data_ptr(self) -> int:
-        raise RuntimeError(f"the data is on {self._place}: there is no pointer to it here. Use Tensor.cpu() first")
+    def data_ptr(
+        self,
+    ) -> int:  # NotImplementedError as of meta tensors, which is a RuntimeError: safetensors expects it
+        raise NotImplementedError(
+            f"the data is on {self._place}: there is no pointer to it here. Use Tensor.cpu() first"
+        )
 
     const_data_ptr = data_ptr
+
+    def storage(self) -> Any:
+        raise NotImplementedError("a tensor on a worker has no storage here. Use Tensor.cpu() to look into one")
 
     def record_stream(self, stream: Any) -> None:
         """Nothing: memory is freed in the order of the one queue."""
