@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import contextlib
 import gc
+import io
 import os
+import queue
+import sys
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -173,3 +182,115 @@ def test_exceptions_that_cannot_be_told(mw: Master) -> None:
     for _ in range(2):
         with pytest.raises((RemoteError, ValueError), match="invalid literal for int"):
             mw.remote(lambda: broken, on=1)().result()
+
+
+def later() -> Callable[[float, Any], Any]:
+    """A function that a worker need not import."""
+    return lambda seconds, value: (time.sleep(seconds), value)[1]
+
+
+def test_futures_are_those_of_concurrent_futures(mw: Master) -> None:
+    first, second = mw.remote(later(), on=1), mw.remote(later(), on=2)
+    pending = first(0.5, 1)
+    assert (pending.done(), pending.running(), pending.cancel(), pending.cancelled()) == (False, True, False, False)
+    assert pending.exception() is None
+    assert (pending.done(), pending.result()) == (True, 1)
+    assert [each.result() for each in concurrent.futures.as_completed([first(0.6, 2), second(0.0, 3)])] == [3, 2]
+    done, waiting = concurrent.futures.wait(
+        [first(0.0, 1), second(1.0, 2)], return_when=concurrent.futures.FIRST_COMPLETED
+    )
+    assert [each.result() for each in (*done, *waiting)] == [1, 2]
+    failed = mw.remote(int, on=1)("x")
+    assert isinstance(failed.exception(), RemoteError)
+    with pytest.raises(allranks.TimeoutError, match=r"remote function: worker 1 .* has not answered for 0\.05 s"):
+        first(0.3, 1).exception(timeout=0.05)
+
+
+def test_callbacks_get_what_a_function_returns(mw: Master) -> None:
+    """Also a tensor, and an error; and after the call has been done for long."""
+    got: queue.Queue[Any] = queue.Queue()
+    future = mw.remote(lambda: torch.ones(3), on=1)()
+    future.add_done_callback(lambda each: got.put(each.result().sum().item()))
+    assert got.get(timeout=30) == 3
+    future.add_done_callback(lambda each: got.put(each is future))
+    assert got.get(timeout=30)
+    mw.remote(int, on=1)("x").add_done_callback(lambda each: got.put(each.exception()))
+    assert isinstance(got.get(timeout=30), RemoteError)
+
+
+def test_gradients_come_with_result_and_not_with_a_callback(mw: Master) -> None:
+    weight = torch.ones(2, device="worker:1", requires_grad=True)
+
+    def backward(weight: torch.Tensor) -> None:
+        weight.sum().backward()
+
+    future = mw.remote(backward)(weight)
+    concurrent.futures.wait([future])
+    assert weight.grad is None
+    future.result()
+    future.result()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1, 1]
+
+
+def test_coroutines_await_functions(mw: Master) -> None:
+    async def main() -> None:
+        first, second = mw.remote(later(), on=1)(0.1, 5), mw.remote(later(), on=2)(0.2, torch.ones(2))
+        found = await asyncio.gather(*map(asyncio.wrap_future, (first, second)))
+        assert found[0] == 5
+        assert found[1].device == torch.device("worker:2")
+        assert await mw.remote(lambda: 7, on=mw.group([1, 2]))() == [7, 7]
+        with pytest.raises(RemoteError, match="ZeroDivisionError"):
+            await mw.remote(lambda: 1 / 0, on=1)()
+        slow = mw.remote(later(), on=1)(0.4, 8)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(slow), 0.1)
+        assert await slow == 8
+
+    asyncio.run(main())
+
+
+def test_what_a_function_prints_goes_where_the_master_prints(mw: Master, capfd: pytest.CaptureFixture[str]) -> None:
+    """To what has replaced sys.stdout, as a notebook does; else directly, while it runs."""
+
+    def say() -> None:
+        print("told")
+        print("warned", file=sys.stderr)
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        future = mw.remote(say, on=1)()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        future.result()
+    assert (out.getvalue(), err.getvalue()) == ("told\n", "warned\n")
+
+    def fails() -> None:
+        print("before")
+        raise ValueError
+
+    with contextlib.redirect_stdout(out), pytest.raises(RemoteError):
+        mw.remote(fails, on=1)().result()
+    assert out.getvalue() == "told\nbefore\n"
+
+
+def test_warnings_of_a_worker_are_the_programs(mw: Master) -> None:
+    class Odd(DeprecationWarning):
+        pass
+
+    def warn(kind: type[Warning] = FutureWarning) -> int:
+        warnings.warn("careful", kind, stacklevel=2)
+        return 5
+
+    future = mw.remote(warn, on=1)()
+    with pytest.warns(FutureWarning, match="^worker 1: careful$") as caught:
+        assert future.result() == 5
+    assert caught[0].filename == __file__
+    mw.remote(warn, on=2)(Odd)
+    with pytest.warns(DeprecationWarning, match="careful"):
+        mw.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        failed = mw.remote(warn, on=1)(UserWarning)
+        for _ in range(2):
+            with pytest.raises(UserWarning, match="careful"):
+                failed.result()

@@ -10,12 +10,14 @@ other workers. Of the threads that wait for one worker, one receives, and what i
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import itertools
 import select
 import socket
 import struct
+import sys
 import threading
 import time
 import warnings
@@ -113,11 +115,11 @@ class Connections:
         self.flags = flags.read()
         self.state = 0
         self.seed = torch.initial_seed()
-        self._last = threading.local()
+        self._own = threading.local()  # of each thread: the last fault, and whether it wants no worker to be replaced
+        self._shown: dict[str, dict[Any, Any]] = {}  # which warnings have been shown, by file
         self._states = {self.flags: 0}
         self.recover: Callable[[], WorkerLost | None] | None = None
         self.unrecovered: dict[int, str] = {}
-        self._recovering = 0  # the thread that replaces workers, or that wants none to be replaced
         self._forks = forks()
         self._losing = threading.RLock()
         self._numbers = itertools.count(1)
@@ -199,16 +201,33 @@ class Connections:
             answer = self._wait(number, rank, what, timeout_s)
         except WorkerLost as lost:
             raise self.gone(lost.rank, str(lost)) from None
+        if answer.warned or answer.printed:
+            self._pass_on(rank, answer)
         if answer.fault is not None:
-            self._last.poisoned = None if answer.result == "now" else answer.fault
+            self._own.poisoned = None if answer.result == "now" else answer.fault
             self._raised.add((answer.fault.rank, answer.fault.serial))
             raise self._cause(answer.fault, error_of(answer.fault, line_of(answer.fault.line), answer.result == "now"))
         return answer.result
 
+    def _pass_on(self, rank: int, answer: Answer) -> None:
+        """Prints what a function has printed, and gives the program the worker's warnings, at the line they are of.
+
+        Raises:
+            Warning: the program's filters make errors of such warnings.
+        """
+        for text, stream in zip(answer.printed, (sys.stdout, sys.stderr), strict=False):
+            stream.write(text)
+        for each in answer.warned:
+            file, _, line = line_of(each.line).rpartition(":")
+            warnings.warn_explicit(
+                f"worker {rank}: {each.text}", _category(each), file or "worker", int(line or 0),
+                registry=self._shown.setdefault(file, {}),
+            )  # fmt: skip
+
     @property
     def poisoned(self) -> wire.Fault | None:
         """The fault of this thread's last failed answer, if it was about an operand; None: about the operation."""
-        found: wire.Fault | None = self._last.poisoned
+        found: wire.Fault | None = self._own.poisoned
         return found
 
     def _wait(self, number: int, rank: int, what: str, timeout_s: float | None) -> Answer:
@@ -224,7 +243,7 @@ class Connections:
                     if self._receive(worker, deadline - time.monotonic()):
                         self._decode_received(rank)
                     elif time.monotonic() >= deadline:
-                        raise TimeoutError(self._unanswered(rank, timeout_s, what))
+                        raise self.unanswered(rank, timeout_s, what)
                     else:
                         recorded = recorded or self._waits.begin(rank, len(self.by_rank) + 1)
                         self._warn_of_interrupted(rank)
@@ -347,9 +366,10 @@ class Connections:
             self.lose(rank)
         return bool(part)
 
-    def _unanswered(self, rank: int, timeout_s: float, what: str) -> str:
+    def unanswered(self, rank: int, timeout_s: float, what: str) -> TimeoutError:
+        """What is to be raised where a worker has not answered in time."""
         worker = self.by_rank[rank]
-        return (
+        return TimeoutError(
             f"{what}: worker {rank} ({worker.host}, pid {worker.pid}) has not answered for {timeout_s:g} s"
             f"{_process_state(worker)}.\n  Longer: init_master_worker(timeout=...)"
         )
@@ -429,15 +449,15 @@ class Connections:
     @contextlib.contextmanager
     def without_recovery(self) -> Iterator[None]:
         """Meanwhile this thread replaces no lost workers: what meets one is no step of the program, or replaces it."""
-        before, self._recovering = self._recovering, threading.get_ident()
+        before, self._own.recovering = self._in_recovery, True
         try:
             yield
         finally:
-            self._recovering = before
+            self._own.recovering = before
 
     @property
     def _in_recovery(self) -> bool:
-        return self._recovering == threading.get_ident()
+        return getattr(self._own, "recovering", False)
 
     def _cause(self, fault: wire.Fault, error: Exception) -> Exception:
         """What is to be raised of a fault: where lost workers are replaced, the loss that it follows from."""
@@ -526,6 +546,15 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
             return method(self, *args, **kwargs)
 
     return called  # type: ignore[return-value]
+
+
+def _category(warned: wire.Warned) -> type[Warning]:
+    """The class of a worker's warning, if the program here knows it; else the builtin one that it is of."""
+    module, _, name = warned.kind.rpartition(".")
+    for found in (getattr(sys.modules.get(module), name, None), getattr(builtins, warned.builtin, None)):
+        if isinstance(found, type) and issubclass(found, Warning):
+            return found
+    return UserWarning
 
 
 def has_ended(sock: socket.socket) -> bool:

@@ -6,9 +6,16 @@ and those that it returns stay there.
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import contextlib
 import io
+import queue
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import cloudpickle
@@ -16,7 +23,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from allranks._base import pickling
-from allranks._base.errors import UsageError
+from allranks._base.errors import UsageError, WorkerLost
+from allranks._base.threads import Daemon
 from allranks.remote.master.groups import Group
 from allranks.remote.protocol import wire
 from allranks.remote.protocol.faults import Given, given
@@ -26,24 +34,37 @@ from allranks.remote.torch_device.call_site import here
 from allranks.remote.torch_device.devices import place_of
 from allranks.remote.torch_device.handle import DeviceTarget, Driver, Handle, make
 
-__all__ = ["Future", "RemoteFunction"]
+__all__ = ["Future", "RemoteFunction", "Watcher"]
+
+_NAME = "remote function"
 
 
-class Future:
-    """What a function on a worker will return."""
+class Future(concurrent.futures.Future[Any]):
+    """What a function on a worker will return.
+
+    It is a ``concurrent.futures.Future``: `concurrent.futures.wait`, ``as_completed`` and ``asyncio.wrap_future`` take
+    it, and a coroutine can await it. What is queued cannot be taken back: ``cancel()`` returns False.
+    """
 
     def __init__(self, place: DeviceTarget, call: int, given: Sequence[Handle], held: Sequence[Handle]) -> None:
+        super().__init__()
         self._place = place
         self._call = call
         numbered = [*enumerate(given), *((-1 - number, each) for number, each in enumerate(held))]
         self._leaves = {number: each for number, each in numbered if _is_leaf(each)}
         self._number = 0
-        self._result: Any = None
+        self._answer: Any = None
         self._error: BaseException | None = None
-        self._done = False
+        self._answered = self._made = False
+        self._asking = threading.Lock()  # held by the thread that waits for the answer
+        self._watched = False
+        self._waiters = _Waiters(self)
 
     def __repr__(self) -> str:
-        return f"Future(on {self._place}, {'done' if self._done else 'queued'})"
+        return f"Future(on {self._place}, {'done' if super().done() else 'queued'})"
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.wrap_future(self).__await__()
 
     def result(self, timeout: float | None = None) -> Any:
         """Waits for what the function returns; its tensors are handles on the worker.
@@ -58,35 +79,108 @@ class Future:
             WorkerLost: the worker is gone.
             TimeoutError: it takes longer. The future can be asked again.
         """
-        if not self._done:
-            self._take(timeout)
+        self._place.master.connections.refuse_recording("the result of a function is waited for")
+        self._settle(timeout)
+        with self._asking:
+            if not self._made and self._error is None:
+                self._make()
+        if isinstance(self._error, WorkerLost) and self._watched:  # whose thread has not replaced the worker
+            raise self._place.master.connections.gone(self._error.rank, str(self._error))
         if self._error is not None:
             raise self._error
         return self._result
 
-    def _take(self, timeout: float | None) -> None:
-        place, connections = self._place, self._place.master.connections
-        connections.refuse_recording("the result of a function is waited for")
-        connections.check(place)
-        if not self._number:
-            self._number = connections.next_number()
-            connections.put(place, Command("result", self._number, {"call": self._call}))
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits, and returns what `result` would raise; None where that is nothing."""
+        self._settle(timeout)
         try:
-            answer = connections.wait(self._number, place.ranks[0], "remote function", timeout_s=timeout)
+            self.result()
+        except Exception as error:  # noqa: BLE001 - that is what it is asked for
+            return error
+        return None
+
+    def done(self) -> bool:
+        """Whether the function has returned, or raised. Does not wait."""
+        if not super().done() and not self._watched:
+            with contextlib.suppress(TimeoutError):
+                self._settle(0.0)
+        return super().done()
+
+    def running(self) -> bool:
+        """Whether it is not done: the worker comes to it, whatever happens."""
+        return not self.done()
+
+    def cancel(self) -> bool:
+        """Returns False: what is queued cannot be taken back."""
+        return False
+
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        """Has a function called with the future when it is done, by another thread; at once, if it is done already."""
+        super().add_done_callback(fn)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Has a thread wait for the answer."""
+        if not self._watched and not super().done():
+            self._watched = True
+            self._place.master.watch(self)
+
+    def _settle(self, timeout: float | None) -> None:
+        """Waits for the answer.
+
+        Raises:
+            TimeoutError: it does not come in time.
+        """
+        if self._answered:
+            return
+        connections = self._place.master.connections
+        began, patience = time.monotonic(), connections.timeout_s if timeout is None else timeout
+        if not self._asking.acquire(timeout=patience):
+            raise connections.unanswered(self._place.ranks[0], patience, _NAME)
+        try:
+            if self._answered:
+                return
+            self._ask(max(0.0, patience - (time.monotonic() - began)))
+        except TimeoutError:
+            raise connections.unanswered(self._place.ranks[0], patience, _NAME) from None
+        finally:
+            self._asking.release()
+        # Not while the lock is held: this calls callbacks, which ask for the result.
+        if self._error is None:
+            self.set_result(None)  # `result` makes it of the answer
+        else:
+            self.set_exception(self._error)
+
+    def _ask(self, timeout: float) -> None:
+        place, connections = self._place, self._place.master.connections
+        try:
+            connections.check(place)
+            if not self._number:
+                self._number = connections.next_number()
+                connections.put(place, Command("result", self._number, {"call": self._call}))
+            self._answer = connections.wait(self._number, place.ranks[0], _NAME, timeout_s=timeout)
         except TimeoutError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, result() raises it, also the next time
-            self._error, self._done = error, True
-            return
-        metas, pickled, leaves = answer
-        sigs = [signature(wire.dtype_of(dtype), shape, strides, bits) for dtype, shape, strides, _, bits in metas]
-        refs = connections.outbox.reserve(place.target, len(sigs))
-        connections.command(place, "keep", of=self._number, ids=[each.id for each in refs])
-        tensors = [make(place, sig, ref, meta[3]) for sig, ref, meta in zip(sigs, refs, metas, strict=True)]
-        self._add_gradients(dict(zip(leaves, tensors[len(tensors) - len(leaves) :], strict=True)))
-        result = cloudpickle.loads(pickled)
-        self._result = tree_map(lambda each: tensors[each.number] if isinstance(each, Given) else each, result)
-        self._done = True
+            self._error = error
+        self._answered = True
+
+    def _make(self) -> None:
+        """Makes the result of the answer: in the thread that asks, as the gradients come with it."""
+        place, connections = self._place, self._place.master.connections
+        metas, pickled, leaves = self._answer
+        self._made, self._answer = True, None
+        try:
+            connections.check(place)
+            sigs = [signature(wire.dtype_of(dtype), shape, strides, bits) for dtype, shape, strides, _, bits in metas]
+            refs = connections.outbox.reserve(place.target, len(sigs))
+            connections.command(place, "keep", of=self._number, ids=[each.id for each in refs])
+            tensors = [make(place, sig, ref, meta[3]) for sig, ref, meta in zip(sigs, refs, metas, strict=True)]
+            self._add_gradients(dict(zip(leaves, tensors[len(tensors) - len(leaves) :], strict=True)))
+            result = cloudpickle.loads(pickled)
+            self._result = tree_map(lambda each: tensors[each.number] if isinstance(each, Given) else each, result)
+        except Exception as error:  # noqa: BLE001 - also the next time
+            self._error = error
 
     def _add_gradients(self, found: dict[int, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -102,8 +196,51 @@ class Future:
 
     def __del__(self) -> None:
         connections = self._place.master.connections
-        if not self._number and not connections.closed:
+        if connections.closed:
+            return
+        if not self._number:
             connections.command(self._place, "drop", call=self._call)
+        elif not self._made and self._error is None:
+            connections.command(self._place, "keep", of=self._number, ids=None)
+
+
+class _Waiters(list[Any]):
+    """Where ``concurrent.futures`` puts what waits for a future: something must wait for its answer then."""
+
+    def __init__(self, future: Future) -> None:
+        super().__init__()
+        self._future = weakref.ref(future)
+
+    def append(self, waiter: Any) -> None:
+        super().append(waiter)
+        if (future := self._future()) is not None:
+            future._watch()
+
+
+class Watcher:
+    """Waits for the answers that futures' callbacks are to be called with: a thread for each worker, in order."""
+
+    def __init__(self) -> None:
+        self._queues: dict[int, queue.SimpleQueue[Future]] = {}
+        self._lock = threading.Lock()
+
+    def watch(self, future: Future) -> None:
+        """Waits for one more."""
+        rank = future._place.ranks[0]
+        with self._lock:
+            if rank not in self._queues:
+                self._queues[rank] = queue.SimpleQueue()
+                Daemon(target=self._work, args=(self._queues[rank],)).start()
+            self._queues[rank].put(future)
+
+    def _work(self, futures: queue.SimpleQueue[Future]) -> None:
+        while True:
+            future = futures.get()
+            while not future._answered:
+                connections = future._place.master.connections
+                with contextlib.suppress(TimeoutError), connections.without_recovery():
+                    future._settle(None)
+            del future
 
 
 class _Pickler(pickling.Pickler):
@@ -187,6 +324,8 @@ class RemoteFunction:
             "function": self._number,
             "tensors": [each._ref.id for each in tensors],
             "line": here(1),
+            # What replaces these here, as a notebook does, is to get what the function prints.
+            "prints_there": sys.stdout is not sys.__stdout__ or sys.stderr is not sys.__stderr__,
         }
         connections.outbox.put(place.target, wire.pack(Command("start", 0, arguments)), pickled)
         return Future(place, call, tensors, self._held)
@@ -201,6 +340,13 @@ def _place_on(on: Any) -> DeviceTarget:
 
 class Futures(list[Future]):
     """The futures of a group's workers."""
+
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        return asyncio.gather(*map(asyncio.wrap_future, self)).__await__()
+
+    def done(self) -> bool:
+        """Whether all are done."""
+        return all(each.done() for each in self)
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """Waits for all: their results, by the order of the ranks."""

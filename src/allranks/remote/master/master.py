@@ -17,7 +17,7 @@ from allranks._base.forks import follow
 from allranks._trace import memory
 from allranks.remote.master.connections import Connections, exclusive, has_ended
 from allranks.remote.master.device_table import DeviceTable
-from allranks.remote.master.functions import RemoteFunction
+from allranks.remote.master.functions import RemoteFunction, Watcher
 from allranks.remote.master.groups import Group
 from allranks.remote.master.keeping import Kept, NothingLeft
 from allranks.remote.master.losses import Losses, OnLost
@@ -42,6 +42,7 @@ class Master:
         self.devices = DeviceTable(self.connections, self)
         self.operators = OperatorCache(self.connections, self.devices)
         self.transfers = Transfers(self.connections, self.devices, self.operators)
+        self.watch = Watcher().watch
         self._losses = Losses(self.connections, self.devices, self._admit)
         self._recorded_in: Path | None = None
         # So that its waits are recorded from now on, and its workers with it, where a file is asked for.

@@ -18,7 +18,7 @@ from allranks.remote.protocol.arguments import Form
 __all__ = [
     "CALL", "CONJ", "ECHO", "ECHOED", "FREE", "HEAD", "LARGE", "LINE", "LINKING", "MESSAGE", "NEG", "ONLY_STRIDED",
     "SMALL",
-    "Answer", "Ask", "Command", "Define", "Fault", "Hold", "Message", "Meta", "Program",
+    "Answer", "Ask", "Command", "Define", "Fault", "Hold", "Message", "Meta", "Program", "Warned",
     "bits_of", "dtype_of", "frame", "pack", "pack_fault", "refuse_odd", "unpack", "unpack_fault",
 ]  # fmt: skip
 
@@ -126,10 +126,22 @@ class Fault(msgspec.Struct, array_like=True):
     pickled: bytes = b""
 
 
+class Warned(msgspec.Struct, array_like=True):
+    """A Python warning of a worker's: the master's line (by number), the warning's class and the builtin one that it is
+    of, and its text."""
+
+    line: int
+    kind: str
+    builtin: str
+    text: str
+
+
 class Answer(msgspec.Struct, array_like=True):
     number: int
     result: Any = None
     fault: Fault | None = None
+    warned: list[Warned] = []
+    printed: list[str] = []  # to stdout and stderr, by a function
 
 
 Message = Define | Ask | Hold | Command | Program

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import io
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -286,8 +289,21 @@ def _unpickle(worker: WorkerState, data: memoryview, tensors: list[int]) -> tupl
         LEAVES.clear()
 
 
-def start(worker: WorkerState, data: memoryview, call: int, function: int, tensors: list[int]) -> None:
-    """Runs one. Its result, or what it raised, is kept for `result`."""
+def start(
+    worker: WorkerState, data: memoryview, call: int, function: int, tensors: list[int], prints_there: bool
+) -> None:
+    """Runs one. Its result, or what it raised, is kept for `result`; and what it prints, if that is printed there."""
+    if not prints_there:
+        _run(worker, data, call, function, tensors)
+        return
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        _run(worker, data, call, function, tensors)
+    if out.tell() or err.tell():
+        worker.printed[call] = [out.getvalue(), err.getvalue()]
+
+
+def _run(worker: WorkerState, data: memoryview, call: int, function: int, tensors: list[int]) -> None:
     try:
         (args, kwargs), leaves = _unpickle(worker, data, tensors)
         made = worker.functions[function]
@@ -311,6 +327,7 @@ def result(worker: WorkerState, data: memoryview, call: int) -> Any:
     The last of these tensors are gradients, of those tensors of the call that the numbers name; below zero, those of
     the function.
     """
+    worker.printing = worker.printed.pop(call, [])
     outcome = worker.outcomes[call]
     if isinstance(outcome, wire.Fault):
         del worker.outcomes[call]
@@ -339,6 +356,8 @@ def forget(worker: WorkerState, data: memoryview, function: int) -> None:
 def drop(worker: WorkerState, data: memoryview, call: int) -> None:
     """Nobody wants the result any more; if it is a fault, somebody should."""
     outcome = worker.outcomes.pop(call, None)
+    for text, stream in zip(worker.printed.pop(call, []), (sys.stdout, sys.stderr), strict=False):
+        stream.write(text)
     if isinstance(outcome, wire.Fault):
         worker.unreported.append(outcome)
 

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import struct
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -140,14 +141,16 @@ class Interpreter(WorkerState):
 
     def answer(self, number: int, result: Any = None, fault: Fault | None = None) -> None:
         """Answers the master."""
-        self._send(wire.frame(Answer(number, result, fault)))
+        warned, self.warned = self.warned, []
+        printed, self.printing = self.printing, []
+        self._send(wire.frame(Answer(number, result, fault, warned, printed)))
 
     def _echo(self, number: int) -> None:
         """All before is done: sends the number back, and the faults that are not reported yet."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         faults, self.unreported = self.unreported, []
-        if faults:
+        if faults or self.warned:
             self.answer(number, faults)
         else:
             self._send(wire.ECHOED.pack(0, number))
@@ -403,6 +406,8 @@ def serve(context: WorkerContext) -> None:
     line = context.socket
 
     interpreter = Interpreter(context.rank, device, line.sendall, context)
+    warnings.simplefilter("default")  # what of it is shown the filters of the master's program decide
+    warnings.showwarning = interpreter.warn  # type: ignore[assignment]
     torch.set_grad_enabled(False)
     buffer, start, end = bytearray(_CHUNK), 0, 0
     while True:
@@ -414,7 +419,7 @@ def serve(context: WorkerContext) -> None:
             buffer.extend(bytes(need - len(buffer)))
         elif len(buffer) > 4 * _CHUNK and end < _CHUNK:
             buffer = buffer[:_CHUNK]
-        quiet = start == end and not interpreter.unreported and device.type == "cpu"
+        quiet = start == end and not (interpreter.unreported or interpreter.warned) and device.type == "cpu"
         count = _core.receive(line.fileno(), buffer, end, quiet)
         if count == 0:
             if interpreter.slices is not None:

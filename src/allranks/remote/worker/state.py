@@ -20,7 +20,7 @@ from allranks._trace.inspection import OF_WORKER
 from allranks.launch.ranks.function import pack_error
 from allranks.remote.protocol import wire
 from allranks.remote.protocol.faults import Poison, Poisoned
-from allranks.remote.protocol.wire import Fault, Meta
+from allranks.remote.protocol.wire import Fault, Meta, Warned
 from allranks.remote.worker.recording import CommandSlices
 from allranks.remote.worker.template import Slots, Template
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from allranks.remote.bootstrap.worker_context import WorkerContext
 
 __all__ = ["WorkerState", "describe"]
+
+_WARNINGS = 100  # that are passed on with one answer
 
 
 def _recorder(rank: int) -> _core.Recorder | None:
@@ -49,6 +51,9 @@ class WorkerState:
         context: its connection with the master, and its groups; None for a worker without any.
         slots: tensors, and poison, by id.
         unreported: faults that no answer has reported.
+        warned: Python's warnings that no answer has passed on.
+        printed: what functions have printed that the master prints, by call; to stdout and stderr.
+        printing: of that, what goes with the next answer.
         line: of the master's program that the next calls come from.
         answering: the number of the request that is being answered; 0 for none.
         kept: the results of a request, by its number, until the master says under which ids.
@@ -72,6 +77,9 @@ class WorkerState:
         self.context = context
         self.slots: Slots = {}
         self.unreported: list[Fault] = []
+        self.warned: list[Warned] = []
+        self.printed: dict[int, list[str]] = {}
+        self.printing: list[str] = []
         self.line = 0
         self.answering = 0
         self.kept: dict[int, list[Any]] = {}
@@ -160,6 +168,16 @@ class WorkerState:
         except Exception as another:  # noqa: BLE001 - of a class of the program's
             text = f"(its text cannot be had: {type(another).__name__})"
         return Fault(self.rank, self._faults, name, self.line, kind, text, "".join(frames), pickled)
+
+    def warn(self, message: Warning | str, category: type[Warning], *where: Any) -> None:
+        """Takes the place of ``warnings.showwarning``: the master gives its program the warning, with its next answer.
+
+        The line is that of the master's program: the one in torch, or in a function's file, tells little there.
+        """
+        builtin = next(each for each in category.__mro__ if each.__module__ == "builtins")
+        if len(self.warned) < _WARNINGS:
+            kind = f"{category.__module__}.{category.__qualname__}"
+            self.warned.append(Warned(self.line, kind, builtin.__name__, str(message)))
 
     def take(self, id: int) -> torch.Tensor:
         """A tensor by its id.
