@@ -14,10 +14,13 @@ import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
-from allranks._base.exit_codes import STOPPED, UNWRITABLE
+from allranks._base.errors import AllranksError
+from allranks._base.exit_codes import REFUSED, STOPPED, UNWRITABLE
+from allranks._base.system import refusal
 
 __all__ = [
     "ArgumentParser",
@@ -85,20 +88,33 @@ def end_process(code: int) -> NoReturn:
 
 
 def _run(name: str, command: Callable[[], int | Program]) -> int | Program:
-    ensure_standard_streams()
     with _ended_by_ctrl_c(name):
         try:
+            ensure_standard_streams()
             try:
                 ended = command()
             except SystemExit as error:  # argparse: help was given, or the arguments are wrong
                 ended = error.code if isinstance(error.code, int) else int(error.code is not None)
             if isinstance(ended, int):
                 put("")
+        except AllranksError:
+            raise
+        except (OSError, MemoryError) as error:
+            with contextlib.suppress(OSError):
+                what = f"the system refused what it asked for{_place_of(error)}"
+                print(f"{name}: error: {refusal(what, error)}", file=sys.stderr)
+            return REFUSED
         except _Unwritable as error:
             with contextlib.suppress(OSError):
                 print(f"{name}: error: cannot write to stdout: {error}", file=sys.stderr)
             return UNWRITABLE
         return ended
+
+
+def _place_of(error: BaseException) -> str:
+    """The line of this package that an error comes from."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if _PACKAGE in each.filename]
+    return f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
 class _Unwritable(Exception):
@@ -148,6 +164,7 @@ def has_colours(stream: Any) -> bool:
     return is_redrawable(stream) and not os.environ.get("NO_COLOR")
 
 
+_PACKAGE = f"{os.sep}allranks{os.sep}"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _collected: list[ArgumentParser] | None = None
 

@@ -119,6 +119,7 @@ class ConfigError(AllranksError, ValueError):
     Causes:
         - a variable such as ``RANK`` or ``MASTER_ADDR`` is missing or has a value that cannot be
         - an option of the command line, or a URL of ``init_method``, is wrong
+        - the system refuses what a job needs: open files (``ulimit -n``), memory, processes, room in ``/dev/shm``
 
     Remedy:
         The message has the variable, its value and an example (docs/launching.md). ``allranks env`` prints which

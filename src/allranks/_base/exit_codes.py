@@ -8,9 +8,10 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-__all__ = ["EXIT_CODES", "FOUND", "IDLE", "LOST", "SIGNAL", "STOPPED", "UNWRITABLE", "USAGE", "ExitCode"]
+__all__ = ["EXIT_CODES", "FOUND", "IDLE", "LOST", "REFUSED", "SIGNAL", "STOPPED", "UNWRITABLE", "USAGE", "ExitCode"]
 
 UNWRITABLE = 1
+REFUSED = 1
 FOUND = 1  # as grep's and diff's, the other way round: what was looked for is there
 USAGE = 2  # as argparse's
 IDLE = 124  # as timeout(1)'s
@@ -40,6 +41,7 @@ EXIT_CODES = (
     ExitCode("all", str(USAGE), "The command line or a setting is wrong: nothing was started."),
     ExitCode("all", str(STOPPED), "Ctrl-C."),
     ExitCode("all", str(UNWRITABLE), "Stdout cannot be written to, as on a full disk."),
+    ExitCode("all", str(REFUSED), "The system refused what the command needs: open files, memory, processes."),
     ExitCode(_JOBS, "the rank's", "The rank that failed first ended with this code: 1 after an exception."),
     ExitCode(_JOBS, f"{SIGNAL} + N", "That rank was killed by signal N, or the launcher got it: 137 is SIGKILL."),
     ExitCode(_JOBS, str(IDLE), "No rank wrote anything for as long as `--idle-timeout`."),

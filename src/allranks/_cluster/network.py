@@ -220,8 +220,11 @@ def _interfaces() -> list[_Interface]:
             except OSError:
                 continue  # it has no IPv4 address, or has just gone
             found.append(_Interface(name, ipaddress.IPv4Interface(f"{address}/{mask}")))
-    table = Path("/proc/net/if_inet6")
-    for line in table.read_text().splitlines() if table.exists() else ():
+    try:
+        table = Path("/proc/net/if_inet6").read_text()
+    except (FileNotFoundError, PermissionError):  # without IPv6, and in some sandboxes
+        table = ""
+    for line in table.splitlines():
         digits, _, prefix, scope, _, name = line.split()
         if int(scope, 16) == 0:  # global
             address6 = ipaddress.IPv6Address(int(digits, 16))

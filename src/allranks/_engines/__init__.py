@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from allranks._base.errors import ConfigError
+from allranks._base.system import refusals
 from allranks._cluster.env import DEFAULT_BACKEND
 from allranks._engines import registry
 from allranks._engines.spec import RECORD_BYTES, EngineSpec, Exchange, GroupSetup, Meeting
@@ -122,6 +123,9 @@ def make_engine(
         timeout_s: of every later call.
         parent: the group that ``exchange`` goes through, on every rank, or None.
         connect_s: of the connecting; None: as ``timeout_s``.
+
+    Raises:
+        ConfigError: the system has refused memory, a socket or the like.
     """
     engines = engines_of(backend)
     made: dict[str, Engine] = {}
@@ -129,7 +133,8 @@ def make_engine(
         for name in dict.fromkeys(engines.values()):
             once = _Once(name, exchange, len(members) == 1, timeout_s if connect_s is None else connect_s)
             setup = GroupSetup(rank, members, once, group_name, timeout_s, parent)
-            made[name] = _known(name, backend).make(setup)
+            with refusals(f"rank {rank} of {len(members)} cannot connect group '{group_name}' ({name})"):
+                made[name] = _known(name, backend).make(setup)
             once.call()
     except BaseException:
         for engine in made.values():

@@ -222,6 +222,8 @@ class Lineage:
             except (JoinError, PeerLostError, TimeoutError) as error:
                 trouble = error if isinstance(error, JoinError) else JoinError(str(error))
                 vain = vain + 1 if members == list(before) else 0
+                # Others may not have noticed yet that this cannot connect: that takes them so long.
+                timeout_s = max(self.timeout_s if timeout_s is None else timeout_s, 2 * _CONNECT_S)
             self.begin(decision)
             if engine is not None:
                 found = tuple(claim.member for claim in decision.claims)

@@ -20,6 +20,7 @@ from collections.abc import Mapping, MutableMapping
 from urllib.parse import parse_qs, urlsplit
 
 from allranks._base.errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError
+from allranks._base.system import refusals
 from allranks._cluster.env import read_int
 from allranks._cluster.network import machine, published_addresses
 from allranks._cluster.outer_job import leave_outer_job
@@ -53,8 +54,9 @@ _PROCESS = uuid.uuid4().hex  # with the pid, unlike the pid alone: no two proces
 
 def this_member(rank: int, world_size: int) -> Member:
     """This process, as it describes itself to the others."""
-    addresses = published_addresses() if world_size > 1 else ()
-    return Member(rank, os.getpid(), socket.gethostname(), machine(), world_size, addresses)
+    with refusals(f"rank {rank} cannot find out on which host it is"):
+        addresses = published_addresses() if world_size > 1 else ()
+        return Member(rank, os.getpid(), socket.gethostname(), machine(), world_size, addresses)
 
 
 def join(

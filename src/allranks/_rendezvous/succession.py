@@ -270,11 +270,14 @@ class Succession:
 
     def _judge(self, decision: Decision) -> Decision:
         me = self.claim
-        if decision.rank_of(me.seat, me.start) is None and (me.progress < 0 or (me.seat, me.start) not in decision.out):
+        # A newcomer, too: it was a member of a generation that did not connect. Nobody waits for it any more, and
+        # waiting for the next decision it would make each of them itself, about nobody, when the others have ended.
+        is_out = (me.seat, me.start) in decision.out
+        if decision.rank_of(me.seat, me.start) is None and not is_out:
             return decision
-        if all(claim.progress == NEWCOMER for claim in decision.claims):
+        if not is_out and all(claim.progress == NEWCOMER for claim in decision.claims):
             return decision  # the others have ended
-        if decision.rank_of(me.seat, me.start) is None:
+        if is_out:
             others = rank_list([claim.seat for claim in decision.claims])
             raise ExcludedError(
                 f"rank {me.seat} ({me.member.host}, pid {me.member.pid}): {others} went on without it, in generation"

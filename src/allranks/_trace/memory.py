@@ -9,12 +9,14 @@ import logging
 import mmap
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks._base.errors import NotInitializedError, UsageError
 from allranks._base.forks import Descriptor, forks, leak
+from allranks._base.system import refusal
 from allranks._trace.files import FileRecording, Owner
 from allranks._trace.reader import Reader, TraceError, memory_bytes
 
@@ -81,29 +83,44 @@ def create_memory(world_size: int) -> int:
 
 
 def recorder(rank: int = 0, world_size: int = 1, host: str = "") -> _core.Recorder | None:
-    """This process's recorder, which the first call makes; None if it is switched off (ALLRANKS_RECORD=0)."""
-    global _recorder, _reader, _made, _owner, _file, _kept, has_agent
+    """This process's recorder, which the first call makes.
+
+    None if it is switched off (ALLRANKS_RECORD=0), and where the system has no memory for it: the job goes on.
+    """
+    global _recorder, _reader, _made, _owner, _file
     with _lock:
         if _made != forks():
             _recorder, _reader, _made, _owner, _file = None, None, forks(), None, None
             if os.environ.get(RECORD_SWITCH, "1") == "0":
                 return None
-            from allranks import _core
-
-            given = _given(world_size)
-            has_agent = given is not None
-            fd, layout_size = given or (create_memory(world_size), world_size)
-            if not has_agent:
-                _kept = Descriptor(os.dup(fd))  # other ranks of this host find it in /proc
-            view = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-            # A forked child has no such mapping, and must not remove what it has there instead.
-            view.madvise(mmap.MADV_DONTFORK)
-            leak(view)
-            _recorder = _core.Recorder(fd, RECORDS, rank, world_size, layout_size, host)
-            _reader = Reader(view)
-            _owner = Owner(rank, world_size, layout_size, host)
-            _record_all(_recorder, _owner)
+            try:
+                _make(rank, world_size, host)
+            except (OSError, MemoryError) as error:
+                warnings.warn(refusal("calls are not recorded", error), RuntimeWarning, stacklevel=2)
         return None if _off else _recorder
+
+
+def _make(rank: int, world_size: int, host: str) -> None:
+    global _recorder, _reader, _owner, _kept, has_agent
+    from allranks import _core
+
+    given = _given(world_size)
+    has_agent = given is not None
+    fd, layout_size = given or (create_memory(world_size), world_size)
+    try:
+        view = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+    except BaseException:
+        os.close(fd)
+        raise
+    if not has_agent:
+        _kept = Descriptor(os.dup(fd))  # other ranks of this host find it in /proc
+    # A forked child has no such mapping, and must not remove what it has there instead.
+    view.madvise(mmap.MADV_DONTFORK)
+    leak(view)
+    _recorder = _core.Recorder(fd, RECORDS, rank, world_size, layout_size, host)
+    _reader = Reader(view)
+    _owner = Owner(rank, world_size, layout_size, host)
+    _record_all(_recorder, _owner)
 
 
 def _record_all(recorder: _core.Recorder, owner: Owner) -> None:

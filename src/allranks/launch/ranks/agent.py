@@ -318,7 +318,7 @@ class Agent:
 
     def _close_template(self) -> None:
         assert self._template is not None
-        if self._selector is not None:
+        if self._selector is not None and self._template.fd in self._selector.get_map():
             self._selector.unregister(self._template.fd)
         self._template.close()
         self._template = None

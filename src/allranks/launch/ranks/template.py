@@ -155,7 +155,10 @@ def _serve(sock: socket.socket, work: Iterator[object]) -> NewRank:
         for _ in work:
             if select.select([sock], [], [], 0)[0]:
                 break
-        data, fds, _, _ = socket.recv_fds(sock, _LARGEST, _MOST_FDS)
+        try:
+            data, fds, _, _ = socket.recv_fds(sock, _LARGEST, _MOST_FDS)
+        except OSError:  # the agent notices that this process is gone, and does without
+            os._exit(1)
         if not data:
             os._exit(0)
         for fd in fds:

@@ -1,0 +1,57 @@
+"""What the operating system refuses: open files, memory, processes, room on a disk.
+
+An ``OSError`` from deep inside tells its reader a number. `refusals` makes a `ConfigError` of it, that says what could
+not be done, and which limit to look at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+
+from allranks._base.errors import AllranksError, ConfigError
+
+__all__ = ["refusal", "refusals"]
+
+_ADVICE = {
+    errno.EMFILE: "This process has as many open files as it may: raise `ulimit -n`, or close some",
+    errno.ENFILE: "This host has as many open files as it may: `sysctl fs.file-max`",
+    errno.ENOMEM: "This host, or the limit of a cgroup or of `ulimit -v`, has no memory left",
+    errno.EAGAIN: "There are as many processes as there may be: `ulimit -u`, or the cgroup's pids.max",
+    errno.ENOSPC: "A file system, /dev/shm perhaps, or a limit of the kernel is full: `df -h`",
+    errno.EDQUOT: "This user has no room left on a file system: `quota`",
+    errno.EACCES: "Something does not permit it: permissions, or a sandbox such as SELinux",
+    errno.EPERM: "Something does not permit it: a limit of this user, or a sandbox such as seccomp",
+    errno.EADDRINUSE: "Another process uses the address, or all ports are in use: `ss -tlnp`",
+    errno.EROFS: "The file system is mounted for reading only",
+    errno.EIO: "A disk or a file system is faulty: `dmesg`",
+}
+
+
+def refusal(what: str, error: OSError | MemoryError) -> str:
+    """What could not be done, why, and where to look."""
+    if isinstance(error, MemoryError):
+        error = OSError(errno.ENOMEM, "out of memory")
+    why = (error.strerror or str(error)).lower()
+    path = f" ({error.filename})" if isinstance(error.filename, str) and error.filename else ""
+    advice = _ADVICE.get(error.errno or 0, "")
+    return f"{what}: {why}{path}" + (f".\n  {advice}" if advice else "")
+
+
+@contextlib.contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """Around what asks the system for something.
+
+    Args:
+        what: cannot be done then, as ``"group 'world' cannot be made"``.
+
+    Raises:
+        ConfigError: the system has refused something.
+    """
+    try:
+        yield
+    except AllranksError:  # some are an OSError, too
+        raise
+    except (OSError, MemoryError) as error:
+        raise ConfigError(refusal(what, error)) from error
