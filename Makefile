@@ -22,7 +22,7 @@ PIP := -q --disable-pip-version-check --no-compile -c constraints.txt
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BENCH_RUN = $(BENCH)/bin/python -m allranks bench
 
-.PHONY: train test python-tests quick check format coverage bench bench-mpi bench-programs mpi torchft trainers core-tests
+.PHONY: train test python-tests quick check format coverage injection bench bench-mpi bench-programs mpi torchft trainers core-tests
 .PHONY: docs torch-versions newest-torch aarch64 wheel clean
 
 train: $(VENV)/installed
@@ -62,6 +62,10 @@ format: $(VENV)/checkers
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $$(find core tests/core -name '*.cc' -o -name '*.h')
+
+# Each system call of a small job fails in turn (benchmarks/injection.py): about 40 minutes on two cores.
+injection: $(VENV)/installed
+	$(BIN)/python benchmarks/injection.py --json benchmarks/injection.json
 
 # The figures of the README and of docs/. BENCH_FLAGS="--budget 0.1" gives a quick look.
 bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed

@@ -21,6 +21,7 @@ from allranks._base.console import put
 from allranks._cluster.host import usable_cpus
 from allranks._engines.native.tuning import NEVER
 from allranks.tools.progress import Progress
+from allranks.tools.quiet import Window, judge
 from allranks.tools.tune import parse
 from allranks.tools.tune.choosing import Found, choose
 
@@ -41,14 +42,17 @@ class _Rank:
         self._found = Found(usable_cpus())
 
     def run(self) -> None:
+        window, began_s = Window(), time.process_time()
         with tempfile.TemporaryDirectory(prefix="allranks-tune-") as folder:
             for ranks in self._numbers():
                 self._meet(ranks, Path(folder))
                 if ranks <= max(8, self._found.cpus):
                     self._shoot(ranks, Path(folder))
                 allranks.barrier()
+            own_s = torch.tensor([time.process_time() - began_s], dtype=torch.float64)
+            allranks.all_reduce(own_s)
             if self._rank == 0:
-                self._tell()
+                self._tell(judge(window.end(own_s.item())))
             allranks.destroy_process_group()
 
     def _numbers(self) -> list[int]:
@@ -134,14 +138,21 @@ class _Rank:
         allranks.all_reduce(took, allranks.ReduceOp.MAX, group=group)
         return float(took)
 
-    def _tell(self) -> None:
+    def _tell(self, noise: Sequence[str]) -> None:
         table = choose(self._found)
         path: Path = self._options.output
         measured = {"meetings": self._found.meetings, "shots": self._found.shots}
         whole = {"tuning": table, "host": socket.gethostname(), "cpus": self._found.cpus, "measured_us": measured}
+        whole["noise"] = list(noise)
         path.write_text(json.dumps(whole, indent=1) + "\n")
         for name, value in table.items():
             put(f"{name:20} {'never' if value == NEVER else value}\n")
+        if noise:
+            print(
+                f"allranks tune: warning: {'; '.join(noise)}: what was found may be noise. Run it again where nothing"
+                " else runs",
+                file=sys.stderr,
+            )
         put(f"Written to {path}. To use it: export ALLRANKS_TUNING={path.resolve()}\n")
 
 

@@ -1,0 +1,54 @@
+"""System calls of a job fail, one in each run: the result is right, or there is a documented error, and nothing is left.
+
+benchmarks/injection.py describes the job and the verdicts; `make injection` lets all of them fail. One again:
+
+    python benchmarks/injection.py --only "rank1.0 recovery recvmsg 1 EMFILE" --keep
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SAMPLE = 40  # of about 3,000; half a second each
+SEED = 36
+FOUND = (
+    "rank1.0 recovery recvmsg 1 EMFILE",  # a replacement that waited for ever
+    "launcher before epoll_ctl 1 ENOMEM",
+    "launcher before recvmsg 1 ECONNRESET",
+    "launcher before pipe2 1 EMFILE",
+    "rank0.0 start socket 1 EMFILE",
+    "rank0.0 start open 1 EACCES",
+    "rank0.0 recovery bind 1 EADDRINUSE",
+    "rank2.1 start mmap 1 ENOMEM",
+)
+
+
+@pytest.fixture(scope="module")
+def injection() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        yield importlib.import_module("injection")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.mark.timeout(900)
+def test_system_calls_that_fail(injection: ModuleType) -> None:
+    with injection.Injection() as job:
+        possible = job.faults()
+        by_name = {str(fault): fault for fault in possible}
+        chosen = [by_name[name] for name in FOUND if name in by_name]
+        assert len(chosen) >= len(FOUND) - 1  # when a socket is asked for depends on time
+        chosen += random.Random(SEED).sample(possible, SAMPLE)
+        outcomes = list(job.run_all(chosen, at_once=1))
+    wrong = [f"{each.fault}: {each.reason}\n{each.output}" for each in outcomes if each.verdict == "WRONG"]
+    assert not wrong, "\n".join(wrong)
+    assert sum(each.verdict != "missed" for each in outcomes) >= 0.8 * len(chosen)
