@@ -227,9 +227,23 @@ class StoreServer:
             os.eventfd_write(self._wake.fileno(), 1)
 
     def start(self) -> StoreServer:
-        """Starts the thread that serves."""
-        self._thread = Daemon(target=self._run, name="allranks-store")
-        self._thread.start()
+        """Starts the thread that serves.
+
+        Raises:
+            OSError: the system has no thread, or no descriptor, for it.
+        """
+        self._selector = selectors.DefaultSelector()
+        try:
+            for listener in self._listeners:
+                listener.setblocking(False)
+            self._listen_to_strangers(True)
+            self._selector.register(self._wake, selectors.EVENT_READ)
+            thread = Daemon(target=self._run, name="allranks-store")
+            thread.start()
+        except BaseException:
+            self._selector.close()
+            raise
+        self._thread = thread
         return self
 
     def listen_to_other_hosts(self) -> list[str]:
@@ -268,11 +282,7 @@ class StoreServer:
         self.close()
 
     def _run(self) -> None:
-        with selectors.DefaultSelector() as self._selector:
-            for listener in self._listeners:
-                listener.setblocking(False)
-            self._listen_to_strangers(True)
-            self._selector.register(self._wake, selectors.EVENT_READ)
+        with self._selector:
             try:
                 self._take_given()
                 while self._stop_at is None:
@@ -377,8 +387,13 @@ class StoreServer:
             context = None if sock.family == socket.AF_UNIX else self._context
             tls = None if context is None else Tls(context, server_side=True)
             peer = _Peer(sock, name, Greeting(self._secret, os.urandom(NONCE)), time.monotonic(), tls)
+            try:
+                self._selector.register(sock, peer.events, peer)
+            except OSError as error:  # no memory: this one tries again, and the others are served
+                _log.warning("%s cannot serve %s: %s", self.address, name, error)
+                sock.close()
+                continue
             self._peers[peer] = self._strangers[peer] = None
-            self._selector.register(sock, peer.events, peer)
             self._read(peer)  # a real client has spoken by now, and is through before the next idle one comes
 
     def _evict(self) -> bool:
@@ -476,7 +491,10 @@ class StoreServer:
         events = selectors.EVENT_WRITE if peer.out else selectors.EVENT_READ
         if events != peer.events:
             peer.events = events
-            self._selector.modify(peer.sock, events, peer)
+            try:
+                self._selector.modify(peer.sock, events, peer)
+            except OSError as error:
+                self._drop(peer, str(error))
 
     def _refuse(self, peer: _Peer, error: ConfigError | TlsError) -> None:
         # Recorded before the answer is sent: whoever has read the answer finds the record.
@@ -501,7 +519,8 @@ class StoreServer:
         del self._peers[peer]
         self._strangers.pop(peer, None)
         self._table.forget(peer)
-        self._selector.unregister(peer.sock)
+        if peer.sock in self._selector.get_map():  # a change that failed has removed it
+            self._selector.unregister(peer.sock)
         peer.sock.close()
 
 

@@ -76,6 +76,12 @@ def launch(options: Options) -> int | Rank:
             options.trace.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make {str(options.trace)!r} (--trace): {error.strerror}") from None
+        # Of several launchers with the same command, another may have begun already.
+        if options.node in (None, 0) and any(options.trace.glob("rank-*.trace")):
+            options.reporter.remark(
+                f"--trace {options.trace}: it has files of another job. A timeline of the folder shows both; another"
+                " folder keeps them apart"
+            )
     check(options.target, "--" if options.reporter.name == "allranks run" else "--no-python")
     if options.iface:
         os.environ["ALLRANKS_IFACE"] = options.iface
