@@ -9,13 +9,12 @@ import os
 import signal
 import sys
 
-os.access("/inject/start", os.F_OK)  # tells injection.c, see there
-
 import torch
 
 import allranks as dist
 from allranks import checkpoint
 
+os.access("/inject/start", os.F_OK)  # tells injection.c, see there
 FOLDER, STEPS, LOST_AT, SAVED_AT = sys.argv[1], 8, 3, 5
 
 dist.init_process_group(timeout=10)

@@ -1,4 +1,4 @@
-"""System calls of a job fail, one in each run: the result is right, or there is a documented error, and nothing is left.
+"""System calls of a job fail, one in each run: a right result or a documented error, and nothing is left.
 
 benchmarks/injection.py describes the job and the verdicts; `make injection` lets all of them fail. One again:
 

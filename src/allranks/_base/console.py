@@ -101,7 +101,7 @@ def _run(name: str, command: Callable[[], int | Program]) -> int | Program:
             raise
         except (OSError, MemoryError) as error:
             with contextlib.suppress(OSError):
-                what = f"the system refused what it asked for{_place_of(error)}"
+                what = f"the system refused a request{_place_of(error)}"
                 print(f"{name}: error: {refusal(what, error)}", file=sys.stderr)
             return REFUSED
         except _Unwritable as error:

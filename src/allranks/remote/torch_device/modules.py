@@ -1,12 +1,12 @@
 """Modules that move between the master and its workers keep their parameters, as those do that move to a GPU.
 
 torch changes the data of a parameter that moves to CUDA and leaves the object; where that cannot be it makes another,
-which unties weights that are shared and leaves optimisers behind with the old ones, both without a word.
+which unties weights that are shared and leaves optimizers behind with the old ones, both without a word.
 
 Here the two objects are swapped (`torch.utils.swap_tensors`). That is impossible where something else holds the
 parameter: a graph that has not run backward, or a weak reference, as those of exported modules. The module gets new
 parameters then, shared where the old ones were, and whoever still uses an old one gets an error: a backward that would
-give it a gradient, and an optimiser that would step it.
+give it a gradient, and an optimizer that would step it.
 """
 
 from __future__ import annotations
@@ -121,14 +121,14 @@ def _replacement(old: Any, new: Any) -> Any:
 def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """
     Raises:
-        RuntimeError: an optimiser would step a parameter that is no module's any more.
+        RuntimeError: an optimizer would step a parameter that is no module's any more.
     """
     for group in optimizer.param_groups:
         for each in group["params"]:
             if each in _replaced:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} has a parameter that a module left on {each.device} when it moved to"
-                    f" {_replaced[each].device}: a graph or a weak reference held it. Make the optimiser when the"
+                    f" {_replaced[each].device}: a graph or a weak reference held it. Make the optimizer after the"
                     " module has moved"
                 )
 
