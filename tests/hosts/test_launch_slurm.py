@@ -54,6 +54,21 @@ def test_salloc_fans_out(job: Jobs) -> None:
     assert (done.code, said(done)) == (0, ["4 0 0 node0", "4 1 1 node0", "4 2 0 node1", "4 3 1 node1"]), done
 
 
+HETEROGENEOUS = ("salloc", "-N1", "-n1", ":", "-N1", "-n2")
+
+
+def test_a_heterogeneous_allocation_is_one_job(job: Jobs) -> None:
+    """Whose components may differ in kind and size of their nodes."""
+    done = finish(job.start_any(0, *HETEROGENEOUS, *RUN, job.write(MEET), torch=True))
+    assert (done.code, said(done)) == (0, ["3 0 0 node0", "3 1 0 node1", "3 2 1 node1"]), done
+
+
+def test_tasks_of_a_heterogeneous_step_are_ranks(job: Jobs) -> None:
+    srun = ("srun", "--het-group=0,1", sys.executable, job.write(MEET))
+    done = finish(job.start_any(0, *HETEROGENEOUS, *srun, torch=True))
+    assert (done.code, said(done)) == (0, ["3 0 - node0", "3 1 - node1", "3 2 - node1"]), done
+
+
 def test_the_hosts_are_whole_however_little_a_task_was_to_have(job: Jobs) -> None:
     """What sbatch leaves for srun would cut the agent, which is one task, to the CPUs of one rank."""
     shown = 'echo "$RANK: $SLURM_CPUS_ON_NODE here, $SLURM_CPUS_PER_TASK each"'

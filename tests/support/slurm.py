@@ -41,8 +41,8 @@ MpiDefault=none
 MpiParams=ports=20000-20999
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-SchedulerType=sched/builtin
-SchedulerParameters=batch_sched_delay=0,sched_interval=1
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 SwitchType=switch/none
 ReturnToService=2
 KillWait=2

@@ -5,6 +5,7 @@ Source: srun(1) and sbatch(1). Tried for real.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -75,14 +76,27 @@ def _find_allocation(environ: Environ, launcher: bool) -> LaunchContext | None:
         return None
     if not launcher:
         return _alone(read, "SLURM_NTASKS", "srun python train.py, or allranks run train.py")
-    read.require("SLURM_JOB_ID", "SLURM_JOB_NODELIST")
-    names = expand_hosts(read.text("SLURM_JOB_NODELIST", "Its nodes."), "SLURM_JOB_NODELIST")
-    per_node = read.text("SLURM_TASKS_PER_NODE", "How many tasks each is meant for.")
-    counts: list[int | None] = [*expand_counts(per_node, "SLURM_TASKS_PER_NODE")] if per_node else []
+    groups = _het_groups(environ) or [""]
+    read.require("SLURM_JOB_ID", *(f"SLURM_JOB_NODELIST{group}" for group in groups))
+    hosts = tuple(host for group in groups for host in _hosts_of(read, group))
+    return allocation_of(read, "slurm", hosts=hosts, remote_commands=("srun",), job=job)
+
+
+def _het_groups(environ: Mapping[str, str]) -> list[str]:
+    """The endings of the variables of a heterogeneous job's components; none of another job."""
+    size = environ.get("SLURM_HET_SIZE", "")
+    return [f"_HET_GROUP_{number}" for number in range(int(size))] if size.isdecimal() else []
+
+
+def _hosts_of(read: Reader, group: str) -> list[Slots]:
+    """The nodes of an allocation, or of one component of it."""
+    nodelist, tasks = f"SLURM_JOB_NODELIST{group}", f"SLURM_TASKS_PER_NODE{group}"
+    names = expand_hosts(read.text(nodelist, "Its nodes."), nodelist)
+    per_node = read.text(tasks, "How many tasks each is meant for.")
+    counts: list[int | None] = [*expand_counts(per_node, tasks)] if per_node else []
     if len(counts) != len(names):
         counts = [None] * len(names)
-    hosts = tuple(Slots(name, count) for name, count in zip(names, counts, strict=True))
-    return allocation_of(read, "slurm", hosts=hosts, remote_commands=("srun",), job=job)
+    return [Slots(name, count) for name, count in zip(names, counts, strict=True)]
 
 
 def _alone(read: Reader, tasks: str, instead: str) -> LaunchContext | None:
@@ -96,14 +110,26 @@ def _alone(read: Reader, tasks: str, instead: str) -> LaunchContext | None:
 
 
 def _srun(hosts: Sequence[Slots], agent: Sequence[str]) -> list[list[str]]:
-    """The command that starts an agent on each of an allocation's hosts.
+    """The command that starts an agent on each of an allocation's hosts; one for each component that has some.
 
     All CPUs and all memory of the allocation are the agent's to share out; a step that runs already, as that of an
     interactive shell, does not count.
     """
-    count, names = str(len(hosts)), ",".join(host.name for host in hosts)
-    options = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", names]
-    return [["srun", *options, "--overlap", "--cpu-bind=none", "--mem=0", "--input=none", "--quiet", *agent]]
+    component = {
+        name: number
+        for number, group in enumerate(_het_groups(os.environ))
+        for name in expand_hosts(os.environ.get(f"SLURM_JOB_NODELIST{group}", ""), "SLURM_JOB_NODELIST")
+    }
+    commands = []
+    for number in sorted({component.get(host.name, -1) for host in hosts}):
+        there = [host.name for host in hosts if component.get(host.name, -1) == number]
+        count = str(len(there))
+        options = [] if number < 0 else [f"--het-group={number}"]
+        options += ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(there)]
+        commands.append(
+            ["srun", *options, "--overlap", "--cpu-bind=none", "--mem=0", "--input=none", "--quiet", *agent]
+        )
+    return commands
 
 
 def _srun_environ(environ: Mapping[str, str]) -> dict[str, str]:
