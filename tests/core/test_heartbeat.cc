@@ -322,7 +322,8 @@ void run(uint64_t seed) {
         const Node& s = net.node(host);
         CHECK(s.verdict.has_value());
         // Those that left on the way, and those that were stopped, excuse a delay.
-        if (net.left.empty() && stop == 0 && net.lost.size() == 1) CHECK(s.condemned_ns - net.failed_ns < kSilentNs + 3'000 * kMs);
+        if (net.left.empty() && stop == 0 && net.lost.size() == 1)
+          CHECK(s.condemned_ns - net.failed_ns < kSilentNs + 3'000 * kMs);
       }
     }
   }
