@@ -17,7 +17,7 @@ __all__ = ["refusal", "refusals"]
 _ADVICE = {
     errno.EMFILE: "This process has as many open files as it may: raise `ulimit -n`, or close some",
     errno.ENFILE: "This host has as many open files as it may: `sysctl fs.file-max`",
-    errno.ENOMEM: "This host, or the limit of a cgroup or of `ulimit -v`, has no memory left",
+    errno.ENOMEM: "No memory is left on this host, in the job's cgroup, or below `ulimit -v`",
     errno.EAGAIN: "There are as many processes as there may be: `ulimit -u`, or the cgroup's pids.max",
     errno.ENOSPC: "A file system, /dev/shm perhaps, or a limit of the kernel is full: `df -h`",
     errno.EDQUOT: "This user has no room left on a file system: `quota`",

@@ -11,6 +11,7 @@ give it a gradient, and an optimizer that would step it.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -102,8 +103,7 @@ def _replacement(old: Any, new: Any) -> Any:
     """What takes the place of a parameter that something else holds: for all modules that share it, the same."""
     if old in _replaced and _replaced[old].device == new.device:
         return _replaced[old]
-    if not len(_replaced):
-        register_optimizer_step_pre_hook(_refuse_replaced)
+    _watch_optimizers()
     where = f"a parameter has moved from {old.device} to {new.device}"
 
     def refuse(grad: Any) -> None:
@@ -116,6 +116,12 @@ def _replacement(old: Any, new: Any) -> Any:
         old.register_hook(refuse)
     _replaced[old] = new
     return new
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Has each step of each optimizer checked, from the first parameter on that was replaced: others cost nothing."""
+    register_optimizer_step_pre_hook(_refuse_replaced)
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
