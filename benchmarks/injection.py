@@ -148,9 +148,9 @@ class Injection:
         if (folder / "done").exists():
             verdict, reason = judge(done, left, (fault.role, fault.call) == ("launcher", "write"))
         else:
-            verdict, reason = "missed", ""
-            if judge(done, left)[0] == "WRONG":
-                verdict, reason = judge(done, left)
+            verdict, reason = judge(done, left)
+            if verdict != "WRONG":
+                verdict, reason = "missed", ""
         if keep:
             shutil.rmtree("injection-kept", ignore_errors=True)
             shutil.copytree(folder, "injection-kept")
