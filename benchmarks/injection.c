@@ -209,6 +209,15 @@ static int on_disk(int fd) {
   return fstat(fd, &found) == 0 && S_ISREG(found.st_mode);
 }
 
+// What cpuinfo reads, a part of torch, which crashes where that fails.
+static int of_cpuinfo(const char *path) { return strncmp(path, "/sys/devices/system/cpu/", 24) == 0; }
+
+static int reads_cpuinfo(int fd) {
+  char link[32], path[64] = "";
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  return readlink(link, path, sizeof path - 1) > 0 && of_cpuinfo(path);
+}
+
 static int of_imports(const char *path) {
   const size_t size = strlen(path);
   const char *endings[] = {".py", ".pyc", ".so", ".pth", ".zip", ".cfg"};
@@ -216,8 +225,7 @@ static int of_imports(const char *path) {
     const size_t own = strlen(endings[i]);
     if (size >= own && strcmp(path + size - own, endings[i]) == 0) return 1;
   }
-  // What cpuinfo reads, a part of torch, which crashes where the second reading fails.
-  return strstr(path, "/lib/python3") != NULL || strncmp(path, "/sys/devices/system/cpu/", 24) == 0;
+  return strstr(path, "/lib/python3") != NULL || of_cpuinfo(path);
 }
 
 #define OPEN(name)                                                               \
@@ -304,7 +312,7 @@ ssize_t write(int fd, const void *data, size_t size) {
 }
 
 ssize_t read(int fd, void *data, size_t size) {
-  HALF("read", size);
+  if (!reads_cpuinfo(fd)) HALF("read", size);
   return ((ssize_t(*)(int, void *, size_t))next("read"))(fd, data, size);
 }
 

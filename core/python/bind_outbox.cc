@@ -200,14 +200,14 @@ nb::object reserve(nb::handle self, int target, size_t count) {
   return filled_list(self, outbox, target, ids.all(), std::move(blanks));
 }
 
-void put(Outbox& outbox, int target, nb::bytes head, nb::object payload) {
+void put(Outbox& outbox, int target, nb::bytes head, nb::object payload, bool bulk) {
   WaitingCaller caller;
-  if (payload.is_none()) return outbox.put(target, view(head), {}, caller);
-  if (PyBytes_Check(payload.ptr())) return outbox.put(target, view(head), view(payload), caller);
+  if (payload.is_none()) return outbox.put(target, view(head), {}, bulk, caller);
+  if (PyBytes_Check(payload.ptr())) return outbox.put(target, view(head), view(payload), bulk, caller);
   // The stable interface knows buffers from 3.11 on; nanobind reads them, and arrays of all kinds, in 3.10 too.
   nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu> array;
   if (!nb::try_cast(payload, array)) throw nb::type_error("a payload is bytes, or a contiguous buffer on the CPU");
-  outbox.put(target, view(head), {static_cast<const std::byte*>(array.data()), array.nbytes()}, caller);
+  outbox.put(target, view(head), {static_cast<const std::byte*>(array.data()), array.nbytes()}, bulk, caller);
 }
 
 nb::object view_as(nb::handle ref, int target) {
@@ -235,7 +235,8 @@ void bind_class(nb::module_& m) {
       .def("call", call, nb::arg("target"), nb::arg("line"), nb::arg("template"), nb::arg("inputs"), nb::arg("outputs"),
            nb::arg("values").none() = nb::none(), "Queues a call; a Ref, a list of more, or None, as it has outputs.")
       .def("reserve", reserve, nb::arg("target"), nb::arg("count"), "Refs of which no frame tells.")
-      .def("put", put, nb::arg("target"), nb::arg("head"), nb::arg("payload").none() = nb::none(), "Queues a message.")
+      .def("put", put, nb::arg("target"), nb::arg("head"), nb::arg("payload").none() = nb::none(),
+           nb::arg("bulk") = false, "Queues a message; bulk: beside the limit of the others, up to 1 GiB for a worker.")
       .def(
           "view", [](const Outbox&, nb::handle ref, int target) { return view_as(ref, target); }, nb::arg("ref"),
           nb::arg("target"), "The same id as of some of its workers; it keeps the Ref alive.")

@@ -145,7 +145,7 @@ void Outbox::drop(Worker& w, std::unique_lock<std::mutex>& lock) {
   while (w.sending) changed_.wait(lock);
   waiters_--;
   w.queue.clear();
-  w.pending = 0;
+  w.pending = w.bulk = 0;
   w.full = false;
   urgent_ = true;  // the thread may be polling it
   changed_.notify_all();
@@ -174,7 +174,7 @@ void Outbox::call(int target, uint32_t line, uint16_t code, std::span<const uint
   if (code < kFirstTemplate) throw std::invalid_argument("no template has the number " + std::to_string(code));
   Hold hold(*this);
   existing(target);
-  if (open_ != target || !has_room_) wait_for_room(target, hold, caller);
+  if (open_ != target || !has_room_) wait_for_room(target, false, hold, caller);
   const bool told = open_ == target && line_ == line;
   tell_frees(target);
   if (!told) tell_line(target, line);
@@ -210,7 +210,8 @@ void Outbox::free(int target, uint32_t id) noexcept {
   if (ring) eventfd_write(bell_.get(), 1);
 }
 
-void Outbox::put(int target, std::span<const std::byte> head, std::span<const std::byte> payload, Caller& caller) {
+void Outbox::put(int target, std::span<const std::byte> head, std::span<const std::byte> payload, bool bulk,
+                 Caller& caller) {
   const size_t length = head.size() + payload.size();
   if (length > kLongestMessage) {
     throw std::invalid_argument("a message of " + std::to_string(length) + " bytes: at most " +
@@ -226,26 +227,30 @@ void Outbox::put(int target, std::span<const std::byte> head, std::span<const st
   }
   Hold hold(*this);
   existing(target);
-  wait_for_room(target, hold, caller);
+  bulk = bulk && large;
+  wait_for_room(target, bulk, hold, caller);
   tell_frees(target);
   if (!large) {
     write_message(extend(target, bytes), head, payload);
     return;
   }
   seal();
-  enqueue(target, {std::move(large), 0, bytes});
+  enqueue(target, {.memory = std::move(large), .begin = 0, .end = bytes, .bulk = bulk});
   urgent_ = true;
 }
 
 // Frames of one target's workers that are full wait here, in their caller. Nothing of the call has been queued.
-void Outbox::wait_for_room(int target, Hold& hold, Caller& caller) {
+void Outbox::wait_for_room(int target, bool bulk, Hold& hold, Caller& caller) {
   const auto over = [&](size_t limit) {
     const auto& numbers = targets_[static_cast<size_t>(target)].workers;
-    return std::any_of(numbers.begin(), numbers.end(),
-                       [&](int number) { return workers_[static_cast<size_t>(number)].pending > limit; });
+    return std::any_of(numbers.begin(), numbers.end(), [&](int number) {
+      const Worker& w = workers_[static_cast<size_t>(number)];
+      return (bulk ? w.bulk : w.pending - w.bulk) > limit;
+    });
   };
-  if (!over(limit_bytes_)) {
-    has_room_ = true;
+  const size_t most = bulk ? kMostBulk : limit_bytes_;
+  if (!over(most)) {
+    has_room_ = !bulk;
     return;
   }
   sweep();  // others' frames are not to wait with us
@@ -253,7 +258,7 @@ void Outbox::wait_for_room(int target, Hold& hold, Caller& caller) {
   hold.let_go();  // which rings
   caller.release();
   hold.lock.lock();
-  const auto ready = [&] { return closed_ || !over(limit_bytes_ / 2); };
+  const auto ready = [&] { return closed_ || !over(most / 2); };
   bool interrupted = false;
   while (!interrupted && !ready()) {
     waiters_++;
@@ -301,6 +306,7 @@ void Outbox::enqueue(int target, const Piece& piece) {
     Worker& w = workers_[static_cast<size_t>(number)];
     if (w.gone()) continue;
     w.pending += piece.end - piece.begin;
+    if (piece.bulk) w.bulk += piece.end - piece.begin;
     w.append(w.full && piece.end - piece.begin <= kShort ? w.copy(piece) : piece);
   }
 }
@@ -365,7 +371,7 @@ uint32_t Outbox::take_id() {
 void Outbox::echo(int target, uint32_t number, Caller& caller) {
   Hold hold(*this);
   existing(target);
-  wait_for_room(target, hold, caller);
+  wait_for_room(target, false, hold, caller);
   tell_frees(target);
   write(write(extend(target, sizeof kEcho + sizeof number), kEcho), number);
   sweep();
@@ -420,7 +426,7 @@ void Outbox::send_some(Worker& w, std::unique_lock<std::mutex>& lock) {
     }
     w.failure = error;
     w.queue.clear();
-    w.pending = 0;
+    w.pending = w.bulk = 0;
     return;
   }
   w.sent += static_cast<uint64_t>(n);
@@ -430,6 +436,7 @@ void Outbox::send_some(Worker& w, std::unique_lock<std::mutex>& lock) {
     const size_t part = std::min(rest, piece.end - piece.begin);
     piece.begin += part;
     rest -= part;
+    if (piece.bulk) w.bulk -= part;
     if (piece.begin == piece.end) w.queue.pop_front();
   }
 }

@@ -41,6 +41,7 @@ namespace allranks {
 class Outbox {
  public:
   static constexpr uint16_t kFirstTemplate = 16;
+  static constexpr size_t kMostBulk = size_t{1} << 30;  // pending for one worker
 
   // delay_ns: how long a frame may wait for others. limit_bytes: from how many on callers wait for a worker.
   Outbox(int64_t delay_ns, size_t chunk_bytes, size_t limit_bytes);
@@ -61,7 +62,9 @@ class Outbox {
   void reserve(int target, std::span<uint32_t> ids);
   // The id's last use has been queued: it is free for others behind the FREE that goes with the target's next frame.
   void free(int target, uint32_t id) noexcept;
-  void put(int target, std::span<const std::byte> head, std::span<const std::byte> payload, Caller& caller);
+  // With bulk set, the message does not count for the limit of the others: it waits only for kMostBulk bytes of its
+  // kind, so a caller can leave a large tensor to a worker that is busy, and go on queueing calls for it.
+  void put(int target, std::span<const std::byte> head, std::span<const std::byte> payload, bool bulk, Caller& caller);
 
   // Asks each worker of the target to send the number back when it has done all before, and flushes.
   void echo(int target, uint32_t number, Caller& caller);
@@ -83,11 +86,13 @@ class Outbox {
     Memory memory;
     size_t begin;
     size_t end;
+    bool bulk = false;
   };
   struct Worker {
     int fd = -1;
     std::deque<Piece> queue;
     size_t pending = 0;    // bytes in the queue
+    size_t bulk = 0;       // of these, bytes of bulk messages
     uint64_t sent = 0;     // bytes
     int64_t line = -1;     // that it has been told; -1: none
     int failure = 0;       // errno
@@ -112,7 +117,7 @@ class Outbox {
   Target& existing(int number);
 
   // All with lock_ held.
-  void wait_for_room(int target, Hold& hold, Caller& caller);
+  void wait_for_room(int target, bool bulk, Hold& hold, Caller& caller);
   std::byte* extend(int target, size_t bytes);
   void seal();
   void enqueue(int target, const Piece& piece);

@@ -200,7 +200,7 @@ TEST(each_worker_gets_its_frames_in_the_programs_order) {
     for (const auto& [target, id] : alive) outbox.free(target, id);
     CHECK(outbox.live() == 0 && outbox.calls() == 5000);
     outbox.flush(nobody);
-    outbox.put(targets[3], bytes_of("end"), {}, nobody);
+    outbox.put(targets[3], bytes_of("end"), {}, false, nobody);
     for (auto& thread : threads) thread->join();
     for (size_t i = 0; i < 3; i++) {
       CHECK(heard[i] == said[i]);
@@ -245,7 +245,7 @@ TEST(the_thread_sends_what_is_old_and_what_is_much) {
     Outbox outbox(kSoon, kRoomy, kRoomy);
     Workers workers(outbox, 1);
     const int target = outbox.target({0});
-    outbox.put(target, bytes_of("a"), {}, nobody);
+    outbox.put(target, bytes_of("a"), {}, false, nobody);
     CHECK(workers.readers[0].expect(1).payload == "a");
     std::vector<uint32_t> ids(1);
     outbox.reserve(target, ids);
@@ -256,10 +256,10 @@ TEST(the_thread_sends_what_is_old_and_what_is_much) {
   Outbox outbox(kNever, 1024, kRoomy);
   Workers workers(outbox, 1);
   const int target = outbox.target({0});
-  outbox.put(target, bytes_of("small"), {}, nobody);
+  outbox.put(target, bytes_of("small"), {}, false, nobody);
   CHECK(outbox.pending(0) == 11 && workers.readers[0].nothing());
   const std::string large(1 << 18, 'x');  // more than a socket takes, which nobody flushes
-  outbox.put(target, bytes_of("head"), bytes_of(large), nobody);
+  outbox.put(target, bytes_of("head"), bytes_of(large), false, nobody);
   CHECK(workers.readers[0].expect(1).payload == "small");
   CHECK(workers.readers[0].expect(1).payload == "head" + large);
   for (uint32_t i = 0; i < 100; i++) call(outbox, target, 1, 0, i);
@@ -278,17 +278,17 @@ TEST(a_worker_that_does_not_read_holds_up_no_other) {
     constexpr int kMany = 40'000;  // 20 MB, of which a socket takes a part
     std::atomic<int> put = 0;
     Background caller(outbox, [&] {
-      for (int i = 0; i < kMany; i++, put++) outbox.put(slow, bytes_of(text), {}, nobody);
+      for (int i = 0; i < kMany; i++, put++) outbox.put(slow, bytes_of(text), {}, false, nobody);
     });
     until([&] { return outbox.pending(0) > 1 << 15; });
     int before = -1;
     until([&] { return std::exchange(before, put.load()) == put.load() && put.load() > 0; });
-    outbox.put(quick, bytes_of("quick"), {}, nobody);
+    outbox.put(quick, bytes_of("quick"), {}, false, nobody);
     CHECK(workers.readers[1].expect(1).payload == "quick");
     // A flush of what cannot be sent is no wait either.
     outbox.flush(nobody);
-    Background group(outbox, [&] { outbox.put(both, bytes_of("both"), {}, nobody); });
-    outbox.put(quick, bytes_of("again"), {}, nobody);
+    Background group(outbox, [&] { outbox.put(both, bytes_of("both"), {}, false, nobody); });
+    outbox.put(quick, bytes_of("again"), {}, false, nobody);
     const bool early = workers.readers[1].expect(1).payload == "both";  // it came just under the limit
     if (early) CHECK(workers.readers[1].expect(1).payload == "again");
     CHECK(put < kMany);
@@ -301,11 +301,38 @@ TEST(a_worker_that_does_not_read_holds_up_no_other) {
     }
     caller.join();
     group.join();
-    outbox.put(quick, bytes_of("last"), {}, nobody);
+    outbox.put(quick, bytes_of("last"), {}, false, nobody);
     CHECK(workers.readers[1].expect(1).payload == (early ? "last" : "both"));
     until([&] { return outbox.pending(0) == 0; });
     CHECK(outbox.sent(0) == kMany * (6 + text.size()) + 6 + 4);
   }
+}
+
+TEST(bulk_messages_let_calls_pass_the_limit) {
+  constexpr size_t kLimit = 1 << 16;
+  Outbox outbox(kSoon, 1024, kLimit);
+  Workers workers(outbox, 1);
+  const int target = outbox.target({0});
+  const std::string large(4 << 20, 'x');
+  // The worker reads nothing, and the caller is in the thread of the test: any wait would last for ever.
+  for (int i = 0; i < 3; i++) outbox.put(target, bytes_of("head"), bytes_of(large), true, nobody);
+  for (uint32_t i = 0; i < 100; i++) call(outbox, target, 1, 0, i);
+  outbox.put(target, bytes_of("small"), {}, true, nobody);
+  CHECK(outbox.pending(0) > large.size() * 2);
+  std::atomic<bool> passed = false;
+  const std::string text(kLimit / 2, 'y');
+  Background caller(outbox, [&] {
+    for (int i = 0; i < 4; i++) outbox.put(target, bytes_of(text), {}, false, nobody);
+    passed = true;
+  });
+  for (int i = 0; i < 3; i++) CHECK(workers.readers[0].expect(1).payload == "head" + large);
+  CHECK(workers.readers[0].expect(2).words[0] == 1);
+  for (uint32_t i = 0; i < 100; i++) workers.readers[0].expect(kSequenced);
+  CHECK(workers.readers[0].expect(1).payload == "small");
+  for (int i = 0; i < 4; i++) CHECK(workers.readers[0].expect(1).payload == text);
+  caller.join();
+  CHECK(passed);
+  until([&] { return outbox.pending(0) == 0; });
 }
 
 TEST(a_lost_worker_blocks_nobody) {
@@ -314,7 +341,7 @@ TEST(a_lost_worker_blocks_nobody) {
   const int both = outbox.target({0, 1});
   const std::string text(1 << 20, 'x');
   Background caller(outbox, [&] {
-    for (uint32_t i = 0; i < 3; i++) outbox.put(both, bytes_of(text), {}, nobody);
+    for (uint32_t i = 0; i < 3; i++) outbox.put(both, bytes_of(text), {}, false, nobody);
     call(outbox, both, 7, 0, 0);
   });
   CHECK(workers.readers[1].expect(1).payload == text);
@@ -340,7 +367,7 @@ TEST(a_broken_socket_is_a_failure) {
   const int both = outbox.target({0, 1});
   workers.readers.erase(workers.readers.begin());
   for (uint32_t i = 0; i < 1000; i++) {  // more than the limit
-    outbox.put(both, bytes_of(std::string(100, 'x')), {}, nobody);
+    outbox.put(both, bytes_of(std::string(100, 'x')), {}, false, nobody);
     CHECK(workers.readers[0].expect(1).payload.size() == 100);
   }
   CHECK(outbox.failure(0) == EPIPE && outbox.failure(1) == 0 && outbox.pending(0) == 0);
@@ -352,7 +379,7 @@ TEST(an_outbox_closes_with_what_is_pending) {
   const int target = outbox.target({0});
   const uint32_t id = call(outbox, target, 1, 0, 0);
   Background caller(outbox, [&] {
-    for (;;) outbox.put(target, bytes_of(std::string(1000, 'x')), {}, nobody);
+    for (;;) outbox.put(target, bytes_of(std::string(1000, 'x')), {}, false, nobody);
   });
   until([&] { return outbox.pending(0) > 1 << 11; });
   outbox.close();

@@ -225,6 +225,37 @@ def test_a_slow_worker_stops_only_the_threads_that_wait_for_it(mw: Master, tmp_p
     assert len(found) == len(waits)
 
 
+def test_uploads_that_do_not_wait(mw: Master, tmp_path: Path) -> None:
+    """The worker goes on when the uploads have returned: one that waited for it would wait for ever."""
+    over = tmp_path / "over"
+
+    def stay(path: str) -> None:
+        while not os.path.exists(path):
+            time.sleep(0.01)
+
+    plain = torch.arange(12e6).reshape(3000, 4000)  # 46 MiB
+    into = torch.zeros(4000, 3000, device="worker:1")
+    layer = nn.Linear(2000, 2000)  # 15 MiB
+    expected = {name: each.detach().clone() for name, each in layer.state_dict().items()}
+    mw.remote(stay, on=1)(str(over))
+    there = [(plain + i).to("worker:1", non_blocking=True) for i in range(5)]
+    converted = plain.to("worker:1", torch.float64, non_blocking=True)
+    into.copy_(plain.t(), non_blocking=True)
+    batches = [torch.full((1 << 18,), float(i)).to("worker:1", non_blocking=True) for i in range(60)]
+    layer.to("worker:1", non_blocking=True)
+    both = plain.to(mw.group([1, 2]).device, non_blocking=True)
+    kept = plain.clone()
+    plain.zero_()  # what is sent is what the tensor was
+    over.touch()
+    for i, each in enumerate(there):
+        assert each.cpu().equal(kept + i)
+    assert converted.cpu().equal(kept.double())
+    assert into.cpu().equal(kept.t())
+    assert [each[-1].item() for each in batches] == [float(i) for i in range(60)]
+    assert all(each.cpu().equal(expected[name]) for name, each in layer.state_dict().items())
+    assert both.shard(2).cpu().equal(kept)
+
+
 def test_many_threads_share_two_workers(mw: Master) -> None:
     """Answers, large transfers and new shapes of eight threads at once: none gets what is another's."""
     wrong: list[Any] = []

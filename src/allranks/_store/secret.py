@@ -43,7 +43,7 @@ def load_secret(environ: Mapping[str, str] = os.environ) -> bytes:
         path = own_secret(environ)
         if not path.exists():
             _make_secret(path)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+    except OSError as error:
         raise ConfigError(
             f"Cannot make this user's secret in {environ.get('XDG_CONFIG_HOME') or '~/.config'}/allranks:"
             f" {reason(error)}. Set ALLRANKS_SECRET, the same on all ranks, or XDG_CONFIG_HOME."
@@ -55,10 +55,17 @@ def own_secret(environ: Mapping[str, str] = os.environ) -> Path:
     """Where this user's own secret lies, or will.
 
     Raises:
-        RuntimeError: this user has no home.
+        ConfigError: this user has no home directory.
     """
     config = environ.get("XDG_CONFIG_HOME", "")
-    return (Path(config) if os.path.isabs(config) else Path.home() / ".config") / "allranks" / "secret"
+    try:
+        folder = Path(config) if os.path.isabs(config) else Path.home() / ".config"
+    except RuntimeError:
+        raise ConfigError(
+            f"User {os.geteuid()} has no home directory, where its secret would be.\n"
+            "  Set ALLRANKS_SECRET, the same on all ranks, or XDG_CONFIG_HOME."
+        ) from None
+    return folder / "allranks" / "secret"
 
 
 def _make_secret(path: Path) -> None:

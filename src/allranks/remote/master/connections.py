@@ -166,9 +166,9 @@ class Connections:
         """A new number, for an answer."""
         return next(self._numbers)
 
-    def put(self, place: DeviceTarget, message: Any, data: Any = None) -> None:
-        """Queues a message."""
-        self.outbox.put(place.target, wire.pack(message), data)
+    def put(self, place: DeviceTarget, message: Any, data: Any = None, bulk: bool = False) -> None:
+        """Queues a message. `bulk`: it waits for no room, see `Outbox::put` in core/remote/outbox.h."""
+        self.outbox.put(place.target, wire.pack(message), data, bulk)
 
     def command(self, place: DeviceTarget, name: str, /, **arguments: Any) -> None:
         """Queues a command that is not answered."""

@@ -48,8 +48,8 @@ class Transfers:
 
     # Between the master and workers.
 
-    def upload(self, place: DeviceTarget, plain: torch.Tensor) -> Handle:
-        """Sends a tensor of the master's to a place."""
+    def upload(self, place: DeviceTarget, plain: torch.Tensor, non_blocking: bool = False) -> Handle:
+        """Sends a tensor of the master's to a place. `non_blocking`: see `hold`."""
         connections = self.connections
         connections.refuse_recording("a tensor of the master's is sent to a worker")
         connections.check(place)
@@ -58,17 +58,25 @@ class Transfers:
         dense = plain if _is_dense(plain.shape, plain.stride()) else plain.clone()
         sig = signature(dense.dtype, dense.shape, dense.stride())
         (ref,) = connections.outbox.reserve(place.target, 1)
-        self.hold(place, ref, sig, dense)
+        self.hold(place, ref, sig, dense, non_blocking)
         return make(place, sig, ref)
 
-    def hold(self, place: DeviceTarget, ref: Any, sig: Signature, dense: torch.Tensor) -> None:
-        """Sends a tensor's data: what is large by the native channel, which waits until the worker comes to it."""
-        if dense.nbytes > wire.LARGE and len(place.ranks) == 1:
+    def hold(
+        self, place: DeviceTarget, ref: Any, sig: Signature, dense: torch.Tensor, non_blocking: bool = False
+    ) -> None:
+        """Sends a tensor's data: what is large by the native channel, which waits until the worker comes to it.
+
+        With `non_blocking` the data is copied into the worker's queue instead, and nothing is waited for, unless 1 GiB
+        of such data is queued for the worker. The worker may be busy meanwhile, and the tensor may change.
+        """
+        non_blocking = non_blocking and dense.nbytes < wire.LARGEST
+        if dense.nbytes > wire.LARGE and len(place.ranks) == 1 and not non_blocking:
             with self._turn(place) as link:
                 self._start(place, link, "upload", outputs=[ref.id], meta=sig.meta, line=here(1))
                 self._move(place, link, lambda group: group.send(_flat(dense), 1))
             return
-        self.connections.put(place, Hold(ref.id, sig.meta), view_of(dense) if dense.numel() else None)
+        data = view_of(dense) if dense.numel() else None
+        self.connections.put(place, Hold(ref.id, sig.meta), data, bulk=non_blocking)
 
     def item(self, x: Handle) -> Any:
         """The value of a tensor that has one element."""

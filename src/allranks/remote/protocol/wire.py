@@ -16,8 +16,8 @@ import torch
 from allranks.remote.protocol.arguments import Form
 
 __all__ = [
-    "CALL", "CONJ", "ECHO", "ECHOED", "FREE", "HEAD", "LARGE", "LINE", "LINKING", "MESSAGE", "NEG", "ONLY_STRIDED",
-    "SMALL",
+    "CALL", "CONJ", "ECHO", "ECHOED", "FREE", "HEAD", "LARGE", "LARGEST", "LINE", "LINKING", "MESSAGE", "NEG",
+    "ONLY_STRIDED", "SMALL",
     "Answer", "Ask", "Command", "Define", "Fault", "Hold", "Message", "Meta", "Program", "Warned",
     "bits_of", "dtype_of", "frame", "pack", "pack_fault", "refuse_odd", "unpack", "unpack_fault",
 ]  # fmt: skip
@@ -35,6 +35,9 @@ SMALL = 1 << 16
 
 LARGE = 8 << 20
 """From so many bytes on a tensor goes to a worker on the native channel, too."""
+
+LARGEST = (1 << 32) - (1 << 16)
+"""From so many bytes on a tensor cannot be a message. Its length is a u32, of what is beside the data too."""
 
 LINKING = "a link between workers"
 """What has failed, in a fault, where a native group could not be made."""

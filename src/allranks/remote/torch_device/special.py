@@ -43,7 +43,7 @@ def _to_copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         # torch gives a device without an index that of 0 where a tensor comes from the CPU.
         place = place_of(None if device is not None and device.index == 0 else device)
         plain = op(x, **{**kwargs, "device": torch.device("cpu")})
-        return place.master.transfers.upload(place, plain)
+        return place.master.transfers.upload(place, plain, bool(kwargs.get("non_blocking")))
     master = x._place.master
     if device in (None, x._place.lazy) or (
         device.type in ("worker", "lazy") and place_of(device).index == x._place.index
@@ -65,12 +65,13 @@ def _to_copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 @special(aten.copy_.default)
 def _copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     into, source = args[:2]
+    non_blocking = len(args) > 2 and bool(args[2])
     if not isinstance(into, Handle):
         into.copy_(source._place.master.transfers.fetch(source))
         return into
     place = into._place
     if not isinstance(source, Handle):
-        source = place.master.transfers.upload(place, source.detach().cpu())
+        source = place.master.transfers.upload(place, source.detach().cpu(), non_blocking)
     elif source._place.index != place.index:
         source = place.master.transfers.copy(source, place)
     run(op, (into, source), None)
@@ -79,7 +80,7 @@ def _copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @special(aten._copy_from.default, aten._copy_from_and_resize.default)
 def _copy_from(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return _copy(aten.copy_.default, (args[1], args[0]), {})
+    return _copy(aten.copy_.default, (args[1], args[0], *args[2:]), {})
 
 
 @special(aten._sparse_compressed_tensor_unsafe.default)

@@ -68,7 +68,11 @@ def secret() -> Finding:
         )
     given = next((name for name in ("ALLRANKS_SECRET", "ALLRANKS_SECRET_FILE") if environ.get(name, "").strip()), "")
     if not given:
-        file = own_secret(environ)
+        try:
+            file = own_secret(environ)
+        except ConfigError as error:
+            problem, _, advice = str(error).partition("\n")
+            return warn(problem, advice.strip())  # the launcher makes one for a job on this host
         if not file.exists():
             return ok(f"none yet: {file} is made when one is needed")
         given = str(file)
