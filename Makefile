@@ -90,6 +90,7 @@ bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed
 	$(BIN)/python benchmarks/groups.py --json benchmarks/groups.json
 	$(BIN)/python benchmarks/diloco.py --json benchmarks/diloco.json
 	$(BENCH)/bin/python benchmarks/ranks.py --json benchmarks/ranks.json --plot benchmarks/ranks.png
+	$(BENCH)/bin/python benchmarks/threads.py --json benchmarks/threads.json
 	$(BIN)/python benchmarks/model.py --json benchmarks/model.json --plot benchmarks/model.png
 	taskset -c 0 $(BIN)/python benchmarks/rendezvous.py --json benchmarks/rendezvous.json
 	$(BIN)/python benchmarks/worker_calls.py --json benchmarks/worker_calls.json

@@ -31,11 +31,21 @@ inline std::unique_lock<std::mutex> lock_releasing(std::mutex& mutex, Caller& ca
   return lock;
 }
 
+constexpr int64_t kStirredNs =
+    100'000;  // about twice what a futex wake-up may cost: who got something does not sleep yet
+
+// How a rank waits before it sleeps. While others want its CPU, the yields leave that to them; otherwise they notice
+// the end of the wait sooner than the kernel wakes a sleeper. docs/decisions/132 has the measurements.
+struct Polling {
+  int64_t spin_ns = 0;            // keeps its CPU, and the caller's locks
+  int64_t yield_ns = kStirredNs;  // then gives its CPU away again and again
+};
+
 // One call's patience. The clock is first read when something is not there at once.
 struct Patience {
   Caller& caller;
   int64_t timeout_ns;
-  int64_t spin_ns;          // how long to spin before sleeping
+  Polling polling;
   int64_t deadline_ns = 0;  // absolute; 0: not computed yet
   bool final = true;        // whether a missed deadline ends the group, or only this wait
 };

@@ -293,7 +293,7 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
   move();
   if (done() < 0) return;
   const int64_t began = sys::now_ns();
-  while (patience.spin_ns > 0 && sys::now_ns() - began < patience.spin_ns) {
+  while (patience.polling.spin_ns > 0 && sys::now_ns() - began < patience.polling.spin_ns) {
     move();
     if (done() < 0) return;
   }
@@ -334,7 +334,7 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
     }
     // To wake a sleeper costs the sender more than the packet, where it must ask another CPU to (of a virtual machine
     // above all): who gets something all the time does not sleep.
-    if (now - stirred < kAwakeNs) {
+    if (now - stirred < kStirredNs) {
       sys::yield();
       continue;
     }
@@ -469,7 +469,7 @@ std::vector<std::string> Net::exchange_notes(const Failure& about, Caller& calle
     wake();
   }
   const auto noted = [&](int r) { return shm_.far(r).note_call.load(std::memory_order_seq_cst) == about.call; };
-  Patience patience{.caller = caller, .timeout_ns = kNotesNs, .spin_ns = 0, .final = false};
+  Patience patience{.caller = caller, .timeout_ns = kNotesNs, .polling = {}, .final = false};
   try {
     shm_.wait(shm_.gate(), patience, about, [&] {
       const auto silent = std::find_if_not(others_.begin(), others_.end(), noted);

@@ -139,7 +139,7 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Aske
   // Pure spinning, with the caller's locks held, is the quickest way to notice, and in vain where the rank
   // that is waited for needs this CPU; a yield costs little more when nobody else wants the CPU, and gives
   // it away when somebody does.
-  while (patience.spin_ns > 0 && sys::now_ns() - began < patience.spin_ns) {
+  while (patience.polling.spin_ns > 0 && sys::now_ns() - began < patience.polling.spin_ns) {
     for (int i = 0; i < 8; i++) {
       sys::pause();
       if (ready() < 0) return;
@@ -147,21 +147,22 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Aske
   }
   patience.caller.release();
   if (patience.deadline_ns == 0) patience.deadline_ns = began + patience.timeout_ns;
-  while (sys::now_ns() - began < awake_ns_) {
+  const bool messages = remote_ranks_ != nullptr && &bell == &this->bell(rank_);
+  const int64_t yield_ns = messages ? std::min(patience.polling.yield_ns, kStirredNs) : patience.polling.yield_ns;
+  while (sys::now_ns() - began < yield_ns) {
     for (int i = 0; i < 8; i++) {
       sys::yield();
       if (ready() < 0) return;
     }
   }
   int64_t looked = began;
-  const bool messages = remote_ranks_ != nullptr && &bell == &this->bell(rank_);
   // Messages from other hosts ring no bell. Who waits for one looks for them itself as long as they come.
   for (int64_t stirred = began; messages && sys::now_ns() - stirred < kSliceNs;) {
     const int missing = ready();
     if (missing < 0) return;
     if (missing != kAnyRank && local(missing) >= 0) break;
     // As in Net::wait: no sleep as long as something comes all the time.
-    const bool awake = sys::now_ns() - stirred < kAwakeNs;
+    const bool awake = sys::now_ns() - stirred < kStirredNs;
     if (remote_ranks_->wait_for_messages(awake ? 0 : kMessagesMs)) {
       stirred = sys::now_ns();
     } else if (awake) {

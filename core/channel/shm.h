@@ -19,8 +19,6 @@
 
 namespace allranks {
 
-constexpr int64_t kAwakeNs = 100'000;  // about twice what a futex wake-up may cost
-
 enum class Presence : uint32_t {
   here,
   left,
@@ -130,8 +128,6 @@ class Shm {
   const Tuning& tuning() { return at<Header>(0, layout_.header()).tuning; }
 
   static void ring(Bell& bell);
-  // How long a rank that waits gives its CPU to others before it sleeps.
-  void set_awake(int64_t awake_ns) { awake_ns_ = awake_ns; }
 
   // Stands for "whoever comes first" where a rank that is waited for is named.
   static constexpr int kAnyRank = 1 << 20;
@@ -207,7 +203,6 @@ class Shm {
   std::vector<int> locals_;   // by rank of the group
   RemoteRanks* remote_ranks_ = nullptr;
   std::atomic<bool> closing_ = false;
-  int64_t awake_ns_ = kAwakeNs;
   uint64_t ring_reserved_ = 0;
   bool small_ring_reserved_ = false;
   std::vector<std::atomic<bool>> pipe_reserved_;

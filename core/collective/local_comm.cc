@@ -157,7 +157,7 @@ std::vector<std::string> LocalComm::exchange_notes(Call& call) {
   Shm::ring(shm_->gate());
 
   std::vector<std::string> sites(static_cast<size_t>(size()));
-  Patience patience{.caller = call.patience.caller, .timeout_ns = kNotesNs, .spin_ns = 0, .final = false};
+  Patience patience{.caller = call.patience.caller, .timeout_ns = kNotesNs, .polling = {}, .final = false};
   int r = 0;
   const auto silent = [&] {
     for (; r < size(); r++) {

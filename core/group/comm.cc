@@ -120,10 +120,8 @@ Comm::Comm(std::unique_ptr<Shm> shm, Settings settings)
       rank_(local_comm_.rank()),
       size_(local_comm_.size()),
       settings_(settings),
-      p2p_(local_comm_.shm(), nullptr, static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
-           settings.spin_progress_ns, settings.eager) {
-  local_comm_.shm().set_awake(settings.awake_ns);
-}
+      p2p_(local_comm_.shm(), nullptr, static_cast<int64_t>(settings.timeout_s * 1e9), settings.polling,
+           settings.progress_polling, settings.eager) {}
 
 Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> heartbeats, Net::Opener opener,
            Settings settings)
@@ -133,10 +131,8 @@ Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd>
       rank_(rank),
       size_(net_->hosts().ranks()),
       settings_(settings),
-      p2p_(local_comm_.shm(), net_.get(), static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
-           settings.spin_progress_ns, settings.eager) {
-  local_comm_.shm().set_awake(settings.awake_ns);
-}
+      p2p_(local_comm_.shm(), net_.get(), static_cast<int64_t>(settings.timeout_s * 1e9), settings.polling,
+           settings.progress_polling, settings.eager) {}
 
 void Comm::check_process() const {
   if (forked()) throw Error(Failure{.kind = Kind::forked, .peer = rank(), .reporter = rank()});
@@ -249,7 +245,7 @@ void Comm::run(const Operation& operation, Caller& caller) {
       runner_ = std::this_thread::get_id();
       lock.unlock();
       try {
-        execute(operation, caller, settings_.spin_ns, begin);
+        execute(operation, caller, settings_.polling, begin);
       } catch (const sys::Forked&) {
         throw;
       } catch (...) {
@@ -299,7 +295,7 @@ std::shared_ptr<Request> Comm::start(Operation operation) {
   return request;
 }
 
-void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t spin_ns) {
+void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, Polling polling) {
   running_ = true;
   runner_ = std::this_thread::get_id();
   hurried_ = false;
@@ -310,7 +306,7 @@ void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t 
   std::exception_ptr signal;  // the caller's, whosever request it hit
   try {
     const uint16_t site = recorder_ ? recorder_->site(request->operation.site) : uint16_t{0};
-    execute(request->operation, caller, spin_ns, {sys::now_ns(), site});
+    execute(request->operation, caller, polling, {sys::now_ns(), site});
   } catch (const Error& e) {
     error = std::current_exception();
     if (e.signalled) {
@@ -334,7 +330,7 @@ void Comm::progress() {
   Caller nobody;
   sys::wake_on_time();
   std::unique_lock lock(queue_lock_);
-  while (look(lock)) run_head(lock, nobody, settings_.spin_progress_ns);
+  while (look(lock)) run_head(lock, nobody, settings_.progress_polling);
 }
 
 bool Comm::look(std::unique_lock<std::mutex>& lock) {
@@ -388,7 +384,7 @@ void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns
     while (!done()) {
       // With a deadline of its own the caller must not get stuck inside somebody else's call.
       if (!running_ && !queue_.empty() && !stopping_ && timeout_ns < 0) {
-        run_head(lock, caller, settings_.spin_ns);
+        run_head(lock, caller, settings_.polling);
         continue;
       }
       caller.release();
@@ -428,7 +424,7 @@ void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns
   if (request.error) std::rethrow_exception(request.error);
 }
 
-void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns, Begin begin) {
+void Comm::execute(const Operation& operation, Caller& caller, Polling polling, Begin begin) {
   const size_t nbytes = bytes_of(operation);
   const size_t pieces = std::max({size_t{1}, operation.ins.size(), operation.outs.size()});
   const uint32_t number = ++calls_;
@@ -439,7 +435,7 @@ void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns, 
   LocalComm::Call call{.number = number,
                        .patience = {.caller = recorder_ ? static_cast<Caller&>(long_wait) : caller,
                                     .timeout_ns = static_cast<int64_t>(settings_.timeout_s * 1e9),
-                                    .spin_ns = spin_ns},
+                                    .polling = polling},
                        .about = {.reporter = rank(), .call = number, .fingerprint = operation.fingerprint},
                        .site = operation.site,
                        .entered_ns = begin.entered_ns};

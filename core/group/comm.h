@@ -57,10 +57,9 @@ struct Settings {
   Tuning tuning;
   Place place = this_place();
   double timeout_s = 1800;
-  int64_t spin_ns = 0;           // in the caller's thread
-  int64_t spin_progress_ns = 0;  // in the progress thread, which competes with computation
-  int64_t awake_ns = kAwakeNs;   // how long to give the CPU to others, before sleeping
-  size_t eager = 8 << 20;  // bytes of messages to one rank that may be under way without a recv (point_to_point.h)
+  Polling polling;           // in the caller's thread
+  Polling progress_polling;  // in the progress threads, which compete with computation
+  size_t eager = 8 << 20;    // bytes of messages to one rank that may be under way without a recv (point_to_point.h)
 };
 
 // Made by sys::make_owned. In a forked child every call throws Kind::forked, but for close, which does nothing.
@@ -139,11 +138,11 @@ class Comm {
     uint16_t site;
   };
   Begin begin_now(Caller& caller);
-  void execute(const Operation& operation, Caller& caller, int64_t spin_ns, Begin begin);
+  void execute(const Operation& operation, Caller& caller, Polling polling, Begin begin);
   // All with queue_lock_ held.
   void finish();
   bool sleeps_in_vain();  // whether the progress thread is to be woken, as there is something for it to do
-  void run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t spin_ns);
+  void run_head(std::unique_lock<std::mutex>& lock, Caller& caller, Polling polling);
   void progress();
   bool look(std::unique_lock<std::mutex>& lock);  // by the progress thread; false: this rank leaves
   void run_here(LocalComm::Call& call, const Operation& operation);

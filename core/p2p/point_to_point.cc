@@ -44,15 +44,15 @@ OutOfMemory::OutOfMemory(int rank, const Frame& frame) {
                 payload_of(frame), frame.tag, rank);
 }
 
-PointToPoint::PointToPoint(Shm& shm, Net* net, int64_t timeout_ns, int64_t spin_ns, int64_t spin_progress_ns,
+PointToPoint::PointToPoint(Shm& shm, Net* net, int64_t timeout_ns, Polling polling, Polling progress_polling,
                            size_t eager)
     : shm_(shm),
       net_(net),
       rank_(shm.number(shm.rank())),
       size_(shm.ranks()),
       timeout_ns_(timeout_ns),
-      spin_ns_(spin_ns),
-      spin_progress_ns_(spin_progress_ns),
+      polling_(polling),
+      progress_polling_(progress_polling),
       eager_(eager),
       peers_(static_cast<size_t>(size_)) {}
 
@@ -103,11 +103,11 @@ bool PointToPoint::recv_at_once(Buffer buffer, int from, int32_t tag) {
            sizeof(Frame) + n;
   };
   if (sizeof(Frame) + n > shm_.sizes().pipe / 4) return false;
-  if (spin_ns_ > 0 && !there()) {
+  if (polling_.spin_ns > 0 && !there()) {
     const int64_t began = sys::now_ns();
     do {
       for (int i = 0; i < 8 && !there(); i++) sys::pause();
-    } while (!there() && sys::now_ns() - began < spin_ns_);
+    } while (!there() && sys::now_ns() - began < polling_.spin_ns);
   }
   const std::unique_lock lock(lock_, std::try_to_lock);
   if (!lock.owns_lock() || !there() || waiting_ > 0 || at(from).kept > 0 || at(from).in.header > 0) return false;
@@ -269,7 +269,7 @@ void PointToPoint::wait(const std::shared_ptr<Message>& message, Caller& caller,
     Waiter waiter(*this, *message, caller);
     Patience patience{.caller = waiter,
                       .timeout_ns = timeout_ns >= 0 ? timeout_ns : timeout_ns_,
-                      .spin_ns = spin_ns_,
+                      .polling = polling_,
                       .final = timeout_ns < 0};
     const Failure about{.reporter = rank_, .fingerprint = message->about};
     try {
@@ -346,7 +346,7 @@ void PointToPoint::run() {
       posted_.wait(lock, [this] { return stopping_ || !idle(); });
       if (stopping_) return;
     }
-    Patience patience{.caller = nobody, .timeout_ns = timeout_ns_, .spin_ns = spin_progress_ns_, .final = false};
+    Patience patience{.caller = nobody, .timeout_ns = timeout_ns_, .polling = progress_polling_, .final = false};
     try {
       shm_.wait(shm_.bell(shm_.rank()), patience, Failure{.reporter = rank_}, [&] {
         move(nobody, stopping_);

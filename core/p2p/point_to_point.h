@@ -103,7 +103,7 @@ class OutOfMemory final : public std::bad_alloc {
 class PointToPoint {
  public:
   // net: of a group that spans hosts; else nullptr.
-  PointToPoint(Shm& shm, Net* net, int64_t timeout_ns, int64_t spin_ns, int64_t spin_progress_ns, size_t eager);
+  PointToPoint(Shm& shm, Net* net, int64_t timeout_ns, Polling polling, Polling progress_polling, size_t eager);
   ~PointToPoint();
 
   // Where messages are recorded; their records end with them.
@@ -243,8 +243,8 @@ class PointToPoint {
   int rank_;  // of the group, as all ranks here
   int size_;
   int64_t timeout_ns_;
-  int64_t spin_ns_;
-  int64_t spin_progress_ns_;
+  Polling polling_;
+  Polling progress_polling_;
   size_t eager_;
 
   std::mutex lock_;

@@ -143,30 +143,32 @@ Place place_in(const Topology& topology) {
   return topology.empty() ? this_place() : place_among(this_place(), topology);
 }
 
+using Us = std::pair<double, double>;
+
+Polling in_ns(Us us) { return {static_cast<int64_t>(us.first * 1e3), static_cast<int64_t>(us.second * 1e3)}; }
+
 void bind_making(nb::class_<Comm>& comm) {
   comm.def(nb::new_([](int rank, const Sizes& sizes, const std::vector<int>& segments, const Liveness& liveness,
-                       double timeout_s, double spin_us, double spin_progress_us, double awake_us, size_t eager,
-                       const Tuning& tuning, const Topology& topology) {
+                       double timeout_s, Us polling, Us progress_polling, size_t eager, const Tuning& tuning,
+                       const Topology& topology) {
              auto shm = std::make_unique<Shm>(
                  rank, sizes, Shm::map(static_cast<int>(liveness.size()), sizes, own(segments)), liveness);
-             return sys::make_owned<Comm>(std::move(shm),
-                                          Settings{.tuning = tuning,
-                                                   .place = place_in(topology),
-                                                   .timeout_s = timeout_s,
-                                                   .spin_ns = static_cast<int64_t>(spin_us * 1e3),
-                                                   .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3),
-                                                   .awake_ns = static_cast<int64_t>(awake_us * 1e3),
-                                                   .eager = eager});
+             return sys::make_owned<Comm>(std::move(shm), Settings{.tuning = tuning,
+                                                                   .place = place_in(topology),
+                                                                   .timeout_s = timeout_s,
+                                                                   .polling = in_ns(polling),
+                                                                   .progress_polling = in_ns(progress_polling),
+                                                                   .eager = eager});
            }),
            nb::arg("rank"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"), nb::arg("timeout_s"),
-           nb::arg("spin_us"), nb::arg("spin_progress_us"), nb::arg("awake_us"), nb::arg("eager"), nb::arg("tuning"),
+           nb::arg("polling_us"), nb::arg("progress_polling_us"), nb::arg("eager"), nb::arg("tuning"),
            nb::arg("topology") = Topology(), "Takes over the descriptors.")
       .def_static(
           "across_hosts",
           [](int rank, const std::vector<int>& host_of, const Sizes& sizes, const std::vector<int>& segments,
              const Liveness& liveness, const std::vector<int>& heartbeats, int asking_pipe, uint32_t number,
-             double timeout_s, double spin_us, double spin_progress_us, double awake_us, size_t eager,
-             const Tuning& tuning, const Topology& topology) {
+             double timeout_s, Us polling, Us progress_polling, size_t eager, const Tuning& tuning,
+             const Topology& topology) {
             // Owned before anything can fail.
             auto memories = own(segments);
             auto signs = own(heartbeats);
@@ -178,15 +180,13 @@ void bind_making(nb::class_<Comm>& comm) {
                                          Settings{.tuning = tuning,
                                                   .place = place_in(topology),
                                                   .timeout_s = timeout_s,
-                                                  .spin_ns = static_cast<int64_t>(spin_us * 1e3),
-                                                  .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3),
-                                                  .awake_ns = static_cast<int64_t>(awake_us * 1e3),
+                                                  .polling = in_ns(polling),
+                                                  .progress_polling = in_ns(progress_polling),
                                                   .eager = eager});
           },
           nb::arg("rank"), nb::arg("host_of"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"),
-          nb::arg("heartbeats"), nb::arg("asking_pipe"), nb::arg("number"), nb::arg("timeout_s"), nb::arg("spin_us"),
-          nb::arg("spin_progress_us"), nb::arg("awake_us"), nb::arg("eager"), nb::arg("tuning"),
-          nb::arg("topology") = Topology(),
+          nb::arg("heartbeats"), nb::arg("asking_pipe"), nb::arg("number"), nb::arg("timeout_s"), nb::arg("polling_us"),
+          nb::arg("progress_polling_us"), nb::arg("eager"), nb::arg("tuning"), nb::arg("topology") = Topology(),
           "Takes over the descriptors: of this host's ranks, and, of a host's first rank, by rank of the group those "
           "of "
           "`neighbours` (else -1). For other connections it writes the number, the rank and the kind into the pipe.");

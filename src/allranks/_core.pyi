@@ -67,9 +67,8 @@ class Comm:
         segments: list[int],
         liveness: Liveness,
         timeout_s: float,
-        spin_us: float,
-        spin_progress_us: float,
-        awake_us: float,
+        polling_us: tuple[float, float],  # of callers: spinning, then yielding, before they sleep
+        progress_polling_us: tuple[float, float],  # of the progress threads
         eager: int,
         tuning: Tuning,
         topology: list[list[int]] = ...,  # CPUs that are near each other; without: as the kernel tells
@@ -85,9 +84,8 @@ class Comm:
         asking_pipe: int,
         number: int,
         timeout_s: float,
-        spin_us: float,
-        spin_progress_us: float,
-        awake_us: float,
+        polling_us: tuple[float, float],  # of callers: spinning, then yielding, before they sleep
+        progress_polling_us: tuple[float, float],  # of the progress threads
         eager: int,
         tuning: Tuning,
         topology: list[list[int]] = ...,  # CPUs that are near each other; without: as the kernel tells

@@ -93,7 +93,7 @@ struct Ranks {
       for (int p = 0; p < here; p++) segments.push_back(Shm::create_segment(p, here, sizes));
       maps.push_back(Shm::map(here, sizes, segments));
     }
-    Settings settings{.tuning = tuning, .timeout_s = timeout_s, .spin_ns = spin_ns, .eager = eager};
+    Settings settings{.tuning = tuning, .timeout_s = timeout_s, .polling = {.spin_ns = spin_ns}, .eager = eager};
     for (size_t i = 0; i < n; i++) {
       const int r = static_cast<int>(i);
       if (!places.empty()) settings.place = places[i];

@@ -92,7 +92,7 @@ struct Host {
 void run(LocalComm& comm, const Operation& operation) {
   Caller caller;
   LocalComm::Call call{.number = comm.next(),
-                       .patience = {.caller = caller, .timeout_ns = 20'000'000'000, .spin_ns = 0},
+                       .patience = {.caller = caller, .timeout_ns = 20'000'000'000, .polling = {}},
                        .about = {.reporter = comm.rank(), .call = 1, .fingerprint = operation.fingerprint},
                        .site = operation.site};
   algorithms::run_first<kTable>(comm, call, operation);

@@ -284,8 +284,10 @@ TEST(each_step_of_a_large_call_has_the_whole_timeout) {
   ranks.each([&](Comm& comm) {
     Caller caller;
     const std::string site;
-    LocalComm::Call call{
-        .number = 1, .patience = {.caller = caller, .timeout_ns = kTimeoutNs, .spin_ns = 0}, .about = {}, .site = site};
+    LocalComm::Call call{.number = 1,
+                         .patience = {.caller = caller, .timeout_ns = kTimeoutNs, .polling = {}},
+                         .about = {},
+                         .site = site};
     for (uint32_t step = 1; step <= 6; step++) {
       if (comm.rank() == 1) {
         std::this_thread::sleep_for(std::chrono::nanoseconds(kTimeoutNs / 4));
@@ -321,7 +323,7 @@ TEST(a_sleeper_whose_condition_throws_is_not_counted_for_ever) {
   Ranks ranks(1);
   Shm& shm = ranks.comms[0]->local_comm().shm();
   Caller caller;
-  Patience patience{.caller = caller, .timeout_ns = 1'000'000'000, .spin_ns = 0};
+  Patience patience{.caller = caller, .timeout_ns = 1'000'000'000, .polling = {}};
   bool thrown = false;
   try {
     shm.wait(shm.bell(0), patience, Failure{}, [&] {

@@ -55,6 +55,23 @@ def test_threads(launcher: Launcher, start: str) -> None:
 
 
 @STARTS
+def test_threads_that_are_more_than_the_cpus_sleep_while_they_wait(launcher: Launcher, start: str) -> None:
+    script = "import os, torch; print(os.environ.get('OMP_WAIT_POLICY'), torch.seen)"
+    launcher.environ()
+    launcher.write("import os; seen = os.environ.get('OMP_WAIT_POLICY')", "fake/torch.py")
+    many = f"--threads={len(os.sched_getaffinity(0))}"
+
+    def told(*options: str, **environ: str) -> list[str]:
+        return launcher.script(script, "--start", start, *options, environ=environ).lines
+
+    assert told("-n2") == ["[0] None None", "[1] None None"]
+    assert told("-n2", many) == ["[0] PASSIVE PASSIVE", "[1] PASSIVE PASSIVE"]
+    assert told("-n1", many) == ["[0] None None"]
+    assert told("-n1", many, OMP_WAIT_POLICY="ACTIVE") == ["[0] ACTIVE ACTIVE"]
+    assert told("-n2", many, OMP_WAIT_POLICY="ACTIVE") == ["[0] ACTIVE ACTIVE", "[1] ACTIVE ACTIVE"]
+
+
+@STARTS
 def test_variables_of_the_command_line(launcher: Launcher, start: str) -> None:
     """On one host as on many; what the launcher itself says of a rank stays true."""
     script = "import os; print(*map(os.environ.get, ('A', 'KEPT', 'OMP_NUM_THREADS', 'RANK')))"

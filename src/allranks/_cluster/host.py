@@ -7,17 +7,18 @@ for without CUDA, which would keep forked children from using it: the driver and
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Gpu", "processor", "read_numbers", "usable_cpus", "visible_gpus"]
+__all__ = ["Gpu", "cores", "cpus_of", "processor", "read_numbers", "usable_cpus", "visible_gpus"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,27 @@ def usable_cpus() -> int:
         return max(1, int(together))
     quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return max(1, math.floor(min(len(os.sched_getaffinity(0)), quota)))
+
+
+def cpus_of(pids: Iterable[int]) -> int:
+    """The CPUs that processes of this host may keep busy together; at least 1.
+
+    Processes that a scheduler has bound to CPUs of their own have those of all.
+    """
+    if "ALLRANKS_CPUS" in os.environ:
+        return usable_cpus()
+    together = set(os.sched_getaffinity(0))
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended, or is of another namespace
+            together |= os.sched_getaffinity(pid)
+    quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return max(1, math.floor(min(len(together), quota)))
+
+
+def cores(cpus: Set[int]) -> int:
+    """How many cores these CPUs are: hyperthreads do not count."""
+    topology = [Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus]
+    return len({file.read_text() if file.exists() else str(file) for file in topology})
 
 
 def processor() -> str:

@@ -8,7 +8,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["READING", "Conditions", "Window", "before", "cores", "judge"]
+__all__ = ["READING", "Conditions", "Window", "before", "judge"]
 
 _USER, _IDLE, _IOWAIT, _STEAL, _GUEST = 0, 3, 4, 7, 8  # columns of /proc/stat
 _BUSY = 0.1  # of the CPUs, by others
@@ -98,12 +98,6 @@ def judge(found: Conditions) -> list[str]:
     if found.governor not in ("", "performance"):
         why.append(f"the CPUs' frequency changes with the load (governor {found.governor})")
     return why
-
-
-def cores(cpus: Set[int]) -> int:
-    """How many cores these CPUs are: hyperthreads do not count."""
-    topology = [Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus]
-    return len({file.read_text() if file.exists() else str(file) for file in topology})
 
 
 def _ticks(cpus: Set[int]) -> tuple[int, int, int]:

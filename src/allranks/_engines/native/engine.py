@@ -30,7 +30,7 @@ from allranks._call.purpose import part_of
 from allranks._call.types import PremulSum, ReduceOp, Stats
 from allranks._call.work import Work
 from allranks._cluster.env import read_int
-from allranks._cluster.host import usable_cpus
+from allranks._cluster.host import cpus_of
 from allranks._engines.base import Engine, Parent, never, not_begun
 from allranks._engines.checks import (
     CODES,
@@ -54,12 +54,17 @@ if TYPE_CHECKING:
 
 __all__ = ["NativeEngine", "TcpEngine", "work_of"]
 
-# How long a waiting rank spins before it yields its CPU, and then sleeps (core/channel/shm.cc). With more ranks
-# than CPUs it does not spin at all.
+# How a waiting rank polls before it sleeps (core/channel/shm.cc, docs/decisions/132). It spins first, unless ranks
+# outnumber the CPUs. Then it yields its CPU again and again: the longer, the less ranks that compute are disturbed by
+# wake-ups of others. (4 ranks on 2 CPUs, 0.4 ms of computing between calls: 1,330 rounds/s with 0.1 ms, 1,600 with 1.)
+# Where compute threads outnumber the CPUs, others use what a yield gives away, and a longer time costs nothing.
 _SPIN_US = 1.0
-# How long it gives its CPU to others before it sleeps. Where very many share a CPU each of them would get it several
-# times until the last has come: they sleep at once. (64 ranks on 2 CPUs, 4 B: 1,064 us, and asleep 356; 16: 59 and 83.)
-_AWAKE_US = 100.0
+_YIELD_US = 1_000.0
+_CROWDED_YIELD_US = 10_000.0
+# The progress thread would take the CPU from a computation that its calls are to overlap with.
+_PROGRESS_YIELD_US = 100.0
+# Where very many ranks share a CPU each of them would get it several times until the last has come: they sleep at once.
+# (64 ranks on 2 CPUs, 4 B: 1,064 us, and asleep 356; 16: 59 and 83.)
 _MANY_ON_A_CPU = 12
 
 # Finished works that nobody has waited for are looked for when so many are there, and then when there are twice as many
@@ -134,7 +139,7 @@ class NativeEngine(Engine):
         self._peers = made.peers
         self._troubles = made.peers.troubles if made.peers is not None else {}
         try:
-            self.comm = _make_comm(rank, host_of, sizes, made, shared, timeout_s)
+            self.comm = _make_comm(rank, members, host_of, sizes, made, shared, timeout_s)
         except BaseException as error:
             for socket in made.liveness:
                 if socket is not None:
@@ -541,6 +546,7 @@ def _sizes(size: int, ranks: int, spans_hosts: bool) -> _core.Sizes:
 
 def _make_comm(
     rank: int,
+    members: Sequence[Member],
     host_of: list[int],
     sizes: _core.Sizes,
     made: Connections,
@@ -549,12 +555,11 @@ def _make_comm(
 ) -> _core.Comm:
     """Gives what has been connected to the core. ``shared``: the parent's liveness sockets."""
     size = host_of.count(host_of[rank])
-    spare = usable_cpus() - size
-    waits = (
-        _SPIN_US if spare >= 0 else 0.0,
-        _SPIN_US if spare >= size else 0.0,
-        _AWAKE_US if size <= _MANY_ON_A_CPU * usable_cpus() else 0.0,
-    )
+    cpus = cpus_of(members[r].pid for r, host in enumerate(host_of) if host == host_of[rank])
+    many = size > _MANY_ON_A_CPU * cpus
+    crowded = size * torch.get_num_threads() > cpus
+    polling = (_SPIN_US if size <= cpus else 0.0, 0.0 if many else _CROWDED_YIELD_US if crowded else _YIELD_US)
+    progress_polling = (_SPIN_US if 2 * size <= cpus else 0.0, 0.0 if many else _PROGRESS_YIELD_US)
     eager_mib = read_int(os.environ, "ALLRANKS_MESSAGE_BUFFER", 0, _EAGER_MIB[1])
     eager = (_EAGER_MIB[0] if eager_mib is None else eager_mib) << 20
     tuning, topology = read_tuning(os.environ), read_topology(os.environ)
@@ -564,10 +569,12 @@ def _make_comm(
         liveness = shared or _core.Liveness(_numbers(made.liveness))
         segments = [segment.detach() for segment in made.segments]
         if made.peers is None:
-            return _core.Comm(rank, sizes, segments, liveness, timeout_s, *waits, eager, tuning, *near)
+            return _core.Comm(
+                rank, sizes, segments, liveness, timeout_s, polling, progress_polling, eager, tuning, *near
+            )
         made.peers.comm = _core.Comm.across_hosts(
             rank, host_of, sizes, segments, liveness, heartbeats,
-            made.peers.asking_pipe, made.peers.number, timeout_s, *waits, eager, tuning, *near,
+            made.peers.asking_pipe, made.peers.number, timeout_s, polling, progress_polling, eager, tuning, *near,
         )  # fmt: skip
         return made.peers.comm
 

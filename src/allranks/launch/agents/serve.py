@@ -192,7 +192,7 @@ class AgentServer:
                     importlib.import_module(
                         "allranks.launch.ranks.function"
                     )  # for all ranks, and only where it is needed
-                loaded = preload(ranks.target, environ["OMP_NUM_THREADS"])
+                loaded = preload(ranks.target, environ)
                 if not loaded and ranks.target.kind != "function":
                     spawned = dataclasses.replace(ranks, start="spawn")
                     self._prepared = msgspec.structs.replace(command, ranks=spawned)

@@ -153,7 +153,7 @@ def _prepare(options: Options, share: Share) -> _Round | Rank:
         options.reporter.detail(line)
     options.reporter.detail(f"the store is at {server.address}, OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}")
     if ranks.start == "fork" and ranks.target.is_python:
-        ranks = replace(ranks, start="fork" if preload(ranks.target, environ["OMP_NUM_THREADS"]) else "spawn")
+        ranks = replace(ranks, start="fork" if preload(ranks.target, environ) else "spawn")
         forked = "with torch imported" if "torch" in sys.modules else "without torch, which the script does not import"
         options.reporter.detail(
             f"ranks are forked {forked}" if ranks.start == "fork" else "torch cannot be imported: no forking"

@@ -22,6 +22,17 @@ __all__ = ["Share", "common_environ", "free_port", "place_environ", "threads_per
 _FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "ALLRANKS_CPUS", ELASTIC, START)
 
 
+def openmp(threads: str, nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What OpenMP is to read: the threads; and that threads which wait sleep, where they are more than the CPUs.
+
+    They would spin, and keep the CPUs from the threads that they wait for: 90 rounds a second in place of 800
+    (benchmarks/threads.py, 2 ranks with 2 threads on 2 CPUs).
+    """
+    crowded = threads.isdigit() and int(threads) > 1 and nproc * int(threads) > usable_cpus()
+    passive = {"OMP_WAIT_POLICY": environ.get("OMP_WAIT_POLICY") or "PASSIVE"} if crowded else {}
+    return {"OMP_NUM_THREADS": threads, **passive}
+
+
 def threads_per_rank(nproc: int, threads: int | None, environ: Mapping[str, str], seats: Sequence[Seat] = ()) -> str:
     """OMP_NUM_THREADS for a rank: the option, else the user's own setting, else a fair share of the CPUs.
 
@@ -86,11 +97,12 @@ def common_environ(
     bound = {cpu for seat in seats for cpu in seat.cpus}
     # A rank that is bound sees its own CPUs only, so it cannot check whether all ranks together have enough.
     cpus = {"ALLRANKS_CPUS": str(min(len(bound), usable_cpus()))} if bound else {}
+    computing = max(1, share.nproc - share.masters)
     return (
         cpus
         | {name: value for name, value in environ.items() if name not in _FOREIGN}
         | {
-            "OMP_NUM_THREADS": threads_per_rank(max(1, share.nproc - share.masters), threads, environ, seats),
+            **openmp(threads_per_rank(computing, threads, environ, seats), computing, environ),
             "WORLD_SIZE": str(share.world_size),
             "LOCAL_WORLD_SIZE": str(share.nproc),
             "ROLE_WORLD_SIZE": str(share.world_size if share.role_size is None else share.role_size),

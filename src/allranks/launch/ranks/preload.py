@@ -10,7 +10,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from allranks.launch.ranks.imports import Imports, read_imports
 from allranks.launch.spec.target import Target
@@ -32,22 +32,23 @@ _OF_ELASTIC_RANKS = ("allranks.data", "allranks.nn.parallel", "allranks.resilien
 # What the first optimizer of a process imports: one second or two, in pieces.
 _OF_OPTIMIZERS = ("sympy", "torch._dynamo")
 
+_OF_OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 _MOST_BYTES = 1 << 20  # of a function and its arguments
 
 
-def preload(target: Target, threads: str) -> bool:
+def preload(target: Target, environ: Mapping[str, str]) -> bool:
     """Imports torch into this process, which ranks are then forked from, if they may need it.
 
     Args:
         target: what they run: python.
-        threads: threads per rank, which torch's libraries read when they are loaded.
+        environ: of the ranks. torch's libraries read how to use threads when they are loaded.
 
     Returns:
         False if torch cannot be imported: then a fresh interpreter should meet the error, and show it if the
         program needs torch at all.
     """
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = threads
+    before = {name: os.environ.get(name) for name in _OF_OPENMP}
+    os.environ.update({name: environ[name] for name in _OF_OPENMP if name in environ})
     gc.disable()  # with freeze: collections in the ranks leave the pages shared
     try:
         useful = _useful(target)
@@ -58,10 +59,10 @@ def preload(target: Target, threads: str) -> bool:
                 if name == useful[0]:
                     return False
     finally:  # it is not the user's own setting, which counts when the job is started again
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
     gc.freeze()
     return True
 

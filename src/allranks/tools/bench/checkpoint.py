@@ -37,14 +37,14 @@ import torch
 import allranks
 from allranks import checkpoint
 from allranks._call.bytes import view_of
-from allranks._cluster.host import processor, usable_cpus
+from allranks._cluster.host import cores, processor, usable_cpus
 from allranks.testing import run_ranks
 from allranks.tools.bench import goals, text
 from allranks.tools.bench.goals import Goal, GoalReport, of
 from allranks.tools.bench.plot import drawing
 from allranks.tools.bench.spent import spent_s
 from allranks.tools.progress import Progress
-from allranks.tools.quiet import Window, before, cores
+from allranks.tools.quiet import Window, before
 
 __all__ = ["main"]
 

@@ -14,7 +14,7 @@ import torch
 
 import allranks
 from allranks._base.exit_codes import FOUND
-from allranks._cluster.host import processor, usable_cpus
+from allranks._cluster.host import cores, processor, usable_cpus
 from allranks._cluster.network import machine
 from allranks.tools.bench import start, text
 from allranks.tools.bench.engines import Engine, Gloo, Native
@@ -28,7 +28,7 @@ from allranks.tools.bench.small import measure_small
 from allranks.tools.bench.trace import measure_recorded, measure_straggling
 from allranks.tools.bench.verbs import VERBS
 from allranks.tools.progress import Progress
-from allranks.tools.quiet import Window, before, cores
+from allranks.tools.quiet import Window, before
 
 __all__ = ["main"]
 

@@ -41,7 +41,7 @@ import torch
 from torch import nn
 
 import allranks
-from allranks._cluster.host import processor, usable_cpus
+from allranks._cluster.host import cores, processor, usable_cpus
 from allranks.resilience import State, handover
 from allranks.testing import run_ranks
 from allranks.tools.bench import goals, text
@@ -49,7 +49,7 @@ from allranks.tools.bench.goals import Goal, GoalReport, of
 from allranks.tools.bench.losses import DYING, PROCESSES, Pauses, pauses
 from allranks.tools.bench.spent import spent_s
 from allranks.tools.progress import Progress
-from allranks.tools.quiet import Window, before, cores
+from allranks.tools.quiet import Window, before
 
 __all__ = ["main"]
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from allranks._cluster.env import read_int
-from allranks._cluster.host import usable_cpus
+from allranks._cluster.host import cores, usable_cpus
 from allranks.tools.doctor.check import Finding, fail, ok, warn
 from allranks.tools.doctor.job import job_here
-from allranks.tools.quiet import READING, Conditions, Window, before, cores, judge
+from allranks.tools.quiet import READING, Conditions, Window, before, judge
 
 __all__ = ["CHECKS", "judge_cpus", "judge_memory", "judge_quiet", "judge_shm", "memory_limit"]
 
