@@ -1,6 +1,7 @@
 """Engines of installed packages: which are refused, in which words, and that they keep no other from working."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import allranks as dist
 from allranks._engines import check_backend, engines_of, make_engine, meetings, moves, registry
 from allranks._engines.spec import RECORD_BYTES
+from allranks._rendezvous.rendezvous import Member
 from allranks.engines import EngineSpec, GroupSetup
 from allranks.tools.doctor import software
 from support.own_engine import brought
@@ -157,7 +159,8 @@ def make(monkeypatch: pytest.MonkeyPatch, calls: Sequence[bytes], size: int) -> 
         return object()
 
     monkeypatch.setitem(registry._loaded, "mine", EngineSpec("mine", connect, 1, devices=("cpu", "cuda")))
-    make_engine("mine", 0, [object()] * size, exchange, "some", 1.0)
+    members = [Member(r, os.getpid(), "host", f"machine {r}", size) for r in range(size)]
+    make_engine("mine", 0, members, exchange, "some", 1.0)
     return seen, got
 
 
