@@ -56,7 +56,7 @@ Counts run(LocalComm& comm, const Operation& operation) {
   for (int i = 0; i < kCalls; i++) {
     const uint32_t number = comm.next();
     LocalComm::Call call{.number = number,
-                         .patience = {.caller = caller, .timeout_ns = 600'000'000'000, .spin_ns = 0},
+                         .patience = {.caller = caller, .timeout_ns = 600'000'000'000, .polling = {.yield_ns = 0}},
                          .about = {.call = number, .fingerprint = operation.fingerprint},
                          .site = site};
     lines::Touched touched;
@@ -126,7 +126,6 @@ int main(int argc, char** argv) {
   std::vector<std::unique_ptr<LocalComm>> comms;
   for (int r = 0; r < ranks; r++) {
     auto shm = std::make_unique<Shm>(r, Sizes{}, maps, Liveness(static_cast<size_t>(ranks), alive));
-    shm->set_awake(0);
     comms.push_back(std::make_unique<LocalComm>(std::move(shm), tuning, machine.place(r)));
   }
   std::vector<Counts> counts(static_cast<size_t>(ranks));

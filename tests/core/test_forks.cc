@@ -259,7 +259,7 @@ TEST(an_outbox_in_a_child) {
   const int target = outbox->target({0});
   Caller nobody;
   for (int i = 0; i < 20; i++) {
-    outbox->put(target, {}, {}, nobody);
+    outbox->put(target, {}, {}, false, nobody);
     CHECK(child_of([&] {
             try {
               outbox->flush(nobody);

@@ -223,8 +223,8 @@ TEST(who_moves_much_for_others_releases_its_callers_locks) {
   const auto zero = shm(0);
   const auto one = shm(1);
   constexpr int64_t kTimeoutNs = 20'000'000'000;
-  PointToPoint sender(*zero, nullptr, kTimeoutNs, 0, 0, 8 << 20);
-  PointToPoint receiver(*one, nullptr, kTimeoutNs, 0, 0, 8 << 20);
+  PointToPoint sender(*zero, nullptr, kTimeoutNs, Polling{}, Polling{}, 8 << 20);
+  PointToPoint receiver(*one, nullptr, kTimeoutNs, Polling{}, Polling{}, 8 << 20);
   for (const size_t count : {size_t{1000}, size_t{1 << 20}}) {
     std::vector<std::byte> sent(count);
     std::vector<std::byte> received(count);
