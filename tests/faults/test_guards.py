@@ -116,15 +116,16 @@ def test_what_cannot_be_mapped_leaves_no_descriptor() -> None:
 
     before = held()
     sizes = _core.Sizes()
+    settings = ((0.0, 0.0), (0.0, 0.0), 0, _core.Tuning())
     for _ in range(3):
         short = [_core.create_memory(4096) for _ in range(2)]
         sockets = [os.dup(2), os.dup(2)]
         with pytest.raises(_core.Failure):
-            _core.Comm(0, sizes, short, _core.Liveness(sockets), 1.0, (0.0, 0.0), (0.0, 0.0), 0, _core.Tuning())
+            _core.Comm(0, sizes, short, _core.Liveness(sockets), 1.0, *settings)
         short, sockets = [_core.create_memory(4096)], [os.dup(2)]
         with pytest.raises(_core.Failure):
             _core.Comm.across_hosts(
-                0, [0, 1], sizes, short, _core.Liveness(sockets), [-1, os.dup(2)], -1, 0, 1.0, (0.0, 0.0), (0.0, 0.0), 0, _core.Tuning()
+                0, [0, 1], sizes, short, _core.Liveness(sockets), [-1, os.dup(2)], -1, 0, 1.0, *settings
             )
     assert held() == before
 
