@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import allranks
 from allranks._cluster.host import cpus_of
 
 PROGRAM = """
@@ -91,3 +93,19 @@ def test_ranks_with_cpus_of_their_own_keep_them(tmp_path: Path) -> None:
         for process in bound:
             process.kill()
             process.wait()
+
+
+def test_ranks_of_a_rank_share_its_cpus(tmp_path: Path) -> None:
+    """What `allranks run -n 1` has given the process that starts them is not a number that somebody has chosen."""
+    assert threads(tmp_path, 2, OMP_NUM_THREADS=str(CPUS), LOCAL_WORLD_SIZE="1") == [str(max(1, CPUS // 2))] * 2
+
+
+def test_a_master_keeps_its_threads() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(CPUS)
+    try:
+        with allranks.init_master_worker(workers=1):
+            assert torch.ones(1 << 22).to("worker:1").cpu().sum().item() == 1 << 22
+            assert torch.get_num_threads() == CPUS
+    finally:
+        torch.set_num_threads(before)

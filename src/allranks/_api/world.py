@@ -16,6 +16,7 @@ from allranks._base.errors import ConfigError, MismatchError, NotInitializedErro
 from allranks._base.public import publish
 from allranks._base.timeouts import seconds_of
 from allranks._call.futures import end_futures
+from allranks._engines.compute_threads import share_cpus
 from allranks._group.elastic import join_elastic
 from allranks._group.process_group import ProcessGroup
 from allranks._group.succession import Lineage
@@ -284,6 +285,7 @@ def establish(
                 raise MismatchError(f"init_process_group: the ranks ask for different backends: {wishes}")
             return [row[: len(record)] for row in rows]
 
+        share_cpus(meeting.rank, meeting.members)
         engine = _engines.make_engine(engine_name, meeting.rank, meeting.members, exchange, name, timeout_s)
     except BaseException:
         if store is not None:

@@ -129,10 +129,6 @@ def make_engine(
     """
     engines = engines_of(backend)
     made: dict[str, Engine] = {}
-    if parent is None:
-        from allranks._engines.compute_threads import share_cpus
-
-        share_cpus(rank, members)
     try:
         for name in dict.fromkeys(engines.values()):
             once = _Once(name, exchange, len(members) == 1, timeout_s if connect_s is None else connect_s)

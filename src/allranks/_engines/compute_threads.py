@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from allranks._call.callsite import warn
-from allranks._cluster.host import cores, cpus_of
+from allranks._cluster.host import cores, cpus_of, usable_cpus
 
 if TYPE_CHECKING:
     from allranks._rendezvous.rendezvous import Member
@@ -24,14 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["share_cpus"]
 
 _log = logging.getLogger("allranks")
-_CHOSEN_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def share_cpus(rank: int, members: Sequence[Member]) -> None:
     """Lowers torch's threads to this rank's share of the host's CPUs, unless the user has chosen their number.
 
     The user has, with OMP_NUM_THREADS or `torch.set_num_threads`. If that is more than the CPUs, the first rank of the
-    host warns.
+    host warns. Called where a world is made, and not for groups of a process that is no rank (a master's links).
     """
     here = [member for member in members if member.machine == members[rank].machine]
     threads = torch.get_num_threads()
@@ -41,8 +40,7 @@ def share_cpus(rank: int, members: Sequence[Member]) -> None:
     if len(here) * threads <= cpus:
         return
     share = max(1, cpus // len(here))
-    own = os.sched_getaffinity(0)
-    if threads in (len(own), cores(own)) and not any(os.environ.get(name) for name in _CHOSEN_BY):
+    if not _is_chosen(threads):
         torch.set_num_threads(share)
         _log.info("%d ranks on %d CPUs: torch computes with %d threads, not %d", len(here), cpus, share, threads)
     elif here[0].rank == members[rank].rank and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
@@ -50,3 +48,16 @@ def share_cpus(rank: int, members: Sequence[Member]) -> None:
             f"{len(here)} ranks compute with {threads} threads each on {cpus} CPUs, and wait for each other's threads."
             f" Set OMP_NUM_THREADS={share}, or at least OMP_WAIT_POLICY=PASSIVE, before torch is imported"
         )
+
+
+def _is_chosen(threads: int) -> bool:
+    """Whether somebody has decided how many threads torch uses here: not torch, and not an outer job's launcher."""
+    given = os.environ.get("OMP_NUM_THREADS")
+    if os.environ.get("MKL_NUM_THREADS"):
+        return True
+    if given:
+        # Of a rank that starts ranks itself: what its launcher has given it is the share of one.
+        outer = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return not outer.isdigit() or given != str(max(1, usable_cpus() // max(1, int(outer))))
+    own = os.sched_getaffinity(0)
+    return threads not in (len(own), cores(own))
