@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from allranks._base.errors import ConfigError
@@ -152,3 +154,28 @@ def test_every_variable_stands_in_the_table_once() -> None:
     assert len(set(names)) == len(names)
     assert set(FULL) < set(names)
     assert all(variable.set_by and variable.meaning.endswith(".") for variable in env.VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "master"),
+    [
+        (" 127.0.0.1\n", " 29500 ", ("127.0.0.1", 29500)),
+        ("[::1]", "29500", ("::1", 29500)),
+        ("::1", "29500", ("::1", 29500)),
+        ("[::1]:29501", "", ("::1", 29501)),
+        ("localhost.", "29500", ("localhost", 29500)),
+        ("0.0.0.0", "29500", ("localhost", 29500)),
+        ("[::]", "29500", ("localhost", 29500)),
+        ("10.0.0.1 172.17.0.1 ", "29500", "MASTER_ADDR='10.0.0.1 172.17.0.1' is neither a host name nor an address"),
+        ("a,b", "29500", "MASTER_ADDR='a,b' is neither a host name nor an address"),
+        ("127.0.0.1", "66660", "MASTER_PORT=66660 is out of range"),
+        ("127.0.0.1", "-5", "MASTER_PORT=-5 is out of range"),
+    ],
+)
+def test_what_people_put_into_the_masters_address(address: str, port: str, master: object) -> None:
+    environ = FULL | {"MASTER_ADDR": address, "MASTER_PORT": port}
+    if isinstance(master, str):
+        with pytest.raises(ConfigError, match=re.escape(master)):
+            read_env(environ=environ)
+    else:
+        assert read_env(environ=environ).master == master

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from allranks._base.errors import ConfigError
 from allranks._cluster.hostlist import Slots
-from allranks.launch.arguments.options import parse
+from allranks.launch.arguments.options import _parser, parse
 from allranks.launch.ranks import environ
 from allranks.launch.reporter import Reporter
 from allranks.launch.spec.options import Options
@@ -413,3 +414,11 @@ def test_jobs_of_a_rehearsal_have_the_same_command_line(target: list[str]) -> No
     assert list(options.rehearse) == words
     again = parse(list(options.rehearse))
     assert (again.target, again.restarts, again.rehearse) == (options.target, 0, ())
+
+
+def test_no_option_takes_two_dashes_for_a_value() -> None:
+    names = [name for action in _parser()._actions for name in action.option_strings if name.startswith("--")]
+    assert len(names) > 60
+    for name in names:
+        with pytest.raises(ConfigError):
+            parse([f"{name}=--", "plain.py"])
