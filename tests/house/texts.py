@@ -1,8 +1,7 @@
-"""Every text that users can read, as the golden file ``texts.txt`` has it: errors, warnings, notices, help.
+"""Every text that users can read: errors, warnings, notices, help. ``python tests/house/texts.py`` prints them.
 
 A text is a literal of two words or more in the source, without docstrings and code. Its parts that vary stand in
-braces, as in the source. ``python tests/house/texts.py > tests/house/texts.txt`` writes the file. A change of a text
-shows there, and is read as prose.
+braces, as in the source.
 """
 
 from __future__ import annotations

@@ -130,7 +130,6 @@ class DistributedDataParallel(nn.Module):
     _reducer: Reducer | None
     _uneven: UnevenInputs | None
 
-    # long: an argument a line
     def __init__(
         self,
         module: nn.Module,

@@ -164,7 +164,6 @@ class State:
         the background.
     """
 
-    # long: an attribute a line
     def __init__(
         self,
         *,
