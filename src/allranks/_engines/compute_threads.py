@@ -30,7 +30,8 @@ def share_cpus(rank: int, members: Sequence[Member]) -> None:
     """Lowers torch's threads to this rank's share of the host's CPUs, unless the user has chosen their number.
 
     The user has, with OMP_NUM_THREADS or `torch.set_num_threads`. If that is more than the CPUs, the first rank of the
-    host warns. Called where a world is made, and not for groups of a process that is no rank (a master's links).
+    host warns. Called where a world is made; not for later groups, as results may depend on the number of threads, nor
+    for those of a master with its workers.
     """
     here = [member for member in members if member.machine == members[rank].machine]
     threads = torch.get_num_threads()

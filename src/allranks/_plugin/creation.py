@@ -31,7 +31,6 @@ from allranks._api.world import (
 )
 from allranks._base.errors import UsageError
 from allranks._base.forks import leak
-from allranks._engines.compute_threads import share_cpus
 from allranks._group.elastic import join_elastic
 from allranks._group.exchange import exchange_locally
 from allranks._group.process_group import ProcessGroup
@@ -201,7 +200,6 @@ def _met(about: Any, name: str, ranks: Sequence[int]) -> ProcessGroup:
         return meeting.exchange(record, timeout_s)
 
     try:
-        share_cpus(rank, members)
         engine = _engines.make_engine(_ENGINE, rank, members, exchange, name, timeout_s)
     finally:
         meeting.close()
