@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allranks._base.console import Program
+from allranks._cluster.host import cores
 
 if TYPE_CHECKING:
-    from allranks._cluster.host import cores
-from allranks.tools.bench.engines import Mpi
+    from allranks.tools.bench.engines import Mpi
 
 __all__ = ["MpiMissing", "join", "join_by_mpi", "start", "start_by_mpi"]
 
