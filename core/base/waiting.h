@@ -31,11 +31,11 @@ inline std::unique_lock<std::mutex> lock_releasing(std::mutex& mutex, Caller& ca
   return lock;
 }
 
-constexpr int64_t kStirredNs =
-    100'000;  // about twice what a futex wake-up may cost: who got something does not sleep yet
+// About twice what a futex wake-up may cost. A rank that got something so recently does not sleep: more may follow.
+constexpr int64_t kStirredNs = 100'000;
 
-// How a rank waits before it sleeps. While others want its CPU, the yields leave that to them; otherwise they notice
-// the end of the wait sooner than the kernel wakes a sleeper. docs/decisions/132 has the measurements.
+// How a rank waits before it sleeps. A yield leaves the CPU to a thread that wants it. If none does, the rank sees the
+// end of its wait sooner than the kernel could wake it. docs/decisions/132 has the measurements.
 struct Polling {
   int64_t spin_ns = 0;            // keeps its CPU, and the caller's locks
   int64_t yield_ns = kStirredNs;  // then gives its CPU away again and again
