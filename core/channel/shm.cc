@@ -6,6 +6,7 @@
 #include <functional>
 #include <new>
 #include <numeric>
+#include <utility>
 
 namespace allranks {
 
@@ -13,6 +14,13 @@ namespace {
 
 constexpr int64_t kSliceNs = 50'000'000;
 constexpr int kMessagesMs = 2;  // the other ranks of this host have to wait as long
+
+// What yields tell by the time they take (docs/decisions/132), as a rule. Less than kFreeNs: nobody else wants this CPU.
+// Less than kBriefNs: others do, who do not keep it for long. They wait too, or exchange something; they may have moved
+// to this CPU although another one would be theirs alone if this rank slept. More: somebody computes on it.
+constexpr int kYields = 8;
+constexpr int64_t kFreeNs = 5'000;
+constexpr int64_t kBriefNs = 100'000;
 
 // Counted as one for whom the bell is rung; also where `ready` throws.
 class Sleeper {
@@ -149,11 +157,13 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Aske
   if (patience.deadline_ns == 0) patience.deadline_ns = began + patience.timeout_ns;
   const bool messages = remote_ranks_ != nullptr && &bell == &this->bell(rank_);
   const int64_t yield_ns = messages ? std::min(patience.polling.yield_ns, kStirredNs) : patience.polling.yield_ns;
-  while (sys::now_ns() - began < yield_ns) {
-    for (int i = 0; i < 8; i++) {
+  for (int64_t now = sys::now_ns(); now - began < yield_ns;) {
+    for (int i = 0; i < kYields; i++) {
       sys::yield();
       if (ready() < 0) return;
     }
+    const int64_t before = std::exchange(now, sys::now_ns());
+    if (now - began >= kStirredNs && now - before > kFreeNs && now - before < kBriefNs) break;
   }
   int64_t looked = began;
   // Messages from other hosts ring no bell. Who waits for one looks for them itself as long as they come.
