@@ -15,9 +15,9 @@ namespace {
 constexpr int64_t kSliceNs = 50'000'000;
 constexpr int kMessagesMs = 2;  // the other ranks of this host have to wait as long
 
-// What yields tell by the time they take (docs/decisions/132), as a rule. Less than kFreeNs: nobody else wants this CPU.
-// Less than kBriefNs: others do, who do not keep it for long. They wait too, or exchange something; they may have moved
-// to this CPU although another one would be theirs alone if this rank slept. More: somebody computes on it.
+// What yields tell by the time they take (docs/decisions/132), as a rule. Less than kFreeNs: nobody else wants this
+// CPU. Less than kBriefNs: others do, who do not keep it for long. They wait too, or exchange something; they may have
+// moved to this CPU although another one would be theirs alone if this rank slept. More: somebody computes on it.
 constexpr int kYields = 8;
 constexpr int64_t kFreeNs = 5'000;
 constexpr int64_t kBriefNs = 100'000;

@@ -1,19 +1,23 @@
-"""The bytes of a tensor. NumPy would give them, but torch works without NumPy, and so does this package."""
+"""The memory of a tensor. NumPy would give its bytes, but torch works without NumPy, and so does this package."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 
 from torch import Tensor
 
 from allranks._base.errors import UsageError
 
-__all__ = ["bytes_of", "view_of"]
+__all__ = ["bytes_of", "in_huge_pages", "view_of"]
 
 _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 _memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
+_HUGE = 4 << 20  # bytes: two huge pages, so that one lies within the tensor wherever it begins
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def bytes_of(tensor: Tensor) -> bytes:
@@ -41,3 +45,22 @@ def view_of(tensor: Tensor, writable: bool = False) -> memoryview:
         )
     view: memoryview = _memory_view(tensor.data_ptr(), tensor.nbytes, _WRITE if writable else _READ)
     return view
+
+
+def in_huge_pages(tensor: Tensor) -> Tensor:
+    """Ask the kernel for huge pages for a new tensor on the CPU that has not been written yet.
+
+    The kernel clears each page when it is first written: 64 MB take 47 ms in pages of 4 KiB, and 13 ms in pages of
+    2 MiB, of which copying takes 10. Where the kernel has no huge pages, nothing happens.
+
+    Returns:
+        The tensor.
+
+    Cost:
+        Nothing below 4 MiB, else one system call.
+    """
+    if tensor.nbytes >= _HUGE:
+        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        nbytes = (tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+        _madvise(begin, nbytes, mmap.MADV_HUGEPAGE)  # advice: a refusal changes nothing but the time
+    return tensor

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from allranks._base.errors import CheckpointError
-from allranks._call.bytes import view_of
+from allranks._call.bytes import in_huge_pages, view_of
 from allranks.checkpoint import folders, parts
 from allranks.checkpoint.background import company_apart
 from allranks.checkpoint.choosing import Chosen, agreed
@@ -165,7 +165,7 @@ class Reader:
         try:
             if _is_like(saved, like):
                 return torch.empty_like(like, dtype=dtype)
-            return torch.empty(saved.shape, dtype=dtype, device="cpu")
+            return in_huge_pages(torch.empty(saved.shape, dtype=dtype, device="cpu"))
         except (RuntimeError, MemoryError) as error:
             nbytes = math.prod(saved.shape) * dtype.itemsize
             raise CheckpointError(f"there is no memory for tensor {saved.name!r} of {nbytes} bytes: {error}") from error

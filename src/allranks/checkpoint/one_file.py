@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks._base.errors import CheckpointError, UsageError
-from allranks._call.bytes import view_of
+from allranks._call.bytes import in_huge_pages, view_of
 from allranks.checkpoint import single_file
 from allranks.checkpoint.filling import Filling
 from allranks.checkpoint.folders import PathLike
@@ -139,7 +139,7 @@ class _Safetensors(_Source):
 
     def tensor(self, name: str) -> Tensor:
         saved, begin = self._entries[name]
-        made = torch.empty(saved.shape, dtype=dtype_of(saved.dtype), device="cpu")
+        made = in_huge_pages(torch.empty(saved.shape, dtype=dtype_of(saved.dtype), device="cpu"))
         if made.nbytes:
             self._file.seek(self._begin + begin)
             if self._file.readinto(view_of(made, writable=True)) != made.nbytes:  # type: ignore[attr-defined]

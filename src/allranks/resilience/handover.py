@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from allranks._api import objects
 from allranks._base.errors import StateLostError, UsageError
+from allranks._call.bytes import in_huge_pages
 from allranks.resilience.reachable import PLAIN, is_array, is_generator
 from allranks.resilience.shards import Layout, layout_of, local_of, meshes_in, restored
 
@@ -235,7 +236,7 @@ class _Incoming(NamedTuple):
             if self.own is not None and self.own.shapes[number] == (shape, dtype):
                 tensor = self.own.tensors[number]
             else:
-                tensor = torch.empty(shape, dtype=dtype, device="cpu")
+                tensor = in_huge_pages(torch.empty(shape, dtype=dtype, device="cpu"))
             self.tensors[number] = tensor
             if tensor.numel() and tensor.is_contiguous():
                 group.recv(tensor, giver)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allranks._base.errors import AllranksError, PeerLostError, RemoteError
-from allranks._call.bytes import view_of
+from allranks._call.bytes import in_huge_pages, view_of
 from allranks.remote.master.connections import Connections, exclusive
 from allranks.remote.master.device_table import DeviceTable, Link
 from allranks.remote.master.operator_cache import OperatorCache
@@ -93,7 +93,7 @@ class Transfers:
         nbytes = sig.shape.numel() * sig.dtype.itemsize
         if nbytes <= wire.SMALL:
             return _tensor(sig, self.connections.request(place, "fetch", id=dense._ref.id, link=0))
-        made = torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype, device="cpu")
+        made = in_huge_pages(torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype, device="cpu"))
         with self._turn(place) as link:
             self._start(place, link, "fetch", id=dense._ref.id)
             self._move(place, link, lambda group: group.recv(_flat(made), 1))

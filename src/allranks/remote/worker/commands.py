@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from allranks._base import pickling
-from allranks._call.bytes import bytes_of
+from allranks._call.bytes import bytes_of, in_huge_pages
 from allranks._call.types import ReduceOp
 from allranks._cluster.host import processor
 from allranks.remote.protocol import wire
@@ -55,7 +55,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def upload(worker: WorkerState, data: memoryview, outputs: list[int], meta: wire.Meta, link: int) -> None:
     """Makes room for a large tensor of the master's, and takes it when that is answered: it is sent only then."""
     dtype, shape, strides = meta[:3]
-    made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype), device="cpu")
+    made = in_huge_pages(torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype), device="cpu"))
     there = made if worker.device.type == "cpu" else torch.empty_like(made, device=worker.device)
 
     def take() -> None:
@@ -79,7 +79,7 @@ def spread(
     """A tensor of one worker to all of a group; the sender may be none of them."""
     held = worker.slots[id] if sends else None
     dtype, shape, strides, *_ = meta
-    made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype), device="cpu")
+    made = in_huge_pages(torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype), device="cpu"))
     if isinstance(held, torch.Tensor):
         made = held.clone()
     if link:
@@ -390,7 +390,7 @@ def recv(worker: WorkerState, tensors: Sequence[Any], link: int, peer: int, meta
         raise Poisoned(wire.unpack_fault(bytes_of(packed)))
     made = []
     for dtype, shape, strides in metas:
-        plain = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype), device="cpu")
+        plain = in_huge_pages(torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype), device="cpu"))
         if plain.numel():
             group.recv(_flat(plain), peer)
         made.append(plain.to(worker.device))

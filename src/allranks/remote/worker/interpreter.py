@@ -20,6 +20,7 @@ import torch
 
 from allranks import _core
 from allranks._base.errors import PeerLostError
+from allranks._call.bytes import in_huge_pages
 from allranks.remote.protocol import wire
 from allranks.remote.protocol.arguments import (
     GENERATOR,
@@ -204,7 +205,7 @@ class Interpreter(WorkerState):
 
     def _unpack(self, meta: Meta, data: memoryview) -> torch.Tensor:
         dtype, shape, strides = meta[:3]
-        tensor = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype), device="cpu")
+        tensor = in_huge_pages(torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype), device="cpu"))
         if len(data):
             flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
             flat.view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))

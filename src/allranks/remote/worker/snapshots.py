@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from allranks._call.bytes import bytes_of
+from allranks._call.bytes import bytes_of, in_huge_pages
 from allranks.remote.protocol import wire
 from allranks.remote.protocol.faults import Poisoned
 from allranks.remote.protocol.wire import Fault, Meta
@@ -62,9 +62,9 @@ class Snapshots:
     def room(self, owner: int, nbytes: int) -> torch.Tensor:
         """Memory for a new one: pages that have been used before cost a third of new ones."""
         spare = self._spare.pop(owner, None)
-        return (
-            torch.empty(nbytes, dtype=torch.uint8, device="cpu") if spare is None or spare.numel() != nbytes else spare
-        )
+        if spare is not None and spare.numel() == nbytes:
+            return spare
+        return in_huge_pages(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
     def find(self, owner: int, number: int) -> Snapshot:
         """
