@@ -95,6 +95,31 @@ def test_the_newest_that_is_whole_is_taken(copy: Path) -> None:
     assert found.path == copy
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_blocks_are_read_and_checked_by_any_number_of_threads(threads: int, tmp_path: Path) -> None:
+    """A process reads in two threads if torch has as many; rows that begin and end within blocks, too."""
+    rows = torch.randn(4567, 1024, generator=torch.Generator().manual_seed(1))  # 18 MiB: five blocks
+    path = checkpoint.save({"rows": rows}, tmp_path, step=1)
+    (part,) = path.glob("*.safetensors")
+    head = load_manifest(path).files[0].head
+    default = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        loaded = checkpoint.load(path)
+        assert torch.equal(loaded["rows"], rows)
+        some = checkpoint.load(path, into={"rows": checkpoint.Shard(torch.empty(3000, 1024), (700, 0), rows.shape)})
+        assert torch.equal(some["rows"].tensor, rows[700:3700])
+        for block in range(5):
+            bit = 8 * (head + (block << 22) + 12345)
+            flip(part, bit)
+            with pytest.raises(CheckpointError, match=rf"{part.name} is damaged in bytes {head + (block << 22)} to "):
+                checkpoint.load(path)
+            flip(part, bit)
+        assert torch.equal(checkpoint.load(path)["rows"], rows)
+    finally:
+        torch.set_num_threads(default)
+
+
 @pytest.mark.parametrize("what", ["missing", "short", "long", "manifest"])
 def test_files_that_are_missing_or_cut(copy: Path, what: str) -> None:
     part = copy / "part-00001.safetensors"
