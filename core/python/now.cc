@@ -305,11 +305,11 @@ class Now {
 
   // A Started, or None.
   nb::object start(nb::handle verb, nb::handle tensor, nb::handle pieces, nb::handle op, nb::handle root,
-                   std::string site) const {
+                   const Sites& sites, int depth) const {
     Operation call;
     std::vector<nb::object> keep;
     if (!read(call, verb, tensor, pieces, op, root, keep)) return nb::none();
-    call.site = std::move(site);
+    call.site = sites.behind(depth);
     if (PySet_Size(pending_.calls.ptr()) > many_) many_ = nb::cast<Py_ssize_t>(pending_.tidy());
     nb::object kept = nb::borrow(pieces);
     if (PyList_Check(pieces.ptr())) {  // the program may change its own
@@ -354,8 +354,8 @@ bool run_now(const Now& now, nb::handle verb, nb::handle tensor, nb::handle piec
 }
 
 nb::object start_now(const Now& now, nb::handle verb, nb::handle tensor, nb::handle pieces, nb::handle op,
-                     nb::handle root, std::string site) {
-  return now.start(verb, tensor, pieces, op, root, std::move(site));
+                     nb::handle root, const Sites& sites, int depth) {
+  return now.start(verb, tensor, pieces, op, root, sites, depth);
 }
 
 // A blocking message of an ordinary tensor, as `now`.
@@ -421,7 +421,8 @@ void bind_now(nb::module_& m) {
       .def("__call__", &Now::operator(), nb::arg("verb"), nb::arg("tensor").none(),
            nb::arg("pieces").none() = nb::none(), nb::arg("op").none() = nb::none(), nb::arg("root").none() = -1)
       .def("start", &Now::start, nb::arg("verb"), nb::arg("tensor").none(), nb::arg("pieces").none(),
-           nb::arg("op").none(), nb::arg("root").none(), nb::arg("site"), "Without blocking; None: nothing was done.")
+           nb::arg("op").none(), nb::arg("root").none(), nb::arg("sites"), nb::arg("depth"),
+           "Without blocking; None: nothing was done. depth: of the program among the frames, as of Sites.behind.")
       .def("prepare", &Now::prepare, nb::arg("verb"), nb::arg("tensor").none(), nb::arg("pieces").none(),
            nb::arg("op").none(), nb::arg("root").none(), "None: it cannot be prepared.");
 }

@@ -5,9 +5,8 @@
 
 #include <nanobind/nanobind.h>
 
-#include <string>
-
 #include "group/comm.h"
+#include "python/sites.h"
 
 namespace allranks {
 
@@ -20,7 +19,7 @@ bool run_now(const Now& now, nanobind::handle verb, nanobind::handle tensor, nan
              nanobind::handle op, nanobind::handle root);
 // An asynchronous one: a Started. None: nothing was done.
 nanobind::object start_now(const Now& now, nanobind::handle verb, nanobind::handle tensor, nanobind::handle pieces,
-                           nanobind::handle op, nanobind::handle root, std::string site);
+                           nanobind::handle op, nanobind::handle root, const Sites& sites, int depth);
 
 // False: nothing was done.
 bool send_now(Comm& comm, nanobind::handle tensor, int to, int tag);

@@ -93,7 +93,7 @@ class TorchCall {
     if (truth(attribute(options, async_))) {
       if (!plain(tensor) || !plain(pieces)) return nothing;
       if (short_way == nullptr) return nothing;
-      return start_now(*short_way, verb_, tensor, pieces, op, root, sites_.behind(kTorchs));
+      return start_now(*short_way, verb_, tensor, pieces, op, root, sites_, kTorchs);
     }
     const bool made = short_way == nullptr ? truth(now(verb_, tensor, pieces, op, root))
                                            : run_now(*short_way, verb_, tensor, pieces, op, root);

@@ -200,9 +200,10 @@ class Now:
     def __call__(
         self, verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /
     ) -> bool: ...
-    # The same without blocking; None: nothing was done. site: where in the program the call stands.
+    # The same without blocking; None: nothing was done. sites, depth: where in the program the call stands, as
+    # sites.behind(depth).
     def start(
-        self, verb: str, tensor: object, pieces: object, op: object, root: object, site: str
+        self, verb: str, tensor: object, pieces: object, op: object, root: object, sites: Sites, depth: int
     ) -> Started | None: ...
     # None: it cannot be prepared.
     def prepare(self, verb: str, tensor: object, pieces: object, op: object, root: object) -> Prepared | None: ...

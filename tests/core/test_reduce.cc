@@ -1,4 +1,5 @@
 // The kernels against plain loops, for every instruction set that this machine has.
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -36,7 +37,7 @@ float half_value(uint16_t bits) {
 
 TEST(every_kernel_set_gives_the_same_bits) {
   const size_t count = 5003;
-  const int n = 3;
+  const int n = 11;
   for (int dtype = 0; dtype < kDTypes; dtype++) {
     const auto whole = static_cast<DType>(dtype);
     // Complex numbers are compared part by part.
@@ -56,15 +57,23 @@ TEST(every_kernel_set_gives_the_same_bits) {
       }
       operands.push_back(bytes);
     }
-    const void* srcs[n] = {operands[0].data(), operands[1].data(), operands[2].data()};
+    std::array<const void*, n> srcs{};
+    for (int r = 0; r < n; r++) srcs[r] = operands[r].data();
     for (int op = 0; op < kReduceOps; op++) {
-      for (const int used : {2, 3}) {
+      for (int used = 1; used <= n; used++) {
         std::vector<uint8_t> expected;
         for (const auto& table : tables()) {
           const Kernel kernel = table[static_cast<size_t>(dtype)][static_cast<size_t>(op)];
           if (kernel == nullptr) continue;
           std::vector<uint8_t> out(parts * size);
-          kernel(out.data(), srcs, used, count, used);
+          kernel(out.data(), srcs.data(), used, count, used);
+          for (const int mine : {0, used - 1}) {  // the result in the place of an operand
+            std::vector<uint8_t> place = operands[mine];
+            auto in_place = srcs;
+            in_place[mine] = place.data();
+            kernel(place.data(), in_place.data(), used, count, used);
+            CHECK(place == out);
+          }
           if (expected.empty()) expected = out;
           if (out == expected) continue;
           // A NaN may carry any payload, but must be one everywhere.
@@ -90,6 +99,32 @@ TEST(every_kernel_set_gives_the_same_bits) {
           }
         }
       }
+    }
+  }
+}
+
+// In this order, whatever the number of ranks: so results have the same bits everywhere.
+TEST(operands_are_combined_one_after_the_other) {
+  constexpr size_t count = 2500;
+  std::vector<std::vector<float>> operands;
+  for (int r = 0; r < 20; r++) {
+    auto& values = operands.emplace_back(count);
+    for (size_t i = 0; i < count; i++) {
+      values[i] = std::sin(static_cast<float>(i * 31 + static_cast<size_t>(r) * 7919)) * std::pow(10.0f, r % 5);
+    }
+  }
+  for (const auto& table : tables()) {
+    std::vector<float> expected = operands[0];
+    std::vector<const void*> srcs = {operands[0].data()};
+    for (int r = 1; r < 20; r++) {
+      srcs.push_back(operands[r].data());
+      for (size_t i = 0; i < count; i++) expected[i] += operands[r][i];
+      std::vector<float> out(count);
+      const auto& row = table[static_cast<size_t>(DType::f32)];
+      row[static_cast<size_t>(ReduceOp::sum)](out.data(), srcs.data(), r + 1, count, r + 1);
+      CHECK(out == expected);
+      row[static_cast<size_t>(ReduceOp::avg)](out.data(), srcs.data(), r + 1, count, r + 1);
+      for (size_t i = 0; i < count; i++) CHECK(out[i] == expected[i] / static_cast<float>(r + 1));
     }
   }
 }

@@ -494,7 +494,7 @@ class NativeEngine(Engine):
         short = self._short
         if short is None:  # closed meanwhile
             return None
-        started = short.start(verb, tensor, pieces, op, root, _SITES.behind(_GROUPS))
+        started = short.start(verb, tensor, pieces, op, root, _SITES, _GROUPS)
         return None if started is None else PlainWork(started)
 
     def prepare(
@@ -642,7 +642,10 @@ class PlainWork(NativeWork):
 
     def __init__(self, started: _core.Started) -> None:
         self.request = started
-        self._forks = forks() - started.inherited
+
+    @property
+    def _forks(self) -> int:  # type: ignore[override]
+        return forks() - self.request.inherited
 
     @property
     def verb(self) -> str:  # type: ignore[override]
