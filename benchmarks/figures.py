@@ -214,7 +214,10 @@ def small_lines(two, four):
     for way in columns[0][0]:
         cells = [f"{medians[way] * 1e6:.2f} ({fastest[way] * 1e6:.2f})" for medians, fastest in columns]
         yield f"| {way} | " + " | ".join(cells) + " |"
-    for way, than in (("async", "blocking"), ("torch", "torch, nothing"), ("torch async", "torch async, nothing")):
+    for way, than in (
+        ("async", "blocking"), ("torch", "torch, nothing"), ("torch async", "torch async, nothing"),
+        ("torch", "torch, fake"), ("torch async", "torch async, fake"),
+    ):  # fmt: skip
         cells = [f"({(fastest[way] - fastest[than]) * 1e6:+.2f})" for _, fastest in columns]
         yield f"| {way} less {than} | " + " | ".join(cells) + " |"
     for peer in ("mpi", "mpi persistent"):

@@ -167,7 +167,7 @@ def test_small(tmp_path: Path) -> None:
     for each in report["small"]:
         assert list(each["ways_s"]) == [
             "blocking", "async", "plan", "torch", "torch async", "torch, nothing", "torch async, nothing",
-            "torch async, nothing, new",
+            "torch async, nothing, new", "torch, fake", "torch async, fake",
         ]  # fmt: skip
         assert all(each["fastest_s"][way] <= seconds for way, seconds in each["ways_s"].items())
         assert (each["wrong"], each["blocks"] >= 20) == (0, True)

@@ -147,7 +147,10 @@ def small_text(found: Small) -> str:
     lines += [
         f"{way:>30} {seconds * 1e6:8.3f} {found.fastest_s[way] * 1e6:8.3f}" for way, seconds in found.ways_s.items()
     ]
-    for way, than in (("async", "blocking"), ("torch", "torch, nothing"), ("torch async", "torch async, nothing")):
+    for way, than in (
+        ("async", "blocking"), ("torch", "torch, nothing"), ("torch async", "torch async, nothing"),
+        ("torch", "torch, fake"), ("torch async", "torch async, fake"),
+    ):  # fmt: skip
         lines.append(f"# {way}: {found.more_s(way, than) * 1e6:+.2f} us, beside {than}")
     for peer in ("mpi", "mpi persistent"):
         if peer in found.ways_s:
