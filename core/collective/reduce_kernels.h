@@ -207,81 +207,85 @@ void narrow_tile<f16>(f16* dst, const float* acc, size_t n) {
 constexpr size_t kTile = 1024;  // elements: the accumulators stay in the L1 cache
 
 // dst = the sources, combined in their order, in one pass. dst may be one of them, element by element: no iteration
-// depends on another. The sources are arguments of their own because GCC does not vectorize a loop over an array of
-// them.
-template <class Op, bool kAverage, class A, class... More>
-void combine(A* dst, size_t n, int parts, const A* first, const More*... more) {
+// depends on another. A source is of the dtype T or of its accumulators. The sources are arguments of their own because
+// GCC does not vectorize a loop over an array of them.
+template <class T, class Op, bool kAverage, class To, class First, class... More>
+void combine(To* dst, size_t n, int parts, const First* first, const More*... more) {
+  using A = typename Acc<T>::type;
 #pragma GCC ivdep
   for (size_t i = 0; i < n; i++) {
-    A x = first[i];
-    ((x = Op::combine(x, more[i])), ...);
+    A x = load(first[i]);
+    ((x = Op::template combine<A>(x, load(more[i]))), ...);
     if constexpr (kAverage) x = divide(x, parts);
-    dst[i] = x;
-  }
-}
-
-// Of types that are summed as they are: four sources at a time, which is as many streams as a core reads well.
-template <class T, class Op, bool kAverage>
-void reduce_plain(T* dst, const void* const* srcs, int nsrcs, size_t count, int parts) {
-  const auto at = [&](int s, size_t begin = 0) { return static_cast<const T*>(srcs[s]) + begin; };
-  switch (nsrcs) {
-    case 1:
-      return combine<Op, kAverage>(dst, count, parts, at(0));
-    case 2:
-      return combine<Op, kAverage>(dst, count, parts, at(0), at(1));
-    case 3:
-      return combine<Op, kAverage>(dst, count, parts, at(0), at(1), at(2));
-    case 4:
-      return combine<Op, kAverage>(dst, count, parts, at(0), at(1), at(2), at(3));
-    default:
-      break;
-  }
-  std::array<T, kTile> acc;
-  T* const sum = acc.data();
-  for (size_t b = 0; b < count; b += kTile) {
-    const size_t n = std::min(kTile, count - b);
-    combine<Op, false>(sum, n, parts, at(0, b), at(1, b), at(2, b), at(3, b));
-    int s = 4;
-    for (; nsrcs - s > 3; s += 3) combine<Op, false>(sum, n, parts, sum, at(s, b), at(s + 1, b), at(s + 2, b));
-    switch (nsrcs - s) {
-      case 1:
-        combine<Op, kAverage>(dst + b, n, parts, sum, at(s, b));
-        break;
-      case 2:
-        combine<Op, kAverage>(dst + b, n, parts, sum, at(s, b), at(s + 1, b));
-        break;
-      default:
-        combine<Op, kAverage>(dst + b, n, parts, sum, at(s, b), at(s + 1, b), at(s + 2, b));
+    if constexpr (std::is_same_v<To, A>) {
+      dst[i] = x;
+    } else {
+      dst[i] = store<T>(x);
     }
   }
 }
 
-// Of types that are summed in a wider one.
+// Four sources at a time, which is as many streams as a core reads well.
 template <class T, class Op, bool kAverage>
-void reduce_wide(T* dst, const void* const* srcs, int nsrcs, size_t count, int parts) {
-  using A = typename Acc<T>::type;
-  std::array<A, kTile> acc;
-  std::array<A, kTile> operand;
+void reduce_in_fours(T* dst, const void* const* srcs, int nsrcs, size_t count, int parts) {
+  const auto at = [&](int s, size_t begin = 0) { return static_cast<const T*>(srcs[s]) + begin; };
+  switch (nsrcs) {
+    case 1:
+      return combine<T, Op, kAverage>(dst, count, parts, at(0));
+    case 2:
+      return combine<T, Op, kAverage>(dst, count, parts, at(0), at(1));
+    case 3:
+      return combine<T, Op, kAverage>(dst, count, parts, at(0), at(1), at(2));
+    case 4:
+      return combine<T, Op, kAverage>(dst, count, parts, at(0), at(1), at(2), at(3));
+    default:
+      break;
+  }
+  std::array<typename Acc<T>::type, kTile> acc;
+  auto* const sum = acc.data();
+  for (size_t b = 0; b < count; b += kTile) {
+    const size_t n = std::min(kTile, count - b);
+    combine<T, Op, false>(sum, n, parts, at(0, b), at(1, b), at(2, b), at(3, b));
+    int s = 4;
+    for (; nsrcs - s > 3; s += 3) combine<T, Op, false>(sum, n, parts, sum, at(s, b), at(s + 1, b), at(s + 2, b));
+    switch (nsrcs - s) {
+      case 1:
+        combine<T, Op, kAverage>(dst + b, n, parts, sum, at(s, b));
+        break;
+      case 2:
+        combine<T, Op, kAverage>(dst + b, n, parts, sum, at(s, b), at(s + 1, b));
+        break;
+      default:
+        combine<T, Op, kAverage>(dst + b, n, parts, sum, at(s, b), at(s + 1, b), at(s + 2, b));
+    }
+  }
+}
+
+// float16, which instructions of their own widen and narrow: source by source, in tiles of float32.
+template <class Op, bool kAverage>
+void reduce_halves(f16* dst, const void* const* srcs, int nsrcs, size_t count, int parts) {
+  std::array<float, kTile> acc;
+  std::array<float, kTile> operand;
   for (size_t begin = 0; begin < count; begin += kTile) {
     const size_t n = std::min(kTile, count - begin);
-    widen_tile<T>(acc.data(), static_cast<const T*>(srcs[0]) + begin, n);
+    widen_tile<f16>(acc.data(), static_cast<const f16*>(srcs[0]) + begin, n);
     for (int s = 1; s < nsrcs; s++) {
-      widen_tile<T>(operand.data(), static_cast<const T*>(srcs[s]) + begin, n);
-      combine<Op, false>(acc.data(), n, parts, acc.data(), operand.data());
+      widen_tile<f16>(operand.data(), static_cast<const f16*>(srcs[s]) + begin, n);
+      combine<float, Op, false>(acc.data(), n, parts, acc.data(), operand.data());
     }
     if constexpr (kAverage) {
       for (size_t i = 0; i < n; i++) acc[i] = divide(acc[i], parts);
     }
-    narrow_tile<T>(dst + begin, acc.data(), n);
+    narrow_tile<f16>(dst + begin, acc.data(), n);
   }
 }
 
 template <class T, class Op, bool kAverage>
 void reduce(void* dst, const void* const* srcs, int nsrcs, size_t count, int parts) {
-  if constexpr (std::is_same_v<T, typename Acc<T>::type>) {
-    reduce_plain<T, Op, kAverage>(static_cast<T*>(dst), srcs, nsrcs, count, parts);
+  if constexpr (std::is_same_v<T, f16>) {
+    reduce_halves<Op, kAverage>(static_cast<f16*>(dst), srcs, nsrcs, count, parts);
   } else {
-    reduce_wide<T, Op, kAverage>(static_cast<T*>(dst), srcs, nsrcs, count, parts);
+    reduce_in_fours<T, Op, kAverage>(static_cast<T*>(dst), srcs, nsrcs, count, parts);
   }
 }
 
