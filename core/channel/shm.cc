@@ -15,9 +15,9 @@ namespace {
 constexpr int64_t kSliceNs = 50'000'000;
 constexpr int kMessagesMs = 2;  // the other ranks of this host have to wait as long
 
-// What yields tell by the time they take (docs/decisions/132), as a rule. Less than kFreeNs: nobody else wants this
-// CPU. Less than kBriefNs: others do, who do not keep it for long. They wait too, or exchange something; they may have
-// moved to this CPU although another one would be theirs alone if this rank slept. More: somebody computes on it.
+// The duration of kYields yields indicates who shares this CPU (docs/decisions/132). Below kFreeNs: no other thread
+// wants it. Below kBriefNs: other threads run only briefly, because they also wait or exchange messages. As long as
+// this rank is runnable, the scheduler may keep two communicating ranks on one CPU. Above: another thread computes.
 constexpr int kYields = 8;
 constexpr int64_t kFreeNs = 5'000;
 constexpr int64_t kBriefNs = 100'000;

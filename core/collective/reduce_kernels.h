@@ -206,9 +206,9 @@ void narrow_tile<f16>(f16* dst, const float* acc, size_t n) {
 
 constexpr size_t kTile = 1024;  // elements: the accumulators stay in the L1 cache
 
-// dst = the sources, combined in their order, in one pass. dst may be one of them, element by element: no iteration
-// depends on another. A source is of the dtype T or of its accumulators. The sources are arguments of their own because
-// GCC does not vectorize a loop over an array of them.
+// Combines the sources in their order, in one pass. dst may be one of the sources: no iteration reads what another one
+// writes, hence ivdep. A source has the dtype T or the type of its accumulators. Each source is an argument because GCC
+// 12 does not vectorize a loop over an array of sources (it unrolls and jams that loop, and emits scalar code).
 template <class T, class Op, bool kAverage, class To, class First, class... More>
 void combine(To* dst, size_t n, int parts, const First* first, const More*... more) {
   using A = typename Acc<T>::type;
@@ -225,7 +225,7 @@ void combine(To* dst, size_t n, int parts, const First* first, const More*... mo
   }
 }
 
-// Four sources at a time, which is as many streams as a core reads well.
+// Reads four sources per pass: more streams than that exceed what a core prefetches.
 template <class T, class Op, bool kAverage>
 void reduce_in_fours(T* dst, const void* const* srcs, int nsrcs, size_t count, int parts) {
   const auto at = [&](int s, size_t begin = 0) { return static_cast<const T*>(srcs[s]) + begin; };
@@ -261,7 +261,7 @@ void reduce_in_fours(T* dst, const void* const* srcs, int nsrcs, size_t count, i
   }
 }
 
-// float16, which instructions of their own widen and narrow: source by source, in tiles of float32.
+// float16: dedicated instructions (F16C) convert whole tiles, so each source is widened to float32 and then added.
 template <class Op, bool kAverage>
 void reduce_halves(f16* dst, const void* const* srcs, int nsrcs, size_t count, int parts) {
   std::array<float, kTile> acc;

@@ -58,7 +58,7 @@ _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STEP = 1 << 20  # bytes that are read at a time
 _READERS = 2  # threads: hashing takes about half as long as reading from the page cache
-_MANY_BLOCKS = 3  # from so many on: to start two threads takes 0.1 ms, a block 1 ms
+_MANY_BLOCKS = 3  # minimum for two threads: starting them takes 0.1 ms, reading a block 1 ms
 _HEAD_SIZE = 8  # bytes, little-endian: of the JSON that follows
 
 
