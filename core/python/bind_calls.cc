@@ -19,8 +19,8 @@ using namespace allranks;  // NOLINT: this file is the seam
 
 // What Python gives once for handles, their places and the dispatcher. It lives as long as the module.
 struct allranks::Handles {
-  PyObject *handle, *place, *make, *here, *dispatch;         // classes and functions
-  PyObject *true_mark, *false_mark, *int_mark, *float_mark;  // what stands in a key for such a value
+  PyObject *handle, *place, *make, *here, *dispatch, *in_inference_mode;  // classes and functions
+  PyObject *true_mark, *false_mark, *int_mark, *float_mark;               // what stands in a key for such a value
   PyObject *ref, *sig, *at, *off, *looks, *calls, *call, *target, *lazy, *brief, *build;  // names of attributes
   PyObject* one;
   struct Kind {
@@ -53,6 +53,11 @@ nb::object attribute(PyObject* object, PyObject* name) {
   PyObject* found = PyObject_GetAttr(object, name);
   if (found == nullptr) throw nb::python_error();
   return nb::steal(found);
+}
+
+bool is_true(const nb::object& value) {
+  if (!value.is_valid()) throw nb::python_error();
+  return value.is(nb::handle(Py_True));
 }
 
 // Objects that become a tuple.
@@ -198,7 +203,8 @@ nb::object queue(const Operator& about, PyObject* args, PyObject* kwargs) {
   }
   const nb::object brief = attribute(known.ptr(), state.handles->brief);
   if (brief.is_none()) return {};
-  const auto told = [&](Py_ssize_t i) { return PyTuple_GetItem(brief.ptr(), i); };  // number, outputs, result, shift
+  // The number, the outputs, the result, the shift, whether the result is a view of the first argument.
+  const auto told = [&](Py_ssize_t i) { return PyTuple_GetItem(brief.ptr(), i); };
 
   const nb::object line = nb::steal(PyObject_CallFunctionObjArgs(state.handles->here, state.handles->one, nullptr));
   if (!line.is_valid()) throw nb::python_error();
@@ -223,7 +229,16 @@ nb::object queue(const Operator& about, PyObject* args, PyObject* kwargs) {
   if (is_argument && PyLong_AsSsize_t(result) < count) {
     return nb::borrow(PyTuple_GetItem(args, PyLong_AsSsize_t(result)));
   }
-  if (!is_argument && result != Py_True) return make_handle(place, result, made, told(3));
+  if (!is_argument && result != Py_True) {
+    if (told(4) != Py_True) return make_handle(place, result, made, told(3));
+    // In inference mode a view of an ordinary tensor is ordinary, which Python code sees to.
+    if (count > 0 && !is_true(nb::steal(PyObject_CallNoArgs(state.handles->in_inference_mode)))) {
+      const nb::object before = attribute(PyTuple_GetItem(args, 0), state.handles->off);
+      const nb::object offset = nb::steal(PyNumber_Add(before.ptr(), told(3)));
+      if (!offset.is_valid()) throw nb::python_error();
+      return make_handle(place, result, made, offset);
+    }
+  }
   const nb::object build = attribute(known.ptr(), state.handles->build);
   const nb::object by_name = kwargs != Py_None ? nb::borrow(kwargs) : nb::steal(PyDict_New());
   nb::object built =
@@ -263,7 +278,8 @@ nb::object dispatch(nb::handle op, nb::handle types, nb::handle args, nb::handle
 }
 
 void set_handles(nb::handle handle, nb::handle place, nb::handle make, nb::handle here, nb::handle dispatch,
-                 nb::tuple marks, const nb::dict& kinds, const nb::tuple& codes, const nb::dict& numbers) {
+                 nb::handle in_inference_mode, nb::tuple marks, const nb::dict& kinds, const nb::tuple& codes,
+                 const nb::dict& numbers) {
   // Numbers are packed here as 64 bits, integers and IEEE floats.
   if (nb::cast<std::string>(numbers[codes[1]]) != "q" || nb::cast<std::string>(numbers[codes[2]]) != "d") {
     throw nb::value_error("integers are packed as q and floats as d");
@@ -277,6 +293,7 @@ void set_handles(nb::handle handle, nb::handle place, nb::handle make, nb::handl
       .make = kept(make),
       .here = kept(here),
       .dispatch = kept(dispatch),
+      .in_inference_mode = kept(in_inference_mode),
       .true_mark = kept(marks[0]),
       .false_mark = kept(marks[1]),
       .int_mark = kept(marks[2]),
@@ -308,11 +325,13 @@ void set_handles(nb::handle handle, nb::handle place, nb::handle make, nb::handl
 
 void allranks::bind_calls(nb::module_& m) {
   state.operators = new Operators;
-  m.def("set_handles", set_handles, nb::arg("handle"), nb::arg("place"), nb::arg("make"), nb::arg("here"),
-        nb::arg("dispatch"), nb::arg("marks"), nb::arg("kinds"), nb::arg("codes"), nb::arg("numbers"),
-        "The classes, functions and marks of allranks.remote.torch_device; from allranks.remote.protocol.arguments the "
-        "kinds\n"
-        "of values by type, the codes of lists, integers and floats, and how numbers are packed.");
+  m.def(
+      "set_handles", set_handles, nb::arg("handle"), nb::arg("place"), nb::arg("make"), nb::arg("here"),
+      nb::arg("dispatch"), nb::arg("in_inference_mode"), nb::arg("marks"), nb::arg("kinds"), nb::arg("codes"),
+      nb::arg("numbers"),
+      "The classes, functions and marks of allranks.remote.torch_device, and torch's is_inference_mode_enabled; from\n"
+      "allranks.remote.protocol.arguments the kinds of values by type, the codes of lists, integers and floats, and\n"
+      "how numbers are packed.");
   m.def(
       "know_operator",
       [](nb::handle op, nb::handle facts, nb::handle numbers, bool floats_matter) {

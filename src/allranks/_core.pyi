@@ -314,6 +314,7 @@ def set_handles(
     make: Callable[..., Any],
     here: Callable[[int], int],
     dispatch: Callable[..., Any],
+    in_inference_mode: Callable[[], bool],
     marks: tuple[object, object, object, object],
     kinds: dict[type, str],
     codes: tuple[str, str, str],

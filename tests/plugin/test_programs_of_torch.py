@@ -21,7 +21,7 @@ RANKS = {
 JOBS = {name: Job(file, RANKS[name]) for name, file in FILES.items()}
 
 
-@pytest.mark.timeout(600)  # longer than the job may take, which then says where its ranks are
+@pytest.mark.timeout(1000)  # longer than the job may take, which then says where its ranks are
 @pytest.mark.parametrize(("file", "program"), [(name, each) for name, file in FILES.items() for each in programs(file)])
 def test_same_as_on_gloo(file: str, program: str) -> None:
     JOBS[file].assert_same(program)

@@ -114,5 +114,6 @@ def test_the_fast_path_refuses_numbers_that_it_packs_otherwise() -> None:
     with pytest.raises(ValueError, match="integers are packed as q and floats as d"):
         _core.set_handles(
             tensor.RemoteTensor, handle.DeviceTarget, torch.Tensor._make_wrapper_subclass, call_site.here,
-            dispatch.dispatch, dispatch.MARKS, {}, (arguments.LIST, arguments.INTEGER, arguments.FLOAT), numbers,
+            dispatch.dispatch, torch.is_inference_mode_enabled, dispatch.MARKS, {},
+            (arguments.LIST, arguments.INTEGER, arguments.FLOAT), numbers,
         )  # fmt: skip

@@ -1709,7 +1709,15 @@ def test_what_workers_know_is_queued_without_python_code() -> None:
     assert functions_of(lambda: x.add_(x, alpha=2)) == {"here"}
     assert functions_of(lambda: torch._foreach_mul_([x, x], 0.5)) == {"here"}
     assert functions_of(lambda: torch.sum(x, dim=[0], keepdim=True, dtype=torch.float64)) == {"here"}
-    assert {"here", "build"} <= functions_of(lambda: x.view(2, 2))  # how views look depends on more
+    assert functions_of(lambda: x.view(2, 2)) == {"here"}
+    half = x[2:]
+    assert functions_of(lambda: half.view(2, 1)) == {"here"}
+    x.copy_(torch.arange(4.0))
+    assert half.view(2, 1).tolist() == [[2.0], [3.0]]
+    assert {"here", "build"} <= functions_of(lambda: x.chunk(2))
+    with torch.inference_mode():  # a view of an ordinary tensor is an ordinary tensor
+        assert {"here", "build"} <= functions_of(lambda: x.view(2, 2))
+        assert not x.view(2, 2).is_inference()
     assert "run" in functions_of(lambda: x.to(torch.float64) * 1j)
 
 

@@ -265,7 +265,7 @@ class KnownCall:
         resized: operands that look different afterwards.
         pack: what turns the call's numbers into bytes.
         brief: for `_core.dispatch` the number, the outputs, what is returned (a tensor that looks so, the position of
-            an argument, None, or True: what `build` builds) and the shift; None where only `run` can do it.
+            an argument, None, or True: what `build` builds), the shift and `view`; None where only `run` can do it.
     """
 
     __slots__ = ("brief", "known", "number", "only", "outputs", "pack", "resized", "results", "shift", "view")
@@ -283,10 +283,10 @@ class KnownCall:
         if len(results) == 1 and type(results[0]) is tuple and results[0][0] == "new" and not resized:
             _, self.only, _, self.view, self.shift = results[0]
         self.pack = struct.Struct(f"<{packed_as(values)}").pack
-        self.brief = None if resized else (number, outputs, self._returned(), self.shift)
+        self.brief = None if resized else (number, outputs, self._returned(), self.shift, self.view)
 
     def _returned(self) -> Signature | int | bool | None:
-        if self.only is not None and not self.only.bits and not self.view:
+        if self.only is not None and not self.only.bits:
             return self.only
         if not self.results:
             return None

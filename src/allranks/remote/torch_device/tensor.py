@@ -171,7 +171,8 @@ def _show(x: RemoteTensor) -> str:
 
 
 _core.set_handles(
-    RemoteTensor, DeviceTarget, torch.Tensor._make_wrapper_subclass, here, dispatch, MARKS,
+    RemoteTensor, DeviceTarget, torch.Tensor._make_wrapper_subclass, here, dispatch, torch.is_inference_mode_enabled,
+    MARKS,
     {type: code for type, code in arguments.KINDS.items() if code in arguments.CODES},
     (arguments.LIST, arguments.INTEGER, arguments.FLOAT), arguments.NUMBERS,
 )  # fmt: skip
