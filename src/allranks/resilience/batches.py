@@ -78,6 +78,8 @@ class Batches:
         Raises:
             StateLostError: it lies in the same memory.
         """
+        if not self._changed:
+            return
         changed, self._changed = self._changed, []
         before = {_memory(tensor) for tensor in changed}
         if any(_memory(tensor) in before for tensor in _Kept(self.batch, False).tensors):

@@ -14,6 +14,7 @@ Random numbers need not be restored: they follow from the position of the step (
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import os
 import signal
@@ -690,6 +691,8 @@ class State:
 
         Its backup lacks that change until the next commit. Later steps are committed at their end.
         """
+        if not self._sent:
+            return
         names = {name for plan in self._plans.values() for name in plan.own} & self._sent.keys()
         for name in names:
             tensor = self._coverage.buffer(name) if name in self._coverage.buffers else self._own_named(name)
@@ -875,15 +878,17 @@ class State:
     def _is_computed(self, key: str, value: object) -> bool:
         before = self._at_entry.get(key, _NOTHING)
         if before is _NOTHING:
-            before = self._at_entry_by_name.get(key.rpartition(".")[2], _NOTHING)
+            before = self._at_entry_by_name.get(_plain_name(key), _NOTHING)
         return value is not before and variables.is_plain(value) and not _same(value, before)
 
     def _without_covered(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Without the variables that are declared as local or covered by a part."""
         local, covered = self._local_names, self._covered_ids
-        if local:
-            values = {name: value for name, value in values.items() if name.rpartition(".")[2] not in local}
-        return {name: value for name, value in values.items() if id(value) not in covered}
+        return {
+            name: value
+            for name, value in values.items()
+            if id(value) not in covered and not (local and _plain_name(name) in local)
+        }
 
     def _variables_now(self, step: Step, after: bool = False) -> dict[str, Any]:
         """The variables that the loop assigns, and reads before.
@@ -1594,7 +1599,18 @@ def _latest(packed: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def _place_of(frame: FrameType) -> str:
     """A place in the program, which has the same name in all processes."""
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return _place(frame.f_code.co_filename, frame.f_lineno)
+
+
+@functools.cache  # of a program's loops
+def _place(file: str, line: int) -> str:
+    return f"{os.path.basename(file)}:{line}"
+
+
+@functools.cache  # of a program's variables
+def _plain_name(key: str) -> str:
+    """The name of a variable, without that of its function."""
+    return key.rpartition(".")[2]
 
 
 def _same(value: object, other: object) -> bool:
