@@ -225,7 +225,8 @@ void combine(To* dst, size_t n, int parts, const First* first, const More*... mo
   }
 }
 
-// Reads four sources per pass: more streams than that exceed what a core prefetches.
+// Reads up to four sources per pass; each further pass adds three to the accumulators of a tile, which stay in the L1
+// cache. More sources per pass were not measured.
 template <class T, class Op, bool kAverage>
 void reduce_in_fours(T* dst, const void* const* srcs, int nsrcs, size_t count, int parts) {
   const auto at = [&](int s, size_t begin = 0) { return static_cast<const T*>(srcs[s]) + begin; };

@@ -231,7 +231,7 @@ nb::object queue(const Operator& about, PyObject* args, PyObject* kwargs) {
   }
   if (!is_argument && result != Py_True) {
     if (told(4) != Py_True) return make_handle(place, result, made, told(3));
-    // In inference mode a view of an ordinary tensor is ordinary, which Python code sees to.
+    // `build` leaves inference mode if the base is an ordinary tensor: its views must be ordinary, too.
     if (count > 0 && !is_true(nb::steal(PyObject_CallNoArgs(state.handles->in_inference_mode)))) {
       const nb::object before = attribute(PyTuple_GetItem(args, 0), state.handles->off);
       const nb::object offset = nb::steal(PyNumber_Add(before.ptr(), told(3)));

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,24 @@ def test_many_blocks_are_read_and_checked_by_any_number_of_threads(threads: int,
         assert torch.equal(checkpoint.load(path)["rows"], rows)
     finally:
         torch.set_num_threads(default)
+
+
+def test_checkpoint_loads_if_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randn(4567, 1024)  # 18 MiB: five blocks
+    path = checkpoint.save({"rows": rows}, tmp_path, step=1)
+    default, started = torch.get_num_threads(), []
+
+    def start(thread: threading.Thread) -> None:
+        started.append(thread)
+        raise RuntimeError("can't start new thread")
+
+    torch.set_num_threads(2)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    try:
+        assert torch.equal(checkpoint.load(path)["rows"], rows)
+    finally:
+        torch.set_num_threads(default)
+    assert started
 
 
 @pytest.mark.parametrize("what", ["missing", "short", "long", "manifest"])

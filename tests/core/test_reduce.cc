@@ -103,7 +103,7 @@ TEST(every_kernel_set_gives_the_same_bits) {
   }
 }
 
-// In this order, whatever the number of ranks: so results have the same bits everywhere.
+// Kernels group the operands by four; the order of additions, and so the bits, must not depend on that.
 TEST(operands_are_combined_one_after_the_other) {
   constexpr size_t count = 2500;
   std::vector<std::vector<float>> operands;

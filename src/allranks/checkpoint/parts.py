@@ -14,7 +14,7 @@ import errno
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -157,22 +157,6 @@ class LocalFile:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._threads: ThreadPoolExecutor | None = None
-
-    def read_together(self, blocks: Sequence[tuple[int, memoryview]]) -> Iterator[int]:
-        """What ``read`` returns for each block, in order. Two threads read and hash: most of both runs without the GIL.
-
-        Args:
-            blocks: where each begins, and what gets it.
-        """
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(_READERS, "allranks-checkpoint-read")
-        return self._threads.map(lambda block: self.read(block[0], block[1], 0), blocks)
-
-    def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
-        os.close(self.fd)
 
     def read(self, where: int, view: memoryview, ahead: int) -> int:
         """See ``Source``. Hashes each part while the processor's cache has it."""
@@ -202,13 +186,12 @@ def open_part(folder: Path, file: File) -> Iterator[LocalFile]:
         if error.errno == errno.ELOOP:
             raise CheckpointError(f"{path} is no plain file; rank {file.rank} wrote one") from None
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; rank {file.rank} wrote it") from error
-    source = LocalFile(fd)
     try:
         if problem := size_problem(os.fstat(fd), file):
             raise CheckpointError(f"{path} {problem}")
-        yield source
+        yield LocalFile(fd)
     finally:
-        source.close()
+        os.close(fd)
 
 
 def read_rows(
@@ -238,22 +221,49 @@ def read_rows(
         inside = first >= begin and last <= end
         view = into[first - begin : last - begin] if inside else memoryview(bytearray(last - first))
         blocks.append((piece.begin + first, view))
-    # torch's number of threads is this process's share of the CPUs.
-    if isinstance(source, LocalFile) and len(blocks) >= _MANY_BLOCKS and torch.get_num_threads() >= _READERS:
-        found = source.read_together(blocks)
-    else:
-        found = (source.read(*each, ahead) for each in blocks)
-    for number, (_, view) in zip(numbers, blocks, strict=True):
-        first, last = number * block, number * block + len(view)
-        try:
-            is_right = next(found) == int.from_bytes(hashes[8 * number : 8 * number + 8], "little")
-        except OSError as error:
-            raise damaged(manifest, saved, piece, first, last, in_words(error)) from error
-        if not is_right:
-            raise damaged(manifest, saved, piece, first, last)
-        if first < begin or last > end:
-            low, high = max(first, begin), min(last, end)
-            into[low - begin : high - begin] = view[low - first : high - first]
+    with contextlib.closing(_read_blocks(source, blocks, ahead)) as found:
+        for number, (_, view) in zip(numbers, blocks, strict=True):
+            first, last = number * block, number * block + len(view)
+            try:
+                is_right = next(found) == int.from_bytes(hashes[8 * number : 8 * number + 8], "little")
+            except OSError as error:
+                raise damaged(manifest, saved, piece, first, last, in_words(error)) from error
+            if not is_right:
+                raise damaged(manifest, saved, piece, first, last)
+            if first < begin or last > end:
+                low, high = max(first, begin), min(last, end)
+                into[low - begin : high - begin] = view[low - first : high - first]
+
+
+def _read_blocks(source: Source, blocks: Sequence[tuple[int, memoryview]], ahead: int) -> Generator[int, None, None]:
+    """Read blocks of a file and yield the hash of each, in order.
+
+    Two threads read and hash if this process may use two CPUs, which torch's number of threads indicates.
+
+    Args:
+        source: the file.
+        blocks: the position of each block, and the memory that receives it.
+        ahead: see ``Source.read``.
+    """
+
+    def read(block: tuple[int, memoryview]) -> int:
+        return source.read(*block, ahead)
+
+    is_worthwhile = isinstance(source, LocalFile) and len(blocks) >= _MANY_BLOCKS
+    if not is_worthwhile or torch.get_num_threads() < _READERS:
+        yield from map(read, blocks)
+        return
+    threads = ThreadPoolExecutor(_READERS, "allranks-checkpoint-read")
+    try:
+        found = threads.map(read, blocks)
+    except RuntimeError:  # the system permits no further thread
+        threads.shutdown(cancel_futures=True)
+        found = map(read, blocks)
+    try:
+        yield from found
+    finally:
+        # Wait also after an error: the caller may free the memory that the threads write.
+        threads.shutdown(cancel_futures=True)
 
 
 def _nbytes_of(saved: Saved, piece: Piece, manifest: Manifest) -> int:
