@@ -22,7 +22,8 @@ import sys
 import time
 from pathlib import Path
 
-from allranks._base.frames import pack_frame
+from allranks._net.frames import FrameDecoder, pack_frame
+from allranks._net.handshake import HANDSHAKE_FRAME, PROVED, ClientHandshake
 from allranks._rendezvous.join_protocol import (
     TABLE,
     Connect,
@@ -35,19 +36,7 @@ from allranks._rendezvous.join_protocol import (
     exchange,
     unpack_members,
 )
-from allranks._store.wire import (
-    FRAME_LIMIT,
-    GREETING_LIMIT,
-    KNOCK,
-    NONCE,
-    PROVED,
-    VERSION,
-    FrameDecoder,
-    Wait,
-    answer_greeting,
-    decode_reply,
-    encode,
-)
+from allranks._store.wire import FRAME_LIMIT, PROTOCOL, Wait, decode_reply, encode
 
 SECRET = b"a secret of this benchmark"
 RANKS_PER_HOST = 8
@@ -87,11 +76,11 @@ class Rank:
 
     def perform(self, act):
         if isinstance(act, Connect):
-            self.decoder, self.nonce = FrameDecoder(GREETING_LIMIT), os.urandom(NONCE)
+            self.decoder, self.handshake = FrameDecoder(HANDSHAKE_FRAME), ClientHandshake(PROTOCOL, SECRET)
             self.sock = socket.create_connection(("127.0.0.1", self.crowd.port), timeout=60)
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.crowd.selector.register(self.sock, selectors.EVENT_READ, self)
-            self.send(VERSION + self.nonce + KNOCK)
+            self.send(self.handshake.begin())
         elif isinstance(act, Leave):
             self.resume(None)
         elif isinstance(act, Notify):
@@ -136,9 +125,8 @@ class Rank:
             self.decoder.limit = FRAME_LIMIT
             self.resume(None)
             return
-        proof, right = answer_greeting(SECRET, self.nonce, frame)
-        assert right
-        self.send(proof)
+        self.send(self.handshake.prove(frame))
+        self.handshake.check_server()
 
     def close(self):
         if self.sock is not None:

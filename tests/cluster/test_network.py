@@ -7,7 +7,7 @@ import pytest
 
 from allranks._base.errors import ConfigError
 from allranks._cluster.network import MACHINE, fixed_machine, interface_of, machine, nearest_first, published_addresses
-from allranks._store import load_secret
+from allranks._net.secret import load_secret
 
 
 def test_addresses_are_those_that_other_hosts_may_reach() -> None:

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 import pytest
 
 from allranks._base.errors import JoinError, SecretError
-from allranks._base.frames import pack_frame
 from allranks._engines.native import tcp
+from allranks._net import admission
+from allranks._net.frames import pack_frame
+from allranks._net.handshake import HANDSHAKE_FRAME
 from allranks._rendezvous.rendezvous import Member
-from allranks._store.wire import GREETING_LIMIT
+from support.handshakes import first_frame
 
 SECRET, TOKEN = b"a secret of the tests", bytes(range(16))
 
@@ -112,14 +114,14 @@ def test_who_both_connect_at_once_end_with_one_connection() -> None:
 
 
 def test_strangers_hold_up_nobody_and_are_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "GREETING_S", 2.0)
+    monkeypatch.setattr(admission, "HANDSHAKE_S", 2.0)
     where = ("127.0.0.1", pair.servers[0].port)
     pick = random.Random(2)
     hello = tcp.Hello(pair.groups[0].name, 1, 0, tcp.COLLECTIVE)
-    greeting = pack_frame(tcp.greet(hello, bytes(32)))
+    greeting = pack_frame(first_frame(bytes(32), tcp.PROTOCOL, hello.pack()))
     idle = [socket.create_connection(where, 10) for _ in range(150)]
     said = [pick.randbytes(pick.randrange(1, 400)) for _ in range(50)]
-    said += [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", pack_frame(bytes(GREETING_LIMIT + 1)), greeting[:-1]]
+    said += [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", pack_frame(bytes(HANDSHAKE_FRAME + 1)), greeting[:-1]]
     said += [greeting + pack_frame(bytes(32)), greeting + pack_frame(b""), greeting + greeting]
     for words in said:
         with socket.create_connection(where, 10) as stranger:
@@ -135,22 +137,24 @@ def test_strangers_hold_up_nobody_and_are_dropped(pair: Pair, monkeypatch: pytes
     assert len(pair.comms[0].adopted) == 1
 
 
+def proof(key: bytes, role: bytes, hello: tcp.Hello, nonces: bytes = bytes(64)) -> bytes:
+    return tcp.PROTOCOL.proof(key, role, hello.pack(), nonces)
+
+
 def test_a_proof_is_worth_nothing_elsewhere(pair: Pair) -> None:
     """A man in the middle passes on a rank's greeting and proof, with another purpose, or a second time."""
     target, dialer = pair.groups
     honest = tcp.Hello(target.name, 1, 0, tcp.COLLECTIVE)
     for other in (honest._replace(kind=tcp.MESSAGE), honest._replace(from_=0), honest._replace(to=1)):
-        nonces = bytes(64)
-        assert tcp.proof(dialer.key, b"client", honest, nonces) != tcp.proof(dialer.key, b"client", other, nonces)
-    assert tcp.proof(dialer.key, b"client", honest, bytes(64)) != tcp.proof(dialer.key, b"server", honest, bytes(64))
+        assert proof(dialer.key, b"client", honest) != proof(dialer.key, b"client", other)
+    assert proof(dialer.key, b"client", honest) != proof(dialer.key, b"server", honest)
     where = ("127.0.0.1", pair.servers[0].port)
     said = b""
     for _ in range(2):  # the second time with what was right the first time
         with socket.create_connection(where, 5) as connection:
-            connection.sendall(pack_frame(tcp.greet(honest, bytes(32))))
-            frame = connection.recv(1000)[4:]
-            nonces = bytes(32) + frame[len(tcp.PROTOCOL) : len(tcp.PROTOCOL) + 32]
-            said = said or tcp.proof(target.key, b"client", honest, nonces)
+            connection.sendall(pack_frame(first_frame(bytes(32), tcp.PROTOCOL, honest.pack())))
+            nonce = connection.recv(1000)[4 + len(tcp.PROTOCOL.head) :][:32]
+            said = said or proof(target.key, b"client", honest, bytes(32) + nonce)
             connection.sendall(pack_frame(said))
             heard = connection.recv(1)
     assert heard == b""

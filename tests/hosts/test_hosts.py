@@ -544,6 +544,10 @@ def test_the_ports_want_the_secret(three_hosts: Cluster) -> None:
         import socket
 
         from allranks._engines.native import tcp
+        from allranks._net.handshake import UNKNOWN, ClientHandshake
+
+        def greeting(hello: tcp.Hello) -> bytes:
+            return ClientHandshake(tcp.PROTOCOL, b"", hello.pack()).begin()
 
         (server,) = tcp.ConnectionServer._all.values()
         (group,) = server._groups.values()
@@ -554,13 +558,13 @@ def test_the_ports_want_the_secret(three_hosts: Cluster) -> None:
             strangers[1].sendall(b"GET / HTTP/1.0\r\n\r\n")
             assert strangers[1].recv(10) == b""
             hello = tcp.Hello(group.name, 1, 0, tcp.MESSAGE)
-            strangers[2].sendall(tcp.pack_frame(tcp.greet(hello, bytes(32))))
+            strangers[2].sendall(tcp.pack_frame(greeting(hello)))
             said = strangers[2].recv(1000)
             strangers[2].sendall(tcp.pack_frame(said[-32:]))
             assert strangers[2].recv(10) == b""
             nobody = socket.create_connection(where, 10)
-            nobody.sendall(tcp.pack_frame(tcp.greet(hello._replace(group=bytes(16)), bytes(32))))
-            assert nobody.recv(10) == b"?"
+            nobody.sendall(tcp.pack_frame(greeting(hello._replace(group=bytes(16)))))
+            assert nobody.recv(100) == tcp.pack_frame(UNKNOWN)
             for stranger in (*strangers, nobody):
                 stranger.close()
             assert "secret" in str(group.refusals)

@@ -134,8 +134,8 @@ def test_an_agent_tries_the_addresses_of_its_own_network_first(job: Jobs) -> Non
     """The launcher's others do not answer, and do not say so."""
     script = """
         import select
-        from allranks._store import load_secret
-        from allranks.launch.agents.listener import Listener
+        from allranks._net.secret import load_secret
+        from allranks._net.listener import Listener
         door = Listener(["0.0.0.0"], 0, load_secret())
         print(door.port, flush=True)
         select.select([door.wake], [], [])
@@ -202,8 +202,8 @@ def test_another_secret(job: Jobs) -> None:
     second = job.start(1, *ARGUMENTS, "--node-rank", "1", script, ALLRANKS_SECRET="quite another secret of the tests")
     done = [finish(process) for process in (first, second)]
     assert [d.code for d in done] == [2, 2]
-    assert "its secret differs from ours" in done[1].err
-    assert "its secret differs from ours" in done[0].err
+    assert "its secret differs from this process's" in done[1].err
+    assert "its secret differs from this process's" in done[0].err
 
 
 def test_nobody_leads(job: Jobs) -> None:

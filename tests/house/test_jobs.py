@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from allranks._base.errors import ConfigError
-from allranks._store.secret import load_secret
+from allranks._net.secret import load_secret
 from allranks.launch.arguments.options import parse
 
 

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from allranks._cluster.host import usable_cpus
+from allranks._net.listener import Listener
 from allranks.launch.agents.link import Link, to_agent
-from allranks.launch.agents.listener import Listener
 from allranks.launch.spec.events import Exited, Output
 from allranks.launch.spec.messages import End, Finish, Finished, Hello, Message, Prepare, Ready, Start
 from allranks.launch.spec.options import RankOptions

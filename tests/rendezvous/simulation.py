@@ -2,7 +2,7 @@
 
 A seed decides everything: who starts when, on which host, which link is slow or cut, who dies at which step and comes
 again, who claims another's rank or counts the ranks otherwise, when the server restarts, and which strangers knock.
-What travels are the real bytes (greeting, frames, requests), cut anywhere. ``Job.run`` then compares what every
+What travels are the real bytes (handshake, frames, requests), cut anywhere. ``Job.run`` then compares what every
 process was told with what happened.
 """
 
@@ -18,7 +18,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from allranks._base.errors import AllranksError, ConfigError, JoinError, SecretError
-from allranks._base.frames import pack_frame
+from allranks._net.frames import FrameDecoder, WireError, pack_frame
+from allranks._net.handshake import (
+    HANDSHAKE_FRAME,
+    HANDSHAKE_S,
+    NONCE,
+    PROVED,
+    ServerHandshake,
+)
 from allranks._rendezvous.join_protocol import (
     GRACE_S,
     TABLE,
@@ -34,25 +41,8 @@ from allranks._rendezvous.join_protocol import (
     unpack_members,
 )
 from allranks._store.table import KeyTable
-from allranks._store.wire import (
-    FRAME_LIMIT,
-    GREETING_LIMIT,
-    GREETING_S,
-    KNOCK,
-    NONCE,
-    PROVED,
-    VERSION,
-    CompareSet,
-    Found,
-    FrameDecoder,
-    Greeting,
-    Wait,
-    WireError,
-    answer_greeting,
-    decode_reply,
-    decode_request,
-    encode,
-)
+from allranks._store.wire import FRAME_LIMIT, CompareSet, Found, Wait, decode_reply, decode_request, encode
+from support.handshakes import first_frame, prove, server_side
 
 SECRET, ANOTHER = b"the secret of this job", b"the secret of another job"
 LINGER_S = 3.0
@@ -71,8 +61,8 @@ class Link:
 
     def __init__(self, job: Job, number: int, delay_s: float, server: Server, owner: Dialer) -> None:
         self.job, self.number, self.delay_s, self.server, self.owner = job, number, delay_s, server, owner
-        self.greeting: Greeting | None = Greeting(server.secret, job.rng.randbytes(NONCE))
-        self.decoder = FrameDecoder(GREETING_LIMIT)  # the server's
+        self.handshake: ServerHandshake | None = server_side(server.secret, job.rng.randbytes(NONCE))
+        self.decoder = FrameDecoder(HANDSHAKE_FRAME)  # the server's
         self.lost = False  # silently: nobody is told
         self._arrivals = [0.0, 0.0]
         self._open = [True, True]  # the client's end, the server's
@@ -124,7 +114,7 @@ class Server:
 
     def accept(self, link: Link) -> None:
         self.links[link.number] = link
-        self.job.at(self.job.now + GREETING_S, self._no_stranger, link)
+        self.job.at(self.job.now + HANDSHAKE_S, self._no_stranger, link)
 
     def receive(self, link: Link, data: bytes | None) -> None:
         if link.number not in self.links:
@@ -134,14 +124,14 @@ class Server:
                 raise WireError("closed")
             link.decoder.feed(data)
             while link.number in self.links and (frame := link.decoder.next()) is not None:
-                if link.greeting is None:
+                if link.handshake is None:
                     self._serve(link, frame)
-                elif (answer := link.greeting.step(frame)) is not None:
+                elif (answer := link.handshake.step(frame)) is not None:
                     link.send(False, pack_frame(answer))
                 else:
                     if link.owner.secret != self.secret:
                         raise Wrong("a stranger got in")
-                    link.greeting = None
+                    link.handshake = None
                     link.decoder.limit = FRAME_LIMIT
                     link.send(False, pack_frame(PROVED))
         except (WireError, ConfigError, msgspec.MsgspecError) as error:
@@ -169,11 +159,11 @@ class Server:
             self.drop(link)
 
     def _end_when_alone(self) -> None:
-        if not self.listens and all(link.greeting for link in self.links.values()):
+        if not self.listens and all(link.handshake for link in self.links.values()):
             self.ended = min(self.ended, self.job.now)
 
     def _no_stranger(self, link: Link) -> None:
-        if link.greeting is not None:
+        if link.handshake is not None:
             self.drop(link)
 
     def _serve(self, link: Link, frame: bytes) -> None:
@@ -220,7 +210,7 @@ class Dialer:
 
 
 class Stranger(Dialer):
-    """Says something else: junk, text, half a greeting, a recorded one, or nothing."""
+    """Says something else: junk, text, half a handshake, a recorded one, or nothing."""
 
     def __init__(self, job: Job, at: float) -> None:
         self._job = job
@@ -230,7 +220,7 @@ class Stranger(Dialer):
         link = self._job.dial(self, 0.001)
         if link is not None:
             rng = self._job.rng
-            hello = pack_frame(VERSION + rng.randbytes(NONCE) + KNOCK)
+            hello = pack_frame(first_frame(rng.randbytes(NONCE)))
             said = [rng.randbytes(50), b"GET / HTTP/1.1\r\n\r\n", hello[: rng.randrange(40)], hello + hello, b""]
             link.send(True, said[rng.randrange(5)] or None)
 
@@ -273,7 +263,7 @@ class Process(Dialer):
     _steps_done: int = 0
     _turn: int = 0
     _link: Link | None = None
-    _decoder: FrameDecoder = field(default_factory=lambda: FrameDecoder(GREETING_LIMIT))
+    _decoder: FrameDecoder = field(default_factory=lambda: FrameDecoder(HANDSHAKE_FRAME))
     _nonce: bytes = b""
 
     def __str__(self) -> str:
@@ -327,14 +317,14 @@ class Process(Dialer):
         match act:
             case Connect():
                 self._close()
-                self._decoder = FrameDecoder(GREETING_LIMIT)
+                self._decoder = FrameDecoder(HANDSHAKE_FRAME)
                 self._nonce = job.rng.randbytes(NONCE)
                 self._link = job.dial(self, 1e-5 if self.server is not None else self.delay_s)
                 if self._link is None:
                     job.at(job.now + self.delay_s, self._answered, self._turn, Lost("connection refused"))
                     return
-                self._link.send(True, pack_frame(VERSION + self._nonce + KNOCK))
-                self._limit(GREETING_S)
+                self._link.send(True, pack_frame(first_frame(self._nonce)))
+                self._limit(HANDSHAKE_S)
             case Leave():
                 self._close()
                 self._resume(None)
@@ -380,10 +370,10 @@ class Process(Dialer):
             self._decoder.limit = FRAME_LIMIT
             self._resume(None)
             return
-        proof, right = answer_greeting(self.secret, self._nonce, frame)
+        proof, right = prove(self.secret, self._nonce, frame)
         link.send(True, pack_frame(proof))
         if not right:
-            self._end(SecretError("its secret differs from ours"))
+            self._end(SecretError("its secret differs from this process's"))
 
     def _end(self, error: AllranksError) -> None:
         self.job.log("%s fails: %s", self, error)

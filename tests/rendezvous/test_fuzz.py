@@ -12,40 +12,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allranks._base.errors import ConfigError
-from allranks._base.frames import pack_frame
+from allranks._net.frames import FrameDecoder, WireError, pack_frame
+from allranks._net.handshake import HANDSHAKE_FRAME, NONCE
 from allranks._rendezvous.join_protocol import Member, _pack_members, unpack_members
 from allranks._store.wire import (
     FRAME_LIMIT,
-    GREETING_LIMIT,
-    KNOCK,
-    NONCE,
-    VERSION,
     Add,
     CompareSet,
     Delete,
     Done,
     Failed,
     Found,
-    FrameDecoder,
-    Greeting,
     Late,
     Peek,
     Set,
     Wait,
-    WireError,
-    answer_greeting,
     decode_reply,
     decode_request,
     encode,
 )
 from allranks.launch.spec.events import Event, Exited, Output, Report
 from allranks.launch.spec.events import Failed as RankFailed
+from support.handshakes import first_frame, prove, server_side
 
 SECRET = b"0123456789abcdef"
 fuzz = settings(max_examples=400, database=None)
-HELLO = VERSION + bytes(range(NONCE)) + KNOCK
-ANSWER = Greeting(SECRET, bytes(NONCE)).step(HELLO) or b""
-PROOF, _ = answer_greeting(SECRET, bytes(range(NONCE)), ANSWER)
+HELLO = first_frame(bytes(range(NONCE)))
+ANSWER = server_side(SECRET, bytes(NONCE)).step(HELLO) or b""
+PROOF, _ = prove(SECRET, bytes(range(NONCE)), ANSWER)
 REQUESTS = [
     Set("key", b"value"),
     Add("n", -7),
@@ -74,7 +68,7 @@ anything = st.one_of(st.binary(max_size=600), mutated())
 
 
 @fuzz
-@given(st.lists(anything, max_size=6), st.sampled_from([GREETING_LIMIT, FRAME_LIMIT]), st.data())
+@given(st.lists(anything, max_size=6), st.sampled_from([HANDSHAKE_FRAME, FRAME_LIMIT]), st.data())
 def test_streams(parts: list[bytes], limit: int, data: st.DataObject) -> None:
     """However a stream is cut, the same frames come out, and nothing is kept but what was fed."""
     stream = b"".join(pack_frame(part) if data.draw(st.booleans()) else part for part in parts)
@@ -99,22 +93,22 @@ def test_streams(parts: list[bytes], limit: int, data: st.DataObject) -> None:
 
 @fuzz
 @given(st.lists(anything, min_size=1, max_size=4))
-def test_the_servers_greeting(frames: list[bytes]) -> None:
+def test_server_handshake(frames: list[bytes]) -> None:
     """No bytes but the proof itself pass."""
-    greeting = Greeting(SECRET, random.Random(len(frames)).randbytes(NONCE))
+    handshake = server_side(SECRET, random.Random(len(frames)).randbytes(NONCE))
     with contextlib.suppress(WireError, ConfigError):
         for frame in frames:
-            answer = greeting.step(frame)
+            answer = handshake.step(frame)
             assert answer is not None
-            assert len(answer) <= GREETING_LIMIT
+            assert len(answer) <= HANDSHAKE_FRAME
 
 
 @fuzz
 @given(anything)
-def test_the_clients_greeting(frame: bytes) -> None:
+def test_client_handshake(frame: bytes) -> None:
     """Only the server's own answer to this nonce is right."""
     with contextlib.suppress(WireError, ConfigError):
-        proof, right = answer_greeting(SECRET, bytes(range(NONCE)), frame)
+        proof, right = prove(SECRET, bytes(range(NONCE)), frame)
         assert len(proof) == 32
         assert right == (frame == ANSWER)
 

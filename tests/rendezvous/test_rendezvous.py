@@ -416,7 +416,7 @@ def test_different_secrets(port: int) -> None:
         with pytest.raises(ConfigError) as caught:
             other.result(PROMPT_S)
     for text in (told[0], str(caught.value)):
-        assert "secret differs from ours; give both sides the same one: set ALLRANKS_SECRET" in text
+        assert "secret differs from this process's; give both sides the same one: set ALLRANKS_SECRET" in text
     assert "missing rank 1" in told[0]
 
 

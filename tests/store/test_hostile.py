@@ -15,19 +15,11 @@ from pathlib import Path
 import pytest
 
 from allranks import _store
-from allranks._base.frames import pack_frame, read_frame
+from allranks._net.frames import FrameDecoder, pack_frame, read_frame
+from allranks._net.handshake import HANDSHAKE_FRAME, HANDSHAKE_S, PROVED
 from allranks._store import StoreClient, StoreServer
-from allranks._store.wire import (
-    GREETING_LIMIT,
-    GREETING_S,
-    KNOCK,
-    PROVED,
-    VERSION,
-    Add,
-    FrameDecoder,
-    answer_greeting,
-    encode,
-)
+from allranks._store.wire import PROTOCOL, Add, encode
+from support.handshakes import first_frame, prove
 
 SECRET = b"0123456789abcdef"
 SERVER = f"""
@@ -38,7 +30,7 @@ with StoreServer.tcp("localhost", 0, {SECRET!r}).start() as server:
     sys.stdin.read()
 """
 SLACK_KIB = 10 << 10
-# Less than a greeting may take. 0.1 is the goal, and what a quiet machine shows: `pytest -s` prints the figure.
+# Less than a handshake may take. 0.1 is the goal, and what a quiet machine shows: `pytest -s` prints the figure.
 RANK_DELAY_S = 4.0
 
 
@@ -52,7 +44,7 @@ class Server:
         return int(Path(f"/proc/{self.process.pid}/status").read_text().partition("VmRSS:")[2].split()[0])
 
     def dial(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=GREETING_S + 5.0)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=HANDSHAKE_S + 5.0)
 
     def serve_a_rank(self) -> float:
         began = time.monotonic()
@@ -91,7 +83,7 @@ def server() -> Iterator[Server]:
 
 
 def hello(nonce: bytes = bytes(32)) -> bytes:
-    return pack_frame(VERSION + nonce + KNOCK)
+    return pack_frame(first_frame(nonce))
 
 
 def is_dropped(sock: socket.socket) -> bool:
@@ -102,15 +94,15 @@ def is_dropped(sock: socket.socket) -> bool:
 
 
 def recorded(server: Server) -> bytes:
-    """All that a real client sends, greeting included."""
+    """All that a real client sends, handshake included."""
     nonce = os.urandom(32)
     with server.dial() as sock:
         sock.sendall(hello(nonce))
-        proof, right = answer_greeting(SECRET, nonce, sock.recv(4096)[4:])
+        proof, right = prove(SECRET, nonce, sock.recv(4096)[4:])
         assert right
         request = pack_frame(proof) + pack_frame(encode(Add("stolen", 1)))
         sock.sendall(request)
-        replies = FrameDecoder(GREETING_LIMIT)
+        replies = FrameDecoder(HANDSHAKE_FRAME)
         assert read_frame(sock, replies, time.monotonic() + 5.0) == PROVED
         assert read_frame(sock, replies, time.monotonic() + 5.0)
     return hello(nonce) + request
@@ -125,7 +117,7 @@ def test_they_are_dropped_and_nothing_grows(server: Server) -> None:
         "huge length": b"\xff\xff\xff\xff" + bytes(65536),
         "truncation": hello()[:20],
         "replay": session,
-        "wrong token": hello() + pack_frame(answer_greeting(b"another secret..", bytes(32), VERSION + bytes(64))[0]),
+        "wrong token": hello() + pack_frame(prove(b"another secret..", bytes(32), PROTOCOL.head + bytes(64))[0]),
         "request for a proof": hello() + pack_frame(encode(Add("stolen", 1))),
     }
     for words in said.values():
@@ -146,12 +138,12 @@ def test_they_are_dropped_and_nothing_grows(server: Server) -> None:
 
 
 def test_a_member_that_breaks_the_protocol_harms_only_itself(server: Server) -> None:
-    """After the greeting: text that is no UTF-8, an unknown message, nesting without end, two requests at once."""
+    """After the handshake: text that is no UTF-8, an unknown message, nesting without end, two requests at once."""
     for words in (b"\x91\xa2\x00\x80", b"\x92\xa3Who\x01", b"\x91" * 9999, b"", b"\xc1"):
         nonce = os.urandom(32)
         with server.dial() as sock:
             sock.sendall(hello(nonce))
-            proof, _ = answer_greeting(SECRET, nonce, sock.recv(4096)[4:])
+            proof, _ = prove(SECRET, nonce, sock.recv(4096)[4:])
             sock.sendall(pack_frame(proof) + pack_frame(words) * 2)
             sock.shutdown(socket.SHUT_WR)
             assert is_dropped(sock)
@@ -182,13 +174,13 @@ def test_a_crowd_that_takes_all_descriptors(words: bytes) -> None:
 
 
 def test_a_slow_drip_ends_in_time(server: Server) -> None:
-    """One byte a second, and silence: both are out after the greeting's five seconds. Ranks do not notice."""
+    """One byte a second, and silence: both are out after the handshake's five seconds. Ranks do not notice."""
     with server.dial() as drip, server.dial() as silent:
         began, delays = time.monotonic(), []
         drip.settimeout(1.0)
         silent.settimeout(0.01)
         ended: dict[socket.socket, float] = {}
-        while len(ended) < 2 and time.monotonic() - began < 2 * GREETING_S:
+        while len(ended) < 2 and time.monotonic() - began < 2 * HANDSHAKE_S:
             for sock in {drip, silent} - ended.keys():
                 try:
                     if sock is drip:
@@ -201,7 +193,7 @@ def test_a_slow_drip_ends_in_time(server: Server) -> None:
                     ended[sock] = time.monotonic() - began
             delays.append(server.serve_a_rank())
         assert len(ended) == 2
-        assert max(ended.values()) < GREETING_S + 2.0
+        assert max(ended.values()) < HANDSHAKE_S + 2.0
         assert max(delays) < RANK_DELAY_S
     server.assert_well()
 
@@ -209,7 +201,7 @@ def test_a_slow_drip_ends_in_time(server: Server) -> None:
 def test_a_crowd_at_two_doors() -> None:
     """Strangers who have begun well fill the hall; then others come at both listeners at once."""
     doors = [socket.create_server(("127.0.0.1", 0), backlog=256) for _ in range(2)]
-    first = pack_frame(VERSION + os.urandom(32) + KNOCK)
+    first = pack_frame(first_frame(os.urandom(32)))
     with _store.StoreServer(doors, f"tcp:127.0.0.1:{doors[0].getsockname()[1]}", SECRET).start() as server:
         for _ in range(5):
             with contextlib.ExitStack() as crowd:
@@ -238,4 +230,4 @@ for _ in range(300):
         with StoreClient.connect(server.address, b"", 10) as client:
             assert client.add("alive", 1) == 1
     assert len(caplog.records) == 1
-    assert "of user 65534 was refused" in caplog.text
+    assert "user 65534 was refused" in caplog.text

@@ -33,35 +33,31 @@ from allranks._base.errors import (
     TimeoutError,
     UsageError,
 )
-from allranks._base.frames import pack_frame, read_frame
 from allranks._cluster.network import published_addresses
-from allranks._store import ForeignStore, HashStore, PrefixStore, Store, StoreClient, StoreServer, load_secret
+from allranks._net import admission
+from allranks._net.frames import FrameDecoder, WireError, pack_frame, read_frame
+from allranks._net.handshake import HANDSHAKE_FRAME, PROVED, Protocol
+from allranks._net.secret import load_secret
+from allranks._store import ForeignStore, HashStore, PrefixStore, Store, StoreClient, StoreServer
 from allranks._store import address as address_module
-from allranks._store import server as server_module
 from allranks._store.table import KeyTable
 from allranks._store.wire import (
     FRAME_LIMIT,
-    GREETING_LIMIT,
-    KNOCK,
-    PROVED,
-    VERSION,
+    PROTOCOL,
     Add,
     CompareSet,
     Delete,
     Done,
     Found,
-    FrameDecoder,
-    Greeting,
     Late,
     Peek,
     Request,
     Set,
     Wait,
-    WireError,
-    answer_greeting,
     decode_reply,
     encode,
 )
+from support.handshakes import first_frame, prove, server_side
 from support.prompt import PROMPT_S
 
 SECRET = b"0123456789abcdef"
@@ -150,34 +146,37 @@ def test_another_protocol_is_told_apart(said: bytes, text: str) -> None:
 @quick
 @given(st.lists(st.binary(max_size=256), min_size=1, max_size=3))
 def test_no_junk_passes_the_handshake(frames: list[bytes]) -> None:
-    greeting = Greeting(SECRET, os.urandom(32))
+    handshake = server_side(SECRET, os.urandom(32))
     with contextlib.suppress(WireError, ConfigError):
         for frame in frames:
-            assert greeting.step(frame) is not None
+            assert handshake.step(frame) is not None
+
+
+OTHER = Protocol(b"allranks-store/", b"9")
 
 
 def hello(nonce: bytes) -> bytes:
-    return VERSION + nonce + KNOCK
+    return first_frame(nonce)
 
 
 def test_handshake() -> None:
     nonce = os.urandom(32)
-    greeting = Greeting(SECRET, os.urandom(32))
-    answer = greeting.step(hello(nonce))
+    handshake = server_side(SECRET, os.urandom(32))
+    answer = handshake.step(hello(nonce))
     assert answer is not None
-    proof, right = answer_greeting(SECRET, nonce, answer)
+    proof, right = prove(SECRET, nonce, answer)
     assert right
-    assert greeting.step(proof) is None
+    assert handshake.step(proof) is None
     assert max(map(len, (hello(nonce), answer, proof))) <= 256
-    assert not answer_greeting(b"another", nonce, answer)[1]
+    assert not prove(b"another", nonce, answer)[1]
 
 
 def test_a_replayed_proof_is_refused() -> None:
     nonce = os.urandom(32)
-    answer = Greeting(SECRET, b"1" * 32).step(hello(nonce))
+    answer = server_side(SECRET, b"1" * 32).step(hello(nonce))
     assert answer is not None
-    proof, _ = answer_greeting(SECRET, nonce, answer)
-    second = Greeting(SECRET, b"2" * 32)
+    proof, _ = prove(SECRET, nonce, answer)
+    second = server_side(SECRET, b"2" * 32)
     second.step(hello(nonce))
     with pytest.raises(SecretError):
         second.step(proof)
@@ -186,19 +185,19 @@ def test_a_replayed_proof_is_refused() -> None:
 def test_a_reflected_proof_is_refused() -> None:
     """Who sends the server's nonce and proof back knows nothing."""
     for nonce in (b"1" * 32, b"2" * 32):
-        greeting = Greeting(SECRET, b"1" * 32)
-        answer = greeting.step(hello(nonce))
+        handshake = server_side(SECRET, b"1" * 32)
+        answer = handshake.step(hello(nonce))
         assert answer is not None
         with pytest.raises(SecretError):
-            greeting.step(answer[-32:])
+            handshake.step(answer[-32:])
 
 
 def test_another_version_is_told_apart_from_junk() -> None:
-    frame = b"allranks-store/9" + bytes(32) + KNOCK
+    frame = first_frame(bytes(32), OTHER)
     with pytest.raises(ConfigError, match="allranks-store/9"):
-        Greeting(SECRET, bytes(32)).step(frame)
-    with pytest.raises(ConfigError, match="version"):
-        answer_greeting(SECRET, bytes(32), b"allranks-store/9")
+        server_side(SECRET, bytes(32)).step(frame)
+    with pytest.raises(ConfigError, match="one version"):
+        prove(SECRET, bytes(32), b"allranks-store/9")
 
 
 keys = st.sampled_from("abc")
@@ -400,7 +399,7 @@ JUNK = {
     "large length": pack_frame(bytes(257)),
     "empty frame": pack_frame(b""),
     "zeros": bytes(1000),
-    "no greeting": pack_frame(encode(Set("a", b"1"))),
+    "no handshake": pack_frame(encode(Set("a", b"1"))),
     "wrong proof": pack_frame(hello(bytes(32))) + pack_frame(bytes(32)),
     "short proof": pack_frame(hello(bytes(32))) + pack_frame(b""),
     "request for proof": pack_frame(hello(bytes(32))) + pack_frame(encode(Set("a", b"1"))),
@@ -421,11 +420,11 @@ def test_a_recorded_session_is_worth_nothing(server: StoreServer) -> None:
     nonce = os.urandom(32)
     with dial(server) as sock:
         sock.sendall(pack_frame(hello(nonce)))
-        proof, right = answer_greeting(SECRET, nonce, sock.recv(4096)[4:])
+        proof, right = prove(SECRET, nonce, sock.recv(4096)[4:])
         assert right
         session = pack_frame(proof) + pack_frame(encode(Add("n", 1)))
         sock.sendall(session)
-        replies = FrameDecoder(GREETING_LIMIT)
+        replies = FrameDecoder(HANDSHAKE_FRAME)
         assert read_frame(sock, replies, time.monotonic() + PROMPT_S) == PROVED
         assert decode_reply(read_frame(sock, replies, time.monotonic() + PROMPT_S)) == Done(1)
     with dial(server) as sock:
@@ -441,11 +440,11 @@ def test_truncated_input_leaves_nothing_behind(server: StoreServer) -> None:
         with dial(server) as sock:
             sock.sendall(whole[:length])
     still_serves(server)
-    assert within(PROMPT_S, lambda: not server._peers)
+    assert within(PROMPT_S, lambda: not server._peers and not len(server._admission))
 
 
 def test_idle_and_dripping_strangers_are_dropped_in_time(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "GREETING_S", 0.3)
+    monkeypatch.setattr(admission, "HANDSHAKE_S", 0.3)
     with dial(server) as idle, dial(server) as drip:
         began = time.monotonic()
         whole = pack_frame(hello(os.urandom(32)))
@@ -463,7 +462,7 @@ def test_a_crowd_of_idle_strangers_does_not_keep_a_rank_out(server: StoreServer)
         for _ in range(150):
             stack.enter_context(dial(server))
         still_serves(server)
-        assert len(server._strangers) <= 64
+        assert len(server._admission) <= 64
 
 
 def test_who_is_dropped_with_its_proof_unread_dials_again() -> None:
@@ -473,10 +472,10 @@ def test_who_is_dropped_with_its_proof_unread_dials_again() -> None:
         connecting = pool.submit(StoreClient.connect, f"tcp:localhost:{port}", SECRET, 20.0)
         sock, _ = listener.accept()
         with sock:
-            greeting = Greeting(SECRET, os.urandom(32)).step(
-                read_frame(sock, FrameDecoder(GREETING_LIMIT), time.monotonic() + PROMPT_S)
+            handshake = server_side(SECRET, os.urandom(32)).step(
+                read_frame(sock, FrameDecoder(HANDSHAKE_FRAME), time.monotonic() + PROMPT_S)
             )
-            sock.sendall(pack_frame(greeting or b""))
+            sock.sendall(pack_frame(handshake or b""))
             assert sock.recv(1, socket.MSG_PEEK)
         listener.close()
         with StoreServer.tcp("localhost", port, SECRET).start(), connecting.result(20.0) as client:
@@ -514,7 +513,7 @@ def test_different_secrets_are_told_on_both_sides(server: StoreServer, caplog: p
                 SecretError, match=r"secret differs.*ALLRANKS_SECRET.*ALLRANKS_SECRET_FILE.*copy the file"
             ):
                 StoreClient.connect(server.address, b"another secret!!", 5.0)
-        assert within(PROMPT_S, lambda: not server._peers)
+        assert within(PROMPT_S, lambda: not server._peers and not len(server._admission))
     assert list(server.refusals) == ["127.0.0.1"]
     assert "127.0.0.1 was refused: its secret differs" in server.refusals["127.0.0.1"]
     assert len(caplog.records) == 1
@@ -522,23 +521,23 @@ def test_different_secrets_are_told_on_both_sides(server: StoreServer, caplog: p
 
 def test_another_version_is_told_on_both_sides(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with dial(server) as sock:
-        sock.sendall(pack_frame(b"allranks-store/9" + bytes(32) + KNOCK))
+        sock.sendall(pack_frame(first_frame(bytes(32), OTHER)))
         answer = sock.recv(4096)[4:]
         assert is_dropped(sock)
     with pytest.raises(ConfigError, match="install one"):
-        answer_greeting(SECRET, bytes(32), answer.replace(VERSION, b"allranks-store/9"))
+        prove(SECRET, bytes(32), answer.replace(PROTOCOL.head, b"allranks-store/9"))
     assert "allranks-store/9" in server.refusals["127.0.0.1"]
 
 
 def test_a_wrong_peer_that_does_not_wait_for_its_answer_harms_nobody() -> None:
     with StoreServer.unix().start() as server:
-        for frame in (b"allranks-store/9" + bytes(32) + KNOCK, hello(bytes(32)), bytes(4)):
+        for frame in (first_frame(bytes(32), OTHER), hello(bytes(32)), bytes(4)):
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.connect("\0" + server.address.removeprefix("unix:@"))
                 sock.sendall(pack_frame(frame) * 2)
         with StoreClient.connect(server.address, timeout_s=2.0) as client:
             client.set("a", b"1")
-        assert within(PROMPT_S, lambda: not server._peers)
+        assert within(PROMPT_S, lambda: not server._peers and not len(server._admission))
 
 
 @contextlib.contextmanager
@@ -765,7 +764,7 @@ def test_a_server_that_stops_answering_does_not_hang_a_client() -> None:
     with StoreClient.connect(server.address, timeout_s=0.2) as client:
         client.set("a", b"")  # by now nobody is being accepted
         busy = threading.Event()
-        server._accept = lambda listener: busy.wait(5.0)  # type: ignore[assignment,return-value,method-assign]
+        server._admission._accept = lambda listener: busy.wait(5.0)  # type: ignore[assignment,return-value,method-assign]
         with socket.socket(socket.AF_UNIX) as knock:
             knock.connect("\0" + server.address.removeprefix("unix:@"))
             time.sleep(0.05)
@@ -794,7 +793,7 @@ def test_the_secret_from_the_environment(tmp_path: Path) -> None:
 
 
 def test_ranks_that_start_at_once_make_one_secret(tmp_path: Path) -> None:
-    code = "from allranks._store import load_secret; print(load_secret().decode())"
+    code = "from allranks._net.secret import load_secret; print(load_secret().decode())"
     env = {name: value for name, value in os.environ.items() if not name.startswith("ALLRANKS_")}
     env |= {"PYTHONPATH": SRC, "XDG_CONFIG_HOME": str(tmp_path / "new")}
     run = [sys.executable, "-c", code]

@@ -21,23 +21,14 @@ from pathlib import Path
 import pytest
 
 from allranks._base.errors import ConfigError
-from allranks._base.frames import pack_frame
+from allranks._net import admission
+from allranks._net.frames import FrameDecoder, pack_frame
+from allranks._net.handshake import HANDSHAKE_FRAME, NONCE, PROVED
+from allranks._net.tls import Tls, tls_context
 from allranks._store import StoreClient, StoreServer, TCPStore
 from allranks._store import server as server_module
-from allranks._store.tls import Tls, tls_context
-from allranks._store.wire import (
-    GREETING_LIMIT,
-    KNOCK,
-    NONCE,
-    PROVED,
-    VERSION,
-    Add,
-    Done,
-    FrameDecoder,
-    answer_greeting,
-    decode_reply,
-    encode,
-)
+from allranks._store.wire import Add, Done, decode_reply, encode
+from support.handshakes import first_frame, prove
 from support.joining import SRC, Rank, assert_met
 
 SECRET = b"0123456789abcdef"
@@ -175,7 +166,7 @@ def test_many_clients_and_large_values(server: StoreServer) -> None:
 
 
 def test_a_crowd_does_not_push_out_who_has_a_certificate(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_CERTIFIED_S", 4.0)
+    monkeypatch.setattr(admission, "_CERTIFIED_S", 4.0)
     nonce = bytes(NONCE)
 
     def hear(sock: socket.socket, tls: Tls, decoder: FrameDecoder) -> bytes:
@@ -193,14 +184,14 @@ def test_a_crowd_does_not_push_out_who_has_a_certificate(server: StoreServer, mo
             context = tls_context(False)
             assert context is not None
             tls = Tls(context, server_side=False)
-            sock.sendall(tls.seal(pack_frame(VERSION + nonce + KNOCK)))
-            answer = hear(sock, tls, FrameDecoder(GREETING_LIMIT))
-            waiting.append((sock, tls, answer_greeting(SECRET, nonce, answer, tls.channel)[0]))
+            sock.sendall(tls.seal(pack_frame(first_frame(nonce))))
+            answer = hear(sock, tls, FrameDecoder(HANDSHAKE_FRAME))
+            waiting.append((sock, tls, prove(SECRET, nonce, answer, tls.channel)[0]))
         crowd.enter_context(socket.create_connection(("127.0.0.1", server.port), TIMELY_S))
         time.sleep(0.1)  # enough to push out whoever has only begun
         for number, (sock, tls, proof) in enumerate(waiting, 1):
             sock.sendall(tls.seal(pack_frame(proof) + pack_frame(encode(Add("count", 1)))))
-            replies = FrameDecoder(GREETING_LIMIT)
+            replies = FrameDecoder(HANDSHAKE_FRAME)
             assert hear(sock, tls, replies) == PROVED
             assert decode_reply(hear(sock, tls, replies)) == Done(number)
 

@@ -6,13 +6,14 @@ not be done, and which limit to look at.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import errno
 from collections.abc import Iterator
 
 from allranks._base.errors import AllranksError, ConfigError
 
-__all__ = ["refusal", "refusals"]
+__all__ = ["reason", "refusal", "refusals"]
 
 _ADVICE = {
     errno.EMFILE: "This process has as many open files as it may: raise `ulimit -n`, or close some",
@@ -27,6 +28,13 @@ _ADVICE = {
     errno.EROFS: "The file system is mounted for reading only",
     errno.EIO: "A disk or a file system is faulty: `dmesg`",
 }
+
+
+def reason(error: BaseException) -> str:
+    """Return the system's text of an error, in a few words."""
+    if isinstance(error, builtins.TimeoutError):
+        return "no answer"
+    return str(getattr(error, "strerror", None) or error).lower()
 
 
 def refusal(what: str, error: OSError | MemoryError) -> str:

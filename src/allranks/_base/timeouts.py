@@ -1,4 +1,4 @@
-"""How long something may take, as torch's programs give it."""
+"""How long something may take, as torch's programs pass it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from numbers import Real
 
 from allranks._base.errors import UsageError
 
-__all__ = ["seconds_of"]
+__all__ = ["LONGEST_WAIT_S", "seconds_of"]
+
+LONGEST_WAIT_S = 2e6
+"""The longest wait that epoll accepts (31 bits of milliseconds), in seconds: three weeks."""
 
 _LONGEST_S = 1e8  # three years; clocks count in 64 bits of nanoseconds
 

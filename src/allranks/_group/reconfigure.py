@@ -39,9 +39,11 @@ from allranks._base.errors import (
     UsageError,
     rank_list,
 )
+from allranks._base.system import reason
 from allranks._cluster.network import machine, published_addresses
 from allranks._engines.base import Engine
 from allranks._group.succession import Lineage
+from allranks._net.secret import load_secret
 from allranks._rendezvous.driver import drive
 from allranks._rendezvous.finders.interface import notify
 from allranks._rendezvous.join_protocol import (
@@ -61,7 +63,7 @@ from allranks._rendezvous.join_protocol import (
 )
 from allranks._rendezvous.rendezvous import this_member
 from allranks._rendezvous.seats import ELASTIC
-from allranks._store import PrefixStore, Store, StoreClient, StoreServer, load_secret, reason
+from allranks._store import PrefixStore, Store, StoreClient, StoreServer
 from allranks._store.wire import Late, Reply, Wait
 
 if TYPE_CHECKING:

@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from allranks._base.errors import ConfigError, StoreLostError, TimeoutError
+from allranks._base.system import reason
 from allranks._rendezvous.driver import drive
 from allranks._rendezvous.finders.interface import Finder, NotYet
 from allranks._rendezvous.finders.launcher import LauncherFinder
 from allranks._rendezvous.join_protocol import Act, Answer, Lost, Member, Steps
 from allranks._rendezvous.seats import ELASTIC, START, TABLE_KEY, SeatTable
 from allranks._rendezvous.succession import Look, See, Sighting
-from allranks._store import PrefixStore, Store, reason
+from allranks._store import PrefixStore, Store
 from allranks._store.wire import Found, Late, Peek, Wait
 
 __all__ = ["Board"]

@@ -24,7 +24,8 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from allranks._base.errors import ConfigError, JoinError, TimeoutError, rank_list
-from allranks._store.wire import LONGEST_S, Add, CompareSet, Done, Found, Late, Peek, Reply, Request, Set, Wait
+from allranks._base.timeouts import LONGEST_WAIT_S
+from allranks._store.wire import Add, CompareSet, Done, Found, Late, Peek, Reply, Request, Set, Wait
 
 __all__ = [
     "Act",
@@ -279,7 +280,7 @@ class Joining:
         return verdict
 
     def _wait_verdict(self, timeout_s: float) -> Steps[_Verdict | None]:
-        answer = yield from self._ask(Wait([f"{self._board}verdict"], min(timeout_s, LONGEST_S), True))
+        answer = yield from self._ask(Wait([f"{self._board}verdict"], min(timeout_s, LONGEST_WAIT_S), True))
         return _verdict(answer) if isinstance(answer, Found) else None
 
     def _look_around(self) -> Steps[_Verdict | None]:
@@ -438,7 +439,7 @@ def exchange(place: str, rank: int, size: int, record: bytes, timeout_s: float) 
     if posted == Done(size):
         rows = yield from gather()
     else:
-        answer = yield from ask(Wait([f"{place}all"], min(timeout_s, LONGEST_S), True))
+        answer = yield from ask(Wait([f"{place}all"], min(timeout_s, LONGEST_WAIT_S), True))
         if isinstance(answer, Found) and answer.values[0] is not None:
             return msgspec.msgpack.decode(answer.values[0], type=list[bytes])
         rows = yield from gather()

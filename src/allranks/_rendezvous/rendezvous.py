@@ -20,7 +20,7 @@ from collections.abc import Mapping, MutableMapping
 from urllib.parse import parse_qs, urlsplit
 
 from allranks._base.errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError
-from allranks._base.system import refusals
+from allranks._base.system import reason, refusals
 from allranks._cluster.env import read_int
 from allranks._cluster.network import machine, published_addresses
 from allranks._cluster.outer_job import leave_outer_job
@@ -44,7 +44,7 @@ from allranks._rendezvous.join_protocol import (
 )
 from allranks._rendezvous.meeting import Meeting
 from allranks._rendezvous.seats import ELASTIC
-from allranks._store import HashStore, PrefixStore, Store, reason
+from allranks._store import HashStore, PrefixStore, Store
 
 __all__ = ["Meeting", "Member", "elastic_board", "join", "this_member"]
 

@@ -7,28 +7,25 @@ business; what a secret may be handed over by is the launcher's.
 
 The map, from pure to worldly, so that each layer can be tested alone:
 
-- ``wire``    frames, the handshake, requests and replies: bytes in, bytes out
+- ``wire``    requests and replies: bytes in, bytes out
 - ``table``   ``KeyTable``: the values, and who waits for which; time comes in as an argument
 - ``stores``  ``Store`` and the kinds without a connection: ``HashStore``, ``PrefixStore``, ``ForeignStore``
 - ``client``  ``StoreClient``: the kind that asks a server
 - ``address`` where a server listens that was given a host name
 - ``server``  ``StoreServer``: one thread, one selector, any number of clients
-- ``secret``  ``load_secret``: what both sides of a TCP connection must know
-- ``tls``     TLS under the handshake of a TCP connection, where ALLRANKS_TLS_ is set
 - ``tcp``     ``TCPStore``: server and client as torch's users know them
 - ``file``    ``FileStore``: a log in a file, under its lock
 
-On TCP both sides prove that they know the secret; on a unix socket the kernel vouches for the peer's user, and the
-secret may be empty. Without TLS nothing is encrypted.
+Frames, the handshake, admission and TLS are in ``_net``. On TCP both sides prove that they know the secret; on a unix
+socket the kernel vouches for the peer's user, and the secret may be empty. Without TLS nothing is encrypted.
 """
 
 from __future__ import annotations
 
 from allranks._base.errors import SecretError, StoreLostError
 from allranks._base.public import publish
-from allranks._store.client import StoreClient, reason
+from allranks._store.client import StoreClient
 from allranks._store.file import FileStore
-from allranks._store.secret import load_secret
 from allranks._store.server import StoreServer
 from allranks._store.stores import ForeignStore, HashStore, PrefixStore, Store
 from allranks._store.tcp import TCPStore
@@ -46,8 +43,6 @@ __all__ = [
     "StoreLostError",
     "StoreServer",
     "TCPStore",
-    "load_secret",
-    "reason",
 ]
 
 

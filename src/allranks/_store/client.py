@@ -11,9 +11,7 @@ import builtins
 import encodings.idna  # noqa: F401 - else a thread loads it with the first host name, and a child forked then may wait for its lock
 import errno
 import math
-import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -22,91 +20,24 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from allranks._base.errors import ConfigError, JoinError, SecretError, StoreLostError, TimeoutError, UsageError
+from allranks._base.errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError
 from allranks._base.forks import Socket, follow
-from allranks._base.frames import pack_frame
+from allranks._base.system import reason
 from allranks._cluster.env import split_host_port
+from allranks._net.frames import TlsError, WireError
+from allranks._net.handshake import HANDSHAKE_S, ClientHandshake
+from allranks._net.sockets import check_connected, keep_alive
+from allranks._net.stream import Stream
+from allranks._net.tls import tls_context
 from allranks._store.stores import Store
-from allranks._store.tls import Tls, tls_context
-from allranks._store.wire import (
-    FRAME_LIMIT,
-    GREETING_LIMIT,
-    GREETING_S,
-    KNOCK,
-    LONGEST_S,
-    NONCE,
-    PROVED,
-    SHARE_SECRET,
-    VERSION,
-    FrameDecoder,
-    Pop,
-    Reply,
-    Request,
-    TlsError,
-    Wait,
-    WireError,
-    answer_greeting,
-    decode_reply,
-    encode,
-)
+from allranks._store.wire import FRAME_LIMIT, PROTOCOL, Pop, Reply, Request, Wait, decode_reply, encode
 
 if TYPE_CHECKING:
     import ssl
 
-__all__ = ["StoreClient", "credentials", "reason"]
+__all__ = ["StoreClient"]
 
 _GRACE_S = 0.5  # the server ends a wait first; a client that receives nothing gives up this much later
-
-
-class _Line:
-    """One connection of a client: a request and its reply at a time."""
-
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext | None = None) -> None:
-        self.sock = sock
-        self._tls = None if context is None else Tls(context, server_side=False)
-        self._decoder = FrameDecoder(GREETING_LIMIT)
-
-    def ask(self, payload: bytes, deadline: float) -> bytes:
-        self._patience(deadline)
-        self._send(pack_frame(payload))
-        return self._receive(deadline)
-
-    def greet(self, secret: bytes, deadline: float) -> None:
-        nonce = os.urandom(NONCE)
-        frame = self.ask(VERSION + nonce + KNOCK, deadline)
-        proof, right = answer_greeting(secret, nonce, frame, b"" if self._tls is None else self._tls.channel)
-        self._send(pack_frame(proof))  # also where it is wrong, so that the server can report why, too
-        if not right:
-            raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
-        if self._receive(deadline) != PROVED:
-            raise WireError("its answer is not of allranks' protocol")
-        self._decoder.limit = FRAME_LIMIT
-
-    def _send(self, frame: bytes) -> None:
-        self.sock.sendall(frame if self._tls is None else self._tls.seal(frame))
-
-    def _receive(self, deadline: float) -> bytes:
-        while (frame := self._decoder.next()) is None:
-            self._patience(deadline)
-            data = self.sock.recv(1 << 16)
-            if not data:
-                raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
-            self._decoder.feed(data if self._tls is None else self._unseal(self._tls, data))
-        return frame
-
-    def _unseal(self, tls: Tls, data: bytes) -> bytes:
-        try:
-            plain = tls.receive(data)
-        except TlsError:
-            with suppress(OSError):  # the peer gets the reason, if it still reads
-                self.sock.sendall(tls.due())
-            raise
-        if due := tls.due():
-            self.sock.sendall(due)
-        return plain
-
-    def _patience(self, deadline: float) -> None:
-        self.sock.settimeout(min(max(deadline - time.monotonic(), 0.001), LONGEST_S))
 
 
 class StoreClient(Store):
@@ -132,8 +63,8 @@ class StoreClient(Store):
     def abandon(self) -> None:
         """In a forked child: the connections are the parent's. The child's first request makes one of its own."""
         self._lock = threading.Lock()
-        self._idle: list[_Line] = []
-        self._busy: set[_Line] = set()
+        self._idle: list[Stream] = []
+        self._busy: set[Stream] = set()
 
     @classmethod
     def connect(
@@ -217,7 +148,7 @@ class StoreClient(Store):
                     line.sock.close()
         return reply
 
-    def _take_line(self, deadline: float) -> _Line:
+    def _take_line(self, deadline: float) -> Stream:
         with self._lock:
             line = self._idle.pop() if self._idle else None
             closed = self._closed
@@ -231,7 +162,7 @@ class StoreClient(Store):
             line.sock.close()
         raise StoreLostError(f"{self}: this client was closed.")
 
-    def _dial(self, deadline: float, retry: bool = True, on_failure: Callable[[str], None] | None = None) -> _Line:
+    def _dial(self, deadline: float, retry: bool = True, on_failure: Callable[[str], None] | None = None) -> Stream:
         began, pause_s = time.monotonic(), 0.01
         while True:
             try:
@@ -249,19 +180,22 @@ class StoreClient(Store):
             time.sleep(min(pause_s, left_s))
             pause_s = min(pause_s * 1.5, 0.2)
 
-    def _dial_once(self, deadline: float) -> _Line:
+    def _dial_once(self, deadline: float) -> Stream:
         trouble: OSError = OSError(errno.EADDRNOTAVAIL, "its name has no address")
         stranger: Exception | None = None
         if self._context is None and self.address.startswith("tcp:"):
             self._context = tls_context(server_side=False)
         for family, target in _resolve(self.address):
-            line = _Line(Socket(family, socket.SOCK_STREAM), self._context)
+            line = Stream(Socket(family, socket.SOCK_STREAM), self._context)
             try:
                 now = time.monotonic()
                 line.sock.settimeout(min(max(deadline - now, 0.001), 3.0))
                 line.sock.connect(target)
-                _check_peer(line.sock)
-                line.greet(self._secret, min(deadline, now + GREETING_S))
+                check_connected(line.sock)
+                if family != socket.AF_UNIX:
+                    line.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                keep_alive(line.sock)
+                line.enter(ClientHandshake(PROTOCOL, self._secret), min(deadline, now + HANDSHAKE_S), FRAME_LIMIT)
                 return line
             except OSError as error:
                 trouble = error
@@ -283,13 +217,6 @@ class StoreClient(Store):
         raise trouble
 
 
-def reason(error: BaseException) -> str:
-    """The system's text of an error, in a few words."""
-    if isinstance(error, builtins.TimeoutError):
-        return "no answer"
-    return str(getattr(error, "strerror", None) or error).lower()
-
-
 def _resolve(address: str) -> list[tuple[int, Any]]:
     kind, _, rest = address.partition(":")
     if kind == "unix" and rest.startswith("@"):
@@ -303,22 +230,3 @@ def _resolve(address: str) -> list[tuple[int, Any]]:
     except UnicodeError as error:
         raise ConfigError(f"{host!r} is not a host name ({error}). Expected one such as node0.") from None
     return [(family, target) for family, _, _, _, target in found]
-
-
-def _check_peer(sock: socket.socket) -> None:
-    if sock.family == socket.AF_UNIX:
-        _, uid, _ = credentials(sock)
-        if uid != os.geteuid():
-            raise ConfigError(f"belongs to user {uid}, this process to user {os.geteuid()}")
-        return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Retrying towards a local port that nobody listens on may meet itself, as TCP's simultaneous open.
-    if sock.getsockname() == sock.getpeername():
-        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-
-
-def credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Returns the pid, user and group at the other end of a unix socket, as the kernel knows them."""
-    pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return pid, uid, gid

@@ -31,7 +31,7 @@ import msgspec
 from allranks._base.errors import ConfigError, NotInitializedError, StoreLostError, TimeoutError, UsageError
 from allranks._base.files import plain_file
 from allranks._base.forks import Descriptor, follow, forks, refusal
-from allranks._store.client import reason
+from allranks._base.system import reason
 from allranks._store.stores import Store
 from allranks._store.table import KeyTable
 from allranks._store.wire import FRAME_LIMIT, Done, Late, Length, Names, Peek, Pop, Reply, Request, Wait, encode

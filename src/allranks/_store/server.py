@@ -1,7 +1,7 @@
 """The server of a store: one thread, one selector, any number of clients.
 
-It outlives strangers, junk, crowds and readers that do not read: who has not proved itself may keep little and
-only for a short time, and no peer can make the server wait or hoard. The values themselves are ``table``'s.
+It survives strangers, junk, crowds and clients that do not read: `_net.admission` limits peers without proof, and no
+client can make the server wait or keep data for it. The values are in ``table``.
 """
 
 from __future__ import annotations
@@ -22,73 +22,41 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from allranks._base.errors import ConfigError, SecretError, UsageError
+from allranks._base.errors import ConfigError, UsageError
 from allranks._base.forks import Descriptor, Socket, forks
-from allranks._base.frames import pack_frame
+from allranks._base.system import reason
 from allranks._base.threads import Daemon
 from allranks._cluster.network import listen, published_addresses
+from allranks._net.admission import Admission, Candidate
+from allranks._net.frames import TlsError, WireError, pack_frame
+from allranks._net.handshake import PROVED, ServerHandshake
+from allranks._net.tls import Tls, tls_context
 from allranks._store.address import addresses_of, trouble_with
-from allranks._store.client import credentials, reason
 from allranks._store.table import KeyTable
-from allranks._store.tls import Tls, tls_context
-from allranks._store.wire import (
-    FRAME_LIMIT,
-    GREETING_LIMIT,
-    GREETING_S,
-    NONCE,
-    PROVED,
-    VERSION,
-    Failed,
-    Found,
-    FrameDecoder,
-    Greeting,
-    Reply,
-    Set,
-    TlsError,
-    WireError,
-    decode_request,
-    encode,
-)
+from allranks._store.wire import FRAME_LIMIT, PROTOCOL, Failed, Found, Reply, Set, decode_request, encode
 
 if TYPE_CHECKING:
     import ssl
 
 __all__ = ["StoreServer"]
 
-_GREETING_PEERS = 64
 _MOST_REFUSALS = 16
-_PROOF_S = 0.015  # where no room is left, whoever began well has so long to prove itself; others wait in the backlog
-_HANDSHAKE_S = 0.1  # the same for TLS, whose handshakes take the server a millisecond each
-_CERTIFIED_S = 1.0  # the same for who is through with TLS, and so no stranger to the authority
 _BACKLOG = 4096  # thousands of ranks may start at once; the system may allow fewer
 _LARGE = 4096
 _log = logging.getLogger("allranks.store")
 
 
 class _Peer:
-    def __init__(self, sock: socket.socket, name: str, greeting: Greeting, since: float, tls: Tls | None) -> None:
-        self.sock = sock
-        self.name = name
-        self.greeting: Greeting | None = greeting
-        self.since = since
-        self.tls = tls
-        self.decoder = FrameDecoder(GREETING_LIMIT)
+    """A client that has proved the secret."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.sock = candidate.sock
+        self.name = candidate.name
+        self.tls = candidate.tls
+        self.decoder = candidate.decoder
+        self.decoder.limit = FRAME_LIMIT
         self.out = memoryview(b"")
         self.events = selectors.EVENT_READ
-
-    @property
-    def stage(self) -> int:
-        """How far it has come: 0 it has sent nothing valid, 1 TLS, 2 our greeting, 3 its proof."""
-        if self.greeting is None:
-            return 3
-        return 2 if self.greeting.begun else int(self.tls is not None and self.tls.begun)
-
-    @property
-    def patience_s(self) -> float:
-        """How long it may stay where no room is left."""
-        if self.stage == 2 and self.tls is not None:
-            return _CERTIFIED_S
-        return (0.0, _HANDSHAKE_S, _PROOF_S)[self.stage]
 
 
 class StoreServer:
@@ -124,10 +92,8 @@ class StoreServer:
         self._thread: threading.Thread | None = None
         self._stop_at: float | None = None
         self._table = KeyTable()
-        self._full_until: float | None = None  # until then nobody is let in
         self._last: tuple[bytes | None, bytes] = (None, b"")
         self._peers: dict[_Peer, None] = {}
-        self._strangers: dict[_Peer, None] = {}  # the peers that have not proved themselves yet
 
     @classmethod
     def unix(cls, secret: bytes = b"", name: str = "") -> StoreServer:
@@ -234,10 +200,17 @@ class StoreServer:
         """
         self._selector = selectors.DefaultSelector()
         try:
+            self._admission = Admission(
+                self._selector,
+                lambda: ServerHandshake(PROTOCOL, lambda subject: self._secret),
+                self._admit,
+                self._refuse,
+                self.address,
+            )
+            self._admission.context = self._context
             for listener in self._listeners:
-                listener.setblocking(False)
-            self._listen_to_strangers(True)
-            self._selector.register(self._wake, selectors.EVENT_READ)
+                self._admission.listen(listener)
+            self._selector.register(self._wake, selectors.EVENT_READ, lambda _: self._take_more())
             thread = Daemon(target=self._run, name="allranks-store")
             thread.start()
         except BaseException:
@@ -287,35 +260,28 @@ class StoreServer:
                 self._take_given()
                 while self._stop_at is None:
                     self._turn()
-                # Also wakes whoever shares this socket after a fork, and frees the port although they hold it.
-                self._listen_to_strangers(False)
+                # Also ends the accept of a process that shares this socket after a fork, and frees the port although
+                # that process has it open.
+                self._admission.stop()
                 self._selector.unregister(self._wake)
                 self._stop_listening()
-                while time.monotonic() < self._stop_at and any(peer.stage for peer in self._peers):
+                while time.monotonic() < self._stop_at and (self._peers or self._admission.has_begun()):
                     self._turn()
             finally:
+                self._admission.close()
                 for peer in list(self._peers):
                     self._drop(peer)
                 for listener in self._listeners:
                     listener.close()
-
-    def _listen_to_strangers(self, listens: bool) -> None:
-        listened = self._selector.get_map()
-        for listener in self._listeners:
-            if listens and listener not in listened:
-                self._selector.register(listener, selectors.EVENT_READ, listener)
-            elif not listens and listener in listened:
-                self._selector.unregister(listener)
 
     def _take_more(self) -> None:
         os.eventfd_read(self._wake.fileno())
         self._take_given()
         more, self._more = self._more, ()
         self._listeners += more
+        self._admission.context = self._context
         for listener in more:
-            listener.setblocking(False)
-            if self._full_until is None:
-                self._selector.register(listener, selectors.EVENT_READ, listener)
+            self._admission.listen(listener)
 
     def _take_given(self) -> None:
         while self._given:
@@ -329,101 +295,47 @@ class StoreServer:
                 listener.shutdown(socket.SHUT_RDWR)
 
     def _turn(self) -> None:
-        deadlines = [
-            self._table.next_deadline(),
-            self._stop_at,
-            self._full_until,
-            *(p.since + GREETING_S for p in self._strangers),
-        ]
+        deadlines = [self._table.next_deadline(), self._stop_at, self._admission.deadline()]
         first = min((d for d in deadlines if d is not None), default=None)
         ready = self._selector.select(None if first is None else max(0.0, first - time.monotonic()))
-        # Whoever comes new may push out others that have not proved themselves yet: they are read before.
-        for key, events in sorted(ready, key=lambda item: item[0].data in self._listeners):
-            peer = key.data
-            if peer is None:
-                self._take_more()
-            elif peer in self._listeners:
-                if self._full_until is None:
-                    self._accept(peer)
-            elif peer in self._peers:
-                if events & selectors.EVENT_WRITE:
-                    self._flush(peer)
-                if events & selectors.EVENT_READ and peer in self._peers:
-                    self._read(peer)
+        for key, events in self._admission.in_order(ready):
+            key.data(events)
         now = time.monotonic()
-        if self._full_until is not None and (now >= self._full_until or len(self._strangers) < _GREETING_PEERS):
-            self._full_until = None
-            if self._stop_at is None:
-                self._listen_to_strangers(True)
         self._reply(self._table.expire(now))
-        for peer in [p for p in self._strangers if p.since + GREETING_S <= now]:
-            self._drop(peer, "sent no valid greeting in time")
+        self._admission.expire(now)
 
-    def _accept(self, listener: socket.socket) -> None:
-        for number in range(_GREETING_PEERS):
-            # Nobody makes room before the selector has reported that a peer waits for it.
-            if len(self._strangers) >= _GREETING_PEERS and (number or not self._evict()):
-                return
-            try:
-                sock, where = listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:  # no descriptors left
-                _log.warning("%s cannot accept a connection: %s", self.address, error)
-                self._evict() if self._strangers else time.sleep(0.05)
-                return
-            sock.setblocking(False)
-            if sock.family == socket.AF_UNIX:
-                pid, uid, _ = credentials(sock)
-                name = f"pid {pid}"
-                if uid != os.geteuid():
-                    self._note_refusal(f"user {uid}", f"{name} of user {uid} was refused")
-                    sock.close()
-                    continue
-            else:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                name = str(where[0]).removeprefix("::ffff:")
-            context = None if sock.family == socket.AF_UNIX else self._context
-            tls = None if context is None else Tls(context, server_side=True)
-            peer = _Peer(sock, name, Greeting(self._secret, os.urandom(NONCE)), time.monotonic(), tls)
-            try:
-                self._selector.register(sock, peer.events, peer)
-            except OSError as error:  # no memory: this one tries again, and the others are served
-                _log.warning("%s cannot serve %s: %s", self.address, name, error)
-                sock.close()
-                continue
-            self._peers[peer] = self._strangers[peer] = None
-            self._read(peer)  # a real client has spoken by now, and is through before the next idle one comes
+    def _admit(self, candidate: Candidate) -> None:
+        peer = _Peer(candidate)
+        self._selector.register(peer.sock, peer.events, lambda events: self._progress(peer, events))
+        self._peers[peer] = None
+        self._send(peer, pack_frame(PROVED))
+        self._receive(peer, b"")  # a request may have arrived with the proof
 
-    def _evict(self) -> bool:
-        peer = min(self._strangers, key=lambda peer: (peer.stage, peer.since))
-        self._read(peer)  # its proof may have come by now
-        if peer in self._strangers:
-            until = peer.since + peer.patience_s
-            if time.monotonic() < until:
-                self._listen_to_strangers(False)
-                self._full_until = until
-                return False
-            self._drop(peer, "had to make room")
-        return True
+    def _progress(self, peer: _Peer, events: int) -> None:
+        if events & selectors.EVENT_WRITE and peer in self._peers:
+            self._flush(peer)
+        if events & selectors.EVENT_READ and peer in self._peers:
+            self._read(peer)
 
     def _read(self, peer: _Peer) -> None:
         try:
-            data = peer.sock.recv(1 << 16 if peer.greeting is None else 1 << 12)
+            data = peer.sock.recv(1 << 16)
             if not data:
                 raise WireError("it closed the connection")
-            peer.decoder.feed(data if peer.tls is None else self._unseal(peer, peer.tls, data))
-            while peer in self._peers and (frame := peer.decoder.next()) is not None:
-                if peer.greeting is None:
-                    self._serve(peer, frame)
-                else:
-                    self._greet(peer, peer.greeting, frame)
+            plain = data if peer.tls is None else self._unseal(peer, peer.tls, data)
         except BlockingIOError:
             return
-        except (ConfigError, TlsError) as error:
-            self._refuse(peer, error)
         except (OSError, WireError) as error:
+            self._drop(peer, str(error))
+            return
+        self._receive(peer, plain)
+
+    def _receive(self, peer: _Peer, plain: bytes) -> None:
+        peer.decoder.feed(plain)
+        try:
+            while peer in self._peers and (frame := peer.decoder.next()) is not None:
+                self._serve(peer, frame)
+        except WireError as error:
             self._drop(peer, str(error))
 
     def _unseal(self, peer: _Peer, tls: Tls, data: bytes) -> bytes:
@@ -431,16 +343,6 @@ class StoreServer:
         if due := tls.due():
             self._push(peer, due)
         return plain
-
-    def _greet(self, peer: _Peer, greeting: Greeting, frame: bytes) -> None:
-        answer = greeting.step(frame, b"" if peer.tls is None else peer.tls.channel)
-        if answer is not None:
-            self._send(peer, pack_frame(answer))
-        else:
-            peer.greeting = None
-            peer.decoder.limit = FRAME_LIMIT
-            del self._strangers[peer]
-            self._send(peer, pack_frame(PROVED))
 
     def _serve(self, peer: _Peer, frame: bytes) -> None:
         if self._table.waits(peer) or peer.out:
@@ -492,32 +394,21 @@ class StoreServer:
         if events != peer.events:
             peer.events = events
             try:
-                self._selector.modify(peer.sock, events, peer)
+                self._selector.modify(peer.sock, events, lambda events: self._progress(peer, events))
             except OSError as error:
                 self._drop(peer, str(error))
 
-    def _refuse(self, peer: _Peer, error: ConfigError | TlsError) -> None:
-        # Recorded before the answer is sent: whoever has read the answer finds the record.
-        self._note_refusal(peer.name, f"{peer.name} was refused: {error}")
-        if peer.tls is not None and isinstance(error, TlsError):
-            if alert := peer.tls.due():
-                self._push(peer, alert)
-        elif not isinstance(error, SecretError):
-            self._send(peer, pack_frame(VERSION))  # shows a client of another version, or with TLS, what differs
-        self._drop(peer)
-
-    def _note_refusal(self, who: str, what: str) -> None:
-        """Log it, once for each, and for few: a stranger could fill the log."""
-        if who not in self.refusals and len(self.refusals) < _MOST_REFUSALS:
-            self.refusals[who] = what
-            _log.warning("%s: %s", self.address, what)
+    def _refuse(self, name: str, handshake: ServerHandshake | None, error: ConfigError | TlsError) -> None:
+        """Log a refusal, once for each host, and for 16 hosts at most: a stranger could fill the log."""
+        if name not in self.refusals and len(self.refusals) < _MOST_REFUSALS:
+            self.refusals[name] = f"{name} was refused: {error}"
+            _log.warning("%s: %s", self.address, self.refusals[name])
 
     def _drop(self, peer: _Peer, why: str = "the server ends") -> None:
-        if peer not in self._peers:  # its answer could not be sent, and then it had been wrong, too
+        if peer not in self._peers:
             return
         _log.debug("%s: %s is dropped: %s", self.address, peer.name, why)
         del self._peers[peer]
-        self._strangers.pop(peer, None)
         self._table.forget(peer)
         if peer.sock in self._selector.get_map():  # a change that failed has removed it
             self._selector.unregister(peer.sock)

@@ -24,10 +24,9 @@ import msgspec
 from allranks._base.errors import QueueEmptyError, StoreLostError, TimeoutError, UsageError
 from allranks._base.forks import follow
 from allranks._base.integers import integer_of
-from allranks._base.timeouts import seconds_of
+from allranks._base.timeouts import LONGEST_WAIT_S, seconds_of
 from allranks._store.table import KeyTable
 from allranks._store.wire import (
-    LONGEST_S,
     Add,
     Append,
     CompareSet,
@@ -102,7 +101,7 @@ class Store(abc.ABC):
         Raises:
             UsageError: not a time.
         """
-        self.timeout_s = seconds_of(timeout, LONGEST_S)
+        self.timeout_s = seconds_of(timeout, LONGEST_WAIT_S)
 
     def set(self, key: str, value: bytes | str) -> None:
         """Sets a value, and wakes those who wait for it."""
@@ -242,7 +241,7 @@ class Store(abc.ABC):
         self.close()
 
     def _patience(self, timeout: Timeout | None) -> float:
-        return self.timeout_s if timeout is None else seconds_of(timeout, LONGEST_S)
+        return self.timeout_s if timeout is None else seconds_of(timeout, LONGEST_WAIT_S)
 
     def _reply(self, request: Request, kind: type[_ReplyT]) -> _ReplyT:
         return self._checked(self._ask(request), kind, getattr(request, "timeout_s", 0.0))

@@ -13,13 +13,13 @@ from datetime import timedelta
 
 from allranks._base.errors import JoinError, TimeoutError, UsageError
 from allranks._base.forks import Socket, forks
-from allranks._base.timeouts import seconds_of
+from allranks._base.timeouts import LONGEST_WAIT_S, seconds_of
+from allranks._net.secret import load_secret
 from allranks._store.client import StoreClient
-from allranks._store.secret import load_secret
 from allranks._store.server import StoreServer
 from allranks._store.stores import Store, Timeout
 from allranks._store.table import HIDDEN
-from allranks._store.wire import LONGEST_S, Reply, Request
+from allranks._store.wire import Reply, Request
 
 __all__ = ["TCPStore"]
 
@@ -109,7 +109,7 @@ class TCPStore(Store):
             raise UsageError(f"TCPStore: world_size={world_size!r}. Expected 1 or more, or None for any number")
         if master_listen_fd is not None and not is_master:
             raise UsageError("TCPStore: master_listen_fd= is the master's, and is_master is false")
-        secret, self.timeout_s = load_secret(), seconds_of(timeout, LONGEST_S)
+        secret, self.timeout_s = load_secret(), seconds_of(timeout, LONGEST_WAIT_S)
         self._host = host_name
         lease = _Lease.take(host_name, port, secret, multi_tenant, master_listen_fd) if is_master else None
         address = f"tcp:[{host_name}]:{port}" if ":" in host_name else f"tcp:{host_name}:{port}"

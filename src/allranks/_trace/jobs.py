@@ -12,16 +12,16 @@ import os
 import re
 import secrets
 import socket
-import struct
 import time
 from collections.abc import Iterator
 
 import msgspec
 
 from allranks._base.errors import AllranksError
+from allranks._net.sockets import unix_peer
 from allranks._trace.state import RankState
 
-__all__ = ["Answer", "Job", "JobEnded", "NoAnswer", "Question", "ask", "find", "own_address", "peer"]
+__all__ = ["Answer", "Job", "JobEnded", "NoAnswer", "Question", "ask", "find", "own_address"]
 
 _NAME = re.compile(r"@allranks-job-(\d+)-(\d+)-(\d+)-[0-9a-f]{16}$")
 _MOST_BYTES = 1 << 26
@@ -87,12 +87,6 @@ def own_address(number: int) -> str:
     return f"\0allranks-job-{os.geteuid()}-{os.getpid()}-{number}-{secrets.token_hex(8)}"
 
 
-def peer(connection: socket.socket) -> int:
-    """The user at the other end."""
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(uid)
-
-
 def find() -> list[Job]:
     """The jobs of this user on this host, oldest first."""
     found: dict[tuple[int, int], Job] = {}
@@ -115,7 +109,7 @@ def ask(job: Job, question: Question, timeout_s: float = 10.0) -> Answer:
         try:
             connection.settimeout(timeout_s)
             connection.connect(job.address)
-            if peer(connection) != os.geteuid():
+            if unix_peer(connection)[1] != os.geteuid():
                 raise NoAnswer(f"what answers for job {job.pid} belongs to another user")
             connection.sendall(msgspec.json.encode(question) + b"\n")
             data = b"".join(_read(connection, deadline))

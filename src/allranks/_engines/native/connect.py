@@ -31,8 +31,8 @@ from allranks._base.errors import JoinError, rank_list
 from allranks._base.forks import Descriptor, Socket, guard
 from allranks._engines.native.tcp import ConnectionServer, PeerConnections, Target
 from allranks._engines.spec import RECORD_BYTES, Exchange
-from allranks._store import load_secret
-from allranks._store.client import credentials
+from allranks._net.secret import load_secret
+from allranks._net.sockets import unix_peer
 
 if TYPE_CHECKING:
     from allranks._rendezvous.rendezvous import Member
@@ -396,7 +396,7 @@ def _fetch(rank: int, record: bytes, timeout_s: float) -> tuple[Socket, Descript
 
 
 def _check_owner(connection: Socket, number: int, other: int) -> None:
-    _, uid, _ = credentials(connection)
+    _, uid = unix_peer(connection)
     if uid != os.geteuid():
         raise JoinError(
             f"rank {number}: what answers at the address of rank {other} belongs to user {uid}, "
@@ -476,7 +476,7 @@ def _accepted(listener: Socket) -> Socket | None:
         connection, _ = listener.accept()
     except (BlockingIOError, ConnectionAbortedError):  # gone again
         return None
-    if credentials(connection)[1] != os.geteuid():
+    if unix_peer(connection)[1] != os.geteuid():
         connection.close()
         return None
     connection.setblocking(False)

@@ -1,15 +1,14 @@
 """Connects ranks of the native engine that are on different hosts.
 
 A process that is in groups which span hosts has one `ConnectionServer` for all of them: a thread that listens on the
-addresses which its host publishes, and on no others. It also makes the connections that the core requests. Both sides
-prove that they have the job's secret. The proof names the group, the two ranks and the purpose, so that no connection
-can be taken for another. Strangers neither delay a rank nor use much of its memory: at most 64 are served at a time,
-for 5 s, with a quarter of a kilobyte each.
+addresses which its host publishes, and on no others. It also makes the connections that the core requests. The subject
+of the handshake (`_net.handshake`) names the group, the two ranks and the purpose, so a connection cannot be mistaken
+for another one.
 
-Either side may connect. If both do at once, the connection of the higher rank is taken and the other one is refused.
-A rank that is stopped is waited for. One whose host does not answer, or where nobody listens, is given up.
+Either side may connect. If both do at the same time, the connection of the higher rank is accepted and the other one is
+declined. A rank that is stopped is waited for. A rank whose host does not answer, or whose port is closed, is given up.
 
-What is sent afterwards is not encrypted.
+Data sent after the handshake is not encrypted.
 """
 
 from __future__ import annotations
@@ -28,21 +27,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from allranks._base.errors import AllranksError, ConfigError, JoinError, SecretError, rank_list
+from allranks._base.errors import AllranksError, ConfigError, JoinError, rank_list
 from allranks._base.forks import Descriptor, Socket, guard
-from allranks._base.frames import pack_frame
+from allranks._base.system import reason
 from allranks._base.threads import Daemon
 from allranks._cluster.network import listen, nearest_first
-from allranks._store import reason
-from allranks._store.wire import (
-    GREETING_LIMIT,
-    GREETING_S,
-    KNOCK,
-    NONCE,
-    SHARE_SECRET,
-    FrameDecoder,
-    WireError,
-)
+from allranks._net.admission import Admission, Candidate
+from allranks._net.frames import FrameDecoder, TlsError, WireError, pack_frame
+from allranks._net.handshake import DECLINED, HANDSHAKE_FRAME, PROVED, ClientHandshake, Protocol, ServerHandshake
+from allranks._net.sockets import keep_alive
 
 if TYPE_CHECKING:
     from allranks import _core
@@ -57,43 +50,40 @@ __all__ = [
     "ConnectionServer",
     "group_key",
     "group_id",
-    "greet",
-    "proof",
 ]
 
 COLLECTIVE, MESSAGE, HEARTBEAT = range(3)
 """What a connection is for (core/channel/net.h)."""
 
-PROTOCOL = b"allranks-channel/3|"
-"""Its number counts versions of the greeting, and of what the core sends (core/channel, collective and p2p)."""
-
 _NAME = 16
 _HELLO = struct.Struct(f"!{_NAME}sIIB")
-_TAKEN, _TURNED_DOWN, _UNKNOWN = b"!", b"x", b"?"
 _ASK = struct.Struct("=III")  # number of the group, rank, kind
 _CLOSE = 99  # in place of a kind
-_STRANGERS = 64
 _CONNECT_S = 3.0
 _GIVE_UP_S = 10.0
 _ASKED_S = 0.3  # for an answer whether a rank is there
 _PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.2
+_LOST_AFTER_S = 15  # as the heartbeats do (kUnreachableMs in core/channel/net.cc)
+
+PROTOCOL = Protocol(b"allranks-channel/", b"4", _HELLO.size)
+"""Its number counts versions of the handshake, and of what the core sends (core/channel, collective and p2p)."""
 
 Target = tuple[tuple[str, ...], int]
 """Addresses and port."""
 
 
-# --- the greeting: pure ----------------------------------------------------------------------------------------
+# --- the subject of a connection -------------------------------------------------------------------------------
 
 
 class Hello(NamedTuple):
-    """What a connection is for. It is sent first, and is part of what both sides prove.
+    """The subject of a connection.
 
     Attributes:
-        group: the group, see ``group_id``.
-        from_: the rank that connects.
-        to: the rank that is meant.
-        kind: what for.
+        group: Identifier of the group, see ``group_id``.
+        from_: The rank that connects.
+        to: The rank that it connects to.
+        kind: COLLECTIVE, MESSAGE or HEARTBEAT.
     """
 
     group: bytes
@@ -101,41 +91,24 @@ class Hello(NamedTuple):
     to: int
     kind: int
 
+    def pack(self) -> bytes:
+        """Return the bytes that the handshake proves."""
+        return _HELLO.pack(*self)
+
+    @classmethod
+    def unpack(cls, subject: bytes) -> Hello:
+        """Return the hello of a subject, which has the right size."""
+        return cls(*_HELLO.unpack(subject))
+
 
 def group_key(secret: bytes, token: bytes) -> bytes:
-    """The key that the ranks of one group prove to have."""
+    """Return the key that the ranks of one group prove to have."""
     return hmac.digest(secret, b"allranks-channel|" + token, "sha256")
 
 
 def group_id(token: bytes) -> bytes:
-    """The identifier of the group, which is sent before anything is proved."""
+    """Return the identifier of the group, which is sent before the key is proved."""
     return hashlib.sha256(b"allranks-circle|" + token).digest()[:_NAME]
-
-
-def greet(hello: Hello, nonce: bytes) -> bytes:
-    """The first frame, of the side that connects. The second is a nonce and a proof, the third a proof."""
-    return PROTOCOL + _HELLO.pack(*hello) + nonce + KNOCK
-
-
-def read_greeting(frame: bytes) -> tuple[Hello, bytes]:
-    """Its hello and nonce.
-
-    Raises:
-        WireError: not an allranks rank.
-        ConfigError: one of another version.
-    """
-    if not frame.startswith(PROTOCOL[:-2]):
-        raise WireError("not an allranks rank")
-    if not frame.startswith(PROTOCOL):
-        raise ConfigError("it has another version of allranks: install one on all hosts")
-    if len(frame) != len(PROTOCOL) + _HELLO.size + NONCE + len(KNOCK):
-        raise WireError("no greeting of a rank")
-    return Hello(*_HELLO.unpack_from(frame, len(PROTOCOL))), frame[len(PROTOCOL) + _HELLO.size : -len(KNOCK)]
-
-
-def proof(key: bytes, role: bytes, hello: Hello, nonces: bytes) -> bytes:
-    """Proves that one has the key. It holds for this connection and this role only."""
-    return hmac.digest(key, PROTOCOL + role + b"|" + _HELLO.pack(*hello) + nonces, "sha256")
 
 
 # --- a group ---------------------------------------------------------------------------------------------------
@@ -304,25 +277,11 @@ class PeerConnections:
 # --- connections on their way -------------------------------------------------------------------------------------
 
 
-class _Caller:
-    """A connection whose rank is not known yet, or not proved."""
-
-    group: PeerConnections | None = None
-    hello: Hello
-    expected: bytes
-
-    def __init__(self, connection: Socket, name: str) -> None:
-        self.connection = connection
-        self.name = name
-        self.since = time.monotonic()
-        self.decoder = FrameDecoder(GREETING_LIMIT)
-
-
 class _Dial:
     """A connection that is wanted, address after address until one leads to the rank."""
 
     connection: Socket | None = None  # None: pausing
-    nonce: bytes
+    handshake: ClientHandshake
     decoder: FrameDecoder
 
     def __init__(self, group: PeerConnections, peer: int, kind: int) -> None:
@@ -379,15 +338,21 @@ class ConnectionServer:
         self._users = 0
         self._groups: dict[int, PeerConnections] = {}
         self._made = 0
-        self._callers: dict[_Caller, None] = {}
         self._dials: dict[_Dial, None] = {}
         self._stopping = False
         self._listeners = _listen(addresses)
         self.port: int = self._listeners[0].getsockname()[1]
         self._requests, self._asking = map(Descriptor, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
         self._selector = selectors.PollSelector()
+        self._admission = Admission(
+            self._selector,
+            lambda: ServerHandshake(PROTOCOL, self._key_of),
+            self._admit,
+            self._refuse,
+            f"port {self.port}",
+        )
         for listener in self._listeners:
-            self._selector.register(listener, selectors.EVENT_READ, self._accept)
+            self._admission.listen(listener)
         self._selector.register(self._requests, selectors.EVENT_READ, self._take_requests)
         self._thread = Daemon(target=self._run, name="allranks-connections")
         self._thread.start()
@@ -445,20 +410,20 @@ class ConnectionServer:
     def _run(self) -> None:
         while not self._stopping:
             now = time.monotonic()
-            marks = [c.since + GREETING_S for c in self._callers]
-            marks += [d.until for d in self._dials if d.until is not None]
-            for key, _ in self._selector.select(max(min(marks) - now, 0.0) if marks else None):
-                key.data(key.fileobj)
+            marks = [d.until for d in self._dials if d.until is not None]
+            if (deadline := self._admission.deadline()) is not None:
+                marks.append(deadline)
+            ready = self._selector.select(max(min(marks) - now, 0.0) if marks else None)
+            for key, events in self._admission.in_order(ready):
+                key.data(events)
             now = time.monotonic()
-            for caller in [c for c in self._callers if now - c.since > GREETING_S]:
-                self._drop(caller)
+            self._admission.expire(now)
             for dial in [d for d in self._dials if d.until is not None and now >= d.until]:
                 if dial.connection is None:
                     self._start(dial)
                 else:
                     self._fail(dial, "no answer")
-        for caller in list(self._callers):
-            self._drop(caller)
+        self._admission.close()
         for dial in list(self._dials):
             self._end(dial)
 
@@ -478,81 +443,42 @@ class ConnectionServer:
     def _dial_of(self, group: PeerConnections, peer: int, kind: int) -> _Dial | None:
         return next((d for d in self._dials if d.group is group and (d.peer, d.kind) == (peer, kind)), None)
 
-    # Who connects to this process.
+    # Connections from other ranks.
 
-    def _accept(self, listener: Socket) -> None:
-        try:
-            connection, where = listener.accept()
-        except OSError as error:  # gone again; or no descriptor is free, and some may be soon
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                time.sleep(_PAUSE_S)
-            return
-        connection.setblocking(False)
-        if len(self._callers) >= _STRANGERS:
-            self._drop(next(iter(self._callers)))
-        caller = _Caller(connection, str(where[0]))
-        self._callers[caller] = None
-        self._selector.register(connection, selectors.EVENT_READ, lambda _: self._hear(caller))
-
-    def _hear(self, caller: _Caller) -> None:
-        if caller not in self._callers:
-            return
-        try:
-            caller.decoder.feed(_some(caller.connection))
-            while caller in self._callers and (frame := caller.decoder.next()) is not None:
-                if caller.group is None:
-                    self._answer(caller, frame)
-                else:
-                    self._check(caller, caller.group, frame)
-        except BlockingIOError:
-            return
-        except ConfigError as error:  # another secret or version
-            for group in [caller.group] if caller.group else list(self._groups.values()):
-                group.refusals[caller.name] = f"{caller.name} was refused: {error}"
-            self._drop(caller)
-        except (OSError, WireError):
-            self._drop(caller)
-
-    def _answer(self, caller: _Caller, frame: bytes) -> None:
-        hello, nonce = read_greeting(frame)
+    def _group_of(self, hello: Hello) -> PeerConnections | None:
+        """Return the group to which this connection belongs, if it can be used now."""
         for group in list(self._groups.values()):
             if group.name == hello.group and group.rank == hello.to and group.takes(hello.from_, hello.kind):
-                break
-        else:  # not made yet, or left
-            caller.connection.sendall(_UNKNOWN)
-            self._drop(caller)
-            return
-        mine = os.urandom(NONCE)
-        caller.group, caller.hello = group, hello
-        caller.expected = proof(group.key, b"client", hello, nonce + mine)
-        caller.connection.sendall(pack_frame(PROTOCOL + mine + proof(group.key, b"server", hello, nonce + mine)))
+                return group
+        return None  # not created yet, or left
 
-    def _check(self, caller: _Caller, group: PeerConnections, frame: bytes) -> None:
-        if not hmac.compare_digest(frame, caller.expected):
-            raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
-        peer, kind = caller.hello.from_, caller.hello.kind
+    def _key_of(self, subject: bytes) -> bytes | None:
+        group = self._group_of(Hello.unpack(subject))
+        return None if group is None else group.key
+
+    def _admit(self, candidate: Candidate) -> None:
+        hello = Hello.unpack(candidate.handshake.subject)
+        group = self._group_of(hello)
+        if group is None:  # left since the handshake began
+            candidate.sock.close()
+            return
+        peer, kind = hello.from_, hello.kind
         own = self._dial_of(group, peer, kind)
         if (peer, kind) in group.open or (own is not None and group.rank > peer):
-            caller.connection.sendall(_TURNED_DOWN)
-            self._drop(caller)
+            candidate.send(DECLINED)
+            candidate.sock.close()
             return
         if own is not None:
             self._end(own)
-        self._forget(caller)
-        if self._groups.get(group.number) is not group:  # left meanwhile
-            caller.connection.close()
-            return
-        group.give(peer, kind, caller.connection, _TAKEN)
+        assert isinstance(candidate.sock, Socket)
+        group.give(peer, kind, candidate.sock, pack_frame(PROVED))
 
-    def _forget(self, caller: _Caller) -> None:
-        self._selector.unregister(caller.connection)
-        del self._callers[caller]
+    def _refuse(self, name: str, handshake: ServerHandshake | None, error: ConfigError | TlsError) -> None:
+        group = self._group_of(Hello.unpack(handshake.subject)) if handshake and handshake.subject else None
+        for each in [group] if group else list(self._groups.values()):
+            each.refusals[name] = f"{name} was refused: {error}"
 
-    def _drop(self, caller: _Caller) -> None:
-        self._forget(caller)
-        caller.connection.close()
-
-    # To whom this process connects.
+    # Connections to other ranks.
 
     def _start(self, dial: _Dial) -> None:
         if not dial.addresses:
@@ -582,61 +508,50 @@ class ConnectionServer:
         connection = dial.connection
         if dial not in self._dials or connection is None:
             return
-        hello = Hello(dial.group.name, dial.group.rank, dial.peer, dial.kind)
         try:
             if not dial.connected:
-                if trouble := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    raise OSError(trouble, os.strerror(trouble))
-                if connection.getsockname() == connection.getpeername():  # TCP's simultaneous open, with itself
-                    raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
-                # From here on no clock: it may be stopped, and the end of the connection is enough.
-                _keep_alive(connection)
-                dial.connected, dial.until = True, None
-                dial.nonce, dial.decoder = os.urandom(NONCE), FrameDecoder(GREETING_LIMIT)
-                connection.sendall(pack_frame(greet(hello, dial.nonce)))
-                self._selector.modify(connection, selectors.EVENT_READ, lambda _: self._go_on(dial))
+                self._begin(dial, connection)
                 return
-            if dial.proved:
-                self._receive_verdict(
-                    dial, connection, _some(connection, 1)
-                )  # and no more: the core's words may be next
-                return
-            data = _some(connection)
-            if data == _UNKNOWN:
-                dial.answered = time.monotonic()
-                self._fail(dial, "it is not in the group yet, or no longer")
-                return
-            dial.decoder.feed(data)
-            if (frame := dial.decoder.next()) is None:
-                return
-            self._prove(dial, connection, hello, frame)
+            while True:
+                # No byte after the verdict is read: it belongs to the core.
+                dial.decoder.feed(_some(connection, dial.decoder.missing))
+                if (frame := dial.decoder.next()) is None:
+                    continue
+                if dial.proved:
+                    self._receive_verdict(dial, connection, frame)
+                    return
+                connection.sendall(pack_frame(dial.handshake.prove(frame)))
+                dial.handshake.check_server()
+                dial.proved = True
         except BlockingIOError:
             return
         except ConfigError as error:
             self._end(dial)
-            who = f"rank {dial.group.rank}: rank {dial.peer} ({dial.address})"
-            dial.group.give_up(dial.peer, dial.kind, type(error)(f"{who}: {error}"))
+            where = f"rank {dial.group.rank}: rank {dial.peer} ({dial.address})"
+            dial.group.give_up(dial.peer, dial.kind, type(error)(f"{where}: {error}"))
         except (OSError, WireError) as error:
             self._fail(dial, reason(error))
 
-    def _prove(self, dial: _Dial, connection: Socket, hello: Hello, frame: bytes) -> None:
-        if not frame.startswith(PROTOCOL[:-2]):
-            raise WireError("its answer is not of allranks' protocol")
-        theirs, their_proof = frame[len(PROTOCOL) : len(PROTOCOL) + NONCE], frame[len(PROTOCOL) + NONCE :]
-        nonces = dial.nonce + theirs
-        right = hmac.compare_digest(their_proof, proof(dial.group.key, b"server", hello, nonces))
-        # Even to one that has another secret, which can then report it.
-        connection.sendall(pack_frame(proof(dial.group.key, b"client", hello, nonces)))
-        if not right:
-            raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
-        dial.proved = True
+    def _begin(self, dial: _Dial, connection: Socket) -> None:
+        if trouble := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(trouble, os.strerror(trouble))
+        if connection.getsockname() == connection.getpeername():  # TCP's simultaneous open, with itself
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+        # No time limit from here on: the other rank may be stopped. The end of the connection is enough.
+        keep_alive(connection, _LOST_AFTER_S)
+        dial.connected, dial.until = True, None
+        hello = Hello(dial.group.name, dial.group.rank, dial.peer, dial.kind)
+        dial.handshake = ClientHandshake(PROTOCOL, dial.group.key, hello.pack())
+        dial.decoder = FrameDecoder(HANDSHAKE_FRAME)
+        connection.sendall(pack_frame(dial.handshake.begin()))
+        self._selector.modify(connection, selectors.EVENT_READ, lambda _: self._go_on(dial))
 
     def _receive_verdict(self, dial: _Dial, connection: Socket, answer: bytes) -> None:
-        if answer == _TURNED_DOWN:  # the other side's own connection is there or on its way
+        if answer == DECLINED:  # the other side's own connection is there or on its way
             self._end(dial)
             return
-        if answer != _TAKEN:
-            raise WireError("its answer is not of allranks' protocol")
+        if answer != PROVED:
+            raise WireError("its answer is not of allranks's protocol")
         self._selector.unregister(connection)
         del self._dials[dial]
         if self._groups.get(dial.group.number) is not dial.group:
@@ -694,14 +609,7 @@ def _begun_call(address: str, port: int) -> Socket:
     return call
 
 
-def _keep_alive(connection: socket.socket) -> None:
-    """A host that has gone is noticed in 15 s, as by the heartbeats (``kUnreachableMs`` in core/channel/net.cc)."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 13)):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _some(connection: socket.socket, most: int = GREETING_LIMIT) -> bytes:
+def _some(connection: socket.socket, most: int) -> bytes:
     data = connection.recv(most)
     if not data:
         raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")

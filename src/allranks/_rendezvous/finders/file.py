@@ -17,12 +17,13 @@ import msgspec
 
 from allranks._base.errors import ConfigError
 from allranks._base.files import read_bytes
+from allranks._base.system import reason
 from allranks._base.threads import Daemon
 from allranks._cluster.env import JobEnv
 from allranks._rendezvous.finders.endpoint import Endpoint
 from allranks._rendezvous.finders.interface import Finder, Method, NotYet, Request, ServedFinder, notify
 from allranks._rendezvous.join_protocol import Member
-from allranks._store import StoreServer, reason
+from allranks._store import StoreServer
 
 __all__ = ["FILE"]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from allranks._net.secret import load_secret
 from allranks._rendezvous.finders.interface import Finder
 from allranks._rendezvous.join_protocol import Member
-from allranks._store import Store, load_secret
+from allranks._store import Store
 
 __all__ = ["LauncherFinder"]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from allranks._base.errors import ConfigError
 from allranks._cluster.env import split_host_port
+from allranks._net.secret import load_secret
 from allranks._rendezvous.finders.interface import ServedFinder
 from allranks._rendezvous.join_protocol import Member
-from allranks._store import StoreServer, load_secret
+from allranks._store import StoreServer
 
 __all__ = ["PortFinder", "address_of"]
 

@@ -14,10 +14,12 @@ from dataclasses import replace
 import msgspec
 
 from allranks._base.errors import ConfigError, JoinError
+from allranks._base.system import reason
 from allranks._cluster.context import PORTS_TRIED, LaunchContext, job_ports, job_secret
 from allranks._cluster.detection import read_hosts
 from allranks._cluster.env import JobEnv
 from allranks._cluster.hostlist import Slots
+from allranks._net.secret import load_secret
 from allranks._rendezvous.finders.endpoint import Endpoint
 from allranks._rendezvous.finders.interface import Finder, NotYet, Request, ServedFinder
 from allranks._rendezvous.finders.port import address_of
@@ -25,7 +27,7 @@ from allranks._rendezvous.finders.store import GivenStoreFinder
 from allranks._rendezvous.join_protocol import Member
 from allranks._rendezvous.pmi import PmiBoard, mpi_runs
 from allranks._rendezvous.pmix import host_of_rank_0
-from allranks._store import HashStore, Store, StoreClient, StoreServer, load_secret, reason
+from allranks._store import HashStore, Store, StoreClient, StoreServer
 
 __all__ = ["find_by_context"]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import socket
 
+from allranks._base.system import reason
 from allranks._rendezvous.finders.interface import Finder, NotYet
 from allranks._rendezvous.join_protocol import Member
-from allranks._store import ForeignStore, PrefixStore, Store, reason
+from allranks._store import ForeignStore, PrefixStore, Store
 
 __all__ = ["AgentFinder"]
 

@@ -22,9 +22,10 @@ import msgspec
 from allranks import __version__
 from allranks._base.errors import ConfigError
 from allranks._cluster.schedulers.interface import RemoteCommand
+from allranks._net.listener import Listener
+from allranks._net.sockets import keep_alive
 from allranks.launch.agents.agent_command import CONNECTED, explain
 from allranks.launch.agents.link import Garbled, Link, LinkLost, to_agent
-from allranks.launch.agents.listener import Listener, detect_soon
 from allranks.launch.reporter import Reporter
 from allranks.launch.spec.events import (
     Asked,
@@ -65,6 +66,7 @@ _FINISH_S = 20.0  # processes that hold a GPU take long to die
 _END_S = 2.0
 _GONE_S = 0.3
 _AGAIN_S = 3.0
+_LOST_AFTER_S = 15  # an elastic job replaces the ranks of a vanished host as soon as it survives a cut of 7 s
 
 
 @dataclass(eq=False)
@@ -614,7 +616,7 @@ class AgentPool:
         assert self._listener is not None
         for sock in self._listener.take():
             if self._elastic:
-                detect_soon(sock)
+                keep_alive(sock, _LOST_AFTER_S)
             fd = sock.detach()
             host = Host("?", CONNECTED, link=to_agent(fd, fd))
             self._callers.append(host)

@@ -14,7 +14,8 @@ import socket
 
 import msgspec
 
-from allranks._trace.jobs import Question, own_address, peer
+from allranks._net.sockets import unix_peer
+from allranks._trace.jobs import Question, own_address
 
 __all__ = ["Inquiries"]
 
@@ -53,7 +54,7 @@ class Inquiries:
                 connection, _ = self._listener.accept()
             except OSError:  # nobody, or gone again
                 break
-            if peer(connection) in (os.geteuid(), 0) and len(self._connections) + len(self._asking) < _MOST:
+            if unix_peer(connection)[1] in (os.geteuid(), 0) and len(self._connections) + len(self._asking) < _MOST:
                 connection.setblocking(False)
                 self._connections[connection] = b""
                 self._epoll.register(connection, select.EPOLLIN)

@@ -14,8 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from allranks._base.forks import Descriptor
-from allranks._base.frames import pack_frame
-from allranks._store.wire import FrameDecoder, WireError
+from allranks._net.frames import FrameDecoder, WireError, pack_frame
 from allranks.launch.spec.messages import Command, Message
 
 __all__ = ["Garbled", "Link", "LinkLost", "to_agent", "to_launcher"]

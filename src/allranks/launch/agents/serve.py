@@ -31,10 +31,11 @@ from allranks._base.exit_codes import STOPPED, USAGE
 from allranks._cluster.env import split_host_port
 from allranks._cluster.host import usable_cpus, visible_gpus
 from allranks._cluster.network import interface_of, nearest_first, published_addresses
-from allranks._store import StoreClient, StoreLostError, StoreServer, load_secret
+from allranks._net.listener import dial
+from allranks._net.secret import load_secret, store_secret
+from allranks._store import StoreClient, StoreLostError, StoreServer
 from allranks.launch.agents.inquiries import Inquiries
 from allranks.launch.agents.link import Link, LinkLost, to_launcher
-from allranks.launch.agents.listener import dial, store_secret
 from allranks.launch.output.screen import Screen
 from allranks.launch.ranks.agent import Agent, Plan
 from allranks.launch.ranks.environ import Share, common_environ, free_port

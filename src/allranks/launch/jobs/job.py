@@ -20,7 +20,7 @@ from allranks._cluster.hostlist import Slots
 from allranks._cluster.network import published_addresses
 from allranks._cluster.outer_job import begin_inner_job
 from allranks._cluster.schedulers.ssh import SSH
-from allranks._store import load_secret
+from allranks._net.secret import load_secret
 from allranks.launch.arguments.layout import describe_plan, share_out
 from allranks.launch.jobs.local import run_here
 from allranks.launch.jobs.rehearsal import rehearse

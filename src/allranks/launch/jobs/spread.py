@@ -30,13 +30,14 @@ from allranks._cluster.hostlist import Slots
 from allranks._cluster.network import published_addresses
 from allranks._cluster.schedulers.interface import PerHost, RemoteCommand
 from allranks._cluster.schedulers.ssh import SSH
+from allranks._net.listener import Listener, dial
+from allranks._net.secret import load_secret, store_secret
 from allranks._rendezvous.seats import TABLE_KEY
-from allranks._store import StoreServer, load_secret
+from allranks._store import StoreServer
 from allranks._store.address import addresses_of
 from allranks.launch.agents.agent_command import HERE, agent_words, carried
 from allranks.launch.agents.agent_pool import AgentPool, Host, wrong_version
 from allranks.launch.agents.link import LinkLost, to_launcher
-from allranks.launch.agents.listener import Listener, dial, store_secret
 from allranks.launch.agents.serve import AgentServer, hello
 from allranks.launch.arguments.layout import check_elastic, describe_plan, share_out
 from allranks.launch.jobs.error_file import write_error_file

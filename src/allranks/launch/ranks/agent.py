@@ -28,8 +28,8 @@ from types import MappingProxyType
 import msgspec
 
 from allranks._base.console import printable
-from allranks._base.frames import LARGEST, FrameDecoder
 from allranks._cluster.outer_job import SEAL, seal
+from allranks._net.frames import LARGEST, FrameDecoder
 from allranks._rendezvous.seats import START
 from allranks._trace.inspection import rank_state
 from allranks._trace.memory import MEMORY

@@ -39,7 +39,7 @@ import msgspec
 from allranks._base.console import printable
 from allranks._base.errors import AbortedError, AllranksError, PeerLostError, UsageError
 from allranks._base.forks import separate_from_siblings
-from allranks._base.frames import FrameDecoder, pack_frame
+from allranks._net.frames import FrameDecoder, pack_frame
 from allranks._trace.stacks import DUMP, describe, is_own
 from allranks.launch.ranks.pipes import Pipes
 from allranks.launch.spec.events import RankProgress, Report, RestartRank

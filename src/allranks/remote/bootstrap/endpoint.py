@@ -10,10 +10,9 @@ from typing import TypeVar
 
 import msgspec
 
-from allranks._base.frames import FrameDecoder, FrameError, pack_frame, read_frame
+from allranks._net.frames import FrameDecoder, WireError, pack_frame, read_frame
+from allranks._net.secret import load_secret, store_secret
 from allranks._rendezvous.rendezvous import Member
-from allranks._store import load_secret
-from allranks.launch.agents.listener import store_secret
 
 __all__ = [
     "TIMEOUT_S", "Endpoint", "Hello", "Ready", "Welcome", "WorkerConnection", "close_connection", "is_closed",
@@ -103,7 +102,7 @@ def receive_message(sock: socket.socket, kind: type[T], until: float) -> T:
     """Takes one message, and nothing of what follows it."""
     try:
         payload = read_frame(sock, FrameDecoder(_LIMIT), until)
-    except FrameError as error:
+    except WireError as error:
         raise ConnectionError(str(error)) from None
     sock.settimeout(None)
     return msgspec.json.decode(payload, type=kind)

@@ -21,10 +21,10 @@ from allranks._base.errors import ConfigError, JoinError, StoreLostError
 from allranks._base.threads import Daemon
 from allranks._cluster.env import read_int
 from allranks._cluster.network import machine, nearest_first
+from allranks._net.listener import dial
 from allranks._rendezvous import rendezvous
 from allranks._rendezvous.rendezvous import Member, this_member
 from allranks._store import Store, StoreClient
-from allranks.launch.agents.listener import dial
 from allranks.launch.spec.target import MASTER
 from allranks.remote.bootstrap.endpoint import (
     TIMEOUT_S,
@@ -122,7 +122,7 @@ def _connect(endpoint: Endpoint, me: Member, local_rank: int, timeout_s: float) 
         [(f"@{endpoint.listener}", 0)] if near else [(host, endpoint.port) for host in hosts],
         secret,
         until,
-        whom="master",
+        peer="master",
     )
     try:
         send_message(sock, Hello(me))

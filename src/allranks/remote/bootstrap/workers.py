@@ -29,10 +29,11 @@ from allranks._base.threads import Daemon
 from allranks._cluster.env import read_env
 from allranks._cluster.hostlist import Slots, parse_hosts
 from allranks._cluster.network import published_addresses
+from allranks._net.listener import Listener
+from allranks._net.secret import load_secret, store_secret
 from allranks._rendezvous import rendezvous
 from allranks._rendezvous.rendezvous import Member, this_member
-from allranks._store import StoreClient, StoreServer, load_secret
-from allranks.launch.agents.listener import Listener, store_secret
+from allranks._store import StoreClient, StoreServer
 from allranks.launch.jobs.spread import is_here
 from allranks.launch.ranks.rank import this_rank
 from allranks.launch.spec.events import RestartRank

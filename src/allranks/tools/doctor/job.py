@@ -11,7 +11,7 @@ from pathlib import Path
 
 from allranks._base.errors import ConfigError
 from allranks._cluster.env import VARIABLES, JobEnv, read_env
-from allranks._store.secret import load_secret, own_secret
+from allranks._net.secret import load_secret, own_secret
 from allranks.tools.doctor.check import Finding, fail, ok, warn
 
 __all__ = ["CHECKS", "job_here", "judge_variables", "orphans", "unused_files"]

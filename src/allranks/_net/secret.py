@@ -1,4 +1,4 @@
-"""The secret that guards TCP stores: from the environment, a file, or made on first use.
+"""The secret that guards TCP ports: from the environment, a file, or made on first use.
 
 Nobody has to set anything up on one host, or on hosts that share a home; elsewhere one file is copied. A secret
 that others can read is refused, as it guards nothing. By what else it may be handed over is the launcher's
@@ -7,6 +7,8 @@ business.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 import os
 from collections.abc import Mapping
@@ -14,15 +16,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from allranks._base.errors import ConfigError
-from allranks._store.client import reason
+from allranks._base.system import reason
 
-__all__ = ["load_secret", "own_secret"]
+__all__ = ["load_secret", "own_secret", "store_secret"]
 
-_log = logging.getLogger("allranks.store")
+_log = logging.getLogger("allranks.net")
 
 
 def load_secret(environ: Mapping[str, str] = os.environ) -> bytes:
-    """Returns the secret that guards TCP stores.
+    """Return the secret that guards TCP ports.
 
     It is ALLRANKS_SECRET, or what ALLRANKS_SECRET_FILE holds, or this user's own, which is made on first use in
     ``$XDG_CONFIG_HOME`` (else ``~/.config``) ``/allranks/secret``, and which hosts with one home share.
@@ -49,6 +51,16 @@ def load_secret(environ: Mapping[str, str] = os.environ) -> bytes:
             f" {reason(error)}. Set ALLRANKS_SECRET, the same on all ranks, or XDG_CONFIG_HOME."
         ) from None
     return _read_secret(path)
+
+
+def store_secret(secret: bytes, salt: str) -> bytes:
+    """Return the secret of a job's store. Both sides of a connection can compute it, so it is never sent.
+
+    Args:
+        secret: The secret that was proved in the handshake.
+        salt: Text of this job only; it need not be secret.
+    """
+    return hmac.digest(secret, b"allranks store|" + salt.encode(), hashlib.sha256).hex().encode()
 
 
 def own_secret(environ: Mapping[str, str] = os.environ) -> Path:

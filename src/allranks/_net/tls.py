@@ -1,4 +1,4 @@
-"""TLS for a store's TCP connections: optional, mutual, and under the handshake of ``wire``.
+"""TLS for TCP connections: optional, mutual, and below the handshake of `handshake`.
 
 Without TLS, anybody who can read the network sees what the ranks send each other when they meet. With
 ALLRANKS_TLS_CERT, ALLRANKS_TLS_KEY and ALLRANKS_TLS_CA it is encrypted, and a peer without a certificate of the
@@ -6,7 +6,7 @@ authority is refused.
 Host names are not compared: ranks dial addresses that no certificate names, the authority is the job's or the site's
 own, and both sides still prove the secret inside.
 
-Bytes in, bytes out, like ``wire``: the server's one thread can never be made to wait for a handshake. ``ssl`` is
+Bytes in, bytes out, like the handshake: the server's one thread can never be made to wait for a handshake. ``ssl`` is
 imported late, as the launcher's start is paid for by everybody.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks._base.errors import ConfigError
-from allranks._base.frames import pack_frame
-from allranks._store.wire import SET_TLS, WANTS_TLS, TlsError, WireError
+from allranks._net.frames import SET_TLS, TlsError, WireError, pack_frame
+from allranks._net.handshake import WANTS_TLS
 
 if TYPE_CHECKING:
     import ssl
@@ -140,7 +140,7 @@ class Tls:
             WireError: the peer speaks something else, or ended the connection.
         """
         if not self.begun:
-            if data.startswith(b"\0"):  # a frame as ``wire`` makes it
+            if data.startswith(b"\0"):  # a frame
                 self._answer = pack_frame(WANTS_TLS)
                 raise TlsError(f"it does not use TLS, this process does; {SET_TLS}")
             if not data.startswith(_RECORDS):
