@@ -1,23 +1,27 @@
-"""Whole jobs on simulated hosts: the launcher's real state machines, a clock that jumps, ranks and hosts that fail.
+"""Whole jobs on simulated hosts: the launcher's own loop, a clock that jumps, ranks and hosts that fail.
 
 A seed decides everything: how many hosts and ranks there are, which rank fails when and how, which only echoes it,
 which ignores signals, hangs, stops or cannot be killed, which host is lost, which agent is slow, when the user presses
-Ctrl-C or Ctrl-Z, when an output breaks, what the master asks for, and how late the launcher is. Messages of one host
-come in order; those of two hosts overtake each other.
+Ctrl-C or Ctrl-Z, when an output breaks or is read slowly, what the master asks for, and how late the launcher is.
+Messages of one host arrive in order; those of two hosts overtake each other.
 
-``Job.run`` performs the actions of the policy as ``jobs/supervise`` does. While it runs, ``Watch`` compares every
-action with what has happened so far; afterwards it compares the outcome with what really happened.
+``runtime.loop.RoundLoop`` runs each round, on simulated agents, screen, terminal, signals and clock. While it runs,
+``Watch`` compares every action with what has happened so far; afterwards the outcome is compared with the facts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import heapq
 import itertools
+import math
+import os
 import random
 import signal
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from allranks._base.exit_codes import IDLE, LOST
@@ -37,17 +41,13 @@ from allranks.launch.policy.interface import (
     LendTerminal,
     Outcome,
     OutputBlocked,
-    OutputClosed,
     OutputLost,
-    OutputWritten,
-    RanksFinished,
     RanksStarted,
     ReaderChanged,
     ReclaimTerminal,
     SignalRanks,
     SignalReceived,
     StopLauncher,
-    TerminalLent,
     TimePassed,
 )
 from allranks.launch.policy.root_cause import SETTLE_S
@@ -62,6 +62,8 @@ from allranks.launch.policy.round import (
     Rules,
 )
 from allranks.launch.policy.seats import Elastic
+from allranks.launch.reporter import Reporter
+from allranks.launch.runtime import loop as runtime
 from allranks.launch.spec.events import (
     Exited,
     Failed,
@@ -154,6 +156,164 @@ class Watch:
     answered_at: float = 0.0
 
 
+class SimulatedAgents:
+    """The agents of all hosts of a round."""
+
+    wake = os.open(os.devnull, os.O_WRONLY)
+
+    def __init__(self, world: SimulatedRound) -> None:
+        self.world = world
+
+    @property
+    def running(self) -> list[int]:
+        return sorted(rank for rank, process in self.world.processes.items() if process.alive)
+
+    @property
+    def output_open(self) -> bool:
+        return self.world.job.local and self.world.now < self.world.pipes_until
+
+    def poll(self, timeout_s: float | None) -> list[Any]:
+        self.world.wait(timeout_s)
+        events, self.world.inbox[:] = list(self.world.inbox), []
+        return events
+
+    def signal(self, number: int, ranks: list[int], alone: bool = False) -> None:
+        for rank in ranks:
+            self.world.at(self.world.now + self.world.processes[rank].host.delay_s, self.world.deliver, number, rank)
+
+    def dump(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            self.world.at(self.world.now + self.world.rng.choice([0.01, 0.3, 1.5]), self.world.answer_dump, rank)
+
+    def inspect(self, ranks: list[int], recent: int = 0) -> None:
+        pass
+
+    def restart(self, wanted: RestartRank) -> None:
+        self.world.at(self.world.now + 0.01, self.world.restart, wanted.rank)
+
+    def start_elsewhere(self, lost: str, spare: str, starts: Mapping[int, int]) -> None:
+        self.world.start_elsewhere(lost, spare, dict(starts))
+
+    def answer(self, answer: bytes) -> None:
+        pass
+
+    def watch(self, fd: int) -> None:
+        pass
+
+    unwatch = watch_writable = read_output = watch
+
+    def resize(self, rows: int, columns: int) -> None:
+        pass
+
+    def finish(self, patience_s: float) -> list[Any]:
+        return self.world.finish()
+
+
+class SimulatedScreen:
+    """Output that is read slowly, or breaks."""
+
+    def __init__(self, world: SimulatedRound) -> None:
+        self.world = world
+        self.ranks = tuple(world.ranks)
+        self.logs = SimpleNamespace(temporary=None, folder=None)
+        self.blocked: set[int] = set()
+        self.broken: list[tuple[str, OSError]] = []
+        self.full = False
+
+    @property
+    def backlog(self) -> int:
+        if self.full:
+            return runtime._BACKLOG
+        return int(self.world.now < self.world.backlog_until)
+
+    def flush(self) -> list[tuple[str, OSError]]:
+        self.full = self.world.state.phase is Phase.RUNNING and self.world.rng.random() < 0.01
+        broken, self.broken = self.broken, []
+        return broken
+
+    def size(self) -> tuple[int, int]:
+        return 24, 80
+
+    def due(self) -> float | None:
+        return None
+
+    def tail(self, rank: int) -> list[bytes]:
+        return []
+
+    def ignore(self, *arguments: Any) -> None:
+        pass
+
+    take = end = log = note = print_lines = move = settle = resized = ignore
+
+
+class SimulatedTerminal:
+    """The terminal of a job on one host."""
+
+    def __init__(self, world: SimulatedRound) -> None:
+        self.world = world
+        self.reader = world.rules.reader
+
+    @property
+    def borrower(self) -> int | None:
+        return self.world.lent
+
+    def stopped_by(self) -> int | None:
+        number, self.world.reader_stopped = self.world.reader_stopped, None
+        return number
+
+    def lend(self, rank: int) -> bool:
+        lent = self.world.rng.random() < 0.8
+        if lent:
+            self.world.lent = rank
+        return lent
+
+    def reclaim(self, restore: bool = False) -> None:
+        self.world.lent = None
+
+    def stop_launcher(self, number: int) -> bool:
+        stopped = self.world.rng.random() < 0.7
+        self.world.advance(self.world.now + (self.world.rng.random() * 3.0 if stopped else 0.0))
+        return stopped
+
+
+class NoInquiries:
+    """No other program asks what the ranks do."""
+
+    fd = -1
+
+    def take(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class CheckedLoop(runtime.RoundLoop):
+    """The launcher's loop. Each event, and each action before it is performed, is compared with the facts."""
+
+    def __init__(self, world: SimulatedRound, spec: runtime.RoundSpec, ports: runtime.Ports) -> None:
+        super().__init__(spec, ports)
+        self.world = world
+
+    def _pass(self, event: Event) -> None:
+        super()._pass(event)
+        self.world.check_table()
+
+    def _handle(self, event: Event) -> None:
+        world = self.world
+        before = Before(world.well, self._round.phase)
+        world.observe(event, before)
+        actions = round_policy.step(self._round, event, world.now)
+        world.job.log("%.3f %s -> %s", world.now, event, actions)
+        world.note_decision()
+        for action in actions:
+            world.perform(action)
+            self._perform(action)
+        world.check_answer(event, actions, before)
+        if isinstance(event, TimePassed):
+            world.check_turn()
+
+
 class SimulatedRound:
     """One round: the ranks, the hosts, and the loop of the launcher."""
 
@@ -173,14 +333,12 @@ class SimulatedRound:
         if self.master == -1:
             names = [names[0] if names else "here", *names] if names else []
         self.rules = Rules(grace, names, idle, until, (signal.SIGUSR1,), self.master, reader, job.seats)
-        self.state = Round(self.rules)
         self.watch = Watch(last_output=began)
         self.processes: dict[int, Process] = {}
         self.all: list[Process] = []
         self.inbox: list[Event] = []
-        self.signals: deque[Event] = deque()
-        self.requests: deque[Event] = deque()
-        self.answers: deque[Event] = deque()
+        self.woken = False
+        self.turns = 0
         self.source: dict[int, Any] = {}  # id of an event -> who failed
         self.kept: list[Event] = []
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -191,6 +349,26 @@ class SimulatedRound:
         self.code: int | None = None
         self.outcome: Outcome | None = None
         self.disturbances = 0
+        self.reader_stopped: int | None = None  # by this signal
+        self.receive: Callable[[int], object] = lambda number: None
+        self.screen = SimulatedScreen(self)
+        ports: Any = runtime.Ports(
+            agents=SimulatedAgents(self),
+            screen=self.screen,  # type: ignore[arg-type]
+            reporter=Reporter(put=lambda text: None),
+            control=SimulatedTerminal(self) if job.local else None,  # type: ignore[arg-type]
+            store=SimpleNamespace(put=lambda key, value: None),  # type: ignore[arg-type]
+            inquiries=NoInquiries,  # type: ignore[arg-type]
+            signals=self.handle_signals,
+            clock=lambda: self.now,
+        )
+        self.loop = CheckedLoop(self, runtime.RoundSpec(self.rules), ports)
+        self.state: Round = self.loop._round
+
+    @contextlib.contextmanager
+    def handle_signals(self, numbers: Any, receive: Callable[[int], object], wake: int, mask: Any) -> Iterator[None]:
+        self.receive = receive
+        yield
 
     # The world.
 
@@ -262,19 +440,26 @@ class SimulatedRound:
                 self.at(began + rng.random() * 5.0, self.lose, host)
                 self.disturbances += 1
         if rng.random() < 0.06:
-            lost = OutputLost("stdout", "No space left on device", rng.random() < 0.5)
-            self.at(began + rng.random() * 5.0, self.signals.append, lost)
+            self.at(began + rng.random() * 5.0, self.break_output, rng.choice([errno.ENOSPC, errno.EPIPE]))
             self.disturbances += 1
         if rng.random() < 0.1:
             self.backlog_until = began + rng.choice([3.0, 20.0, LONG_S * 10])
         if rng.random() < 0.1:
             self.pipes_until = began + rng.choice([3.0, LONG_S * 10])
 
-    def request(self, event: Event) -> None:
-        self.requests.append(event)
+    def request(self, event: KillRequested | RestartRank) -> None:
+        """Another thread of the launcher asks for something."""
+        self.loop.kill() if isinstance(event, KillRequested) else self.loop.restart(event)
+        self.woken = True
 
     def interrupt_launcher(self, number: int) -> None:
-        self.signals.append(SignalReceived(number))
+        self.receive(number)
+        self.woken = True
+
+    def break_output(self, code: int) -> None:
+        """A file or pipe that the launcher writes to cannot be written any more."""
+        self.screen.broken.append(("stdout", OSError(code, os.strerror(code))))
+        self.woken = True
 
     def write(self, process: Process) -> None:
         if process.alive and not process.held:
@@ -286,7 +471,8 @@ class SimulatedRound:
         process = self.processes[self.rules.reader] if self.rules.reader is not None else None
         if process is not None and process.alive:
             number = self.rng.choice([signal.SIGTTIN, signal.SIGTTOU, signal.SIGTSTP])
-            self.signals.append(ReaderChanged(number))
+            self.reader_stopped = number
+            self.interrupt_launcher(signal.SIGCHLD)
 
     def fail(self, process: Process, how: str) -> None:
         """A rank fails by itself."""
@@ -405,31 +591,30 @@ class SimulatedRound:
 
     def run(self) -> None:
         self.plan()
-        self.step(RanksStarted(tuple(self.ranks)))
-        turns = 0
-        while self.code is None:
-            turns += 1
-            if self.now > self.began + LONG_S or turns > MANY:
-                raise Wrong(f"the round does not end; {self.state.phase} at {self.now:.1f}")
-            self.wait()
-            self.turn()
+        self.code = self.loop.run(set())
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None) -> None:
         """Sleeps until something happens, and a little longer."""
-        deadline = self.state.deadline()
+        self.turns += 1
+        if self.now > self.began + LONG_S or self.turns > MANY:
+            raise Wrong(f"the round does not end; {self.state.phase} at {self.now:.1f}")
+        deadline = math.inf if timeout_s is None else self.now + timeout_s
+        if timeout_s and deadline == self.now:
+            deadline = math.nextafter(self.now, math.inf)
         if self.state.phase is Phase.DRAINING:
             self.at(self.backlog_until, lambda: None)
-        while not (self.inbox or self.signals or self.requests):
-            next_at = self.heap[0][0] if self.heap else float("inf")
-            if deadline is not None and deadline <= next_at:
+        while not (self.inbox or self.woken):
+            next_at = self.heap[0][0] if self.heap else math.inf
+            if deadline <= next_at:
+                if deadline == math.inf:
+                    raise Wrong(f"nothing can happen any more, in phase {self.state.phase}")
                 self.advance(deadline)
                 break
-            if next_at == float("inf"):
-                raise Wrong(f"nothing can happen any more, in phase {self.state.phase}")
             self.advance(next_at)
             if self.state.phase in (Phase.CLOSING, Phase.DRAINING):
                 break
         self.advance(self.now + self.rng.choice([0.0, 0.0, self.rng.random() * LAG_S]))
+        self.woken = False
 
     def advance(self, until: float) -> None:
         while self.heap and self.heap[0][0] <= until:
@@ -438,42 +623,8 @@ class SimulatedRound:
             call(*arguments)
         self.now = max(self.now, until)
 
-    def turn(self) -> None:
-        """As ``Supervisor._turn``."""
-        events, self.inbox[:] = list(self.inbox), []
-        for event in events:
-            self.step(event)
-        while self.requests and isinstance(self.requests[0], RestartRank):
-            self.step(self.requests.popleft())
-        self.step(TimePassed())
-        self.check_turn()
-        while self.signals:
-            self.step(self.signals.popleft())
-        while self.requests:
-            self.step(self.requests.popleft())
-        self.step(TimePassed())
-        self.check_turn()
-        if self.rng.random() < 0.01:
-            self.step(OutputBlocked())
-        if self.state.phase is Phase.CLOSING and (not self.job.local or self.now >= self.pipes_until):
-            self.step(OutputClosed())
-        if self.state.phase is Phase.DRAINING and self.now >= self.backlog_until:
-            self.step(OutputWritten())
-
-    def step(self, event: Event) -> None:
-        self.answers.append(event)
-        while self.answers:
-            event = self.answers.popleft()
-            before = Before(self.well, self.state.phase)
-            self.observe(event, before)
-            actions = round_policy.step(self.state, event, self.now)
-            self.job.log("%.3f %s -> %s", self.now, event, actions)
-            self.note_decision()
-            for action in actions:
-                self.perform(action)
-            self.check_answer(event, actions, before)
-
     def perform(self, action: Action) -> None:
+        """Check an action that the loop is about to perform."""
         watch = self.watch
         if watch.finished and isinstance(action, (SignalRanks, DumpStacks, RestartRank, LendTerminal, FinishRanks)):
             raise Wrong(f"{action} after the ranks were finished")
@@ -483,9 +634,6 @@ class SimulatedRound:
             case SignalRanks(number, ranks):
                 self.check_targets(action, ranks)
                 self.check_kill(number)
-                for rank in ranks:
-                    host = self.processes[rank].host
-                    self.at(self.now + host.delay_s, self.deliver, number, rank)
                 if number in STOPPING and watch.stop_at is None:
                     watch.stop_at = self.now
                 if number == signal.SIGKILL and watch.kill_at is None:
@@ -493,33 +641,23 @@ class SimulatedRound:
             case DumpStacks(ranks):
                 self.check_targets(action, ranks)
                 watch.awaited, watch.answered_at = set(ranks), self.now
-                for rank in ranks:
-                    self.at(self.now + self.rng.choice([0.01, 0.3, 1.5]), self.answer_dump, rank)
             case RestartRank(rank):
                 if watch.stop_at is not None or watch.decided_at is not None or not self.may_fail(rank):
                     raise Wrong(f"{action} is performed, although the end was decided or the rank may not fail")
-                self.at(self.now + 0.01, self.restart, rank)
             case LendTerminal(rank):
                 if rank != self.rules.reader or not self.job.local:
                     raise Wrong(f"{action}, but the reader is {self.rules.reader}")
-                lent = self.rng.random() < 0.8
-                self.lent = rank if lent else self.lent
-                self.answers.append(TerminalLent(lent))
             case ReclaimTerminal(rank):
                 if rank != self.lent:
                     raise Wrong(f"{action}, but {self.lent} has the terminal")
-                self.lent = None
             case StopLauncher():
                 unstopped = [rank for rank in watch.running if rank not in watch.suspended]
                 if unstopped:
                     raise Wrong(f"the launcher stops, and ranks {unstopped} do not")
-                stopped = self.rng.random() < 0.7
-                self.advance(self.now + (self.rng.random() * 3.0 if stopped else 0.0))
-                self.answers.append(LauncherContinued(stopped))
             case AwaitOutput():
                 watch.closing_at = self.now
             case FinishRanks(_):
-                self.finish()
+                watch.finished = True
             case Conclude(outcome):
                 if watch.concluded:
                     raise Wrong("it is concluded twice")
@@ -531,16 +669,13 @@ class SimulatedRound:
         if isinstance(action, SignalRanks) and action.number == signal.SIGSTOP:
             watch.suspended = action.ranks
 
-    def finish(self) -> None:
+    def finish(self) -> list[Any]:
         """Kills and reaps all, and hands over what is left; the rest is lost with its host."""
-        self.watch.finished = True
         left = [event for event in self.inbox if not isinstance(event, (Output, HostJoined))]
         self.inbox.clear()
-        for event in left:
-            self.step(event)
         for process in self.all:
             process.alive = False
-        self.answers.append(RanksFinished())
+        return left
 
     # What must hold.
 
@@ -649,6 +784,9 @@ class SimulatedRound:
     def check_stop(self, event: Event, signalled: dict[int, set[int]]) -> None:
         """Whom the first signal must reach, and which it must be."""
         watch = self.watch
+        if isinstance(event, RankRestarted):  # it came while the stacks of the others were awaited
+            watch.stop_at, watch.stopped = None, False
+            return
         spared = {self.state.cause.rank} if self.state.cause is not None else {getattr(event, "rank", -1)}
         numbers = [number for number in signalled if number in STOPPING]
         reached = signalled[numbers[0]] if numbers else set()
@@ -668,6 +806,9 @@ class SimulatedRound:
             limit = watch.decided_at + DUMP_S
         if limit is None or self.now < limit + self.rules.grace_s:
             raise Wrong(f"ranks are killed before the grace time is over, {watch}")
+
+    def check_table(self) -> None:
+        """What must hold after each event."""
 
     def check_turn(self) -> None:
         """What must have happened by now."""

@@ -165,10 +165,6 @@ class ElasticRound(SimulatedRound):
 
     # The launcher.
 
-    def step(self, event: Event) -> None:
-        super().step(event)
-        self.check_table()
-
     def perform(self, action: Action) -> None:
         if isinstance(action, PublishSeats):
             self.check_publication(action.table)
@@ -182,15 +178,14 @@ class ElasticRound(SimulatedRound):
             self.asked_at[action.rank] = host
             if host in self.lost_events:
                 self.lose_ranks(host, (action.rank,))
-        if isinstance(action, StartElsewhere):
-            self.start_elsewhere(action)
         kill_at = self.watch.kill_at
         super().perform(action)
         if isinstance(action, SignalRanks) and action.number == signal.SIGKILL and self.well:
             self.check_single_kill(action)
             self.watch.kill_at = kill_at  # that of the round
 
-    def start_elsewhere(self, action: StartElsewhere) -> None:
+    def start_elsewhere(self, lost_host: str, spare_host: str, starts: dict[int, int]) -> None:
+        action = StartElsewhere(lost_host, spare_host, starts)
         ranks = tuple(sorted(action.starts))
         lost = next((h for h in self.hosts if h.name == action.lost and set(ranks) <= set(h.ranks)), None)
         spare = next(h for h in self.hosts if h.name == action.spare and not h.ranks and h not in self.lost_events)
@@ -282,8 +277,8 @@ class ElasticRound(SimulatedRound):
 
     def check_stop(self, event: Event, signalled: dict[int, set[int]]) -> None:
         """All that run are told, but those that are on their way out."""
-        if isinstance(event, RankRestarted):  # it came while the stacks of the others were awaited
-            self.watch.stop_at, self.watch.stopped = None, False
+        if isinstance(event, RankRestarted):
+            super().check_stop(event, signalled)
             return
         numbers = [number for number in signalled if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
         reached = signalled[numbers[0]] if numbers else set()

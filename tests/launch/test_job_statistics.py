@@ -10,8 +10,8 @@ import pytest
 
 from allranks._trace.stats import GroupStats, RankStats, VerbStats
 from allranks.launch.jobs import statistics
-from allranks.launch.jobs.statistics import Statistics
 from allranks.launch.reporter import Reporter
+from allranks.launch.runtime.statistics import Statistics
 from support.launcher_process import Launcher
 
 LATE = """

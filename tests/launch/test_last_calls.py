@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from allranks.launch.jobs.last_calls import write_report
+from allranks.launch.runtime.last_calls import write_report
 from support.launcher_process import Launcher
 
 PROGRAM = """

@@ -7,10 +7,10 @@ import signal
 import pytest
 
 from allranks._base.errors import PeerLostError
-from allranks.launch.jobs.last_words import describe_failure, describe_interrupt
 from allranks.launch.policy.root_cause import SETTLE_S, Failure, RootCause
 from allranks.launch.ranks.rank import is_echo
 from allranks.launch.reporter import Reporter
+from allranks.launch.runtime.last_words import describe_failure, describe_interrupt
 from allranks.launch.spec.events import Report
 
 

@@ -151,19 +151,19 @@ def run(
 
 def _outcome(job: Job, code: int, timeout: float | None) -> list[Any]:
     """What the ranks returned, by rank; or raises what became of them."""
-    supervisor, name = job.supervisor, job.options.target.name
-    assert supervisor is not None
-    if supervisor.late:
-        places = "".join(f"\n  {rank_list(ranks)}: at {where}" for where, ranks in supervisor.places.items())
+    loop, name = job.loop, job.options.target.name
+    assert loop is not None
+    if loop.late:
+        places = "".join(f"\n  {rank_list(ranks)}: at {where}" for where, ranks in loop.places.items())
         raise TimeoutError(f"{name} did not end on all ranks within {timeout:g} s{places}")
-    if supervisor.caught is not None:
-        signal.raise_signal(supervisor.caught)  # to the handler before ours; this mostly does not return
-    if supervisor.signalled == signal.SIGPIPE:
+    if loop.caught is not None:
+        signal.raise_signal(loop.caught)  # to the handler before ours; this mostly does not return
+    if loop.signalled == signal.SIGPIPE:
         raise BrokenPipeError(f"the output of the ranks of {name} is not read any more")
-    if supervisor.signalled is not None:
-        raise KeyboardInterrupt(f"{name} was stopped by {signal.Signals(supervisor.signalled).name}")
-    if (cause := supervisor.cause) is not None:
-        lines = supervisor.last_words.decode(errors="replace").split("\n")
+    if loop.signalled is not None:
+        raise KeyboardInterrupt(f"{name} was stopped by {signal.Signals(loop.signalled).name}")
+    if (cause := loop.cause) is not None:
+        lines = loop.last_words.decode(errors="replace").split("\n")
         reason = RankError("\n".join(line.removeprefix(job.options.reporter.line("")) for line in lines), cause.rank)
         error = unpack_error(cause.report.error) if cause.report is not None else None
         if error is None:
@@ -173,9 +173,9 @@ def _outcome(job: Job, code: int, timeout: float | None) -> list[Any]:
         raise OSError(f"what the ranks of {name} print could not be written; they were stopped")
     results = []
     for rank in range(job.world_size):
-        if rank not in supervisor.results:
+        if rank not in loop.results:
             raise RankError(f"rank {rank} exited with code 0 before {name} returned", rank)
-        results.append(unpack_result(supervisor.results.pop(rank), rank))
+        results.append(unpack_result(loop.results.pop(rank), rank))
     return results
 
 

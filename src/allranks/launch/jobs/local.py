@@ -20,8 +20,6 @@ from allranks._rendezvous.seats import TABLE_KEY
 from allranks._store import StoreServer
 from allranks.launch.arguments.layout import check_elastic
 from allranks.launch.jobs.error_file import write_error_file
-from allranks.launch.jobs.job_control import SIGNALS, JobControl
-from allranks.launch.jobs.supervise import FORWARDED, Supervisor, elastic_rules
 from allranks.launch.output.screen import Screen
 from allranks.launch.policy.job import (
     AwaitHosts,
@@ -35,6 +33,7 @@ from allranks.launch.policy.job import (
     StartRound,
     step,
 )
+from allranks.launch.policy.round import Rules
 from allranks.launch.policy.seats import first_table
 from allranks.launch.ranks.agent import Agent, Plan
 from allranks.launch.ranks.environ import Share, common_environ, free_port
@@ -44,6 +43,8 @@ from allranks.launch.ranks.placement import describe, seats
 from allranks.launch.ranks.preload import preload
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.ranks.terminal import Terminal
+from allranks.launch.runtime.job_control import SIGNALS, JobControl
+from allranks.launch.runtime.loop import FORWARDED, Ports, RoundLoop, RoundSpec, elastic_rules
 from allranks.launch.spec.options import Options
 from allranks.launch.spec.target import check_size
 
@@ -67,7 +68,7 @@ def run_here(options: Options, nproc: int) -> int | Rank:
     share = replace(share, elastic=options.elastic is not None)
     job = Job(JobRules(options.restarts))
     event: JobStarted | RoundEnded | HostsCounted = JobStarted()
-    supervisor: Supervisor | None = None
+    loop: RoundLoop | None = None
     while True:
         action = step(job, event)
         match action:
@@ -77,13 +78,13 @@ def run_here(options: Options, nproc: int) -> int | Rank:
                 prepared = _prepare(options, replace(share, restart=restart, masters=masters))
                 if isinstance(prepared, Rank):
                     return prepared
-                code, supervisor = prepared.run()
-                event = RoundEnded(code, supervisor.failed)
+                code, loop = prepared.run()
+                event = RoundEnded(code, loop.failed)
             case CountHosts() | AwaitHosts():
                 event = HostsCounted(1)
             case EndJob(code):
-                assert supervisor is not None
-                write_error_file(supervisor.cause, os.environ, options.reporter)
+                assert loop is not None
+                write_error_file(loop.cause, os.environ, options.reporter)
                 return code
 
 
@@ -97,30 +98,26 @@ class _Round:
     mask: Set[int]
     restart: int
 
-    def run(self) -> tuple[int, Supervisor]:
+    def run(self) -> tuple[int, RoundLoop]:
         """The exit code, and what was seen."""
         gc.enable()
         self.screen.open()
         options = self.options
-        supervisor = Supervisor(
-            self.agent,
-            self.screen,
+        master = 0 if options.target.mode == "master" else None
+        rules = Rules(
             options.grace_s,
-            options.reporter,
             idle_s=options.idle_s,
-            signals=options.signals,
-            master=0 if options.target.mode == "master" else None,
-            control=self.control,
-            command=options.target.words(),
-            restart=self.restart,
-            statistics=(options.stats, options.metrics),
+            passed_on=options.signals,
+            master=master,
+            reader=self.control.reader,
             elastic=elastic_rules(options),
-            store=self.server,
         )
+        spec = RoundSpec(rules, options.target.words(), self.restart, table=options.stats, metrics=options.metrics)
+        loop = RoundLoop(spec, Ports(self.agent, self.screen, options.reporter, self.control, self.server))
         with self.server:
             self.server.start()
             try:
-                return supervisor.run(self.mask), supervisor
+                return loop.run(self.mask), loop
             finally:
                 self.control.reclaim()
                 self.agent.close()

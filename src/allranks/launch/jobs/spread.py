@@ -41,12 +41,13 @@ from allranks.launch.agents.link import LinkLost, to_launcher
 from allranks.launch.agents.serve import AgentServer, hello
 from allranks.launch.arguments.layout import check_elastic, describe_plan, share_out
 from allranks.launch.jobs.error_file import write_error_file
-from allranks.launch.jobs.supervise import FORWARDED, Supervisor, elastic_rules
 from allranks.launch.output.bar import bar_for
 from allranks.launch.output.screen import Screen
 from allranks.launch.policy import job as policy
+from allranks.launch.policy.round import Rules
 from allranks.launch.policy.seats import Elastic, first_table
 from allranks.launch.ranks.rank import Rank
+from allranks.launch.runtime.loop import FORWARDED, Ports, RoundLoop, RoundSpec, elastic_rules
 from allranks.launch.spec.messages import Prepare, Ready, Start
 from allranks.launch.spec.options import Options
 from allranks.launch.spec.stdio import Stdio
@@ -237,7 +238,7 @@ class Job:
             it gave them, they may fail one by one, and it ends the job.
         until: when it is stopped if it still runs (``time.monotonic``).
         world_size: how many ranks the last round had.
-        supervisor: of the last round; None before it.
+        loop: of the last round; None before it.
         progress: show how far the ranks are.
     """
 
@@ -256,7 +257,7 @@ class Job:
     first: int = 0
     until: float | None = None
     world_size: int = 0
-    supervisor: Supervisor | None = None
+    loop: RoundLoop | None = None
     progress: bool = False
     _reported: set[Host] = field(default_factory=set, init=False)
 
@@ -483,9 +484,9 @@ class Job:
                 case policy.AwaitHosts(count):
                     event = self._await_hosts(count)
                 case policy.EndJob(code):
-                    assert self.supervisor is not None
-                    pool.end(code, self.supervisor.last_words)
-                    write_error_file(self.supervisor.cause, os.environ, options.reporter)
+                    assert self.loop is not None
+                    pool.end(code, self.loop.last_words)
+                    write_error_file(self.loop.cause, os.environ, options.reporter)
                     return code
 
     def _await_hosts(self, count: int) -> policy.Event:
@@ -562,25 +563,26 @@ class Job:
         )
         server = self._open_store() if options.elastic is not None else None
         start = self._start_commands(counts, ready[0], screen.stdio(), server)
-        supervisor = Supervisor(
-            pool,
-            screen,
+        rules = Rules(
             options.grace_s,
-            options.reporter,
             names,
-            idle_s=options.idle_s,
-            signals=options.signals,
-            until=self.until,
-            prints=options.target.kind != "function" and not self.first,  # which raises here
+            options.idle_s,
+            self.until,
+            options.signals,
             master=-1 if self.first else 0 if options.target.mode == "master" else None,
-            command=options.target.words(),
-            restart=self.restart,
-            statistics=(options.stats, options.metrics),
             elastic=self._elastic_rules(counts),
-            store=server,
-            bar=bar_for(screen, options.target.name, world_size, self.streams) if self.progress else None,
         )
-        self.supervisor = supervisor
+        spec = RoundSpec(
+            rules,
+            options.target.words(),
+            self.restart,
+            prints=options.target.kind != "function" and not self.first,  # a function's failure raises here
+            table=options.stats,
+            metrics=options.metrics,
+        )
+        bar = bar_for(screen, options.target.name, world_size, self.streams) if self.progress else None
+        loop = RoundLoop(spec, Ports(pool, screen, options.reporter, store=server, bar=bar))
+        self.loop = loop
         options.reporter.detail(f"the store is at {', '.join(start[0].stores) or 'a unix socket there'}")
         for host, command in zip(pool, start, strict=True):
             ranks = rank_list(range(command.first, command.first + command.count))
@@ -592,7 +594,7 @@ class Job:
             if server is not None:
                 server.start()
             pool.start(start)
-            code = supervisor.run(mask)
+            code = loop.run(mask)
         finally:
             pool.report_callers(None)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -602,7 +604,7 @@ class Job:
         lost = [host for host in pool if host.why]
         for host in lost:
             pool.drop(host, try_again=self.elastic)
-        return policy.RoundEnded(code, supervisor.failed, supervisor.joined, len(lost))
+        return policy.RoundEnded(code, loop.failed, loop.joined, len(lost))
 
     def _elastic_rules(self, counts: Sequence[int]) -> Elastic | None:
         spares = [host.name for host, count in zip(self.pool, counts, strict=True) if not count]

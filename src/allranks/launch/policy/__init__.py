@@ -4,6 +4,6 @@
 - root_cause: which failure is the cause of the others.  stack_request: stacks that ranks were asked for.
 - interface: the events that ``round`` takes, besides those of ``spec/events``, and the actions that it returns.
 
-``jobs/supervise``, ``jobs/local`` and ``jobs/spread`` perform the actions. ``tests/launch/job_simulation.py`` performs
-them on simulated hosts.
+``runtime/loop``, ``jobs/local`` and ``jobs/spread`` perform the actions. ``tests/launch/job_simulation.py`` runs this
+loop on simulated hosts.
 """

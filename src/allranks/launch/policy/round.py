@@ -1,6 +1,6 @@
 """One round of a job as a pure state machine: which ranks are signalled, killed or blamed, and when the round ends.
 
-``step(state, event, now)`` returns actions. It has no clock, no process and no terminal: ``jobs/supervise`` performs
+``step(state, event, now)`` returns actions. It has no clock, no process and no terminal: ``runtime/loop`` performs
 the actions on real ranks, and the tests perform them on simulated hosts, in thousands of rounds that each follow from
 a seed.
 

@@ -550,6 +550,13 @@ class Agent:
                 call, limit_s = found
                 self._due.append(LongWait(process.rank, call.index, limit_s))
 
+    def start_elsewhere(self, lost: str, spare: str, starts: Mapping[int, int]) -> None:
+        """Never called: a job on one host has no spare host."""
+        raise AssertionError(f"one host has no spare host {spare}")
+
+    def answer(self, answer: bytes) -> None:
+        """Without effect: no other host asks for the state of these ranks."""
+
     def resize(self, rows: int, columns: int) -> None:
         """Sets the size of all ranks' terminals, and sends them SIGWINCH."""
         for process in self._processes:

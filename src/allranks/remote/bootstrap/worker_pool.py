@@ -86,7 +86,7 @@ class WorkerPool:
     @property
     def ended(self) -> dict[int, int | str]:
         """The workers whose process has ended: its exit code, minus its signal, or why its host was lost."""
-        return {} if self._job.supervisor is None else dict(self._job.supervisor.ended)
+        return {} if self._job.loop is None else dict(self._job.loop.ended)
 
     def respawn(self, rank: int, until: float) -> None:
         """Starts a worker in the place of one, which is killed if it has not ended.
@@ -95,11 +95,11 @@ class WorkerPool:
             ConfigError: its host is lost.
             TimeoutError: the host did not do so in time.
         """
-        supervisor = self._job.supervisor
-        assert supervisor is not None
-        before = supervisor.restarts.get(rank)
-        supervisor.restart(RestartRank(rank, {}))
-        while supervisor.restarts.get(rank) == before:
+        loop = self._job.loop
+        assert loop is not None
+        before = loop.restarts.get(rank)
+        loop.restart(RestartRank(rank, {}))
+        while loop.restarts.get(rank) == before:
             if isinstance(lost := self.ended.get(rank), str):
                 raise ConfigError(f"respawn: rank {rank} cannot be started again: {lost}")
             if time.monotonic() > until:
@@ -113,14 +113,14 @@ class WorkerPool:
         until = time.monotonic() + _END_S
         while self._thread.is_alive() and len(self.ended) < self.size and time.monotonic() < until:
             time.sleep(_LOOK_S)
-        while self._thread.is_alive() and self._job.supervisor is None:
+        while self._thread.is_alive() and self._job.loop is None:
             for host in self._job.pool:  # which the thread waits for
                 if host.process is not None:
                     host.process.terminate()
             time.sleep(_LOOK_S)
         if self._thread.is_alive():
-            assert self._job.supervisor is not None
-            self._job.supervisor.kill()
+            assert self._job.loop is not None
+            self._job.loop.kill()
             self._thread.join()
 
 

@@ -1,6 +1,7 @@
-"""The loop of a running job: passes what happens to ``policy/round``, and performs the actions that it returns.
+"""The loop of a running round: passes events to ``policy/round``, and performs the actions that it returns.
 
-Nothing is decided here. This loop also moves the output of the ranks to the screen, whose readers may be slow.
+Nothing is decided here. The loop also moves the output of the ranks to the screen, whose readers may be slow. All that
+it touches is passed in (`Ports`), so the tests run this same loop on simulated agents, output, signals and clock.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -20,12 +23,7 @@ from allranks._rendezvous.seats import TABLE_KEY
 from allranks._store import StoreServer
 from allranks._trace import stacks
 from allranks._trace.jobs import Answer
-from allranks.launch.agents.agent_pool import AgentPool
 from allranks.launch.agents.inquiries import Inquiries
-from allranks.launch.jobs.job_control import SIGNALS, JobControl
-from allranks.launch.jobs.last_calls import describe_calls, differ, report, write_report
-from allranks.launch.jobs.last_words import describe_failure, describe_idle, describe_interrupt, lines_of
-from allranks.launch.jobs.statistics import Statistics
 from allranks.launch.output.bar import Bar
 from allranks.launch.output.screen import Screen
 from allranks.launch.policy import interface
@@ -68,8 +66,12 @@ from allranks.launch.policy.interface import (
 from allranks.launch.policy.root_cause import Failure
 from allranks.launch.policy.round import Phase, Round, Rules, step
 from allranks.launch.policy.seats import Elastic
-from allranks.launch.ranks.agent import Agent
 from allranks.launch.reporter import Reporter
+from allranks.launch.runtime.agents import Agents
+from allranks.launch.runtime.job_control import SIGNALS, JobControl
+from allranks.launch.runtime.last_calls import describe_calls, differ, report, write_report
+from allranks.launch.runtime.last_words import describe_failure, describe_idle, describe_interrupt, lines_of
+from allranks.launch.runtime.statistics import Statistics
 from allranks.launch.signals import FORWARDED, handled
 from allranks.launch.spec.events import (
     Asked,
@@ -89,7 +91,7 @@ from allranks.launch.spec.events import (
 )
 from allranks.launch.spec.options import Options
 
-__all__ = ["FORWARDED", "Supervisor", "elastic_rules"]
+__all__ = ["FORWARDED", "Ports", "RoundLoop", "RoundSpec", "elastic_rules"]
 
 _BACKLOG = 1 << 20  # more than this waits in the ranks' pipes, and then the ranks wait
 
@@ -108,83 +110,92 @@ def elastic_rules(options: Options, spares: Sequence[str] = (), most: int | None
     return Elastic(least, options.respawns, tuple(spares), most if greatest is None else greatest)
 
 
-class Supervisor:
-    """Runs one round of a job.
-
-    Args:
-        agent: its ranks, started.
-        screen: where their output goes.
-        grace_s: see ``Rules``.
-        reporter: prints the launcher's own lines.
-        hosts: the host of each rank, if there are several.
-        idle_s: see ``Rules``.
-        signals: see ``Rules.passed_on``.
-        until: see ``Rules``; on the clock ``time.monotonic``.
-        prints: print on the screen how the job failed.
-        master: see ``Rules``.
-        control: the terminal, if the job is on this host.
-        command: what the ranks run, for who asks what they do.
-        restart: how often the job was started again.
-        statistics: whether to print what the calls took, and the file for that, or None.
-        elastic: see ``Rules``.
-        store: the job's, where the table of seats is put in an elastic round.
-        bar: shows how far the ranks are; None for none.
+@dataclass(frozen=True)
+class RoundSpec:
+    """What is fixed for one round.
 
     Attributes:
-        ended: how each rank's last process has ended: the status, as in ``Exited``, or why its host was lost.
-        restarts: how often each rank has been started again.
-        results: what ranks that ran a function returned, pickled.
-        caught: the last signal that this process itself got; None if it got none.
-        last_words: once it has run: how it ended, as it was printed.
+        rules: The rules of the policy.
+        command: The command that the ranks run, for programs that ask what they do.
+        restart: How often the job was started again.
+        prints: Print how the job failed.
+        table: Print a table of the time that calls took.
+        metrics: The file for these figures, or None.
     """
 
-    def __init__(
-        self,
-        agent: Agent | AgentPool,
-        screen: Screen,
-        grace_s: float,
-        reporter: Reporter,
-        hosts: Sequence[str] = (),
-        *,
-        idle_s: float | None = None,
-        signals: Sequence[int] = (),
-        until: float | None = None,
-        prints: bool = True,
-        master: int | None = None,
-        control: JobControl | None = None,
-        command: str = "",
-        restart: int = 0,
-        statistics: tuple[bool, Path | None] = (False, None),
-        elastic: Elastic | None = None,
-        store: StoreServer | None = None,
-        bar: Bar | None = None,
-    ) -> None:
+    rules: Rules
+    command: str = ""
+    restart: int = 0
+    prints: bool = True
+    table: bool = False
+    metrics: Path | None = None
+
+
+@dataclass(frozen=True)
+class Ports:
+    """What the loop touches outside of itself.
+
+    Attributes:
+        agents: The ranks, started.
+        screen: Where their output goes.
+        reporter: Prints the launcher's own lines.
+        control: The terminal, if the job is on this host.
+        store: The job's store, which gets the table of rank slots in an elastic round.
+        bar: Shows the progress of the ranks, or None.
+        inquiries: Opens the socket on which other programs ask for the state of the ranks.
+        signals: Installs the handlers of signals.
+        clock: Returns the time in seconds, as ``time.monotonic``.
+    """
+
+    agents: Agents
+    screen: Screen
+    reporter: Reporter
+    control: JobControl | None = None
+    store: StoreServer | None = None
+    bar: Bar | None = None
+    inquiries: Callable[[], Inquiries] = Inquiries
+    signals: Callable[[Iterable[int], Callable[[int], object], int, Set[int]], AbstractContextManager[None]] = handled
+    clock: Callable[[], float] = time.monotonic
+
+
+class RoundLoop:
+    """Runs one round of a job.
+
+    Attributes:
+        ended: How the last process of each rank ended: the status, as in ``Exited``, or why its host was lost.
+        restarts: How often each rank has been started again.
+        results: What ranks that ran a function returned, pickled.
+        caught: The last signal that this process received; None if it received none.
+        last_words: After `run`: how the round ended, as it was printed.
+    """
+
+    def __init__(self, spec: RoundSpec, ports: Ports) -> None:
         self.ended: dict[int, int | str] = {}
         self.restarts: dict[int, int] = {}
         self.results: dict[int, bytearray] = {}
         self.caught: int | None = None
         self.last_words = b""
-        reader = control.reader if control is not None else None
-        self._round = Round(Rules(grace_s, hosts, idle_s, until, signals, master, reader, elastic))
-        self._store = store
-        self._bar = bar
-        self._agent = agent
-        self._screen = screen
-        self._reporter = reporter.through(screen.note)
-        self._prints = prints
-        self._control = control
-        self._size = screen.size()
+        self._spec = spec
+        self._round = Round(spec.rules)
+        self._store = ports.store
+        self._bar = ports.bar
+        self._agents = ports.agents
+        self._screen = ports.screen
+        self._reporter = ports.reporter.through(ports.screen.note)
+        self._control = ports.control
+        self._handled = ports.signals
+        self._clock = ports.clock
+        self._inquiries = ports.inquiries()
+        self._statistics = Statistics(spec.table, spec.metrics, self._reporter)
+        self._size = self._screen.size()
         self._tails: dict[int, tuple[bytes, ...]] = {}  # of ranks that are shown elsewhere
         self._signals: deque[int] = deque()  # received, and not passed to the round yet
         self._requests: deque[RestartRank | KillRequested] = deque()  # of other threads
         self._answers: deque[interface.Event] = deque()  # to actions that were just performed
         self._outcome = Outcome(Ending.CLEAN, 0)
         self._code: int | None = None
-        self._command = printable(command)
-        self._restart = restart
-        self._began = time.monotonic()
-        self._inquiries = Inquiries()
-        self._statistics = Statistics(*statistics, self._reporter)
+        self._command = printable(spec.command)
+        self._began = self._clock()
 
     @property
     def late(self) -> bool:
@@ -223,12 +234,12 @@ class Supervisor:
     def restart(self, wanted: RestartRank) -> None:
         """Starts a worker again. May be called in any thread."""
         self._requests.append(wanted)
-        os.write(self._agent.wake, b"!")
+        os.write(self._agents.wake, b"!")
 
     def kill(self) -> None:
         """Ends the round at once. May be called in any thread."""
         self._requests.append(KillRequested())
-        os.write(self._agent.wake, b"!")
+        os.write(self._agents.wake, b"!")
 
     def run(self, mask: Set[int]) -> int:
         """Runs the round to its end.
@@ -241,16 +252,16 @@ class Supervisor:
         """
         numbers = (*FORWARDED, *self._round.rules.passed_on, signal.SIGWINCH)
         numbers += SIGNALS if self._control is not None else ()
-        with handled(numbers, self._receive, self._agent.wake, mask):
+        with self._handled(numbers, self._receive, self._agents.wake, mask):
             if self._screen.logs.temporary is not None:
                 self._reporter.remark(f"log files are in {self._screen.logs.temporary}")
-            self._agent.watch(self._inquiries.fd)
+            self._agents.watch(self._inquiries.fd)
             try:
-                self._pass(RanksStarted(tuple(self._agent.running)))
+                self._pass(RanksStarted(tuple(self._agents.running)))
                 while self._code is None:
-                    self._turn(self._agent.poll(self._timeout_s()))
+                    self._turn(self._agents.poll(self._timeout_s()))
             finally:
-                self._agent.unwatch(self._inquiries.fd)
+                self._agents.unwatch(self._inquiries.fd)
                 self._inquiries.close()
         return self._code
 
@@ -265,7 +276,7 @@ class Supervisor:
             times.append(self._screen.due())
             times.append(self._bar.due if self._bar is not None else None)
         due = [at for at in times if at is not None]
-        return max(0.0, min(due) - time.monotonic()) if due else None
+        return max(0.0, min(due) - self._clock()) if due else None
 
     # What happens.
 
@@ -286,10 +297,10 @@ class Supervisor:
         while self._requests:
             self._pass(self._requests.popleft())
         self._pass(TimePassed())
-        if self._round.phase is Phase.CLOSING and not self._agent.output_open:
+        if self._round.phase is Phase.CLOSING and not self._agents.output_open:
             self._pass(OutputClosed())
         if self._bar is not None:
-            self._bar.draw(len(self._agent.running), time.monotonic())
+            self._bar.draw(len(self._agents.running), self._clock())
         if self._code is None:
             self._write()
         if self._round.phase is Phase.DRAINING and not self._screen.backlog:
@@ -342,7 +353,7 @@ class Supervisor:
         if number == signal.SIGWINCH:
             self._screen.resized()
             self._size = self._screen.size()
-            self._agent.resize(*self._size)
+            self._agents.resize(*self._size)
         elif number == signal.SIGCHLD and self._control is not None:
             self._pass(ReaderChanged(self._control.stopped_by()))
         else:
@@ -352,8 +363,8 @@ class Supervisor:
         while lost := self._screen.flush():
             for name, error in lost:
                 self._pass(OutputLost(name, str(error.strerror), isinstance(error, BrokenPipeError)))
-        self._agent.watch_writable(self._screen.blocked)
-        self._agent.read_output(self._screen.backlog < _BACKLOG)
+        self._agents.watch_writable(self._screen.blocked)
+        self._agents.read_output(self._screen.backlog < _BACKLOG)
         if self._screen.backlog >= _BACKLOG:
             self._pass(OutputBlocked())
 
@@ -363,8 +374,11 @@ class Supervisor:
         """Passes an event to the round and performs its actions, whose answers follow."""
         self._answers.append(event)
         while self._answers:
-            for action in step(self._round, self._answers.popleft(), time.monotonic()):
-                self._perform(action)
+            self._handle(self._answers.popleft())
+
+    def _handle(self, event: interface.Event) -> None:
+        for action in step(self._round, event, self._clock()):
+            self._perform(action)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -389,17 +403,16 @@ class Supervisor:
             case AnswerStates():
                 self._answer(action)
             case SignalRanks(number, chosen, alone):
-                self._agent.signal(number, list(chosen), alone)
+                self._agents.signal(number, list(chosen), alone)
             case DumpStacks(chosen):
-                self._agent.dump(list(chosen))
+                self._agents.dump(list(chosen))
             case InspectRanks(chosen, recent):
-                self._agent.inspect(list(chosen), recent)
+                self._agents.inspect(list(chosen), recent)
             case RestartRank():
-                self._agent.restart(action)
+                self._agents.restart(action)
             case StartElsewhere(lost, spare, starts):
-                assert isinstance(self._agent, AgentPool)
                 self._screen.move(starts, spare)
-                self._agent.start_elsewhere(lost, spare, starts)
+                self._agents.start_elsewhere(lost, spare, starts)
             case PublishSeats(seats):
                 assert self._store is not None
                 self._store.put(TABLE_KEY, seats.encode())
@@ -414,7 +427,7 @@ class Supervisor:
             case AwaitOutput():
                 pass  # asked of the agent after each turn
             case FinishRanks(patience_s):
-                for event in self._agent.finish(patience_s):
+                for event in self._agents.finish(patience_s):
                     self._take(event)
                 self._answers.append(RanksFinished())
             case Conclude(outcome):
@@ -446,28 +459,27 @@ class Supervisor:
             command=self._command,
             size=len(self._screen.ranks),
             hosts=hosts,
-            seconds=time.monotonic() - self._began,
+            seconds=self._clock() - self._began,
             states=tuple(action.states),
             places={rank: place for rank, place in places.items() if place},
             reasons=dict(action.reasons),
-            restarts=self._restart,
+            restarts=self._spec.restart,
         )
         data = msgspec.json.encode(answer) + b"\n"
         self._inquiries.answer(data)
-        if isinstance(self._agent, AgentPool):
-            self._agent.answer(data)
+        self._agents.answer(data)
 
     def _conclude(self, outcome: Outcome) -> None:
         self._outcome = outcome
         if self._bar is not None:
-            self._bar.end(outcome.ending is Ending.CLEAN, time.monotonic())
+            self._bar.end(outcome.ending is Ending.CLEAN, self._clock())
         for rank in self._screen.ranks:
             self._screen.end(rank)
         self._screen.settle()
-        shown = self._prints
+        shown = self._spec.prints
         if outcome.ending is Ending.SIGNALLED:
             assert outcome.signal is not None
-            if self._prints and outcome.signal != signal.SIGPIPE:
+            if self._spec.prints and outcome.signal != signal.SIGPIPE:
                 name = signal.Signals(outcome.signal).name
                 places = lines_of(outcome.stacks)
                 self._screen.note(describe_interrupt(name, outcome.failures, self._reporter, places))
