@@ -1,4 +1,4 @@
-"""The launcher's policy under thousands of simulated failures: the job ends, in time, and the right rank is named.
+"""The launcher's loop and policy under thousands of simulated failures: the job ends in time and blames the right rank.
 
 ``ALLRANKS_SEED=n pytest -s tests/launch/test_launch_simulation.py`` runs one seed and prints its events.
 """
@@ -16,8 +16,11 @@ from job_simulation import Job, Wrong
 
 from allranks.launch import policy
 from allranks.launch.policy import job
+from allranks.launch.policy.interface import KillRequested, SignalRanks
 from allranks.launch.policy.root_cause import Failure, RootCause
 from allranks.launch.policy.round import Round
+from allranks.launch.runtime.loop import RoundLoop
+from allranks.launch.spec.events import Exited
 
 SEEDS = 5_000
 ONE = os.environ.get("ALLRANKS_SEED")
@@ -83,7 +86,27 @@ def signal_the_dead(self: Round, event: Any) -> None:
     self.running.add(event.rank)
 
 
+def sleep_for_ever(self: RoundLoop) -> float | None:
+    return None
+
+
+def send_no_signal(self: RoundLoop, action: Any) -> None:
+    if not isinstance(action, SignalRanks):
+        perform(self, action)
+
+
+def lose_exits(self: RoundLoop, event: Any) -> None:
+    if not isinstance(event, Exited):
+        take(self, event)
+
+
+def forget_requests(self: RoundLoop, event: Any) -> None:
+    if not isinstance(event, KillRequested):
+        pass_on(self, event)
+
+
 stop, take_exit = Round._stop, Round._take_exit
+perform, take, pass_on = RoundLoop._perform, RoundLoop._take, RoundLoop._pass
 
 
 @pytest.mark.parametrize(
@@ -96,6 +119,10 @@ stop, take_exit = Round._stop, Round._take_exit
         (RootCause, "settles_at", believe_echoes),
         (RootCause, "select", select_the_last),
         (job, "_goes_on", restart_always),
+        (RoundLoop, "_timeout_s", sleep_for_ever),
+        (RoundLoop, "_perform", send_no_signal),
+        (RoundLoop, "_take", lose_exits),
+        (RoundLoop, "_pass", forget_requests),
     ],
 )
 def test_the_simulation_finds_a_broken_rule(

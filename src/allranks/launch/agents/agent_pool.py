@@ -1,4 +1,4 @@
-"""The agents of a job that runs on other hosts, or on several. The loop of a round uses them as one (``runtime/agents``).
+"""The agents of a job that runs on other hosts, or on several. To the loop of a round they are one (`runtime.agents`).
 
 Each host has a link. Often it also has a process on this host (ssh, srun, an agent), whose end shows why a link ended.
 ``poll`` returns the events of the agents, with times on this host's clock. A lost host is an event, as an exit is.
