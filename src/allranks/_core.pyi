@@ -196,10 +196,10 @@ class Now:
     def __init__(
         self, comm: Comm, explain: Callable[[Failure, str], Exception], pending: set[Any], tidy: Callable[[], int]
     ) -> None: ...
-    # False: nothing was done, because a tensor is not ordinary or an argument is wrong.
-    def __call__(
-        self, verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /
-    ) -> bool: ...
+    # (verb, tensor, pieces=None, op=None, root=-1): makes a blocking collective. False: nothing was done, because a
+    # tensor is not ordinary or an argument is wrong.
+    @property
+    def function(self) -> Callable[..., bool]: ...
     # The same without blocking; None: nothing was done. sites, depth: where in the program the call stands, as
     # sites.behind(depth).
     def start(

@@ -158,7 +158,8 @@ class NativeEngine(Engine):
                 raise
 
         if not self._debug:
-            self._short = self.now = self._make_now()
+            self._short = self._make_now()
+            self.now = self._short.function
             self.begin = self._begin
 
     def _make_now(self) -> _core.Now:
