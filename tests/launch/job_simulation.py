@@ -173,8 +173,11 @@ class SimulatedAgents:
         return self.world.job.local and self.world.now < self.world.pipes_until
 
     def poll(self, timeout_s: float | None) -> list[Any]:
+        if self.world.due:
+            raise Wrong(f"{self.world.due} were not passed to the policy")
         self.world.wait(timeout_s)
         events, self.world.inbox[:] = list(self.world.inbox), []
+        self.world.due += events
         return events
 
     def signal(self, number: int, ranks: list[int], alone: bool = False) -> None:
@@ -337,6 +340,7 @@ class SimulatedRound:
         self.processes: dict[int, Process] = {}
         self.all: list[Process] = []
         self.inbox: list[Event] = []
+        self.due: list[Any] = []  # events that the loop has received and not passed to the policy
         self.woken = False
         self.turns = 0
         self.source: dict[int, Any] = {}  # id of an event -> who failed
@@ -450,10 +454,12 @@ class SimulatedRound:
     def request(self, event: KillRequested | RestartRank) -> None:
         """Another thread of the launcher asks for something."""
         self.loop.kill() if isinstance(event, KillRequested) else self.loop.restart(event)
+        self.due.append(event)
         self.woken = True
 
     def interrupt_launcher(self, number: int) -> None:
         self.receive(number)
+        self.due += [SignalReceived(number)] if number != signal.SIGCHLD else []
         self.woken = True
 
     def break_output(self, code: int) -> None:
@@ -694,6 +700,8 @@ class SimulatedRound:
 
     def observe(self, event: Event, before: Before) -> None:
         watch = self.watch
+        if event in self.due:
+            self.due.remove(event)
         match event:
             case RanksStarted(ranks):
                 watch.running = set(ranks)
