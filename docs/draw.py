@@ -44,6 +44,7 @@ WORDS = {
     "_call": "ReduceOp, Work, futures, call site",
     "_rendezvous": "how ranks find each other",
     "_store": "key-value stores: TCP, file, in memory",
+    "_net": "handshake, admission of connections, frames, TLS",
     "_cluster": "launcher, scheduler, host, network, environment variables",
     "_base": "errors, forks, threads, console",
 }
