@@ -88,6 +88,7 @@ bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed
 	$(BENCH)/bin/python benchmarks/many_hosts.py --json benchmarks/many_hosts.json --plot benchmarks/many_hosts.png
 	$(BIN)/python benchmarks/launch.py --json benchmarks/launch.json
 	$(BIN)/python benchmarks/groups.py --json benchmarks/groups.json
+	$(BIN)/python benchmarks/worlds.py --json benchmarks/worlds.json
 	$(BIN)/python benchmarks/diloco.py --json benchmarks/diloco.json
 	$(BENCH)/bin/python benchmarks/ranks.py --json benchmarks/ranks.json --plot benchmarks/ranks.png
 	$(BENCH)/bin/python benchmarks/threads.py --json benchmarks/threads.json

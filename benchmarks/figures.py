@@ -308,6 +308,10 @@ def performance_lines():
     yield ""
     yield from groups_table()
     yield ""
+    yield "## Worlds of many ranks"
+    yield ""
+    yield from worlds_table()
+    yield ""
     yield "## Small calls"
     yield ""
     yield from small_lines(load("small_2"), load("small_4"))
@@ -401,6 +405,32 @@ def groups_table():
             f"| {row['ranks']} | {row['groups']:,} | {size(row['nbytes'])} | {row['each_s'] * 1e3:.1f} "
             f"| {row['memory'] / 2**20:,.0f} | {row['memory'] / row['groups'] / 1024:,.0f} | {row['descriptors']} |"
         )
+
+
+def worlds_table():
+    """What the ranks of a host cost, by their number."""
+    found = load("worlds")
+    growth = found["exponents"]
+    yield (
+        f"Worlds of one host with {found['cpus']} CPUs, which all ranks share (`benchmarks/worlds.py`). Time of "
+        f"`init_process_group` of the slowest rank, its own memory, and the memory that all ranks map together, in MiB:"
+    )
+    yield ""
+    yield "| ranks | init, s | own, a rank | shared, after init | a rank | after `all_reduce` of 1 MB | a rank |"
+    yield "|---" * 7 + "|"
+    for row in found["rows"]:
+        own, shared, large = (row[name] / 2**20 for name in ("own, init", "shared, init", "shared, 1 MB"))
+        yield (
+            f"| {row['ranks']} | {row['init_s']:.2f} | {own:.1f} | {shared:.1f} | {shared / row['ranks']:.2f} "
+            f"| {large:.1f} | {large / row['ranks']:.2f} |"
+        )
+    yield ""
+    yield (
+        f"Exponents of the growth with the ranks, from {found['from']} on: init {growth['init_s']:.2f}, own memory of "
+        f"a rank {growth['own, init']:.2f}, shared memory {growth['shared, init']:.2f} and {growth['shared, 1 MB']:.2f}. "
+        "In theory init is 1 where ranks share CPUs, as each rank has its own work and a socket for each other rank; a "
+        "rank's memory is a constant and one slot for each other rank."
+    )
 
 
 def rendezvous_table():
