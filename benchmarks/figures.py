@@ -428,9 +428,8 @@ def worlds_table():
     yield (
         f"Exponents of the growth with the ranks, from {found['from']} on: init {growth['init_s']:.2f}, own memory of "
         f"a rank {growth['own, init']:.2f}, shared memory {growth['shared, init']:.2f} and "
-        f"{growth['shared, 1 MB']:.2f}. In theory init is 1 where ranks share CPUs, as each rank has its own work and a socket for "
-        "each other rank; a "
-        "rank's memory is a constant and one slot for each other rank."
+        f"{growth['shared, 1 MB']:.2f}. In theory init is 1 where ranks share CPUs, as each rank has its own work and "
+        "a socket for each other rank; a rank's memory is a constant and one slot for each other rank."
     )
 
 

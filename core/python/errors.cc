@@ -38,6 +38,15 @@ const Error& forked_error() {
   return error;
 }
 
+// If signalled, KeyboardInterrupt, or the exception that the signal handler raised, is set.
+void set_exception(const Error& error) {
+  if (!error.signalled) PyErr_SetObject(state.failure_type, facts(error).ptr());
+}
+
+void set_exception(const sys::Forked& forked) {
+  if (!forked.signalled) PyErr_SetObject(state.failure_type, facts(forked_error()).ptr());
+}
+
 void bind_errors(nb::module_& m) {
   state.failure_type = PyErr_NewException("allranks._core.Failure", PyExc_Exception, nullptr);
   m.attr("Failure") = nb::borrow(state.failure_type);
@@ -45,10 +54,9 @@ void bind_errors(nb::module_& m) {
     try {
       std::rethrow_exception(p);
     } catch (const Error& error) {
-      // When signalled KeyboardInterrupt, or what the signal's handler raised, is set.
-      if (!error.signalled) PyErr_SetObject(state.failure_type, facts(error).ptr());
+      set_exception(error);
     } catch (const sys::Forked& forked) {
-      if (!forked.signalled) PyErr_SetObject(state.failure_type, facts(forked_error()).ptr());
+      set_exception(forked);
     }
   });
 }

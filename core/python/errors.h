@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "base/error.h"
+#include "base/forks.h"
 
 namespace allranks {
 
@@ -19,5 +20,9 @@ CallFacts describe(const Fingerprint& f);
 nanobind::tuple facts(const Error& error);
 
 const Error& forked_error();
+
+// Sets Python's exception for an error of the core, unless a signal handler has set one.
+void set_exception(const Error& error);
+void set_exception(const sys::Forked& forked);
 
 }  // namespace allranks

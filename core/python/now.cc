@@ -369,6 +369,10 @@ PyObject* call_now(PyObject* self, PyObject* const* given, Py_ssize_t count) {
     return PyBool_FromLong(static_cast<long>((*nb::inst_ptr<Now>(self))(verb, tensor, pieces, op, root)));
   } catch (nb::python_error& error) {
     error.restore();
+  } catch (const Error& error) {
+    set_exception(error);
+  } catch (const sys::Forked& forked) {
+    set_exception(forked);
   } catch (const std::bad_alloc&) {
     PyErr_NoMemory();
   } catch (const std::exception& error) {

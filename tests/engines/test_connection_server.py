@@ -105,6 +105,8 @@ def test_who_both_connect_at_once_end_with_one_connection() -> None:
         _until(lambda pair=pair: all(comm.adopted for comm in pair.comms))
         (from_0,), (from_1,) = (comm.adopted for comm in pair.comms)
         assert (from_0[:2], from_1[:2]) == ((1, tcp.MESSAGE), (0, tcp.MESSAGE))
+        for connection in (from_0[2], from_1[2]):  # a rank may compute for long, and read nothing
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
         from_0[2].sendall(b"ping")
         assert from_1[2].recv(10) == b"ping"  # and no word of the greeting
         from_1[2].sendall(b"pong")

@@ -230,7 +230,9 @@ class SimulatedScreen:
         return int(self.world.now < self.world.backlog_until)
 
     def flush(self) -> list[tuple[str, OSError]]:
-        self.full = self.world.state.phase is Phase.RUNNING and self.world.rng.random() < 0.01
+        self.full = self.world.rng.random() < 0.01
+        if self.full:
+            self.world.at(self.world.now + self.world.rng.random(), lambda: None)  # somebody reads on
         broken, self.broken = self.broken, []
         return broken
 
@@ -793,6 +795,8 @@ class SimulatedRound:
         """Whom the first signal must reach, and which it must be."""
         watch = self.watch
         if isinstance(event, RankRestarted):  # it came while the stacks of the others were awaited
+            if not any(event.rank in ranks for ranks in signalled.values()):
+                raise Wrong(f"{event} comes after the end was decided, and the rank is not told")
             watch.stop_at, watch.stopped = None, False
             return
         spared = {self.state.cause.rank} if self.state.cause is not None else {getattr(event, "rank", -1)}

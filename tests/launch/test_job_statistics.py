@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from allranks._trace.stats import GroupStats, RankStats, VerbStats
-from allranks.launch.runtime import statistics
 from allranks.launch.reporter import Reporter
+from allranks.launch.runtime import statistics
 from allranks.launch.runtime.statistics import Statistics
 from support.launcher_process import Launcher
 

@@ -25,10 +25,9 @@ from allranks._net.tls import Tls
 if TYPE_CHECKING:
     import ssl
 
-__all__ = ["SLOTS", "Admission", "Candidate"]
+__all__ = ["Admission", "Candidate"]
 
-SLOTS = 64
-"""Connections without proof that one server keeps at a time."""
+_SLOTS = 64  # for connections without proof
 
 # If all slots are taken, a candidate that has begun well keeps its slot for this long. New connections wait in the
 # backlog of the kernel until then.
@@ -36,6 +35,7 @@ _PROOF_S = 0.015
 _TLS_S = 0.1  # in the TLS handshake, which takes this thread 1 ms for each candidate
 _CERTIFIED_S = 1.0  # after the TLS handshake: the authority has signed the candidate's certificate
 _PAUSE_S = 0.05
+_WARN_S = 10.0  # between two warnings: a stranger could fill the log
 
 _log = logging.getLogger("allranks.net")
 
@@ -84,7 +84,13 @@ class Candidate:
     def send_bytes(self, data: bytes) -> None:
         """Send bytes as they are. See `send`."""
         # All that a server sends in a handshake fits into the empty buffer of a new connection.
-        if data and self.sock.send(data) < len(data):
+        if not data:
+            return
+        try:
+            sent = self.sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
             raise ConnectionAbortedError("it does not read")
 
 
@@ -99,8 +105,8 @@ class Admission:
         handshake: Creates the server's half of a handshake.
         admit: Receives each candidate that has proved the secret, and sends the verdict. Its socket is no longer in
             the selector.
-        refuse: Receives the name of a candidate with another version, secret or TLS setting, its handshake or None,
-            and the error.
+        refuse: Receives the name of a candidate with another version, secret, TLS setting or protocol, its handshake
+            or None, and the error.
         label: Name of the server in the log.
     """
 
@@ -109,7 +115,7 @@ class Admission:
         selector: selectors.BaseSelector,
         handshake: Callable[[], ServerHandshake],
         admit: Callable[[Candidate], None],
-        refuse: Callable[[str, ServerHandshake | None, ConfigError | TlsError], None],
+        refuse: Callable[[str, ServerHandshake | None, ConfigError | WireError], None],
         label: str,
     ) -> None:
         self.context: ssl.SSLContext | None = None
@@ -122,6 +128,8 @@ class Admission:
         self._listeners: list[socket.socket] = []
         self._candidates: dict[Candidate, None] = {}
         self._full_until: float | None = None  # until then no connection is accepted
+        self._starved = False  # the system had no descriptor for the last connection
+        self._warn_at = 0.0
 
     def __len__(self) -> int:
         """The number of candidates."""
@@ -162,7 +170,8 @@ class Admission:
 
     def expire(self, now: float) -> None:
         """Drop candidates that have not completed their handshake in time, and reopen if slots are free."""
-        if self._full_until is not None and (now >= self._full_until or len(self._candidates) < SLOTS):
+        has_slots = len(self._candidates) < _SLOTS and not self._starved
+        if self._full_until is not None and (now >= self._full_until or has_slots):
             self._full_until = None
             for listener in self._listeners:
                 self._watch(listener)
@@ -187,19 +196,32 @@ class Admission:
     def _accept(self, listener: socket.socket) -> None:
         if self._full_until is not None:  # became full in this turn
             return
-        for number in range(SLOTS):
+        for number in range(_SLOTS):
             # No candidate is evicted before the selector has reported that a connection waits for its slot.
-            if len(self._candidates) >= SLOTS and (number or not self._evict()):
+            if len(self._candidates) >= _SLOTS and (number or not self._evict()):
                 return
             try:
                 sock, address = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:  # no free descriptor
-                _log.warning("%s cannot accept a connection: %s", self._label, error)
-                self._evict() if self._candidates else time.sleep(_PAUSE_S)
+                self._pause(error)
                 return
+            self._starved = False
             self._begin(sock, address)
+
+    def _pause(self, error: OSError) -> None:
+        """Evict a candidate, whose descriptor is free then. Until that is possible, accept nothing."""
+        now = time.monotonic()
+        if now >= self._warn_at:
+            _log.warning("%s cannot accept a connection: %s", self._label, error)
+            self._warn_at = now + _WARN_S
+        self._starved = True
+        if self._candidates:
+            self._evict()
+        else:
+            self._unwatch()
+            self._full_until = now + _PAUSE_S
 
     def _begin(self, sock: socket.socket, address: tuple[str, int]) -> None:
         sock.setblocking(False)
@@ -253,7 +275,7 @@ class Admission:
         try:
             data = candidate.sock.recv(1 << 12)
             if not data:
-                raise WireError("it closed the connection")
+                raise ConnectionResetError("it closed the connection")
             candidate.decoder.feed(data if candidate.tls is None else self._unseal(candidate, candidate.tls, data))
             while (frame := candidate.decoder.next()) is not None:
                 channel = b"" if candidate.tls is None else candidate.tls.channel
@@ -270,7 +292,10 @@ class Admission:
             with suppress(OSError):  # it is dropped in any case
                 candidate.send(UNKNOWN)
             self.drop(candidate, str(error))
-        except (OSError, WireError) as error:
+        except WireError as error:
+            self._refuse(candidate.name, candidate.handshake, error)
+            self.drop(candidate, str(error))
+        except OSError as error:
             self.drop(candidate, str(error))
 
     def _pass_on(self, candidate: Candidate) -> None:

@@ -29,7 +29,6 @@ __all__ = [
     "HANDSHAKE_S",
     "NONCE",
     "PROVED",
-    "SHARE_SECRET",
     "UNKNOWN",
     "WANTS_TLS",
     "ClientHandshake",
@@ -58,11 +57,12 @@ UNKNOWN = b"unknown"
 WANTS_TLS = b"allranks/tls"
 """Second frame, from a server with TLS to a client without it."""
 
-SHARE_SECRET = (
+_SHARE_SECRET = (
     "give both sides the same one: set ALLRANKS_SECRET, or ALLRANKS_SECRET_FILE, or copy the file"
     " ~/.config/allranks/secret (mode 0600) from one host to the other"
 )
 
+_FAMILY = b"allranks-"  # begins the name of every protocol
 _KNOCK = b"\r\n\r\n"  # ends the first frame, so that servers of text protocols (HTTP, SMTP, Redis) answer immediately
 
 
@@ -94,8 +94,13 @@ class Protocol(NamedTuple):
 
     def check_version(self, head: bytes) -> None:
         """Raise unless these are the first bytes of the same protocol and version."""
-        if not head.startswith(self.name):
+        if not head.startswith(_FAMILY):
             raise WireError("it does not use allranks's protocol")
+        if not head.startswith(self.name):
+            raise ConfigError(
+                f"it uses {head[:24]!r}, this process {self.head!r}: this is the port of another service of allranks,"
+                " or of another version"
+            )
         if head != self.head:
             raise ConfigError(f"it uses {head[:24]!r}, this process {self.head!r}; install one version on all hosts")
 
@@ -142,7 +147,7 @@ class ServerHandshake:
         """
         if self.begun:
             if not hmac.compare_digest(frame, self._expected):
-                raise SecretError(f"its secret differs from this process's; {SHARE_SECRET}")
+                raise SecretError(f"its secret differs from this process's; {_SHARE_SECRET}")
             return None
         end = len(frame) - len(_KNOCK)
         begin = end - NONCE - self._protocol.subject
@@ -200,4 +205,4 @@ class ClientHandshake:
     def check_server(self) -> None:
         """Raise SecretError if the proof of the server was wrong."""
         if not self._right:
-            raise SecretError(f"its secret differs from this process's; {SHARE_SECRET}")
+            raise SecretError(f"its secret differs from this process's; {_SHARE_SECRET}")

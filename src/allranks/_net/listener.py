@@ -7,6 +7,7 @@ rank that connects to the launcher's port by mistake gets an error.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import math
 import os
@@ -15,17 +16,18 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
-from allranks._base.errors import ConfigError, SecretError
+from allranks._base.errors import ConfigError
 from allranks._base.forks import Descriptor, Socket
 from allranks._base.system import reason
 from allranks._base.threads import Daemon
 from allranks._cluster.network import listen
 from allranks._net.admission import Admission, Candidate
-from allranks._net.frames import TlsError, WireError
+from allranks._net.frames import WireError
 from allranks._net.handshake import HANDSHAKE_FRAME, HANDSHAKE_S, PROVED, ClientHandshake, Protocol, ServerHandshake
-from allranks._net.sockets import keep_alive
+from allranks._net.sockets import check_connected, keep_alive
 from allranks._net.stream import Stream
 
 __all__ = ["Listener", "dial"]
@@ -97,21 +99,31 @@ class Listener:
         """Stop accepting, and close the connections that were not taken."""
         os.eventfd_write(self._stop.fileno(), 1)
         self._thread.join()
+        for sock in self._sockets:
+            with suppress(OSError):  # frees the port even if another process has inherited the socket
+                sock.shutdown(socket.SHUT_RDWR)
         for sock in (*self._sockets, *self.take()):
             sock.close()
         os.close(self.wake)
         self._stop.close()
 
     def _run(self) -> None:
-        while True:
-            deadline = self._admission.deadline()
-            ready = self._selector.select(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            for key, events in self._admission.in_order(ready):
-                if key.data is None:
-                    self._admission.close()
-                    return
-                key.data(events)
-            self._admission.expire(time.monotonic())
+        try:
+            while self._turn():
+                pass
+        finally:
+            self._admission.close()
+
+    def _turn(self) -> bool:
+        """Return False if the listener is to stop."""
+        deadline = self._admission.deadline()
+        ready = self._selector.select(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        for key, events in self._admission.in_order(ready):
+            if key.data is None:
+                return False
+            key.data(events)
+        self._admission.expire(time.monotonic())
+        return True
 
     def _admit(self, candidate: Candidate) -> None:
         candidate.send(PROVED)
@@ -120,7 +132,7 @@ class Listener:
         self._accepted.put(candidate.sock)
         os.eventfd_write(self.wake, 1)
 
-    def _refuse(self, name: str, handshake: ServerHandshake | None, error: ConfigError | TlsError) -> None:
+    def _refuse(self, name: str, handshake: ServerHandshake | None, error: ConfigError | WireError) -> None:
         self.refused[name] = str(error)
 
 
@@ -144,7 +156,7 @@ def dial(
 
     Raises:
         SecretError: The listener has another secret.
-        ConfigError: No listener answered in time.
+        ConfigError: No listener answered in time, or the only target has another version or purpose.
     """
     trouble = "not tried"
     remark_at = time.monotonic() + _REMARK_S
@@ -160,8 +172,8 @@ def dial(
                 trouble = f"{address}:{port}: {reason(error) if isinstance(error, OSError) else error}"
                 if sock is not None:
                     sock.close()
-                if isinstance(error, SecretError) and len(targets) == 1:
-                    raise SecretError(trouble) from None
+                if isinstance(error, ConfigError) and len(targets) == 1:  # another attempt has the same result
+                    raise type(error)(trouble) from None
                 continue
             sock.settimeout(None)
             if sock.family != socket.AF_UNIX:
@@ -183,13 +195,15 @@ def _connect(address: str, port: int, timeout_s: float) -> socket.socket:
     if not address.startswith("@"):
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
         targets = [(family, target) for family, _, _, _, target in found]
+    trouble: Exception = OSError(errno.EADDRNOTAVAIL, "its name has no address")
     for family, target in targets:
         sock = Socket(family, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
             sock.connect(target)
+            check_connected(sock)
             return sock
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             sock.close()
             trouble = error
     raise trouble

@@ -20,7 +20,7 @@ from allranks._base.system import reason
 
 __all__ = ["load_secret", "own_secret", "store_secret"]
 
-_log = logging.getLogger("allranks.net")
+_log = logging.getLogger("allranks.store")
 
 
 def load_secret(environ: Mapping[str, str] = os.environ) -> bytes:

@@ -14,7 +14,7 @@ __all__ = ["check_connected", "keep_alive", "unix_peer"]
 _CREDENTIALS = struct.Struct("3i")
 
 
-def keep_alive(sock: socket.socket, lost_after_s: int | None = None) -> None:
+def keep_alive(sock: socket.socket, lost_after_s: int | None = None, *, must_read: bool = True) -> None:
     """Let the kernel detect that the other host has vanished. No effect on unix sockets.
 
     The kernel probes an idle connection six times. Because TCP doubles the time between its own attempts, a limit of
@@ -24,6 +24,9 @@ def keep_alive(sock: socket.socket, lost_after_s: int | None = None) -> None:
         sock: The connection.
         lost_after_s: Seconds until a vanished host ends the connection, 8 at least. None: the system's setting, which
             is two hours on most systems.
+        must_read: Also end the connection if the peer acknowledges no data for this long. A peer that does not read
+            counts as well, because its closed window is unacknowledged data for the kernel: False if the peer may
+            stop reading, as a rank that computes.
     """
     if sock.family == socket.AF_UNIX:
         return
@@ -34,8 +37,8 @@ def keep_alive(sock: socket.socket, lost_after_s: int | None = None) -> None:
     idle = lost_after_s - 6 * interval
     for option, value in ((socket.TCP_KEEPIDLE, idle), (socket.TCP_KEEPINTVL, interval), (socket.TCP_KEEPCNT, 6)):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    # Keepalive probes are not sent while data is unacknowledged; this limit applies then.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, lost_after_s * 1000)
+    if must_read:  # keepalive probes are not sent while data is unacknowledged
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, lost_after_s * 1000)
 
 
 def unix_peer(sock: socket.socket) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""TLS for TCP connections: optional, mutual, and below the handshake of `handshake`.
+"""TLS for the TCP connections of stores: optional, mutual, and below the handshake of `handshake`.
 
 Without TLS, anybody who can read the network sees what the ranks send each other when they meet. With
 ALLRANKS_TLS_CERT, ALLRANKS_TLS_KEY and ALLRANKS_TLS_CA it is encrypted, and a peer without a certificate of the

@@ -398,8 +398,10 @@ class StoreServer:
             except OSError as error:
                 self._drop(peer, str(error))
 
-    def _refuse(self, name: str, handshake: ServerHandshake | None, error: ConfigError | TlsError) -> None:
+    def _refuse(self, name: str, handshake: ServerHandshake | None, error: ConfigError | WireError) -> None:
         """Log a refusal, once for each host, and for 16 hosts at most: a stranger could fill the log."""
+        if not isinstance(error, ConfigError | TlsError):
+            return
         if name not in self.refusals and len(self.refusals) < _MOST_REFUSALS:
             self.refusals[name] = f"{name} was refused: {error}"
             _log.warning("%s: %s", self.address, self.refusals[name])

@@ -35,7 +35,7 @@ from allranks._cluster.network import listen, nearest_first
 from allranks._net.admission import Admission, Candidate
 from allranks._net.frames import FrameDecoder, TlsError, WireError, pack_frame
 from allranks._net.handshake import DECLINED, HANDSHAKE_FRAME, PROVED, ClientHandshake, Protocol, ServerHandshake
-from allranks._net.sockets import keep_alive
+from allranks._net.sockets import check_connected, keep_alive
 
 if TYPE_CHECKING:
     from allranks import _core
@@ -64,7 +64,7 @@ _GIVE_UP_S = 10.0
 _ASKED_S = 0.3  # for an answer whether a rank is there
 _PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.2
-_LOST_AFTER_S = 15  # as the heartbeats do (kUnreachableMs in core/channel/net.cc)
+_LOST_AFTER_S = 15  # kUnreachableMs in core/channel/net.cc
 
 PROTOCOL = Protocol(b"allranks-channel/", b"4", _HELLO.size)
 """Its number counts versions of the handshake, and of what the core sends (core/channel, collective and p2p)."""
@@ -473,7 +473,9 @@ class ConnectionServer:
         assert isinstance(candidate.sock, Socket)
         group.give(peer, kind, candidate.sock, pack_frame(PROVED))
 
-    def _refuse(self, name: str, handshake: ServerHandshake | None, error: ConfigError | TlsError) -> None:
+    def _refuse(self, name: str, handshake: ServerHandshake | None, error: ConfigError | WireError) -> None:
+        if not isinstance(error, ConfigError | TlsError):
+            return
         group = self._group_of(Hello.unpack(handshake.subject)) if handshake and handshake.subject else None
         for each in [group] if group else list(self._groups.values()):
             each.refusals[name] = f"{name} was refused: {error}"
@@ -535,10 +537,9 @@ class ConnectionServer:
     def _begin(self, dial: _Dial, connection: Socket) -> None:
         if trouble := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(trouble, os.strerror(trouble))
-        if connection.getsockname() == connection.getpeername():  # TCP's simultaneous open, with itself
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+        check_connected(connection)
         # No time limit from here on: the other rank may be stopped. The end of the connection is enough.
-        keep_alive(connection, _LOST_AFTER_S)
+        keep_alive(connection, _LOST_AFTER_S, must_read=False)
         dial.connected, dial.until = True, None
         hello = Hello(dial.group.name, dial.group.rank, dial.peer, dial.kind)
         dial.handshake = ClientHandshake(PROTOCOL, dial.group.key, hello.pack())

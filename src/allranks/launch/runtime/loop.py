@@ -1,7 +1,7 @@
 """The loop of a running round: passes events to ``policy/round``, and performs the actions that it returns.
 
-Nothing is decided here. The loop also moves the output of the ranks to the screen, whose readers may be slow. All that
-it touches is passed in (`Ports`), so the tests run this same loop on simulated agents, output, signals and clock.
+Nothing is decided here. The loop also moves the output of the ranks to the screen, whose readers may be slow. Agents,
+output, terminal, store, signals and clock are passed in (`Ports`), so the tests run this same loop on simulated ones.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
         folder: the working directory; "" for the agent's own.
         environ: variables on top of the agent's own.
         secret: guards the job's store; empty where the agent has connected, and makes it from ``salt``.
-        salt: see ``listener.store_secret``.
+        salt: see ``_net.secret.store_secret``.
         serves: the store is there: with rank 0, except in an elastic job, whose launcher has it.
         spans: other hosts have ranks, too.
         master: what rank 0's host is called, for programs that use torch.distributed; "" for its address.
