@@ -37,6 +37,8 @@ from allranks._cluster.network import published_addresses
 from allranks._net import admission
 from allranks._net.frames import FrameDecoder, WireError, pack_frame, read_frame
 from allranks._net.handshake import HANDSHAKE_FRAME, PROVED, Protocol
+from allranks._net.listener import Listener
+from allranks._net.listener import dial as dial_listener
 from allranks._net.secret import load_secret
 from allranks._store import ForeignStore, HashStore, PrefixStore, Store, StoreClient, StoreServer
 from allranks._store import address as address_module
@@ -527,6 +529,21 @@ def test_another_version_is_told_on_both_sides(server: StoreServer, monkeypatch:
     with pytest.raises(ConfigError, match="install one"):
         prove(SECRET, bytes(32), answer.replace(PROTOCOL.head, b"allranks-store/9"))
     assert "allranks-store/9" in server.refusals["127.0.0.1"]
+
+
+def test_the_port_of_another_service_is_named_on_both_sides(server: StoreServer) -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"allranks-store/.*allranks-agent/.*another service"):
+        dial_listener([("127.0.0.1", server.port)], SECRET, began + 20.0)
+    assert "allranks-agent/" in server.refusals["127.0.0.1"]
+    listener = Listener(["127.0.0.1"], 0, SECRET)
+    try:
+        with pytest.raises(ConfigError, match=r"allranks-agent/.*allranks-store/.*another service"):
+            StoreClient.connect(f"tcp:localhost:{listener.port}", SECRET, 20.0)
+        assert "allranks-store/" in listener.refused["127.0.0.1"]
+    finally:
+        listener.close()
+    assert time.monotonic() - began < 10.0  # no attempt was repeated
 
 
 def test_a_wrong_peer_that_does_not_wait_for_its_answer_harms_nobody() -> None:
