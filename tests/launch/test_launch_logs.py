@@ -13,7 +13,8 @@ import pytest
 from allranks.launch.output.logs import Logs
 from allranks.launch.output.screen import Screen
 from allranks.launch.spec.events import Output
-from allranks.launch.spec.options import Display, Streams
+from allranks.launch.spec.options import Display
+from allranks.launch.spec.stdio import Streams
 from support.launcher_process import Launcher
 
 SCRIPT = """

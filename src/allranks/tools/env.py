@@ -22,7 +22,8 @@ from allranks._base.exit_codes import USAGE
 from allranks._cluster.context import Clue, LaunchContext
 from allranks._cluster.detection import CHOICES, command_for, detect
 from allranks._cluster.env import VARIABLES
-from allranks.launch.arguments.options import Parser, environment_kind
+from allranks.launch.arguments.options import Parser
+from allranks.launch.spec.values import environment_kind
 
 __all__ = ["Report", "collect", "main", "render"]
 

@@ -14,7 +14,7 @@ import ipaddress
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from allranks._base.errors import ConfigError
 from allranks._cluster.env import split_host_port
@@ -61,9 +61,8 @@ class Meeting:
     own: str = ""
 
 
-def add_meeting(parser: argparse.ArgumentParser) -> None:
+def add_meeting(add: Callable[..., Any]) -> None:
     """Adds the options. They are in the help as one line, as ``--master-addr`` means the same."""
-    add = parser.add_argument
     for words, dest, kind, metavar, shown in (
         ("master addr", "master_addr", str, "HOST[:PORT]", "host 0, in that case"),
         ("master port", "master_port", _port, "PORT", ""),

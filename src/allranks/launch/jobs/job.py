@@ -27,6 +27,7 @@ from allranks.launch.jobs.rehearsal import rehearse
 from allranks.launch.jobs.spread import is_here, join_leader, lead, run_there
 from allranks.launch.ranks.placement import describe, seats
 from allranks.launch.ranks.rank import Rank
+from allranks.launch.spec.declared import declarations, option_name
 from allranks.launch.spec.options import Options
 from allranks.launch.spec.target import check
 
@@ -34,22 +35,15 @@ __all__ = ["launch"]
 
 _LAUNCHED = ("allranks", "torchrun")  # a rank of ours may start jobs of its own
 _PORT = 29500
-# What is the same, or can be had, where the program runs in place of this process.
-_IN_PLACE = (
-    *("target", "env", "start", "exports", "threads", "instead_of_gloo", "folder", "iface", "dry_run", "reporter"),
-    *("backend", "trace"),
-    "display",  # part by part
-)
+# The spellings of options that are no declared field (`spec/options`).
 _SPELLINGS = {
     "leader": "--master-addr or --rdzv-endpoint",
     "leads": "--rdzv-conf is_host",
     "run": "--rdzv-id",
-    "grace_s": "--grace",
-    "join_timeout_s": "--join-timeout",
     "last_call_s": "--rdzv-conf last_call_timeout",
-    "idle_s": "--idle-timeout",
-    "only": "--local-ranks-filter",
+    "statistics": "--stats or --metrics",
 }
+_IN_PLACE = ("target", "reporter", "display")  # of the last one, each part is looked at
 
 
 def launch(options: Options) -> int | Rank:
@@ -264,10 +258,12 @@ def _environ_in_place(options: Options, kind: str) -> dict[str, str]:
     Raises:
         ConfigError: something is asked for that only a launcher could do.
     """
-    for place, kept in ((options, _IN_PLACE), (options.display, ())):
+    for place in (options, options.display):
+        declared = declarations(type(place))
         for field in fields(place):
-            if field.name not in kept and getattr(place, field.name) != field.default:
-                option = _SPELLINGS.get(field.name, "--" + field.name.replace("_", "-"))
+            kept = declared[field.name].in_place if field.name in declared else field.name in _IN_PLACE
+            if not kept and getattr(place, field.name) != field.default:
+                option = _SPELLINGS.get(field.name) or option_name(type(place), field.name)
                 raise ConfigError(
                     f"{option} is for ranks that allranks run starts, and this one was started by {kind}, which would"
                     " have to do it; leave it out"

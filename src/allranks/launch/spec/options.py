@@ -1,47 +1,47 @@
-"""What ``allranks run`` was asked for, whichever command line or call asked."""
+"""What ``allranks run`` was asked for, whichever command line or call asked.
+
+Each field that one option of the command line holds declares this option (`declared`). Options that several fields
+share (how many ranks, which hosts, how hosts meet, what to run) are in ``arguments/options``.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-from allranks._cluster.env import NOTICE_S
+from allranks._cluster.detection import CHOICES
+from allranks._cluster.env import NOTICE_S, notice_seconds
 from allranks._cluster.hostlist import Slots
 from allranks.launch.reporter import Reporter
+from allranks.launch.spec import values
+from allranks.launch.spec.declared import option
+from allranks.launch.spec.stdio import Streams
 from allranks.launch.spec.target import Target
 
-__all__ = ["Bind", "Display", "Options", "RankOptions", "STATISTICS_S", "Show", "Streams", "given"]
+__all__ = ["GROUPS", "Bind", "Display", "Options", "RankOptions", "STATISTICS_S", "Show", "given"]
+
+GROUPS = HOSTS, PROGRAM, LOSSES, OUTPUT, PLACEMENT, WATCH = (
+    "hosts",
+    "program",
+    "losses",
+    "output",
+    "placement",
+    "hangs, statistics and signals",
+)
+"""Headings of the help, in its order."""
+
+_STREAMS = "write streams {} to files under --log-dir: 1 stdout, 2 stderr, 3 both; or 0:3,10:1 by local rank"
 
 STATISTICS_S = 10.0
 """How often agents report what their ranks' calls took, where that is wanted."""
 
 Show = Literal["0", "all", "none"]
 Bind = Literal["none", "core", "numa"]
-
-
-@dataclass(frozen=True)
-class Streams:
-    """torchrun's words for output streams: 0 none, 1 stdout, 2 stderr, 3 both.
-
-    Attributes:
-        of_all: for all ranks.
-        of_some: local rank -> its own; the others then have none.
-    """
-
-    of_all: int = 0
-    of_some: Mapping[int, int] | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.of_all or self.of_some)
-
-    def has(self, local_rank: int, stream: int) -> bool:
-        """True if it names a stream (1 or 2) of a rank."""
-        chosen = self.of_all if self.of_some is None else self.of_some.get(local_rank, 0)
-        return bool(chosen & stream)
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,69 @@ class Display:
         log_dir: folder for torchrun's files; None for a temporary one, if there are such files at all.
     """
 
-    show: Show = "all"
-    only: frozenset[int] | None = None
-    timestamps: bool = False
-    collapse: Literal["auto", "always", "never"] = "auto"
-    logs: Path | None = None
-    redirects: Streams = Streams()
-    tee: Streams = Streams()
-    log_dir: Path | None = None
+    show: Show = option(
+        "--show",
+        default="all",
+        group=OUTPUT,
+        choices=("0", "all", "none"),
+        help="whose output to print: 0 is rank 0's, unprefixed (default all)",
+    )
+    timestamps: bool = option(
+        "--timestamps",
+        default=False,
+        group=OUTPUT,
+        action="store_true",
+        help="put the time before each line, on the screen and in files",
+    )
+    collapse: Literal["auto", "always", "never"] = option(
+        "--collapse",
+        default="auto",
+        group=OUTPUT,
+        choices=("auto", "always", "never"),
+        help="print a line that several ranks write at the same time once (default auto: from 8 ranks on)",
+    )
+    logs: Path | None = option(
+        "--logs",
+        default=None,
+        group=OUTPUT,
+        type=Path,
+        metavar="DIR",
+        help="also write each rank's output to DIR/rankN.log",
+    )
+    tee: Streams = option(
+        *("-t", "--tee"),
+        default=Streams(),
+        group=OUTPUT,
+        type=values.streams,
+        metavar="STREAMS",
+        help=_STREAMS.format("also"),
+    )
+    redirects: Streams = option(
+        *("-r", "--redirects"),
+        default=Streams(),
+        group=OUTPUT,
+        type=values.streams,
+        metavar="STREAMS",
+        help=_STREAMS.format("only"),
+    )
+    log_dir: Path | None = option(
+        "--log-dir",
+        default=None,
+        hidden=("--log_dir",),
+        group=OUTPUT,
+        type=Path,
+        metavar="DIR",
+        help="folder for -t and -r: DIR/<run>_<random>/attempt_0/<local rank>/stdout.log, stderr.log",
+    )
+    only: frozenset[int] | None = option(
+        "--local-ranks-filter",
+        default=None,
+        hidden=("--local_ranks_filter",),
+        group=OUTPUT,
+        type=values.local_ranks,
+        metavar="0,1,...",
+        help="print the output of these local ranks only",
+    )
 
 
 @dataclass(frozen=True)
@@ -89,16 +144,66 @@ class RankOptions:
     """
 
     target: Target
-    start: Literal["fork", "spawn"] = "fork"
-    threads: int | None = None
-    bind: Bind = "none"
-    one_gpu_per_rank: bool = False
+    start: Literal["fork", "spawn"] = option(
+        "--start",
+        default="fork",
+        group=PROGRAM,
+        in_place=True,
+        choices=("fork", "spawn"),
+        help="fork ranks from a process that has imported torch, or start fresh interpreters (default fork)",
+    )
+    threads: int | None = option(
+        "--threads",
+        default=None,
+        group=PROGRAM,
+        in_place=True,
+        type=values.thread_count,
+        metavar="N|auto",
+        help="OMP_NUM_THREADS per rank, or auto: CPUs / ranks (default auto)",
+    )
+    bind: Bind = option(
+        "--bind",
+        default="none",
+        group=PLACEMENT,
+        choices=("none", "core", "numa"),
+        help="give each rank cores of its own, or the cores of a NUMA node, its GPU's if it has one (default none)",
+    )
+    one_gpu_per_rank: bool = option(
+        "--one-gpu-per-rank",
+        default=False,
+        group=PLACEMENT,
+        action="store_true",
+        help="let each rank see one GPU, by CUDA_VISIBLE_DEVICES",
+    )
     virtual_local_rank: bool = False
-    role: str = "default"
-    signals: tuple[int, ...] = (signal.SIGUSR1, signal.SIGUSR2)
-    notice_s: float = NOTICE_S
+    role: str = option("--role", default="default", group=HOSTS, help=argparse.SUPPRESS)
+    signals: tuple[int, ...] = option(
+        "--signals",
+        default=(signal.SIGUSR1, signal.SIGUSR2),
+        group=WATCH,
+        type=values.signal_names,
+        metavar="NAMES",
+        help="signals to pass on to the ranks; the job goes on (default USR1,USR2; none for none)",
+    )
+    notice_s: float = option(
+        "--notice-after",
+        default=NOTICE_S,
+        group=WATCH,
+        convert=lambda given: notice_seconds(os.environ) if given is None else given,
+        type=values.seconds,
+        metavar="TIME",
+        help="how long a rank may wait in one call before a line says for whom, and where that rank is; 0 for never"
+        " (default 10s)",
+    )
     statistics: bool = False
-    elastic: tuple[int, int | None] | None = None
+    elastic: tuple[int, int | None] | None = option(
+        "--elastic",
+        default=None,
+        group=LOSSES,
+        type=values.elastic_range,
+        metavar="MIN[:MAX]",
+        help="a lost rank does not end the job as long as MIN are left (docs/resilience.md: how a program goes on)",
+    )
 
 
 @dataclass(frozen=True)
@@ -143,32 +248,178 @@ class Options(RankOptions):
     per_host: int | Literal["auto", "gpu"] | None = None
     hosts: tuple[Slots, ...] = ()
     nodes: tuple[int, int] | None = None
-    node: int | None = None
+    node: int | None = option(
+        "--node-rank",
+        default=None,
+        hidden=("--node_rank",),
+        group=HOSTS,
+        type=values.whole,
+        metavar="I",
+        help="number of this host, where you start the same command on each of them",
+    )
     leader: tuple[str, int | None] | None = None
     leads: bool | None = None
     run: str = ""
-    env: str = "auto"
+    env: str = option(
+        "--env",
+        default="auto",
+        group=HOSTS,
+        in_place=True,
+        type=values.environment_kind,
+        metavar="KIND",
+        help=f"what has started this process: {', '.join(CHOICES)}",
+    )
     display: Display = Display()
-    grace_s: float = 10.0
-    instead_of_gloo: bool = False
-    restarts: int = 0
-    join_timeout_s: float = 300.0
+    grace_s: float = option(
+        "--grace",
+        default=10.0,
+        group=PROGRAM,
+        type=values.seconds,
+        metavar="TIME",
+        help="between SIGTERM and SIGKILL (default 10s)",
+    )
+    instead_of_gloo: bool = option(
+        "--instead-of-gloo",
+        default=False,
+        group=PROGRAM,
+        in_place=True,
+        action="store_true",
+        help="give a program that asks torch.distributed for gloo groups on our channel; it need not be changed",
+    )
+    restarts: int = option(
+        "--restarts",
+        default=0,
+        hidden=("--max-restarts", "--max_restarts"),
+        group=LOSSES,
+        type=values.whole,
+        metavar="K",
+        help="start the job again when a rank fails, up to K times (default 0)",
+    )
+    join_timeout_s: float = option(
+        "--join-timeout",
+        default=300.0,
+        group=HOSTS,
+        type=values.seconds,
+        metavar="TIME",
+        help="how long to wait for hosts (default 5m)",
+    )
     last_call_s: float = 10.0
-    exports: tuple[str, ...] = ()
-    folder: Path | None = None
-    ssh: str = ""
-    iface: str = ""
-    dry_run: bool = False
+    exports: tuple[str, ...] = option(
+        *("-x", "--export"),
+        default=(),
+        convert=lambda given: tuple(given or ()),
+        group=HOSTS,
+        in_place=True,
+        action="append",
+        metavar="VAR[=V]",
+        help="pass a variable on to other hosts, or all that match a pattern such as WANDB_*",
+    )
+    folder: Path | None = option(
+        "--chdir",
+        default=None,
+        hidden=("--wdir",),
+        group=HOSTS,
+        in_place=True,
+        type=Path,
+        metavar="DIR",
+        help="working directory",
+    )
+    ssh: str = option(
+        "--ssh",
+        default="",
+        group=HOSTS,
+        metavar="COMMAND",
+        help="call this in place of ssh, for example 'ssh -i key'",
+    )
+    iface: str = option(
+        "--iface",
+        default="",
+        group=HOSTS,
+        in_place=True,
+        metavar="NAME|CIDR",
+        help="interfaces or networks that hosts use among each other",
+    )
+    dry_run: bool = option(
+        "--dry-run",
+        default=False,
+        group=HOSTS,
+        in_place=True,
+        action="store_true",
+        help="print what would be started where, and start nothing",
+    )
     reporter: Reporter = field(default_factory=Reporter)
-    backend: str = ""
-    idle_s: float | None = None
-    stdin: int | Literal["auto", "none"] = "auto"
-    trace: Path | None = None
-    stats: bool = False
-    metrics: Path | None = None
-    respawns: int = 3
-    spares: int = 0
-    rehearse: tuple[str, ...] = ()
+    backend: str = option(
+        "--backend",
+        default="",
+        group=PROGRAM,
+        in_place=True,
+        type=values.backend_names,
+        metavar="NAME",
+        help="what init_process_group() takes where the program names none, as native, gloo or cpu:gloo,cuda:nccl",
+    )
+    idle_s: float | None = option(
+        "--idle-timeout",
+        default=None,
+        group=WATCH,
+        type=values.some_seconds,
+        metavar="TIME",
+        help="when no rank has written anything for so long, print the stacks of all, stop and exit with 124",
+    )
+    stdin: int | Literal["auto", "none"] = option(
+        "--stdin",
+        default="auto",
+        group=PROGRAM,
+        type=values.stdin_rank,
+        metavar="RANK|none",
+        help="the rank that has stdin, or none; the others read end-of-file (default: a single rank, or the master)",
+    )
+    trace: Path | None = option(
+        "--trace",
+        default=None,
+        group=WATCH,
+        in_place=True,
+        type=values.folder,
+        metavar="DIR",
+        help="record all calls of all ranks, rank 3 in DIR/rank-3.trace; allranks trace timeline DIR draws them",
+    )
+    stats: bool = option(
+        "--stats",
+        default=False,
+        group=WATCH,
+        action="store_true",
+        help="at the end, print what the calls took, per verb, and who came last",
+    )
+    metrics: Path | None = option(
+        "--metrics",
+        default=None,
+        group=WATCH,
+        type=values.replaced_file,
+        metavar="FILE",
+        help="write the same there every 10 s, in Prometheus' text format, as node_exporter's textfile collector reads",
+    )
+    respawns: int = option(
+        "--respawns",
+        default=3,
+        group=LOSSES,
+        type=values.whole,
+        metavar="K",
+        help="with --elastic: start each lost rank again, up to K times (default 3; 0: go on without it)",
+    )
+    spares: int = option(
+        "--spares",
+        default=0,
+        group=LOSSES,
+        type=values.whole,
+        metavar="N",
+        help="with --elastic, of several hosts: the last N run no rank at first; a lost host's ranks are started there",
+    )
+    rehearse: tuple[str, ...] = option(
+        "--rehearse",
+        default=(),
+        group=LOSSES,
+        action="store_true",
+        help="with --elastic: kill ranks in each phase of the first steps, and print whether the result is the same",
+    )
 
     def for_ranks(self) -> RankOptions:
         """Those that every agent gets."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Stdio"]
+__all__ = ["Stdio", "Streams"]
 
 
 @dataclass(frozen=True)
@@ -32,3 +33,24 @@ class Stdio:
     merged: bool = False
     rows: int = 24
     columns: int = 80
+
+
+@dataclass(frozen=True)
+class Streams:
+    """torchrun's words for output streams: 0 none, 1 stdout, 2 stderr, 3 both.
+
+    Attributes:
+        of_all: for all ranks.
+        of_some: local rank -> its own; the others then have none.
+    """
+
+    of_all: int = 0
+    of_some: Mapping[int, int] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.of_all or self.of_some)
+
+    def has(self, local_rank: int, stream: int) -> bool:
+        """True if it names a stream (1 or 2) of a rank."""
+        chosen = self.of_all if self.of_some is None else self.of_some.get(local_rank, 0)
+        return bool(chosen & stream)

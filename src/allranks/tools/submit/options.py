@@ -14,7 +14,9 @@ from allranks._base.errors import ConfigError
 from allranks._cluster.schedulers import SCHEDULERS, scheduler_named
 from allranks._cluster.schedulers.interface import Job, Scheduler, Submission
 from allranks.launch.arguments.layout import check_elastic
-from allranks.launch.arguments.options import RESPAWNS, Parser, add_elastic, refuse_inelastic
+from allranks.launch.arguments.options import Parser, refuse_inelastic
+from allranks.launch.spec.declared import add_options
+from allranks.launch.spec.options import Options as RunOptions
 from allranks.launch.spec.target import check, read_target
 
 __all__ = ["Options", "parse"]
@@ -57,6 +59,7 @@ def parse(argv: Sequence[str]) -> Options:
         SystemExit: help was asked for, and given.
     """
     given = _parser().parse_args(argv)
+    given.spares = given.spares or 0
     refuse_inelastic(given)
     words = [*_elastic_words(given), *(["--trace", given.trace] if given.trace else [])]
     words += [*(["-m"] if given.module else []), *given.target]
@@ -96,7 +99,7 @@ def parse(argv: Sequence[str]) -> Options:
         secret=secrets.token_hex(32) if submission.containers else "",
         least=None if given.elastic is None else given.elastic[0],
         spares=given.spares,
-        respawns=RESPAWNS if given.respawns is None else given.respawns,
+        respawns=RunOptions.respawns if given.respawns is None else given.respawns,
     )
     check_elastic(given.elastic, nproc * (given.nodes - given.spares))
     submission.check(job)
@@ -139,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where it runs (default: here; k8s: as the image sets it)",
     )
-    add_elastic(add)
+    add_options(add, RunOptions, ("elastic", "respawns", "spares"))
     add("--trace", default="", metavar="DIR", help="record all calls of all ranks there, as allranks run does")
     add("--file", metavar="PATH", help="write the file there")
     add("--now", action="store_true", help="submit it: sbatch, qsub, bsub, kubectl create")

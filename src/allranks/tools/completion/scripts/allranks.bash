@@ -33,7 +33,7 @@ _allranks_command() {  # $kind and $words of what may stand where no option does
 _allranks_options() {  # into $words
   case $1 in
     '') words='-h --help -V --version' ;;
-    'run') words='-h --help -n --nproc --nproc-per-node -H --hosts --hostfile -N --node-rank --master-addr --rdzv-endpoint --rdzv-id --env --restarts --elastic --respawns --spares --rehearse --join-timeout -x --export --chdir --ssh --iface --dry-run -m --module --mode --start --stdin --grace --threads --instead-of-gloo --backend -q --quiet -v --verbose --show --timestamps --collapse --logs -t --tee -r --redirects --log-dir --local-ranks-filter --bind --one-gpu-per-rank --notice-after --stats --metrics --trace --idle-timeout --signals' ;;
+    'run') words='-h --help -n --nproc --nproc-per-node -H --hosts --hostfile -N --node-rank --master-addr --rdzv-endpoint --rdzv-id --env --join-timeout -x --export --chdir --ssh --iface --dry-run -m --module --mode --start --threads --grace --instead-of-gloo --backend --stdin --elastic --restarts --respawns --spares --rehearse -q --quiet -v --verbose --show --timestamps --collapse --logs -t --tee -r --redirects --log-dir --local-ranks-filter --bind --one-gpu-per-rank --signals --notice-after --idle-timeout --trace --stats --metrics' ;;
     'torchrun') words='-h --help --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts --monitor-interval --start-method --event-log-handler --role --log-dir -r --redirects -t --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --node-rank --master-addr --master-port --local-addr --logs-specs --numa-binding --signals-to-handle --shutdown-timeout --standalone -m --module --no-python --run-path --virtual-local-rank' ;;
     'launch') words='-h --help --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts --monitor-interval --start-method --event-log-handler --role --log-dir -r --redirects -t --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --node-rank --master-addr --master-port --local-addr --logs-specs --numa-binding --signals-to-handle --shutdown-timeout --standalone -m --module --no-python --run-path --virtual-local-rank --use-env' ;;
     'env') words='-h --help --env --json' ;;
@@ -89,12 +89,6 @@ _allranks_value() {  # $kind and $words of what option $2 of command $1 takes
     'run --local_addr') kind=host words='' ;;
     'run --role') kind=any words='' ;;
     'run --env') kind=any words='' ;;
-    'run --restarts') kind=any words='' ;;
-    'run --max-restarts') kind=any words='' ;;
-    'run --max_restarts') kind=any words='' ;;
-    'run --elastic') kind=any words='' ;;
-    'run --respawns') kind=any words='' ;;
-    'run --spares') kind=any words='' ;;
     'run --join-timeout') kind=any words='' ;;
     'run -x' | 'run --export') kind=any words='' ;;
     'run --chdir') kind=folder words='' ;;
@@ -103,10 +97,15 @@ _allranks_value() {  # $kind and $words of what option $2 of command $1 takes
     'run --iface') kind=any words='' ;;
     'run --mode') kind=words words='group master' ;;
     'run --start') kind=words words='fork spawn' ;;
-    'run --stdin') kind=words words='none' ;;
-    'run --grace') kind=any words='' ;;
     'run --threads') kind=words words='auto' ;;
+    'run --grace') kind=any words='' ;;
     'run --backend') kind=any words='' ;;
+    'run --stdin') kind=words words='none' ;;
+    'run --elastic') kind=any words='' ;;
+    'run --restarts') kind=any words='' ;;
+    'run --max-restarts' | 'run --max_restarts') kind=any words='' ;;
+    'run --respawns') kind=any words='' ;;
+    'run --spares') kind=any words='' ;;
     'run --show') kind=words words='0 all none' ;;
     'run --collapse') kind=words words='auto always never' ;;
     'run --logs') kind=folder words='' ;;
@@ -117,11 +116,11 @@ _allranks_value() {  # $kind and $words of what option $2 of command $1 takes
     'run --local-ranks-filter') kind=any words='' ;;
     'run --local_ranks_filter') kind=any words='' ;;
     'run --bind') kind=words words='none core numa' ;;
-    'run --notice-after') kind=any words='' ;;
-    'run --metrics') kind=file words='' ;;
-    'run --trace') kind=folder words='' ;;
-    'run --idle-timeout') kind=any words='' ;;
     'run --signals') kind=any words='' ;;
+    'run --notice-after') kind=any words='' ;;
+    'run --idle-timeout') kind=any words='' ;;
+    'run --trace') kind=folder words='' ;;
+    'run --metrics') kind=file words='' ;;
     'run --monitor-interval') kind=any words='' ;;
     'run --monitor_interval') kind=any words='' ;;
     'run --start-method') kind=any words='' ;;

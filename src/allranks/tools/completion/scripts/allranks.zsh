@@ -31,13 +31,6 @@ _allranks_run() {
     '!--local_addr=:HOST:_hosts' \
     '!--role=:ROLE: ' \
     '--env=[what has started this process\: auto, local, ssh, torchrun, mpi, lsf, flux, slurm, k8s, sagemaker, pbs, sge]:KIND: ' \
-    '--restarts=[start the job again when a rank fails, up to K times (default 0)]:K: ' \
-    '!--max-restarts=:K: ' \
-    '!--max_restarts=:K: ' \
-    '--elastic=[a lost rank does not end the job as long as MIN are left (docs/resilience.md\: how a program goes on)]:MIN\[\:MAX\]: ' \
-    '--respawns=[with --elastic\: start each lost rank again, up to K times (default 3; 0\: go on without it)]:K: ' \
-    '--spares=[with --elastic, of several hosts\: the last N run no rank at first; a lost host'\''s ranks are started there]:N: ' \
-    '--rehearse[with --elastic\: kill ranks in each phase of the first steps, and print whether the result is the same]' \
     '--join-timeout=[how long to wait for hosts (default 5m)]:TIME: ' \
     '(-x --export)'{-x+,--export=}'[pass a variable on to other hosts, or all that match a pattern such as WANDB_*]:VAR\[=V\]: ' \
     '--chdir=[working directory]:DIR:_files -/' \
@@ -48,11 +41,18 @@ _allranks_run() {
     '(-m --module)'{-m,--module}'[run a python module, as python -m does]' \
     '--mode=[master\: rank 0 alone runs the program, and drives the others by init_master_worker (default group)]:{group,master}:(group master)' \
     '--start=[fork ranks from a process that has imported torch, or start fresh interpreters (default fork)]:{fork,spawn}:(fork spawn)' \
-    '--stdin=[the rank that has stdin, or none; the others read end-of-file (default\: a single rank, or the master)]:RANK|none:(none)' \
-    '--grace=[between SIGTERM and SIGKILL (default 10s)]:TIME: ' \
     '--threads=[OMP_NUM_THREADS per rank, or auto\: CPUs / ranks (default auto)]:N|auto:(auto)' \
+    '--grace=[between SIGTERM and SIGKILL (default 10s)]:TIME: ' \
     '--instead-of-gloo[give a program that asks torch.distributed for gloo groups on our channel; it need not be changed]' \
     '--backend=[what init_process_group() takes where the program names none, as native, gloo or cpu\:gloo,cuda\:nccl]:NAME: ' \
+    '--stdin=[the rank that has stdin, or none; the others read end-of-file (default\: a single rank, or the master)]:RANK|none:(none)' \
+    '--elastic=[a lost rank does not end the job as long as MIN are left (docs/resilience.md\: how a program goes on)]:MIN\[\:MAX\]: ' \
+    '--restarts=[start the job again when a rank fails, up to K times (default 0)]:K: ' \
+    '!--max-restarts=:K: ' \
+    '!--max_restarts=:K: ' \
+    '--respawns=[with --elastic\: start each lost rank again, up to K times (default 3; 0\: go on without it)]:K: ' \
+    '--spares=[with --elastic, of several hosts\: the last N run no rank at first; a lost host'\''s ranks are started there]:N: ' \
+    '--rehearse[with --elastic\: kill ranks in each phase of the first steps, and print whether the result is the same]' \
     '(-q --quiet)'{-q,--quiet}'[of the launcher'\''s own lines, print only the cause of a failure]' \
     '(-v --verbose)'{-v,--verbose}'[print what is found, started and stopped, and when]' \
     '--show=[whose output to print\: 0 is rank 0'\''s, unprefixed (default all)]:{0,all,none}:(0 all none)' \
@@ -67,12 +67,12 @@ _allranks_run() {
     '!--local_ranks_filter=:0,1,...: ' \
     '--bind=[give each rank cores of its own, or the cores of a NUMA node, its GPU'\''s if it has one (default none)]:{none,core,numa}:(none core numa)' \
     '--one-gpu-per-rank[let each rank see one GPU, by CUDA_VISIBLE_DEVICES]' \
+    '--signals=[signals to pass on to the ranks; the job goes on (default USR1,USR2; none for none)]:NAMES: ' \
     '--notice-after=[how long a rank may wait in one call before a line says for whom, and where that rank is; 0 for never (default 10s)]:TIME: ' \
+    '--idle-timeout=[when no rank has written anything for so long, print the stacks of all, stop and exit with 124]:TIME: ' \
+    '--trace=[record all calls of all ranks, rank 3 in DIR/rank-3.trace; allranks trace timeline DIR draws them]:DIR:_files -/' \
     '--stats[at the end, print what the calls took, per verb, and who came last]' \
     '--metrics=[write the same there every 10 s, in Prometheus'\'' text format, as node_exporter'\''s textfile collector reads]:FILE:_files' \
-    '--trace=[record all calls of all ranks, rank 3 in DIR/rank-3.trace; allranks trace timeline DIR draws them]:DIR:_files -/' \
-    '--idle-timeout=[when no rank has written anything for so long, print the stacks of all, stop and exit with 124]:TIME: ' \
-    '--signals=[signals to pass on to the ranks; the job goes on (default USR1,USR2; none for none)]:NAMES: ' \
     '!--use-env' \
     '!--use_env' \
     '!--standalone' \
