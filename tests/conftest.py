@@ -3,6 +3,8 @@
 import gc
 import os
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,40 @@ def pytest_collection_finish() -> None:
     """What was imported stays: a search for garbage in it takes 0.2 s each time, and capture begins with one."""
     gc.collect()
     gc.freeze()
+
+
+# What tests cost: seconds of CPU time of this process and of the processes that it has waited for, by file. Many tests
+# mostly wait, so their duration says little about what would make the whole run shorter.
+COST: Counter[str] = Counter()
+STARTED = pytest.StashKey[float]()
+SHOWN = 25
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    item.stash[STARTED] = _cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    result = yield
+    item.user_properties.append(("cpu_s", _cpu_seconds() - item.stash[STARTED]))
+    return result
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":
+        COST[report.nodeid.partition("::")[0]] += dict(report.user_properties).get("cpu_s", 0.0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if len(COST) > SHOWN and not hasattr(config, "workerinput"):
+        terminalreporter.section(f"CPU time: {COST.total():.0f} s; the files that need most")
+        for file, seconds in COST.most_common(SHOWN):
+            terminalreporter.write_line(f"{seconds:7.1f} s  {file}")
