@@ -1,7 +1,7 @@
 """What a State covers: the tensors, arrays and plain values of its parts, by name, and how they are restored.
 
 `Coverage` finds them. `Undo` has copies of them, as they were when a step began, and restores them if the step is
-repeated. How much it copies depends on what the first steps have shown (`learning.Plan`): everything, or only what a
+repeated. How much it copies depends on what the first steps have shown (`StepPlan`): everything, or only what a
 step changes before it is committed.
 """
 
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from allranks._call.bytes import view_of
 from allranks.resilience import fully_sharded
 from allranks.resilience.buddies import unpack
-from allranks.resilience.handover import Parts, assign
+from allranks.resilience.handover import assign
 from allranks.resilience.reachable import PLAIN, Boundary, Reached, is_plain, reach
-from allranks.resilience.shards import is_dtensor, local_of, shard_of
+from allranks.resilience.shards import Parts, is_dtensor, local_of, shard_of
 
 if TYPE_CHECKING:
-    from allranks.resilience.learning import Plan
+    from allranks.resilience.step_plan import StepPlan
 
 __all__ = ["Coverage", "Undo", "digest", "plain_of"]
 
@@ -256,7 +256,7 @@ class Undo:
         self._containers: list[tuple[Any, Any]] = []
         self._grads: list[tuple[Any, Tensor | None, Tensor | None]] | None = None
         self._flags: list[tuple[Any, ...]] = []
-        self._plan: Plan | None = None
+        self._plan: StepPlan | None = None
         self._chosen: list[Tensor] = []
         self._modules: list[Any] = []
         self._watched: list[Tensor] = []
@@ -274,7 +274,7 @@ class Undo:
         self._keep_tensors(reached.tensors.values())
         self._keep_grads()
 
-    def keep(self, plan: Plan) -> None:
+    def keep(self, plan: StepPlan) -> None:
         """A step begins that is committed early: what it changes before that is copied.
 
         The version counters of all other tensors tell, after a loss, whether the step has changed more than it used to.
@@ -292,7 +292,7 @@ class Undo:
         if plan.grads:
             self._keep_grads()
 
-    def _watch(self, plan: Plan) -> None:
+    def _watch(self, plan: StepPlan) -> None:
         self._plan = plan
         reached = self._coverage.reached()
         names = {name: tensor for name, tensor in reached.tensors.items() if not tensor.is_inference()}

@@ -26,7 +26,7 @@ from allranks.resilience.shards import layout_of
 
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
-    from allranks.resilience.handover import Parts
+    from allranks.resilience.shards import Parts
 
 __all__ = ["Checkpoints", "Disk"]
 

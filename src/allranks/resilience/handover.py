@@ -22,15 +22,12 @@ from allranks._api import objects
 from allranks._base.errors import StateLostError, UsageError
 from allranks._call.bytes import in_huge_pages
 from allranks.resilience.reachable import PLAIN, is_array, is_generator
-from allranks.resilience.shards import Layout, layout_of, local_of, meshes_in, restored
+from allranks.resilience.shards import Layout, Parts, layout_of, local_of, meshes_in, restored
 
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
 
-__all__ = ["Donors", "Parts", "assign", "attributes_of", "check_own", "check_part", "receive", "send"]
-
-Parts = Mapping[str, Any]
-"""What a state consists of: modules, optimisers, anything with state_dict and load_state_dict, tensors, dicts."""
+__all__ = ["Donors", "assign", "attributes_of", "check_own", "check_part", "receive", "send"]
 
 _PLACE = "tensor"  # in a structure: the place of the next tensor
 

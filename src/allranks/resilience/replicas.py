@@ -22,7 +22,7 @@ from allranks.resilience.shards import dtensors_in, layout_of
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
     from allranks._rendezvous.succession import Claim
-    from allranks.resilience.handover import Parts
+    from allranks.resilience.shards import Parts
 
 __all__ = ["Replicas"]
 

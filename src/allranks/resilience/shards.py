@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from allranks.resilience.handover import Parts
+__all__ = ["Layout", "Parts", "dtensors_in", "is_dtensor", "layout_of", "local_of", "meshes_in", "restored", "shard_of"]
 
-__all__ = ["Layout", "dtensors_in", "is_dtensor", "layout_of", "local_of", "meshes_in", "restored", "shard_of"]
+
+Parts = Mapping[str, Any]
+"""What a state consists of: modules, optimizers, anything with state_dict and load_state_dict, tensors, dicts."""
 
 
 class Layout(NamedTuple):

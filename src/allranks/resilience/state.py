@@ -61,13 +61,14 @@ from allranks.resilience.buddies import Buddies, pack, unpack
 from allranks.resilience.coverage import Coverage, Undo, digest
 from allranks.resilience.disk import Checkpoints, Disk
 from allranks.resilience.handover import assign
-from allranks.resilience.learning import Learning, Plan, merge
+from allranks.resilience.learning import Learning, merge
 from allranks.resilience.position import Position
 from allranks.resilience.reachable import WRAPPERS
 from allranks.resilience.rehearsal import EPOCHS, rehearsal_of
 from allranks.resilience.replicas import Replicas
 from allranks.resilience.seeds import Seeds
 from allranks.resilience.shards import dtensors_in, layout_of
+from allranks.resilience.step_plan import StepPlan
 
 __all__ = ["State", "Step"]
 
@@ -213,7 +214,7 @@ class State:
         self._step: Step | None = None
         self._undone: Step | None = None  # to be repeated
         self._abandoned = False
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, StepPlan] = {}
         self._audits: dict[str, Audit] = {}
         self._complaints: list[str] = []  # for the next learning step, in which all ranks hear them
         self._late = False  # everywhere, as a step has called other ranks after its commit
@@ -586,7 +587,7 @@ class State:
         if self._arrived is not None:
             self._arrived()
             self._arrived, self._kept_at = None, ""
-        plan = self._plans.setdefault(step.place, Plan())
+        plan = self._plans.setdefault(step.place, StepPlan())
         if not plan.met:
             # If a rank is lost in the comparison below, the process in its place gets these values.
             own = {name for each in self._plans.values() for name in each.variables}
@@ -834,7 +835,7 @@ class State:
                 " see docs/resilience.md#what-a-step-is"
             )
 
-    def _meet_variables(self, step: Step, plan: Plan) -> None:
+    def _meet_variables(self, step: Step, plan: StepPlan) -> None:
         """The ranks compare variables that a loop does not assign, before its first step.
 
         A process that has just replaced a lost rank may have computed them from results that it does not have:
