@@ -36,7 +36,7 @@ from allranks._rendezvous.join_protocol import (
     exchange,
     unpack_members,
 )
-from allranks._store.wire import FRAME_LIMIT, PROTOCOL, Wait, decode_reply, encode
+from allranks._store.wire import FRAME_LIMIT, PROTOCOL, WaitForKeys, decode_reply, encode
 
 SECRET = b"a secret of this benchmark"
 RANKS_PER_HOST = 8
@@ -168,7 +168,7 @@ class Crowd:
 
 
 def read_table(prefix):
-    _, answer = yield Wait([f"{prefix}/{TABLE}"], 60.0, True)
+    _, answer = yield WaitForKeys([f"{prefix}/{TABLE}"], 60.0, True)
     return answer.values[0]
 
 

@@ -19,7 +19,7 @@ from allranks._base.errors import NotInitializedError, UsageError
 from allranks._group.process_group import ProcessGroup
 from allranks._trace import flight_recorder, memory
 from allranks._trace.matching import read_process
-from allranks._trace.reader import Call, Group, Reader
+from allranks._trace.reader import RecordedCall, RecordedGroup, TraceReader
 
 __all__ = ["Straggler", "Stragglers", "TracedCall", "flight_dump", "last_calls", "record", "stragglers"]
 
@@ -297,13 +297,13 @@ def _world() -> Any:
     return distributed.group.WORLD if distributed.is_available() and distributed.is_initialized() else None
 
 
-def _recorded(reader: Reader, group: ProcessGroup) -> list[Group]:
+def _recorded(reader: TraceReader, group: ProcessGroup) -> list[RecordedGroup]:
     """A group in the record: once for each of its engines."""
     groups = reader.groups()
     return [groups[number] for number in group.record_numbers if number in groups and number != 0]
 
 
-def _straggler(rank: int, parts: list[Group], compared: int, recent: int) -> Straggler:
+def _straggler(rank: int, parts: list[RecordedGroup], compared: int, recent: int) -> Straggler:
     places = [(part, part.ranks.index(rank)) for part in parts if rank in part.ranks]
     times = sum(part.late[i].times for part, i in places)
     seconds = sum(part.late[i].seconds for part, i in places)
@@ -320,7 +320,7 @@ def _straggler(rank: int, parts: list[Group], compared: int, recent: int) -> Str
     )
 
 
-def _traced(call: Call, group: Group | None, now_ns: int) -> TracedCall:
+def _traced(call: RecordedCall, group: RecordedGroup | None, now_ns: int) -> TracedCall:
     def world(rank: int) -> int | None:
         return None if rank < 0 else group.world_rank(rank) if group is not None else rank
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allranks import UsageError
-from allranks.checkpoint.layout import Offer, Plan, make_plan
+from allranks.checkpoint.layout import Offer, SavePlan, make_plan
 
 
 def whole(name: str, length: int, digest: int = 0, own: bool = False) -> Offer:
@@ -20,7 +20,7 @@ def part(name: str, shape: tuple[int, ...], offsets: tuple[int, ...], size: tupl
     return Offer(name, "float32", 4, shape, offsets, size, digest)
 
 
-def check(plan: Plan, ranks: int) -> None:
+def check(plan: SavePlan, ranks: int) -> None:
     """Each file is without gaps, and nobody writes what it has not."""
     assert sorted(job.key for job in plan.jobs) == sorted(job.key for jobs in plan.files.values() for job in jobs)
     for rank, jobs in plan.files.items():

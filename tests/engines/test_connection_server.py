@@ -119,7 +119,7 @@ def test_strangers_hold_up_nobody_and_are_dropped(pair: Pair, monkeypatch: pytes
     monkeypatch.setattr(admission, "HANDSHAKE_S", 2.0)
     where = ("127.0.0.1", pair.servers[0].port)
     pick = random.Random(2)
-    hello = tcp.Hello(pair.groups[0].name, 1, 0, tcp.COLLECTIVE)
+    hello = tcp.ConnectionSubject(pair.groups[0].name, 1, 0, tcp.COLLECTIVE)
     greeting = pack_frame(first_frame(bytes(32), tcp.PROTOCOL, hello.pack()))
     idle = [socket.create_connection(where, 10) for _ in range(150)]
     said = [pick.randbytes(pick.randrange(1, 400)) for _ in range(50)]
@@ -139,14 +139,14 @@ def test_strangers_hold_up_nobody_and_are_dropped(pair: Pair, monkeypatch: pytes
     assert len(pair.comms[0].adopted) == 1
 
 
-def proof(key: bytes, role: bytes, hello: tcp.Hello, nonces: bytes = bytes(64)) -> bytes:
+def proof(key: bytes, role: bytes, hello: tcp.ConnectionSubject, nonces: bytes = bytes(64)) -> bytes:
     return tcp.PROTOCOL.proof(key, role, hello.pack(), nonces)
 
 
 def test_a_proof_is_worth_nothing_elsewhere(pair: Pair) -> None:
     """A man in the middle passes on a rank's greeting and proof, with another purpose, or a second time."""
     target, dialer = pair.groups
-    honest = tcp.Hello(target.name, 1, 0, tcp.COLLECTIVE)
+    honest = tcp.ConnectionSubject(target.name, 1, 0, tcp.COLLECTIVE)
     for other in (honest._replace(kind=tcp.MESSAGE), honest._replace(from_=0), honest._replace(to=1)):
         assert proof(dialer.key, b"client", honest) != proof(dialer.key, b"client", other)
     assert proof(dialer.key, b"client", honest) != proof(dialer.key, b"server", honest)

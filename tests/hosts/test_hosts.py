@@ -546,7 +546,7 @@ def test_the_ports_want_the_secret(three_hosts: Cluster) -> None:
         from allranks._engines.native import tcp
         from allranks._net.handshake import UNKNOWN, ClientHandshake
 
-        def greeting(hello: tcp.Hello) -> bytes:
+        def greeting(hello: tcp.ConnectionSubject) -> bytes:
             return ClientHandshake(tcp.PROTOCOL, b"", hello.pack()).begin()
 
         (server,) = tcp.ConnectionServer._all.values()
@@ -557,7 +557,7 @@ def test_the_ports_want_the_secret(three_hosts: Cluster) -> None:
             strangers = [socket.create_connection(where, 10) for _ in range(3)]
             strangers[1].sendall(b"GET / HTTP/1.0\r\n\r\n")
             assert strangers[1].recv(10) == b""
-            hello = tcp.Hello(group.name, 1, 0, tcp.MESSAGE)
+            hello = tcp.ConnectionSubject(group.name, 1, 0, tcp.MESSAGE)
             strangers[2].sendall(tcp.pack_frame(greeting(hello)))
             said = strangers[2].recv(1000)
             strangers[2].sendall(tcp.pack_frame(said[-32:]))

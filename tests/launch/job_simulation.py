@@ -66,12 +66,12 @@ from allranks.launch.reporter import Reporter
 from allranks.launch.runtime import loop as runtime
 from allranks.launch.spec.events import (
     Exited,
-    Failed,
+    FailureReport,
     HostJoined,
     HostLost,
     Output,
+    RankFailed,
     RankRestarted,
-    Report,
     RestartRank,
     Stacks,
 )
@@ -508,7 +508,9 @@ class SimulatedRound:
         process.code = 130 if interrupted else self.rng.randrange(1, 100)
         error = 0.0 if self.job.local else self.rng.random() * CLOCK_S
         at = self.now + min(error, process.host.delay_s)
-        event = Failed(process.rank, process.pid, Report(process.code, "T", "text", "x.py:1", echo, interrupted, at))
+        event = RankFailed(
+            process.rank, process.pid, FailureReport(process.code, "T", "text", "x.py:1", echo, interrupted, at)
+        )
         self.note(event, process)
         self.send(process.host, event)
         self.at(self.now + self.rng.random() * 0.3, self.end, process, process.code)
@@ -736,17 +738,17 @@ class SimulatedRound:
                 pass
         if before.well and self.lent is not None and getattr(event, "rank", None) == self.lent:
             # Ctrl-C went to the rank that has the keys. It may be the only one: then no other is signalled.
-            reported = isinstance(event, Failed) and event.report.interrupted and not self.may_fail(event.rank)
+            reported = isinstance(event, RankFailed) and event.report.interrupted and not self.may_fail(event.rank)
             if reported or (isinstance(event, Exited) and event.status == -signal.SIGINT):
                 watch.stop_at = self.now
         if isinstance(event, (Output, OutputBlocked, ReaderChanged, LauncherContinued)):
             watch.last_output = self.now
-        if isinstance(event, (Exited, Failed, HostLost)) and before.well and (who := self.source.get(id(event))):
+        if isinstance(event, (Exited, RankFailed, HostLost)) and before.well and (who := self.source.get(id(event))):
             rank = event.ranks[0] if isinstance(event, HostLost) else event.rank
             whole = all(map(self.may_fail, event.ranks)) if isinstance(event, HostLost) else self.may_fail(rank)
             if not whole and rank not in watch.known_failures:
                 watch.known_failures.add(rank)
-                watch.observed.append((who, isinstance(event, Failed)))
+                watch.observed.append((who, isinstance(event, RankFailed)))
 
     def note_decision(self) -> None:
         """Keeps what was known when a cause was named."""
@@ -982,7 +984,7 @@ class Job:
 
     def run(self) -> None:
         rules = job_policy.JobRules(self.restarts, self.least, self.elastic)
-        state = job_policy.Job(rules)
+        state = job_policy.JobState(rules)
         event: job_policy.Event = job_policy.JobStarted()
         now, free, paid = 0.0, 0, 0
         while True:

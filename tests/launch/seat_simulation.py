@@ -25,7 +25,7 @@ from allranks.launch.policy.interface import (
 )
 from allranks.launch.policy.round import LEAVE_S, Phase
 from allranks.launch.policy.seats import Elastic
-from allranks.launch.spec.events import Exited, Failed, HostJoined, HostLost, RankRestarted, Report
+from allranks.launch.spec.events import Exited, FailureReport, HostJoined, HostLost, RankFailed, RankRestarted
 
 _LEGAL = {
     RUNNING: (STARTING, GONE),
@@ -120,7 +120,9 @@ class ElasticRound(SimulatedRound):
             title = "allranks.StateLostError: rank 1"
         else:
             self.excluded.add(process.pid)
-        self.send(process.host, Failed(process.rank, process.pid, Report(1, title, "text", "x.py:1", at=self.now)))
+        self.send(
+            process.host, RankFailed(process.rank, process.pid, FailureReport(1, title, "text", "x.py:1", at=self.now))
+        )
         self.at(self.now + self.rng.random() * 0.3, self.end, process, 1)
 
     def end(self, process: Process, status: int) -> None:
@@ -238,7 +240,7 @@ class ElasticRound(SimulatedRound):
                 self.losses += [event] if before.well and ranks else []
                 if before.well and not self.watch.running:
                     self.lonely = True
-            case Failed(_, pid, report):
+            case RankFailed(_, pid, report):
                 self.echoed |= before.well and report.echo
                 self.stateless |= before.well and "StateLost" in report.title
             case _:

@@ -13,8 +13,8 @@ from allranks._base.errors import ConfigError
 from allranks._cluster import host
 from allranks._cluster.host import Gpu
 from allranks.launch.ranks import placement
-from allranks.launch.ranks.environ import Share, common_environ
-from allranks.launch.ranks.placement import Core, Machine, Seat, describe, place
+from allranks.launch.ranks.environ import JobShare, common_environ
+from allranks.launch.ranks.placement import Core, CpuPlace, Machine, describe, place
 from allranks.launch.spec.options import Bind
 from support.launcher_process import Launcher
 
@@ -144,11 +144,11 @@ def test_gpus_that_cuda_would_see(
 
 
 def test_what_ranks_are_told() -> None:
-    seats = (Seat((0, 1), "0", 2), Seat((2,), "1", 1))
-    environ = common_environ({"ALLRANKS_CPUS": "9"}, Share(2, 2), None, "", ("", 0), seats)
+    seats = (CpuPlace((0, 1), "0", 2), CpuPlace((2,), "1", 1))
+    environ = common_environ({"ALLRANKS_CPUS": "9"}, JobShare(2, 2), None, "", ("", 0), seats)
     assert environ["OMP_NUM_THREADS"] == "1"
     assert environ["ALLRANKS_CPUS"] == str(min(3, host.usable_cpus()))
-    assert "ALLRANKS_CPUS" not in common_environ({"ALLRANKS_CPUS": "9"}, Share(2, 2), None, "", ("", 0))
+    assert "ALLRANKS_CPUS" not in common_environ({"ALLRANKS_CPUS": "9"}, JobShare(2, 2), None, "", ("", 0))
 
 
 SCRIPT = """

@@ -19,7 +19,16 @@ from allranks._cluster.host import usable_cpus
 from allranks._net.listener import Listener
 from allranks.launch.agents.link import Link, to_agent
 from allranks.launch.spec.events import Exited, Output
-from allranks.launch.spec.messages import End, Finish, Finished, Hello, Message, Prepare, Ready, Start
+from allranks.launch.spec.messages import (
+    AgentHello,
+    AgentReady,
+    EndAgent,
+    Finish,
+    Finished,
+    Message,
+    Prepare,
+    StartRanks,
+)
 from allranks.launch.spec.options import RankOptions
 from allranks.launch.spec.stdio import Stdio
 from allranks.launch.spec.target import Target
@@ -56,8 +65,8 @@ class Leader:
     def start(self, prepare: Prepare) -> None:
         """Starts a round of one rank."""
         self.link.send(prepare)
-        self.hear(lambda message: isinstance(message, Ready))
-        self.link.send(Start(0, 1, 1, 0, 1, (), 29500, "run", 0, 0, 0, 1, (Stdio(),)))
+        self.hear(lambda message: isinstance(message, AgentReady))
+        self.link.send(StartRanks(0, 1, 1, 0, 1, (), 29500, "run", 0, 0, 0, 1, (Stdio(),)))
 
     def finish(self) -> list[Message]:
         """Ends it. Returns what was heard of it."""
@@ -79,10 +88,10 @@ def leader(launcher: Launcher) -> Iterator[Leader]:
         door.close()
     link = to_agent(fd := sock.detach(), fd)
     made = Leader(link, agent)
-    made.hear(lambda message: isinstance(message, Hello))
+    made.hear(lambda message: isinstance(message, AgentHello))
     link.trust()
     yield made
-    link.send(End(7))
+    link.send(EndAgent(7))
     assert agent.wait(PATIENCE_S) == 7
     link.close()
 

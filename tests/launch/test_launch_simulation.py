@@ -77,7 +77,7 @@ def wait_for_ever(self: Round) -> bool:
     return not self.running
 
 
-def restart_always(state: job.Job, event: job.RoundEnded) -> bool:
+def restart_always(state: job.JobState, event: job.RoundEnded) -> bool:
     return event.failed
 
 

@@ -11,11 +11,13 @@ from allranks.launch.policy.root_cause import SETTLE_S, Failure, RootCause
 from allranks.launch.ranks.rank import is_echo
 from allranks.launch.reporter import Reporter
 from allranks.launch.runtime.last_words import describe_failure, describe_interrupt
-from allranks.launch.spec.events import Report
+from allranks.launch.spec.events import FailureReport
 
 
 def raised(rank: int, at: float, echo: bool = False, title: str = "ValueError: x") -> Failure:
-    return Failure(rank, 100 + rank, 1, at, Report(1, title=title, text=f"Traceback\n{title}\n", echo=echo, at=at))
+    return Failure(
+        rank, 100 + rank, 1, at, FailureReport(1, title=title, text=f"Traceback\n{title}\n", echo=echo, at=at)
+    )
 
 
 def collect(*failures: Failure) -> RootCause:
@@ -106,7 +108,9 @@ def test_the_last_words_name_who_left_before_an_echo() -> None:
 
 
 def test_an_interrupt_says_where_each_rank_was() -> None:
-    reports = [Report(130, where="train.py:7 in step", interrupted=True)] * 2 + [Report(1, text="Traceback\nOops\n")]
+    reports = [FailureReport(130, where="train.py:7 in step", interrupted=True)] * 2 + [
+        FailureReport(1, text="Traceback\nOops\n")
+    ]
     failures = [Failure(rank, rank, report.code, 0.0, report) for rank, report in enumerate(reports)]
     assert describe_interrupt("SIGINT", failures, Reporter()).decode().splitlines() == [
         "allranks run: stopped by SIGINT",

@@ -41,7 +41,7 @@ from allranks._rendezvous.join_protocol import (
     unpack_members,
 )
 from allranks._store.table import KeyTable
-from allranks._store.wire import FRAME_LIMIT, CompareSet, Found, Wait, decode_reply, decode_request, encode
+from allranks._store.wire import FRAME_LIMIT, CompareSet, FoundValues, WaitForKeys, decode_reply, decode_request, encode
 from support.handshakes import first_frame, prove, server_side
 
 SECRET, ANOTHER = b"the secret of this job", b"the secret of another job"
@@ -172,7 +172,7 @@ class Server:
             raise Wrong("two requests at a time")
         due = self.table.handle(link.number, request, self.job.now)
         self.job.log("link %d asks %r", link.number, request)
-        if isinstance(request, CompareSet) and due[0][1] == Found([request.desired]):
+        if isinstance(request, CompareSet) and due[0][1] == FoundValues([request.desired]):
             self._note(request)
         self._send(due)
 
@@ -290,8 +290,8 @@ class Process(Dialer):
         self.board = yield from self._joining.steps()
         self.ended = self.job.now
         self.job.log("%s has met", self)
-        _, answer = yield Wait([f"{self.board}/{TABLE}"], self.timeout_s, True)
-        if isinstance(answer, Found):
+        _, answer = yield WaitForKeys([f"{self.board}/{TABLE}"], self.timeout_s, True)
+        if isinstance(answer, FoundValues):
             self.members = unpack_members(answer.values[0] or b"")
         elif not isinstance(answer, Lost):
             raise Wrong(f"{self} has met, but there is no table of members")
@@ -339,7 +339,7 @@ class Process(Dialer):
                     self._resume(Lost("closed"))
                     return
                 self._link.send(True, pack_frame(encode(request)))
-                self._limit(request.timeout_s + GRACE_S if isinstance(request, Wait) else self.timeout_s)
+                self._limit(request.timeout_s + GRACE_S if isinstance(request, WaitForKeys) else self.timeout_s)
 
     def _limit(self, seconds: float) -> None:
         end = self.job.now + seconds

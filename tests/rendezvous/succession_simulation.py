@@ -21,7 +21,7 @@ from allranks._rendezvous.join_protocol import Member
 from allranks._rendezvous.seats import GONE, OPTIONAL, RUNNING, STARTING, TABLE_KEY, Seat, SeatTable
 from allranks._rendezvous.succession import Claim, Decision, Look, Succession, Vote, exchange
 from allranks._store.table import KeyTable
-from allranks._store.wire import Set, Wait
+from allranks._store.wire import Set, WaitForKeys
 
 PREFIX = "group/"
 TIMEOUT_S = 20.0
@@ -240,7 +240,7 @@ class Group:
         while self.now < WORK_S:
             if any(self.processes[key].dead_at <= self.now for key in members):
                 return False
-            yield Wait(["never"], 1.0, True)
+            yield WaitForKeys(["never"], 1.0, True)
         return True
 
     def _step(self, process: Process, life: Generator[Any, Any, None], answer: Any, first: bool = False) -> None:

@@ -20,19 +20,19 @@ from allranks._store.wire import (
     Add,
     CompareSet,
     Delete,
-    Done,
-    Failed,
-    Found,
-    Late,
+    FoundValues,
     Peek,
+    RequestDone,
+    RequestFailed,
     Set,
-    Wait,
+    WaitForKeys,
+    WaitTimedOut,
     decode_reply,
     decode_request,
     encode,
 )
-from allranks.launch.spec.events import Event, Exited, Output, Report
-from allranks.launch.spec.events import Failed as RankFailed
+from allranks.launch.spec.events import Event, Exited, FailureReport, Output
+from allranks.launch.spec.events import RankFailed as RankFailed
 from support.handshakes import first_frame, prove, server_side
 
 SECRET = b"0123456789abcdef"
@@ -44,12 +44,16 @@ REQUESTS = [
     Set("key", b"value"),
     Add("n", -7),
     Peek(["a", "b"]),
-    Wait(["a"], 3.5, True),
+    WaitForKeys(["a"], 3.5, True),
     Delete("a"),
     CompareSet("a", b"", b"x"),
 ]
-REPLIES = [Done(5), Found([b"a", None, bytes(300)]), Late(["a"]), Failed("why")]
-EVENTS = [Output(1, 2, b"line\n"), RankFailed(0, 77, Report(1, "ValueError: x", "text", "a.py:1")), Exited(3, 9, -11)]
+REPLIES = [RequestDone(5), FoundValues([b"a", None, bytes(300)]), WaitTimedOut(["a"]), RequestFailed("why")]
+EVENTS = [
+    Output(1, 2, b"line\n"),
+    RankFailed(0, 77, FailureReport(1, "ValueError: x", "text", "a.py:1")),
+    Exited(3, 9, -11),
+]
 REAL = [*map(encode, REQUESTS), *map(encode, REPLIES), *map(encode, EVENTS), HELLO, ANSWER, PROOF]
 
 

@@ -17,7 +17,7 @@ from allranks._rendezvous.join_protocol import Act, Answer, Lost, Member, Steps
 from allranks._rendezvous.replicas import chosen
 from allranks._rendezvous.succession import NEWCOMER, Claim
 from allranks._store import Store, StoreClient
-from allranks._store.wire import Late, Peek, Wait
+from allranks._store.wire import Peek, WaitForKeys, WaitTimedOut
 
 SERVER = """
 from allranks._store import StoreServer
@@ -61,10 +61,10 @@ def test_a_store_that_is_busy_is_late_and_one_that_ended_is_lost() -> None:
         me = Member(0, os.getpid(), "here", "here", 1)
         board = Board(cast("Finder", Known(server.stdout.readline().strip(), me)), me, "")
         board.write("there", b"1")
-        wait = Wait([f"{board.prefix}key"], 0.05, True)
+        wait = WaitForKeys([f"{board.prefix}key"], 0.05, True)
         os.kill(server.pid, signal.SIGSTOP)
         try:
-            assert asked(board, wait) == Late(wait.keys)
+            assert asked(board, wait) == WaitTimedOut(wait.keys)
         finally:
             os.kill(server.pid, signal.SIGCONT)
         assert board.read("there") == b"1"

@@ -49,13 +49,13 @@ from allranks._store.wire import (
     Add,
     CompareSet,
     Delete,
-    Done,
-    Found,
-    Late,
+    FoundValues,
     Peek,
     Request,
+    RequestDone,
     Set,
-    Wait,
+    WaitForKeys,
+    WaitTimedOut,
     decode_reply,
     encode,
 )
@@ -208,7 +208,7 @@ requests = st.one_of(
     st.builds(Delete, keys),
     st.builds(CompareSet, keys, st.sampled_from([b"", b"x"]), st.sampled_from([b"x", b"y"])),
     st.builds(Peek, st.lists(keys, max_size=3)),
-    st.builds(Wait, st.lists(keys, min_size=1, max_size=3), st.floats(0, 3), st.booleans()),
+    st.builds(WaitForKeys, st.lists(keys, min_size=1, max_size=3), st.floats(0, 3), st.booleans()),
 )
 
 
@@ -223,31 +223,31 @@ def test_the_table_answers_everyone_once(steps: list[tuple[Request, float]]) -> 
         match request:
             case Set(key, value):
                 values[key] = value
-                assert replies.pop(who) == Done()
+                assert replies.pop(who) == RequestDone()
             case Delete(key):
-                assert replies.pop(who) == Done(int(values.pop(key, None) is not None))
+                assert replies.pop(who) == RequestDone(int(values.pop(key, None) is not None))
             case CompareSet(key, expected, desired):
                 before = values.get(key)
                 if before == expected or (before is None and not expected):
                     values[key] = desired
-                assert replies.pop(who) == Found([values.get(key, expected)])
+                assert replies.pop(who) == FoundValues([values.get(key, expected)])
             case Peek(names):
-                assert replies.pop(who) == Found([values.get(name) for name in names])
-            case Wait(names, timeout_s):
+                assert replies.pop(who) == FoundValues([values.get(name) for name in names])
+            case WaitForKeys(names, timeout_s):
                 missing = set(names) - set(values)
                 if missing and timeout_s > 0:
                     waiting[who] = (missing, now + timeout_s)
                 else:
-                    assert isinstance(replies.pop(who), Late if missing else Found)
+                    assert isinstance(replies.pop(who), WaitTimedOut if missing else FoundValues)
         for other in [w for w, (missing, _) in waiting.items() if not (missing - values.keys())]:
             # A key that was set and removed again still ended the wait for it.
-            assert isinstance(replies.pop(other), Found)
+            assert isinstance(replies.pop(other), FoundValues)
             del waiting[other]
         waiting = {w: (missing - values.keys(), end) for w, (missing, end) in waiting.items()}
         assert not replies
         now += pause
         late = {w for w, (_, end) in waiting.items() if end <= now}
-        assert {w for w, reply in table.expire(now) if isinstance(reply, Late)} == late
+        assert {w for w, reply in table.expire(now) if isinstance(reply, WaitTimedOut)} == late
         waiting = {w: rest for w, rest in waiting.items() if w not in late}
         assert table.next_deadline() == min((end for _, end in waiting.values()), default=None)
 
@@ -428,7 +428,7 @@ def test_a_recorded_session_is_worth_nothing(server: StoreServer) -> None:
         sock.sendall(session)
         replies = FrameDecoder(HANDSHAKE_FRAME)
         assert read_frame(sock, replies, time.monotonic() + PROMPT_S) == PROVED
-        assert decode_reply(read_frame(sock, replies, time.monotonic() + PROMPT_S)) == Done(1)
+        assert decode_reply(read_frame(sock, replies, time.monotonic() + PROMPT_S)) == RequestDone(1)
     with dial(server) as sock:
         sock.sendall(pack_frame(hello(nonce)) + session)
         assert is_dropped(sock)
@@ -502,7 +502,7 @@ def test_a_wrong_argument_is_the_callers_error(server: StoreServer) -> None:
         with pytest.raises(UsageError, match="must be bytes or a string, not 5"):
             client.set("a", 5)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="a wrong argument"):
-            client._reply(Set("a", 5), Done)  # type: ignore[arg-type]
+            client._reply(Set("a", 5), RequestDone)  # type: ignore[arg-type]
         client.set("a", b"word")
         with pytest.raises(UsageError, match="not a whole number"):
             client.add("a", 1)

@@ -27,7 +27,7 @@ from allranks._net.handshake import HANDSHAKE_FRAME, NONCE, PROVED
 from allranks._net.tls import Tls, tls_context
 from allranks._store import StoreClient, StoreServer, TCPStore
 from allranks._store import server as server_module
-from allranks._store.wire import Add, Done, decode_reply, encode
+from allranks._store.wire import Add, RequestDone, decode_reply, encode
 from support.handshakes import first_frame, prove
 from support.joining import SRC, Rank, assert_met
 
@@ -193,7 +193,7 @@ def test_a_crowd_does_not_push_out_who_has_a_certificate(server: StoreServer, mo
             sock.sendall(tls.seal(pack_frame(proof) + pack_frame(encode(Add("count", 1)))))
             replies = FrameDecoder(HANDSHAKE_FRAME)
             assert hear(sock, tls, replies) == PROVED
-            assert decode_reply(hear(sock, tls, replies)) == Done(number)
+            assert decode_reply(hear(sock, tls, replies)) == RequestDone(number)
 
 
 def test_strangers_who_stall_or_send_junk_hold_nobody_up(server: StoreServer) -> None:

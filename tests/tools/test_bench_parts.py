@@ -14,7 +14,7 @@ from allranks.testing import run_ranks
 from allranks.tools import quiet
 from allranks.tools.bench import text as words
 from allranks.tools.bench.engines import Call, Native
-from allranks.tools.bench.measure import Plan, measure
+from allranks.tools.bench.measure import BlockPlan, measure
 from allranks.tools.bench.options import parse
 from allranks.tools.bench.text import human, times
 from allranks.tools.bench.verbs import ROOT, VERBS, Data, expected
@@ -128,7 +128,7 @@ def test_wrong_answers_are_counted() -> None:
         import os
 
         cpus = os.sched_getaffinity(0)
-        plan = Plan(dist.get_rank(), dist.get_world_size(), cpus, torch.float32, "SUM", 0.001)
+        plan = BlockPlan(dist.get_rank(), dist.get_world_size(), cpus, torch.float32, "SUM", 0.001)
         engines = [Native(shared=False), Careless(shared=False)]
         found = {}
         for name, verb in VERBS.items():

@@ -15,7 +15,7 @@ import pytest
 from allranks.tools.commands import COMMANDS, EXAMPLES
 from allranks.tools.completion import main
 from allranks.tools.completion.__main__ import files
-from allranks.tools.completion.tree import Command, collect
+from allranks.tools.completion.tree import CliCommand, collect
 
 SCRIPTS = Path(sys.modules["allranks.tools.completion"].__file__ or "").parent / "scripts"
 WRITTEN = files()
@@ -177,7 +177,7 @@ def read_until(fd: int, end: str | None) -> None:
 
 
 @pytest.mark.parametrize("command", EVERY, ids=lambda command: command.name.replace(" ", "-"))
-def test_help_is_readable(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_is_readable(command: CliCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     text = command.parser.format_help()
     assert [line for line in text.splitlines() if len(line) > WIDTH] == []

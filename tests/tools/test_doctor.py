@@ -401,7 +401,7 @@ def test_clocks() -> None:
     assert ranks.judge_clock("node1", 0.2, 0.15).verdict == "ok"  # nothing is known so well
 
 
-def everybody() -> Iterator[report.Facts]:
+def everybody() -> Iterator[report.DoctorFacts]:
     for rank, (host, torch, verdicts) in enumerate(
         [("a", "2.13.0", ("ok", "ok")), ("a", "2.13.0", ("ok", "warn")), ("b", "2.12.1", ("ok", "ok"))]
     ):
@@ -410,7 +410,7 @@ def everybody() -> Iterator[report.Facts]:
             Check("name", "ok", host),
             Check("some", verdicts[1], f"{verdicts[1]} here", "do" if verdicts[1] == "warn" else ""),  # type: ignore[arg-type]
         ]
-        yield report.Facts(rank, host, host, {"python": "3.11.2", "torch": torch}, checks)
+        yield report.DoctorFacts(rank, host, host, {"python": "3.11.2", "torch": torch}, checks)
 
 
 def test_ranks_and_hosts_that_say_the_same_are_one_line() -> None:

@@ -12,14 +12,14 @@ from pathlib import Path
 import allranks as dist
 from allranks._engines.native.tuning import NEVER, read_tuning
 from allranks.testing import run_ranks
-from allranks.tools.tune.choosing import Found, choose
+from allranks.tools.tune.choosing import TunedValues, choose
 from support import warm
 
 TUNE = [sys.executable, "-m", "allranks", "tune"]
 
 
 def test_what_is_chosen() -> None:
-    found = Found(cpus=32)
+    found = TunedValues(cpus=32)
     found.meetings = {
         8: {0: {8: 1.0, 16: 4.0}, 4: {8: 1.5, 16: 4.0}},
         16: {0: {8: 4.0, 16: 9.0}, 4: {8: 3.0, 16: 9.0}, 8: {8: 2.0, 16: 8.0}},
@@ -38,7 +38,7 @@ def test_what_is_chosen() -> None:
 
 
 def test_what_was_not_measured_is_left_as_it_is() -> None:
-    assert choose(Found(cpus=2, meetings={2: {0: {8: 1.0}}})) == {}
+    assert choose(TunedValues(cpus=2, meetings={2: {0: {8: 1.0}}})) == {}
 
 
 def test_it_writes_what_groups_read(tmp_path: Path) -> None:

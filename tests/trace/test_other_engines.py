@@ -12,7 +12,7 @@ import allranks as dist
 from allranks._engines.by_device import ByDevice
 from allranks._group.process_group import ProcessGroup
 from allranks._trace import memory
-from allranks._trace.reader import Reader, TraceError
+from allranks._trace.reader import TraceError, TraceReader
 from allranks.testing import run_ranks
 
 
@@ -92,7 +92,7 @@ def test_a_rank_that_waits_is_seen_with_its_line():
         while not found and time.monotonic() < deadline:
             time.sleep(0.02)
             with contextlib.suppress(TraceError):  # rank 0 has not begun to record
-                found = [call for call in Reader(bytes(view)).open_calls() if call.awaited]
+                found = [call for call in TraceReader(bytes(view)).open_calls() if call.awaited]
         dist.all_reduce(torch.ones(2))
         return found
 
@@ -153,6 +153,6 @@ def test_a_killed_rank_has_left_its_calls():
 
     run_ranks(2, body, init=False, may_die=(0,))
     with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as view:
-        calls = [c.title for c in Reader(bytes(view)).calls() if not c.purpose]
+        calls = [c.title for c in TraceReader(bytes(view)).calls() if not c.purpose]
     assert calls == ["all_reduce #1"]
     os.close(fd)

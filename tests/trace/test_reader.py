@@ -13,7 +13,7 @@ import torch
 import allranks as dist
 from allranks import _core
 from allranks._trace import memory
-from allranks._trace.reader import DTYPES, OPS, PURPOSES, Reader, TraceError, memory_bytes
+from allranks._trace.reader import DTYPES, OPS, PURPOSES, TraceError, TraceReader, memory_bytes
 from allranks.testing import run_ranks
 from support.prompt import PROMPT_S
 
@@ -34,7 +34,7 @@ def test_a_call_under_way_and_ended():
     recorder, view = recorded()
     group = recorder.add_group("world", "gloo", 1, [0, 1])
     running = call(recorder, group, 1, "train.py:12 in step")
-    reader = Reader(view)
+    reader = TraceReader(view)
     (found,) = reader.open_calls()
     assert (found.title, found.dtype, found.op, found.count) == ("all_reduce #1", "float32", "SUM", 5)
     assert (found.site, found.async_op, found.returned_ns) == ("train.py:12 in step", True, 0)
@@ -56,7 +56,7 @@ def test_only_the_newest_are_kept():
     for number in range(2, 21):
         call(recorder, group, number).end(True)
     first.end(True)  # its place is another's by now
-    reader = Reader(view)
+    reader = TraceReader(view)
     assert reader.count == 20
     assert [c.number for c in reader.calls()] == list(range(13, 21))
     assert [c.number for c in reader.last(3)] == [18, 19, 20]
@@ -69,18 +69,18 @@ def test_groups_and_sites_run_out():
     assert set(numbers[127:]) == {0}  # no room
     recorder.close_group(5)
     assert recorder.add_group("again", "native", 1, [3, 1]) == 5
-    group = Reader(view).groups()[5]
+    group = TraceReader(view).groups()[5]
     assert (group.name, group.rank, group.ranks, group.open) == ("again", 1, (3, 1), True)
     for number in range(3000):
         call(recorder, 5, number, f"train.py:{number} in step").end(True)
-    assert all(c.site in ("", f"train.py:{c.number} in step") for c in Reader(view).calls())
+    assert all(c.site in ("", f"train.py:{c.number} in step") for c in TraceReader(view).calls())
 
 
 def test_a_long_line_keeps_its_end():
     recorder, view = recorded()
     group = recorder.add_group("world", "gloo", 0, [0])
     call(recorder, group, 1, "ä" * 200 + "/train.py:1 in step").end(True)
-    (found,) = Reader(view).calls()
+    (found,) = TraceReader(view).calls()
     assert found.site.endswith("ä/train.py:1 in step")
     assert 100 < len(found.site.encode()) < 120
 
@@ -88,7 +88,7 @@ def test_a_long_line_keeps_its_end():
 @pytest.mark.parametrize("data", [b"", b"x" * 5000, b"allrtrc\0", bytes(4096)], ids=["empty", "text", "short", "zeros"])
 def test_what_is_no_trace(data):
     with pytest.raises(TraceError, match=r"a\.trace is not a trace of allranks"):
-        Reader(data, "a.trace")
+        TraceReader(data, "a.trace")
 
 
 def test_other_versions_and_pieces():
@@ -99,10 +99,10 @@ def test_other_versions_and_pieces():
     whole = bytes(view)
     newer = whole[:8] + struct.pack("<I", 2) + whole[12:]
     with pytest.raises(TraceError, match=r"another version of allranks \(layout 2, not 1\)"):
-        Reader(newer, "a.trace")
+        TraceReader(newer, "a.trace")
     for size in range(0, len(whole), 997):
         try:
-            read = list(Reader(whole[:size]).calls())
+            read = list(TraceReader(whole[:size]).calls())
         except TraceError:
             continue
         assert [c.number for c in read] == list(range(1, len(read) + 1))  # only records are missing
@@ -120,7 +120,7 @@ def test_damage_is_refused_or_read():
         for at in torch.randint(8, 4096 + 512, (4,), generator=generator).tolist():
             data[at % len(data)] = int(torch.randint(256, (1,), generator=generator))
         with contextlib.suppress(TraceError):
-            reader = Reader(data)
+            reader = TraceReader(data)
             list(reader.calls())
             reader.groups()
 
@@ -182,7 +182,7 @@ def test_a_killed_rank_is_read_by_who_holds_its_memory():
 
     run_ranks(2, body, init=False, may_die=(0,))
     with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as view:
-        (call,) = (c for c in Reader(bytes(view)).calls() if not c.purpose)
+        (call,) = (c for c in TraceReader(bytes(view)).calls() if not c.purpose)
     assert call.title == "all_reduce #1"
     os.close(fd)
 

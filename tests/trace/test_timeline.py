@@ -18,8 +18,8 @@ import torch
 import allranks as dist
 from allranks._trace import chrome, page
 from allranks._trace.files import open_trace
-from allranks._trace.matching import Process, read_process
-from allranks._trace.reader import Call, Group, Reader, TraceError
+from allranks._trace.matching import RecordedProcess, read_process
+from allranks._trace.reader import RecordedCall, RecordedGroup, TraceError, TraceReader
 from allranks._trace.timeline import build, read
 from allranks.testing import run_ranks
 from support.prompt import PROMPT_S
@@ -42,12 +42,12 @@ def call(index, verb, begin, end, **more):
         "op": "", "count": 4, "peer": -1, "site": "", "entered_ns": begin, "met_ns": 0, "returned_ns": end, "last": -1,
         "outcome": "", "async_op": False, "awaited": False,
     }  # fmt: skip
-    return Call(**{**known, **more})
+    return RecordedCall(**{**known, **more})
 
 
 def process(number, rank, calls, host="node0", clock=0, name="world", size=2, wall=10**18):
-    group = Group(1, name, "native", True, rank, size, tuple(range(size)), len(calls), 0, 0)
-    return Process(number, "", rank, size, 100 + rank, host, clock, wall, {1: group}, calls)
+    group = RecordedGroup(1, name, "native", True, rank, size, tuple(range(size)), len(calls), 0, 0)
+    return RecordedProcess(number, "", rank, size, 100 + rank, host, clock, wall, {1: group}, calls)
 
 
 def wire(timeline):
@@ -304,7 +304,7 @@ def test_damaged_calls_are_drawn_or_refused(tmp_path):
             at = chance.choice([chance.randrange(8, 4096), chance.randrange(len(data) - 512, len(data))])
             data[at] = chance.randrange(256)
         try:
-            found = build([read_process(i, "", Reader(data)) for i in range(2)])
+            found = build([read_process(i, "", TraceReader(data)) for i in range(2)])
         except TraceError:
             continue
         wire(found)

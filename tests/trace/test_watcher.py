@@ -13,11 +13,11 @@ import pytest
 
 from allranks._trace.diagnosis import diagnose
 from allranks._trace.state import CallState, GroupState, RankState
-from allranks._trace.watcher import Peer, choose_teller
+from allranks._trace.watcher import WatchedPeer, choose_teller
 from support import warm
 
 RANKS = (0, 1, 2, 3)
-PEERS = {rank: Peer(rank, 100 + rank, f"node{rank // 2}", rank < 2) for rank in RANKS}
+PEERS = {rank: WatchedPeer(rank, 100 + rank, f"node{rank // 2}", rank < 2) for rank in RANKS}
 CALL = CallState(
     1, "all_reduce #5", "all_reduce", "world", RANKS, 5, 0, "float32", 4, -1, "", 0.0, 9.0, False, -1, "", False, True
 )

@@ -44,7 +44,7 @@ from allranks._engines.checks import (
 )
 from allranks._engines.operands import Operands, OperandsWork
 from allranks._engines.presence import Presence
-from allranks._engines.recording import Recording, Subject
+from allranks._engines.recording import EngineRecording, Subject
 
 if TYPE_CHECKING:
     from allranks._rendezvous.rendezvous import Member
@@ -119,7 +119,7 @@ class FlatEngine(Engine):
         self._pending: set[FlatWork] = set()
         self._presence: Presence | None = None
         self._stats = Stats(0, 0, 0.0, 0)
-        self._recording: Recording | None = None
+        self._recording: EngineRecording | None = None
         self._forks = forks()
         self._debug = get_debug_level() is DebugLevel.DETAIL
 
@@ -275,7 +275,7 @@ class FlatEngine(Engine):
         return self._started(operands, tensor.nbytes, async_op, subject, self.begin_recv, into, source, tag)
 
     def record_in(self, recorder: _core.Recorder, group: int) -> bool:
-        self._recording = Recording(recorder, group)
+        self._recording = EngineRecording(recorder, group)
         return True
 
     def stats(self) -> Stats:
@@ -466,7 +466,7 @@ class FlatWork(OperandsWork):
         self.nbytes = nbytes
         self.progress: Progress | None = None  # until the engine has it
         self._engine = engine
-        self._recording: Recording | None = None
+        self._recording: EngineRecording | None = None
         self._record: _core.OtherCall | None = None  # until its end is recorded
         self._awaited = False  # as it has been recorded
 
@@ -505,7 +505,7 @@ class FlatWork(OperandsWork):
                 self._error = explained
                 raise
 
-    def record_as(self, recording: Recording, call: _core.OtherCall) -> None:
+    def record_as(self, recording: EngineRecording, call: _core.OtherCall) -> None:
         """Lets the work record its end."""
         self._recording, self._record = recording, call
 

@@ -48,7 +48,7 @@ _LENGTH = struct.Struct("!I")
 _local = threading.local()
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class LoggedCall(msgspec.Struct, frozen=True, array_like=True):
     """A call, and what it gave.
 
     Attributes:
@@ -82,19 +82,19 @@ def unrecorded() -> Iterator[None]:
         _local.unrecorded = False
 
 
-def encode(entry: Entry | None) -> bytes:
+def encode(entry: LoggedCall | None) -> bytes:
     """An entry for the end of a record; None: there is too much to keep, and nothing follows."""
     data = msgspec.msgpack.encode(entry)
     return _LENGTH.pack(len(data)) + data
 
 
-def decode(record: bytes) -> list[Entry | None]:
+def decode(record: bytes) -> list[LoggedCall | None]:
     """The entries of a record."""
     entries, at = [], 0
     while at < len(record):
         (length,) = _LENGTH.unpack_from(record, at)
         at += _LENGTH.size + length
-        entries.append(msgspec.msgpack.decode(record[at - length : at], type=Entry | None))
+        entries.append(msgspec.msgpack.decode(record[at - length : at], type=LoggedCall | None))
     return entries
 
 
@@ -182,14 +182,14 @@ class Prelude(Engine):
             self._connect()
             return self._call(verb, written, call)
         sender = answer if isinstance(answer, int) and verb == "recv" else -1
-        self._add(Entry(verb, tuple(_kept(tensor) for tensor in written), sender) if self._keeps else None)
+        self._add(LoggedCall(verb, tuple(_kept(tensor) for tensor in written), sender) if self._keeps else None)
         return sender
 
     def _connect(self) -> None:
         self.engine, self._made = self._renew(self)
         self._records = [decode(record) for record in self._read()]
 
-    def _add(self, entry: Entry | None) -> None:
+    def _add(self, entry: LoggedCall | None) -> None:
         self.calls += 1
         if not self._keeps or self.calls <= self._kept:
             return
@@ -200,7 +200,7 @@ class Prelude(Engine):
         self._keeps = entry is not None
         self._append(encode(entry))
 
-    def _find(self) -> Entry | None:
+    def _find(self) -> LoggedCall | None:
         own, *others = self._records
         if self.calls < len(own):
             return own[self.calls]
@@ -208,7 +208,7 @@ class Prelude(Engine):
         found = [record[self.calls] for record in others if self.calls < len(record)]
         return next((entry for entry in found if entry is not None and entry.verb in _ALIKE), None)
 
-    def _give(self, verb: str, entry: Entry | None, written: Sequence[Tensor]) -> None:
+    def _give(self, verb: str, entry: LoggedCall | None, written: Sequence[Tensor]) -> None:
         fits = entry is not None and entry.verb == verb and len(entry.outputs) == len(written)
         if fits and entry is not None:
             fits = all(_fill(tensor, data) for tensor, data in zip(written, entry.outputs, strict=True))
@@ -216,7 +216,7 @@ class Prelude(Engine):
             self._refuse(verb, entry)
         self.lacks |= any(isinstance(data, int) for data in entry.outputs)
 
-    def _refuse(self, verb: str, entry: Entry | None) -> NoReturn:
+    def _refuse(self, verb: str, entry: LoggedCall | None) -> NoReturn:
         if entry is not None:
             why = f"the lost process had called {entry.verb} here, or with other sizes"
         elif not self._keeps:

@@ -19,7 +19,7 @@ from allranks._trace.reader import VERBS
 if TYPE_CHECKING:
     from allranks._call.types import ReduceOp
 
-__all__ = ["Recording", "Subject"]
+__all__ = ["EngineRecording", "Subject"]
 
 _VERBS = {verb: code for code, verb in enumerate(VERBS)}
 
@@ -52,7 +52,7 @@ class Unwaited(Protocol):
         ...
 
 
-class Recording:
+class EngineRecording:
     """The calls of one group on one engine."""
 
     def __init__(self, recorder: _core.Recorder, group: int) -> None:

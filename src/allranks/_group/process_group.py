@@ -28,7 +28,7 @@ from allranks._group import reconfigure, survival
 from allranks._group.plan import Plan
 from allranks._rendezvous.rendezvous import this_member
 from allranks._trace import memory
-from allranks._trace.watcher import Peer, unwatch, watch
+from allranks._trace.watcher import WatchedPeer, unwatch, watch
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -125,7 +125,7 @@ class ProcessGroup:
         watch(
             self,
             me.rank,
-            lambda: [Peer(m.rank, m.pid, m.host, m.machine == machine) for m in self.members],
+            lambda: [WatchedPeer(m.rank, m.pid, m.host, m.machine == machine) for m in self.members],
             notice_seconds(os.environ),
         )
 

@@ -64,7 +64,7 @@ from allranks._rendezvous.join_protocol import (
 from allranks._rendezvous.rendezvous import this_member
 from allranks._rendezvous.seats import ELASTIC
 from allranks._store import PrefixStore, Store, StoreClient, StoreServer
-from allranks._store.wire import Late, Reply, Wait
+from allranks._store.wire import Reply, WaitForKeys, WaitTimedOut
 
 if TYPE_CHECKING:
     from allranks._call.types import Stats
@@ -376,14 +376,14 @@ class _Attempt:
     def _ask_and_look(self, request: Any) -> Reply:
         """Asks the store. While it waits, it looks for those that are missing."""
         assert self._store is not None
-        if not isinstance(request, Wait):
+        if not isinstance(request, WaitForKeys):
             return self._store._ask(request)
         until = time.monotonic() + request.timeout_s
         while True:
             left_s = max(until - time.monotonic(), 0.0)
             slice_s = min(left_s, _LOOKS_S[0] * 2**self._looks, _LOOKS_S[1])
             answer = self._store._ask(msgspec.structs.replace(request, timeout_s=slice_s))
-            if not isinstance(answer, Late) or slice_s == left_s:
+            if not isinstance(answer, WaitTimedOut) or slice_s == left_s:
                 return answer
             self._look(self._store)
 

@@ -25,7 +25,7 @@ from allranks._net.tls import Tls
 if TYPE_CHECKING:
     import ssl
 
-__all__ = ["Admission", "Candidate"]
+__all__ = ["Admission", "UnprovedPeer"]
 
 _SLOTS = 64  # for connections without proof
 
@@ -40,7 +40,7 @@ _WARN_S = 10.0  # between two warnings: a stranger could fill the log
 _log = logging.getLogger("allranks.net")
 
 
-class Candidate:
+class UnprovedPeer:
     """A connection whose peer has not proved the secret yet.
 
     Attributes:
@@ -114,7 +114,7 @@ class Admission:
         self,
         selector: selectors.BaseSelector,
         handshake: Callable[[], ServerHandshake],
-        admit: Callable[[Candidate], None],
+        admit: Callable[[UnprovedPeer], None],
         refuse: Callable[[str, ServerHandshake | None, ConfigError | WireError], None],
         label: str,
     ) -> None:
@@ -126,7 +126,7 @@ class Admission:
         self._refuse = refuse
         self._label = label
         self._listeners: list[socket.socket] = []
-        self._candidates: dict[Candidate, None] = {}
+        self._candidates: dict[UnprovedPeer, None] = {}
         self._full_until: float | None = None  # until then no connection is accepted
         self._starved = False  # the system had no descriptor for the last connection
         self._warn_at = 0.0
@@ -178,7 +178,7 @@ class Admission:
         for candidate in [c for c in self._candidates if c.since + HANDSHAKE_S <= now]:
             self.drop(candidate, "sent no valid handshake in time")
 
-    def drop(self, candidate: Candidate, why: str) -> None:
+    def drop(self, candidate: UnprovedPeer, why: str) -> None:
         """Close the connection of a candidate. No effect if it is no longer one."""
         if self._forget(candidate):
             _log.debug("%s: %s is dropped: %s", self._label, candidate.name, why)
@@ -237,7 +237,7 @@ class Admission:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             name = str(address[0]).removeprefix("::ffff:")
         tls = None if local or self.context is None else Tls(self.context, server_side=True)
-        candidate = Candidate(sock, name, self._handshake(), tls)
+        candidate = UnprovedPeer(sock, name, self._handshake(), tls)
         try:
             self._selector.register(sock, selectors.EVENT_READ, lambda _: self._read(candidate))
         except OSError as error:  # no memory: this client tries again, and the others are served
@@ -261,7 +261,7 @@ class Admission:
             self.drop(candidate, "its slot was needed")
         return True
 
-    def _forget(self, candidate: Candidate) -> bool:
+    def _forget(self, candidate: UnprovedPeer) -> bool:
         if candidate not in self._candidates:
             return False
         del self._candidates[candidate]
@@ -269,7 +269,7 @@ class Admission:
             self._selector.unregister(candidate.sock)
         return True
 
-    def _read(self, candidate: Candidate) -> None:
+    def _read(self, candidate: UnprovedPeer) -> None:
         if candidate not in self._candidates:  # dropped in this turn
             return
         try:
@@ -298,7 +298,7 @@ class Admission:
         except OSError as error:
             self.drop(candidate, str(error))
 
-    def _pass_on(self, candidate: Candidate) -> None:
+    def _pass_on(self, candidate: UnprovedPeer) -> None:
         self._forget(candidate)
         try:
             self._admit(candidate)
@@ -306,12 +306,12 @@ class Admission:
             _log.debug("%s: %s is dropped: %s", self._label, candidate.name, error)
             candidate.sock.close()
 
-    def _unseal(self, candidate: Candidate, tls: Tls, data: bytes) -> bytes:
+    def _unseal(self, candidate: UnprovedPeer, tls: Tls, data: bytes) -> bytes:
         plain = tls.receive(data)
         candidate.send_bytes(tls.due())
         return plain
 
-    def _reject(self, candidate: Candidate, error: ConfigError | TlsError) -> None:
+    def _reject(self, candidate: UnprovedPeer, error: ConfigError | TlsError) -> None:
         # Reported before the answer is sent: a client that has read the answer finds the report.
         self._refuse(candidate.name, candidate.handshake, error)
         with suppress(OSError, TlsError):  # it is dropped in any case

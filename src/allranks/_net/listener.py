@@ -24,11 +24,11 @@ from allranks._base.forks import Descriptor, Socket
 from allranks._base.system import reason
 from allranks._base.threads import Daemon
 from allranks._cluster.network import listen
-from allranks._net.admission import Admission, Candidate
+from allranks._net.admission import Admission, UnprovedPeer
 from allranks._net.frames import WireError
 from allranks._net.handshake import HANDSHAKE_FRAME, HANDSHAKE_S, PROVED, ClientHandshake, Protocol, ServerHandshake
 from allranks._net.sockets import check_connected, keep_alive
-from allranks._net.stream import Stream
+from allranks._net.stream import ClientStream
 
 __all__ = ["Listener", "dial"]
 
@@ -125,7 +125,7 @@ class Listener:
         self._admission.expire(time.monotonic())
         return True
 
-    def _admit(self, candidate: Candidate) -> None:
+    def _admit(self, candidate: UnprovedPeer) -> None:
         candidate.send(PROVED)
         candidate.sock.settimeout(None)
         keep_alive(candidate.sock, _LOST_AFTER_S)
@@ -165,7 +165,7 @@ def dial(
             sock: socket.socket | None = None
             try:
                 sock = _connect(address, port, min(_CONNECT_S, max(0.1, until - time.monotonic())))
-                Stream(sock, exact=True).enter(
+                ClientStream(sock, exact=True).enter(
                     ClientHandshake(_PROTOCOL, _key(secret)), time.monotonic() + HANDSHAKE_S, HANDSHAKE_FRAME
                 )
             except (OSError, UnicodeError, WireError, ConfigError) as error:

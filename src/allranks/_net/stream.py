@@ -16,10 +16,10 @@ from allranks._net.tls import Tls
 if TYPE_CHECKING:
     import ssl
 
-__all__ = ["Stream"]
+__all__ = ["ClientStream"]
 
 
-class Stream:
+class ClientStream:
     """A connection that sends and receives whole frames.
 
     Args:

@@ -148,7 +148,7 @@ def make_backend(calls: Calls, backend: str, name: str, group: Callable[[], Any]
 def _backend_class() -> type:
     base = _C.Backend
 
-    class Backend(base):  # type: ignore[misc, valid-type]
+    class OperatorBackend(base):  # type: ignore[misc, valid-type]
         def __init__(self, calls: Calls, backend: str, name: str, group: Callable[[], Any]) -> None:
             super().__init__(calls.group.rank(), calls.group.size())
             self._calls, self._backend, self._name, self._group = calls, backend, name, group
@@ -167,13 +167,13 @@ def _backend_class() -> type:
         return lambda self, *args: getattr(self._group(), name)(*args)
 
     for name in ("allreduce_sparse", *(name for name, _ in _OPERATORS.values())):
-        setattr(Backend, name, method(name))
+        setattr(OperatorBackend, name, method(name))
     for name in ("rank", "size", "get_reconfigure_handle", "reconfigure", "abort", "get_error"):
-        setattr(Backend, name, of_group(name))
+        setattr(OperatorBackend, name, of_group(name))
     for name in filter(lambda name: name.startswith("supports_"), dir(base)):
-        setattr(Backend, name, False)  # torch's own properties ask this class again, without end
-    Backend.supports_reconfigure = True
-    return Backend
+        setattr(OperatorBackend, name, False)  # torch's own properties ask this class again, without end
+    OperatorBackend.supports_reconfigure = True
+    return OperatorBackend
 
 
 # --- kernels before torch's ---

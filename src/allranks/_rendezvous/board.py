@@ -21,7 +21,7 @@ from allranks._rendezvous.join_protocol import Act, Answer, Lost, Member, Steps
 from allranks._rendezvous.seats import ELASTIC, START, TABLE_KEY, SeatTable
 from allranks._rendezvous.succession import Look, See, Sighting
 from allranks._store import PrefixStore, Store
-from allranks._store.wire import Found, Late, Peek, Wait
+from allranks._store.wire import FoundValues, Peek, WaitForKeys, WaitTimedOut
 
 __all__ = ["Board"]
 
@@ -73,8 +73,10 @@ class Board:
             try:
                 return self._opened()._ask(act)  # type: ignore[arg-type]
             except (StoreLostError, TimeoutError, NotYet, ConfigError) as error:
-                if isinstance(act, Wait) and isinstance(error, TimeoutError):
-                    return Late(act.keys)  # a wait is short: a busy launcher is lost when it answers no other request
+                if isinstance(act, WaitForKeys) and isinstance(error, TimeoutError):
+                    return WaitTimedOut(
+                        act.keys
+                    )  # a wait is short: a busy launcher is lost when it answers no other request
                 return Lost(reason(error.__cause__ or error), error)
 
         return drive(steps, perform)  # type: ignore[arg-type]
@@ -99,7 +101,7 @@ class Board:
     def peek(self, keys: Sequence[str]) -> Sequence[bytes | None]:
         """The values of whole keys, as they are now."""
         found = self._opened()._ask(Peek(list(keys)))
-        assert isinstance(found, Found)
+        assert isinstance(found, FoundValues)
         return found.values
 
     def view(self, name: str, timeout_s: float) -> Store:

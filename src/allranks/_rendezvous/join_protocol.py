@@ -25,7 +25,18 @@ import msgspec
 
 from allranks._base.errors import ConfigError, JoinError, TimeoutError, rank_list
 from allranks._base.timeouts import LONGEST_WAIT_S
-from allranks._store.wire import Add, CompareSet, Done, Found, Late, Peek, Reply, Request, Set, Wait
+from allranks._store.wire import (
+    Add,
+    CompareSet,
+    FoundValues,
+    Peek,
+    Reply,
+    Request,
+    RequestDone,
+    Set,
+    WaitForKeys,
+    WaitTimedOut,
+)
 
 __all__ = [
     "Act",
@@ -202,9 +213,9 @@ class Joining:
             if answer is None:
                 answer = yield from self._count()
             match answer:
-                case Done(number) if number == 1 or not self.fresh:
+                case RequestDone(number) if number == 1 or not self.fresh:
                     return number
-                case Done():
+                case RequestDone():
                     trouble = Lost("it still serves the previous rendezvous")
                 case Lost():
                     trouble = answer
@@ -227,12 +238,12 @@ class Joining:
         while True:
             number = int(known.partition(b" ")[0] or b"0") + 1
             answer = yield from self._do(CompareSet(key, known, b"%d %s" % (number, visit.encode())))
-            if not isinstance(answer, Found) or not answer.values[0]:
+            if not isinstance(answer, FoundValues) or not answer.values[0]:
                 return answer
             known = answer.values[0]
             counted, _, whose = known.partition(b" ")
             if whose == visit.encode():
-                return Done(int(counted))
+                return RequestDone(int(counted))
 
     # At the store.
 
@@ -253,7 +264,7 @@ class Joining:
             yield from self._ask(Set(f"{self._board}double/{self.me.rank}", mine))
             raise JoinError(_twice(holder.member, self.me))
         joined = yield from self._ask(Add(f"{self._board}joined", 1))
-        assert isinstance(joined, Done)
+        assert isinstance(joined, RequestDone)
         # The last rank writes the verdict for all; nobody else has to read all the others.
         verdict = (yield from self._roll_call()) if joined.number == self.me.world_size else None
         if verdict is None:
@@ -280,14 +291,14 @@ class Joining:
         return verdict
 
     def _wait_verdict(self, timeout_s: float) -> Steps[_Verdict | None]:
-        answer = yield from self._ask(Wait([f"{self._board}verdict"], min(timeout_s, LONGEST_WAIT_S), True))
-        return _verdict(answer) if isinstance(answer, Found) else None
+        answer = yield from self._ask(WaitForKeys([f"{self._board}verdict"], min(timeout_s, LONGEST_WAIT_S), True))
+        return _verdict(answer) if isinstance(answer, FoundValues) else None
 
     def _look_around(self) -> Steps[_Verdict | None]:
         # One rank prints for all that wait: rank 0, which knows where it listens, or the first to ask.
         if self.me.rank:
             zero = yield from self._ask(Peek([f"{self._board}member/0"]))
-            if zero != Found([None]) or not (yield from self._first_to("notice")):
+            if zero != FoundValues([None]) or not (yield from self._first_to("notice")):
                 return None
         found = yield from self._everyone("member")
         missing = [rank for rank, claim in enumerate(found) if claim is None]
@@ -343,10 +354,10 @@ class Joining:
 
     # Requests.
 
-    def _ask(self, request: Request) -> Steps[Done | Found | Late]:
+    def _ask(self, request: Request) -> Steps[RequestDone | FoundValues | WaitTimedOut]:
         answer = yield from self._do(request)
         match answer:
-            case Done() | Found() | Late():
+            case RequestDone() | FoundValues() | WaitTimedOut():
                 return answer
             case Lost(text, cause) if self._left() <= 0:
                 raise JoinError(
@@ -363,7 +374,7 @@ class Joining:
 
     def _claim(self, key: str, mine: bytes) -> Steps[_Claim]:
         answer = yield from self._ask(CompareSet(self._board + key, b"", mine))
-        assert isinstance(answer, Found)
+        assert isinstance(answer, FoundValues)
         try:
             claim = _decode(answer.values[0])
         except msgspec.MsgspecError:
@@ -375,11 +386,11 @@ class Joining:
     def _everyone(self, *kinds: str) -> Steps[list[_Claim | None]]:
         keys = [f"{self._board}{kind}/{rank}" for kind in kinds for rank in range(self.me.world_size)]
         answer = yield from self._ask(Peek(keys))
-        assert isinstance(answer, Found)
+        assert isinstance(answer, FoundValues)
         return [_decode(value) for value in answer.values]
 
     def _first_to(self, what: str) -> Steps[bool]:
-        return (yield from self._ask(Add(self._board + what, 1))) == Done(1)
+        return (yield from self._ask(Add(self._board + what, 1))) == RequestDone(1)
 
     # Texts.
 
@@ -422,25 +433,25 @@ def exchange(place: str, rank: int, size: int, record: bytes, timeout_s: float) 
     """
     keys = [f"{place}{r}" for r in range(size)]
 
-    def ask(request: Request) -> Steps[Done | Found | Late]:
+    def ask(request: Request) -> Steps[RequestDone | FoundValues | WaitTimedOut]:
         _, answer = yield request
-        assert isinstance(answer, Done | Found | Late), answer
+        assert isinstance(answer, RequestDone | FoundValues | WaitTimedOut), answer
         return answer
 
     def gather() -> Steps[list[bytes | None]]:
         found = yield from ask(Peek(keys))
-        assert isinstance(found, Found)
+        assert isinstance(found, FoundValues)
         if None not in found.values:
             yield from ask(Set(f"{place}all", msgspec.msgpack.encode(found.values)))
         return found.values
 
     yield from ask(Set(keys[rank], record))
     posted = yield from ask(Add(f"{place}posted", 1))
-    if posted == Done(size):
+    if posted == RequestDone(size):
         rows = yield from gather()
     else:
-        answer = yield from ask(Wait([f"{place}all"], min(timeout_s, LONGEST_WAIT_S), True))
-        if isinstance(answer, Found) and answer.values[0] is not None:
+        answer = yield from ask(WaitForKeys([f"{place}all"], min(timeout_s, LONGEST_WAIT_S), True))
+        if isinstance(answer, FoundValues) and answer.values[0] is not None:
             return msgspec.msgpack.decode(answer.values[0], type=list[bytes])
         rows = yield from gather()
     missing = [r for r, row in enumerate(rows) if row is None]
@@ -488,8 +499,8 @@ def _decode(value: bytes | None) -> _Claim | None:
     return None if value is None else msgspec.msgpack.decode(value, type=_Claim)
 
 
-def _verdict(answer: Done | Found | Late) -> _Verdict:
-    assert isinstance(answer, Found)
+def _verdict(answer: RequestDone | FoundValues | WaitTimedOut) -> _Verdict:
+    assert isinstance(answer, FoundValues)
     assert answer.values[0] is not None
     return msgspec.msgpack.decode(answer.values[0], type=_Verdict)
 

@@ -12,13 +12,13 @@ from allranks._rendezvous.finders.interface import Finder
 from allranks._rendezvous.join_protocol import TABLE, Member, exchange, unpack_members
 from allranks._store import Store
 
-__all__ = ["Meeting"]
+__all__ = ["JobMeeting"]
 
 _LINGER_S = 3.0  # how long rank 0, when it leaves, keeps the store for those who have not left yet
 
 
 @dataclass
-class Meeting:
+class JobMeeting:
     """All ranks of a job have met.
 
     Attributes:

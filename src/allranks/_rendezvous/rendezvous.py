@@ -42,7 +42,7 @@ from allranks._rendezvous.join_protocol import (
     Notify,
     Pause,
 )
-from allranks._rendezvous.meeting import Meeting
+from allranks._rendezvous.meeting import JobMeeting
 from allranks._rendezvous.seats import ELASTIC
 from allranks._store import HashStore, PrefixStore, Store
 
@@ -67,7 +67,7 @@ def join(
     timeout_s: float,
     store: object | None = None,
     environ: Mapping[str, str] = os.environ,
-) -> Meeting:
+) -> JobMeeting:
     """Meets the other ranks of the job.
 
     Args:
@@ -96,7 +96,7 @@ def join(
     me = this_member(job.rank, job.world_size)
     if job.world_size == 1:
         finder.close(0.0)
-        return Meeting(0, 1, HashStore(), me, timeout_s, (0, 1), Board.of(finder, me, "allranks/alone", environ))
+        return JobMeeting(0, 1, HashStore(), me, timeout_s, (0, 1), Board.of(finder, me, "allranks/alone", environ))
     try:
         finder.open(me)
         shared = _join(finder, me, began)
@@ -105,7 +105,7 @@ def join(
         raise
     local = (job.local_rank, job.local_world_size)
     board = Board.of(finder, me, shared.prefix, environ)
-    return Meeting(me.rank, me.world_size, shared, me, timeout_s, local, board, finder)
+    return JobMeeting(me.rank, me.world_size, shared, me, timeout_s, local, board, finder)
 
 
 def elastic_board(

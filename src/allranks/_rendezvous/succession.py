@@ -21,7 +21,7 @@ from allranks._base.errors import AllranksError, ExcludedError, StoreLostError, 
 from allranks._rendezvous.join_protocol import Answer, Lost, Member, Steps
 from allranks._rendezvous.replicas import chosen
 from allranks._rendezvous.seats import GONE, OPTIONAL, TABLE_KEY, SeatTable
-from allranks._store.wire import CompareSet, Done, Found, Late, Peek, Request, Set, Wait
+from allranks._store.wire import CompareSet, FoundValues, Peek, Request, RequestDone, Set, WaitForKeys, WaitTimedOut
 
 __all__ = ["NEWCOMER", "Claim", "Decision", "Look", "See", "Succession", "Vote", "claim_key", "exchange"]
 
@@ -174,7 +174,7 @@ class Succession:
                 decided = yield from self._propose()
             if decided is not None:
                 return self._judge(decided)
-            yield from self._ask(Wait([self._decision], POLL_S, True))
+            yield from self._ask(WaitForKeys([self._decision], POLL_S, True))
 
     # What is known.
 
@@ -210,7 +210,7 @@ class Succession:
             known = list(self._candidates())
             keys = [self._decision, TABLE_KEY, *(self._key(*each) for each in known)]
             answer = yield from self._ask(Peek(keys))
-            assert isinstance(answer, Found)
+            assert isinstance(answer, FoundValues)
             decided, table, *claims = answer.values
             if decided is not None:
                 return msgspec.msgpack.decode(decided, type=Decision)
@@ -264,7 +264,7 @@ class Succession:
         out, aside = sorted({*self.out, *self.members.items()} - here), sorted({*self.aside, *here} - members)
         mine = Decision(self.generation + 1, tuple(claims), ended, outcome, least, tuple(out), tuple(aside))
         answer = yield from self._ask(CompareSet(self._decision, b"", msgspec.msgpack.encode(mine)))
-        assert isinstance(answer, Found)
+        assert isinstance(answer, FoundValues)
         assert answer.values[0] is not None
         return msgspec.msgpack.decode(answer.values[0], type=Decision)
 
@@ -298,7 +298,7 @@ class Succession:
         assert isinstance(answer, frozenset)
         return answer
 
-    def _ask(self, request: Request) -> Steps[Done | Found | Late]:
+    def _ask(self, request: Request) -> Steps[RequestDone | FoundValues | WaitTimedOut]:
         self._now, answer = yield request
         return _checked(answer, self.where)
 
@@ -330,15 +330,15 @@ def exchange(
     _checked(answer, where)
     missing: tuple[tuple[int, int], ...] = ()
     while now < began + timeout_s:
-        now, answer = yield Wait(keys, 2 * POLL_S, True)
+        now, answer = yield WaitForKeys(keys, 2 * POLL_S, True)
         found = _checked(answer, where)
-        if isinstance(found, Found):
+        if isinstance(found, FoundValues):
             return [value for value in found.values if value is not None]
         now, sighting = yield Look(missing)  # type: ignore[misc]
         assert isinstance(sighting, frozenset)
         now, answer = yield Peek([TABLE_KEY, f"{prefix}{decision.generation}/decision", *keys])
         read = _checked(answer, where)
-        assert isinstance(read, Found)
+        assert isinstance(read, FoundValues)
         missing = tuple(
             (c.seat, c.start) for c, come in zip(decision.claims, read.values[2:], strict=True) if come is None
         )
@@ -372,9 +372,9 @@ def _settle(claims: Sequence[Claim]) -> tuple[int, int]:
     return ended + 1, min(value or 0 for value in values)
 
 
-def _checked(answer: Answer | frozenset[tuple[int, int]], where: str) -> Done | Found | Late:
+def _checked(answer: Answer | frozenset[tuple[int, int]], where: str) -> RequestDone | FoundValues | WaitTimedOut:
     match answer:
-        case Done() | Found() | Late():
+        case RequestDone() | FoundValues() | WaitTimedOut():
             return answer
         case Lost(text, cause):
             raise StoreLostError(

@@ -27,10 +27,10 @@ from allranks._cluster.env import split_host_port
 from allranks._net.frames import TlsError, WireError
 from allranks._net.handshake import HANDSHAKE_S, ClientHandshake
 from allranks._net.sockets import check_connected, keep_alive
-from allranks._net.stream import Stream
+from allranks._net.stream import ClientStream
 from allranks._net.tls import tls_context
 from allranks._store.stores import Store
-from allranks._store.wire import FRAME_LIMIT, PROTOCOL, Pop, Reply, Request, Wait, decode_reply, encode
+from allranks._store.wire import FRAME_LIMIT, PROTOCOL, Pop, Reply, Request, WaitForKeys, decode_reply, encode
 
 if TYPE_CHECKING:
     import ssl
@@ -63,8 +63,8 @@ class StoreClient(Store):
     def abandon(self) -> None:
         """In a forked child: the connections are the parent's. The child's first request makes one of its own."""
         self._lock = threading.Lock()
-        self._idle: list[Stream] = []
-        self._busy: set[Stream] = set()
+        self._idle: list[ClientStream] = []
+        self._busy: set[ClientStream] = set()
 
     @classmethod
     def connect(
@@ -120,7 +120,7 @@ class StoreClient(Store):
             )
         began = time.monotonic()
         patience_s = self.timeout_s
-        if isinstance(request, Wait | Pop) and request.timeout_s > 0:
+        if isinstance(request, WaitForKeys | Pop) and request.timeout_s > 0:
             patience_s = request.timeout_s + _GRACE_S
         deadline = min(began + patience_s, self.deadline)
         kept = False
@@ -148,7 +148,7 @@ class StoreClient(Store):
                     line.sock.close()
         return reply
 
-    def _take_line(self, deadline: float) -> Stream:
+    def _take_line(self, deadline: float) -> ClientStream:
         with self._lock:
             line = self._idle.pop() if self._idle else None
             closed = self._closed
@@ -162,7 +162,9 @@ class StoreClient(Store):
             line.sock.close()
         raise StoreLostError(f"{self}: this client was closed.")
 
-    def _dial(self, deadline: float, retry: bool = True, on_failure: Callable[[str], None] | None = None) -> Stream:
+    def _dial(
+        self, deadline: float, retry: bool = True, on_failure: Callable[[str], None] | None = None
+    ) -> ClientStream:
         began, pause_s = time.monotonic(), 0.01
         while True:
             try:
@@ -180,13 +182,13 @@ class StoreClient(Store):
             time.sleep(min(pause_s, left_s))
             pause_s = min(pause_s * 1.5, 0.2)
 
-    def _dial_once(self, deadline: float) -> Stream:
+    def _dial_once(self, deadline: float) -> ClientStream:
         trouble: OSError = OSError(errno.EADDRNOTAVAIL, "its name has no address")
         stranger: Exception | None = None
         if self._context is None and self.address.startswith("tcp:"):
             self._context = tls_context(server_side=False)
         for family, target in _resolve(self.address):
-            line = Stream(Socket(family, socket.SOCK_STREAM), self._context)
+            line = ClientStream(Socket(family, socket.SOCK_STREAM), self._context)
             try:
                 now = time.monotonic()
                 line.sock.settimeout(min(max(deadline - now, 0.001), 3.0))

@@ -34,7 +34,19 @@ from allranks._base.forks import Descriptor, follow, forks, refusal
 from allranks._base.system import reason
 from allranks._store.stores import Store
 from allranks._store.table import KeyTable
-from allranks._store.wire import FRAME_LIMIT, Done, Late, Length, Names, Peek, Pop, Reply, Request, Wait, encode
+from allranks._store.wire import (
+    FRAME_LIMIT,
+    Length,
+    ListNames,
+    Peek,
+    Pop,
+    Reply,
+    Request,
+    RequestDone,
+    WaitForKeys,
+    WaitTimedOut,
+    encode,
+)
 
 __all__ = ["FileStore"]
 
@@ -107,18 +119,18 @@ class FileStore(Store):
     def _ask(self, request: Request) -> Reply:
         if not self._finalizer.alive:
             raise StoreLostError(f"{self}: this store was closed.")
-        if isinstance(request, Peek | Names | Length):
+        if isinstance(request, Peek | ListNames | Length):
             return self._log.read(request, self.timeout_s)
-        if not isinstance(request, Wait | Pop):
+        if not isinstance(request, WaitForKeys | Pop):
             return self._log.write(request, self.timeout_s)
         deadline = time.monotonic() + request.timeout_s
         at_once = msgspec.structs.replace(request, timeout_s=0.0)
-        carry_out = self._log.read if isinstance(request, Wait) else self._log.write
+        carry_out = self._log.read if isinstance(request, WaitForKeys) else self._log.write
         pause_s = _PAUSE_S
         while True:
             seen = self._log.position  # before the request: another thread may read on meanwhile
             reply = carry_out(at_once, self.timeout_s)
-            while isinstance(reply, Late) and (left_s := deadline - time.monotonic()) > 0:
+            while isinstance(reply, WaitTimedOut) and (left_s := deadline - time.monotonic()) > 0:
                 time.sleep(min(pause_s, left_s))
                 if self._log.has_grown(seen):  # also where somebody was killed in the middle of writing
                     break
@@ -161,8 +173,8 @@ class _Log:
             )
         with self._open(fcntl.LOCK_EX, patience_s) as file:
             self._catch_up(file)
-            if isinstance(request, Pop) and self._replay(Length(request.key)) == Done(0):
-                return Late([request.key])
+            if isinstance(request, Pop) and self._replay(Length(request.key)) == RequestDone(0):
+                return WaitTimedOut([request.key])
             return self._append(file, payload)
 
     def has_grown(self, seen: int) -> bool:
@@ -259,7 +271,7 @@ class _Log:
         if size < self.position:
             raise StoreLostError(f"FileStore({self._path}): it was cut short by something else.")
         data = memoryview(_read(file, self.position, size))
-        reply: Reply = Done()
+        reply: Reply = RequestDone()
         at = 0
         if self.position == 0:
             if bytes(data[: len(_MAGIC)]) != _MAGIC[: len(data)]:
@@ -296,7 +308,7 @@ class _Log:
         else:
             [(_, reply)] = self._table.handle(None, request, 0.0)
             return reply
-        return Done()
+        return RequestDone()
 
 
 def _read(file: Descriptor, at: int, end: int) -> bytes:

@@ -27,13 +27,13 @@ from allranks._base.forks import Descriptor, Socket, forks
 from allranks._base.system import reason
 from allranks._base.threads import Daemon
 from allranks._cluster.network import listen, published_addresses
-from allranks._net.admission import Admission, Candidate
+from allranks._net.admission import Admission, UnprovedPeer
 from allranks._net.frames import TlsError, WireError, pack_frame
 from allranks._net.handshake import PROVED, ServerHandshake
 from allranks._net.tls import Tls, tls_context
 from allranks._store.address import addresses_of, trouble_with
 from allranks._store.table import KeyTable
-from allranks._store.wire import FRAME_LIMIT, PROTOCOL, Failed, Found, Reply, Set, decode_request, encode
+from allranks._store.wire import FRAME_LIMIT, PROTOCOL, FoundValues, Reply, RequestFailed, Set, decode_request, encode
 
 if TYPE_CHECKING:
     import ssl
@@ -49,7 +49,7 @@ _log = logging.getLogger("allranks.store")
 class _Peer:
     """A client that has proved the secret."""
 
-    def __init__(self, candidate: Candidate) -> None:
+    def __init__(self, candidate: UnprovedPeer) -> None:
         self.sock = candidate.sock
         self.name = candidate.name
         self.tls = candidate.tls
@@ -304,7 +304,7 @@ class StoreServer:
         self._reply(self._table.expire(now))
         self._admission.expire(now)
 
-    def _admit(self, candidate: Candidate) -> None:
+    def _admit(self, candidate: UnprovedPeer) -> None:
         peer = _Peer(candidate)
         self._selector.register(peer.sock, peer.events, lambda events: self._progress(peer, events))
         self._peers[peer] = None
@@ -350,7 +350,7 @@ class StoreServer:
         try:
             due = self._table.handle(peer, decode_request(frame), time.monotonic())
         except msgspec.ValidationError as error:
-            due = [(peer, Failed(f"a wrong argument: {error}"))]
+            due = [(peer, RequestFailed(f"a wrong argument: {error}"))]
         self._reply(due)
 
     def _reply(self, due: list[tuple[Hashable, Reply]]) -> None:
@@ -360,12 +360,12 @@ class StoreServer:
 
     def _frame(self, reply: Reply) -> bytes:
         # All ranks ask for the same large values: each such frame is made and kept once, however slowly they read.
-        value = reply.values[0] if isinstance(reply, Found) and len(reply.values) == 1 else None
+        value = reply.values[0] if isinstance(reply, FoundValues) and len(reply.values) == 1 else None
         if value is not None and value is self._last[0]:
             return self._last[1]
         payload = encode(reply)
         if len(payload) > FRAME_LIMIT:
-            payload = encode(Failed(f"a reply of {len(payload)} bytes, the limit is {FRAME_LIMIT}"))
+            payload = encode(RequestFailed(f"a reply of {len(payload)} bytes, the limit is {FRAME_LIMIT}"))
         frame = pack_frame(payload)
         if value is not None and len(value) >= _LARGE:
             self._last = value, frame

@@ -31,21 +31,21 @@ from allranks._store.wire import (
     Append,
     CompareSet,
     Delete,
-    Done,
-    Failed,
-    Found,
-    Late,
+    FoundNames,
+    FoundValues,
     Length,
-    Listed,
-    Names,
+    ListNames,
     Peek,
     Pop,
     Push,
     Reply,
     Request,
+    RequestDone,
+    RequestFailed,
     Set,
     SetMany,
-    Wait,
+    WaitForKeys,
+    WaitTimedOut,
 )
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ForeignStore", "HashStore", "PrefixStore", "Store"]
 
-_ReplyT = TypeVar("_ReplyT", Done, Found, Listed)
+_ReplyT = TypeVar("_ReplyT", RequestDone, FoundValues, FoundNames)
 Timeout = timedelta | float
 
 DEFAULT_TIMEOUT_S = 300.0  # torch's
@@ -105,7 +105,7 @@ class Store(abc.ABC):
 
     def set(self, key: str, value: bytes | str) -> None:
         """Sets a value, and wakes those who wait for it."""
-        self._reply(Set(_key(key), _value(value)), Done)
+        self._reply(Set(_key(key), _value(value)), RequestDone)
 
     def get(self, key: str, timeout: Timeout | None = None) -> bytes:
         """Returns a value; waits until it is set.
@@ -123,7 +123,7 @@ class Store(abc.ABC):
         """
         if isinstance(values, str | bytes):
             raise UsageError(f"values must be a list of values, not {values!r:.80}")
-        self._reply(SetMany(_keys(keys), [_value(value) for value in values]), Done)
+        self._reply(SetMany(_keys(keys), [_value(value) for value in values]), RequestDone)
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
         """Returns several values; waits until all are set.
@@ -131,7 +131,7 @@ class Store(abc.ABC):
         Raises:
             TimeoutError: some were not set in time; names them.
         """
-        values = self._reply(Wait(_keys(keys), self._patience(timeout), True), Found).values
+        values = self._reply(WaitForKeys(_keys(keys), self._patience(timeout), True), FoundValues).values
         if None in values:
             raise UsageError(f"{self}: {keys[values.index(None)]!r} was deleted while others were waited for")
         return values  # type: ignore[return-value]
@@ -142,11 +142,11 @@ class Store(abc.ABC):
         Raises:
             TimeoutError: some were not set in time; names them.
         """
-        self._reply(Wait(_keys(keys), self._patience(timeout), False), Found)
+        self._reply(WaitForKeys(_keys(keys), self._patience(timeout), False), FoundValues)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Says whether all keys are set (or are queues that hold something)."""
-        return isinstance(self._ask(Wait(_keys(keys), 0.0, False)), Found)
+        return isinstance(self._ask(WaitForKeys(_keys(keys), 0.0, False)), FoundValues)
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter, which starts at 0, in one step; returns the sum. ``get`` finds it as decimal digits.
@@ -157,11 +157,11 @@ class Store(abc.ABC):
         number = integer_of(amount)
         if number is None or not -(1 << 63) <= number < 1 << 63:
             raise UsageError(f"add({key!r}): the amount must be a whole number of 64 bits, not {amount!r}")
-        return self._reply(Add(_key(key), number), Done).number
+        return self._reply(Add(_key(key), number), RequestDone).number
 
     def append(self, key: str, value: bytes | str) -> None:
         """Adds to the end of a value; an absent one is empty."""
-        self._reply(Append(_key(key), _value(value)), Done)
+        self._reply(Append(_key(key), _value(value)), RequestDone)
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
         """Sets a value if it is the expected one (an empty one also stands for absent); returns it as it is then.
@@ -169,11 +169,11 @@ class Store(abc.ABC):
         As in torch: where the key is absent and ``expected_value`` is not empty, returns ``expected_value``.
         """
         request = CompareSet(_key(key), _value(expected_value), _value(desired_value))
-        return self._reply(request, Found).values[0] or b""
+        return self._reply(request, FoundValues).values[0] or b""
 
     def delete_key(self, key: str) -> bool:
         """Removes a key; returns whether it was there."""
-        return bool(self._reply(Delete(_key(key)), Done).number)
+        return bool(self._reply(Delete(_key(key)), RequestDone).number)
 
     def num_keys(self) -> int:
         """How many keys are set."""
@@ -181,11 +181,11 @@ class Store(abc.ABC):
 
     def list_keys(self) -> list[str]:
         """The keys that are set."""
-        return self._reply(Names(""), Listed).names
+        return self._reply(ListNames(""), FoundNames).names
 
     def queue_push(self, key: str, value: bytes | str) -> None:
         """Adds a value to the end of a queue. Queues and values have names of their own."""
-        self._reply(Push(_key(key), _value(value)), Done)
+        self._reply(Push(_key(key), _value(value)), RequestDone)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Takes the first value of a queue. Who has waited longest gets the next one.
@@ -199,13 +199,13 @@ class Store(abc.ABC):
             TimeoutError: nobody pushed one in time.
         """
         reply = self._ask(Pop(_key(key), self.timeout_s if block else 0.0))
-        if isinstance(reply, Late) and not block:
+        if isinstance(reply, WaitTimedOut) and not block:
             raise QueueEmptyError(f"{self}: queue {key!r} is empty")
-        return self._checked(reply, Found, self.timeout_s).values[0] or b""
+        return self._checked(reply, FoundValues, self.timeout_s).values[0] or b""
 
     def queue_len(self, key: str) -> int:
         """How many values a queue holds."""
-        return self._reply(Length(_key(key)), Done).number
+        return self._reply(Length(_key(key)), RequestDone).number
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Waits until ``world_size`` callers have come to the barrier of this name, which serves once.
@@ -229,7 +229,7 @@ class Store(abc.ABC):
 
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:
         """Returns the values that are set now, None for the others. Not in torch."""
-        return self._reply(Peek(_keys(keys)), Found).values
+        return self._reply(Peek(_keys(keys)), FoundValues).values
 
     def close(self) -> None:  # noqa: B027
         """Gives back what this object holds. Not in torch, where the garbage collector does it."""
@@ -248,13 +248,13 @@ class Store(abc.ABC):
 
     def _checked(self, reply: Reply, kind: type[_ReplyT], waited_s: float) -> _ReplyT:
         match reply:
-            case Late(missing):
+            case WaitTimedOut(missing):
                 raise TimeoutError(
                     f"{self}: nobody set {', '.join(map(repr, missing))} in {waited_s:.1f} s.\n"
                     "  The rank that sets it may be late or gone: look at its output."
                     "    Longer: init_process_group(timeout=...), or the store's timeout"
                 )
-            case Failed(text):
+            case RequestFailed(text):
                 raise UsageError(f"{self}: {text}")
         assert isinstance(reply, kind), reply
         return reply
@@ -332,9 +332,9 @@ class PrefixStore(Store):
 
     def _ask(self, request: Request) -> Reply:
         match request:
-            case Names(prefix):
-                request = Names(self.prefix + prefix)
-            case Peek(keys) | Wait(keys) | SetMany(keys):
+            case ListNames(prefix):
+                request = ListNames(self.prefix + prefix)
+            case Peek(keys) | WaitForKeys(keys) | SetMany(keys):
                 request = msgspec.structs.replace(request, keys=[self.prefix + key for key in keys])
             case _:
                 request = msgspec.structs.replace(request, key=self.prefix + request.key)
@@ -374,23 +374,23 @@ class ForeignStore(Store):
             case Append(key, value):
                 self._method("append")(key, value)
             case Add(key, amount):
-                return Done(int(self._store.add(key, amount)))
+                return RequestDone(int(self._store.add(key, amount)))
             case Delete(key):
-                return Done(int(self._method("delete_key")(key)))
+                return RequestDone(int(self._method("delete_key")(key)))
             case CompareSet(key, expected, desired):
-                return Found([bytes(self._method("compare_set")(key, expected, desired))])
+                return FoundValues([bytes(self._method("compare_set")(key, expected, desired))])
             case Peek(keys):
-                return Found([bytes(self._store.get(key)) if self._store.check([key]) else None for key in keys])
-            case Names(prefix):
-                return Listed([key for key in self._method("list_keys")() if key.startswith(prefix)])
-            case Wait(keys, timeout_s, values):
+                return FoundValues([bytes(self._store.get(key)) if self._store.check([key]) else None for key in keys])
+            case ListNames(prefix):
+                return FoundNames([key for key in self._method("list_keys")() if key.startswith(prefix)])
+            case WaitForKeys(keys, timeout_s, values):
                 if not self._wait(keys, timeout_s):
                     missing = [key for key in keys if not self._store.check([key])]
-                    return Late((missing or keys)[:20])
-                return Found([bytes(self._store.get(key)) for key in keys] if values else [])
+                    return WaitTimedOut((missing or keys)[:20])
+                return FoundValues([bytes(self._store.get(key)) for key in keys] if values else [])
             case _:
                 raise UsageError(f"{self}: queues of a store that is not ours are reached by its own methods only")
-        return Done()
+        return RequestDone()
 
     def _wait(self, keys: list[str], timeout_s: float) -> bool:
         if timeout_s <= 0:  # in torch a timeout of 0 means for ever

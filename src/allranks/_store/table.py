@@ -18,21 +18,21 @@ from allranks._store.wire import (
     Append,
     CompareSet,
     Delete,
-    Done,
-    Failed,
-    Found,
-    Late,
+    FoundNames,
+    FoundValues,
     Length,
-    Listed,
-    Names,
+    ListNames,
     Peek,
     Pop,
     Push,
     Reply,
     Request,
+    RequestDone,
+    RequestFailed,
     Set,
     SetMany,
-    Wait,
+    WaitForKeys,
+    WaitTimedOut,
 )
 
 __all__ = ["HIDDEN", "KeyTable"]
@@ -43,7 +43,7 @@ HIDDEN = "\0"
 
 @dataclass
 class _Parked:
-    request: Wait | Pop
+    request: WaitForKeys | Pop
     missing: set[str]
 
 
@@ -65,37 +65,37 @@ class KeyTable:
         """Carries out one request of ``who``, who must not have another one parked."""
         match request:
             case Set(key, value):
-                return [(who, Done()), *self._put(key, value)]
+                return [(who, RequestDone()), *self._put(key, value)]
             case SetMany(keys, values):
                 if len(keys) != len(values):
-                    return [(who, Failed(f"multi_set: {len(keys)} keys, but {len(values)} values"))]
+                    return [(who, RequestFailed(f"multi_set: {len(keys)} keys, but {len(values)} values"))]
                 due = [self._put(key, value) for key, value in zip(keys, values, strict=True)]
-                return [(who, Done()), *itertools.chain.from_iterable(due)]
+                return [(who, RequestDone()), *itertools.chain.from_iterable(due)]
             case Add(key, amount):
                 return self._add(who, key, amount)
             case Append(key, value):
-                return [(who, Done()), *self._put(key, self._values.get(key, b"") + value)]
-            case Names(prefix):
+                return [(who, RequestDone()), *self._put(key, self._values.get(key, b"") + value)]
+            case ListNames(prefix):
                 hidden = prefix + HIDDEN
                 found = [key for key in self._values if key.startswith(prefix) and not key.startswith(hidden)]
-                return [(who, Listed(found))]
+                return [(who, FoundNames(found))]
             case Push(key, value):
                 self._queues.setdefault(key, deque()).append(value)
-                return [(who, Done()), *self._arrived(key)]
+                return [(who, RequestDone()), *self._arrived(key)]
             case Length(key):
-                return [(who, Done(len(self._queues.get(key, ()))))]
+                return [(who, RequestDone(len(self._queues.get(key, ()))))]
             case Peek(keys):
-                return [(who, Found([self._values.get(key) for key in keys]))]
+                return [(who, FoundValues([self._values.get(key) for key in keys]))]
             case Delete(key):
-                return [(who, Done(int(self._values.pop(key, None) is not None)))]
+                return [(who, RequestDone(int(self._values.pop(key, None) is not None)))]
             case CompareSet(key, expected, desired):
                 # torch's rule: an absent key counts as expected if b"" is; otherwise the caller gets its own
                 # expectation back.
                 current = self._values.get(key)
                 if current == expected or (current is None and not expected):
-                    return [(who, Found([desired])), *self._put(key, desired)]
-                return [(who, Found([expected if current is None else current]))]
-            case Wait(keys, _, values):
+                    return [(who, FoundValues([desired])), *self._put(key, desired)]
+                return [(who, FoundValues([expected if current is None else current]))]
+            case WaitForKeys(keys, _, values):
                 return self._park(who, request, {key for key in keys if not self._is_there(key, values)}, now)
             case Pop(key):
                 return self._park(who, request, set() if key in self._queues else {key}, now)
@@ -107,7 +107,7 @@ class KeyTable:
             _, _, who, parked = heapq.heappop(self._deadlines)
             if self._parked.get(who) is parked:
                 self.forget(who)
-                due.append((who, Late(sorted(parked.missing)[:20])))
+                due.append((who, WaitTimedOut(sorted(parked.missing)[:20])))
         return due
 
     def next_deadline(self) -> float | None:
@@ -132,10 +132,10 @@ class KeyTable:
         try:
             number = int(self._values.get(key) or b"0") + amount
         except ValueError:
-            return [(who, Failed(f"add({key!r}): its value is not a whole number"))]
+            return [(who, RequestFailed(f"add({key!r}): its value is not a whole number"))]
         if not -(1 << 63) <= number < 1 << 63:
-            return [(who, Failed(f"add({key!r}): the sum {number} does not fit into 64 bits"))]
-        return [(who, Done(number)), *self._put(key, b"%d" % number)]
+            return [(who, RequestFailed(f"add({key!r}): the sum {number} does not fit into 64 bits"))]
+        return [(who, RequestDone(number)), *self._put(key, b"%d" % number)]
 
     def _put(self, key: str, value: bytes) -> list[tuple[Hashable, Reply]]:
         self._values[key] = value
@@ -160,22 +160,24 @@ class KeyTable:
             del self._waiters[key]
         return due
 
-    def _park(self, who: Hashable, request: Wait | Pop, missing: set[str], now: float) -> list[tuple[Hashable, Reply]]:
+    def _park(
+        self, who: Hashable, request: WaitForKeys | Pop, missing: set[str], now: float
+    ) -> list[tuple[Hashable, Reply]]:
         if not missing:
             return [(who, self._found(request))]
         if request.timeout_s <= 0:
-            return [(who, Late(sorted(missing)[:20]))]
+            return [(who, WaitTimedOut(sorted(missing)[:20]))]
         parked = self._parked[who] = _Parked(request, missing)
         for key in missing:
             self._waiters.setdefault(key, {})[who] = None
         heapq.heappush(self._deadlines, (now + request.timeout_s, next(self._order), who, parked))
         return []
 
-    def _found(self, request: Wait | Pop) -> Found:
-        if isinstance(request, Wait):
-            return Found([self._values.get(key) for key in request.keys] if request.values else [])
+    def _found(self, request: WaitForKeys | Pop) -> FoundValues:
+        if isinstance(request, WaitForKeys):
+            return FoundValues([self._values.get(key) for key in request.keys] if request.values else [])
         queue = self._queues[request.key]
         value = queue.popleft()
         if not queue:
             del self._queues[request.key]
-        return Found([value])
+        return FoundValues([value])

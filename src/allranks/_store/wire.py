@@ -18,14 +18,14 @@ __all__ = [
     "Append",
     "CompareSet",
     "Delete",
-    "Done",
+    "RequestDone",
     "FRAME_LIMIT",
-    "Failed",
-    "Found",
-    "Late",
+    "RequestFailed",
+    "FoundValues",
+    "WaitTimedOut",
     "Length",
-    "Listed",
-    "Names",
+    "FoundNames",
+    "ListNames",
     "PROTOCOL",
     "Peek",
     "Pop",
@@ -34,7 +34,7 @@ __all__ = [
     "Request",
     "Set",
     "SetMany",
-    "Wait",
+    "WaitForKeys",
     "decode_reply",
     "decode_request",
     "encode",
@@ -74,7 +74,7 @@ class Peek(_Message, frozen=True):
     keys: list[str]
 
 
-class Wait(_Message, frozen=True):
+class WaitForKeys(_Message, frozen=True):
     keys: list[str]
     timeout_s: float
     values: bool
@@ -90,7 +90,7 @@ class CompareSet(_Message, frozen=True):
     desired: bytes
 
 
-class Names(_Message, frozen=True):
+class ListNames(_Message, frozen=True):
     prefix: str
 
 
@@ -108,28 +108,28 @@ class Length(_Message, frozen=True):
     key: str
 
 
-class Done(_Message, frozen=True):
+class RequestDone(_Message, frozen=True):
     number: int = 0
 
 
-class Found(_Message, frozen=True):
+class FoundValues(_Message, frozen=True):
     values: list[bytes | None]
 
 
-class Listed(_Message, frozen=True):
+class FoundNames(_Message, frozen=True):
     names: list[str]
 
 
-class Late(_Message, frozen=True):
+class WaitTimedOut(_Message, frozen=True):
     missing: list[str]
 
 
-class Failed(_Message, frozen=True):
+class RequestFailed(_Message, frozen=True):
     text: str
 
 
-Request = Set | SetMany | Add | Append | Peek | Wait | Delete | CompareSet | Names | Push | Pop | Length
-Reply = Done | Found | Listed | Late | Failed
+Request = Set | SetMany | Add | Append | Peek | WaitForKeys | Delete | CompareSet | ListNames | Push | Pop | Length
+Reply = RequestDone | FoundValues | FoundNames | WaitTimedOut | RequestFailed
 
 encode = msgspec.msgpack.Encoder().encode
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from allranks._trace.matching import Process
+from allranks._trace.matching import RecordedProcess
 from allranks._trace.reader import COMMAND, TraceError
 from allranks._trace.timeline import Arrow, Slice, Timeline
 
@@ -26,7 +26,7 @@ _INSTANT = 4  # ns
 _PROFILE = 100_000  # numbers of the other processes in a profile: of devices, of spans
 
 
-def write(timeline: Timeline, file: Path, profiles: Sequence[tuple[Process, dict[str, Any]]] = ()) -> None:
+def write(timeline: Timeline, file: Path, profiles: Sequence[tuple[RecordedProcess, dict[str, Any]]] = ()) -> None:
     """Writes the file; packed if its name ends in .gz.
 
     Args:
@@ -41,7 +41,7 @@ def write(timeline: Timeline, file: Path, profiles: Sequence[tuple[Process, dict
         _write(timeline, out, profiles)
 
 
-def _write(timeline: Timeline, out: IO[str], profiles: Sequence[tuple[Process, dict[str, Any]]]) -> None:
+def _write(timeline: Timeline, out: IO[str], profiles: Sequence[tuple[RecordedProcess, dict[str, Any]]]) -> None:
     encode = json.JSONEncoder(separators=(",", ":")).encode
     out.write('{"displayTimeUnit":"ms","otherData":' + encode(other_data(timeline)) + ',"traceEvents":[\n')
     separator = ""
@@ -85,7 +85,7 @@ def other_data(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def name_of(timeline: Timeline, process: Process) -> str:
+def name_of(timeline: Timeline, process: RecordedProcess) -> str:
     """Such as ``rank 3 (node1)``; the second of the same rank is ``rank 3.1 (node1)``."""
     before = sum(1 for other in timeline.processes[: timeline.processes.index(process)] if other.rank == process.rank)
     return f"rank {process.rank}{f'.{before}' if before else ''} ({process.host})"
@@ -189,7 +189,7 @@ def _slice(name: str, category: str, begin: int, end: int, where: dict[str, int]
     return {"ph": "X", "name": name, "cat": category, "ts": begin / 1e3, "dur": (end - begin) / 1e3} | where
 
 
-def read_profile(file: Path, timeline: Timeline) -> tuple[Process, dict[str, Any]]:
+def read_profile(file: Path, timeline: Timeline) -> tuple[RecordedProcess, dict[str, Any]]:
     """A trace of torch.profiler, and whose it is: of the process whose number it has.
 
     Raises:
@@ -222,7 +222,7 @@ def read_profile(file: Path, timeline: Timeline) -> tuple[Process, dict[str, Any
 
 
 def _profile_events(
-    timeline: Timeline, number: int, process: Process, profile: dict[str, Any]
+    timeline: Timeline, number: int, process: RecordedProcess, profile: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     place = timeline.processes.index(process)
     base = profile.get("baseTimeNanoseconds", 0)

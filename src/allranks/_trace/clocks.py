@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Bounds", "ClockMap", "Link", "fit", "join_clocks"]
+__all__ = ["Bounds", "ClockMap", "ClockLink", "fit", "join_clocks"]
 
 _SEGMENT_NS = 20_000_000_000
 _SHORTEST_NS = 500_000_000
@@ -217,7 +217,7 @@ def _meet(segments: Sequence[_Segment], t: float) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Link:
+class ClockLink:
     """How a clock is converted to the common one.
 
     Attributes:
@@ -250,7 +250,7 @@ class Link:
 
 def join_clocks(
     common: int, spans: Mapping[int, tuple[int, int]], bounds: Mapping[tuple[int, int], Bounds]
-) -> dict[int, Link]:
+) -> dict[int, ClockLink]:
     """How each clock is converted to a common one, directly or through others: the way with the smallest error.
 
     Args:
@@ -265,9 +265,9 @@ def join_clocks(
     for (one, other), found in bounds.items():
         if (fitted := fit(found, *spans[one])) is not None:
             maps[one, other] = fitted
-    links: dict[int, Link] = {}
+    links: dict[int, ClockLink] = {}
     order = itertools.count(1)
-    ways: list[tuple[float, int, int, Link]] = [(0.0, 0, common, Link())]
+    ways: list[tuple[float, int, int, ClockLink]] = [(0.0, 0, common, ClockLink())]
     while ways:
         error, _, clock, link = heapq.heappop(ways)
         if clock in links:
@@ -275,7 +275,7 @@ def join_clocks(
         links[clock] = link
         for one, step in _into(clock, maps):
             if one not in links:
-                way = Link((step, *link.through), len(bounds[one, clock]))
+                way = ClockLink((step, *link.through), len(bounds[one, clock]))
                 heapq.heappush(ways, (error + step.largest_error, next(order), one, way))
     return links
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from allranks._base.errors import rank_list
 from allranks._trace.state import CallState, RankState
 
-__all__ = ["Diagnosis", "Wait", "diagnose"]
+__all__ = ["Diagnosis", "RankWait", "diagnose"]
 
 _HALTED = ("gone", "stopped", "being debugged")
 
 
 @dataclass(frozen=True)
-class Wait:
+class RankWait:
     """A rank waits in a call for others.
 
     Attributes:
@@ -44,7 +44,7 @@ class Diagnosis:
         states: all that is known of the ranks.
     """
 
-    waits: Mapping[int, Wait]
+    waits: Mapping[int, RankWait]
     late: tuple[int, ...]
     circles: tuple[tuple[int, ...], ...]
     states: Mapping[int, RankState]
@@ -135,7 +135,7 @@ def diagnose(states: Iterable[RankState]) -> Diagnosis:
     for state in by_rank.values():
         call = state.waiting
         if call is not None and state.process not in _HALTED:
-            waits[state.rank] = Wait(state.rank, call, _awaited(state, call, by_rank))
+            waits[state.rank] = RankWait(state.rank, call, _awaited(state, call, by_rank))
     waited_for = {rank for wait in waits.values() for rank in wait.awaited}
     blocked = {rank for rank, wait in waits.items() if wait.awaited}
     late = tuple(sorted(waited_for - blocked))
@@ -177,7 +177,7 @@ def _number(state: RankState | None, key: tuple[str, tuple[int, ...]]) -> int:
     return max((group.number for group in state.groups if (group.name, group.ranks) == key), default=0)
 
 
-def _circles(waits: Mapping[int, Wait]) -> list[tuple[int, ...]]:
+def _circles(waits: Mapping[int, RankWait]) -> list[tuple[int, ...]]:
     """Each set of ranks that wait for each other, once, as the shortest circle from its lowest rank."""
     found: list[tuple[int, ...]] = []
     taken: set[int] = set()
@@ -190,7 +190,7 @@ def _circles(waits: Mapping[int, Wait]) -> list[tuple[int, ...]]:
     return found
 
 
-def _shortest_circle(start: int, waits: Mapping[int, Wait]) -> tuple[int, ...] | None:
+def _shortest_circle(start: int, waits: Mapping[int, RankWait]) -> tuple[int, ...] | None:
     came_from: dict[int, int] = {}
     todo = [start]
     while todo:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from allranks._base.errors import UsageError
 from allranks._base.forks import forks
-from allranks._trace.reader import Reader, TraceError, bytes_used, memory_bytes
+from allranks._trace.reader import TraceError, TraceReader, bytes_used, memory_bytes
 
 if TYPE_CHECKING:
     from allranks import _core
 
-__all__ = ["MOST_CALLS", "FileRecording", "Owner", "open_trace", "trace_files"]
+__all__ = ["MOST_CALLS", "FileRecording", "TraceOwner", "open_trace", "trace_files"]
 
 MOST_CALLS = 1 << 22
 """How many calls a file keeps: 256 MiB at most. Room is taken as it is needed."""
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Owner:
+class TraceOwner:
     """Whose calls they are, as ``Recorder`` has it; ``members``: for how many ranks its tables are laid out."""
 
     rank: int
@@ -59,7 +59,7 @@ class FileRecording:
         UsageError: the file cannot be made.
     """
 
-    def __init__(self, recorder: _core.Recorder, owner: Owner, folder: Path, records: int = MOST_CALLS) -> None:
+    def __init__(self, recorder: _core.Recorder, owner: TraceOwner, folder: Path, records: int = MOST_CALLS) -> None:
         self._recorder: _core.Recorder | None = recorder
         self._forks = forks()
         try:
@@ -105,7 +105,7 @@ def _new_file(folder: Path, rank: int) -> tuple[int, Path]:
             attempt += 1
 
 
-def _kept(reader: Reader) -> int:
+def _kept(reader: TraceReader) -> int:
     """How many calls there are from the first on, where the later ones are missing."""
     low, high = 0, reader.count
     while low < high:
@@ -140,7 +140,7 @@ def _order(path: Path) -> tuple[int, int, str]:
     return (int(match[1]), int(match[2] or 0), "") if match else (1 << 31, 0, path.name)
 
 
-def open_trace(path: Path) -> Reader:
+def open_trace(path: Path) -> TraceReader:
     """A trace file, also one that is still being written.
 
     Raises:
@@ -151,6 +151,6 @@ def open_trace(path: Path) -> Reader:
             # It is read and not mapped, as its process may cut it off at any time.
             head = file.read(320)
             size = min(bytes_used(head), os.fstat(file.fileno()).st_size)
-            return Reader(head + file.read(max(0, size - len(head))), str(path))
+            return TraceReader(head + file.read(max(0, size - len(head))), str(path))
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror}") from None

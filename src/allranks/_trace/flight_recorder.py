@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks._trace.matching import GroupRun, Process, match
-from allranks._trace.reader import Call
+from allranks._trace.matching import GroupRun, RecordedProcess, match
+from allranks._trace.reader import RecordedCall
 
-__all__ = ["PREFIX", "Dump", "dumps", "write"]
+__all__ = ["PREFIX", "FlightDump", "dumps", "write"]
 
 PREFIX = "allranks_trace_rank_"
 """Of the files' names; the number of the rank follows, as the tool expects it."""
@@ -36,7 +36,7 @@ _TYPES = {
 
 
 @dataclass
-class Dump:
+class FlightDump:
     """What is written for a rank.
 
     Attributes:
@@ -48,17 +48,17 @@ class Dump:
 
     rank: int
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    calls: list[tuple[Call, str, int, str]] = field(default_factory=list)
+    calls: list[tuple[RecordedCall, str, int, str]] = field(default_factory=list)
     left_out: int = 0
 
 
-def dumps(processes: Sequence[Process]) -> dict[int, tuple[Dump, Process]]:
+def dumps(processes: Sequence[RecordedProcess]) -> dict[int, tuple[FlightDump, RecordedProcess]]:
     """What is written for each rank. Of a rank that was started again, it is the last process."""
-    latest: dict[int, Process] = {}
+    latest: dict[int, RecordedProcess] = {}
     for process in sorted(processes, key=lambda p: p.wall):
         latest[process.rank] = process
     kept = {process.number: process for process in latest.values()}
-    found = {rank: Dump(rank) for rank in latest}
+    found = {rank: FlightDump(rank) for rank in latest}
     seen: Counter[str] = Counter()
     runs, _, _ = match(list(kept.values()))
     for run in runs:
@@ -69,7 +69,7 @@ def dumps(processes: Sequence[Process]) -> dict[int, tuple[Dump, Process]]:
     return {rank: (dump, latest[rank]) for rank, dump in sorted(found.items())}
 
 
-def write(folder: Path, dump: Dump, process: Process, first: int = 0) -> Path:
+def write(folder: Path, dump: FlightDump, process: RecordedProcess, first: int = 0) -> Path:
     """Writes the file of a rank.
 
     Args:
@@ -102,7 +102,9 @@ def write(folder: Path, dump: Dump, process: Process, first: int = 0) -> Path:
     return path
 
 
-def _add_collectives(run: GroupRun, name: str, processes: Mapping[int, Process], found: Mapping[int, Dump]) -> None:
+def _add_collectives(
+    run: GroupRun, name: str, processes: Mapping[int, RecordedProcess], found: Mapping[int, FlightDump]
+) -> None:
     # Where a rank no longer has its first calls, those of the others would be taken for calls that it has not made.
     first = max(
         (min((call.number for call in calls if call.number), default=1) for calls in _incomplete(run, processes)),
@@ -116,11 +118,13 @@ def _add_collectives(run: GroupRun, name: str, processes: Mapping[int, Process],
                 dump.calls.append((call, name, call.number, call.verb))
 
 
-def _incomplete(run: GroupRun, processes: Mapping[int, Process]) -> Iterator[Sequence[Call]]:
+def _incomplete(run: GroupRun, processes: Mapping[int, RecordedProcess]) -> Iterator[Sequence[RecordedCall]]:
     return (calls for number, calls in run.calls.items() if processes[number].missing)
 
 
-def _add_messages(run: GroupRun, name: str, processes: Mapping[int, Process], found: Mapping[int, Dump]) -> None:
+def _add_messages(
+    run: GroupRun, name: str, processes: Mapping[int, RecordedProcess], found: Mapping[int, FlightDump]
+) -> None:
     # What such a recv has got is not known, and so not which sends are left for others.
     from_any = {
         (processes[number].rank, call.tag)
@@ -151,11 +155,11 @@ def _add_messages(run: GroupRun, name: str, processes: Mapping[int, Process], fo
 
 
 def _entry(
-    process: Process,
+    process: RecordedProcess,
     record: int,
     numbers: Mapping[str, int],
     groups: Mapping[str, tuple[int, ...]],
-    call: Call,
+    call: RecordedCall,
     group: str,
     number: int,
     words: str,
@@ -190,7 +194,7 @@ def _entry(
     }
 
 
-def _sizes(call: Call, ranks: int) -> tuple[list[list[int]], list[list[int]]]:
+def _sizes(call: RecordedCall, ranks: int) -> tuple[list[list[int]], list[list[int]]]:
     """Of what a call is given, and of what it gives. ``count`` is that of one rank's part."""
     if call.verb == "barrier":
         return [], []
@@ -212,7 +216,7 @@ def _frames(site: str) -> list[dict[str, Any]]:
     return [{"name": more.partition(",")[0] or "<module>", "filename": file, "line": int(line)}]
 
 
-def _status(dump: Dump, group: str) -> dict[str, int]:
+def _status(dump: FlightDump, group: str) -> dict[str, int]:
     mine = [(number, call) for call, name, number, _ in dump.calls if name == group]
     ended = [number for number, call in mine if call.returned_ns and not call.outcome]
     begun = [number for number, _ in mine]

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from allranks._trace.reader import COMMAND, Call, Group, Reader
+from allranks._trace.reader import COMMAND, RecordedCall, RecordedGroup, TraceReader
 from allranks._trace.state import CallState, GroupState, RankState, Usage
 
 __all__ = ["OF_MASTER", "OF_WORKER", "QuietClock", "call_state", "next_limit", "process_state", "rank_state", "usage"]
@@ -32,7 +32,7 @@ class QuietClock:
         self._since = 0.0
         self._told_s = 0.0
 
-    def long_wait(self, reader: Reader, first_s: float) -> tuple[Call, float] | None:
+    def long_wait(self, reader: TraceReader, first_s: float) -> tuple[RecordedCall, float] | None:
         """The call in which the rank has waited for so long that it is to be told, and the limit that was passed.
 
         To be called about once a second: it reads little, unless the rank has begun no call for long.
@@ -60,7 +60,7 @@ def next_limit(first_s: float, told_s: float) -> float:
     return later[0] if later else told_s + _TELL_AGAIN_S[-1]
 
 
-def rank_state(rank: int, pid: int, reader: Reader | None, recent: int = 0, ended: bool = False) -> RankState:
+def rank_state(rank: int, pid: int, reader: TraceReader | None, recent: int = 0, ended: bool = False) -> RankState:
     """What a rank of this host does.
 
     Args:
@@ -97,7 +97,7 @@ def rank_state(rank: int, pid: int, reader: Reader | None, recent: int = 0, ende
     )
 
 
-def call_state(call: Call, groups: dict[int, Group], now: float) -> CallState:
+def call_state(call: RecordedCall, groups: dict[int, RecordedGroup], now: float) -> CallState:
     """A call with the numbers of the world."""
     group = groups.get(call.group)
     name, ranks = (group.name, group.ranks) if group is not None else ("", ())
@@ -148,7 +148,7 @@ def process_state(pid: int) -> str:
     return states.get(status.get("State", "")[:1], "gone")
 
 
-def usage(pid: int, groups: Sequence[Group]) -> Usage:
+def usage(pid: int, groups: Sequence[RecordedGroup]) -> Usage:
     """What a process of this host has used until now."""
     totals = [total for group in groups for verb, total in group.totals.items() if verb != COMMAND]
     commands = sum(group.totals[COMMAND].calls for group in groups if COMMAND in group.totals)

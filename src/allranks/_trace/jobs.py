@@ -21,7 +21,7 @@ from allranks._base.errors import AllranksError
 from allranks._net.sockets import unix_peer
 from allranks._trace.state import RankState
 
-__all__ = ["Answer", "Job", "JobEnded", "NoAnswer", "Question", "ask", "find", "own_address"]
+__all__ = ["JobAnswer", "RunningJob", "JobEnded", "NoAnswer", "Question", "ask", "find", "own_address"]
 
 _NAME = re.compile(r"@allranks-job-(\d+)-(\d+)-(\d+)-[0-9a-f]{16}$")
 _MOST_BYTES = 1 << 26
@@ -35,7 +35,7 @@ class JobEnded(NoAnswer):
     """A job ended before it could answer."""
 
 
-class Job(msgspec.Struct, frozen=True):
+class RunningJob(msgspec.Struct, frozen=True):
     """A running job: a process that answers for it, and that socket's name."""
 
     pid: int
@@ -54,7 +54,7 @@ class Question(msgspec.Struct, frozen=True):
     stacks: bool = True
 
 
-class Answer(msgspec.Struct, frozen=True):
+class JobAnswer(msgspec.Struct, frozen=True):
     """What the ranks of a job do.
 
     Attributes:
@@ -87,18 +87,18 @@ def own_address(number: int) -> str:
     return f"\0allranks-job-{os.geteuid()}-{os.getpid()}-{number}-{secrets.token_hex(8)}"
 
 
-def find() -> list[Job]:
+def find() -> list[RunningJob]:
     """The jobs of this user on this host, oldest first."""
-    found: dict[tuple[int, int], Job] = {}
+    found: dict[tuple[int, int], RunningJob] = {}
     with open("/proc/net/unix") as file:
         for line in file:
             match = _NAME.search(line.rstrip("\n"))
             if match is not None and int(match[1]) == os.geteuid():
-                found[int(match[2]), int(match[3])] = Job(int(match[2]), "\0" + match[0][1:])
+                found[int(match[2]), int(match[3])] = RunningJob(int(match[2]), "\0" + match[0][1:])
     return [found[key] for key in sorted(found)]
 
 
-def ask(job: Job, question: Question, timeout_s: float = 10.0) -> Answer:
+def ask(job: RunningJob, question: Question, timeout_s: float = 10.0) -> JobAnswer:
     """Asks a job what its ranks do.
 
     Raises:
@@ -118,7 +118,7 @@ def ask(job: Job, question: Question, timeout_s: float = 10.0) -> Answer:
         except OSError as error:
             raise JobEnded(f"job {job.pid} has ended ({error.strerror})") from None
     try:
-        return msgspec.json.decode(data, type=Answer)
+        return msgspec.json.decode(data, type=JobAnswer)
     except msgspec.DecodeError:
         if not data:
             raise JobEnded(f"job {job.pid} has ended") from None

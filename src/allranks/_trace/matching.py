@@ -12,9 +12,18 @@ from dataclasses import dataclass, field
 
 from allranks._trace.clocks import Bounds
 from allranks._trace.inspection import OF_MASTER, OF_WORKER
-from allranks._trace.reader import Call, Group, Reader
+from allranks._trace.reader import RecordedCall, RecordedGroup, TraceReader
 
-__all__ = ["Collective", "GroupRun", "Message", "Process", "clock_bounds", "clocks_of", "match", "read_process"]
+__all__ = [
+    "MatchedCollective",
+    "GroupRun",
+    "MatchedMessage",
+    "RecordedProcess",
+    "clock_bounds",
+    "clocks_of",
+    "match",
+    "read_process",
+]
 
 _SAME_CLOCK_NS = 1_000_000_000
 # Of these a call returns on no rank before all ranks have begun it.
@@ -28,7 +37,7 @@ Key = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Process:
+class RecordedProcess:
     """A process and what it has recorded.
 
     Attributes:
@@ -56,9 +65,9 @@ class Process:
     host: str
     began: int
     wall: int
-    groups: Mapping[int, Group]
-    calls: Sequence[Call]
-    alone: Sequence[Call] = ()
+    groups: Mapping[int, RecordedGroup]
+    calls: Sequence[RecordedCall]
+    alone: Sequence[RecordedCall] = ()
     until: int = 0
     missing: int = 0
     clock: int = 0
@@ -83,15 +92,15 @@ class GroupRun:
     name: str
     ranks: tuple[int, ...]
     engine: str
-    calls: Mapping[int, Sequence[Call]]
+    calls: Mapping[int, Sequence[RecordedCall]]
 
 
 @dataclass(frozen=True)
-class Collective:
+class MatchedCollective:
     """One collective on those processes that are known."""
 
     run: GroupRun
-    calls: Mapping[int, Call]
+    calls: Mapping[int, RecordedCall]
 
     @property
     def complete(self) -> bool:
@@ -100,22 +109,22 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Message:
+class MatchedMessage:
     """A send and its recv, and the numbers of their processes."""
 
     sender: int
-    send: Call
+    send: RecordedCall
     receiver: int
-    recv: Call
+    recv: RecordedCall
 
 
 @dataclass
 class _Stretch:
     """The calls of one process in one group, from its beginning to its end."""
 
-    process: Process
-    group: Group
-    calls: list[Call] = field(default_factory=list)
+    process: RecordedProcess
+    group: RecordedGroup
+    calls: list[RecordedCall] = field(default_factory=list)
 
     def span(self) -> tuple[int, int]:
         """From when to when, by the wall clock."""
@@ -124,13 +133,13 @@ class _Stretch:
         return self.calls[0].entered_ns + offset, max(ends) + offset
 
 
-def read_process(number: int, source: str, reader: Reader) -> Process:
+def read_process(number: int, source: str, reader: TraceReader) -> RecordedProcess:
     """All that a process has recorded."""
     who = reader.identity
     calls = list(reader.calls())
     groups = reader.groups()
     own = {index for index, group in groups.items() if group.engine in (OF_MASTER, OF_WORKER)}
-    return Process(
+    return RecordedProcess(
         number=number,
         source=source,
         rank=who.rank,
@@ -146,7 +155,7 @@ def read_process(number: int, source: str, reader: Reader) -> Process:
     )
 
 
-def clocks_of(processes: Sequence[Process]) -> dict[int, int]:
+def clocks_of(processes: Sequence[RecordedProcess]) -> dict[int, int]:
     """The number of the clock of each process. The clock of the lowest rank has number 0.
 
     Two hosts may have the same name, and a host may have been started anew. So it counts, too, how far the monotonic
@@ -166,23 +175,23 @@ def clocks_of(processes: Sequence[Process]) -> dict[int, int]:
     return found
 
 
-def match(processes: Sequence[Process]) -> tuple[list[GroupRun], list[Collective], list[Message]]:
+def match(processes: Sequence[RecordedProcess]) -> tuple[list[GroupRun], list[MatchedCollective], list[MatchedMessage]]:
     """The groups, and which calls belong together in them. Those that one process alone has made are among them."""
     runs = _runs(processes)
-    collectives: list[Collective] = []
-    messages: list[Message] = []
+    collectives: list[MatchedCollective] = []
+    messages: list[MatchedMessage] = []
     for run in runs:
-        by_number: dict[int, dict[int, Call]] = defaultdict(dict)
+        by_number: dict[int, dict[int, RecordedCall]] = defaultdict(dict)
         for process, calls in run.calls.items():
             for call in calls:
                 if call.number:
                     by_number[call.number][process] = call
-        collectives += [Collective(run, calls) for calls in by_number.values()]
+        collectives += [MatchedCollective(run, calls) for calls in by_number.values()]
         messages += _messages(run, {process.number: process for process in processes})
     return runs, collectives, messages
 
 
-def _runs(processes: Sequence[Process]) -> list[GroupRun]:
+def _runs(processes: Sequence[RecordedProcess]) -> list[GroupRun]:
     by_key: dict[Key, dict[int, list[_Stretch]]] = defaultdict(lambda: defaultdict(list))
     for process in processes:
         for stretch in _stretches(process):
@@ -203,7 +212,7 @@ def _runs(processes: Sequence[Process]) -> list[GroupRun]:
     return runs
 
 
-def _stretches(process: Process) -> Iterator[_Stretch]:
+def _stretches(process: RecordedProcess) -> Iterator[_Stretch]:
     open_: dict[int, _Stretch] = {}
     highest: dict[int, int] = defaultdict(int)
     for call in process.calls:
@@ -233,11 +242,11 @@ def _overlapping(stretches: list[_Stretch]) -> list[list[_Stretch]]:
     return [found for found, _ in together]
 
 
-def _messages(run: GroupRun, processes: Mapping[int, Process]) -> Iterator[Message]:
+def _messages(run: GroupRun, processes: Mapping[int, RecordedProcess]) -> Iterator[MatchedMessage]:
     """Messages from one rank to another with the same tag arrive in the order in which they were sent."""
     number_of = {processes[number].rank: number for number in run.calls}
-    sent: dict[tuple[int, int, int], list[Call]] = defaultdict(list)
-    received: dict[tuple[int, int, int], list[Call]] = defaultdict(list)
+    sent: dict[tuple[int, int, int], list[RecordedCall]] = defaultdict(list)
+    received: dict[tuple[int, int, int], list[RecordedCall]] = defaultdict(list)
     from_any: set[tuple[int, int]] = set()  # what such a recv has got is not known, and so not what others have got
     for number, calls in run.calls.items():
         for call in calls:
@@ -259,10 +268,10 @@ def _messages(run: GroupRun, processes: Mapping[int, Process]) -> Iterator[Messa
         sends = sends[min(max(surplus, 0), _before(sends, processes[sender], processes[receiver])) :]
         recvs = recvs[min(max(-surplus, 0), _before(recvs, processes[receiver], processes[sender])) :]
         for send, recv in zip(sends, recvs, strict=False):
-            yield Message(sender, send, receiver, recv)
+            yield MatchedMessage(sender, send, receiver, recv)
 
 
-def _before(calls: Sequence[Call], process: Process, other: Process) -> int:
+def _before(calls: Sequence[RecordedCall], process: RecordedProcess, other: RecordedProcess) -> int:
     """How many calls of a process began before the first that the other one has, by the wall clock."""
     first = (other.calls[0].entered_ns if other.missing and other.calls else other.began) + other.wall - other.began
     offset = process.wall - process.began
@@ -270,20 +279,20 @@ def _before(calls: Sequence[Call], process: Process, other: Process) -> int:
 
 
 def clock_bounds(
-    processes: Sequence[Process], collectives: Sequence[Collective], messages: Sequence[Message]
+    processes: Sequence[RecordedProcess], collectives: Sequence[MatchedCollective], messages: Sequence[MatchedMessage]
 ) -> dict[tuple[int, int], Bounds]:
     """How far clocks can differ at most: by a pair of clocks, what must be added to the first to get the second."""
     clock = {process.number: process.clock for process in processes}
     bounds: dict[tuple[int, int], Bounds] = defaultdict(Bounds)
 
-    def after(returned: Call, its: int, entered: Call, other: int) -> None:
+    def after(returned: RecordedCall, its: int, entered: RecordedCall, other: int) -> None:
         """One call has returned after another one had begun."""
         late, early = returned.returned_ns, entered.entered_ns
         bounds[other, its].upper.append((early, late - early))
         bounds[its, other].lower.append((late, early - late))
 
     for collective in collectives:
-        by_clock: dict[int, list[tuple[bool, Call]]] = defaultdict(list)
+        by_clock: dict[int, list[tuple[bool, RecordedCall]]] = defaultdict(list)
         for process, call in collective.calls.items():
             group = processes[process].groups[call.group]
             by_clock[clock[process]].append((call.peer == group.rank, call))
@@ -304,11 +313,11 @@ def clock_bounds(
 
 def _compare(
     engine: str,
-    returned: Sequence[tuple[bool, Call]],
-    others: Sequence[tuple[bool, Call]],
+    returned: Sequence[tuple[bool, RecordedCall]],
+    others: Sequence[tuple[bool, RecordedCall]],
     its: int,
     other: int,
-    after: Callable[[Call, int, Call, int], None],
+    after: Callable[[RecordedCall, int, RecordedCall, int], None],
 ) -> None:
     """Notes which call has returned on one host after another one had begun, as that waits for it."""
     verb = returned[0][1].verb

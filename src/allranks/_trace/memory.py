@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from allranks._base.errors import NotInitializedError, UsageError
 from allranks._base.forks import Descriptor, forks, leak
 from allranks._base.system import refusal
-from allranks._trace.files import FileRecording, Owner
-from allranks._trace.reader import Reader, TraceError, memory_bytes
+from allranks._trace.files import FileRecording, TraceOwner
+from allranks._trace.reader import TraceError, TraceReader, memory_bytes
 
 if TYPE_CHECKING:
     from allranks import _core
@@ -53,9 +53,9 @@ TRACE_FOLDER = "ALLRANKS_TRACE"
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _recorder: _core.Recorder | None = None
-_owner: Owner | None = None
+_owner: TraceOwner | None = None
 _file: FileRecording | None = None
-_reader: Reader | None = None
+_reader: TraceReader | None = None
 _made = -1  # forks() then
 _off = False
 _kept: Descriptor | None = None
@@ -118,12 +118,12 @@ def _make(rank: int, world_size: int, host: str) -> None:
     view.madvise(mmap.MADV_DONTFORK)
     leak(view)
     _recorder = _core.Recorder(fd, RECORDS, rank, world_size, layout_size, host)
-    _reader = Reader(view)
-    _owner = Owner(rank, world_size, layout_size, host)
+    _reader = TraceReader(view)
+    _owner = TraceOwner(rank, world_size, layout_size, host)
     _record_all(_recorder, _owner)
 
 
-def _record_all(recorder: _core.Recorder, owner: Owner) -> None:
+def _record_all(recorder: _core.Recorder, owner: TraceOwner) -> None:
     """Records all calls in a file, if ALLRANKS_TRACE asks for it. The job goes on where that is impossible."""
     global _file
     folder = os.environ.get(TRACE_FOLDER, "")
@@ -175,19 +175,19 @@ def switched_off() -> Iterator[None]:
         _off = False
 
 
-def reader() -> Reader | None:
+def reader() -> TraceReader | None:
     """What this process has recorded; None if nothing is."""
     return _reader if _made == forks() else None
 
 
-def memory_of(pid: int) -> Reader | None:
+def memory_of(pid: int) -> TraceReader | None:
     """A copy of what another process of this host has recorded, if it belongs to this user and has no agent."""
     folder = f"/proc/{pid}/fd"
     try:
         for name in os.listdir(folder):
             if os.readlink(f"{folder}/{name}").startswith("/memfd:allranks-calls"):
                 with open(f"{folder}/{name}", "rb") as file:
-                    return Reader(file.read())
+                    return TraceReader(file.read())
     except (OSError, TraceError):  # it is gone, another user's, or about to begin
         return None
     return None
@@ -214,7 +214,7 @@ def _in_use(fd: int) -> bool:
     """Whether another process that lives records there. A rank may run several programs, one after the other."""
     with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as view:
         try:
-            pid = Reader(bytes(view)).identity.pid
+            pid = TraceReader(bytes(view)).identity.pid
         except TraceError:
             return False
     return pid != os.getpid() and os.path.exists(f"/proc/{pid}")

@@ -21,11 +21,11 @@ __all__ = [
     "PURPOSES",
     "VERBS",
     "VERSION",
-    "Call",
-    "Group",
+    "RecordedCall",
+    "RecordedGroup",
     "Identity",
     "Lateness",
-    "Reader",
+    "TraceReader",
     "Totals",
     "TraceError",
     "bytes_used",
@@ -129,7 +129,7 @@ class Lateness:
 
 
 @dataclass(frozen=True)
-class Group:
+class RecordedGroup:
     """A process group.
 
     Attributes:
@@ -170,7 +170,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """A collective or a message; or the commands that a worker has executed one after the other (verb ``command``).
 
     Attributes:
@@ -242,7 +242,7 @@ def bytes_used(head: bytes) -> int:
     return int(offset) + _RECORD.size * min(int(entries), int(_COUNTERS.unpack_from(head, _COUNTERS_AT)[0]))
 
 
-class Reader:
+class TraceReader:
     """A view of recorded calls. It may be read again and again while the process goes on.
 
     Args:
@@ -288,7 +288,7 @@ class Reader:
         """Calls that have begun since the start."""
         return int(_COUNTERS.unpack_from(self._data, _COUNTERS_AT)[0])
 
-    def groups(self) -> dict[int, Group]:
+    def groups(self) -> dict[int, RecordedGroup]:
         """All groups, by index. Of those that were destroyed some may have been replaced by later ones."""
         _, used, _, _ = _COUNTERS.unpack_from(self._data, _COUNTERS_AT)
         found = (self._group(index) for index in range(min(used, self._tables[0][2])))
@@ -299,15 +299,15 @@ class Reader:
         """Of a worker: the operation that it executes, such as ``aten::mm``; "" between two, and of other processes."""
         return self._site(_COUNTERS.unpack_from(self._data, _COUNTERS_AT)[3])
 
-    def last(self, most: int) -> list[Call]:
+    def last(self, most: int) -> list[RecordedCall]:
         """The newest calls, oldest first."""
         return list(self._calls(max(1, self.count - most + 1)))
 
-    def calls(self) -> Iterator[Call]:
+    def calls(self) -> Iterator[RecordedCall]:
         """All calls that are there, oldest first."""
         return self._calls(max(1, self.count - self._tables[3][2] + 1))
 
-    def open_calls(self, most: int = 256) -> list[Call]:
+    def open_calls(self, most: int = 256) -> list[RecordedCall]:
         """Those of the newest calls that have not ended, oldest first."""
         return [call for call in self.last(most) if call.returned_ns == 0]
 
@@ -315,14 +315,14 @@ class Reader:
         """Whether a call is there."""
         return any(self._calls(index, index))
 
-    def _calls(self, first: int, last: int | None = None) -> Iterator[Call]:
+    def _calls(self, first: int, last: int | None = None) -> Iterator[RecordedCall]:
         offset, _, entries = self._tables[3]
         for index in range(first, (self.count if last is None else last) + 1):
             slot = (index - 1) & (entries - 1)
             if slot < self._there and (call := self._call(offset + slot * _RECORD.size, index)) is not None:
                 yield call
 
-    def _call(self, at: int, index: int) -> Call | None:
+    def _call(self, at: int, index: int) -> RecordedCall | None:
         raw = bytes(self._data[at : at + _RECORD.size])
         if bytes(self._data[at : at + 8]) != raw[:8]:
             return None  # it was replaced meanwhile
@@ -332,7 +332,7 @@ class Reader:
             return None
         message = VERBS[verb] in ("send", "recv")
         reduces = VERBS[verb] in ("all_reduce", "reduce", "reduce_scatter")
-        return Call(
+        return RecordedCall(
             index=index,
             group=group,
             verb=VERBS[verb],
@@ -363,7 +363,7 @@ class Reader:
             self._sites[number] = _text(text)
         return self._sites[number]
 
-    def _group(self, index: int) -> Group | None:
+    def _group(self, index: int) -> RecordedGroup | None:
         at = self._tables[0][0] + index * _SIZES[0]
         name, engine, state, rank, size, first, number, _, compared, shared = _GROUP.unpack_from(self._data, at)
         if state == 0:
@@ -375,7 +375,7 @@ class Reader:
                 totals[verb] = Totals(calls, nbytes, ns / 1e9, waited / 1e9)
         members = [] if first == _NO_MEMBERS or first + size > self._tables[1][2] else self._members(first, size)
         late = tuple(all_ for _, all_, _ in members)
-        return Group(
+        return RecordedGroup(
             index=index,
             name=_text(name),
             engine=_text(engine),

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from allranks._trace.reader import COMMAND, Reader
+from allranks._trace.reader import COMMAND, TraceReader
 
 __all__ = ["GroupStats", "JobStats", "LateRank", "RankStats", "VerbRow", "VerbStats", "prometheus", "rank_stats"]
 
@@ -71,7 +71,7 @@ class RankStats(msgspec.Struct, frozen=True, tag=True):
     command_seconds: float = 0.0
 
 
-def rank_stats(rank: int, reader: Reader, now_ns: int) -> RankStats:
+def rank_stats(rank: int, reader: TraceReader, now_ns: int) -> RankStats:
     """What a rank of this host has recorded until ``now_ns`` (CLOCK_MONOTONIC)."""
     identity = reader.identity
     groups, commands = [], [0, 0.0]

@@ -13,21 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from allranks._trace.clocks import Link, join_clocks
+from allranks._trace.clocks import ClockLink, join_clocks
 from allranks._trace.files import open_trace, trace_files
 from allranks._trace.inspection import OF_MASTER
 from allranks._trace.matching import (
-    Collective,
-    Message,
-    Process,
+    MatchedCollective,
+    MatchedMessage,
+    RecordedProcess,
     clock_bounds,
     clocks_of,
     match,
     read_process,
 )
-from allranks._trace.reader import COMMAND, Call, TraceError
+from allranks._trace.reader import COMMAND, RecordedCall, TraceError
 
-__all__ = ["Arrow", "Clock", "Late", "Row", "Slice", "Timeline", "Times", "build", "read"]
+__all__ = ["Arrow", "Clock", "LateInCall", "TimelineRow", "Slice", "Timeline", "Times", "build", "read"]
 
 _MESSAGES = "messages"
 _COMMANDS = "commands"
@@ -81,14 +81,14 @@ class Slice:
     ended: bool
     waited_until: int
     title: str
-    call: Call
+    call: RecordedCall
     group: str
     last: int
     peer: int
 
 
 @dataclass(frozen=True)
-class Row:
+class TimelineRow:
     """The calls of a process in a group, or its messages.
 
     Attributes:
@@ -121,16 +121,16 @@ class Times:
         walls: by clock, how far its host's wall clock is ahead of it.
     """
 
-    def __init__(self, links: Mapping[int, Link], walls: Mapping[int, int]) -> None:
+    def __init__(self, links: Mapping[int, ClockLink], walls: Mapping[int, int]) -> None:
         self.links = links
         self.walls = walls
 
-    def __call__(self, process: Process, ns: int) -> int:
+    def __call__(self, process: RecordedProcess, ns: int) -> int:
         """A time of the monotonic clock of a process, in ns; where calls do not connect the clocks, by wall clocks."""
         link = self.links.get(process.clock)
         return link(ns) if link is not None else ns + self.walls[process.clock] - self.walls[0]
 
-    def of_wall(self, process: Process, wall: int) -> int:
+    def of_wall(self, process: RecordedProcess, wall: int) -> int:
         """The same of the wall clock of its host."""
         return self(process, wall - process.wall + process.began)
 
@@ -141,7 +141,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Late:
+class LateInCall:
     """A rank that came last in some calls.
 
     Attributes:
@@ -172,12 +172,12 @@ class Timeline:
         times: converts other times.
     """
 
-    processes: tuple[Process, ...]
-    rows: tuple[Row, ...]
+    processes: tuple[RecordedProcess, ...]
+    rows: tuple[TimelineRow, ...]
     slices: tuple[Slice, ...]
     arrows: tuple[Arrow, ...]
     clocks: tuple[Clock, ...]
-    late: tuple[Late, ...]
+    late: tuple[LateInCall, ...]
     compared: int
     zero: int
     zero_wall: int
@@ -230,7 +230,7 @@ def read(paths: Sequence[Path], last_s: float | None = None, just_ended: bool = 
     return build(processes, last_s)
 
 
-def _is_of_this_host(process: Process) -> bool:
+def _is_of_this_host(process: RecordedProcess) -> bool:
     ahead = time.time_ns() - time.monotonic_ns()
     return process.host == socket.gethostname() and abs(ahead - process.wall + process.began) < _SAME_HOST_NS
 
@@ -243,7 +243,7 @@ def _is_written(path: Path, pid: int) -> bool:
         return False
 
 
-def build(processes: Sequence[Process], last_s: float | None = None) -> Timeline:
+def build(processes: Sequence[RecordedProcess], last_s: float | None = None) -> Timeline:
     """The timeline of processes.
 
     Raises:
@@ -259,8 +259,8 @@ def build(processes: Sequence[Process], last_s: float | None = None) -> Timeline
 
 
 def _links(
-    processes: Sequence[Process], collectives: Sequence[Collective], messages: Sequence[Message]
-) -> dict[int, Link]:
+    processes: Sequence[RecordedProcess], collectives: Sequence[MatchedCollective], messages: Sequence[MatchedMessage]
+) -> dict[int, ClockLink]:
     spans: dict[int, tuple[int, int]] = {}
     for process in processes:
         begin, end = spans.get(process.clock, (process.began, process.began))
@@ -272,13 +272,15 @@ def _links(
 class _Builder:
     """Puts calls into rows and lanes, on the common clock."""
 
-    def __init__(self, processes: Sequence[Process], links: Mapping[int, Link], last_s: float | None) -> None:
+    def __init__(
+        self, processes: Sequence[RecordedProcess], links: Mapping[int, ClockLink], last_s: float | None
+    ) -> None:
         self._processes = sorted(processes, key=lambda p: (p.rank, p.wall, p.number))
         self._by_number = {process.number: process for process in processes}
         self._times = Times(links, {p.clock: p.wall - p.began for p in reversed(self._processes)})
         self._slices: list[Slice] = []
         self._slice_of: dict[tuple[int, int], int] = {}  # by process and call
-        self._rows: list[Row] = []
+        self._rows: list[TimelineRow] = []
         begun = [(p, calls[0]) for p in self._processes for calls in (p.calls, p.alone) if calls]
         self._zero = min(self._times(p, call.entered_ns) for p, call in begun)
         self._until = max(self._times(p, p.seen) for p in self._processes)
@@ -286,10 +288,10 @@ class _Builder:
         if last_s is not None:
             self._zero = max(self._zero, self._until - round(last_s * 1e9))
 
-    def _since_zero(self, process: Process, ns: int) -> int:
+    def _since_zero(self, process: RecordedProcess, ns: int) -> int:
         return self._times(process, ns) - self._zero
 
-    def build(self, collectives: Sequence[Collective], messages: Sequence[Message]) -> Timeline:
+    def build(self, collectives: Sequence[MatchedCollective], messages: Sequence[MatchedMessage]) -> Timeline:
         """All of it."""
         collective_of = {
             (process, call.index): collective
@@ -298,7 +300,7 @@ class _Builder:
         }
         for process in self._processes:
             self._add_process(process, collective_of)
-        late: dict[int, Late] = {}
+        late: dict[int, LateInCall] = {}
         arrows = [*self._arrivals(collectives, late), *self._sent(messages)]
         return Timeline(
             processes=tuple(self._processes),
@@ -313,8 +315,10 @@ class _Builder:
             times=self._times,
         )
 
-    def _add_process(self, process: Process, collective_of: Mapping[tuple[int, int], Collective]) -> None:
-        by_row: dict[str, list[Call]] = defaultdict(list)
+    def _add_process(
+        self, process: RecordedProcess, collective_of: Mapping[tuple[int, int], MatchedCollective]
+    ) -> None:
+        by_row: dict[str, list[RecordedCall]] = defaultdict(list)
         for call in process.alone:
             by_row[_COMMANDS if call.verb == COMMAND else _WAITS].append(call)
         for call in process.calls:
@@ -333,9 +337,9 @@ class _Builder:
                 self._slice_of[process.number, call.index] = len(self._slices)
                 self._slices.append(replace(made, row=len(self._rows), lane=lane))
             if free:
-                self._rows.append(Row(process.number, title, len(free)))
+                self._rows.append(TimelineRow(process.number, title, len(free)))
 
-    def _slice(self, process: Process, call: Call, collective: Collective | None) -> Slice:
+    def _slice(self, process: RecordedProcess, call: RecordedCall, collective: MatchedCollective | None) -> Slice:
         group = process.groups.get(call.group)
         ranks = group.ranks if group is not None else ()
 
@@ -372,7 +376,7 @@ class _Builder:
             peer=world(call.peer),
         )
 
-    def _computed(self, collective: Collective) -> tuple[int, int]:
+    def _computed(self, collective: MatchedCollective) -> tuple[int, int]:
         """When the last rank came, and who, by what all ranks have recorded. -1 if clocks are not that exact."""
         came = sorted(
             (self._since_zero(self._by_number[number], call.entered_ns), number)
@@ -383,7 +387,7 @@ class _Builder:
         error = sum(self._times.error(clock) for clock in clocks) if len(clocks) > 1 else 0.0
         return met, self._by_number[other].rank if met - before > error else -1
 
-    def _arrivals(self, collectives: Sequence[Collective], late: dict[int, Late]) -> list[Arrow]:
+    def _arrivals(self, collectives: Sequence[MatchedCollective], late: dict[int, LateInCall]) -> list[Arrow]:
         """From those that came last to those that waited. Notes in ``late`` who they are."""
         arrows = []
         for collective in collectives:
@@ -393,8 +397,8 @@ class _Builder:
             if last < 0:
                 continue
             waited_ns = sum(self._slices[i].waited_until - self._slices[i].begin for rank, i in there if rank != last)
-            before = late.get(last, Late(last, 0, 0))
-            late[last] = Late(last, before.times + 1, before.waited + waited_ns)
+            before = late.get(last, LateInCall(last, 0, 0))
+            late[last] = LateInCall(last, before.times + 1, before.waited + waited_ns)
             source = next((i for rank, i in there if rank == last), None)
             if source is None:
                 continue
@@ -404,7 +408,7 @@ class _Builder:
                     arrows.append(Arrow("arrival", source, self._slices[source].begin, i, waited))
         return arrows
 
-    def _sent(self, messages: Sequence[Message]) -> list[Arrow]:
+    def _sent(self, messages: Sequence[MatchedMessage]) -> list[Arrow]:
         arrows = []
         for message in messages:
             source = self._slice_of.get((message.sender, message.send.index))

@@ -28,7 +28,7 @@ from allranks._trace.inspection import QuietClock, rank_state
 from allranks._trace.stacks import DUMP, main_place
 from allranks._trace.state import CallState, GroupState, RankState
 
-__all__ = ["Peer", "choose_teller", "unwatch", "watch"]
+__all__ = ["WatchedPeer", "choose_teller", "unwatch", "watch"]
 
 _LOOK_S = 1.0
 _STACKS_S = 0.3  # for a rank to write its stacks, which takes milliseconds
@@ -44,7 +44,7 @@ class _Group(Protocol):
 
 
 @dataclass(frozen=True)
-class Peer:
+class WatchedPeer:
     """A rank of the world: its number, its process, its host, and whether that is this one."""
 
     rank: int
@@ -56,7 +56,7 @@ class Peer:
 class _Watcher:
     def __init__(self, me: int, notice_s: float) -> None:
         self._me = me
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, WatchedPeer] = {}
         self._notice_s = notice_s
         self._clock = QuietClock()
         self._told: set[tuple[object, ...]] = set()
@@ -66,7 +66,7 @@ class _Watcher:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def add(self, group: _Group, peers: Iterable[Peer]) -> None:
+    def add(self, group: _Group, peers: Iterable[WatchedPeer]) -> None:
         with self._lock:
             self._peers |= {peer.rank: peer for peer in peers}
             self._groups.add(group)
@@ -120,7 +120,7 @@ class _Watcher:
         if choose_teller(found, self._peers, mine) == self._me:
             self._tell(found)
 
-    def _state(self, peer: Peer) -> RankState:
+    def _state(self, peer: WatchedPeer) -> RankState:
         return rank_state(peer.rank, peer.pid, memory.reader() if peer.rank == self._me else memory.memory_of(peer.pid))
 
     def _tell(self, found: Diagnosis) -> None:
@@ -135,7 +135,7 @@ class _Watcher:
         sys.stderr.flush()
 
 
-def choose_teller(found: Diagnosis, peers: Mapping[int, Peer], mine: CallState) -> int:
+def choose_teller(found: Diagnosis, peers: Mapping[int, WatchedPeer], mine: CallState) -> int:
     """The rank that tells, as every waiting rank finds it. ``mine``: the call that this rank waits in."""
     concerned = found.late or tuple(rank for circle in found.circles for rank in circle)
     waiting = set(found.waits) | {rank for rank in mine.ranks if _has_begun(found.states.get(rank), mine)}
@@ -151,7 +151,7 @@ def _has_begun(state: RankState | None, call: CallState) -> bool:
     return any(g.number >= call.number for g in state.groups if (g.name, g.ranks) == (call.group, call.ranks))
 
 
-def _far_state(peer: Peer, call: CallState, number: int) -> RankState:
+def _far_state(peer: WatchedPeer, call: CallState, number: int) -> RankState:
     """What is known of a rank on another host."""
     group = GroupState(call.group, call.ranks, "", number, True)
     return RankState(peer.rank, peer.pid, "not to be seen from here", 0.0, groups=(group,))
@@ -183,7 +183,7 @@ _watcher: _Watcher | None = None
 _made = -1
 
 
-def watch(group: _Group, me: int, peers: Callable[[], Iterable[Peer]], notice_s: float) -> None:
+def watch(group: _Group, me: int, peers: Callable[[], Iterable[WatchedPeer]], notice_s: float) -> None:
     """Watches a group's calls. The first group of a process starts the thread."""
     global _watcher, _made
     if memory.has_agent or notice_s <= 0 or memory.reader() is None:

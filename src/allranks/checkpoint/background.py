@@ -24,9 +24,9 @@ from allranks._base.forks import guard
 from allranks._call.bytes import view_of
 from allranks.checkpoint import folders
 from allranks.checkpoint.company import Company
-from allranks.checkpoint.layout import LINE, Job
+from allranks.checkpoint.layout import LINE, SaveJob
 from allranks.checkpoint.offers import local_part, words_of
-from allranks.checkpoint.saving import Call, gather
+from allranks.checkpoint.saving import SaveCall, gather
 from allranks.checkpoint.values import Flat
 
 __all__ = ["Saving", "company_apart", "raise_failure", "save_async", "settle", "telling"]
@@ -185,7 +185,7 @@ def save_async(
     """Copies what this rank will write, and writes it in the background; see ``allranks.checkpoint.save_async``."""
     began = time.monotonic()
     settle()
-    call = Call(folder, step, keep, keep_every, group)
+    call = SaveCall(folder, step, keep, keep_every, group)
     company = company_apart(call.company)
     gathered = gather(call, state, own, alike)
     jobs = gathered.plan.files.get(call.company.rank, [])
@@ -234,7 +234,7 @@ def company_apart(company: Company) -> Company:
     return kept[1]
 
 
-def _copied(jobs: Sequence[Job], flat: Flat) -> list[memoryview]:
+def _copied(jobs: Sequence[SaveJob], flat: Flat) -> list[memoryview]:
     memory = _background.take(sum(_aligned(job.offer.nbytes) for job in jobs))
     views, at = [], 0
     for job in jobs:

@@ -17,8 +17,8 @@ from allranks._base.errors import CheckpointError, rank_list, spans
 from allranks._call import callsite
 from allranks.checkpoint import folders
 from allranks.checkpoint.company import Company, alone, in_words
-from allranks.checkpoint.inventory import Candidate, View, by_step, look_together
-from allranks.checkpoint.manifest import MANIFEST, Manifest, Share, check_sizes, decode, load_manifest
+from allranks.checkpoint.inventory import CheckpointCandidate, View, by_step, look_together
+from allranks.checkpoint.manifest import MANIFEST, FileShare, Manifest, check_sizes, decode, load_manifest
 from allranks.checkpoint.verifying import check_files
 
 __all__ = ["Chosen", "agreed", "latest", "only_here"]
@@ -115,7 +115,7 @@ def _choose(path: folders.PathLike, step: int | None, company: Company, verified
     view, reports = look_together(Path(path), company)
     left_out: list[str] = []
     for candidates in by_step(reports, step):
-        whole: list[tuple[float, int, str, Candidate]] = []
+        whole: list[tuple[float, int, str, CheckpointCandidate]] = []
         for number, candidate in enumerate(candidates):
             if candidate.missing or any(_is_older_attempt(candidate, other) for _, _, _, other in whole):
                 continue
@@ -137,12 +137,12 @@ def _choose(path: folders.PathLike, step: int | None, company: Company, verified
     return _Found(None, left_out)
 
 
-def _is_older_attempt(candidate: Candidate, other: Candidate) -> bool:
+def _is_older_attempt(candidate: CheckpointCandidate, other: CheckpointCandidate) -> bool:
     """Of two whole ones that a rank has listed, the later is the older one."""
     return not candidate.count and not other.count and candidate.reporters == other.reporters
 
 
-def _incomplete(candidate: Candidate, view: View, company: Company) -> str:
+def _incomplete(candidate: CheckpointCandidate, view: View, company: Company) -> str:
     """Why it is not taken; of a process alone also who wrote the rest, and what can be done."""
     there, missing, count = sorted(candidate.names), candidate.missing, candidate.count
     if company.size > 1:
@@ -157,7 +157,7 @@ def _incomplete(candidate: Candidate, view: View, company: Company) -> str:
     )
 
 
-def _writers(candidate: Candidate, view: View) -> str:
+def _writers(candidate: CheckpointCandidate, view: View) -> str:
     """Who wrote what is missing."""
     try:
         manifest = load_manifest(view.folder / candidate.names[min(candidate.names)], sizes=False)
@@ -172,7 +172,7 @@ def _shares(numbers: Sequence[int]) -> str:
     return f"{'share' if len(numbers) == 1 else 'shares'} {spans(numbers, ', ')}"
 
 
-def _examine(candidate: Candidate, view: View, company: Company, verified: bool) -> tuple[float, str, str]:
+def _examine(candidate: CheckpointCandidate, view: View, company: Company, verified: bool) -> tuple[float, str, str]:
     """When it was written, what it is, and what is wrong with it. Each share is examined by one rank.
 
     Args:
@@ -194,7 +194,7 @@ def _examine(candidate: Candidate, view: View, company: Company, verified: bool)
         except (CheckpointError, OSError) as error:
             mine.append((number, 0.0, "", in_words(error)))
             continue
-        expected = Share(candidate.save, number, candidate.count) if number else None
+        expected = FileShare(candidate.save, number, candidate.count) if number else None
         why = "" if manifest.share == expected else f"{folder / MANIFEST} is that of another share"
         if verified and not why:
             why = next(iter(check_files(folder, manifest)), "")
@@ -207,7 +207,7 @@ def _examine(candidate: Candidate, view: View, company: Company, verified: bool)
     return found[0][1], found[0][2], ""
 
 
-def _open(candidate: Candidate, identity: str, view: View, company: Company) -> Chosen:
+def _open(candidate: CheckpointCandidate, identity: str, view: View, company: Company) -> Chosen:
     """Each rank looks which shares it sees itself, and learns who sees the others."""
     here: dict[int, Path] = {}
     manifest: Manifest | None = None

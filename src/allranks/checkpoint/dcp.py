@@ -37,7 +37,7 @@ from allranks.checkpoint import background, folders, layout, loading, offers, ow
 from allranks.checkpoint.choosing import only_here
 from allranks.checkpoint.company import company_of, this_process
 from allranks.checkpoint.dcp_names import leaves_of, nested
-from allranks.checkpoint.manifest import File, Manifest, Piece, Saved, Writer, dtype_of
+from allranks.checkpoint.manifest import Manifest, ManifestFile, Piece, Saved, Writer, dtype_of
 from allranks.checkpoint.values import Shard, Tree, flatten, require_dense, tensors_in
 
 __all__ = ["StorageReader", "StorageWriter"]
@@ -56,7 +56,7 @@ class _Written:
     """
 
     process: tuple[str, int]
-    file: File | None
+    file: ManifestFile | None
     offers: list[layout.Offer]
     places: list[tuple[int, bytes]]
     trees: dict[str, Tree]
@@ -226,11 +226,11 @@ def _discard(folder: Path) -> None:
 
 def _write(partial: Path, step: int, rank: int, plan: plans.SavePlan, planner: plans.SavePlanner) -> _Written:
     sources: dict[str, Callable[[], Tensor]] = {}
-    jobs: list[layout.Job] = []
+    jobs: list[layout.SaveJob] = []
     trees: dict[str, Tree] = {}
 
     def add(offer: layout.Offer, source: Callable[[], Tensor]) -> None:
-        job = layout.Job(offer, (), (rank,), rank)
+        job = layout.SaveJob(offer, (), (rank,), rank)
         if job.key in sources:
             raise UsageError(f"checkpoint: two tensors of the state have the name {job.key!r}")
         sources[job.key] = source
@@ -315,7 +315,7 @@ def _object(item: plans.WriteItem, planner: plans.SavePlanner) -> Any:
 
 
 def _manifest(step: int, metadata: torchs.Metadata, written: Sequence[_Written]) -> Manifest:
-    files: list[File] = []
+    files: list[ManifestFile] = []
     pieces: dict[str, list[Piece]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     trees: dict[str, Tree] = {}
@@ -373,7 +373,7 @@ class StorageReader(storage.StorageReader):
     def __init__(self, path: folders.PathLike, *, step: int | None = None) -> None:
         self._path, self._step = Path(path), step
         self._folder: Path | None = None
-        self._reader: loading.Reader | None = None
+        self._reader: loading.BlockReader | None = None
         self._leaves: dict[str, tuple[tuple[str | int, ...], Tree]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -395,7 +395,7 @@ class StorageReader(storage.StorageReader):
         self._close()
         chosen = only_here(self._path, self._step)
         self._folder = chosen.folder
-        self._reader = loading.Reader(chosen, rank)
+        self._reader = loading.BlockReader(chosen, rank)
         self._leaves = leaves_of(self._reader.manifest.tree(rank))
         found: dict[str, Any] = {}
         for name, (_, leaf) in self._leaves.items():

@@ -32,7 +32,7 @@ import msgspec
 from allranks._base.errors import CheckpointError, UsageError
 from allranks._call import callsite
 from allranks.checkpoint import owners
-from allranks.checkpoint.manifest import MANIFEST, Manifest, Share, load_manifest
+from allranks.checkpoint.manifest import MANIFEST, FileShare, Manifest, load_manifest
 
 __all__ = [
     "Held",
@@ -117,7 +117,7 @@ class Named(NamedTuple):
     step: int
     attempt: int
     path: Path
-    share: Share | None
+    share: FileShare | None
 
 
 def is_folder_of_checkpoints(path: Path) -> bool:
@@ -130,7 +130,7 @@ def named(path: Path) -> Named | None:
     if (match := _NAME.fullmatch(path.name)) is not None:
         return Named(int(match[1]), int(match[2] or 1), path, None)
     if (match := _SHARE.fullmatch(path.name)) is not None:
-        return Named(int(match[1]), 1, path, Share(match[4], int(match[2]), int(match[3])))
+        return Named(int(match[1]), 1, path, FileShare(match[4], int(match[2]), int(match[3])))
     return None
 
 

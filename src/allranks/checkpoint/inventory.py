@@ -17,12 +17,12 @@ import xxhash
 from allranks._base.errors import CheckpointError
 from allranks.checkpoint import folders
 from allranks.checkpoint.company import Company, in_words
-from allranks.checkpoint.manifest import MANIFEST, Share, load_manifest
+from allranks.checkpoint.manifest import MANIFEST, FileShare, load_manifest
 
-__all__ = ["Candidate", "Entry", "View", "by_step", "look", "look_together"]
+__all__ = ["CheckpointCandidate", "CheckpointEntry", "View", "by_step", "look", "look_together"]
 
 
-class Entry(NamedTuple):
+class CheckpointEntry(NamedTuple):
     """A checkpoint or a share in a folder.
 
     Attributes:
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     step: int
     attempt: int
     name: str
-    share: Share | None
+    share: FileShare | None
 
 
 @dataclass
@@ -49,7 +49,7 @@ class View:
     """
 
     folder: Path
-    entries: list[Entry]
+    entries: list[CheckpointEntry]
     pin: str = ""
 
     @property
@@ -59,7 +59,7 @@ class View:
 
 
 @dataclass
-class Candidate:
+class CheckpointCandidate:
     """A checkpoint that may be whole.
 
     Attributes:
@@ -97,22 +97,22 @@ def look(path: Path) -> View:
         return View(path, _entries(path))
     if one.share is None:
         there = (path / MANIFEST).exists()
-        return View(path.parent, [Entry(one.step, one.attempt, path.name, None)] if there else [], path.name)
+        return View(path.parent, [CheckpointEntry(one.step, one.attempt, path.name, None)] if there else [], path.name)
     beside = [each for each in _entries(path.parent) if each.share is not None and each.share.id == one.share.id]
     if path.exists() and all(each.name != path.name for each in beside):
-        beside.append(Entry(one.step, 1, path.name, one.share))
+        beside.append(CheckpointEntry(one.step, 1, path.name, one.share))
     return View(path.parent, beside, f"save {one.share.id}")
 
 
-def _entries(folder: Path) -> list[Entry]:
+def _entries(folder: Path) -> list[CheckpointEntry]:
     try:
         found = folders.find(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [Entry(one.step, one.attempt, one.path.name, one.share) for one in found]
+    return [CheckpointEntry(one.step, one.attempt, one.path.name, one.share) for one in found]
 
 
-def look_together(path: Path, company: Company) -> tuple[View, dict[int, list[Entry]]]:
+def look_together(path: Path, company: Company) -> tuple[View, dict[int, list[CheckpointEntry]]]:
     """What this rank sees, and what the first rank of each class reports. All ranks call it, each with its path.
 
     Raises:
@@ -133,24 +133,24 @@ def look_together(path: Path, company: Company) -> tuple[View, dict[int, list[En
         raise CheckpointError(f"the ranks name different checkpoints ({listed})")
     digests = [digest for digest, _, _, _ in told]
     is_first = digests.index(digests[company.rank]) == company.rank
-    reports = company.exchange(view.entries if is_first else None, list[Entry] | None)
+    reports = company.exchange(view.entries if is_first else None, list[CheckpointEntry] | None)
     view.pin = next(iter(pins), "")
     return view, {rank: entries for rank, entries in enumerate(reports) if entries}
 
 
-def by_step(reports: dict[int, list[Entry]], step: int | None) -> Iterator[list[Candidate]]:
+def by_step(reports: dict[int, list[CheckpointEntry]], step: int | None) -> Iterator[list[CheckpointCandidate]]:
     """The candidates of each step, the newest first.
 
     Args:
         reports: of what the folders have, by rank.
         step: the only one; None: any.
     """
-    found: dict[int, dict[tuple[str, int], Candidate]] = {}
+    found: dict[int, dict[tuple[str, int], CheckpointCandidate]] = {}
     for rank, entries in reports.items():
         for entry in entries:
-            share = entry.share or Share(f"{entry.attempt} of rank {rank}", 0, 0)
+            share = entry.share or FileShare(f"{entry.attempt} of rank {rank}", 0, 0)
             key = (share.id, share.count)
-            candidate = found.setdefault(entry.step, {}).setdefault(key, Candidate(entry.step, *key))
+            candidate = found.setdefault(entry.step, {}).setdefault(key, CheckpointCandidate(entry.step, *key))
             candidate.names.setdefault(share.number, entry.name)
             candidate.reporters.setdefault(share.number, rank)
     for number in sorted(found, reverse=True):

@@ -15,7 +15,7 @@ import msgspec
 
 from allranks._base.errors import UsageError, rank_list
 
-__all__ = ["LINE", "Box", "Job", "Offer", "Plan", "make_plan", "overlap", "place"]
+__all__ = ["LINE", "Box", "SaveJob", "Offer", "SavePlan", "make_plan", "overlap", "place"]
 
 LINE = 64
 """Bytes: to such places torch allocates tensors; the head of a file ends at one."""
@@ -59,7 +59,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass
-class Job:
+class SaveJob:
     """A part of a tensor, to be written once.
 
     Attributes:
@@ -86,7 +86,7 @@ class Job:
 
 
 @dataclass
-class Plan:
+class SavePlan:
     """What is written.
 
     Attributes:
@@ -94,11 +94,11 @@ class Plan:
         files: those of each rank that writes, in the order in which they are in its file.
     """
 
-    jobs: list[Job] = field(default_factory=list)
-    files: dict[int, list[Job]] = field(default_factory=dict)
+    jobs: list[SaveJob] = field(default_factory=list)
+    files: dict[int, list[SaveJob]] = field(default_factory=dict)
 
 
-def make_plan(offers: Sequence[Sequence[Offer]]) -> Plan:
+def make_plan(offers: Sequence[Sequence[Offer]]) -> SavePlan:
     """Deals out the work.
 
     Args:
@@ -111,7 +111,7 @@ def make_plan(offers: Sequence[Sequence[Offer]]) -> Plan:
     for rank, had in enumerate(offers):
         for offer in had:
             by_name.setdefault(offer.name, []).append((rank, offer))
-    plan = Plan()
+    plan = SavePlan()
     for name in sorted(by_name):
         plan.jobs += _jobs_of(name, by_name[name])
     load = [0] * len(offers)
@@ -125,7 +125,7 @@ def make_plan(offers: Sequence[Sequence[Offer]]) -> Plan:
     return plan
 
 
-def place(jobs: list[Job]) -> None:
+def place(jobs: list[SaveJob]) -> None:
     """Puts the jobs of a rank into the order of its file.
 
     safetensors allows no gaps. So parts of whole lines come first, each of which then begins at a line, as it does in
@@ -139,7 +139,7 @@ def place(jobs: list[Job]) -> None:
         begin += job.offer.nbytes
 
 
-def _jobs_of(name: str, had: list[tuple[int, Offer]]) -> list[Job]:
+def _jobs_of(name: str, had: list[tuple[int, Offer]]) -> list[SaveJob]:
     if all(offer.is_whole for _, offer in had):
         return _whole(had)
     kinds = {(offer.dtype, offer.shape) for _, offer in had}
@@ -149,7 +149,7 @@ def _jobs_of(name: str, had: list[tuple[int, Offer]]) -> list[Job]:
     return _shards(name, had)
 
 
-def _whole(had: list[tuple[int, Offer]]) -> list[Job]:
+def _whole(had: list[tuple[int, Offer]]) -> list[SaveJob]:
     classes: dict[tuple[object, ...], list[int]] = {}
     firsts: dict[tuple[object, ...], Offer] = {}
     for rank, offer in had:
@@ -158,12 +158,12 @@ def _whole(had: list[tuple[int, Offer]]) -> list[Job]:
         firsts.setdefault(kind, offer)
     alone = len(classes) == 1
     return [
-        Job(firsts[kind], () if alone else tuple(ranks), tuple(ranks))
+        SaveJob(firsts[kind], () if alone else tuple(ranks), tuple(ranks))
         for kind, ranks in sorted(classes.items(), key=lambda item: item[1][0])
     ]
 
 
-def _shards(name: str, had: list[tuple[int, Offer]]) -> list[Job]:
+def _shards(name: str, had: list[tuple[int, Offer]]) -> list[SaveJob]:
     boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, Offer]]] = {}
     for rank, offer in had:
         boxes.setdefault((offer.offsets, offer.part), []).append((rank, offer))
@@ -176,12 +176,12 @@ def _shards(name: str, had: list[tuple[int, Offer]]) -> list[Job]:
                 " values: replicas of a shard must be the same"
             )
         if first.nbytes:
-            jobs.append(Job(first, (), tuple(rank for rank, _ in holders)))
+            jobs.append(SaveJob(first, (), tuple(rank for rank, _ in holders)))
     _check_cover(name, had[0][1].shape, [job.offer for job in jobs], jobs)
-    return jobs or [Job(had[0][1], (), (had[0][0],))]
+    return jobs or [SaveJob(had[0][1], (), (had[0][0],))]
 
 
-def _check_cover(name: str, shape: tuple[int, ...], parts: Sequence[Offer], jobs: Iterable[Job]) -> None:
+def _check_cover(name: str, shape: tuple[int, ...], parts: Sequence[Offer], jobs: Iterable[SaveJob]) -> None:
     """That the parts make up the whole, and none is in two."""
     covered = sum(math.prod(part.part) for part in parts)
     if covered == math.prod(shape) and not overlap([(part.offsets, part.part) for part in parts]):

@@ -28,7 +28,7 @@ from allranks.checkpoint.manifest import MANIFEST, Manifest, Piece, Saved, dtype
 from allranks.checkpoint.offers import local_part
 from allranks.checkpoint.values import Shard, Tree, unflatten
 
-__all__ = ["Reader", "load_folder", "load_here"]
+__all__ = ["BlockReader", "load_folder", "load_here"]
 
 _CHUNK = 64 << 20  # bytes that are read at a time, where they are copied on
 
@@ -77,11 +77,11 @@ def _remedy(chosen: Chosen) -> str:
 
 def _load(chosen: Chosen, into: Any, company: Company) -> Any:
     if chosen.is_everywhere(company.size):
-        with Reader(chosen, company.rank) as reader:
+        with BlockReader(chosen, company.rank) as reader:
             filling = together(company, lambda: _prepared(reader, into, company.rank))
             return together(company, filling.finish)
     rounds = Rounds(chosen, company_apart(company))
-    with Reader(chosen, company.rank, rounds) as reader:
+    with BlockReader(chosen, company.rank, rounds) as reader:
         filling = together(company, lambda: Filling(reader, into, reader.manifest.tree(company.rank)))
         try:
             filling.build()
@@ -94,18 +94,18 @@ def _load(chosen: Chosen, into: Any, company: Company) -> Any:
 
 
 def load_here(chosen: Chosen, into: Any, rank: int, progress: Callable[[int], object] | None = None) -> Any:
-    """Reads a checkpoint as a rank, whose files are all here. ``progress``: see ``Reader``."""
-    with Reader(chosen, rank, progress=progress) as reader:
+    """Reads a checkpoint as a rank, whose files are all here. ``progress``: see ``BlockReader``."""
+    with BlockReader(chosen, rank, progress=progress) as reader:
         return _prepared(reader, into, rank).finish()
 
 
-def _prepared(reader: Reader, into: Any, rank: int) -> Filling:
+def _prepared(reader: BlockReader, into: Any, rank: int) -> Filling:
     filling = Filling(reader, into, reader.manifest.tree(rank))
     filling.build()
     return filling
 
 
-class Reader:
+class BlockReader:
     """A checkpoint that is being read. Its files are opened when they are needed.
 
     Args:
@@ -135,7 +135,7 @@ class Reader:
         """The checkpoint, for errors."""
         return str(self._folder)
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> BlockReader:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -27,11 +27,11 @@ __all__ = [
     "MANIFEST",
     "SHARED_FORMAT",
     "WHOLE_FORMAT",
-    "File",
+    "ManifestFile",
     "Manifest",
     "Piece",
     "Saved",
-    "Share",
+    "FileShare",
     "Writer",
     "check_sizes",
     "decode",
@@ -66,7 +66,7 @@ class Writer(msgspec.Struct, frozen=True):
     tree: int
 
 
-class Share(msgspec.Struct, frozen=True):
+class FileShare(msgspec.Struct, frozen=True):
     """Which files of a checkpoint a folder has, where hosts have folders of their own.
 
     Attributes:
@@ -80,7 +80,7 @@ class Share(msgspec.Struct, frozen=True):
     count: int
 
 
-class File(msgspec.Struct, frozen=True, omit_defaults=True):
+class ManifestFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """A file of tensors, in the safetensors format.
 
     Attributes:
@@ -160,10 +160,10 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     allranks: str
     block: int
     writers: tuple[Writer, ...]
-    files: tuple[File, ...]
+    files: tuple[ManifestFile, ...]
     tensors: tuple[Saved, ...]
     trees: tuple[Any, ...]
-    share: Share | None = None
+    share: FileShare | None = None
 
     @property
     def nbytes(self) -> int:
@@ -175,7 +175,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         """Of the share; 0 where there are none."""
         return 0 if self.share is None else self.share.number
 
-    def is_here(self, file: File) -> bool:
+    def is_here(self, file: ManifestFile) -> bool:
         """Whether a file is in this folder."""
         return file.share == self.number
 
@@ -288,7 +288,7 @@ def _problem(manifest: Manifest) -> str:
         return "it has no writers, no state or no blocks"
     if not all(0 <= writer.tree < len(manifest.trees) for writer in manifest.writers):
         return "a writer's state is not there"
-    share = manifest.share or Share("", 0, 0)
+    share = manifest.share or FileShare("", 0, 0)
     if not 0 <= share.number <= share.count or (manifest.share is not None and not share.number):
         return f"share {share.number} of {share.count} is impossible"
     if not (0 <= manifest.step < 10**18 and 0 <= manifest.when < _LATEST):
@@ -346,7 +346,7 @@ def _shared_bytes(manifest: Manifest) -> str:
     return ""
 
 
-def _check_size(folder: Path, file: File) -> None:
+def _check_size(folder: Path, file: ManifestFile) -> None:
     try:
         found = os.lstat(folder / file.name)
     except FileNotFoundError:
@@ -355,7 +355,7 @@ def _check_size(folder: Path, file: File) -> None:
         raise CheckpointError(f"{folder / file.name} {problem}")
 
 
-def size_problem(found: os.stat_result, file: File) -> str:
+def size_problem(found: os.stat_result, file: ManifestFile) -> str:
     """Why something with the name of a file is not that file; "" if it may be."""
     if not stat.S_ISREG(found.st_mode):
         return f"is no plain file; rank {file.rank} wrote one"

@@ -13,7 +13,7 @@ import msgspec
 
 from allranks._base.errors import CheckpointError, UsageError, rank_list, spans
 from allranks.checkpoint import folders, owners
-from allranks.checkpoint.inventory import Candidate, by_step, look
+from allranks.checkpoint.inventory import CheckpointCandidate, by_step, look
 from allranks.checkpoint.manifest import WHOLE_FORMAT, Manifest, load_manifest
 from allranks.checkpoint.verifying import check_files
 
@@ -81,7 +81,7 @@ def merge_shares(
         return folders.complete(partial, merged)
 
 
-def _candidate(sources: Sequence[Path], step: int | None) -> tuple[Candidate, dict[int, Path]]:
+def _candidate(sources: Sequence[Path], step: int | None) -> tuple[CheckpointCandidate, dict[int, Path]]:
     """The save whose shares are all there, and where each is."""
     views = []
     for source in sources:
@@ -108,7 +108,7 @@ def _candidate(sources: Sequence[Path], step: int | None) -> tuple[Candidate, di
     return max(found, key=lambda each: load_manifest(each[1][1]).when)  # a step may have been saved twice
 
 
-def _words(candidate: Candidate, places: Sequence[Path], older: int | None) -> str:
+def _words(candidate: CheckpointCandidate, places: Sequence[Path], older: int | None) -> str:
     """What is missing, who wrote it, and what is not."""
     number, name = next(iter(candidate.names.items()))
     manifest = load_manifest(places[candidate.reporters[number]] / name, sizes=False)
@@ -123,7 +123,7 @@ def _words(candidate: Candidate, places: Sequence[Path], older: int | None) -> s
     )
 
 
-def _manifests(candidate: Candidate, places: dict[int, Path]) -> dict[int, Manifest]:
+def _manifests(candidate: CheckpointCandidate, places: dict[int, Path]) -> dict[int, Manifest]:
     found = {number: load_manifest(path) for number, path in places.items()}
     if len({manifest.identity() for manifest in found.values()}) > 1:
         listed = ", ".join(map(str, places.values()))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from allranks._base.errors import UsageError
 from allranks._call.bytes import view_of
-from allranks.checkpoint.layout import Job, Offer
+from allranks.checkpoint.layout import Offer, SaveJob
 from allranks.checkpoint.values import Flat, Shard
 
 __all__ = ["Compared", "digest_of", "local_part", "offer_of", "plain_of", "views_of", "words_of"]
@@ -132,7 +132,7 @@ def _weights(device: torch.device) -> Tensor:
     return (drawn | 1).to(device)
 
 
-def views_of(jobs: Sequence[Job], flat: Flat) -> Sequence[memoryview]:
+def views_of(jobs: Sequence[SaveJob], flat: Flat) -> Sequence[memoryview]:
     """The bytes of what this rank writes."""
     return _Views([local_part(job.offer.name, flat.tensors[job.offer.name])[0] for job in jobs])
 

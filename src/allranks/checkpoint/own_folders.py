@@ -18,13 +18,13 @@ from allranks.checkpoint.company import Company
 __all__ = ["leaders_of", "numbers_of"]
 
 
-class Vote(Protocol):
+class FolderVote(Protocol):
     """All ranks do something, and a failure of one is one of all; see ``saving``."""
 
     def __call__(self, company: Company, act: Callable[[], None]) -> list[None]: ...
 
 
-def leaders_of(company: Company, folder: Path, partial: str, vote: Vote, held: contextlib.ExitStack) -> list[int]:
+def leaders_of(company: Company, folder: Path, partial: str, vote: FolderVote, held: contextlib.ExitStack) -> list[int]:
     """The first of the ranks that see the same folder, for each rank. All of them call it.
 
     Args:

@@ -29,7 +29,7 @@ import msgspec
 from allranks._base.errors import UsageError
 from allranks._base.forks import Descriptor
 
-__all__ = ["NO_LOCKS", "Claim", "adopt_run", "claim", "decided_run", "open_file", "release", "run_id"]
+__all__ = ["NO_LOCKS", "OwnerClaim", "adopt_run", "claim", "decided_run", "open_file", "release", "run_id"]
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Of a lock on a file system that has none."""
@@ -40,7 +40,7 @@ _BUSY = (errno.EAGAIN, errno.EACCES)
 _TRIES, _PAUSE_S = 20, 0.025  # another process may hold the lock just to look
 
 
-class Owner(msgspec.Struct, frozen=True):
+class BlockOwner(msgspec.Struct, frozen=True):
     """The record of a job.
 
     Attributes:
@@ -69,7 +69,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class Claim:
+class OwnerClaim:
     """A folder into which this process saves.
 
     Attributes:
@@ -93,10 +93,10 @@ class Claim:
 
 
 _guard = threading.Lock()
-_claims: dict[Path, Claim] = {}
+_claims: dict[Path, OwnerClaim] = {}
 
 
-def claim(folder: Path, run: str) -> tuple[Claim, bool]:
+def claim(folder: Path, run: str) -> tuple[OwnerClaim, bool]:
     """Makes sure that no other job saves into a folder.
 
     Returns:
@@ -143,9 +143,9 @@ def open_file(path: Path) -> Descriptor:
     return Descriptor.of(lambda: os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
 
 
-def _claim(fd: Descriptor, folder: Path, run: str) -> Claim:
+def _claim(fd: Descriptor, folder: Path, run: str) -> OwnerClaim:
     """Takes the lock, and writes the record."""
-    mine = Owner(run, socket.gethostname(), os.getpid(), time.time(), _started(os.getpid()))
+    mine = BlockOwner(run, socket.gethostname(), os.getpid(), time.time(), _started(os.getpid()))
     for _ in range(_TRIES):
         try:
             if taken := _try(fd, fcntl.LOCK_EX):
@@ -159,12 +159,12 @@ def _claim(fd: Descriptor, folder: Path, run: str) -> Claim:
         if shared and owner is not None and owner.run == run:
             if not taken:
                 _write(fd, msgspec.structs.replace(mine, since=owner.since))
-            return Claim(run, fd, True)
+            return OwnerClaim(run, fd, True)
         time.sleep(_PAUSE_S)
     raise _refusal(owner, folder)
 
 
-def _claim_without_lock(fd: Descriptor, folder: Path, mine: Owner) -> Claim:
+def _claim_without_lock(fd: Descriptor, folder: Path, mine: BlockOwner) -> OwnerClaim:
     owner, remark = _read(fd), ""
     if owner is not None and owner.run != mine.run:
         is_dead = owner.is_dead()
@@ -176,10 +176,10 @@ def _claim_without_lock(fd: Descriptor, folder: Path, mine: Owner) -> Claim:
                 " still runs: if it does, give each job a folder. Its checkpoints are not removed"
             )
     _write(fd, mine)
-    return Claim(mine.run, fd, False, remark)
+    return OwnerClaim(mine.run, fd, False, remark)
 
 
-def _refusal(owner: Owner | None, folder: Path) -> UsageError:
+def _refusal(owner: BlockOwner | None, folder: Path) -> UsageError:
     who = "another job" if owner is None else str(owner)
     return UsageError(
         f"checkpoint.save: {who} saves into {folder}, until its processes have ended; give each job a folder"
@@ -196,14 +196,14 @@ def _try(fd: Descriptor, how: int) -> bool:
     return True
 
 
-def _read(fd: Descriptor) -> Owner | None:
+def _read(fd: Descriptor) -> BlockOwner | None:
     try:
-        return msgspec.json.decode(os.pread(fd.fileno(), _LENGTH, 0), type=Owner)
+        return msgspec.json.decode(os.pread(fd.fileno(), _LENGTH, 0), type=BlockOwner)
     except msgspec.DecodeError:
         return None  # nobody has written it
 
 
-def _write(fd: Descriptor, owner: Owner) -> None:
+def _write(fd: Descriptor, owner: BlockOwner) -> None:
     os.pwrite(fd.fileno(), msgspec.json.encode(owner).ljust(_LENGTH), 0)
 
 

@@ -26,8 +26,8 @@ import xxhash
 from allranks._base.errors import CheckpointError
 from allranks.checkpoint.company import in_words
 from allranks.checkpoint.folders import write_all
-from allranks.checkpoint.layout import LINE, Job
-from allranks.checkpoint.manifest import BLOCK, File, Manifest, Piece, Saved, dtype_of, size_problem
+from allranks.checkpoint.layout import LINE, SaveJob
+from allranks.checkpoint.manifest import BLOCK, Manifest, ManifestFile, Piece, Saved, dtype_of, size_problem
 
 __all__ = ["KINDS", "OTHERS", "LocalFile", "Source", "open_part", "read_rows", "write_part"]
 
@@ -63,8 +63,8 @@ _HEAD_SIZE = 8  # bytes, little-endian: of the JSON that follows
 
 
 def write_part(
-    folder: Path, jobs: Sequence[Job], step: int, rank: int, views: Iterable[memoryview]
-) -> tuple[File, list[bytes]]:
+    folder: Path, jobs: Sequence[SaveJob], step: int, rank: int, views: Iterable[memoryview]
+) -> tuple[ManifestFile, list[bytes]]:
     """Writes the file of a rank, and waits until the disk has it.
 
     Args:
@@ -99,10 +99,10 @@ def write_part(
                 found.byteswap()
             hashes.append(found.tobytes())
         os.fsync(fd)
-    return File(name, at, len(head), xxhash.xxh3_64_hexdigest(head), rank), hashes
+    return ManifestFile(name, at, len(head), xxhash.xxh3_64_hexdigest(head), rank), hashes
 
 
-def _head_of(jobs: Sequence[Job], step: int, rank: int) -> bytes:
+def _head_of(jobs: Sequence[SaveJob], step: int, rank: int) -> bytes:
     """What is before the tensors of a file."""
     about = {"format": "pt", "step": str(step), "rank": str(rank)}
     entries: dict[str, object] = {"__metadata__": about}
@@ -171,7 +171,7 @@ class LocalFile:
 
 
 @contextlib.contextmanager
-def open_part(folder: Path, file: File) -> Iterator[LocalFile]:
+def open_part(folder: Path, file: ManifestFile) -> Iterator[LocalFile]:
     """A file to read from.
 
     Raises:

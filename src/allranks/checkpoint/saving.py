@@ -24,23 +24,23 @@ from allranks._base.errors import AllranksError, CheckpointError, UsageError, ra
 from allranks._call import callsite
 from allranks.checkpoint import folders, own_folders, parts
 from allranks.checkpoint.company import Company, company_of, in_words, this_process
-from allranks.checkpoint.layout import Offer, Plan, make_plan
+from allranks.checkpoint.layout import Offer, SavePlan, make_plan
 from allranks.checkpoint.manifest import (
     BLOCK,
     SHARED_FORMAT,
     WHOLE_FORMAT,
-    File,
+    FileShare,
     Manifest,
+    ManifestFile,
     Piece,
     Saved,
-    Share,
     Writer,
 )
 from allranks.checkpoint.offers import Compared, offer_of, views_of
 from allranks.checkpoint.owners import adopt_run, decided_run, run_id
 from allranks.checkpoint.values import Flat, Tree, flatten
 
-__all__ = ["Call", "Gathered", "check_numbers", "described", "gather", "new_manifest", "not_saved", "save"]
+__all__ = ["SaveCall", "Gathered", "check_numbers", "described", "gather", "new_manifest", "not_saved", "save"]
 
 _T = TypeVar("_T")
 _warned: set[Path] = set()
@@ -58,7 +58,7 @@ class Gathered:
         is_copied: whether each rank makes a copy before it writes, which may fail.
     """
 
-    plan: Plan
+    plan: SavePlan
     flat: Flat
     trees: tuple[list[Tree], list[int]]
     processes: list[tuple[str, int]]
@@ -77,7 +77,7 @@ def save(
     group: Any = None,
 ) -> Path:
     """Writes a checkpoint of what all ranks have. Called by all of them; see ``allranks.checkpoint.save``."""
-    call = Call(folder, step, keep, keep_every, group)
+    call = SaveCall(folder, step, keep, keep_every, group)
     gathered = gather(call, state, own, alike)
     return call.write(gathered, call.company, views_of(gathered.plan.files.get(call.company.rank, []), gathered.flat))
 
@@ -122,7 +122,7 @@ class _Answer(msgspec.Struct, frozen=True):
     process: tuple[str, int]
 
 
-class Call:
+class SaveCall:
     """One call of save or save_async."""
 
     def __init__(
@@ -161,11 +161,11 @@ class Call:
             opened = self._open(held, company)
             jobs = gathered.plan.files.get(company.rank, [])
 
-            def written() -> tuple[File, list[bytes]] | None:
+            def written() -> tuple[ManifestFile, list[bytes]] | None:
                 partial = self.folder / opened.partial
                 return parts.write_part(partial, jobs, self.step, company.rank, views) if jobs else None
 
-            records = self._vote(company, written, tuple[File, list[bytes]] | None)
+            records = self._vote(company, written, tuple[ManifestFile, list[bytes]] | None)
             return self._finish(company, opened, self._manifest(gathered, records, opened))
 
     def _open(self, held: contextlib.ExitStack, company: Company) -> _Opened:
@@ -263,11 +263,11 @@ class Call:
         raise not_saved("checkpoint.save", self.step, self.folder, failed, first.process, first.failure) from trouble
 
     def _manifest(
-        self, gathered: Gathered, records: Sequence[tuple[File, list[bytes]] | None], opened: _Opened
+        self, gathered: Gathered, records: Sequence[tuple[ManifestFile, list[bytes]] | None], opened: _Opened
     ) -> Manifest:
         """The same on all ranks, but for the number of the share."""
         numbers: dict[int, int] = {}
-        files: list[File] = []
+        files: list[ManifestFile] = []
         for rank, record in enumerate(records):
             if record is not None:
                 numbers[rank] = len(files)
@@ -291,7 +291,7 @@ class Call:
         manifest = new_manifest(self.step, writers, files, saved, trees)
         if opened.count == 1:
             return manifest
-        share = Share(folders.id_of(opened.partial), opened.numbers[self.company.rank], opened.count)
+        share = FileShare(folders.id_of(opened.partial), opened.numbers[self.company.rank], opened.count)
         return msgspec.structs.replace(manifest, format=SHARED_FORMAT, run=opened.run, when=opened.when, share=share)
 
 
@@ -305,7 +305,7 @@ def check_numbers(call: str, step: int, keep: int | None, keep_every: int | None
 
 
 def new_manifest(
-    step: int, writers: Sequence[Writer], files: Sequence[File], tensors: Sequence[Saved], trees: Sequence[Tree]
+    step: int, writers: Sequence[Writer], files: Sequence[ManifestFile], tensors: Sequence[Saved], trees: Sequence[Tree]
 ) -> Manifest:
     """The manifest of what this job has just written."""
     return Manifest(
@@ -335,7 +335,7 @@ def described(error: BaseException) -> str:
 # What the ranks have.
 
 
-def gather(call: Call, state: object, own: Sequence[str], alike: Sequence[str]) -> Gathered:
+def gather(call: SaveCall, state: object, own: Sequence[str], alike: Sequence[str]) -> Gathered:
     """What all ranks have, and who writes what. All of them call it."""
     company = call.company
     flat: Flat | None = None

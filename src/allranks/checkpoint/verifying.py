@@ -12,7 +12,7 @@ import xxhash
 from allranks._base.errors import CheckpointError
 from allranks.checkpoint import folders, parts
 from allranks.checkpoint.company import in_words
-from allranks.checkpoint.manifest import File, Manifest, Piece, Saved, dtype_of, load_manifest
+from allranks.checkpoint.manifest import Manifest, ManifestFile, Piece, Saved, dtype_of, load_manifest
 
 __all__ = ["check", "check_files", "verify"]
 
@@ -79,7 +79,7 @@ def check_files(
     return problems
 
 
-def _head_problem(source: parts.LocalFile, file: File) -> str:
+def _head_problem(source: parts.LocalFile, file: ManifestFile) -> str:
     head = f"{file.name}: its head (bytes 0 to {file.head})"
     found = xxhash.xxh3_64()
     try:

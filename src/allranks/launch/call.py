@@ -23,7 +23,7 @@ from allranks._cluster.hostlist import Slots, parse_hosts
 from allranks._cluster.schedulers.interface import RemoteCommand
 from allranks._cluster.schedulers.ssh import SSH
 from allranks.launch.arguments.layout import share_out
-from allranks.launch.jobs.spread import Job
+from allranks.launch.jobs.spread import SpreadJob
 from allranks.launch.ranks.function import name_of, pack, unpack_error, unpack_result
 from allranks.launch.reporter import Reporter
 from allranks.launch.spec.options import Bind, Display, Options, Show
@@ -136,7 +136,7 @@ def run(
     if options.per_host is None:
         counts = share_out(used, n, None)
         used = tuple(host for host, count in zip(used, counts, strict=True) if count)
-    job = Job(options, len(used), len(used), streams=output_streams(), until=until, progress=progress)
+    job = SpreadJob(options, len(used), len(used), streams=output_streams(), until=until, progress=progress)
     try:
         job.open_by(command or SSH, used)
         code = job.run()
@@ -149,7 +149,7 @@ def run(
     return _outcome(job, code, timeout)
 
 
-def _outcome(job: Job, code: int, timeout: float | None) -> list[Any]:
+def _outcome(job: SpreadJob, code: int, timeout: float | None) -> list[Any]:
     """What the ranks returned, by rank; or raises what became of them."""
     loop, name = job.loop, job.options.target.name
     assert loop is not None

@@ -37,12 +37,12 @@ from allranks._base.files import plain_file
 from allranks._call.bytes import view_of
 from allranks.checkpoint import folders, parts, single_file
 from allranks.checkpoint.choosing import only_here
-from allranks.checkpoint.layout import Job, Offer, place
-from allranks.checkpoint.loading import Reader, load_here
+from allranks.checkpoint.layout import Offer, SaveJob, place
+from allranks.checkpoint.loading import BlockReader, load_here
 from allranks.checkpoint.manifest import Manifest, Saved, dtype_of, load_manifest
 from allranks.checkpoint.merging import merge_shares
 from allranks.checkpoint.verifying import check
-from allranks.tools.progress import Bar
+from allranks.tools.progress import LoopBar
 
 __all__ = ["main"]
 
@@ -268,7 +268,7 @@ def _verify(options: argparse.Namespace) -> int:
     there = folders.find(options.path) if options.all else []
     paths = [one.path for one in there] if options.all else [_path_of(options.path, options.step)]
     sizes = {path: _nbytes(path) for path in paths}
-    with Bar(_NAME) as bar:
+    with LoopBar(_NAME) as bar:
         before = 0
 
         def look(path: Path) -> list[str]:
@@ -314,10 +314,10 @@ def _path_of(path: Path, step: int | None) -> Path:
 
 def _diff(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(Bar(_NAME))
+        bar = stack.enter_context(LoopBar(_NAME))
         chosen = [only_here(path) for path in (options.path, options.other)]
         count = _counted(bar, "both are read", sum(_tensor_bytes(each.manifest, options.rank) for each in chosen))
-        one, other = (stack.enter_context(Reader(each, options.rank, progress=count)) for each in chosen)
+        one, other = (stack.enter_context(BlockReader(each, options.rank, progress=count)) for each in chosen)
         mine, theirs = (reader.manifest.tensors_of(options.rank) for reader in (one, other))
         lines = []
         for name in sorted({*mine, *theirs}):
@@ -341,7 +341,7 @@ def _tensor_bytes(manifest: Manifest, rank: int) -> int:
     return sum(torch.Size(each.shape).numel() * dtype_of(each.dtype).itemsize for each in saved)
 
 
-def _counted(bar: Bar, words: str, total: int) -> Callable[[int], None]:
+def _counted(bar: LoopBar, words: str, total: int) -> Callable[[int], None]:
     """What shows how many bytes have been read, when it is told each time that some were."""
     done = 0
 
@@ -353,7 +353,7 @@ def _counted(bar: Bar, words: str, total: int) -> Callable[[int], None]:
     return count
 
 
-def _difference(one: Reader, mine: Saved, other: Reader, theirs: Saved) -> str:
+def _difference(one: BlockReader, mine: Saved, other: BlockReader, theirs: Saved) -> str:
     if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
         return f"{mine.dtype} {list(mine.shape)} and {theirs.dtype} {list(theirs.shape)}"
     left, right = _read(one, mine), _read(other, theirs)
@@ -366,7 +366,7 @@ def _difference(one: Reader, mine: Saved, other: Reader, theirs: Saved) -> str:
     return f"{int((distance != 0).sum())} of {left.numel()} elements differ, by up to {float(distance.max()):.6g}"
 
 
-def _read(reader: Reader, saved: Saved) -> Tensor:
+def _read(reader: BlockReader, saved: Saved) -> Tensor:
     made = torch.empty(saved.shape, dtype=dtype_of(saved.dtype))
     reader.read(saved, made)
     return made
@@ -387,10 +387,10 @@ def _export(options: argparse.Namespace) -> int:
         raise CheckpointError(f"there is no folder {file.absolute().parent}")
     _rank(options.rank, chosen.manifest)
     total = _tensor_bytes(chosen.manifest, options.rank)
-    with Bar(_NAME) as bar:
+    with LoopBar(_NAME) as bar:
         count = _counted(bar, f"{chosen.folder.name} is read", total)
         if file.suffix == ".safetensors":
-            with Reader(chosen, options.rank, progress=count) as reader:
+            with BlockReader(chosen, options.rank, progress=count) as reader:
                 _write_safetensors(file, reader, list(reader.manifest.tensors_of(options.rank).values()))
         else:
             state = load_here(chosen, None, options.rank, count)
@@ -410,13 +410,13 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _write_safetensors(file: Path, reader: Reader, tensors: Sequence[Saved]) -> None:
+def _write_safetensors(file: Path, reader: BlockReader, tensors: Sequence[Saved]) -> None:
     """One tensor after the other, beside the file, and then in its place."""
     jobs = []
     for saved in tensors:
         nothing = (0,) * len(saved.shape)
         size = dtype_of(saved.dtype).itemsize
-        jobs.append(Job(Offer(saved.name, saved.dtype, size, saved.shape, nothing, saved.shape, 0), (), (0,)))
+        jobs.append(SaveJob(Offer(saved.name, saved.dtype, size, saved.shape, nothing, saved.shape, 0), (), (0,)))
     place(jobs)
     by_name = {saved.name: saved for saved in tensors}
 
@@ -437,7 +437,7 @@ def _write_safetensors(file: Path, reader: Reader, tensors: Sequence[Saved]) -> 
 
 
 def _merge(options: argparse.Namespace) -> int:
-    with Bar(_NAME) as bar:
+    with LoopBar(_NAME) as bar:
         path = merge_shares(options.paths, options.into, options.step, bar.at)
     manifest = load_manifest(path)
     if options.json:

@@ -25,7 +25,7 @@ from allranks._cluster.env import VARIABLES
 from allranks.launch.arguments.options import Parser
 from allranks.launch.spec.values import environment_kind
 
-__all__ = ["Report", "collect", "main", "render"]
+__all__ = ["EnvReport", "collect", "main", "render"]
 
 _SECRETS = ("ALLRANKS_SECRET",)
 _WIDTH = 40
@@ -33,7 +33,7 @@ _MOST = 8
 
 
 @dataclass(frozen=True)
-class Report:
+class EnvReport:
     """What was found.
 
     Attributes:
@@ -51,7 +51,7 @@ class Report:
     trouble: tuple[str, ...] = ()
 
 
-def collect(environ: Mapping[str, str], override: str = "auto") -> Report:
+def collect(environ: Mapping[str, str], override: str = "auto") -> EnvReport:
     """Looks at an environment."""
     found: dict[bool, LaunchContext | None] = {}
     trouble: list[str] = []
@@ -67,10 +67,10 @@ def collect(environ: Mapping[str, str], override: str = "auto") -> Report:
         for name, meaning in names.items()
         if environ.get(name, "").strip()
     )
-    return Report(socket.gethostname(), found[False], found[True], variables, tuple(dict.fromkeys(trouble)))
+    return EnvReport(socket.gethostname(), found[False], found[True], variables, tuple(dict.fromkeys(trouble)))
 
 
-def render(report: Report) -> str:
+def render(report: EnvReport) -> str:
     """The report as text."""
     lines = [f"On host {report.host}."]
     for title, place in (("A program here", report.program), ("allranks run here", report.launcher)):

@@ -1,6 +1,6 @@
 """What a command is doing, for whoever waits for it: a line on a terminal that is gone when the result is printed.
 
-`Progress` shows words. `Bar` shows how many bytes are done, how fast, and when the rest will be.
+`TerminalProgress` shows words. `LoopBar` shows how many bytes are done, how fast, and when the rest will be.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 from allranks._base.console import is_redrawable
 from allranks._base.threads import Daemon
 
-__all__ = ["Bar", "Progress"]
+__all__ = ["LoopBar", "TerminalProgress"]
 
 _LONG_S = 2.0  # what takes less shows nothing
 _AGAIN_S = 0.5
 _CLEAR = "\r\x1b[K"
 
 
-class Progress:
+class TerminalProgress:
     """A line on stderr, where that is a terminal, once the command has taken 2 s.
 
     Args:
@@ -39,7 +39,7 @@ class Progress:
         self._lock = threading.Lock()
         self._thread = Daemon(target=self._draw, name=name) if shown and is_redrawable(sys.stderr) else None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> TerminalProgress:
         if self._thread is not None:
             self._thread.start()
         return self
@@ -78,7 +78,7 @@ class Progress:
             self._drawn = False
 
 
-class Bar:
+class LoopBar:
     """A bar on stderr, where that is a terminal, once the command has taken 2 s.
 
     Args:
@@ -92,7 +92,7 @@ class Bar:
         self._bars: Any = _bars() if is_redrawable(sys.stderr) else None
         self._task = None if self._bars is None else self._bars.add_task(name, total=None)
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> LoopBar:
         return self
 
     def __exit__(self, *_: object) -> None:

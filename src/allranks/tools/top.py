@@ -12,7 +12,7 @@ import msgspec
 from allranks._base.console import ArgumentParser, harmless, is_redrawable, put
 from allranks._base.errors import AllranksError
 from allranks._base.exit_codes import USAGE
-from allranks._trace.jobs import Answer, NoAnswer, Question, find
+from allranks._trace.jobs import JobAnswer, NoAnswer, Question, find
 from allranks._trace.state import RankState
 from allranks.tools.trace import choose
 
@@ -73,7 +73,7 @@ def _watch(job: int | None, delay_s: float, count: int | None, as_json: bool) ->
     return 0
 
 
-def rows(before: Answer, now: Answer) -> list[str]:
+def rows(before: JobAnswer, now: JobAnswer) -> list[str]:
     """The table between two looks."""
     old = {state.rank: state for state in before.states}
     lines = [f"job {now.launcher}: {now.command}; {now.size} ranks", ""]

@@ -11,7 +11,7 @@ from allranks._base.console import ArgumentParser, Program, harmless, put
 from allranks._base.errors import AllranksError, ConfigError, rank_list
 from allranks._base.exit_codes import USAGE
 from allranks._trace.diagnosis import diagnose
-from allranks._trace.jobs import Answer, JobEnded, NoAnswer, Question, ask, find
+from allranks._trace.jobs import JobAnswer, JobEnded, NoAnswer, Question, ask, find
 from allranks._trace.state import RankState
 
 __all__ = ["choose", "main", "table"]
@@ -64,13 +64,13 @@ def _show(words: Sequence[str]) -> int:
     return 0
 
 
-def choose(pid: int | None, question: Question) -> Answer:
+def choose(pid: int | None, question: Question) -> JobAnswer:
     """Asks the job of that pid, or the only one.
 
     Raises:
         NoAnswer: there is none, or there are several.
     """
-    answers: dict[tuple[str, int, str], Answer] = {}  # the agent of a job on this host answers, too
+    answers: dict[tuple[str, int, str], JobAnswer] = {}  # the agent of a job on this host answers, too
     silent: list[NoAnswer] = []
     for job in find():
         try:
@@ -94,7 +94,7 @@ def choose(pid: int | None, question: Question) -> Answer:
     raise NoAnswer("this user has no job here that a launcher of allranks has started")
 
 
-def _overview(answer: Answer, calls: int) -> list[str]:
+def _overview(answer: JobAnswer, calls: int) -> list[str]:
     hosts = len(set(answer.hosts))
     where = f" on {hosts} hosts" if hosts > 1 else ""
     lines = [f"job {answer.launcher}: {answer.command}; {answer.size} ranks{where}, for {_time(answer.seconds)}", ""]
@@ -110,7 +110,7 @@ def _overview(answer: Answer, calls: int) -> list[str]:
     return lines
 
 
-def table(answer: Answer) -> list[str]:
+def table(answer: JobAnswer) -> list[str]:
     """A row for each rank: its host, its process, what it is in, for how long, and for whom it waits."""
     found = diagnose(answer.states)
     rows: list[tuple[str, ...]] = [("rank", "pid", "host", "process", "in", "for", "waits for", "commands")]
@@ -132,7 +132,7 @@ def table(answer: Answer) -> list[str]:
     return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _doing(state: RankState, answer: Answer) -> tuple[str, str]:
+def _doing(state: RankState, answer: JobAnswer) -> tuple[str, str]:
     """What a rank is in, and for how long."""
     if (call := state.waiting) is not None:
         group = "" if call.group in ("", "world") else f" of group '{call.group}'"

@@ -18,7 +18,7 @@ from allranks._trace.files import open_trace, trace_files
 from allranks._trace.matching import read_process
 from allranks._trace.timeline import Clock, Timeline, read
 from allranks.tools.outputs import why_not
-from allranks.tools.progress import Progress
+from allranks.tools.progress import TerminalProgress
 
 __all__ = ["flight", "record", "timeline"]
 
@@ -52,7 +52,7 @@ def timeline(words: Sequence[str]) -> int:
     _check_outputs(args.output)
     if args.profiler and not any(_is_json(file) for file in args.output):
         raise ConfigError("--profiler is for a timeline in *.json or *.json.gz (-o)")
-    with Progress("allranks trace") as progress:
+    with TerminalProgress("allranks trace") as progress:
         progress.at("reads the trace files")
         found = read(args.paths, args.last)
         _write(found, args.output, args.profiler, progress)
@@ -95,7 +95,7 @@ def record(words: Sequence[str]) -> int | Program:
         return code
     try:
         if any(folder.iterdir()):
-            with Progress("allranks trace") as progress:
+            with TerminalProgress("allranks trace") as progress:
                 progress.at("reads the trace files")
                 found = read([folder], args.last, just_ended=True)
                 _write(found, args.output, [], progress)
@@ -127,7 +127,7 @@ def flight(words: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     args = parser.parse_args(words)
-    with Progress("allranks trace") as progress:
+    with TerminalProgress("allranks trace") as progress:
         progress.at("reads the trace files")
         processes = [read_process(i, str(path), open_trace(path)) for i, path in enumerate(trace_files(args.paths))]
         found = flight_recorder.dumps(processes)
@@ -185,7 +185,7 @@ def _check_outputs(files: Sequence[Path]) -> None:
             raise ConfigError(why.replace("--plot", "-o"))
 
 
-def _write(found: Timeline, files: Sequence[Path], profiler: Sequence[Path], progress: Progress) -> None:
+def _write(found: Timeline, files: Sequence[Path], profiler: Sequence[Path], progress: TerminalProgress) -> None:
     profiles = [read_profile(file, found) for file in profiler]
     for file in files:
         progress.at(f"draws {found.calls} calls into {file.name}")

@@ -37,7 +37,7 @@ from allranks._net.sockets import unix_peer
 if TYPE_CHECKING:
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["OFFER_BYTES", "Connections", "Memory", "SegmentExchange", "confirm", "connect"]
+__all__ = ["OFFER_BYTES", "HostConnections", "GroupMemory", "SegmentExchange", "confirm", "connect"]
 
 # What a rank publishes of its SegmentExchange: the address's random name, and a token. Everybody on the host can see
 # the name (/proc/net/unix). The token of the host's first rank proves that a peer belongs to the group.
@@ -60,7 +60,7 @@ _LOOK_S = 0.2
 _LOOKED_AT = 8
 
 
-class Connections(NamedTuple):
+class HostConnections(NamedTuple):
     """The connections of a rank with the others.
 
     Attributes:
@@ -77,7 +77,7 @@ class Connections(NamedTuple):
     peers: PeerConnections | None
 
 
-class Memory(NamedTuple):
+class GroupMemory(NamedTuple):
     """How a group's memory is made.
 
     Attributes:
@@ -94,10 +94,10 @@ def connect(
     members: Sequence[Member],
     host_of: Sequence[int],
     exchange: Exchange,
-    create: Memory,
+    create: GroupMemory,
     timeout_s: float,
     has_liveness: bool = False,
-) -> Connections:
+) -> HostConnections:
     """Connects a rank with every other.
 
     Args:
@@ -114,11 +114,11 @@ def connect(
         SecretError: ranks of different hosts have different secrets.
     """
     if len(members) == 1:
-        return Connections([Descriptor.of(create.of_rank)], [None], [], None)
+        return HostConnections([Descriptor.of(create.of_rank)], [None], [], None)
     if has_liveness and len(set(host_of)) == 1:
         with SegmentExchange(Descriptor.of(create.of_all) if rank == 0 else None) as offer:
             records = exchange(offer.record + _PORT.pack(0))
-            return Connections(*offer.share(rank, records, min(timeout_s, _THERE_S)), [], None)
+            return HostConnections(*offer.share(rank, records, min(timeout_s, _THERE_S)), [], None)
     memory = Descriptor.of(create.of_rank)
     deadline = time.monotonic() + timeout_s
     near = [r for r, host in enumerate(host_of) if host == host_of[rank]]
@@ -126,7 +126,7 @@ def connect(
     with SegmentExchange(memory) as offer:
         if len(near) == len(members):
             records = exchange(offer.record + _PORT.pack(0))
-            return Connections(*offer.meet(rank, records, min(timeout_s, _THERE_S)), [], None)
+            return HostConnections(*offer.meet(rank, records, min(timeout_s, _THERE_S)), [], None)
         secret = load_secret()
         server = ConnectionServer.of((_LOOPBACK,) if local else members[rank].addresses)
         peers = None
@@ -152,10 +152,10 @@ def connect(
                     heartbeat.close()
             peers.close() if peers is not None else server.let_go()
             raise
-    return Connections(segments, liveness, heartbeats, peers)
+    return HostConnections(segments, liveness, heartbeats, peers)
 
 
-def confirm(rank: int, made: Connections, timeout_s: float) -> None:
+def confirm(rank: int, made: HostConnections, timeout_s: float) -> None:
     """Returns when every rank of this host has made its group, and closes the sockets.
 
     Of a group that uses other liveness sockets: those do not end where a rank fails to make it, but these do.

@@ -43,7 +43,14 @@ from allranks._engines.checks import (
     factor_of,
     not_taken,
 )
-from allranks._engines.native.connect import OFFER_BYTES, Connections, Memory, SegmentExchange, confirm, connect
+from allranks._engines.native.connect import (
+    OFFER_BYTES,
+    GroupMemory,
+    HostConnections,
+    SegmentExchange,
+    confirm,
+    connect,
+)
 from allranks._engines.native.errors import explain
 from allranks._engines.native.tuning import read_topology, read_tuning
 from allranks._engines.operands import Operands, OperandsWork
@@ -132,7 +139,7 @@ class NativeEngine(Engine):
         shared = None
         if parent is not None:  # if it is closed, the exchange raises
             shared = parent.engine.liveness([parent.ranks[r] for r, host in enumerate(hosts) if host == hosts[rank]])
-        memory = Memory(
+        memory = GroupMemory(
             lambda: _core.create_segment(local_rank, size, sizes), lambda: _core.create_segments(size, sizes)
         )
         made = connect(rank, members, host_of, exchange, memory, connect_s, has_liveness=shared is not None)
@@ -550,7 +557,7 @@ def _make_comm(
     members: Sequence[Member],
     host_of: list[int],
     sizes: _core.Sizes,
-    made: Connections,
+    made: HostConnections,
     shared: _core.Liveness | None,
     timeout_s: float,
 ) -> _core.Comm:

@@ -32,7 +32,7 @@ from allranks._base.forks import Descriptor, Socket, guard
 from allranks._base.system import reason
 from allranks._base.threads import Daemon
 from allranks._cluster.network import listen, nearest_first
-from allranks._net.admission import Admission, Candidate
+from allranks._net.admission import Admission, UnprovedPeer
 from allranks._net.frames import FrameDecoder, TlsError, WireError, pack_frame
 from allranks._net.handshake import DECLINED, HANDSHAKE_FRAME, PROVED, ClientHandshake, Protocol, ServerHandshake
 from allranks._net.sockets import check_connected, keep_alive
@@ -46,7 +46,7 @@ __all__ = [
     "HEARTBEAT",
     "MESSAGE",
     "PeerConnections",
-    "Hello",
+    "ConnectionSubject",
     "ConnectionServer",
     "group_key",
     "group_id",
@@ -76,7 +76,7 @@ Target = tuple[tuple[str, ...], int]
 # --- the subject of a connection -------------------------------------------------------------------------------
 
 
-class Hello(NamedTuple):
+class ConnectionSubject(NamedTuple):
     """The subject of a connection.
 
     Attributes:
@@ -96,7 +96,7 @@ class Hello(NamedTuple):
         return _HELLO.pack(*self)
 
     @classmethod
-    def unpack(cls, subject: bytes) -> Hello:
+    def unpack(cls, subject: bytes) -> ConnectionSubject:
         """Return the hello of a subject, which has the right size."""
         return cls(*_HELLO.unpack(subject))
 
@@ -445,7 +445,7 @@ class ConnectionServer:
 
     # Connections from other ranks.
 
-    def _group_of(self, hello: Hello) -> PeerConnections | None:
+    def _group_of(self, hello: ConnectionSubject) -> PeerConnections | None:
         """Return the group to which this connection belongs, if it can be used now."""
         for group in list(self._groups.values()):
             if group.name == hello.group and group.rank == hello.to and group.takes(hello.from_, hello.kind):
@@ -453,11 +453,11 @@ class ConnectionServer:
         return None  # not created yet, or left
 
     def _key_of(self, subject: bytes) -> bytes | None:
-        group = self._group_of(Hello.unpack(subject))
+        group = self._group_of(ConnectionSubject.unpack(subject))
         return None if group is None else group.key
 
-    def _admit(self, candidate: Candidate) -> None:
-        hello = Hello.unpack(candidate.handshake.subject)
+    def _admit(self, candidate: UnprovedPeer) -> None:
+        hello = ConnectionSubject.unpack(candidate.handshake.subject)
         group = self._group_of(hello)
         if group is None:  # left since the handshake began
             candidate.sock.close()
@@ -476,7 +476,7 @@ class ConnectionServer:
     def _refuse(self, name: str, handshake: ServerHandshake | None, error: ConfigError | WireError) -> None:
         if not isinstance(error, ConfigError | TlsError):
             return
-        group = self._group_of(Hello.unpack(handshake.subject)) if handshake and handshake.subject else None
+        group = self._group_of(ConnectionSubject.unpack(handshake.subject)) if handshake and handshake.subject else None
         for each in [group] if group else list(self._groups.values()):
             each.refusals[name] = f"{name} was refused: {error}"
 
@@ -541,7 +541,7 @@ class ConnectionServer:
         # No time limit from here on: the other rank may be stopped. The end of the connection is enough.
         keep_alive(connection, _LOST_AFTER_S, must_read=False)
         dial.connected, dial.until = True, None
-        hello = Hello(dial.group.name, dial.group.rank, dial.peer, dial.kind)
+        hello = ConnectionSubject(dial.group.name, dial.group.rank, dial.peer, dial.kind)
         dial.handshake = ClientHandshake(PROTOCOL, dial.group.key, hello.pack())
         dial.decoder = FrameDecoder(HANDSHAKE_FRAME)
         connection.sendall(pack_frame(dial.handshake.begin()))

@@ -31,30 +31,30 @@ from allranks.launch.spec.events import (
     Asked,
     Event,
     Exited,
-    Failed,
     HostJoined,
     HostLost,
     HostMessage,
+    RankFailed,
     RankRestarted,
     RestartRank,
 )
 from allranks.launch.spec.messages import (
+    AgentHello,
+    AgentReady,
     Answered,
     Command,
-    Dump,
-    End,
+    EndAgent,
     Ended,
     Finish,
     Finished,
-    Hello,
     Inspect,
     Message,
     Prepare,
     ReadOutput,
-    Ready,
+    RequestStacks,
     Resize,
     Signal,
-    Start,
+    StartRanks,
     Unable,
 )
 
@@ -96,7 +96,7 @@ class Host:
     python: str = ""
     process: subprocess.Popen[bytes] | None = None
     link: Link[Message] | None = None
-    hello: Hello | None = None
+    hello: AgentHello | None = None
     slots: int | None = None
     place: int = 0
     ranks: range = range(0)
@@ -104,10 +104,10 @@ class Host:
     starting: set[int] = field(default_factory=set)
     coming: int = 0
     addresses: tuple[str, ...] = ()
-    started: Start | None = None
+    started: StartRanks | None = None
     offset: float = math.inf
     start_again: Callable[[], Host] | None = None
-    answer: Ready | Unable | Finished | None = None
+    answer: AgentReady | Unable | Finished | None = None
     why: str = ""  # it is gone
     stderr_text: bytearray = field(default_factory=bytearray)
     stderr_line: bytearray = field(default_factory=bytearray)
@@ -257,7 +257,7 @@ class AgentPool:
 
     def turn_away(self, host: Host, why: str) -> None:
         """Refuses a caller."""
-        self._send(host, End(2, self._reporter.line(f"error: host 0 does not take this host: {why}").encode()))
+        self._send(host, EndAgent(2, self._reporter.line(f"error: host 0 does not take this host: {why}").encode()))
         self.forget(host)
 
     def forget(self, host: Host) -> None:
@@ -343,7 +343,7 @@ class AgentPool:
                 raise ConfigError(f"{host.name}: {why}")
         return all(host.hello is not None for host in self.hosts)
 
-    def prepare(self, commands: Sequence[Prepare], until: float) -> list[Ready]:
+    def prepare(self, commands: Sequence[Prepare], until: float) -> list[AgentReady]:
         """Has all hosts do what can be done before ranks start. Returns their answers, by host.
 
         Raises:
@@ -354,9 +354,9 @@ class AgentPool:
             self._send(host, command)
         self.gather(until, lambda: all(host.answer is not None for host in self.hosts))
         self._raise_unable()
-        return [host.answer for host in self.hosts if isinstance(host.answer, Ready)]
+        return [host.answer for host in self.hosts if isinstance(host.answer, AgentReady)]
 
-    def start(self, commands: Sequence[Start]) -> None:
+    def start(self, commands: Sequence[StartRanks]) -> None:
         """Has all hosts start their ranks. A spare host, which has none, gets no command yet."""
         for host, command in zip(self.hosts, commands, strict=True):
             host.answer = None
@@ -374,7 +374,7 @@ class AgentPool:
         Args:
             lost: the lost host.
             spare: the spare one.
-            starts: the ranks; see ``Start``.
+            starts: the ranks; see ``StartRanks``.
         """
         new = next(host for host in self.hosts if host.name == spare and not host.ranks and not host.why)
         if lost:
@@ -391,7 +391,7 @@ class AgentPool:
             self._lose_ranks(new)
         self._send(new, command)
 
-    def _new_ranks(self, new: Host, starts: Collection[int]) -> Start:
+    def _new_ranks(self, new: Host, starts: Collection[int]) -> StartRanks:
         """The command that starts ranks with numbers that no rank had."""
         others = [host.started for host in self.hosts if host.started is not None and host.started.count]
         roles = sum(start.count for start in others)
@@ -463,7 +463,7 @@ class AgentPool:
         """Asks for the stacks of ranks, which come as ``Stacks``."""
         for host in self.hosts:
             if chosen := sorted(host.running.intersection(ranks)):
-                self._send(host, Dump(chosen))
+                self._send(host, RequestStacks(chosen))
 
     def inspect(self, ranks: list[int], recent: int = 0) -> None:
         """Asks what ranks do; see ``Agent.inspect``."""
@@ -531,7 +531,7 @@ class AgentPool:
     def end(self, code: int, text: bytes = b"") -> None:
         """Sends all agents the end of the job, and its outcome."""
         for host in (*self.hosts, *self._callers):
-            self._send(host, End(code, text))
+            self._send(host, EndAgent(code, text))
 
     def close(self) -> None:
         """Ends all agents and the processes that started them. To be called once. Ctrl-C waits some seconds for it."""
@@ -690,15 +690,15 @@ class AgentPool:
 
     def _take(self, host: Host, message: Message) -> None:
         match message:
-            case Hello():
+            case AgentHello():
                 host.hello = message
                 host.update_clock(message.now)
                 if host.link is not None:
                     host.link.trust()
                 self._recognise(host)
-            case Ready() | Unable() | Finished():
+            case AgentReady() | Unable() | Finished():
                 host.answer = message
-                if isinstance(message, Ready):
+                if isinstance(message, AgentReady):
                     host.update_clock(message.now)
                     host.addresses = message.addresses
                     if host.coming:
@@ -709,10 +709,10 @@ class AgentPool:
                     self.turn_away(host, message.why)
                 elif isinstance(message, Unable) and (host.running or host.starting):
                     self._lose(host, f"{host.name}: {message.why}")
-            case Failed(rank, pid, report):
+            case RankFailed(rank, pid, report):
                 at = report.at + host.offset if report.at else time.monotonic()
                 report = msgspec.structs.replace(report, at=min(at, time.monotonic()))
-                self._events.append(Failed(rank, pid, report))
+                self._events.append(RankFailed(rank, pid, report))
             case Exited(rank, pid, status):
                 host.running.discard(rank)
                 host.starting.discard(rank)

@@ -37,32 +37,32 @@ from allranks._store import StoreClient, StoreLostError, StoreServer
 from allranks.launch.agents.inquiries import Inquiries
 from allranks.launch.agents.link import Link, LinkLost, to_launcher
 from allranks.launch.output.screen import Screen
-from allranks.launch.ranks.agent import Agent, Plan
-from allranks.launch.ranks.environ import Share, common_environ, free_port
+from allranks.launch.ranks.agent import Agent, RankPlan
+from allranks.launch.ranks.environ import JobShare, common_environ, free_port
 from allranks.launch.ranks.guard import Guard
 from allranks.launch.ranks.pipes import reserve_descriptors
-from allranks.launch.ranks.placement import Seat, seats
+from allranks.launch.ranks.placement import CpuPlace, seats
 from allranks.launch.ranks.preload import preload
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.reporter import Reporter
 from allranks.launch.signals import FORWARDED, handled
 from allranks.launch.spec.events import Asked, Event, Exited, Output, RankRestarted, RestartRank, StopRequested
 from allranks.launch.spec.messages import (
+    AgentHello,
+    AgentReady,
     Answered,
     Command,
-    Dump,
-    End,
+    EndAgent,
     Ended,
     Finish,
     Finished,
-    Hello,
     Inspect,
     Prepare,
     ReadOutput,
-    Ready,
+    RequestStacks,
     Resize,
     Signal,
-    Start,
+    StartRanks,
     Unable,
 )
 from allranks.launch.spec.target import check
@@ -79,12 +79,12 @@ _REACH_S = 3.0
 
 def hello(
     node: int | None = None, nproc: int | None = None, run: str = "", role: str = "", *, count_gpus: bool = False
-) -> Hello:
+) -> AgentHello:
     """The first message of this process. GPUs are counted only on request, as NVIDIA's tool may take a second."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     python = ".".join(map(str, sys.version_info[:3]))
     gpus = len(visible_gpus(os.environ)) if count_gpus else None
-    return Hello(name, __version__, python, node, nproc, usable_cpus(), gpus, time.monotonic(), run, role)
+    return AgentHello(name, __version__, python, node, nproc, usable_cpus(), gpus, time.monotonic(), run, role)
 
 
 class AgentServer:
@@ -103,7 +103,7 @@ class AgentServer:
         link: Link[Command],
         key: bytes = b"",
         own: Prepare | None = None,
-        show: Callable[[Start], Screen] | None = None,
+        show: Callable[[StartRanks], Screen] | None = None,
         reporter: Reporter | None = None,
     ) -> None:
         self._link = link
@@ -117,7 +117,7 @@ class AgentServer:
         self._server: StoreServer | None = None
         self._store: StoreClient | None = None  # the server's, once something is to be put there
         self._agent: Agent | None = None
-        self._seats: tuple[Seat, ...] = ()
+        self._seats: tuple[CpuPlace, ...] = ()
         self._commands: deque[Command] = deque()
         self._received: deque[int] = deque()
         self._inquiries: Inquiries | None = None
@@ -125,7 +125,7 @@ class AgentServer:
         self._next_sign = 0.0
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # before anything is blocked
 
-    def run(self, first: Hello) -> End | Rank:
+    def run(self, first: AgentHello) -> EndAgent | Rank:
         """Serves until the job is over.
 
         Returns:
@@ -141,11 +141,11 @@ class AgentServer:
                 match self._next():
                     case Prepare() as command:
                         self._prepare(command)
-                    case Start() as command:
+                    case StartRanks() as command:
                         rank = self._start(command)
                         if rank is not None:
                             return rank
-                    case End() as command:
+                    case EndAgent() as command:
                         return command
                     case Finish():  # of a round that could not start here
                         self._clear()
@@ -187,7 +187,7 @@ class AgentServer:
             self._seats = seats(command.nproc, ranks.bind, ranks.one_gpu_per_rank, os.environ)
             self._prepared = command
             if ranks.start == "fork" and ranks.target.is_python:
-                share = Share(command.nproc, command.nproc, masters=_masters(command))
+                share = JobShare(command.nproc, command.nproc, masters=_masters(command))
                 environ = common_environ(os.environ, share, ranks.threads, "", ("", 0), self._seats)
                 if ranks.target.kind == "function":
                     importlib.import_module(
@@ -204,9 +204,9 @@ class AgentServer:
         server = self._server
         stores = (server.published() or (server.here,)) if server is not None and command.spans else ()
         port = free_port() if server is not None or addresses else 0
-        self._link.send(Ready(stores, port, time.monotonic(), addresses))
+        self._link.send(AgentReady(stores, port, time.monotonic(), addresses))
 
-    def _start(self, command: Start) -> Rank | None:
+    def _start(self, command: StartRanks) -> Rank | None:
         prepared, guard = self._prepared, self._guard
         assert prepared is not None
         assert guard is not None
@@ -218,7 +218,7 @@ class AgentServer:
             return None
         screen = self._show(command) if self._show is not None else None
         stdio = command.stdio if screen is None else screen.stdio()
-        plan = Plan(
+        plan = RankPlan(
             *(command.count, prepared.ranks, environ, stdio, command.first, self._seats),
             role_first=command.role_first,
             starts=command.starts,
@@ -245,8 +245,8 @@ class AgentServer:
         self._watch(agent, prepared.ranks.signals)
         return None
 
-    def _environ(self, prepared: Prepare, command: Start) -> dict[str, str]:
-        share = Share(
+    def _environ(self, prepared: Prepare, command: StartRanks) -> dict[str, str]:
+        share = JobShare(
             command.count,
             command.world_size,
             command.node,
@@ -290,7 +290,7 @@ class AgentServer:
         numbers = {*FORWARDED, *passed_on} | ({signal.SIGWINCH} if self._screen is not None else set())
         try:
             with handled(numbers, self._received.append, agent.wake, self._mask):
-                while not self._commands or not isinstance(self._commands[0], Finish | End | Prepare):
+                while not self._commands or not isinstance(self._commands[0], Finish | EndAgent | Prepare):
                     due = self._screen.due() if self._screen is not None else None
                     self._relay(agent, agent.poll(None if due is None else max(0.0, due - time.monotonic())))
                     self._obey(agent)
@@ -340,7 +340,7 @@ class AgentServer:
                     agent.restart(command)
                 case Ended() as ended:
                     self._keep(ended)
-                case Dump(ranks):
+                case RequestStacks(ranks):
                     agent.dump(ranks)
                 case Answered(answer):
                     if self._inquiries is not None:

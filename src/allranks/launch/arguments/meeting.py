@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from allranks._base.errors import ConfigError
 from allranks._cluster.env import split_host_port
 
-__all__ = ["C10D_PORT", "Meeting", "add_meeting", "read_meeting"]
+__all__ = ["C10D_PORT", "MeetingOptions", "add_meeting", "read_meeting"]
 
 C10D_PORT = 29400
 """Where hosts meet under c10d if the endpoint has no port."""
@@ -41,7 +41,7 @@ _IDLE = (
 
 
 @dataclass(frozen=True)
-class Meeting:
+class MeetingOptions:
     """How hosts meet.
 
     Attributes:
@@ -77,7 +77,7 @@ def add_meeting(add: Callable[..., Any]) -> None:
             add("--" + words.replace(" ", mark), dest=dest, type=kind, metavar=metavar, help=hint)
 
 
-def read_meeting(args: argparse.Namespace) -> Meeting:
+def read_meeting(args: argparse.Namespace) -> MeetingOptions:
     """Reads what ``add_meeting`` added.
 
     Raises:
@@ -92,7 +92,7 @@ def read_meeting(args: argparse.Namespace) -> Meeting:
     if unknown := [name for name in settings if name not in _IDLE]:
         known = ", ".join(("is_host", "join_timeout", "timeout", "last_call_timeout", "store_type", *_IDLE))
         raise ConfigError(f"--rdzv-conf: there is no setting {unknown[0]!r}; there are {known}")
-    return Meeting(
+    return MeetingOptions(
         _leader(args),
         leads,
         args.rdzv_id or "",

@@ -16,7 +16,7 @@ from allranks._base.console import ArgumentParser
 from allranks._base.errors import ConfigError
 from allranks._base.files import read_text
 from allranks._cluster.hostlist import Slots, parse_hostfile, parse_hosts
-from allranks.launch.arguments.meeting import Meeting, add_meeting, read_meeting
+from allranks.launch.arguments.meeting import MeetingOptions, add_meeting, read_meeting
 from allranks.launch.reporter import Reporter
 from allranks.launch.spec import values
 from allranks.launch.spec.declared import add_options, declarations, values_of
@@ -152,7 +152,7 @@ def _rehearsed(args: argparse.Namespace, argv: Sequence[str]) -> tuple[str, ...]
     return *own, "--restarts", "0", "--show", "all", *argv[end:]
 
 
-def _refuse_contradictions(args: argparse.Namespace, meeting: Meeting, listed: bool) -> None:
+def _refuse_contradictions(args: argparse.Namespace, meeting: MeetingOptions, listed: bool) -> None:
     """Raises if two options contradict each other about where the job runs.
 
     Raises:

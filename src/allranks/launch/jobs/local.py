@@ -26,17 +26,17 @@ from allranks.launch.policy.job import (
     CountHosts,
     EndJob,
     HostsCounted,
-    Job,
     JobRules,
     JobStarted,
+    JobState,
     RoundEnded,
     StartRound,
     step,
 )
 from allranks.launch.policy.round import Rules
 from allranks.launch.policy.seats import first_table
-from allranks.launch.ranks.agent import Agent, Plan
-from allranks.launch.ranks.environ import Share, common_environ, free_port
+from allranks.launch.ranks.agent import Agent, RankPlan
+from allranks.launch.ranks.environ import JobShare, common_environ, free_port
 from allranks.launch.ranks.guard import Guard
 from allranks.launch.ranks.pipes import reserve_descriptors
 from allranks.launch.ranks.placement import describe, seats
@@ -64,9 +64,11 @@ def run_here(options: Options, nproc: int) -> int | Rank:
     check_size(options.target, nproc)
     check_elastic(options.elastic, nproc)
     masters = int(options.target.mode == "master")
-    share = Share(nproc, nproc, run=options.run or secrets.token_hex(8), restarts=options.restarts, role=options.role)
+    share = JobShare(
+        nproc, nproc, run=options.run or secrets.token_hex(8), restarts=options.restarts, role=options.role
+    )
     share = replace(share, elastic=options.elastic is not None)
-    job = Job(JobRules(options.restarts))
+    job = JobState(JobRules(options.restarts))
     event: JobStarted | RoundEnded | HostsCounted = JobStarted()
     loop: RoundLoop | None = None
     while True:
@@ -124,7 +126,7 @@ class _Round:
                 self.screen.close()
 
 
-def _prepare(options: Options, share: Share) -> _Round | Rank:
+def _prepare(options: Options, share: JobShare) -> _Round | Rank:
     nproc = share.nproc
     places = seats(nproc, options.bind, options.one_gpu_per_rank, os.environ)
     files = reserve_descriptors(nproc)
@@ -157,7 +159,7 @@ def _prepare(options: Options, share: Share) -> _Round | Rank:
         )
     if options.elastic is not None:
         server.put(TABLE_KEY, first_table(range(nproc), options.elastic[0]).encode())
-    agent = Agent(Plan(nproc, ranks, environ, screen.stdio(), seats=places), guard)
+    agent = Agent(RankPlan(nproc, ranks, environ, screen.stdio(), seats=places), guard)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals, *SIGNALS))
     try:
         rank = agent.start(mask, files)

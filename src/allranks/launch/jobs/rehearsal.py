@@ -25,7 +25,7 @@ from typing import Any
 from allranks._base.console import has_colours, interruptible, put
 from allranks._base.exit_codes import STOPPED
 
-__all__ = ["PHASES", "Start", "Table", "rehearse"]
+__all__ = ["PHASES", "Start", "PhaseTable", "rehearse"]
 
 PHASES = (
     "loading",
@@ -127,7 +127,7 @@ class _Rehearsal:
         self._ignored = frozenset[str]()
 
     def run(self, phases: Sequence[str]) -> int:
-        table = Table()
+        table = PhaseTable()
         first = self._run("")
         error = first.error or _unusable(first)
         table.add("undisturbed", "", f"error: {error}" if error else f"{first.steps} steps on {first.ranks} ranks")
@@ -271,7 +271,7 @@ def _show_output(run: _Run) -> None:
     put("\n".join([f"\nThe output of the run that failed first{left_out}:", *lines[-_LINES:]]) + "\n")
 
 
-class Table:
+class PhaseTable:
     """Prints a table row by row, as each run takes some seconds. Colors on terminals only."""
 
     _WIDTHS = (20, 34)

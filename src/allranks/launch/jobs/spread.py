@@ -48,7 +48,7 @@ from allranks.launch.policy.round import Rules
 from allranks.launch.policy.seats import Elastic, first_table
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.runtime.loop import FORWARDED, Ports, RoundLoop, RoundSpec, elastic_rules
-from allranks.launch.spec.messages import Prepare, Ready, Start
+from allranks.launch.spec.messages import AgentReady, Prepare, StartRanks
 from allranks.launch.spec.options import Options
 from allranks.launch.spec.stdio import Stdio
 from allranks.launch.spec.target import check_size
@@ -56,7 +56,7 @@ from allranks.launch.spec.target import check_size
 _REMARK_S = 10.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-__all__ = ["Job", "is_here", "join_leader", "lead", "run_there"]
+__all__ = ["SpreadJob", "is_here", "join_leader", "lead", "run_there"]
 
 
 def _name_for_others() -> str:
@@ -129,7 +129,7 @@ def run_there(options: Options, hosts: Sequence[Slots], command: RemoteCommand) 
     if options.dry_run:
         print(describe_plan([host.name for host in hosts], words, f"by {command.name}", options.target.words()))
         return 0
-    job = Job(options, least if options.nodes is not None else len(hosts), len(hosts))
+    job = SpreadJob(options, least if options.nodes is not None else len(hosts), len(hosts))
     try:
         job.open_by(command, hosts)
         return job.run()
@@ -163,7 +163,7 @@ def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[in
         OSError: no port is free.
     """
     listener = _open_listener(addresses_of(name), ports, secret)
-    job = Job(options, *nodes, listener, name if options.leader is not None and is_here(name) else "", key=secret)
+    job = SpreadJob(options, *nodes, listener, name if options.leader is not None and is_here(name) else "", key=secret)
     try:
         with job.reporting_errors():
             job.open_to_callers()
@@ -200,7 +200,7 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
     descriptor = sock.detach()
     own = _prepare_of(options, 1, options.leader[0] if options.leader is not None else "")
 
-    def show(start: Start) -> Screen:
+    def show(start: StartRanks) -> Screen:
         mine = range(start.first, start.first + start.count)
         return Screen(
             mine,
@@ -226,7 +226,7 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
 
 
 @dataclass
-class Job:
+class SpreadJob:
     """A job, through all its rounds.
 
     Attributes:
@@ -467,7 +467,7 @@ class Job:
     def run(self) -> int:
         """Runs rounds until one is the last."""
         options, pool = self.options, self.pool
-        state = policy.Job(self.rules)
+        state = policy.JobState(self.rules)
         event: policy.Event = policy.JobStarted()
         while True:
             match policy.step(state, event):
@@ -506,7 +506,7 @@ class Job:
             return policy.HostsMissing()
         return policy.HostsCounted(len(pool.hosts))
 
-    def _prepare(self) -> tuple[list[int], list[Ready]]:
+    def _prepare(self) -> tuple[list[int], list[AgentReady]]:
         """Makes all hosts ready. Continues without those that cannot, if it may."""
         while True:
             try:
@@ -522,7 +522,7 @@ class Job:
                 for host in lost:
                     self._drop(host)
 
-    def _prepare_all(self) -> tuple[list[int], list[Ready]]:
+    def _prepare_all(self) -> tuple[list[int], list[AgentReady]]:
         options, pool = self.options, self.pool
         counts, elastic = self._counts(), options.elastic is not None
         check_size(options.target, self.first + sum(counts))
@@ -625,8 +625,8 @@ class Job:
         return server
 
     def _start_commands(
-        self, counts: Sequence[int], ready: Ready, stdio: tuple[Stdio, ...], server: StoreServer | None
-    ) -> list[Start]:
+        self, counts: Sequence[int], ready: AgentReady, stdio: tuple[Stdio, ...], server: StoreServer | None
+    ) -> list[StartRanks]:
         """What each host is to start.
 
         Args:
@@ -639,7 +639,7 @@ class Job:
         firsts = [self.first + sum(counts[:number]) for number in range(len(counts))]
         roles = [(host.hello.role if host.hello is not None else "") or self.options.role for host in self.pool]
         return [
-            Start(
+            StartRanks(
                 first=first,
                 count=count,
                 world_size=self.world_size,

@@ -17,14 +17,14 @@ from typing import Any, TextIO
 from allranks.launch.output.screen import Screen
 from allranks.launch.spec.events import RankProgress
 
-__all__ = ["Bar", "NotebookBar", "TerminalBar", "bar_for"]
+__all__ = ["JobBar", "NotebookBar", "TerminalBar", "bar_for"]
 
 _SOON_S = 0.1  # after a change
 _LATER_S = 1.0  # without one: the time that is shown
 _CELLS = 16
 
 
-class Bar(abc.ABC):
+class JobBar(abc.ABC):
     """A bar.
 
     Args:
@@ -106,7 +106,7 @@ class Bar(abc.ABC):
         """Shows it in place of what was shown before."""
 
 
-class TerminalBar(Bar):
+class TerminalBar(JobBar):
     """On a terminal: the bottom row of a screen."""
 
     def __init__(self, screen: Screen, name: str, ranks: int) -> None:
@@ -124,7 +124,7 @@ class TerminalBar(Bar):
             self._screen.bar_ended()
 
 
-class NotebookBar(Bar):
+class NotebookBar(JobBar):
     """In a notebook: an output that is updated.
 
     Args:
@@ -153,7 +153,7 @@ class NotebookBar(Bar):
             self._handle.update(data, raw=True)
 
 
-def bar_for(screen: Screen, name: str, ranks: int, streams: Sequence[TextIO | None] | None) -> Bar | None:
+def bar_for(screen: Screen, name: str, ranks: int, streams: Sequence[TextIO | None] | None) -> JobBar | None:
     """The bar that fits where this process's output goes; None where it is neither a notebook nor a terminal.
 
     Args:

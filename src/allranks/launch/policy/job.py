@@ -16,7 +16,7 @@ __all__ = [
     "Event",
     "HostsCounted",
     "HostsMissing",
-    "Job",
+    "JobState",
     "JobRules",
     "JobStarted",
     "RoundEnded",
@@ -113,7 +113,7 @@ Action: TypeAlias = StartRound | CountHosts | AwaitHosts | EndJob
 
 
 @dataclass
-class Job:
+class JobState:
     """The state of a job.
 
     Attributes:
@@ -134,7 +134,7 @@ class Job:
         self.left = self.rules.restarts
 
 
-def step(state: Job, event: Event) -> Action | None:
+def step(state: JobState, event: Event) -> Action | None:
     """Takes one event. Returns what is to be done; None after the end."""
     if state.ended:
         return None
@@ -153,7 +153,7 @@ def step(state: Job, event: Event) -> Action | None:
             return _end(state)
 
 
-def _goes_on(state: Job, event: RoundEnded) -> bool:
+def _goes_on(state: JobState, event: RoundEnded) -> bool:
     rules = state.rules
     if event.failed and event.hosts_lost and rules.elastic:
         return True  # a lost host costs no restart
@@ -163,6 +163,6 @@ def _goes_on(state: Job, event: RoundEnded) -> bool:
     return event.joined
 
 
-def _end(state: Job) -> Action:
+def _end(state: JobState) -> Action:
     state.ended = True
     return EndJob(state.code)

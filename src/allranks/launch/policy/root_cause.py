@@ -12,7 +12,7 @@ import signal
 from dataclasses import dataclass
 
 from allranks._base.exit_codes import SIGNAL
-from allranks.launch.spec.events import Report
+from allranks.launch.spec.events import FailureReport
 
 __all__ = ["SETTLE_S", "Failure", "RootCause"]
 
@@ -37,7 +37,7 @@ class Failure:
     pid: int
     status: int
     at: float
-    report: Report | None = None
+    report: FailureReport | None = None
     host: str = ""
     lost: str = ""
 

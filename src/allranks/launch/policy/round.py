@@ -71,11 +71,11 @@ from allranks.launch.policy.seats import Elastic, Seats
 from allranks.launch.policy.stack_request import Purpose, StackRequest
 from allranks.launch.spec.events import (
     Exited,
-    Failed,
     HostJoined,
     HostLost,
     LongWait,
     Output,
+    RankFailed,
     RankRestarted,
     RankState,
     RestartRank,
@@ -262,7 +262,7 @@ class Round:
                 self._kill("")
             case LongWait() | StatesAsked() | RankState() | Stacks():
                 self._take_state(event)
-            case Failed():
+            case RankFailed():
                 self._take_report(event)
             case Exited():
                 self._take_exit(event)
@@ -290,7 +290,7 @@ class Round:
                     self._end()
         return self._actions
 
-    def _take_report(self, event: Failed) -> None:
+    def _take_report(self, event: RankFailed) -> None:
         if self._may_fail(event.rank):
             self._actions.append(PrintReport(event.rank, event.report.text))
             return
@@ -361,7 +361,7 @@ class Round:
 
     # An elastic round.
 
-    def _take_elastic_report(self, event: Failed, seats: Seats) -> None:
+    def _take_elastic_report(self, event: RankFailed, seats: Seats) -> None:
         """A rank fails. What follows from that is decided when its process is gone, unless it is an echo."""
         failure = self._on_host(Failure(event.rank, event.pid, event.report.code, event.report.at, event.report))
         if self._is_doomed():

@@ -38,22 +38,22 @@ from allranks._trace.stats import rank_stats
 from allranks.launch.ranks.environ import place_environ
 from allranks.launch.ranks.guard import Guard
 from allranks.launch.ranks.pipes import Pipes, resize
-from allranks.launch.ranks.placement import Seat
+from allranks.launch.ranks.placement import CpuPlace
 from allranks.launch.ranks.preload import preload_for_elastic_ranks
 from allranks.launch.ranks.rank import Rank, become_rank, decode_status
-from allranks.launch.ranks.recording import Recording
-from allranks.launch.ranks.template import PATIENCE_S, NewRank, Template
+from allranks.launch.ranks.recording import RankRecording
+from allranks.launch.ranks.template import PATIENCE_S, NewRank, RankTemplate
 from allranks.launch.signals import FORWARDED
 from allranks.launch.spec.events import (
     Event,
     Exited,
-    Failed,
+    FailureReport,
     LeftBehind,
     LongWait,
     Output,
+    RankFailed,
     RankProgress,
     RankRestarted,
-    Report,
     RestartRank,
     Returned,
     Stacks,
@@ -61,7 +61,7 @@ from allranks.launch.spec.events import (
 from allranks.launch.spec.options import STATISTICS_S, RankOptions
 from allranks.launch.spec.stdio import Stdio
 
-__all__ = ["Agent", "Plan"]
+__all__ = ["Agent", "RankPlan"]
 
 _CHUNK = 1 << 16
 _ASK_S = 0.02  # between two looks for the end of ranks that have no pidfd
@@ -73,7 +73,7 @@ _LAST_BYTES = 1 << 17  # more than pipes hold: all that an exited rank wrote, bu
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankPlan:
     """What an agent is to start.
 
     Attributes:
@@ -94,7 +94,7 @@ class Plan:
     environ: dict[str, str]
     stdio: tuple[Stdio, ...]
     first: int = 0
-    seats: tuple[Seat, ...] = ()
+    seats: tuple[CpuPlace, ...] = ()
     role_first: int | None = None
     starts: Mapping[int, int] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ class _Process:
     pid: int
     pidfd: int  # -1: the kernel or the container has none
     pipes: Pipes
-    recording: Recording
+    recording: RankRecording
     status_frames: FrameDecoder = field(default_factory=lambda: FrameDecoder(LARGEST))
     exited: bool = False
     reaped: bool = False  # another process has taken its rank
@@ -120,7 +120,7 @@ class _Start:
 
     wanted: RestartRank
     pipes: Pipes
-    recording: Recording
+    recording: RankRecording
     at: float
 
 
@@ -135,7 +135,7 @@ class Agent:
         wake: a byte written to this descriptor makes ``poll`` return.
     """
 
-    def __init__(self, plan: Plan, guard: Guard) -> None:
+    def __init__(self, plan: RankPlan, guard: Guard) -> None:
         self._plan = plan
         self._guard = guard
         self._processes: list[_Process] = []
@@ -151,7 +151,7 @@ class Agent:
         self._due: list[Event] = []  # for the next poll
         self._to_restart: dict[int, RestartRank] = {}  # to be started when its process has ended
         self._limits: tuple[Set[int], tuple[int, int]] = set(), (0, 0)
-        self._template: Template | None = None
+        self._template: RankTemplate | None = None
         self._awaited: deque[_Start] = deque()  # of the template
         self._look_at = 0.0
         self._measure_at = 0.0
@@ -177,7 +177,7 @@ class Agent:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or each rank would write what is buffered once more
         if self._forks and self._replaces:
-            made = Template.fork(self._enter_template)
+            made = RankTemplate.fork(self._enter_template)
             if isinstance(made, NewRank):
                 return self._become_new(made, parent)
             self._template = made
@@ -333,8 +333,8 @@ class Agent:
         process.recording.close()
         process.reaped = True
 
-    def _recording(self) -> Recording:
-        return Recording(int(self._plan.environ["WORLD_SIZE"]))
+    def _recording(self) -> RankRecording:
+        return RankRecording(int(self._plan.environ["WORLD_SIZE"]))
 
     def _become(
         self,
@@ -677,8 +677,8 @@ class Agent:
                 events.append(message)
             elif isinstance(message, RankProgress):
                 events.append(msgspec.structs.replace(message, rank=process.rank))
-            elif isinstance(message, Report):
-                events.append(Failed(process.rank, process.pid, message))
+            elif isinstance(message, FailureReport):
+                events.append(RankFailed(process.rank, process.pid, message))
             else:
                 events.append(Returned(process.rank, message))
         return len(data)
@@ -739,7 +739,7 @@ class Agent:
 def _unable(rank: int, error: OSError) -> list[Event]:
     """What is reported of a rank that cannot be started again."""
     text = f"rank {rank} cannot be started again: {error.strerror}\n"
-    return [Failed(rank, 0, Report(126, text=text, at=time.monotonic())), Exited(rank, 0, 126)]
+    return [RankFailed(rank, 0, FailureReport(126, text=text, at=time.monotonic())), Exited(rank, 0, 126)]
 
 
 def _why_mute(pid: int, stacks: int) -> str:

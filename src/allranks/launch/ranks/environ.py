@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from allranks._cluster.host import usable_cpus
 from allranks._cluster.network import MACHINE, fixed_machine
 from allranks._rendezvous.seats import ELASTIC, START
-from allranks.launch.ranks.placement import Seat
+from allranks.launch.ranks.placement import CpuPlace
 
-__all__ = ["Share", "common_environ", "free_port", "place_environ", "threads_per_rank"]
+__all__ = ["JobShare", "common_environ", "free_port", "place_environ", "threads_per_rank"]
 
 # Left over from a job that this job is started from; they would lead torch to that job's agent.
 _FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "ALLRANKS_CPUS", ELASTIC, START)
@@ -33,7 +33,9 @@ def openmp(threads: str, nproc: int, environ: Mapping[str, str]) -> dict[str, st
     return {"OMP_NUM_THREADS": threads, **passive}
 
 
-def threads_per_rank(nproc: int, threads: int | None, environ: Mapping[str, str], seats: Sequence[Seat] = ()) -> str:
+def threads_per_rank(
+    nproc: int, threads: int | None, environ: Mapping[str, str], seats: Sequence[CpuPlace] = ()
+) -> str:
     """OMP_NUM_THREADS for a rank: the option, else the user's own setting, else a fair share of the CPUs.
 
     The same for all, as torch is imported once for all: what the rank with the fewest CPUs can use.
@@ -46,7 +48,7 @@ def threads_per_rank(nproc: int, threads: int | None, environ: Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Share:
+class JobShare:
     """A host's share of a job.
 
     Attributes:
@@ -78,11 +80,11 @@ class Share:
 
 def common_environ(
     environ: Mapping[str, str],
-    share: Share,
+    share: JobShare,
     threads: int | None,
     store: str,
     master: tuple[str, int],
-    seats: Sequence[Seat] = (),
+    seats: Sequence[CpuPlace] = (),
 ) -> dict[str, str]:
     """The environment that all ranks of a host share.
 

@@ -19,7 +19,7 @@ from allranks._base.errors import ConfigError, spans
 from allranks._cluster.host import Gpu, read_numbers, usable_cpus, visible_gpus
 from allranks.launch.spec.options import Bind
 
-__all__ = ["Core", "Machine", "Seat", "describe", "place", "read_machine", "seats"]
+__all__ = ["Core", "Machine", "CpuPlace", "describe", "place", "read_machine", "seats"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Seat:
+class CpuPlace:
     """What one rank gets.
 
     Attributes:
@@ -69,7 +69,7 @@ class Seat:
         return {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": self.gpu}
 
 
-def place(machine: Machine, nproc: int, bind: Bind, one_gpu_per_rank: bool) -> tuple[Seat, ...]:
+def place(machine: Machine, nproc: int, bind: Bind, one_gpu_per_rank: bool) -> tuple[CpuPlace, ...]:
     """Gives each rank of a host its place.
 
     Args:
@@ -96,7 +96,7 @@ def place(machine: Machine, nproc: int, bind: Bind, one_gpu_per_rank: bool) -> t
     names = [None if gpu is None else gpu.name for gpu in gpus]
     fair = max(1, machine.quota // nproc)
     if bind == "none":
-        return tuple(Seat((), name, fair) for name in names)
+        return tuple(CpuPlace((), name, fair) for name in names)
     if bind == "core" and nproc > len(machine.cores):
         raise ConfigError(
             f"{nproc} ranks cannot have a core each: this host lets us use {len(machine.cores)} cores"
@@ -108,7 +108,7 @@ def place(machine: Machine, nproc: int, bind: Bind, one_gpu_per_rank: bool) -> t
         threads = len(share) // (shares.count(share) if bind == "numa" else 1)
         if machine.quota < machine.cpus:
             threads = min(threads, fair)
-        seats.append(Seat(share, name, max(1, threads)))
+        seats.append(CpuPlace(share, name, max(1, threads)))
     return tuple(seats)
 
 
@@ -138,7 +138,7 @@ def _share(machine: Machine, wishes: Sequence[int | None], bind: Bind) -> list[t
     return shares
 
 
-def describe(seats: Sequence[Seat]) -> list[str]:
+def describe(seats: Sequence[CpuPlace]) -> list[str]:
     """A line for each local rank."""
     lines = []
     for number, seat in enumerate(seats):
@@ -148,7 +148,7 @@ def describe(seats: Sequence[Seat]) -> list[str]:
     return lines
 
 
-def seats(nproc: int, bind: Bind, one_gpu_per_rank: bool, environ: Mapping[str, str]) -> tuple[Seat, ...]:
+def seats(nproc: int, bind: Bind, one_gpu_per_rank: bool, environ: Mapping[str, str]) -> tuple[CpuPlace, ...]:
     """Gives each rank of this host its place; nothing where all have all.
 
     Raises:

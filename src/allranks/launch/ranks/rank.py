@@ -42,7 +42,7 @@ from allranks._base.forks import separate_from_siblings
 from allranks._net.frames import FrameDecoder, pack_frame
 from allranks._trace.stacks import DUMP, describe, is_own
 from allranks.launch.ranks.pipes import Pipes
-from allranks.launch.spec.events import RankProgress, Report, RestartRank
+from allranks.launch.spec.events import FailureReport, RankProgress, RestartRank
 from allranks.launch.spec.stdio import Stdio
 from allranks.launch.spec.target import Kind, Target, is_collection, set_first_path
 
@@ -52,7 +52,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_Message = Report | RestartRank | RankProgress | bytes
+_Message = FailureReport | RestartRank | RankProgress | bytes
 _decode: Callable[[bytes], _Message] = msgspec.msgpack.Decoder(_Message).decode
 _sending = threading.Lock()
 _this: Rank | None = None
@@ -159,7 +159,7 @@ class Rank:
             os.execvpe(argv[0], argv, environ)
         except OSError as error:
             text = printable(f"cannot execute {argv[0]!r}: {error.strerror}\n")
-            self._send(Report(126, text=text, at=time.monotonic()))
+            self._send(FailureReport(126, text=text, at=time.monotonic()))
             os._exit(126)
 
     def adopt(self, environ: Mapping[str, str]) -> None:
@@ -324,14 +324,14 @@ def _run_script(path: str, main: ModuleType) -> None:
     exec(code, main.__dict__)
 
 
-def _report(error: BaseException, trace: TracebackType | None, with_text: bool) -> Report:
+def _report(error: BaseException, trace: TracebackType | None, with_text: bool) -> FailureReport:
     echo, now = is_echo(error), time.monotonic()
     if isinstance(error, SystemExit):
-        return Report(_exit_code(error), echo=echo, at=now)
+        return FailureReport(_exit_code(error), echo=echo, at=now)
     summary = traceback.TracebackException(type(error), error, trace)
     _trim(error, summary)
     title = list(summary.format_exception_only())[-1 if isinstance(error, SyntaxError) else 0]
-    return Report(
+    return FailureReport(
         code=128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1,
         title=printable(title).partition("\n")[0],
         text=printable("".join(summary.format())) if with_text else "",

@@ -7,12 +7,12 @@ import os
 
 from allranks._trace.inspection import QuietClock
 from allranks._trace.memory import create_memory
-from allranks._trace.reader import Call, Reader, TraceError
+from allranks._trace.reader import RecordedCall, TraceError, TraceReader
 
-__all__ = ["Recording"]
+__all__ = ["RankRecording"]
 
 
-class Recording:
+class RankRecording:
     """The memory for the calls of one rank.
 
     Args:
@@ -25,7 +25,7 @@ class Recording:
     def __init__(self, world_size: int) -> None:
         self.fd = create_memory(world_size)
         self._map: mmap.mmap | None = None
-        self._reader: Reader | None = None
+        self._reader: TraceReader | None = None
         self._pid = 0
         self._clock = QuietClock()
 
@@ -34,7 +34,7 @@ class Recording:
         """By which the rank opens it."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
-    def reader(self) -> Reader | None:
+    def reader(self) -> TraceReader | None:
         """What the rank has recorded; None as long as that is nothing, and when it was freed.
 
         A later program of the rank begins anew.
@@ -45,13 +45,13 @@ class Recording:
             self._map = mmap.mmap(self.fd, 0, prot=mmap.PROT_READ)
         try:
             if self._reader is None or self._reader.pid() != self._pid:
-                self._reader = Reader(self._map)
+                self._reader = TraceReader(self._map)
                 self._pid = self._reader.pid()
         except TraceError:
             self._reader = None
         return self._reader
 
-    def long_wait(self, first_s: float) -> tuple[Call, float] | None:
+    def long_wait(self, first_s: float) -> tuple[RecordedCall, float] | None:
         """See ``QuietClock``."""
         reader = self.reader()
         return None if reader is None else self._clock.long_wait(reader, first_s)

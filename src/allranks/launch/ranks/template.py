@@ -27,7 +27,7 @@ from allranks.launch.ranks.pipes import Pipes
 from allranks.launch.ranks.rank import adopt_orphans, die_with
 from allranks.launch.spec.events import RestartRank
 
-__all__ = ["PATIENCE_S", "NewRank", "Template"]
+__all__ = ["PATIENCE_S", "NewRank", "RankTemplate"]
 
 _LARGEST = 1 << 16
 _MOST_FDS = 8
@@ -56,7 +56,7 @@ class NewRank:
     memory: str
 
 
-class Template:
+class RankTemplate:
     """The agent's side.
 
     Attributes:
@@ -75,7 +75,7 @@ class Template:
         return self._sock.fileno()
 
     @classmethod
-    def fork(cls, prepare: Callable[[], Iterator[object]]) -> Template | NewRank:
+    def fork(cls, prepare: Callable[[], Iterator[object]]) -> RankTemplate | NewRank:
         """Forks the template. Returns in each process that it makes, too.
 
         Args:

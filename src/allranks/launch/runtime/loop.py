@@ -22,9 +22,9 @@ from allranks._base.console import printable
 from allranks._rendezvous.seats import TABLE_KEY
 from allranks._store import StoreServer
 from allranks._trace import stacks
-from allranks._trace.jobs import Answer
+from allranks._trace.jobs import JobAnswer
 from allranks.launch.agents.inquiries import Inquiries
-from allranks.launch.output.bar import Bar
+from allranks.launch.output.bar import JobBar
 from allranks.launch.output.screen import Screen
 from allranks.launch.policy import interface
 from allranks.launch.policy.interface import (
@@ -77,11 +77,11 @@ from allranks.launch.spec.events import (
     Asked,
     Event,
     Exited,
-    Failed,
     HostLost,
     HostMessage,
     LeftBehind,
     Output,
+    RankFailed,
     RankProgress,
     RankRestarted,
     RankStats,
@@ -152,7 +152,7 @@ class Ports:
     reporter: Reporter
     control: JobControl | None = None
     store: StoreServer | None = None
-    bar: Bar | None = None
+    bar: JobBar | None = None
     inquiries: Callable[[], Inquiries] = Inquiries
     signals: Callable[[Iterable[int], Callable[[int], object], int, Set[int]], AbstractContextManager[None]] = handled
     clock: Callable[[], float] = time.monotonic
@@ -312,7 +312,7 @@ class RoundLoop:
             case Output():
                 if event.data:  # empty: it was shown elsewhere
                     self._screen.take(event)
-            case Failed(rank, _, report):
+            case RankFailed(rank, _, report):
                 self._screen.log(rank, report.text)
             case Exited(rank, _, status, tail):
                 self._screen.end(rank)
@@ -453,7 +453,7 @@ class RoundLoop:
     def _answer(self, action: AnswerStates) -> None:
         places = {rank: stacks.main_place(text.decode(errors="replace")) for rank, text in action.stacks.items()}
         hosts = tuple(self._round.hosts)
-        answer = Answer(
+        answer = JobAnswer(
             launcher=os.getpid(),
             launcher_host=socket.gethostname(),
             command=self._command,

@@ -21,7 +21,7 @@ __all__ = [
     "Asked",
     "Event",
     "Exited",
-    "Failed",
+    "RankFailed",
     "HostLost",
     "HostMessage",
     "LeftBehind",
@@ -29,13 +29,13 @@ __all__ = [
     "Output",
     "RankState",
     "RankStats",
-    "Report",
+    "FailureReport",
     "Returned",
     "Stacks",
 ]
 
 
-class Report(msgspec.Struct, frozen=True, tag=True):
+class FailureReport(msgspec.Struct, frozen=True, tag=True):
     """How a python rank failed, reported by the rank itself at the moment it happens.
 
     Attributes:
@@ -67,12 +67,12 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
     """A rank reported its failure. Its process is still on its way out."""
 
     rank: int
     pid: int
-    report: Report
+    report: FailureReport
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
@@ -203,7 +203,7 @@ class HostMessage(msgspec.Struct, frozen=True, tag=True):
 
 Event = (
     Output
-    | Failed
+    | RankFailed
     | Exited
     | Stacks
     | Asked

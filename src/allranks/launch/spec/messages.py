@@ -16,20 +16,20 @@ from allranks.launch.spec.stdio import Stdio
 __all__ = [
     "Answered",
     "Command",
-    "Dump",
-    "End",
+    "RequestStacks",
+    "EndAgent",
     "Ended",
     "Finish",
     "Finished",
-    "Hello",
+    "AgentHello",
     "Inspect",
     "ReadOutput",
     "Message",
     "Prepare",
-    "Ready",
+    "AgentReady",
     "Resize",
     "Signal",
-    "Start",
+    "StartRanks",
     "Unable",
 ]
 
@@ -53,7 +53,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
         return f"ended/{rank}"
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class AgentHello(msgspec.Struct, frozen=True, tag=True):
     """An agent is there.
 
     Attributes:
@@ -81,7 +81,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     role: str = ""
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class AgentReady(msgspec.Struct, frozen=True, tag=True):
     """An agent has done what ``Prepare`` asked.
 
     Attributes:
@@ -108,7 +108,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     """Nothing is left of the ranks of this round."""
 
 
-Message = Event | Hello | Ready | Unable | Finished
+Message = Event | AgentHello | AgentReady | Unable | Finished
 """What an agent sends."""
 
 
@@ -138,7 +138,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     master: str = ""
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class StartRanks(msgspec.Struct, frozen=True, tag=True):
     """Start the ranks.
 
     Attributes:
@@ -185,7 +185,7 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
     alone: bool = False
 
 
-class Dump(msgspec.Struct, frozen=True, tag=True):
+class RequestStacks(msgspec.Struct, frozen=True, tag=True):
     """Tell the stacks of ranks."""
 
     ranks: list[int]
@@ -223,7 +223,7 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     patience_s: float = 0.0
 
 
-class End(msgspec.Struct, frozen=True, tag=True):
+class EndAgent(msgspec.Struct, frozen=True, tag=True):
     """The job is over.
 
     Attributes:
@@ -236,6 +236,17 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = (
-    Prepare | Start | Signal | RestartRank | Ended | Dump | Inspect | Answered | ReadOutput | Resize | Finish | End
+    Prepare
+    | StartRanks
+    | Signal
+    | RestartRank
+    | Ended
+    | RequestStacks
+    | Inspect
+    | Answered
+    | ReadOutput
+    | Resize
+    | Finish
+    | EndAgent
 )
 """What a launcher sends to an agent."""

@@ -15,8 +15,8 @@ from allranks._net.secret import load_secret, store_secret
 from allranks._rendezvous.rendezvous import Member
 
 __all__ = [
-    "TIMEOUT_S", "Endpoint", "Hello", "Ready", "Welcome", "WorkerConnection", "close_connection", "is_closed",
-    "receive_message", "send_message",
+    "TIMEOUT_S", "MasterEndpoint", "Welcome", "WorkerConnection", "WorkerHello", "WorkerReady", "close_connection",
+    "is_closed", "receive_message", "send_message",
 ]  # fmt: skip
 
 TIMEOUT_S = 300.0
@@ -25,7 +25,7 @@ _LIMIT = 1 << 20
 T = TypeVar("T")
 
 
-class Endpoint(msgspec.Struct, frozen=True):
+class MasterEndpoint(msgspec.Struct, frozen=True):
     """Where a master is to be found.
 
     Attributes:
@@ -55,7 +55,7 @@ class Endpoint(msgspec.Struct, frozen=True):
         return self.token.encode() or store_secret(load_secret(), self.salt)
 
 
-class Hello(msgspec.Struct, frozen=True):
+class WorkerHello(msgspec.Struct, frozen=True):
     """A worker's first message."""
 
     member: Member
@@ -68,7 +68,7 @@ class Welcome(msgspec.Struct, frozen=True):
     serve: str
 
 
-class Ready(msgspec.Struct, frozen=True):
+class WorkerReady(msgspec.Struct, frozen=True):
     """The worker's last message before its program begins. ``trouble``: why it cannot."""
 
     trouble: str = ""

@@ -28,10 +28,10 @@ from allranks._store import Store, StoreClient
 from allranks.launch.spec.target import MASTER
 from allranks.remote.bootstrap.endpoint import (
     TIMEOUT_S,
-    Endpoint,
-    Hello,
-    Ready,
+    MasterEndpoint,
     Welcome,
+    WorkerHello,
+    WorkerReady,
     is_closed,
     receive_message,
     send_message,
@@ -97,7 +97,7 @@ def connect_to_master(timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] =
         rank, local_rank = read_int(environ, "RANK", 1), read_int(environ, "LOCAL_RANK", 0)
         if rank is None:
             raise ConfigError(f"{MASTER} is set, and RANK is not: this is no worker that allranks has started")
-        endpoint = msgspec.json.decode(packed, type=Endpoint)
+        endpoint = msgspec.json.decode(packed, type=MasterEndpoint)
         return _connect(endpoint, this_member(rank, endpoint.size), local_rank or 0, timeout_s)
     meeting = rendezvous.join("env://", timeout_s=timeout_s, environ=environ)
     try:
@@ -107,11 +107,11 @@ def connect_to_master(timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] =
 
 
 def join_master(meeting: rendezvous.Meeting, timeout_s: float) -> WorkerContext:
-    endpoint = msgspec.json.decode(meeting.store.get("master", timeout_s), type=Endpoint)
+    endpoint = msgspec.json.decode(meeting.store.get("master", timeout_s), type=MasterEndpoint)
     return _connect(endpoint, meeting.members[meeting.rank], meeting.local_rank, timeout_s)
 
 
-def _connect(endpoint: Endpoint, me: Member, local_rank: int, timeout_s: float) -> WorkerContext:
+def _connect(endpoint: MasterEndpoint, me: Member, local_rank: int, timeout_s: float) -> WorkerContext:
     timeout_s = min(timeout_s, TIMEOUT_S)  # it is there, or it is gone
     secret, until = endpoint.secret(), time.monotonic() + timeout_s
     near = endpoint.machine == machine()
@@ -125,10 +125,10 @@ def _connect(endpoint: Endpoint, me: Member, local_rank: int, timeout_s: float) 
         peer="master",
     )
     try:
-        send_message(sock, Hello(me))
+        send_message(sock, WorkerHello(me))
         welcome = receive_message(sock, Welcome, until)
         device, trouble = _choose_device(welcome.device, local_rank)
-        send_message(sock, Ready(trouble))
+        send_message(sock, WorkerReady(trouble))
     except OSError as error:
         raise SystemExit(0) from error  # the master has ended, and says why
     if trouble:
@@ -137,7 +137,7 @@ def _connect(endpoint: Endpoint, me: Member, local_rank: int, timeout_s: float) 
     return WorkerContext(me.rank, sock, device, welcome.serve, groups)
 
 
-def _connect_store(endpoint: Endpoint, near: bool, secret: bytes, timeout_s: float) -> Store:
+def _connect_store(endpoint: MasterEndpoint, near: bool, secret: bytes, timeout_s: float) -> Store:
     if near:
         return StoreClient.connect(endpoint.store, secret, timeout_s)
     tried = []

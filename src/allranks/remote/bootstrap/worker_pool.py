@@ -17,7 +17,7 @@ from allranks._base.errors import ConfigError, TimeoutError
 from allranks._cluster.hostlist import Slots
 from allranks._cluster.schedulers.ssh import SSH
 from allranks.launch.call import output_streams
-from allranks.launch.jobs.spread import Job
+from allranks.launch.jobs.spread import SpreadJob
 from allranks.launch.reporter import Reporter
 from allranks.launch.spec.events import RestartRank
 from allranks.launch.spec.options import Options
@@ -58,7 +58,7 @@ class WorkerPool:
             reporter=Reporter("init_master_worker", quiet=True),
             signals=(),
         )
-        self._job = Job(options, len(hosts), len(hosts), streams=output_streams(), first=1)
+        self._job = SpreadJob(options, len(hosts), len(hosts), streams=output_streams(), first=1)
         # A daemon: python joins others before it calls what is registered with atexit.
         self._thread = threading.Thread(target=self._run, name="allranks-workers", daemon=True)
 

@@ -41,11 +41,11 @@ from allranks.launch.spec.messages import Ended
 from allranks.launch.spec.target import MASTER
 from allranks.remote.bootstrap.endpoint import (
     TIMEOUT_S,
-    Endpoint,
-    Hello,
-    Ready,
+    MasterEndpoint,
     Welcome,
     WorkerConnection,
+    WorkerHello,
+    WorkerReady,
     close_connection,
     receive_message,
     send_message,
@@ -394,7 +394,7 @@ class MasterServer:
             opened.callback(self.groups.close)
             self.groups.enter()
             self._opened = opened.pop_all()
-        self.endpoint = Endpoint(
+        self.endpoint = MasterEndpoint(
             *(me.machine, self._server.address, name, tuple(stores), addresses, self._listener.port, me.world_size),
             "" if derived else token.decode(),
             salt,
@@ -437,7 +437,7 @@ class MasterServer:
         select.select([self._listener.wake], [], [], _LOOK_S)
         for sock in self._listener.take():
             try:
-                member = receive_message(sock, Hello, time.monotonic() + _HELLO_S).member
+                member = receive_message(sock, WorkerHello, time.monotonic() + _HELLO_S).member
                 if member.rank not in missing or member.rank in found:
                     raise ConnectionError(f"no worker is expected as {member}")
                 send_message(sock, welcome)
@@ -468,7 +468,7 @@ def _raise_trouble(pool: WorkerPool | None, missing: Sequence[int]) -> None:
 def _await_ready(connection: WorkerConnection, until: float) -> str:
     """What keeps a worker from working; "" if nothing does."""
     try:
-        return receive_message(connection.socket, Ready, until).trouble
+        return receive_message(connection.socket, WorkerReady, until).trouble
     except builtins.TimeoutError:
         return "it did not get ready in time; longer: init_master_worker(timeout=...)"
     except OSError:

@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_flatten
 from allranks import _core
 from allranks._base.errors import UsageError
 from allranks._base.public import publish
-from allranks.remote.capture.recording import Recorder, Recording, Returned, difference
+from allranks.remote.capture.recording import RecordedResult, Recorder, Recording, difference
 from allranks.remote.capture.replay import Replay
 from allranks.remote.capture.watch import Reach, random_state
-from allranks.remote.master.connections import Gone
+from allranks.remote.master.connections import WorkerGone
 from allranks.remote.torch_device.call_site import line_of
 from allranks.remote.torch_device.devices import CURRENT
 from allranks.remote.torch_device.handle import DeviceTarget, Driver
@@ -304,7 +304,7 @@ class Captured(Generic[P, R]):
                         f"capture: {self._name} returns a tensor that autograd goes on from, which a replay cannot"
                         " give: return it with .detach()"
                     )
-                recording.returned.append(Returned(recorder.number_of(each), each._place, each._sig, each._off))
+                recording.returned.append(RecordedResult(recorder.number_of(each), each._place, each._sig, each._off))
                 recording.leaves.append(None)
             elif isinstance(each, torch.Tensor):
                 raise UsageError(f"capture: {self._name} returns a tensor of the master's, which a replay cannot give")
@@ -367,7 +367,7 @@ def _is_lost(key: Any) -> bool:
     """Whether a kind of arguments is of workers of which one is lost, or was before it was replaced."""
     if isinstance(key, tuple):
         return any(map(_is_lost, key))
-    return isinstance(key, DeviceTarget) and isinstance(key.calls, Gone)
+    return isinstance(key, DeviceTarget) and isinstance(key.calls, WorkerGone)
 
 
 def capture(function: Callable[P, R] | None = None, *, max_recordings: int = 8) -> Any:

@@ -22,7 +22,7 @@ from allranks.remote.torch_device.devices import places
 from allranks.remote.torch_device.handle import DeviceTarget, Driver
 from allranks.remote.torch_device.tensor import RemoteTensor
 
-__all__ = ["Entry", "Recorder", "Recording", "Returned", "difference"]
+__all__ = ["Entry", "Recorder", "Recording", "RecordedResult", "difference"]
 
 
 class Entry(NamedTuple):
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     values: bytes | None
 
 
-class Returned(NamedTuple):
+class RecordedResult(NamedTuple):
     """A tensor that the step returns: which number, and how it looks."""
 
     number: int
@@ -56,7 +56,7 @@ class Recording:
     owners: dict[int, int] = field(default_factory=dict)  # the targets of these
     kept: dict[int, Any] = field(default_factory=dict)  # weak references to Refs, by number
     inputs: int = 0
-    returned: list[Returned | None] = field(default_factory=list)
+    returned: list[RecordedResult | None] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)  # what is returned beside tensors
     spec: Any = None
     unsettled: str = ""  # why this call cannot be replayed, though the next may

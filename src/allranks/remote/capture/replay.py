@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_unflatten
 
 from allranks import _core
 from allranks._base.errors import UsageError
-from allranks.remote.capture.recording import Recording, Returned
+from allranks.remote.capture.recording import RecordedResult, Recording
 from allranks.remote.protocol import wire
 from allranks.remote.protocol.arguments import written_by
 from allranks.remote.torch_device.call_site import here
@@ -97,7 +97,7 @@ class Replay:
         ]
         return leaves[0] if recording.spec is None else tree_unflatten(leaves, recording.spec)
 
-    def _ref(self, each: Returned, found: dict[int, Any], tensors: Sequence[RemoteTensor]) -> Any:
+    def _ref(self, each: RecordedResult, found: dict[int, Any], tensors: Sequence[RemoteTensor]) -> Any:
         number = each.number
         ref = found.get(number)
         if ref is None:
@@ -149,7 +149,7 @@ class Replay:
             # More than one part: the ids of all results are given, as those of a group's may be made in several.
             outputs = [each for each in made if each in returned and each not in recording.kept]
             inputs = [each for each in range(recording.inputs) if each in used or len(together) == 1]
-            program = wire.Program(
+            program = wire.RemoteProgram(
                 number=number,
                 frames=self._frames(own, returned),
                 inputs=inputs,

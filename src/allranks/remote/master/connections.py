@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from allranks.remote.bootstrap.endpoint import WorkerConnection
     from allranks.remote.bootstrap.workers import Workers
 
-__all__ = ["CPU", "Connections", "Gone", "Inherited", "exclusive", "has_ended"]
+__all__ = ["CPU", "Connections", "WorkerGone", "Inherited", "exclusive", "has_ended"]
 
 _WITHOUT_EFFECT = (
     "keep", "drop", "forget", "forget_generator", "unmark", "copied", "group", "ungroup", "kind",
@@ -67,7 +67,7 @@ class Inherited(dict[Any, Any]):
         raise refusal("a tensor on a worker", CPU)
 
 
-class Gone(dict[Any, Any]):
+class WorkerGone(dict[Any, Any]):
     """Takes the place of the calls of a lost worker. Every operation looks one up, and raises."""
 
     def __init__(self, why: str, rank: int, error: Callable[[int, str], WorkerLost] | None = None) -> None:
@@ -479,7 +479,7 @@ class Connections:
             WorkerLost: a worker of the place is gone.
         """
         self.check_open()
-        if isinstance(place.calls, Gone):
+        if isinstance(place.calls, WorkerGone):
             raise self.gone(place.calls.rank, place.calls.why)
         for rank in place.ranks:
             self.check_worker(rank)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from allranks._base.errors import UsageError
-from allranks.remote.master.connections import Connections, Gone, Inherited
+from allranks.remote.master.connections import Connections, Inherited, WorkerGone
 from allranks.remote.torch_device.devices import end_device, index_is_free, make_device, places
 from allranks.remote.torch_device.handle import DeviceTarget, Driver
 
@@ -63,7 +63,7 @@ class DeviceTable:
         if len(ranks) == 1:
             return self._workers[ranks[0]]
         found = self.groups.get(ranks)
-        if found is None or isinstance(found.calls, Gone):
+        if found is None or isinstance(found.calls, WorkerGone):
             found = self._make(ranks, self._spare_index())
         return found
 
@@ -75,7 +75,7 @@ class DeviceTable:
     def everyone(self) -> DeviceTarget:
         """All workers that are there."""
         ranks = tuple(self.connections.ranks)
-        if self._everyone is None or self._everyone.ranks != ranks or isinstance(self._everyone.calls, Gone):
+        if self._everyone is None or self._everyone.ranks != ranks or isinstance(self._everyone.calls, WorkerGone):
             indices = [self.connections.indices[each] for each in ranks]
             self._everyone = DeviceTarget(self._master, _LAST_INDEX, ranks, self.connections.outbox.target(indices))
         return self._everyone
@@ -92,7 +92,7 @@ class DeviceTable:
     def use_state(self, state: int) -> None:
         """From now on the calls are those that were learnt under a state of torch's flags."""
         for each in self.all():
-            if not isinstance(each.calls, Gone):
+            if not isinstance(each.calls, WorkerGone):
                 each.calls = each.learnt.setdefault(state, {})
 
     def forget_calls(self) -> None:
@@ -106,7 +106,7 @@ class DeviceTable:
         ended: list[Link] = []
         for each in self.all():
             if rank in each.ranks:
-                each.calls = Gone(why, rank, self.connections.gone)
+                each.calls = WorkerGone(why, rank, self.connections.gone)
                 self._gone.add(each)
                 if each.index != rank:
                     end_device(each.index)
@@ -115,12 +115,12 @@ class DeviceTable:
 
     def successor(self, old: DeviceTarget) -> DeviceTarget:
         """The same workers, where lost ones have been replaced; of the same device, if no other has it by now."""
-        if not isinstance(old.calls, Gone):
+        if not isinstance(old.calls, WorkerGone):
             return old
         if len(old.ranks) == 1:
             return self._workers[old.ranks[0]]
         found = self.groups.get(old.ranks)
-        if found is None or isinstance(found.calls, Gone):
+        if found is None or isinstance(found.calls, WorkerGone):
             found = self._make(old.ranks, old.index if index_is_free(old.index) else self._spare_index())
         return found
 
@@ -135,7 +135,7 @@ class DeviceTable:
         """Ends all devices."""
         self._latest.clear()
         for each in self.all():
-            each.calls = Gone("the workers have been shut down", 0)
+            each.calls = WorkerGone("the workers have been shut down", 0)
             end_device(each.index)
 
     def abandon(self) -> None:

@@ -19,8 +19,8 @@ from allranks.remote.protocol import wire
 from allranks.remote.protocol.arguments import Form, form_of, packed_as
 from allranks.remote.protocol.signature import (
     OURS,
-    Facts,
     Signature,
+    SignatureFacts,
     believable,
     facts,
     flatten,
@@ -31,7 +31,7 @@ from allranks.remote.protocol.signature import (
 from allranks.remote.protocol.wire import Ask, Define
 from allranks.remote.torch_device.call_site import here
 from allranks.remote.torch_device.dispatch import apart, unshare
-from allranks.remote.torch_device.handle import Answered, DeviceTarget, Handle, KnownCall, make, operands
+from allranks.remote.torch_device.handle import AnsweredHandle, DeviceTarget, Handle, KnownCall, make, operands
 
 __all__ = ["OperatorCache"]
 
@@ -96,7 +96,7 @@ class OperatorCache:
         place: DeviceTarget,
         refs: list[Any],
         values: list[Any],
-    ) -> KnownCall | Answered:
+    ) -> KnownCall | AnsweredHandle:
         """A call that these workers have not executed before, or its result where that cannot be foreseen."""
         connections = self.connections
         connections.check(place)
@@ -105,19 +105,19 @@ class OperatorCache:
             return self._describe(place, key, *known)
         about = facts(op)
         if about.composite:
-            return Answered(op.decompose(*args, **kwargs))
+            return AnsweredHandle(op.decompose(*args, **kwargs))
         forms = [form_of(each, i in about.numbers, about.floats_matter) for i, each in enumerate(args)]
         named = {name: form_of(each, name in about.numbers, about.floats_matter) for name, each in kwargs.items()}
         if about.python is not None:
-            return Answered(about.python(*args, **kwargs))
+            return AnsweredHandle(about.python(*args, **kwargs))
         kind = (state, _kind(op, args, kwargs))
         trust = (op in _CERTAIN or self._trusted.get(kind)) if believable(about, args, kwargs) else False
         if about.dynamic or indexes_by_mask(op, args):
             connections.refuse_recording(f"the shape, or value, of what {about.name} returns depends on the data")
-            return Answered(self._ask(about, args, kwargs, forms, named, place, refs, values)[0])
+            return AnsweredHandle(self._ask(about, args, kwargs, forms, named, place, refs, values)[0])
         if about.checks:
             connections.refuse_recording(f"{about.name} raises an error that depends on the data")
-            return Answered(self._ask(about, args, kwargs, forms, named, place, refs, values)[0])
+            return AnsweredHandle(self._ask(about, args, kwargs, forms, named, place, refs, values)[0])
         foreseen = None
         if trust is not False:
             try:
@@ -142,7 +142,7 @@ class OperatorCache:
         if seen is not None:
             checked = not self._trusted.get(kind, False)
             self._known[state, key] = (op, forms, named, values, *seen, checked)
-        return Answered(result)
+        return AnsweredHandle(result)
 
     @exclusive
     def invoke(
@@ -225,7 +225,7 @@ class OperatorCache:
 
     def _ask(
         self,
-        about: Facts,
+        about: SignatureFacts,
         args: Any,
         kwargs: Any,
         forms: Any,
@@ -277,7 +277,7 @@ class OperatorCache:
         return call.build(place, made[0] if len(made) == 1 else made, args, kwargs), (results, resize)
 
 
-def _foresee(op: Any, about: Facts, args: Any, kwargs: Any) -> tuple[list[Any], list[tuple[int, Signature]]]:
+def _foresee(op: Any, about: SignatureFacts, args: Any, kwargs: Any) -> tuple[list[Any], list[tuple[int, Signature]]]:
     """What an operator returns, and which operands it reshapes, by torch's meta kernel."""
     result, after = infer(op, args, kwargs)
     metas = [
@@ -317,7 +317,7 @@ def _entries(results: list[Any]) -> list[Any]:
 
 
 def _arrange(
-    about: Facts, counts: list[int], metas: list[Any], changed: dict[int, Any], base: int = 0
+    about: SignatureFacts, counts: list[int], metas: list[Any], changed: dict[int, Any], base: int = 0
 ) -> tuple[list[Any], list[tuple[int, Signature]]]:
     """What a call returns, in the words of `KnownCall.results`, and which operands it reshapes.
 
@@ -353,7 +353,7 @@ def _arrange(
     return found, [(i, signature(meta[0], meta[1], meta[2], meta[4])) for i, meta in changed.items()]
 
 
-def _counts(about: Facts, result: Any) -> list[int]:
+def _counts(about: SignatureFacts, result: Any) -> list[int]:
     """For each value that an operator has returned how many there are in it; -1 where it is no list."""
     values = [] if not about.returns else [result] if len(about.returns) == 1 else result
     return [len(each) if isinstance(each, list | tuple) else -1 for each in values]

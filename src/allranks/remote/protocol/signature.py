@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from allranks.remote.protocol import wire
 
 __all__ = [
-    "AUTOCAST", "WHOLE", "Facts", "Signature",
+    "AUTOCAST", "WHOLE", "SignatureFacts", "Signature",
     "believable", "facts", "flatten", "indexes", "indexes_by_mask", "infer", "marked", "signature",
 ]  # fmt: skip
 
@@ -77,7 +77,7 @@ def signature(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], 
 
 
 @dataclass(frozen=True, eq=False)
-class Facts:
+class SignatureFacts:
     """What an operator's schema says. There is one object for each, so they compare by identity.
 
     Attributes:
@@ -113,10 +113,10 @@ class Facts:
     python: Any = None
 
 
-OURS = Facts("", frozenset(), False, (), False, False, False, False, False, {})
+OURS = SignatureFacts("", frozenset(), False, (), False, False, False, False, False, {})
 """Of operations that are not torch's."""
 
-_facts: dict[Any, Facts] = {}
+_facts: dict[Any, SignatureFacts] = {}
 WHOLE = {f"{each}.input" for each in ("lstm", "gru", "rnn_tanh", "rnn_relu")} | {
     "scaled_dot_product_attention", "linalg_eigvalsh", "linalg_eigvals", "linalg_svdvals", "matmul.out",
     "linalg_matrix_rank.out", "linalg_matrix_rank.out_tol_tensor",
@@ -136,14 +136,14 @@ _RESIZING = {"resize_", "resize_as_", "squeeze_", "unsqueeze_", "t_", "transpose
 _INDEX = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_", "_unsafe_index_put"}
 
 
-def facts(op: Any) -> Facts:
+def facts(op: Any) -> SignatureFacts:
     """What an operator's schema says."""
     if (found := _facts.get(op)) is None:
         found = _facts[op] = _read(op)
     return found
 
 
-def _read(op: Any) -> Facts:
+def _read(op: Any) -> SignatureFacts:
     schema = op._schema
     base = schema.name.partition("::")[2]
     numbers: set[int | str] = set()
@@ -166,7 +166,7 @@ def _read(op: Any) -> Facts:
             returns.append(many + "view")
     writes = any(a.alias_info and a.alias_info.is_write for a in schema.arguments)
     dynamic = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
-    return Facts(
+    return SignatureFacts(
         name=f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name,
         numbers=frozenset(numbers),
         floats_matter=base in _SIZED_BY_NUMBERS or (not tensors and base not in ("full", "scalar_tensor")),
@@ -189,7 +189,7 @@ def _body(name: str) -> Any:
     return None if custom is None else custom._backend_fns.get("cpu") or custom._backend_fns.get(None)
 
 
-def believable(about: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def believable(about: SignatureFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a meta kernel that has agreed once with a worker is right about these operands too."""
     return about.believed and not any(
         each._sig.odd for each in flatten([*args, *kwargs.values()]) if hasattr(each, "_sig")

@@ -18,7 +18,7 @@ from allranks.remote.protocol.arguments import Form
 __all__ = [
     "CALL", "CONJ", "ECHO", "ECHOED", "FREE", "HEAD", "LARGE", "LARGEST", "LINE", "LINKING", "MESSAGE", "NEG",
     "ONLY_STRIDED", "SMALL",
-    "Answer", "Ask", "Command", "Define", "Fault", "Hold", "Message", "Meta", "Program", "Warned",
+    "Answer", "Ask", "Command", "Define", "Fault", "Hold", "Message", "Meta", "RemoteProgram", "Warned",
     "bits_of", "dtype_of", "frame", "pack", "pack_fault", "refuse_odd", "unpack", "unpack_fault",
 ]  # fmt: skip
 
@@ -92,7 +92,7 @@ class Command(msgspec.Struct, tag="cmd", array_like=True):
     arguments: dict[str, Any] = {}
 
 
-class Program(msgspec.Struct, tag="program", array_like=True):
+class RemoteProgram(msgspec.Struct, tag="program", array_like=True):
     """A captured step: frames whose ids are numbers within the program.
 
     Attributes:
@@ -147,7 +147,7 @@ class Answer(msgspec.Struct, array_like=True):
     printed: list[str] = []  # to stdout and stderr, by a function
 
 
-Message = Define | Ask | Hold | Command | Program
+Message = Define | Ask | Hold | Command | RemoteProgram
 """What a master sends beside calls of templates."""
 
 
@@ -166,7 +166,7 @@ def unpack_fault(packed: bytes) -> Fault:
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Define | Ask | Hold | Command | Program).decode
+_decode = msgspec.msgpack.Decoder(Define | Ask | Hold | Command | RemoteProgram).decode
 _answers = msgspec.msgpack.Decoder(Answer).decode
 _LENGTH = struct.Struct("<I")
 

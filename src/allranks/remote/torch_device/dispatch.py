@@ -16,7 +16,7 @@ import torch
 from allranks import _core
 from allranks._base.errors import UsageError
 from allranks.remote.protocol.arguments import DEVICE, FLOAT, GENERATOR, INTEGER, LIST, TENSOR, kind_of
-from allranks.remote.protocol.signature import Facts, facts, flatten, indexes
+from allranks.remote.protocol.signature import SignatureFacts, facts, flatten, indexes
 from allranks.remote.torch_device.call_site import here
 from allranks.remote.torch_device.devices import place_of
 from allranks.remote.torch_device.handle import DeviceTarget, Handle, KnownCall, operands
@@ -59,7 +59,7 @@ def dispatch(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any
     return run(op, args, kwargs, known[1])
 
 
-_known: dict[int, tuple[Any, Facts, Any]] = {}
+_known: dict[int, tuple[Any, SignatureFacts, Any]] = {}
 """By id of an operator, whose own hash is Python: what stands for it here, its facts, and it, so that it stays."""
 
 
@@ -80,7 +80,7 @@ class _Elsewhere(Exception):
     """The result is wanted on another device than that of the operands."""
 
 
-def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Facts | None = None) -> Any:
+def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: SignatureFacts | None = None) -> Any:
     """Queues an operation: as `_core.dispatch`, which does only what is known and ordinary."""
     known = known or facts(op)
     key: list[Any] = [known]

@@ -20,16 +20,16 @@ import torch
 from allranks import _core
 from allranks._base.errors import UsageError
 from allranks.remote.protocol.arguments import packed_as
-from allranks.remote.protocol.signature import Facts, Signature, flatten, marked
+from allranks.remote.protocol.signature import Signature, SignatureFacts, flatten, marked
 
-__all__ = ["Answered", "DeviceTarget", "Driver", "Handle", "KnownCall", "make", "operands", "single", "view"]
+__all__ = ["AnsweredHandle", "DeviceTarget", "Driver", "Handle", "KnownCall", "make", "operands", "single", "view"]
 
 _is_inference_mode_enabled = torch.is_inference_mode_enabled
 _STATE = {"_ref", "_sig", "_place", "_off", "_is_param"}
 _requires_grad: Any = torch.Tensor.requires_grad
 
 
-class Connections(Protocol):
+class HandleConnections(Protocol):
     """The connections of a master with its workers: commands and answers."""
 
     outbox: _core.Outbox
@@ -67,14 +67,14 @@ class Operators(Protocol):
     def prepare(
         self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], key: Any, place: DeviceTarget, refs: list[Any],
         values: list[Any],
-    ) -> KnownCall | Answered: ...  # fmt: skip
+    ) -> KnownCall | AnsweredHandle: ...  # fmt: skip
     def invoke(
         self, place: DeviceTarget, name: str, link: int, tensors: Sequence[Handle], arguments: Sequence[Any],
         results: Sequence[Signature] = (),
     ) -> list[Handle]: ...  # fmt: skip
 
 
-class Transfers(Protocol):
+class HandleTransfers(Protocol):
     """Tensors that move between the master and workers, and among workers."""
 
     def upload(self, place: DeviceTarget, plain: torch.Tensor, non_blocking: bool = ...) -> Handle: ...
@@ -97,11 +97,11 @@ class Driver(Protocol):
     """What handles need of their master. `master.Master` is one; this module does not import it."""
 
     @property
-    def connections(self) -> Connections: ...
+    def connections(self) -> HandleConnections: ...
     @property
     def operators(self) -> Operators: ...
     @property
-    def transfers(self) -> Transfers: ...
+    def transfers(self) -> HandleTransfers: ...
     @property
     def devices(self) -> Devices: ...
     @property
@@ -271,7 +271,7 @@ class KnownCall:
     __slots__ = ("brief", "known", "number", "only", "outputs", "pack", "resized", "results", "shift", "view")
 
     def __init__(
-        self, number: int, known: Facts, values: Sequence[Any], results: list[Any], outputs: int, resized: Any
+        self, number: int, known: SignatureFacts, values: Sequence[Any], results: list[Any], outputs: int, resized: Any
     ):
         self.number = number
         self.known = known
@@ -318,12 +318,12 @@ class KnownCall:
         return view(args[0], sig, made[which], args[0]._off + shift) if shares else make(place, sig, made[which], shift)
 
 
-def _argument(which: str, known: Facts, args: Any, kwargs: Any) -> Any:
+def _argument(which: str, known: SignatureFacts, args: Any, kwargs: Any) -> Any:
     position = known.positions.get(which)
     return args[position] if position is not None and position < len(args) else kwargs[which]
 
 
-class Answered:
+class AnsweredHandle:
     """What an operator has returned that could not be queued."""
 
     __slots__ = ("result",)

@@ -1,8 +1,9 @@
 """Tensors that share memory on a worker share it when they are saved, loaded and deep-copied, as those of a CPU do.
 
 torch saves a tensor as a view of its storage, which is written once; it reads the data into a storage, asks for one on
-the wished device instead, and makes the views. Handles have no storage. `Memory` stands for the one on the worker, and
-is fetched when it is written; `Cargo` is one of the master's that says that it is the worker's, until a tensor is made.
+the wished device instead, and makes the views. Handles have no storage. `SavedMemory` stands for the one on the worker,
+and is fetched when it is written; `Cargo` is one of the master's that says that it is the worker's, until a tensor is
+made.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from allranks.remote.torch_device.handle import DeviceTarget, Handle, make, sing
 __all__ = ["reduce", "register", "twin"]
 
 
-class Memory(torch.UntypedStorage):
+class SavedMemory(torch.UntypedStorage):
     """The memory of tensors on a worker."""
 
     whole: Handle  # its bytes
@@ -48,17 +49,17 @@ class Memory(torch.UntypedStorage):
         self.cpu()._write_file(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-_memories: weakref.WeakValueDictionary[tuple[DeviceTarget, int], Memory] = weakref.WeakValueDictionary()
+_memories: weakref.WeakValueDictionary[tuple[DeviceTarget, int], SavedMemory] = weakref.WeakValueDictionary()
 """By what the worker calls it. One that is here has a tensor there, so that no other memory gets its name."""
 
 
-def _memory(x: Handle) -> Memory:
+def _memory(x: Handle) -> SavedMemory:
     place = x._place
     (ref,) = place.master.connections.outbox.reserve(place.target, 1)
     name, nbytes = place.master.connections.request(place, "storage", id=x._ref.id, outputs=[ref.id])
     found = _memories.get((place, name))
     if found is None:
-        found = _memories[place, name] = Memory(0)  # type: ignore[no-untyped-call]
+        found = _memories[place, name] = SavedMemory(0)  # type: ignore[no-untyped-call]
         found.whole = make(place, signature(torch.uint8, [nbytes], [1]), ref)
     return found
 
@@ -143,7 +144,7 @@ class Cargo(torch.UntypedStorage):
 
 
 def _locate(storage: Any) -> str | None:
-    return str(storage.device) if isinstance(storage, Memory) else None
+    return str(storage.device) if isinstance(storage, SavedMemory) else None
 
 
 def _deserialize(storage: Any, location: str) -> Any:

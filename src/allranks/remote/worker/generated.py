@@ -16,10 +16,10 @@ import torch
 from allranks.remote.protocol.arguments import GENERATOR, NUMBERS, Form, constant_of, visit
 from allranks.remote.worker.template import Code, Slots
 
-__all__ = ["Source", "call_function", "call_source", "flatten", "program_function"]
+__all__ = ["GeneratedSource", "call_function", "call_source", "flatten", "program_function"]
 
 
-class Source:
+class GeneratedSource:
     """The text of a call's arguments. Tensors are ``{i[0]}``, numbers ``{n[0]}``, as in `Code`.
 
     Attributes:
@@ -93,7 +93,7 @@ def call_source(
         raise ValueError(f"{list(kwargs)} are no names")
     own = f"_{number}"
     names = {f"op{own}": getattr(op, "_op", op), f"R{own}": results, "flatten": flatten, **space}
-    source = Source(own, device, names)
+    source = GeneratedSource(own, device, names)
     given = [visit(form, source) for form in args]
     given += [f"{name}={visit(form, source)}" for name, form in kwargs.items()]
     call = f"op{own}({', '.join(given)})"

@@ -32,13 +32,13 @@ from allranks.remote.protocol.arguments import (
     written_by,
 )
 from allranks.remote.protocol.faults import Poison, Poisoned
-from allranks.remote.protocol.wire import Answer, Ask, Command, Define, Fault, Hold, Meta, Program
+from allranks.remote.protocol.wire import Answer, Ask, Command, Define, Fault, Hold, Meta, RemoteProgram
 from allranks.remote.worker.commands import COMMANDS, OPERATIONS
 from allranks.remote.worker.generated import call_function, call_source, flatten
 from allranks.remote.worker.program import compile_program
 from allranks.remote.worker.recording import CommandSlices, RecordedTemplates
 from allranks.remote.worker.state import WorkerState, describe
-from allranks.remote.worker.template import Code, Slots, Template
+from allranks.remote.worker.template import CallTemplate, Code, Slots
 
 if TYPE_CHECKING:
     from allranks.remote.bootstrap.worker_context import WorkerContext
@@ -75,7 +75,7 @@ class Interpreter(WorkerState):
         super().__init__(rank, device, context)
         self._send = send
         self._mended = 0
-        self._table: dict[int, Template] = {}
+        self._table: dict[int, CallTemplate] = {}
         self._recorded: RecordedTemplates | None = None
 
     def execute(self, buffer: bytearray | bytes, start: int, end: int, slots: Slots) -> int:
@@ -196,7 +196,7 @@ class Interpreter(WorkerState):
                 except Exception as error:  # noqa: BLE001 - out of memory, most likely: it goes to whoever uses it
                     self.slots[id] = Poison(self.fault("a tensor of the master's", error))
                     self.unreported.append(self.slots[id].fault)
-            case Program():
+            case RemoteProgram():
                 if self._recorded is not None:
                     self._recorded.pop(message.number, None)
                 self._table[message.number] = compile_program(self, message, self._table)
@@ -291,7 +291,7 @@ class Interpreter(WorkerState):
             raise TypeError(f"{name} is no operator")
         return _Watched(op) if base in _WATCHED else op
 
-    def _compile(self, define: Define) -> Template:
+    def _compile(self, define: Define) -> CallTemplate:
         """A function for a template, of slots, a buffer and where in it the ids begin."""
         op = self._resolve(define.op)
         space = {"settle": self._settle, "generators": self.generators, "doing": self.doing}
@@ -301,7 +301,7 @@ class Interpreter(WorkerState):
         changes = tuple(written_by(_named(op), define.args, define.kwargs))
         site = self.site(define.op)
         run = call_function(call.checked, inputs, outputs, site)
-        made = Template(define.op, inputs, outputs, code.layout.size, changes, run, code)
+        made = CallTemplate(define.op, inputs, outputs, code.layout.size, changes, run, code)
         if define.checked or not outputs:
             return made
         plain = made._replace(run=call_function(call.plain, inputs, outputs, site))
@@ -316,7 +316,7 @@ class Interpreter(WorkerState):
         wrapped = made._replace(run=first)
         return wrapped
 
-    def _refuse(self, define: Define, error: Exception) -> Template:
+    def _refuse(self, define: Define, error: Exception) -> CallTemplate:
         """Stands for a template that this worker cannot make: it may have another torch than the master."""
         forms = [*define.args, *define.kwargs.values()]
         inputs, outputs = count_tensors(forms), sum(each is not None for each in define.results)
@@ -326,7 +326,7 @@ class Interpreter(WorkerState):
             raise error
 
         code = Code(f"refuse_{define.number}()", layout, {f"refuse_{define.number}": refuse})
-        return Template(define.op, inputs, outputs, layout.size, (), refuse, code)
+        return CallTemplate(define.op, inputs, outputs, layout.size, (), refuse, code)
 
     def _settle(self, result: Any, which: int, metas: list[Meta]) -> Any:
         """Sees to it that a result is what the master believes it to be."""

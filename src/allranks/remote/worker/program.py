@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 from allranks.remote.protocol import wire
 from allranks.remote.worker.generated import program_function
 from allranks.remote.worker.state import WorkerState
-from allranks.remote.worker.template import Code, Slots, Template
+from allranks.remote.worker.template import CallTemplate, Code, Slots
 
 __all__ = ["compile_program"]
 
 
 class _Step(NamedTuple):
-    template: Template
+    template: CallTemplate
     at: int  # where in the frames the ids are
     line: int
     frees: list[int]
 
 
-def compile_program(worker: WorkerState, program: wire.Program, table: dict[int, Template]) -> Template:
+def compile_program(worker: WorkerState, program: wire.RemoteProgram, table: dict[int, CallTemplate]) -> CallTemplate:
     """A captured step as a template of its own.
 
     Args:
@@ -78,10 +78,10 @@ def compile_program(worker: WorkerState, program: wire.Program, table: dict[int,
             made = [own[each] for each in (*program.outputs, *program.kept)]
         slots.update(zip((*ids[inputs:], *kept), made, strict=True))
 
-    return Template("a captured step", inputs, len(program.outputs), layout.size, (), run)
+    return CallTemplate("a captured step", inputs, len(program.outputs), layout.size, (), run)
 
 
-def _line(template: Template, code: Code, frames: bytes, at: int, space: dict[str, Any], step: int) -> str:
+def _line(template: CallTemplate, code: Code, frames: bytes, at: int, space: dict[str, Any], step: int) -> str:
     values = code.layout.unpack_from(frames, at)
     ids, numbers = values[: template.inputs + template.outputs], values[template.inputs + template.outputs :]
     names = [f"n{step}_{each}" for each in range(len(numbers))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from allranks.remote.worker.template import Slots, Template
+from allranks.remote.worker.template import CallTemplate, Slots
 
 __all__ = ["ALONE_NS", "TOGETHER_NS", "CommandSlices", "RecordedTemplates"]
 
@@ -60,7 +60,7 @@ class CommandSlices:
             self._count = 0
 
 
-class RecordedTemplates(dict[int, Template]):
+class RecordedTemplates(dict[int, CallTemplate]):
     """Templates whose calls are recorded, each made of that in a table when it is called first.
 
     Args:
@@ -72,13 +72,13 @@ class RecordedTemplates(dict[int, Template]):
         slices: where calls are recorded.
     """
 
-    def __init__(self, table: Mapping[int, Template], slices: CommandSlices, site: Callable[[str], int]) -> None:
+    def __init__(self, table: Mapping[int, CallTemplate], slices: CommandSlices, site: Callable[[str], int]) -> None:
         super().__init__()
         self._table = table
         self.slices = slices
         self._site_of = site
 
-    def __missing__(self, number: int) -> Template:
+    def __missing__(self, number: int) -> CallTemplate:
         table, add = self._table, self.slices.add
         template = table[number]
         site = self._site_of(template.name)

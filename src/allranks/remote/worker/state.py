@@ -22,7 +22,7 @@ from allranks.remote.protocol import wire
 from allranks.remote.protocol.faults import Poison, Poisoned
 from allranks.remote.protocol.wire import Fault, Meta, Warned
 from allranks.remote.worker.recording import CommandSlices
-from allranks.remote.worker.template import Slots, Template
+from allranks.remote.worker.template import CallTemplate, Slots
 
 if TYPE_CHECKING:
     from allranks import _core
@@ -203,7 +203,7 @@ class WorkerState:
                 if isinstance(held, torch.Tensor) and held.untyped_storage()._cdata in storages:
                     where[number] = poison
 
-    def fail(self, template: Template, slots: Slots, buffer: Any, at: int, error: Exception) -> None:
+    def fail(self, template: CallTemplate, slots: Slots, buffer: Any, at: int, error: Exception) -> None:
         ids = struct.unpack_from(f"<{template.inputs + template.outputs}I", buffer, at)
         inputs = [slots.get(each) for each in ids[: template.inputs]]
         poison = next((each for each in inputs if type(each) is Poison), None)

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["Code", "Slots", "Template"]
+__all__ = ["Code", "Slots", "CallTemplate"]
 
 Slots = dict[int, Any]
 
@@ -19,7 +19,7 @@ class Code(NamedTuple):
     space: dict[str, Any]
 
 
-class Template(NamedTuple):
+class CallTemplate(NamedTuple):
     """What a worker knows of a call."""
 
     name: str

@@ -43,7 +43,7 @@ from allranks.tools.bench import goals, text
 from allranks.tools.bench.goals import Goal, GoalReport, of
 from allranks.tools.bench.plot import drawing
 from allranks.tools.bench.spent import spent_s
-from allranks.tools.progress import Progress
+from allranks.tools.progress import TerminalProgress
 from allranks.tools.quiet import Window, before
 
 __all__ = ["main"]
@@ -79,7 +79,7 @@ def main(options: argparse.Namespace) -> int:
     )
     medians: dict[int, dict[str, float]] = {}
     window, own_s, cpus = Window(), spent_s(), cores(os.sched_getaffinity(0))
-    with Progress("allranks bench") as progress:
+    with TerminalProgress("allranks bench") as progress:
         progress.put(goals.head(report, "checkpoints"))
         progress.put(text.conditions(before(), options.nproc, cpus))
         for nbytes in options.sizes:

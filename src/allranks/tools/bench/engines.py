@@ -23,7 +23,7 @@ from allranks.tools.bench.verbs import ROOT, VERBS
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["Engine", "Gloo", "Mpi", "Native"]
+__all__ = ["BenchEngine", "Gloo", "Mpi", "Native"]
 
 Call = Callable[[], object]
 Start = Callable[[], Call]  # starts; returns what waits
@@ -35,7 +35,7 @@ _MPI_REDUCES = {
 _MPI_OPS = {"SUM": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX"}
 
 
-class Engine(abc.ABC):
+class BenchEngine(abc.ABC):
     """A library under measurement."""
 
     name: str
@@ -67,7 +67,7 @@ class Engine(abc.ABC):
         """Ends its group."""
 
 
-class Native(Engine):
+class Native(BenchEngine):
     """allranks."""
 
     name = "native"
@@ -95,7 +95,7 @@ class Native(Engine):
         allranks.destroy_process_group()
 
 
-class Gloo(Engine):
+class Gloo(BenchEngine):
     """torch.distributed over gloo. The ranks meet through allranks, on a port that nobody had to choose."""
 
     name = "gloo"
@@ -184,7 +184,7 @@ def _ping_pong(rank: int, send: Callable[[int], object], recv: Callable[[int], o
     return (ping, pong, lambda: None)[min(rank, 2)]
 
 
-class Mpi(Engine):
+class Mpi(BenchEngine):
     """MPI through mpi4py: the processes are children of mpirun (``start``), which has bound them as it likes.
 
     While the other engines are measured they are not bound: gloo's threads would share their rank's core.

@@ -44,9 +44,9 @@ from allranks._cluster.host import processor, usable_cpus
 from allranks.remote.master.master import Master
 from allranks.tools.bench import goals
 from allranks.tools.bench.goals import Goal, MasterReport, of
-from allranks.tools.bench.rpc import Peer
+from allranks.tools.bench.rpc import RpcPeer
 from allranks.tools.bench.text import human
-from allranks.tools.progress import Progress
+from allranks.tools.progress import TerminalProgress
 
 __all__ = ["main"]
 
@@ -78,7 +78,7 @@ def main(options: argparse.Namespace) -> int:
             "python": platform.python_version(),
         },
     )
-    with Progress("allranks bench") as progress, contextlib.closing(Peer()) as peer:
+    with TerminalProgress("allranks bench") as progress, contextlib.closing(RpcPeer()) as peer:
         progress.put(goals.head(report, "master-worker mode"))
         if peer.missing:
             report.left_out.append(f"torch RPC: {peer.missing}")
@@ -116,7 +116,7 @@ def _turns(blocks: Sequence[Block], budget_s: float) -> Samples:
 # Operations, values, steps and copies: two workers.
 
 
-def _alone(peer: Peer, sizes: list[int], budget_s: float) -> list[Goal]:
+def _alone(peer: RpcPeer, sizes: list[int], budget_s: float) -> list[Goal]:
     with allranks.init_master_worker(workers=2, threads=1, timeout=_TIMEOUT_S) as mw:
         blocks = [*_operations(mw), *_training(mw), _replay(mw), *_transfers(mw, sizes)]
         if not peer.missing:
@@ -246,7 +246,7 @@ def _replay(mw: Master) -> Block:
     return run
 
 
-def _chain(peer: Peer) -> Block:
+def _chain(peer: RpcPeer) -> Block:
     def run(found: Samples) -> None:
         queued, done = peer.chain(_REMOTE_CALLS)
         found["queued rpc"].append(_REMOTE_CALLS / queued)

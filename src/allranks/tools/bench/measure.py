@@ -22,11 +22,11 @@ from dataclasses import dataclass
 import torch
 
 import allranks
-from allranks.tools.bench.engines import Engine
-from allranks.tools.bench.report import Row, Timing
+from allranks.tools.bench.engines import BenchEngine
+from allranks.tools.bench.report import BenchRow, Timing
 from allranks.tools.bench.verbs import Data, Verb, expected, left_early
 
-__all__ = ["Plan", "largest", "measure", "seconds_per_call"]
+__all__ = ["BlockPlan", "largest", "measure", "seconds_per_call"]
 
 _BLOCK_S = 0.01
 _MOST_CALLS = 5000
@@ -38,7 +38,7 @@ _UNWRITTEN = 113  # in no data
 
 
 @dataclass(frozen=True)
-class Plan:
+class BlockPlan:
     """What holds for every cell."""
 
     rank: int
@@ -52,7 +52,7 @@ class Plan:
 
 @dataclass
 class _Contender:
-    engine: Engine
+    engine: BenchEngine
     call: Callable[[], object]
     into: torch.Tensor
     out: torch.Tensor
@@ -66,7 +66,7 @@ class _Block:
     cpu_s: float  # per call, the mean of the ranks
 
 
-def measure(engines: Sequence[Engine], verb: Verb, nbytes: int, plan: Plan) -> Row:
+def measure(engines: Sequence[BenchEngine], verb: Verb, nbytes: int, plan: BlockPlan) -> BenchRow:
     """One cell. Every rank calls it."""
     count = verb.count(nbytes, plan.dtype.itemsize, plan.ranks)
     gives, gets = (count * pieces for pieces in verb.pieces(plan.ranks))
@@ -91,7 +91,7 @@ def measure(engines: Sequence[Engine], verb: Verb, nbytes: int, plan: Plan) -> R
     return _row(contenders, samples, verb, count, plan)
 
 
-def _sample(contenders: list[_Contender], plan: Plan) -> list[list[_Block]]:
+def _sample(contenders: list[_Contender], plan: BlockPlan) -> list[list[_Block]]:
     samples: list[list[_Block]] = [[] for _ in contenders]
     spent = 0.0
     least, most = _BLOCKS
@@ -106,7 +106,7 @@ def _sample(contenders: list[_Contender], plan: Plan) -> list[list[_Block]]:
     return samples
 
 
-def _block(contender: _Contender, n: int, plan: Plan) -> _Block:
+def _block(contender: _Contender, n: int, plan: BlockPlan) -> _Block:
     contender.engine.enter(plan.cpus)
     seconds, cpu_s = (_apart if plan.apart else _back_to_back)(contender.call, n)
     mean = torch.tensor([cpu_s / plan.ranks], dtype=torch.float64)
@@ -152,7 +152,7 @@ def largest(value: float) -> float:
     return float(found)
 
 
-def _check(contender: _Contender, verb: Verb, count: int, data: Data, plan: Plan) -> None:
+def _check(contender: _Contender, verb: Verb, count: int, data: Data, plan: BlockPlan) -> None:
     """Adds the wrong elements of one call, over all ranks."""
     wrong = 0
     contender.engine.enter(plan.cpus)
@@ -171,7 +171,9 @@ def _check(contender: _Contender, verb: Verb, count: int, data: Data, plan: Plan
     contender.wrong += int(total)
 
 
-def _row(contenders: list[_Contender], samples: list[list[_Block]], verb: Verb, count: int, plan: Plan) -> Row:
+def _row(
+    contenders: list[_Contender], samples: list[list[_Block]], verb: Verb, count: int, plan: BlockPlan
+) -> BenchRow:
     nbytes = count * max(verb.pieces(plan.ranks)) * plan.dtype.itemsize
     timings = {}
     part = 2 if verb.halves else 1
@@ -192,7 +194,7 @@ def _row(contenders: list[_Contender], samples: list[list[_Block]], verb: Verb, 
         )
     native = timings["native"]
     peers = {name: timing for name, timing in timings.items() if name != "native"}
-    return Row(
+    return BenchRow(
         nbytes,
         count,
         timings,

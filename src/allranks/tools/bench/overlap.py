@@ -21,8 +21,8 @@ from functools import partial
 import torch
 
 import allranks
-from allranks.tools.bench.engines import Engine
-from allranks.tools.bench.measure import Plan, largest
+from allranks.tools.bench.engines import BenchEngine
+from allranks.tools.bench.measure import BlockPlan, largest
 from allranks.tools.bench.report import Overlap
 from allranks.tools.bench.verbs import Data
 
@@ -52,7 +52,7 @@ class _Compute:
             torch.mm(self._left, self._right, out=self._out)
 
 
-def measure_overlap(engines: Sequence[Engine], call: str, nbytes: int, plan: Plan) -> list[Overlap]:
+def measure_overlap(engines: Sequence[BenchEngine], call: str, nbytes: int, plan: BlockPlan) -> list[Overlap]:
     """All engines at one size. Every rank calls it, with torch in one thread."""
     compute = _Compute()
     data = Data(plan.ranks, plan.dtype, call != "exchange")
@@ -86,7 +86,7 @@ def _run(
     call: str,
     nbytes: int,
     wrong: int,
-    plan: Plan,
+    plan: BlockPlan,
 ) -> Overlap:
     def both() -> None:
         wait = begin()
@@ -135,7 +135,7 @@ def _wrong(
     out: torch.Tensor,
     data: Data,
     compute: _Compute,
-    plan: Plan,
+    plan: BlockPlan,
 ) -> int:
     """Wrong elements of one call that overlaps with computation, over all ranks."""
     count = into.numel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from allranks.tools.bench.report import Report, Table
+from allranks.tools.bench.report import BenchReport, BenchTable
 from allranks.tools.bench.text import human, times
 
 __all__ = ["drawing", "plot"]
@@ -23,7 +23,7 @@ def drawing() -> Any:
     return plt
 
 
-def plot(report: Report, file: Path) -> None:
+def plot(report: BenchReport, file: Path) -> None:
     """Draws time against size, both on log axes; needs matplotlib."""
     plt = drawing()
     columns = min(4 if len(report.tables) > 6 else 3, len(report.tables))
@@ -53,7 +53,7 @@ def plot(report: Report, file: Path) -> None:
     plt.close(figure)
 
 
-def _lines(panel: Any, table: Table) -> None:
+def _lines(panel: Any, table: BenchTable) -> None:
     sizes = [row.nbytes for row in table.rows]
     for name in table.rows[0].timings:
         found = [row.timings[name] for row in table.rows]
@@ -72,7 +72,7 @@ def _lines(panel: Any, table: Table) -> None:
     panel.grid(True, which="major", alpha=0.3)
 
 
-def _bars(panel: Any, table: Table) -> None:
+def _bars(panel: Any, table: BenchTable) -> None:
     timings = table.rows[0].timings
     names = list(timings)
     values = [timings[name].median_s * 1e6 for name in names]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import allranks
-from allranks.tools.bench.measure import Plan, seconds_per_call
-from allranks.tools.bench.report import Share
+from allranks.tools.bench.measure import BlockPlan, seconds_per_call
+from allranks.tools.bench.report import BenchShare
 
 __all__ = ["measure_python"]
 
@@ -23,7 +23,7 @@ _CALLS = 2000
 _ROUNDS = (20, 400)
 
 
-def measure_python(plan: Plan) -> Share:
+def measure_python(plan: BlockPlan) -> BenchShare:
     """Every rank calls it."""
     tensor = torch.zeros(1)
     op = allranks.ReduceOp.SUM
@@ -45,4 +45,4 @@ def measure_python(plan: Plan) -> Share:
             spent += samples[name][-1] * _CALLS
     medians = {name: statistics.median(times) for name, times in samples.items()}
     outermost, *_, binding_s = medians.values()
-    return Share(medians, outermost - binding_s, len(samples["the binding"]))
+    return BenchShare(medians, outermost - binding_s, len(samples["the binding"]))

@@ -17,17 +17,17 @@ from allranks._base.exit_codes import FOUND
 from allranks._cluster.host import cores, processor, usable_cpus
 from allranks._cluster.network import machine
 from allranks.tools.bench import start, text
-from allranks.tools.bench.engines import Engine, Gloo, Native
-from allranks.tools.bench.measure import Plan, measure
+from allranks.tools.bench.engines import BenchEngine, Gloo, Native
+from allranks.tools.bench.measure import BlockPlan, measure
 from allranks.tools.bench.options import parse
 from allranks.tools.bench.overlap import STARTS, measure_overlap
 from allranks.tools.bench.plot import plot
 from allranks.tools.bench.python import measure_python
-from allranks.tools.bench.report import Report, Table, write
+from allranks.tools.bench.report import BenchReport, BenchTable, write
 from allranks.tools.bench.small import measure_small
 from allranks.tools.bench.trace import measure_recorded, measure_straggling
 from allranks.tools.bench.verbs import VERBS
-from allranks.tools.progress import Progress
+from allranks.tools.progress import TerminalProgress
 from allranks.tools.quiet import Window, before
 
 __all__ = ["main"]
@@ -36,7 +36,7 @@ __all__ = ["main"]
 def main(argv: Sequence[str]) -> int:
     """Measures; rank 0 prints and writes. Returns 1 if an engine computed something wrong."""
     options = parse(argv)
-    engines: list[Engine] = [Native(options.shared)]
+    engines: list[BenchEngine] = [Native(options.shared)]
     cpus = os.sched_getaffinity(0)
     mpi = None
     if "mpi" in options.against:
@@ -48,8 +48,8 @@ def main(argv: Sequence[str]) -> int:
         engines.append(Gloo(rank, ranks))
     if mpi is not None:
         engines.append(mpi)
-    plan = Plan(rank, ranks, cpus, getattr(torch, options.dtype), options.op, options.budget, options.apart)
-    with Progress("allranks bench", rank == 0) as progress:
+    plan = BlockPlan(rank, ranks, cpus, getattr(torch, options.dtype), options.op, options.budget, options.apart)
+    with TerminalProgress("allranks bench", rank == 0) as progress:
         report = _run(engines, plan, options, progress)
     for engine in reversed(engines):
         engine.close()
@@ -61,9 +61,11 @@ def main(argv: Sequence[str]) -> int:
     return FOUND if rank == 0 and report.wrong else 0
 
 
-def _run(engines: list[Engine], plan: Plan, options: argparse.Namespace, progress: Progress) -> Report:
+def _run(
+    engines: list[BenchEngine], plan: BlockPlan, options: argparse.Namespace, progress: TerminalProgress
+) -> BenchReport:
     versions = {name: version for engine in engines for name, version in engine.versions().items()}
-    report = Report(
+    report = BenchReport(
         ranks=plan.ranks,
         cpus=usable_cpus(),
         host=socket.gethostname(),
@@ -96,7 +98,11 @@ def _neighbours(ranks: int) -> list[int]:
 
 
 def _measure(
-    engines: list[Engine], plan: Plan, options: argparse.Namespace, report: Report, progress: Progress
+    engines: list[BenchEngine],
+    plan: BlockPlan,
+    options: argparse.Namespace,
+    report: BenchReport,
+    progress: TerminalProgress,
 ) -> None:
     progress.at(options.verb)
     if options.verb == "python":
@@ -118,12 +124,18 @@ def _measure(
         _tables(engines, plan, options, report, progress)
 
 
-def _tables(engines: list[Engine], plan: Plan, options: argparse.Namespace, report: Report, progress: Progress) -> None:
+def _tables(
+    engines: list[BenchEngine],
+    plan: BlockPlan,
+    options: argparse.Namespace,
+    report: BenchReport,
+    progress: TerminalProgress,
+) -> None:
     sizes = {name: options.sizes if name != "barrier" else (0,) for name in options.verbs}
     cells, begun = sum(map(len, sizes.values())), 0
     for name in options.verbs:
         verb = VERBS[name]
-        table = Table(name, plan.op if verb.reduces else "", verb.in_place)
+        table = BenchTable(name, plan.op if verb.reduces else "", verb.in_place)
         report.tables.append(table)
         progress.put(text.table_head(report, table))
         for nbytes in sizes[name]:
@@ -137,7 +149,9 @@ def _tables(engines: list[Engine], plan: Plan, options: argparse.Namespace, repo
         progress.put(text.summary(report))
 
 
-def _overlaps(engines: list[Engine], plan: Plan, sizes: list[int], report: Report, progress: Progress) -> None:
+def _overlaps(
+    engines: list[BenchEngine], plan: BlockPlan, sizes: list[int], report: BenchReport, progress: TerminalProgress
+) -> None:
     torch.set_num_threads(1)
     progress.put(text.overlap_head())
     for nbytes in sizes:

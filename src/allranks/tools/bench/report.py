@@ -12,13 +12,13 @@ from allranks.tools.quiet import Conditions
 __all__ = [
     "Overlap",
     "Recorded",
-    "Report",
-    "Row",
-    "Share",
+    "BenchReport",
+    "BenchRow",
+    "BenchShare",
     "Small",
     "Straggling",
     "Summary",
-    "Table",
+    "BenchTable",
     "Timing",
     "summaries",
     "write",
@@ -41,7 +41,7 @@ class Timing:
 
 
 @dataclass
-class Row:
+class BenchRow:
     """One size."""
 
     nbytes: int
@@ -52,13 +52,13 @@ class Row:
 
 
 @dataclass
-class Table:
+class BenchTable:
     """One verb."""
 
     verb: str
     op: str  # "" where nothing is reduced
     in_place: bool
-    rows: list[Row] = field(default_factory=list)
+    rows: list[BenchRow] = field(default_factory=list)
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Overlap:
 
 
 @dataclass
-class Share:
+class BenchShare:
     """Python's part of a call (``python``): medians of seconds per call, from a depth down."""
 
     depths_s: dict[str, float]
@@ -149,7 +149,7 @@ class Straggling:
 
 
 @dataclass
-class Report:
+class BenchReport:
     """A whole run: verbs, or overlap, or Python's share."""
 
     ranks: int
@@ -161,9 +161,9 @@ class Report:
     budget_s: float
     versions: dict[str, str]
     settings: dict[str, str]  # by engine; native first
-    tables: list[Table] = field(default_factory=list)
+    tables: list[BenchTable] = field(default_factory=list)
     overlaps: list[Overlap] = field(default_factory=list)
-    share: Share | None = None
+    share: BenchShare | None = None
     recorded: list[Recorded] = field(default_factory=list)
     straggling: Straggling | None = None
     small: list[Small] = field(default_factory=list)
@@ -190,7 +190,7 @@ class Summary:
     fastest_median: float  # of the ratios of fastest blocks
 
 
-def summaries(report: Report) -> list[Summary]:
+def summaries(report: BenchReport) -> list[Summary]:
     """One for each verb and peer."""
     found = []
     for table in report.tables:
@@ -202,7 +202,7 @@ def summaries(report: Report) -> list[Summary]:
     return found
 
 
-def write(report: Report, file: Path) -> None:
+def write(report: BenchReport, file: Path) -> None:
     """Writes JSON."""
     found = asdict(report) | {"summaries": [asdict(each) for each in summaries(report)]}
     file.write_text(json.dumps(found, indent=1) + "\n")

@@ -48,7 +48,7 @@ from allranks.tools.bench import goals, text
 from allranks.tools.bench.goals import Goal, GoalReport, of
 from allranks.tools.bench.losses import DYING, PROCESSES, Pauses, pauses
 from allranks.tools.bench.spent import spent_s
-from allranks.tools.progress import Progress
+from allranks.tools.progress import TerminalProgress
 from allranks.tools.quiet import Window, before
 
 __all__ = ["main"]
@@ -83,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
     else:
         report.versions[_TORCHFT] = importlib.metadata.version("torchft-nightly")
     window, own_s, cpus = Window(), spent_s(), cores(os.sched_getaffinity(0))
-    with Progress("allranks bench") as progress:
+    with TerminalProgress("allranks bench") as progress:
         progress.put(goals.head(report, "the loss of a rank"))
         progress.put(text.conditions(before(), PROCESSES, cpus))
         for each in report.left_out:

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["Peer"]
+__all__ = ["RpcPeer"]
 
 _WORKER = "worker"
 _START_S = 60
 _MODULE = "allranks.tools.bench.rpc"
 
 
-class Peer:
+class RpcPeer:
     """The bench's end: torch's RPC as something to ask.
 
     Attributes:

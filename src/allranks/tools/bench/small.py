@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 import allranks
-from allranks.tools.bench.engines import Engine, Mpi
-from allranks.tools.bench.measure import Plan, seconds_per_call
+from allranks.tools.bench.engines import BenchEngine, Mpi
+from allranks.tools.bench.measure import BlockPlan, seconds_per_call
 from allranks.tools.bench.report import Small
 
 __all__ = ["measure_small"]
@@ -36,7 +36,7 @@ _ROUNDS = (20, 400)
 _NOTHING = ("nothing", "fake")  # in the names of ways that do nothing
 
 
-def measure_small(engines: Sequence[Engine], sizes: Sequence[int], plan: Plan) -> Iterator[Small]:
+def measure_small(engines: Sequence[BenchEngine], sizes: Sequence[int], plan: BlockPlan) -> Iterator[Small]:
     """Of each size. Every rank calls it."""
     world = allranks.group.WORLD
     assert world is not None
@@ -55,7 +55,10 @@ def measure_small(engines: Sequence[Engine], sizes: Sequence[int], plan: Plan) -
 
 
 def _check(
-    ways: dict[str, tuple[bool, Callable[[], object]]], engines: Sequence[Engine], tensor: torch.Tensor, plan: Plan
+    ways: dict[str, tuple[bool, Callable[[], object]]],
+    engines: Sequence[BenchEngine],
+    tensor: torch.Tensor,
+    plan: BlockPlan,
 ) -> int:
     """The wrong elements of one call in each way, over all ranks. Leaves zeros, which stay what they are."""
     total = torch.tensor(0)
@@ -72,7 +75,7 @@ def _check(
 
 
 def _sample(
-    ways: dict[str, tuple[bool, Callable[[], object]]], engines: Sequence[Engine], plan: Plan
+    ways: dict[str, tuple[bool, Callable[[], object]]], engines: Sequence[BenchEngine], plan: BlockPlan
 ) -> dict[str, list[float]]:
     """Seconds per call of blocks, by way; in each round another order."""
     samples: dict[str, list[float]] = {name: [] for name in ways}
@@ -114,14 +117,14 @@ def _torchs(group: Any, tensor: torch.Tensor, op_name: str) -> dict[str, tuple[b
         def allreduce(self, tensors: Any, opts: Any) -> Any:
             return self.made()
 
-    class Done(dist.Work):  # type: ignore[misc]
+    class SmallDone(dist.Work):  # type: ignore[misc]
         def wait(self, timeout: Any = None) -> bool:
             return True
 
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # makes the backend known to torch
     fake = dist.new_group(backend="fake")
-    done = Done()
-    nothing, new = Nothing(lambda: done), Nothing(Done)
+    done = SmallDone()
+    nothing, new = Nothing(lambda: done), Nothing(SmallDone)
     return {
         "torch": (False, lambda: all_reduce(tensor, op, group)),
         "torch async": (False, lambda: all_reduce(tensor, op, group, async_op=True).wait()),

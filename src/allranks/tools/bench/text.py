@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from allranks.tools.bench.report import Overlap, Recorded, Report, Row, Share, Small, Straggling, Table, summaries
+from allranks.tools.bench.report import (
+    BenchReport,
+    BenchRow,
+    BenchShare,
+    BenchTable,
+    Overlap,
+    Recorded,
+    Small,
+    Straggling,
+    summaries,
+)
 from allranks.tools.quiet import READING, Conditions, judge
 
 __all__ = [
@@ -35,7 +45,7 @@ def times(ratio: float) -> str:
     return f"{ratio:,.0f}x" if ratio >= 99.95 else f"{ratio:.1f}x" if ratio >= 9.995 else f"{ratio:.2f}x"
 
 
-def preface(report: Report) -> str:
+def preface(report: BenchReport) -> str:
     """Where and between whom."""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     settings = "".join(f"\n# {name}: {text}" for name, text in report.settings.items())
@@ -78,7 +88,7 @@ def straggling_line(found: Straggling) -> str:
     )
 
 
-def table_head(report: Report, table: Table) -> str:
+def table_head(report: BenchReport, table: BenchTable) -> str:
     """Titles above a verb's rows."""
     engines = list(report.settings)
     place = {True: "in place", False: "out of place"}[table.in_place]
@@ -94,7 +104,7 @@ def table_head(report: Report, table: Table) -> str:
     )
 
 
-def row_line(row: Row, dtype: str) -> str:
+def row_line(row: BenchRow, dtype: str) -> str:
     """One size."""
     engines = "".join(
         f"  {t.median_s * 1e6:10.1f} {t.fastest_s * 1e6:9.1f} {t.cpu_s * 1e6:8.1f}"
@@ -105,7 +115,7 @@ def row_line(row: Row, dtype: str) -> str:
     return f"{row.nbytes:10d} {row.count:10d} {dtype:>8}{engines}{ratios}"
 
 
-def summary(report: Report) -> str:
+def summary(report: BenchReport) -> str:
     """Worst, median and best ratio for each verb and peer."""
     lines = ["\n# peer / native, ratios of medians, over sizes; then the median of the ratios of fastest blocks"]
     lines += [
@@ -134,7 +144,7 @@ def overlap_line(found: Overlap) -> str:
     )
 
 
-def share_text(share: Share) -> str:
+def share_text(share: BenchShare) -> str:
     """Python's share, depth by depth."""
     lines = [f"\n# a blocking 4-byte all_reduce, us per call: medians of {share.blocks} blocks"]
     lines += [f"{name:>30} {seconds * 1e6:8.3f}" for name, seconds in share.depths_s.items()]

@@ -15,7 +15,7 @@ import torch
 
 import allranks
 from allranks._trace import memory
-from allranks.tools.bench.measure import Plan, seconds_per_call
+from allranks.tools.bench.measure import BlockPlan, seconds_per_call
 from allranks.tools.bench.report import Recorded, Straggling
 
 __all__ = ["measure_recorded", "measure_straggling"]
@@ -29,7 +29,7 @@ _STEP_S = 0.003
 _LATE_S = 0.002
 
 
-def measure_recorded(plan: Plan) -> Iterator[Recorded]:
+def measure_recorded(plan: BlockPlan) -> Iterator[Recorded]:
     """Of each size. Every rank calls it."""
     pairs = []
     for _ in range(_PAIRS):
@@ -60,7 +60,7 @@ def measure_recorded(plan: Plan) -> Iterator[Recorded]:
             allranks.destroy_process_group(group)
 
 
-def measure_straggling(plan: Plan) -> Straggling:
+def measure_straggling(plan: BlockPlan) -> Straggling:
     """Every rank calls it."""
     group = allranks.new_group()
     tensor = torch.zeros(1)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from allranks.tools.completion.tree import Command, Option
+from allranks.tools.completion.tree import CliCommand, CliOption
 
 __all__ = ["render"]
 
 _FUNCTIONS = Path(__file__).parent / "functions" / "functions.bash"
 
 
-def render(commands: Sequence[Command]) -> str:
+def render(commands: Sequence[CliCommand]) -> str:
     """The script."""
     every = [each for command in commands for each in command.walk()]
     lines = ["_allranks_command() {  # $kind and $words of what may stand where no option does", "  case $1 in"]
@@ -41,11 +41,11 @@ def render(commands: Sequence[Command]) -> str:
     return "\n".join(lines) + "\n" + _FUNCTIONS.read_text(encoding="utf-8")
 
 
-def _argument(command: Command) -> str:
+def _argument(command: CliCommand) -> str:
     if command.children:
         return f"kind=command words='{' '.join(each.words[-1] for each in command.children)}'"
     return _of(command.arguments[0]) if command.arguments else "kind='' words=''"
 
 
-def _of(option: Option) -> str:
+def _of(option: CliOption) -> str:
     return f"kind={option.kind} words='{' '.join(option.words)}'"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from allranks.tools.completion.tree import Command, Option
+from allranks.tools.completion.tree import CliCommand, CliOption
 
 __all__ = ["render"]
 
 _FUNCTIONS = Path(__file__).parent / "functions" / "functions.fish"
 
 
-def render(commands: Sequence[Command]) -> str:
+def render(commands: Sequence[CliCommand]) -> str:
     """The script."""
     every = [each for command in commands for each in command.walk()]
     valued = [
@@ -41,7 +41,7 @@ def render(commands: Sequence[Command]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _lines(command: Command) -> Iterator[str]:
+def _lines(command: CliCommand) -> Iterator[str]:
     start = f"complete -c allranks -n '__allranks_is {command.name}'"
     for child in command.children:
         yield f"{start} -a {child.words[-1]} -d {_quoted(child.summary)}"
@@ -57,7 +57,7 @@ def _name(name: str) -> str:
     return f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}"
 
 
-def _value(option: Option) -> str:
+def _value(option: CliOption) -> str:
     needed = " -r" if option.names and not option.bare else ""
     if option.kind == "flag":
         return ""

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator, Sequence
 
 from allranks.tools.commands import EXAMPLES
-from allranks.tools.completion.tree import Command, Option
+from allranks.tools.completion.tree import CliCommand, CliOption
 
 __all__ = ["pages"]
 
 
-def pages(commands: Sequence[Command]) -> dict[str, str]:
+def pages(commands: Sequence[CliCommand]) -> dict[str, str]:
     """The text of each page, by the name of its file."""
     found = {"allranks.1": _page("allranks", "run PyTorch on many processes", _overview(commands))}
     for command in commands:
@@ -26,7 +26,7 @@ def _page(name: str, summary: str, body: Iterator[str]) -> str:
     return "\n".join([*head, *body]) + "\n"
 
 
-def _overview(commands: Sequence[Command]) -> Iterator[str]:
+def _overview(commands: Sequence[CliCommand]) -> Iterator[str]:
     yield from (".SH SYNOPSIS", r"\fBallranks\fR [\fB\-V\fR] \fICOMMAND\fR ...", ".SH COMMANDS")
     for command in commands:
         yield from (".TP", rf"\fBallranks\-{_plain(command.name)}\fR(1)", _plain(command.summary))
@@ -36,7 +36,7 @@ def _overview(commands: Sequence[Command]) -> Iterator[str]:
     yield from _examples(EXAMPLES)
 
 
-def _described(command: Command) -> Iterator[str]:
+def _described(command: CliCommand) -> Iterator[str]:
     parser = command.parser
     usage = parser.format_usage().removeprefix("usage: ").rstrip()
     lines = re.sub(r"\n\s+(?!allranks )", " ", usage).splitlines()
@@ -68,7 +68,7 @@ def _examples(examples: Sequence[tuple[str, str]]) -> Iterator[str]:
         yield from (".TP", rf"\fB{_plain(line)}\fR", _plain(what))
 
 
-def _heading(option: Option) -> str:
+def _heading(option: CliOption) -> str:
     names = ", ".join(rf"\fB{_plain(name)}\fR" for name in option.shown)
     if option.kind == "flag":
         return names

@@ -19,13 +19,13 @@ from allranks._base.console import ArgumentParser, collecting_help, shown_names
 from allranks._base.errors import ConfigError
 from allranks.tools.commands import COMMANDS
 
-__all__ = ["Command", "Kind", "Option", "collect"]
+__all__ = ["CliCommand", "Kind", "CliOption", "collect"]
 
 Kind = Literal["flag", "words", "file", "folder", "host", "any", "program", "command"]
 
 
 @dataclass(frozen=True)
-class Option:
+class CliOption:
     """An option, or an argument by place.
 
     Attributes:
@@ -48,7 +48,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Command:
+class CliCommand:
     """A command.
 
     Attributes:
@@ -63,23 +63,23 @@ class Command:
     words: tuple[str, ...]
     summary: str
     parser: ArgumentParser
-    options: tuple[Option, ...]
-    arguments: tuple[Option, ...]
-    children: tuple[Command, ...]
+    options: tuple[CliOption, ...]
+    arguments: tuple[CliOption, ...]
+    children: tuple[CliCommand, ...]
 
     @property
     def name(self) -> str:
         """As ``trace show``."""
         return " ".join(self.words)
 
-    def walk(self) -> Iterator[Command]:
+    def walk(self) -> Iterator[CliCommand]:
         """The command, and all below it."""
         yield self
         for child in self.children:
             yield from child.walk()
 
 
-def collect() -> tuple[Command, ...]:
+def collect() -> tuple[CliCommand, ...]:
     """All commands.
 
     Raises:
@@ -96,10 +96,10 @@ def _parser(module: str, words: Sequence[str], name: str) -> ArgumentParser:
     return found[0]
 
 
-def _command(words: tuple[str, ...], summary: str, parser: ArgumentParser) -> Command:
+def _command(words: tuple[str, ...], summary: str, parser: ArgumentParser) -> CliCommand:
     options = [_option(parser, action) for action in parser._actions]
     arguments = tuple(each for each in options if not each.names)
-    return Command(
+    return CliCommand(
         words=words,
         summary=summary,
         parser=parser,
@@ -109,7 +109,7 @@ def _command(words: tuple[str, ...], summary: str, parser: ArgumentParser) -> Co
     )
 
 
-def _children(words: tuple[str, ...], parser: ArgumentParser) -> Iterator[Command]:
+def _children(words: tuple[str, ...], parser: ArgumentParser) -> Iterator[CliCommand]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             summaries = {each.dest: each.help or "" for each in action._get_subactions()}
@@ -130,11 +130,11 @@ def _first_sentence(text: str) -> str:
     return sentence[:1].lower() + sentence[1:]
 
 
-def _option(parser: ArgumentParser, action: argparse.Action) -> Option:
+def _option(parser: ArgumentParser, action: argparse.Action) -> CliOption:
     metavar = _metavar(action)
     words = _words(action, metavar)
     shown = action.help is not argparse.SUPPRESS
-    return Option(
+    return CliOption(
         names=tuple(action.option_strings),
         kind=_kind(action, metavar, words),
         words=words,

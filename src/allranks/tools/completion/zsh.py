@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from allranks.tools.completion.tree import Command, Option
+from allranks.tools.completion.tree import CliCommand, CliOption
 
 __all__ = ["render"]
 
 _ACTIONS = {"file": "_files", "folder": "_files -/", "host": "_hosts", "any": " ", "program": "_files"}
 
 
-def render(commands: Sequence[Command]) -> str:
+def render(commands: Sequence[CliCommand]) -> str:
     """The script."""
     lines = ["#compdef allranks", ""]
     for command in commands:
@@ -32,7 +32,7 @@ def render(commands: Sequence[Command]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _function(words: Sequence[str], specs: Sequence[str], children: Sequence[Command]) -> Iterator[str]:
+def _function(words: Sequence[str], specs: Sequence[str], children: Sequence[CliCommand]) -> Iterator[str]:
     name = "_".join(("_allranks", *words))
     yield f"{name}() {{"
     if not children:
@@ -64,7 +64,7 @@ def _help() -> str:
     return "'(-h --help)'{-h,--help}'[print help]'"
 
 
-def _options(command: Command) -> Iterator[str]:
+def _options(command: CliCommand) -> Iterator[str]:
     for option in command.options:
         # Also those that the help does not show, so that their values are not taken for a program.
         text = _escaped(option.help)
@@ -86,13 +86,13 @@ def _options(command: Command) -> Iterator[str]:
                 )
 
 
-def _joint(name: str, option: Option) -> str:
+def _joint(name: str, option: CliOption) -> str:
     if option.kind == "flag":
         return ""
     return "=" if name.startswith("--") else "+"
 
 
-def _arguments(command: Command) -> Iterator[str]:
+def _arguments(command: CliCommand) -> Iterator[str]:
     for i, argument in enumerate(() if command.children else command.arguments):
         if argument.kind == "program":
             yield "'1:program:_files'"
@@ -103,7 +103,7 @@ def _arguments(command: Command) -> Iterator[str]:
         yield _quoted(place + _value(argument, ":"))
 
 
-def _value(option: Option, colon: str) -> str:
+def _value(option: CliOption, colon: str) -> str:
     action = f"({' '.join(option.words)})" if option.words else _ACTIONS[option.kind]
     return f"{colon}{_escaped(option.metavar)}:{action}"
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from allranks._base.console import Program
 from allranks._base.errors import ConfigError
 from allranks._base.exit_codes import FOUND, USAGE
-from allranks.tools.progress import Progress
+from allranks.tools.progress import TerminalProgress
 
 __all__ = ["main"]
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int | Program:
         return USAGE
     every = (*software.CHECKS, *limits.CHECKS, *network.CHECKS, *job.CHECKS)  # in the order in which they are read
     first = job.job_here().rank == 0  # where the ranks have not met, each comes here, and the file is one
-    with Progress("allranks doctor", first) as progress:
+    with TerminalProgress("allranks doctor", first) as progress:
         checks = []
         for number, each in enumerate(every):
             progress.at(f"check {number + 1} of {len(every)}, {each.__name__.replace('_', ' ')}")
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int | Program:
         try:
             found = ranks.examine(checks, wanted)
         except ConfigError:  # the check of the variables has reported it
-            found = report.Report(report.merge([ranks.facts(checks)]))
+            found = report.DoctorReport(report.merge([ranks.facts(checks)]))
     if found is None:
         return 0  # rank 0 prints it
     if wanted.json is not None and first:

@@ -10,11 +10,11 @@ from pathlib import Path
 from allranks._base.console import ArgumentParser
 from allranks.tools.outputs import why_not
 
-__all__ = ["Options", "parse", "without_nproc"]
+__all__ = ["DoctorOptions", "parse", "without_nproc"]
 
 
 @dataclass(frozen=True)
-class Options:
+class DoctorOptions:
     """What ``allranks doctor`` was asked for.
 
     Attributes:
@@ -32,7 +32,7 @@ class Options:
     nbytes: int = 16 << 20
 
 
-def parse(argv: Sequence[str]) -> Options:
+def parse(argv: Sequence[str]) -> DoctorOptions:
     """The options; exits with 2 and one line where they are wrong."""
     parser = _parser()
     given = parser.parse_args(argv)
@@ -44,7 +44,7 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error("--megabytes must be at least 1")
     if why := why_not(given.json, given.plot):
         parser.error(why)
-    return Options(given.nproc, given.json, given.plot, given.timeout, given.megabytes << 20)
+    return DoctorOptions(given.nproc, given.json, given.plot, given.timeout, given.megabytes << 20)
 
 
 def without_nproc(argv: Sequence[str]) -> list[str]:

@@ -6,14 +6,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-from allranks.tools.doctor.report import Report
+from allranks.tools.doctor.report import DoctorReport
 
 __all__ = ["plot"]
 
 _WRITTEN = 16  # ranks whose cells have room for a number
 
 
-def plot(report: Report, file: Path) -> None:
+def plot(report: DoctorReport, file: Path) -> None:
     """Draws latency and bandwidth of each pair; needs matplotlib.
 
     Args:

@@ -19,9 +19,9 @@ from allranks._cluster.env import read_env
 from allranks._cluster.network import machine
 from allranks.tools.doctor import software
 from allranks.tools.doctor.check import Check
-from allranks.tools.doctor.options import Options
+from allranks.tools.doctor.options import DoctorOptions
 from allranks.tools.doctor.pairs import Pair, Pairs, kinds, rounds, standing_out
-from allranks.tools.doctor.report import Facts, Line, Report, compare_versions, merge
+from allranks.tools.doctor.report import DoctorFacts, DoctorLine, DoctorReport, compare_versions, merge
 
 if TYPE_CHECKING:
     import torch
@@ -41,12 +41,12 @@ _FIGURES: tuple[tuple[str, str, _Figure, _Figure], ...] = (
 )
 
 
-def facts(checks: Sequence[Check], rank: int = 0) -> Facts:
+def facts(checks: Sequence[Check], rank: int = 0) -> DoctorFacts:
     """What this process says of itself."""
-    return Facts(rank, socket.gethostname(), machine(), software.versions(), checks)
+    return DoctorFacts(rank, socket.gethostname(), machine(), software.versions(), checks)
 
 
-def examine(checks: Sequence[Check], wanted: Options) -> Report | None:
+def examine(checks: Sequence[Check], wanted: DoctorOptions) -> DoctorReport | None:
     """What there is to report; of a job, on rank 0, where it can be gathered.
 
     Args:
@@ -62,9 +62,9 @@ def examine(checks: Sequence[Check], wanted: Options) -> Report | None:
     env = read_env()
     own = facts(checks, env.rank)
     if env.world_size == 1:
-        return Report(merge([own]))
+        return DoctorReport(merge([own]))
     who = f"rank {env.rank} on {own.host}"
-    report = Report([Line(*check, where=who) for check in checks])  # what is left where no others are met
+    report = DoctorReport([DoctorLine(*check, where=who) for check in checks])  # what is left where no others are met
     try:
         import allranks
 
@@ -88,7 +88,7 @@ def examine(checks: Sequence[Check], wanted: Options) -> Report | None:
     return report
 
 
-def judge_pairs(pairs: Pairs, hosts: Sequence[str], machines: Sequence[str]) -> list[Line]:
+def judge_pairs(pairs: Pairs, hosts: Sequence[str], machines: Sequence[str]) -> list[DoctorLine]:
     """What the figures say: the usual, and the pairs that are far from it.
 
     Args:
@@ -111,13 +111,13 @@ def judge_pairs(pairs: Pairs, hosts: Sequence[str], machines: Sequence[str]) -> 
                     for p in bad[:3]
                 )
                 advice = "Another job there, a slow link, or another interface than the others' (ALLRANKS_IFACE)?"
-                lines.append(Line(name, "warn", f"{measured}; {named}", advice))
+                lines.append(DoctorLine(name, "warn", f"{measured}; {named}", advice))
             else:
-                lines.append(Line(name, "ok", measured))
+                lines.append(DoctorLine(name, "ok", measured))
     return lines
 
 
-def judge_clock(host: str, ahead_s: float, error_s: float) -> Line:
+def judge_clock(host: str, ahead_s: float, error_s: float) -> DoctorLine:
     """How far a host's clock is ahead of rank 0's.
 
     Args:
@@ -128,14 +128,14 @@ def judge_clock(host: str, ahead_s: float, error_s: float) -> Line:
     way = "ahead of" if ahead_s >= 0 else "behind"
     measured = f"{abs(ahead_s) * 1e3:.2f} ms {way} rank 0's, +- {error_s * 1e3:.2f} ms"
     if abs(ahead_s) - error_s > _SKEW_S:
-        return Line("clock", "warn", measured, "Let chrony or ntpd set the hosts' clocks: chronyc makestep", host)
-    return Line("clock", "ok", measured, where=host)
+        return DoctorLine("clock", "warn", measured, "Let chrony or ntpd set the hosts' clocks: chronyc makestep", host)
+    return DoctorLine("clock", "ok", measured, where=host)
 
 
-def _failure(name: str, error: Exception, who: str) -> Line:
+def _failure(name: str, error: Exception, who: str) -> DoctorLine:
     text, _, advice = str(error).partition("\n")
     ours = isinstance(error, AllranksError)
-    return Line(
+    return DoctorLine(
         name,
         "FAIL",
         text if ours else f"{type(error).__name__}: {text}",
@@ -152,7 +152,7 @@ def _everybodys(word: str) -> list[str]:
     return words
 
 
-def _gather(own: Facts) -> Report:
+def _gather(own: DoctorFacts) -> DoctorReport:
     """On rank 0 the report; on the others what they know themselves."""
     import allranks
 
@@ -162,13 +162,13 @@ def _gather(own: Facts) -> Report:
     mine = (own.rank, own.host, own.machine, dict(own.versions), [tuple(check) for check in own.checks])
     allranks.all_gather_object(everybody, mine)
     collected = [
-        Facts(rank, host, where, versions, [Check(*check) for check in checks])  # type: ignore[arg-type]
+        DoctorFacts(rank, host, where, versions, [Check(*check) for check in checks])  # type: ignore[arg-type]
         for rank, host, where, versions, checks in filter(None, everybody)
     ]
-    return Report(merge(collected) + compare_versions(collected), [each.host for each in collected])
+    return DoctorReport(merge(collected) + compare_versions(collected), [each.host for each in collected])
 
 
-def _clocks(report: Report, own: Facts) -> list[Line]:
+def _clocks(report: DoctorReport, own: DoctorFacts) -> list[DoctorLine]:
     """Rank 0 looks at the clock of the first rank of each other host."""
     import torch
 

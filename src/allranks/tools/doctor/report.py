@@ -12,14 +12,14 @@ from allranks._base.errors import rank_list
 from allranks.tools.doctor.check import Check, Verdict
 from allranks.tools.doctor.pairs import Pairs
 
-__all__ = ["Facts", "Line", "Report", "compare_versions", "merge", "write"]
+__all__ = ["DoctorFacts", "DoctorLine", "DoctorReport", "compare_versions", "merge", "write"]
 
 _ORDER: tuple[Verdict, ...] = ("ok", "warn", "FAIL")
 _VITAL = ("allranks", "torch")  # that differ between hosts: not only a nuisance
 
 
 @dataclass(frozen=True)
-class Facts:
+class DoctorFacts:
     """What a rank reports of itself.
 
     Attributes:
@@ -38,7 +38,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Line:
+class DoctorLine:
     """One finding, of some hosts or ranks, or of all."""
 
     name: str
@@ -49,10 +49,10 @@ class Line:
 
 
 @dataclass
-class Report:
+class DoctorReport:
     """A whole run."""
 
-    lines: list[Line]
+    lines: list[DoctorLine]
     hosts: list[str] = field(default_factory=list)  # by rank, where there are several
     pairs: Pairs | None = None
 
@@ -62,9 +62,9 @@ class Report:
         return sum(line.verdict == "FAIL" for line in self.lines)
 
 
-def merge(everybody: Sequence[Facts]) -> list[Line]:
+def merge(everybody: Sequence[DoctorFacts]) -> list[DoctorLine]:
     """One line for each finding: the worst of the ranks of a host, and hosts with the same finding together."""
-    by_host: dict[str, list[Facts]] = {}
+    by_host: dict[str, list[DoctorFacts]] = {}
     for facts in everybody:
         by_host.setdefault(facts.machine, []).append(facts)
     lines = []
@@ -77,15 +77,17 @@ def merge(everybody: Sequence[Facts]) -> list[Line]:
             hosts_of.setdefault((worst.verdict, worst.measured, worst.advice), []).append(place)
         whole = [some[0].host for some in by_host.values()]
         for (verdict, measured, advice), places in hosts_of.items():
-            lines.append(Line(check.name, verdict, measured, advice, "" if places == whole else ", ".join(places)))
+            lines.append(
+                DoctorLine(check.name, verdict, measured, advice, "" if places == whole else ", ".join(places))
+            )
     return lines
 
 
-def compare_versions(everybody: Sequence[Facts]) -> list[Line]:
+def compare_versions(everybody: Sequence[DoctorFacts]) -> list[DoctorLine]:
     """A line for each version that is not the same on all ranks; one if all are."""
     lines = []
     for name in dict.fromkeys(name for facts in everybody for name in facts.versions):
-        found: dict[str, list[Facts]] = {}
+        found: dict[str, list[DoctorFacts]] = {}
         for facts in everybody:
             found.setdefault(facts.versions.get(name, "none"), []).append(facts)
         if len(found) > 1:
@@ -94,14 +96,14 @@ def compare_versions(everybody: Sequence[Facts]) -> list[Line]:
                 for version, some in found.items()
             )
             verdict: Verdict = "FAIL" if name in _VITAL else "warn"
-            lines.append(Line("versions", verdict, f"{name} {versions}", "Install one version on all hosts."))
+            lines.append(DoctorLine("versions", verdict, f"{name} {versions}", "Install one version on all hosts."))
     if not lines:
         same = ", ".join(f"{name} {version}" for name, version in everybody[0].versions.items())
-        lines.append(Line("versions", "ok", f"{same}: the same on all ranks"))
+        lines.append(DoctorLine("versions", "ok", f"{same}: the same on all ranks"))
     return lines
 
 
-def write(report: Report, file: Path) -> None:
+def write(report: DoctorReport, file: Path) -> None:
     """Writes JSON; to stdout if the file is ``-``."""
     text = json.dumps(asdict(report) | {"failed": report.failed}, indent=1)
     if str(file) == "-":

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from allranks._base.console import has_colours, put
 from allranks.tools.doctor.pairs import Pair, Pairs
-from allranks.tools.doctor.report import Line, Report
+from allranks.tools.doctor.report import DoctorLine, DoctorReport
 
 __all__ = ["lines_of", "show", "table"]
 
@@ -19,7 +19,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
 _WIDEST = 16  # ranks in a matrix that is printed; --json and --plot have larger ones
 
 
-def show(report: Report) -> None:
+def show(report: DoctorReport) -> None:
     """Prints it."""
     shown = io.StringIO()
     console = Console(file=shown, highlight=False, force_terminal=has_colours(sys.stdout))
@@ -28,7 +28,7 @@ def show(report: Report) -> None:
     put(shown.getvalue(), styled=True)
 
 
-def lines_of(report: Report) -> Iterator[Text]:
+def lines_of(report: DoctorReport) -> Iterator[Text]:
     """The lines, with their colours."""
     width = max((len(line.name) for line in report.lines), default=0)
     if report.hosts:
@@ -42,7 +42,7 @@ def lines_of(report: Report) -> Iterator[Text]:
     yield Text(f"{len(report.lines)} checks: {report.failed} failed, {warned} to look at")
 
 
-def _line(line: Line, width: int) -> Iterator[Text]:
+def _line(line: DoctorLine, width: int) -> Iterator[Text]:
     where = f"[{line.where}] " if line.where else ""
     yield Text.assemble(
         (f"{line.verdict:4}", _COLOURS[line.verdict]), f"  {line.name:{width}}  ", (where, "bold"), line.measured

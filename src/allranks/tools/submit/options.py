@@ -19,7 +19,7 @@ from allranks.launch.spec.declared import add_options
 from allranks.launch.spec.options import Options as RunOptions
 from allranks.launch.spec.target import check, read_target
 
-__all__ = ["Options", "parse"]
+__all__ = ["SubmitOptions", "parse"]
 
 _USAGE = """allranks submit --to SYSTEM [options] script.py [args ...]
        allranks submit --to SYSTEM [options] -m module [args ...]
@@ -31,7 +31,7 @@ _PLAIN = re.compile(r"[\w.,:/@+=%-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Options:
+class SubmitOptions:
     """What ``allranks submit`` was asked for.
 
     Attributes:
@@ -51,7 +51,7 @@ class Options:
     quiet: bool
 
 
-def parse(argv: Sequence[str]) -> Options:
+def parse(argv: Sequence[str]) -> SubmitOptions:
     """Reads the arguments.
 
     Raises:
@@ -103,7 +103,7 @@ def parse(argv: Sequence[str]) -> Options:
     )
     check_elastic(given.elastic, nproc * (given.nodes - given.spares))
     submission.check(job)
-    return Options(to, submission, job, file, given.now, given.quiet)
+    return SubmitOptions(to, submission, job, file, given.now, given.quiet)
 
 
 def _parser() -> argparse.ArgumentParser:

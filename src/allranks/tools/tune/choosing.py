@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from allranks._engines.native.tuning import NEVER
 
-__all__ = ["Found", "choose"]
+__all__ = ["TunedValues", "choose"]
 
 _BETTER = 0.97  # of the time: less is noise
 
 
 @dataclass
-class Found:
+class TunedValues:
     """What was measured, in microseconds per call.
 
     Attributes:
@@ -29,7 +29,7 @@ class Found:
     shots: dict[int, dict[int, tuple[float, float]]] = field(default_factory=dict)
 
 
-def choose(found: Found) -> dict[str, int]:
+def choose(found: TunedValues) -> dict[str, int]:
     """The table that follows from what was measured. What was not measured is not in it: what is shipped stays."""
     table: dict[str, int] = {}
     ratios = {ranks: _of_groups(times) for ranks, times in found.meetings.items() if len(times) > 1}

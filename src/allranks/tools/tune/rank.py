@@ -20,10 +20,10 @@ import allranks
 from allranks._base.console import put
 from allranks._cluster.host import usable_cpus
 from allranks._engines.native.tuning import NEVER
-from allranks.tools.progress import Progress
+from allranks.tools.progress import TerminalProgress
 from allranks.tools.quiet import Window, judge
 from allranks.tools.tune import parse
-from allranks.tools.tune.choosing import Found, choose
+from allranks.tools.tune.choosing import TunedValues, choose
 
 _GROUPS = (4, 8, 16)
 _MEETINGS = (8, 16 << 10)  # bytes: one meeting, and some
@@ -39,7 +39,7 @@ class _Rank:
         allranks.init_process_group()
         self._options = options
         self._rank, self._ranks = allranks.get_rank(), allranks.get_world_size()
-        self._found = Found(usable_cpus())
+        self._found = TunedValues(usable_cpus())
 
     def run(self) -> None:
         window, began_s = Window(), time.process_time()
@@ -88,7 +88,7 @@ class _Rank:
         self, ranks: int, tables: Sequence[Mapping[str, int]], sizes: Sequence[int], folder: Path
     ) -> dict[int, list[float]]:
         """Of an all_reduce of the first ranks, by size and table; in turn. Empty on the other ranks."""
-        with Progress("allranks tune", self._rank == 0) as progress:
+        with TerminalProgress("allranks tune", self._rank == 0) as progress:
             progress.at(f"{len(tables)} ways for {ranks} ranks, {len(sizes)} sizes each")
             return self._timed(ranks, tables, sizes, folder)
 
