@@ -69,7 +69,7 @@ def configure(
     who = _who() if rank is None else rank
     file = Path(folder) / f"process_{who}.log"
     file.parent.mkdir(parents=True, exist_ok=True)
-    made: list[logging.Handler] = [_File(file, format)]
+    made: list[logging.Handler] = [_RankFile(file, format)]
     if console == "all" or (console == "0" and (who == 0 or isinstance(who, str))):
         made.append(_console(f"[{socket.gethostname()}:{who}] " if console == "all" else ""))
     root = logging.getLogger()
@@ -85,7 +85,7 @@ def configure(
     return logging.getLogger(f"Process-{who}")
 
 
-class _File(logging.FileHandler):
+class _RankFile(logging.FileHandler):
     def __init__(self, file: Path, format: str) -> None:
         super().__init__(file, encoding="utf-8", errors="backslashreplace")
         self.setFormatter(logging.Formatter(format, _DATES))
@@ -143,5 +143,5 @@ def _log_to_file(words: str, about: tuple[type[BaseException], BaseException, Tr
     """Not to the terminal, where the interpreter prints it."""
     record = logging.getLogger(__name__).makeRecord(__name__, logging.CRITICAL, "", 0, words, (), about)
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, _File):
+        if isinstance(handler, _RankFile):
             handler.handle(record)

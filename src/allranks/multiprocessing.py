@@ -104,7 +104,7 @@ def start_processes(
     try:
         parent = os.getpid() if start_method in ("spawn", "fork") else None
         nested = _is_rank()
-        start = _Start(fn, _environ(nprocs, server.address, nested), nested, parent)
+        start = _RankEntry(fn, _environ(nprocs, server.address, nested), nested, parent)
         started = torch_start(  # type: ignore[no-untyped-call]
             start, args, nprocs, join=False, daemon=daemon, start_method=start_method
         )
@@ -122,7 +122,7 @@ def start_processes(
     return None
 
 
-class _Start:
+class _RankEntry:
     """What a new process calls: sets its rank in the environment, then calls the user's function."""
 
     def __init__(self, fn: Callable[..., object], environ: dict[str, str], nested: bool, parent: int | None) -> None:

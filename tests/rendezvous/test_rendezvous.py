@@ -22,7 +22,7 @@ import pytest
 
 from allranks._base.errors import ConfigError, JoinError, UsageError
 from allranks._rendezvous import rendezvous
-from allranks._rendezvous.rendezvous import Meeting, join
+from allranks._rendezvous.rendezvous import JobMeeting, join
 from allranks._store import HashStore, PrefixStore, StoreClient, StoreServer, address
 from support.joining import SECRET, SRC, Rank, answers, assert_met
 from support.prompt import PROMPT_S
@@ -116,7 +116,7 @@ def test_a_given_store_is_used_and_stays_open() -> None:
     ours = HashStore()
     for store in (ours, PrefixStore("p", ours)):
 
-        def take_part(rank: int, store: object = store) -> Meeting:
+        def take_part(rank: int, store: object = store) -> JobMeeting:
             meeting = join(None, rank=rank, world_size=2, timeout_s=10.0, store=store, environ={})
             meeting.close()
             return meeting
@@ -166,7 +166,7 @@ def test_alone_nothing_listens() -> None:
 
 
 def test_local_rank_is_the_launchers_where_it_says_so(launcher: dict[str, str]) -> None:
-    def take_part(rank: int) -> Meeting:
+    def take_part(rank: int) -> JobMeeting:
         told = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "6"}
         meeting = join(None, timeout_s=10.0, environ=launcher | told)
         meeting.close()
@@ -331,7 +331,7 @@ def test_the_launcher_dies_while_the_ranks_wait() -> None:
 
 
 def test_two_processes_with_one_rank(launcher: dict[str, str]) -> None:
-    def take_part(rank: int) -> Meeting:
+    def take_part(rank: int) -> JobMeeting:
         return join(None, rank=rank, world_size=3, timeout_s=20.0, environ=launcher)
 
     with ThreadPoolExecutor(2) as pool:

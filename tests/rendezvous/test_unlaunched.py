@@ -17,7 +17,7 @@ from allranks._base.errors import ConfigError, JoinError
 from allranks._cluster.env import JobEnv, read_env
 from allranks._rendezvous import pmi
 from allranks._rendezvous.finders import scheduler
-from allranks._rendezvous.rendezvous import Meeting, join
+from allranks._rendezvous.rendezvous import JobMeeting, join
 from allranks._store import StoreServer
 
 SECRET = {"ALLRANKS_SECRET": "a secret of the tests, long enough"}
@@ -84,7 +84,7 @@ def meet(*environs: dict[str, str], timeout_s: float = 20.0) -> list[Any]:
 
     with ThreadPoolExecutor(len(environs)) as pool:
         results = list(pool.map(one, environs))
-    closing = [threading.Thread(target=result.close) for result in results if isinstance(result, Meeting)]
+    closing = [threading.Thread(target=result.close) for result in results if isinstance(result, JobMeeting)]
     for thread in closing:
         thread.start()
     for thread in closing:
@@ -116,7 +116,7 @@ def test_two_jobs_that_look_at_the_same_ports_do_not_meet(few_ports: range) -> N
         environs = [step(rank, job=job) for job in ("17", "18") for rank in (0, 1)]
         results = meet(*environs)
     for result, environ in zip(results, environs, strict=True):
-        assert isinstance(result, Meeting), result
+        assert isinstance(result, JobMeeting), result
         assert result.rank == int(environ["SLURM_PROCID"])
 
 

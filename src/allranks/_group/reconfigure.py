@@ -83,7 +83,7 @@ _LINGER_S = 3.0  # a store stays so long for others that have not left it yet
 _ABOUT = struct.Struct("!q16s16sqq")
 
 
-class _Handle(msgspec.Struct, frozen=True, array_like=True):
+class _ProcessHandle(msgspec.Struct, frozen=True, array_like=True):
     """What a handle consists of.
 
     Attributes:
@@ -110,7 +110,7 @@ class _Handle(msgspec.Struct, frozen=True, array_like=True):
         return f"{_FORM}{max(self.number, 0):08d}:{packed}"
 
     @classmethod
-    def parse(cls, text: object) -> _Handle:
+    def parse(cls, text: object) -> _ProcessHandle:
         try:
             if not isinstance(text, str) or not text.startswith(_FORM):
                 raise ValueError
@@ -160,7 +160,7 @@ class Place:
             self._server.close()
             raise
         me = this_member(0, 1)
-        self.handle = _Handle(number, me.pid, me.host, me.machine, self._server.address, addresses).text()
+        self.handle = _ProcessHandle(number, me.pid, me.host, me.machine, self._server.address, addresses).text()
         self.lock = threading.Lock()
         self.used: set[int] = set()
 
@@ -237,7 +237,7 @@ class _Attempt:
 
     def __init__(self, uuid: int, texts: Sequence[str], rank: int, timeout_s: float) -> None:
         self._uuid = uuid
-        self._handles = [_Handle.parse(text) for text in texts]
+        self._handles = [_ProcessHandle.parse(text) for text in texts]
         self._rank = rank
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
@@ -461,7 +461,7 @@ def _in_order(handles: Sequence[str] | AbstractSet[str], own: str) -> list[str]:
     if not texts:
         raise UsageError("reconfigure: at least one handle is needed, that of this process")
     for text in texts:
-        _Handle.parse(text)
+        _ProcessHandle.parse(text)
     if len(set(texts)) != len(texts):
         raise UsageError("reconfigure: the handles must be unique, and one of them is there twice")
     if own not in texts:

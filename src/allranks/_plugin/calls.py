@@ -286,7 +286,7 @@ class Calls:
         if work is None:
             return DONE
         if opts.asyncOp:
-            return self._started(_Limited(work, limit))
+            return self._started(_CallWithTimeout(work, limit))
         TorchWork.of(work, self.note).wait(limit)
         return DONE
 
@@ -310,7 +310,7 @@ class Calls:
         return given  # type: ignore[no-any-return]
 
 
-class _Limited(Then):
+class _CallWithTimeout(Then):
     """A call with a timeout of its own, which counts from the call on."""
 
     def __init__(self, work: Work, limit: timedelta) -> None:

@@ -152,7 +152,7 @@ def _the_elastic_world(board: Board, rank: int, size: int, timeout_s: float) -> 
     return made
 
 
-def _meet(about: Any, rank: int, size: int, timeout_s: float) -> rendezvous.Meeting:
+def _meet(about: Any, rank: int, size: int, timeout_s: float) -> rendezvous.JobMeeting:
     # torchrun restarts ranks on the same store, where the last attempt's keys still are.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = _c10d.PrefixStore(f"attempt {attempt}/", about.store)

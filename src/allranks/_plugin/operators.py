@@ -83,12 +83,12 @@ _SPANS = {
 }
 
 
-class _Open(threading.local):
+class _OpenOperators(threading.local):
     def __init__(self) -> None:
         self.operators: list[Operator] = []
 
 
-_open = _Open()
+_open = _OpenOperators()
 
 
 class Operator:

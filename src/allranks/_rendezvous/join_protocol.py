@@ -137,7 +137,7 @@ class _Claim(msgspec.Struct, frozen=True):
     protocol: int = 1
 
 
-class _Verdict(msgspec.Struct, frozen=True):
+class _JoinVerdict(msgspec.Struct, frozen=True):
     error: str = ""
     missing: tuple[int, ...] = ()
 
@@ -273,7 +273,7 @@ class Joining:
             listens = self.listens() if verdict.missing else ""
             raise JoinError(verdict.error + (f"\n  Rank 0 listened {listens}." if listens else ""))
 
-    def _await_verdict(self) -> Steps[_Verdict]:
+    def _await_verdict(self) -> Steps[_JoinVerdict]:
         calm_s = self.began + self.notice_s - self._now
         if calm_s < self._left():
             verdict = yield from self._wait_verdict(max(calm_s, 0.0))
@@ -290,11 +290,11 @@ class Joining:
         assert verdict is not None
         return verdict
 
-    def _wait_verdict(self, timeout_s: float) -> Steps[_Verdict | None]:
+    def _wait_verdict(self, timeout_s: float) -> Steps[_JoinVerdict | None]:
         answer = yield from self._ask(WaitForKeys([f"{self._board}verdict"], min(timeout_s, LONGEST_WAIT_S), True))
         return _verdict(answer) if isinstance(answer, FoundValues) else None
 
-    def _look_around(self) -> Steps[_Verdict | None]:
+    def _look_around(self) -> Steps[_JoinVerdict | None]:
         # One rank prints for all that wait: rank 0, which knows where it listens, or the first to ask.
         if self.me.rank:
             zero = yield from self._ask(Peek([f"{self._board}member/0"]))
@@ -309,7 +309,7 @@ class Joining:
         yield from self._notice(f"for {rank_list(missing)} {where}")
         return None
 
-    def _roll_call(self, give_up: bool = False) -> Steps[_Verdict | None]:
+    def _roll_call(self, give_up: bool = False) -> Steps[_JoinVerdict | None]:
         size = self.me.world_size
         found = yield from self._everyone("member", "double") if give_up else self._everyone("member")
         found, doubles = found[:size], found[size:]
@@ -317,7 +317,7 @@ class Joining:
         missing = tuple(rank for rank, claim in enumerate(found) if claim is None)
         if not missing:
             yield from self._ask(Set(f"{self._board}{TABLE.rpartition('/')[2]}", _pack_members(members)))
-            return (yield from self._settle(_Verdict()))
+            return (yield from self._settle(_JoinVerdict()))
         if not give_up:
             return None
         lines = [
@@ -332,7 +332,7 @@ class Joining:
             *self._empty_hosts(members),
             f"Look at the output of those that are missing.    Longer: {self.longer}",
         ]
-        return (yield from self._settle(_Verdict("\n  ".join(lines), missing)))
+        return (yield from self._settle(_JoinVerdict("\n  ".join(lines), missing)))
 
     def _empty_hosts(self, members: Sequence[Member]) -> list[str]:
         came = Counter(member.host.partition(".")[0] for member in members)
@@ -343,13 +343,13 @@ class Joining:
         ]
         return [f"Fewer ranks joined than were started: {', '.join(fewer)}."] if fewer else []
 
-    def _settle(self, verdict: _Verdict) -> Steps[_Verdict]:
+    def _settle(self, verdict: _JoinVerdict) -> Steps[_JoinVerdict]:
         # The first verdict counts, so that no rank goes on where another one has given up.
         answer = yield from self._ask(CompareSet(f"{self._board}verdict", b"", msgspec.msgpack.encode(verdict)))
         return _verdict(answer)
 
     def _fail(self, kind: type[JoinError | ConfigError], error: str) -> Steps[None]:
-        yield from self._settle(_Verdict(error))
+        yield from self._settle(_JoinVerdict(error))
         raise kind(error)
 
     # Requests.
@@ -499,10 +499,10 @@ def _decode(value: bytes | None) -> _Claim | None:
     return None if value is None else msgspec.msgpack.decode(value, type=_Claim)
 
 
-def _verdict(answer: RequestDone | FoundValues | WaitTimedOut) -> _Verdict:
+def _verdict(answer: RequestDone | FoundValues | WaitTimedOut) -> _JoinVerdict:
     assert isinstance(answer, FoundValues)
     assert answer.values[0] is not None
-    return msgspec.msgpack.decode(answer.values[0], type=_Verdict)
+    return msgspec.msgpack.decode(answer.values[0], type=_JoinVerdict)
 
 
 def _twice(first: Member, second: Member) -> str:

@@ -46,7 +46,7 @@ from allranks._rendezvous.meeting import JobMeeting
 from allranks._rendezvous.seats import ELASTIC
 from allranks._store import HashStore, PrefixStore, Store
 
-__all__ = ["Meeting", "Member", "elastic_board", "join", "this_member"]
+__all__ = ["JobMeeting", "Member", "elastic_board", "join", "this_member"]
 
 _NOTICE_S = NOTICE_S
 _PROCESS = uuid.uuid4().hex  # with the pid, unlike the pid alone: no two processes share it, in any container

@@ -174,7 +174,7 @@ class StorageWriter(storage.StorageWriter):
 
 
 @dataclasses.dataclass
-class _Open:
+class _BegunSave:
     """A save that the coordinator has begun.
 
     Attributes:
@@ -190,7 +190,7 @@ class _Open:
     thread: threading.Thread
 
 
-_opened: dict[Path, _Open] = {}
+_opened: dict[Path, _BegunSave] = {}
 _guard = threading.RLock()  # a collection within `_open` may end an earlier writer, whose `_close` takes it, too
 
 
@@ -205,7 +205,7 @@ def _open(writer: StorageWriter, folder: Path, step: int) -> Path:
         with contextlib.ExitStack() as held:
             lock = held.enter_context(folders.holding(folder, owners.run_id()))
             partial = folders.new_partial(folder, step)
-            _opened[folder] = _Open(partial, lock, held.pop_all(), threading.current_thread())
+            _opened[folder] = _BegunSave(partial, lock, held.pop_all(), threading.current_thread())
     weakref.finalize(writer, _close, folder, partial)
     return partial
 

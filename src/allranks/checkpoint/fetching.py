@@ -38,7 +38,7 @@ class _Wanted(NamedTuple):
     end: int
 
 
-class _Message(NamedTuple):
+class _RoundMessage(NamedTuple):
     """What a rank tells in a round.
 
     Attributes:
@@ -102,7 +102,9 @@ class Rounds:
         company = self._company
         trouble = self._trouble or ("" if error is None else in_words(error))
         is_usage = isinstance(error, UsageError) and not self._trouble
-        messages: list[_Message] = company.exchange(_Message(wanted, trouble, is_usage, this_process()), _Message)
+        messages: list[_RoundMessage] = company.exchange(
+            _RoundMessage(wanted, trouble, is_usage, this_process()), _RoundMessage
+        )
         for rank, message in enumerate(messages):
             if message.trouble:
                 self._is_over = True

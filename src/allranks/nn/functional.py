@@ -67,7 +67,7 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> Te
         the sum of all ranks' on ``src``, zero elsewhere.
     """
     resolved = resolve_group(group)
-    return _Broadcast.apply(resolved, root_of(resolved, src, None, "src"), tensor)
+    return _BroadcastFunction.apply(resolved, root_of(resolved, src, None, "src"), tensor)
 
 
 def reduce(
@@ -247,7 +247,7 @@ class _ToMany(Function):
         def apply(cls, *args: Any) -> tuple[Tensor, ...]: ...
 
 
-class _Broadcast(_ToOne):
+class _BroadcastFunction(_ToOne):
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, root: int, tensor: Tensor) -> Tensor:
         ctx.group, ctx.root = group, root
@@ -271,7 +271,7 @@ class _Reduce(_ToOne):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, _Broadcast.apply(ctx.group, ctx.root, _shared(ctx, grad))
+        return None, None, None, _BroadcastFunction.apply(ctx.group, ctx.root, _shared(ctx, grad))
 
 
 class _AllReduce(_ToOne):

@@ -179,7 +179,7 @@ def replicate(network: T, devices: Sequence[Device], detach: bool = False) -> li
     if workers is None:
         return nn.parallel.replicate(network, devices, detach)  # type: ignore[arg-type]
     tensors = [*network.parameters(), *network.buffers()]
-    copied = _Broadcast.apply(workers, *(each.detach() if detach else each for each in tensors))
+    copied = _BroadcastToReplicas.apply(workers, *(each.detach() if detach else each for each in tensors))
     replicas = []
     for number in range(len(workers)):
         copies: dict[Any, Any] = dict(zip(tensors, copied[number * len(tensors) :], strict=False))
@@ -272,7 +272,7 @@ class _Function(Function):
         def apply(cls, *args: Any) -> tuple[Any, ...]: ...
 
 
-class _Broadcast(_Function):
+class _BroadcastToReplicas(_Function):
     """Tensors of the first worker, on each worker: all of the first, then all of the second, ..."""
 
     @staticmethod
@@ -316,7 +316,7 @@ class _Sum(_Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return None, *_Broadcast.apply(ctx.workers, *grads)
+        return None, *_BroadcastToReplicas.apply(ctx.workers, *grads)
 
 
 def _copies(tensors: Sequence[Any], worker: torch.device) -> list[Any]:

@@ -50,7 +50,7 @@ class Batches:
         self._sampler = _sampler_of(source, places)
         self._iterator: Iterator[Any] | None = None
         self._ready = False
-        self._kept: _Kept | None = None
+        self._kept: _LoadedBatch | None = None
         self._changed: list[Tensor] = []  # of a batch that is loaded again, as the step has changed them
         self.batch: Any = None
         seeds.adopt(loader_generators(source))
@@ -69,7 +69,7 @@ class Batches:
             self._check_loaded_again()
             # A second look at these gives the same objects, as the step has left them.
             holds = self._iterator is self._source or isinstance(self._source, (list, tuple, deque))
-            self._kept = _Kept(self.batch, holds)
+            self._kept = _LoadedBatch(self.batch, holds)
         return True
 
     def _check_loaded_again(self) -> None:
@@ -82,7 +82,7 @@ class Batches:
             return
         changed, self._changed = self._changed, []
         before = {_memory(tensor) for tensor in changed}
-        if any(_memory(tensor) in before for tensor in _Kept(self.batch, False).tensors):
+        if any(_memory(tensor) in before for tensor in _LoadedBatch(self.batch, False).tensors):
             raise StateLostError(
                 f"State.steps: the step has changed its batch in place, and {type(self._source).__name__} gives the"
                 " same memory again, so that the step cannot be repeated.\n  Change a copy (x = x - mean instead of"
@@ -154,7 +154,7 @@ class Batches:
         return self._iterator
 
 
-class _Kept:
+class _LoadedBatch:
     """A batch as it was loaded.
 
     Programs change batches: ``labels = batch.pop("labels")``, ``images.sub_(mean)``. Containers are small and copied.

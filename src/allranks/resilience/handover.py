@@ -334,7 +334,7 @@ def _pack(value: Any, found: list[tuple[str, Tensor]], path: str) -> Any:
         return {"value": value}
     # What else there is (a namedtuple, a Counter, an object of the program) is rebuilt as pickle rebuilds it.
     places: list[Any] = []
-    pickler = _Pickler(buffer := io.BytesIO(), lambda tensor: places.append(_place(tensor, found, path)))
+    pickler = _StatePickler(buffer := io.BytesIO(), lambda tensor: places.append(_place(tensor, found, path)))
     pickler.dump(value)
     return {"pickled": (buffer.getvalue(), places)}
 
@@ -344,7 +344,7 @@ def _place(tensor: Tensor, found: list[tuple[str, Tensor]], path: str) -> Any:
     return (_PLACE, str(tensor.device), layout_of(tensor))
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _StatePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles an object without its tensors, which are sent beside it."""
 
     def __init__(self, file: io.BytesIO, take: Callable[[Tensor], None]) -> None:

@@ -4,7 +4,7 @@ They get flat tensors (`flat`). Failures are torch's, in our errors.
 
 What gloo does by itself, found with torch 2.13, and what is done about it:
 
-- A receive that times out closes the group's connections. Messages are therefore waited for in a thread (`_Message`),
+- A receive that times out closes the group's connections. Messages are therefore waited for in a thread (`_GlooMessage`),
   and `_end_gloo` uses such a receive to end what is pending, which nothing else does (`abort` does nothing).
 - Its group's destructor waits for collectives that are under way, holding the GIL: all of them are ended before.
 - A collective with other sizes on another rank ends the process.
@@ -185,7 +185,7 @@ class C10dEngine(FlatEngine):
         return (_OnStream if self.device == "cuda" else _Collective)(handle)
 
     def _message(self, handle: Any, peer: int) -> Progress:
-        return (_OnStream if self.device == "cuda" else _Message)(handle, peer)
+        return (_OnStream if self.device == "cuda" else _GlooMessage)(handle, peer)
 
     def explain(self, error: BaseException, verb: str) -> NoReturn:
         """Raises our error for torch's."""
@@ -239,7 +239,7 @@ class C10dEngine(FlatEngine):
         backend.abort()
 
 
-class _Handle(Progress):
+class _WorkHandle(Progress):
     """Torch's handle of a call."""
 
     def __init__(self, handle: Any, peer: int = -1) -> None:
@@ -253,7 +253,7 @@ class _Handle(Progress):
         return self._peer if self._peer >= 0 else int(self.handle._source_rank())
 
 
-class _Collective(_Handle):
+class _Collective(_WorkHandle):
     """A collective of gloo."""
 
     def wait(self, seconds: float) -> bool:
@@ -266,7 +266,7 @@ class _Collective(_Handle):
         return True
 
 
-class _OnStream(_Handle):
+class _OnStream(_WorkHandle):
     """A call of nccl: to wait is to let the current stream wait."""
 
     def wait(self, seconds: float) -> bool:
@@ -274,7 +274,7 @@ class _OnStream(_Handle):
         return True
 
 
-class _Message(_Handle):
+class _GlooMessage(_WorkHandle):
     """A message of gloo, which knows nothing of its end before somebody waits: a thread does."""
 
     asked_cheaply = False

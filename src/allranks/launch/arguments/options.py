@@ -41,7 +41,7 @@ _TORCHRUNS = {
 _INSTEAD = {"--no-python": "-- command", "--start-method": "--start"}
 
 
-class _Elsewhere(argparse.Action):
+class _RefusedOption(argparse.Action):
     """An option of torchrun's that requests what is not here."""
 
     def __call__(
@@ -251,7 +251,13 @@ def _add_of_torchrun(add: Callable[..., Any]) -> None:
         add(name, type=values.seconds, help=argparse.SUPPRESS)
     for name, fitting in _TORCHRUNS.items():
         for spelling in dict.fromkeys((name, "--" + name[2:].replace("-", "_"))):
-            add(spelling, action=_Elsewhere, nargs=0 if fitting is None else 1, const=fitting, help=argparse.SUPPRESS)
+            add(
+                spelling,
+                action=_RefusedOption,
+                nargs=0 if fitting is None else 1,
+                const=fitting,
+                help=argparse.SUPPRESS,
+            )
 
 
 def _hosts(text: str | None, file: Path | None) -> tuple[Slots, ...]:

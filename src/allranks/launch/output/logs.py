@@ -21,7 +21,7 @@ __all__ = ["Logs"]
 
 
 @dataclass
-class _File:
+class _LogFile:
     option: str
     file: FileIO
     waiting: bytearray = field(default_factory=bytearray)
@@ -45,8 +45,8 @@ class Logs:
     """
 
     def __init__(self, display: Display, places: Mapping[int, tuple[str, int]], run_id: str, attempt: int) -> None:
-        self._lines: dict[int, _File] = {}
-        self._bytes: dict[tuple[int, int], _File] = {}
+        self._lines: dict[int, _LogFile] = {}
+        self._bytes: dict[tuple[int, int], _LogFile] = {}
         self.temporary: Path | None = None
         self.folder = display.logs
         if (folder := display.logs) is not None:
@@ -108,15 +108,17 @@ class Logs:
             self._drop(option)
 
     def _drop(self, option: str) -> None:
-        files: dict[int, _File] | dict[tuple[int, int], _File] = self._lines if option == "--logs" else self._bytes
+        files: dict[int, _LogFile] | dict[tuple[int, int], _LogFile] = (
+            self._lines if option == "--logs" else self._bytes
+        )
         for log in files.values():
             with contextlib.suppress(OSError):
                 log.file.close()
         files.clear()
 
 
-def _open(option: str, path: Path, how: str = "wb") -> _File:
-    return _File(option, FileIO(path, how))
+def _open(option: str, path: Path, how: str = "wb") -> _LogFile:
+    return _LogFile(option, FileIO(path, how))
 
 
 @functools.cache  # one for all attempts of a run

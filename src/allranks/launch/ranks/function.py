@@ -90,7 +90,7 @@ def pack_result(result: Any) -> memoryview:
     """
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer).dump(result)
+        _ResultPickler(buffer).dump(result)
     except Exception as error:
         raise UsageError(
             f"what the function returns cannot be sent to the caller: {type(result).__name__}: {error}"
@@ -174,7 +174,7 @@ class _CallPickler(pickling.Pickler):
         return super().reducer_override(obj)
 
 
-class _Pickler(pickling.Pickler):
+class _ResultPickler(pickling.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):

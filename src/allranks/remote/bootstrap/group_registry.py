@@ -21,7 +21,7 @@ from allranks._store import Store
 __all__ = ["GroupRegistry"]
 
 
-class _Verdict(msgspec.Struct, frozen=True):
+class _GroupVerdict(msgspec.Struct, frozen=True):
     """How an exchange ended: all members' records, or who was lost and how."""
 
     records: list[bytes] = []
@@ -56,7 +56,7 @@ class GroupRegistry:
         making = [key for key in self._store.list_keys() if key.startswith("making/")]
         for key, packed in zip(making, self._store.peek(making), strict=True):
             if packed is not None and rank in msgspec.msgpack.decode(packed):
-                self._settle(f"group/{key.removeprefix('making/')}/verdict", _Verdict(lost=rank, why=why))
+                self._settle(f"group/{key.removeprefix('making/')}/verdict", _GroupVerdict(lost=rank, why=why))
 
     def make_group(self, name: str, ranks: Sequence[int], timeout_s: float) -> ProcessGroup:
         """Makes a group. Called by its members only.
@@ -101,12 +101,12 @@ class GroupRegistry:
         store.multi_set([f"making/{name}", records[mine]], [msgspec.msgpack.encode(ranks), record])
         for rank, why in zip(ranks, store.peek([f"lost/{rank}" for rank in ranks]), strict=True):
             if why is not None:
-                self._settle(f"{place}/verdict", _Verdict(lost=rank, why=why.decode()))
+                self._settle(f"{place}/verdict", _GroupVerdict(lost=rank, why=why.decode()))
         if store.add(f"{place}/came", 1) == len(ranks):
-            self._settle(f"{place}/verdict", _Verdict([row or b"" for row in store.peek(records)]))
+            self._settle(f"{place}/verdict", _GroupVerdict([row or b"" for row in store.peek(records)]))
             store.delete_key(f"making/{name}")
         try:
-            verdict = msgspec.msgpack.decode(store.get(f"{place}/verdict", timeout_s), type=_Verdict)
+            verdict = msgspec.msgpack.decode(store.get(f"{place}/verdict", timeout_s), type=_GroupVerdict)
         except TimeoutError:
             found = store.peek(records)
             missing = [rank for rank, row in zip(ranks, found, strict=True) if row is None]
@@ -121,7 +121,7 @@ class GroupRegistry:
                 store.delete_key(key)
         return verdict.records
 
-    def _settle(self, key: str, verdict: _Verdict) -> None:
+    def _settle(self, key: str, verdict: _GroupVerdict) -> None:
         """The first verdict counts."""
         self._store.compare_set(key, b"", msgspec.msgpack.encode(verdict))
 

@@ -106,7 +106,7 @@ def connect_to_master(timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] =
         meeting.close()
 
 
-def join_master(meeting: rendezvous.Meeting, timeout_s: float) -> WorkerContext:
+def join_master(meeting: rendezvous.JobMeeting, timeout_s: float) -> WorkerContext:
     endpoint = msgspec.json.decode(meeting.store.get("master", timeout_s), type=MasterEndpoint)
     return _connect(endpoint, meeting.members[meeting.rank], meeting.local_rank, timeout_s)
 

@@ -25,7 +25,7 @@ __all__ = ["Replay"]
 _ID = struct.Struct("<I")
 
 
-class _Part(NamedTuple):
+class _ReplayPart(NamedTuple):
     """What some workers do of a step, all the same."""
 
     target: int
@@ -40,14 +40,14 @@ class Replay:
     def __init__(self, master: Driver, recording: Recording, watch: _core.Watch) -> None:
         self.stale = False
         self.watch = watch
-        self._parts: list[_Part] = []
+        self._parts: list[_ReplayPart] = []
         self.master = master
         self._recording = recording
         self._fixed = [weakref.ref(each, self._left) for each in recording.fixed.values()]
         self._places = list({id(each.place): each.place for each in recording.returned if each is not None}.values())
         self._written, self._changed = self._find_written()
         self._parts = self._divide()
-        self._part: _Part | None = self._parts[0] if len(self._parts) == 1 else None
+        self._part: _ReplayPart | None = self._parts[0] if len(self._parts) == 1 else None
         only = self._part is not None and all(
             each is not None and each.number in self._part.outputs and each.place.target == self._part.target
             for each in recording.returned
@@ -124,7 +124,7 @@ class Replay:
             outbox.call(target, line, program, refs, 0)
         return found
 
-    def _divide(self) -> list[_Part]:
+    def _divide(self) -> list[_ReplayPart]:
         """Tells each worker its part; those with the same part together."""
         master, recording = self.master, self._recording
         ranks_of = {target: place.ranks for target, place in recording.places.items()}
@@ -158,7 +158,7 @@ class Replay:
                 kept={each: recording.kept[each]().id for each in made if each in recording.kept},
             )
             master.connections.outbox.put(target, wire.pack(program))
-            parts.append(_Part(target, number, inputs, outputs))
+            parts.append(_ReplayPart(target, number, inputs, outputs))
         return parts
 
     def _frames(self, indices: Sequence[int], returned: set[int]) -> bytes:

@@ -243,7 +243,7 @@ class Watcher:
             del future
 
 
-class _Pickler(pickling.Pickler):
+class _FunctionPickler(pickling.Pickler):
     """Leaves tensors on workers where they are: also those within objects, as a module's parameters."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -263,7 +263,7 @@ def _is_leaf(tensor: Any) -> bool:
 
 def _pickle(value: Any) -> tuple[bytes, list[Handle]]:
     file = io.BytesIO()
-    pickler = _Pickler(file)
+    pickler = _FunctionPickler(file)
     pickler.dump(value)
     return file.getvalue(), pickler.tensors
 

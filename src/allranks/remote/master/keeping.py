@@ -32,7 +32,7 @@ class NothingLeft(WorkerLost):
     """A worker is gone, and with it, and its buddy, what was kept."""
 
 
-class _Kept(NamedTuple):
+class _SnapshotTensor(NamedTuple):
     """A tensor on workers as a snapshot has it."""
 
     handle: Handle
@@ -50,7 +50,7 @@ class _Record:
 
     def __init__(self, number: int, things: Iterable[Any]) -> None:
         self.number = number
-        self.tensors: list[_Kept] = []
+        self.tensors: list[_SnapshotTensor] = []
         self.answers: list[tuple[int, int]] = []
         self._here: list[tuple[torch.Tensor, torch.Tensor]] = []  # the master's, and copies
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -105,13 +105,13 @@ class _Record:
             raise UsageError(
                 "keep: a conjugated or negated view, or a tensor of inference mode, cannot be kept: clone it"
             )
-        self.tensors.append(_Kept(tensor, make(tensor._place, tensor._sig, tensor._ref, tensor._off)))
+        self.tensors.append(_SnapshotTensor(tensor, make(tensor._place, tensor._sig, tensor._ref, tensor._off)))
 
     def ranks(self) -> list[int]:
         """The workers that have kept tensors."""
         return sorted({rank for each in self.tensors for rank in each.like._place.ranks})
 
-    def of(self, rank: int) -> list[_Kept]:
+    def of(self, rank: int) -> list[_SnapshotTensor]:
         """Those on one worker."""
         return [each for each in self.tensors if rank in each.like._place.ranks]
 
@@ -371,7 +371,7 @@ class Kept:
         """Has the workers make the tensors what they were, and the handles mean these."""
         places: dict[DeviceTarget, DeviceTarget] = {}
         refs: dict[int, Any] = {}
-        new: list[_Kept] = []
+        new: list[_SnapshotTensor] = []
         for handle, like in record.tensors:
             place = places.setdefault(like._place, self._devices.successor(like._place))
             ref = like._ref
@@ -379,7 +379,7 @@ class Kept:
                 if id(ref) not in refs:
                     (refs[id(ref)],) = self.connections.outbox.reserve(place.target, 1)
                 ref = refs[id(ref)]
-            new.append(_Kept(handle, like if ref is like._ref else make(place, like._sig, ref, like._off)))
+            new.append(_SnapshotTensor(handle, like if ref is like._ref else make(place, like._sig, ref, like._off)))
         answers = []
         for rank in record.ranks():
             both = [(old, now) for old, now in zip(record.tensors, new, strict=True) if rank in old.like._place.ranks]

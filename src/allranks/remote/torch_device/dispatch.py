@@ -76,7 +76,7 @@ def _is_foreign(value: Any) -> bool:
     )
 
 
-class _Elsewhere(Exception):
+class _OnAnotherDevice(Exception):
     """The result is wanted on another device than that of the operands."""
 
 
@@ -94,12 +94,12 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Sign
             for name, value in kwargs.items():
                 key.append(name)
                 place = _scan(value, key, refs, values, place, name in known.numbers, known.floats_matter)
-    except (_Plain, _Elsewhere) as way:
+    except (_Plain, _OnAnotherDevice) as way:
         if any(map(_is_foreign, flatten([*args, *(kwargs or {}).values()]))):
             return NotImplemented
         if known.composite:
             return op.decompose(*args, **(kwargs or {}))
-        if type(way) is _Elsewhere:
+        if type(way) is _OnAnotherDevice:
             return _make_elsewhere(op, args, kwargs or {})
         return run(op, *_lift(op, args, kwargs or {}))
     if place is None:
@@ -166,13 +166,13 @@ def _scan_device(device: torch.device, key: list[Any], place: DeviceTarget | Non
     """
     if device.type not in ("worker", "lazy"):
         if place is None or device != place.lazy:
-            raise _Elsewhere
+            raise _OnAnotherDevice
         return place
     there = place_of(device)
     if place is not None and there.index != place.index:
         if _GENERATOR in key:
             raise UsageError(f"expected a generator of {there}, not of {place}: torch.Generator(device='{there}')")
-        raise _Elsewhere
+        raise _OnAnotherDevice
     return place or there
 
 
