@@ -5,7 +5,8 @@ They get flat tensors (`flat`). Failures are torch's, in our errors.
 What gloo does by itself, found with torch 2.13, and what is done about it:
 
 - A receive that times out closes the group's connections. Messages are therefore waited for in a thread
-  (`_GlooMessage`), and `_end_gloo` uses such a receive to end what is pending, which nothing else does (`abort` does nothing).
+  (`_GlooMessage`), and `_end_gloo` uses such a receive to end what is pending, which nothing else does (`abort` does
+  nothing).
 - Its group's destructor waits for collectives that are under way, holding the GIL: all of them are ended before.
 - A collective with other sizes on another rank ends the process.
 """
