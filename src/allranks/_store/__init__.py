@@ -1,23 +1,23 @@
-"""The key-value store where ranks meet: small values, blocking reads, nothing polled.
+"""The key-value store of the rendezvous: small values and blocking reads, without polling of the server.
 
-A store is for meeting (addresses, counters, verdicts), not for bulk data. Why not torch's TCPStore: it has no
-authentication, opens a TCP port even on one host, hangs when something else answers on its port, and needs
-torch, which the launcher must not import. Who listens where, and what the keys mean, is ``_rendezvous``'s
-business; what a secret may be handed over by is the launcher's.
+Ranks exchange addresses, counters and verdicts through a store, but no bulk data. torch's TCPStore is not used for
+four reasons. It has no authentication. It opens a TCP port even on one host. It hangs if another program answers on its
+port. It needs torch, which the launcher must not import. ``_rendezvous`` defines which process listens where, and what
+the keys mean. The launcher defines how a secret is passed on.
 
-The map, from pure to worldly, so that each layer can be tested alone:
+The layers, from pure functions to input and output, so that each can be tested alone:
 
 - ``wire``    requests and replies: bytes in, bytes out
-- ``table``   ``KeyTable``: the values, and who waits for which; time comes in as an argument
-- ``stores``  ``Store`` and the kinds without a connection: ``HashStore``, ``PrefixStore``, ``ForeignStore``
-- ``client``  ``StoreClient``: the kind that asks a server
-- ``address`` where a server listens that was given a host name
+- ``table``   ``KeyTable``: the values, and the clients that wait for keys; the time is an argument
+- ``stores``  ``Store`` and the stores without a connection: ``HashStore``, ``PrefixStore``, ``ForeignStore``
+- ``client``  ``StoreClient``: a store that sends its requests to a server
+- ``address`` the addresses on which a server listens if it receives a host name
 - ``server``  ``StoreServer``: one thread, one selector, any number of clients
-- ``tcp``     ``TCPStore``: server and client as torch's users know them
-- ``file``    ``FileStore``: a log in a file, under its lock
+- ``tcp``     ``TCPStore``: server and client with the interface of torch's TCPStore
+- ``file``    ``FileStore``: a log in a file, protected by the lock of the file
 
-Frames, the handshake, admission and TLS are in ``_net``. On TCP both sides prove that they know the secret; on a unix
-socket the kernel vouches for the peer's user, and the secret may be empty. Without TLS nothing is encrypted.
+Frames, the handshake, admission and TLS are in ``_net``. On TCP both sides prove that they have the secret. On a unix
+socket the kernel reports the user of the peer, and the secret may be empty. Without TLS, connections are not encrypted.
 """
 
 from __future__ import annotations

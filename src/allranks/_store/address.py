@@ -1,8 +1,9 @@
-"""Where a server listens that was given a host name, and what is wrong with the name if nobody comes.
+"""The addresses on which a server listens for a host name, and a diagnosis of the name if no client connects.
 
-It listens on this host's addresses that the name stands for, and on loopback. Often it stands for none that others
-reach: a host's own name resolves to 127.0.1.1, or to an address in front of the host. Then it listens on the addresses
-that the host publishes. A name service that does not answer may not hold it up, nor make a wait longer.
+The server listens on loopback, and on the addresses of this host to which the name resolves. Often other hosts reach
+none of these addresses: a host's own name resolves to 127.0.1.1, or to the address of a gateway in front of the host.
+The server then listens on the addresses that the host publishes. Both lookups have a time limit, in case the name
+service does not answer.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from allranks._cluster.network import published_addresses
 __all__ = ["addresses_of", "trouble_with"]
 
 _T = TypeVar("_T")
-_PATIENCE_S = 2.0
+_PATIENCE_S = 2.0  # for the name service, whose own timeouts can be much longer
 
 
 def addresses_of(host: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Where a server listens that was given ``host``; first 127.0.0.1, unless the host is another loopback address.
+    """Return the addresses on which a server listens if its host name is ``host``.
 
-    ALLRANKS_IFACE, where it is set, leaves loopback and the addresses that it chooses.
+    The first one is 127.0.0.1, unless the host is another loopback address. If ALLRANKS_IFACE is set, the others are
+    loopback addresses and the addresses that it selects.
 
     Raises:
-        ConfigError: ALLRANKS_IFACE names nothing that is here.
+        ConfigError: ALLRANKS_IFACE matches no interface and no network of this host.
     """
     if host == "localhost":
         return ["127.0.0.1"]
@@ -45,13 +47,14 @@ def addresses_of(host: str, environ: Mapping[str, str] = os.environ) -> list[str
 
 
 def trouble_with(host: str, patience_s: float = 1.0) -> str:
-    """Says why clients that dial ``host`` may not come here; "" where nothing is known to be wrong."""
+    """Return why clients that dial ``host`` may not reach this host; "" if no problem is found."""
     return in_time(lambda: _look(host), f"does not resolve in {patience_s:g} s", patience_s)
 
 
 def in_time(look: Callable[[], _T], otherwise: _T, patience_s: float) -> _T:
-    """What ``look`` returns, if it does so in time."""
+    """Return the result of ``look`` if it returns within ``patience_s`` seconds, otherwise ``otherwise``."""
     found = [otherwise]
+    # A daemon thread: the resolver cannot be interrupted, and a pending lookup must not delay the exit of the process.
     thread = threading.Thread(target=lambda: found.append(look()), name="allranks-resolve", daemon=True)
     thread.start()
     thread.join(patience_s)

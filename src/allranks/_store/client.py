@@ -1,14 +1,17 @@
-"""The client of a store server: an address in, a ``Store`` out.
+"""The client of a store server.
 
-A request that waits keeps its connection to itself, so each thread that asks at the same time gets its own.
-Whatever answers is checked before it is believed: on a unix socket the kernel vouches for the peer's user, on TCP
-the handshake does; a stranger on the port is distinguished from a server that is not there yet.
+A waiting request occupies its connection, so concurrent threads use separate connections. The client verifies every
+peer. On a unix socket the kernel reports the user of the peer; on TCP the handshake proves the secret. The client
+distinguishes another program on the port from a server that has not started yet.
 """
 
 from __future__ import annotations
 
 import builtins
-import encodings.idna  # noqa: F401 - else a thread loads it with the first host name, and a child forked then may wait for its lock
+
+# Imported early: otherwise a thread loads this codec with the first host name, and a child that is forked while the
+# import runs may wait forever for the import lock.
+import encodings.idna  # noqa: F401
 import errno
 import math
 import socket
@@ -37,17 +40,17 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreClient"]
 
-_GRACE_S = 0.5  # the server ends a wait first; a client that receives nothing gives up this much later
+_GRACE_S = 0.5  # the server ends a wait at its timeout; a client without a reply gives up this many seconds later
 
 
 class StoreClient(Store):
-    """A store that a ``StoreServer`` holds. Each thread that asks at the same time gets its own connection.
+    """A store that a ``StoreServer`` holds. Concurrent threads use separate connections.
 
     Attributes:
-        address: where the server is.
-        timeout_s: how long to wait for keys where no other time is given, and the longest time any other request may
-            take.
-        deadline: a moment (``time.monotonic``) that no request outlasts, however long its own timeout.
+        address: Address of the server.
+        timeout_s: Timeout in seconds of a wait for keys that has no timeout of its own. Also the limit of every other
+            request.
+        deadline: Limit of all requests, in seconds of ``time.monotonic``. It overrides longer timeouts of requests.
     """
 
     def __init__(self, address: str, secret: bytes, timeout_s: float) -> None:
@@ -61,7 +64,7 @@ class StoreClient(Store):
         follow(self)
 
     def abandon(self) -> None:
-        """In a forked child: the connections are the parent's. The child's first request makes one of its own."""
+        """Forget the parent's connections in a forked child. The child's first request opens a new one."""
         self._lock = threading.Lock()
         self._idle: list[ClientStream] = []
         self._busy: set[ClientStream] = set()
@@ -76,19 +79,19 @@ class StoreClient(Store):
         retry: bool = True,
         on_failure: Callable[[str], None] | None = None,
     ) -> StoreClient:
-        """Connects; tries again while nobody listens there yet.
+        """Connect to a server. Retry until it listens.
 
         Args:
             address: ``unix:@name`` or ``tcp:host:port``.
-            secret: what the server was given; may be empty for a unix socket.
-            timeout_s: how long to try, and the longest time any single request may take.
-            retry: whether to try again.
-            on_failure: called after each attempt that failed, before the next one, with the system's text.
+            secret: The secret of the server; may be empty for a unix socket.
+            timeout_s: How long to try, in seconds, and the limit of every single request.
+            retry: If false, the first failed attempt is final.
+            on_failure: Called after each failed attempt, before the next one, with the system's text of the error.
 
         Raises:
-            JoinError: nobody answered in time.
-            ConfigError: what answers is no allranks store, has another version or (SecretError) another secret, only
-                one side has TLS or they do not accept each other's certificates, or an ALLRANKS_TLS_ variable is wrong.
+            JoinError: No server answered in time.
+            ConfigError: The peer is no allranks store, or has another version or (SecretError) another secret. Or only
+                one side uses TLS, one side rejects the other's certificate, or an ALLRANKS_TLS_ variable is wrong.
         """
         client = cls(address, secret, timeout_s)
         client._idle.append(client._dial(time.monotonic() + timeout_s, retry, on_failure))
@@ -98,18 +101,19 @@ class StoreClient(Store):
         return f"the store at {self.address}"
 
     def close(self) -> None:
-        """Closes all connections; a call in another thread ends with StoreLostError."""
+        """Close all connections. A call in another thread raises StoreLostError."""
         with self._lock:
             self._closed = True
             for line in self._idle:
                 line.sock.close()
             self._idle.clear()
             for line in self._busy:
-                with suppress(OSError):  # already broken: its user is about to notice
+                # Shut down, not closed: the thread that uses the connection wakes up, and closes it.
+                with suppress(OSError):  # already broken: the thread receives the error anyway
                     line.sock.shutdown(socket.SHUT_RDWR)
 
     def clone(self) -> StoreClient:
-        """Another client of the same server, with connections and a timeout of its own."""
+        """Return another client of the same server, with separate connections and a separate timeout."""
         return StoreClient(self.address, self._secret, self.timeout_s)
 
     def _ask(self, request: Request) -> Reply:
@@ -144,7 +148,7 @@ class StoreClient(Store):
                 self._busy.discard(line)
                 if kept and not self._closed:
                     self._idle.append(line)
-                else:  # a reply may still be on its way: nobody else may read it
+                else:  # its reply may still arrive, and another request must not read it
                     line.sock.close()
         return reply
 
@@ -154,7 +158,7 @@ class StoreClient(Store):
             closed = self._closed
         if line is None and not closed:
             line = self._dial(deadline)
-        with self._lock:
+        with self._lock:  # `close` may have run while this thread dialed
             if line is not None and not self._closed:
                 self._busy.add(line)
                 return line
@@ -191,6 +195,7 @@ class StoreClient(Store):
             line = ClientStream(Socket(family, socket.SOCK_STREAM), self._context)
             try:
                 now = time.monotonic()
+                # Not 0, which would make the socket non-blocking. At most 3 s, because another address may answer.
                 line.sock.settimeout(min(max(deadline - now, 0.001), 3.0))
                 line.sock.connect(target)
                 check_connected(line.sock)
@@ -227,7 +232,7 @@ def _resolve(address: str) -> list[tuple[int, Any]]:
     if kind != "tcp" or not host or port is None:
         raise ConfigError(f"{address!r} is not the address of a store. Expected unix:@NAME or tcp:HOST:PORT.")
     try:
-        # The server binds 127.0.0.1 for this name; ::1 may be somebody else's.
+        # The server binds 127.0.0.1 for this name. On ::1, another program may use the same port.
         found = socket.getaddrinfo("127.0.0.1" if host == "localhost" else host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:
         raise ConfigError(f"{host!r} is not a host name ({error}). Expected one such as node0.") from None

@@ -1,16 +1,17 @@
-"""A store in a file: for processes of one host, or of hosts that share a file system, with no server and no port.
+"""A store in a file, for processes of one host or of hosts that share a file system. It needs no server and no port.
 
-The file is a log of the requests that changed something. Each process replays what others have written into a
-``KeyTable`` of its own, does its request there and writes it behind the rest, all of it under the file's lock. A
-record has its length and checksum: what a process that was killed in the middle of writing leaves behind is no
-record, so nobody reads it, and the next one who writes cuts it off.
+The file is a log of the requests that change the store. Each process replays the records of the other processes into
+its own ``KeyTable``, and appends its own requests. It holds the lock of the file while it does so. Every record
+contains its length and checksum. If a process is killed while it writes, its incomplete record is invalid. Readers
+ignore it, and the next writer removes it.
 
-The lock is flock's, which Linux carries to NFS servers as a lock on the whole file. It ends when the last copy of its
-descriptor is closed, so a forked child closes those that threads of its parent's have at that moment: else it would
-hold their lock, and wait for itself. Everybody opens the file anew for each request, which also makes NFS show what
-others have written. Who waits looks for it, every 1 to 20 ms: a kernel reports changes on its own host only.
+The lock is a flock. Linux maps it to a lock on the whole file on NFS servers. It is released when the last copy of its
+descriptor is closed. A forked child therefore closes the descriptors that threads of its parent have open. Otherwise
+the child would hold their lock and wait for itself. Every request opens the file again, which also makes NFS show the
+records of other hosts. A waiting caller checks the file every 1 to 20 ms, because a kernel reports changes on its own
+host only.
 
-Source: the last one who leaves removes the file, by torch's FileStore; flock(2), fcntl(2), nfs(5).
+Source: torch's FileStore, in which the last user removes the file; flock(2), fcntl(2), nfs(5).
 """
 
 from __future__ import annotations
@@ -53,39 +54,41 @@ __all__ = ["FileStore"]
 _MAGIC = b"allranks-file/1\n"
 _HEAD = struct.Struct("<II")  # bytes and CRC-32 of a record
 _PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
-_LEAVING_S = 5.0  # for the lock, by one who leaves
+_LEAVING_S = 5.0  # limit of the wait for the lock when a user leaves, so that a held lock does not block its exit
 _logger = logging.getLogger("allranks.store")
 
 
 class _Came(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Somebody uses the file from now on."""
+    """Record: the file has one more user."""
 
 
 class _Left(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Somebody does not any more."""
+    """Record: the file has one user less."""
 
 
 _decode: Callable[[bytes], Request | _Came | _Left] = msgspec.msgpack.Decoder(Request | _Came | _Left).decode
 
 
 class _Use:
-    """Lives as long as a store or one of its clones."""
+    """A token that the store and its clones share. Its finalizer runs when the last of them is garbage-collected."""
 
 
 class FileStore(Store):
-    """A store in a file, for all processes that can lock it: those of one host, or of hosts that share a file system.
+    """A store in a file, for the processes of one host or of hosts that share a file system.
 
-    With ``world_size`` the last of as many users that leaves (closes the store, drops it or ends) removes the file;
-    without, it stays, and what is in it with it. A process that is killed does not leave: the file stays then, too.
+    A user leaves when it closes or drops the store, or exits. With ``world_size``, the last of ``world_size`` users to
+    leave removes the file. Without it, the file and its values remain. A killed process does not leave, so the file
+    remains in that case, too.
 
     Args:
-        file_name: the file; it need not be there yet, its folder must.
-        world_size: how many users there are, each with a ``FileStore`` of its own; -1: any number.
+        file_name: The file. Its folder must exist; the file is created if it is missing.
+        world_size: The number of users, each with its own ``FileStore``; -1: any number.
 
     Raises:
-        ConfigError: the file is something else, or cannot be opened.
+        ConfigError: The file is not the file of a store, or cannot be opened.
 
-    Cost: some 0.1 ms for a request on a local file system; who waits looks every 1 to 20 ms. The file only grows.
+    Cost: about 0.1 ms for a request on a local file system. A wait checks the file every 1 to 20 ms. The file never
+    shrinks.
     """
 
     def __init__(self, file_name: str, world_size: int = -1) -> None:
@@ -99,7 +102,7 @@ class FileStore(Store):
 
     @property
     def path(self) -> str:
-        """The file."""
+        """The absolute path of the file."""
         return self._path
 
     def __str__(self) -> str:
@@ -109,11 +112,11 @@ class FileStore(Store):
         return f"make it in the other process, too, as FileStore({self.path!r})"
 
     def clone(self) -> FileStore:
-        """Another object on the same file, with a timeout of its own; both count as one user."""
+        """Return another object for the same file, with a separate timeout. Both count as one user."""
         return super().clone()
 
     def close(self) -> None:
-        """Leaves; the last of ``world_size`` users removes the file. Idempotent."""
+        """Leave the store. The last of ``world_size`` users removes the file. Idempotent."""
         self._finalizer()
 
     def _ask(self, request: Request) -> Reply:
@@ -128,11 +131,12 @@ class FileStore(Store):
         carry_out = self._log.read if isinstance(request, WaitForKeys) else self._log.write
         pause_s = _PAUSE_S
         while True:
-            seen = self._log.position  # before the request: another thread may read on meanwhile
+            # Taken before the request: a record that another thread replays after it must still count as growth.
+            seen = self._log.position
             reply = carry_out(at_once, self.timeout_s)
             while isinstance(reply, WaitTimedOut) and (left_s := deadline - time.monotonic()) > 0:
                 time.sleep(min(pause_s, left_s))
-                if self._log.has_grown(seen):  # also where somebody was killed in the middle of writing
+                if self._log.has_grown(seen):  # also true if a writer was killed, and left an incomplete record
                     break
                 pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
             else:
@@ -140,7 +144,7 @@ class FileStore(Store):
 
 
 class _Log:
-    """The file, and what this process has read of it."""
+    """The file, and the state that this process has replayed from it."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -150,21 +154,21 @@ class _Log:
         follow(self)
 
     def abandon(self) -> None:
-        """In a forked child: reads the file anew, as a thread of the parent's may have been reading."""
+        """Reset the state in a forked child: a thread of the parent may have been changing it. The child reads anew."""
         self._lock = threading.Lock()
-        self.position = 0  # bytes, up to the end of the last whole record
+        self.position = 0  # end of the last complete record, in bytes
         self._table = KeyTable()
         self._users = 0
         self._left = 0
 
     def read(self, request: Request, patience_s: float) -> Reply:
-        """Answers a request that changes nothing."""
+        """Execute a request that does not change the store."""
         with self._open(fcntl.LOCK_SH, patience_s) as file:
             self._catch_up(file)
             return self._replay(request)
 
     def write(self, request: Request | _Came | _Left, patience_s: float) -> Reply:
-        """Carries out a request that changes something: what it answers is what everybody's replay answers."""
+        """Execute a request that changes the store. The reply is the result of its replay, equal in all processes."""
         payload = encode(request)
         if len(payload) > FRAME_LIMIT:
             raise UsageError(
@@ -173,21 +177,22 @@ class _Log:
             )
         with self._open(fcntl.LOCK_EX, patience_s) as file:
             self._catch_up(file)
+            # A pop from an empty queue changes nothing, so it is not recorded.
             if isinstance(request, Pop) and self._replay(Length(request.key)) == RequestDone(0):
                 return WaitTimedOut([request.key])
             return self._append(file, payload)
 
     def has_grown(self, seen: int) -> bool:
-        """Whether there may be something behind that position."""
+        """Return whether the file may contain bytes after the position ``seen``."""
         try:
-            with open(self._path, "rb", buffering=0) as file:  # NFS asks its server when a file is opened
+            with open(self._path, "rb", buffering=0) as file:  # NFS fetches the current size when a file is opened
                 return os.fstat(file.fileno()).st_size != seen
         except OSError:
-            return True  # the next request reports what is wrong
+            return True  # the next request reports the error
 
     def leave(self, world_size: int) -> None:
-        """Says that this user is gone; removes the file if it was the last."""
-        if self._forks != forks():  # a forked child has not come
+        """Record that this user leaves. Remove the file if this was the last user."""
+        if self._forks != forks():  # a forked child does not count as a user
             return
         try:
             with self._open(fcntl.LOCK_EX, _LEAVING_S) as file:
@@ -195,12 +200,12 @@ class _Log:
                 self._append(file, encode(_Left()))
                 if self._users == 0 and 0 < world_size <= self._left:
                     os.unlink(self._path)
-        except (StoreLostError, TimeoutError) as error:  # somebody else has removed it, or holds it
+        except (StoreLostError, TimeoutError) as error:  # the file was removed, or another process holds its lock
             _logger.debug("%s", error)
 
     @contextlib.contextmanager
     def _open(self, lock: int, patience_s: float) -> Iterator[Descriptor]:
-        """Opens and locks the file; makes it for the first request, which is _Came."""
+        """Open and lock the file. The first request, which is ``_Came``, creates it if it is missing."""
         deadline = time.monotonic() + max(patience_s, 0.0)
         first = self._inode is None
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if first else 0)
@@ -209,7 +214,7 @@ class _Log:
             while True:
                 try:
                     if first:
-                        plain_file(self._path)  # the last user removes it
+                        plain_file(self._path)  # checked because the last user removes the file
                     file = Descriptor.of(lambda: os.open(self._path, flags, 0o600))
                 except OSError as error:
                     kind = ConfigError if first else StoreLostError
@@ -222,20 +227,20 @@ class _Log:
                             raise StoreLostError(f"FileStore({self._path}): it is another file now.")
                         self._inode = inode
                         yield file
-                        if began != forks():  # by a signal handler, in the middle of it
+                        if began != forks():  # a signal handler forked during the request, and this is the child
                             raise self._forked()
                         return
                     if not first:
                         raise StoreLostError(f"FileStore({self._path}): the file was removed.")
-                    # The last user of an earlier one removed it, while this one waited for the lock.
+                    # The last user of the previous file removed it while this process waited for the lock. Try again.
                 except (OSError, ValueError) as error:
                     if began == forks():
                         raise
                     raise self._forked() from error
                 finally:
                     if began != forks():
-                        self.abandon()  # again: this request may have gone on with what the child has read
-                    file.close()  # and with it the lock
+                        self.abandon()  # again: after the fork, this request may have changed the state that was reset
+                    file.close()  # releases the lock, too
 
     def _forked(self) -> NotInitializedError:
         return refusal(f"this request to FileStore({self._path})", "Make it in the child anew")
@@ -250,7 +255,8 @@ class _Log:
         pause_s = 0.0001
         while True:
             try:
-                fcntl.flock(file.fileno(), lock | fcntl.LOCK_NB)  # a process that is stopped may hold it
+                # Does not block: a stopped process may hold the lock, and flock has no timeout.
+                fcntl.flock(file.fileno(), lock | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
                 if time.monotonic() >= deadline:
@@ -266,7 +272,7 @@ class _Log:
             pause_s = min(pause_s * 2, 0.005)
 
     def _catch_up(self, file: Descriptor) -> Reply:
-        """Replays what has been written since; returns the answer to the last of it."""
+        """Replay the new records. Return the reply to the last one."""
         size = os.fstat(file.fileno()).st_size
         if size < self.position:
             raise StoreLostError(f"FileStore({self._path}): it was cut short by something else.")
@@ -281,21 +287,21 @@ class _Log:
             length, checksum = _HEAD.unpack_from(data, at)
             payload = data[at + _HEAD.size : at + _HEAD.size + length]
             if not 0 < length == len(payload) or zlib.crc32(payload) != checksum:
-                break  # its writer was killed in the middle of it
+                break  # its writer was killed while it wrote the record
             reply = self._replay(_decode(bytes(payload)))
             at += _HEAD.size + length
-        if at <= len(data):
+        if at <= len(data):  # otherwise the magic number is incomplete, and the next writer writes it again
             self.position += at
         return reply
 
     def _append(self, file: Descriptor, payload: bytes) -> Reply:
         record = (b"" if self.position else _MAGIC) + _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
         try:
-            os.ftruncate(file.fileno(), self.position)  # cuts off what is no record
+            os.ftruncate(file.fileno(), self.position)  # removes the incomplete record of a killed writer
             while record:
                 record = record[os.pwrite(file.fileno(), record, os.fstat(file.fileno()).st_size) :]
         except OSError as error:
-            os.ftruncate(file.fileno(), self.position)
+            os.ftruncate(file.fileno(), self.position)  # removes the incomplete record, for example on a full disk
             raise StoreLostError(f"FileStore({self._path}): cannot be written: {reason(error)}.") from error
         return self._catch_up(file)
 

@@ -1,7 +1,8 @@
 """The server of a store: one thread, one selector, any number of clients.
 
-It survives strangers, junk, crowds and clients that do not read: `_net.admission` limits peers without proof, and no
-client can make the server wait or keep data for it. The values are in ``table``.
+It tolerates unauthenticated peers, invalid data, many simultaneous connections, and clients that do not read.
+`_net.admission` limits peers that have not proved the secret. No client can block the server or make it accumulate
+data. The values are in ``table``.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["StoreServer"]
 
 _MOST_REFUSALS = 16
-_BACKLOG = 4096  # thousands of ranks may start at once; the system may allow fewer
-_LARGE = 4096
+_BACKLOG = 4096  # thousands of ranks may connect simultaneously; the system may allow fewer
+_LARGE = 4096  # bytes: the server keeps the frame of the last value that is at least this large
 _log = logging.getLogger("allranks.store")
 
 
@@ -60,15 +61,15 @@ class _Peer:
 
 
 class StoreServer:
-    """Holds a store's values and serves them from one thread.
+    """Holds the values of a store and serves them from one thread.
 
-    Made by ``unix`` or ``tcp``, which bind and listen but start nothing, so that a process can fork its ranks
-    before it has a thread. In a forked child all of it is closed; ``close`` does nothing there.
+    ``unix``, ``tcp`` and ``on`` create a server. They bind and listen but start no thread, so that a process can fork
+    its ranks before it has a second thread. In a forked child all its sockets are closed, and ``close`` has no effect.
 
     Attributes:
-        address: what clients connect to.
-        host: the name or address that a TCP server was given.
-        refusals: one line for each host that came with another secret or version.
+        address: The address for clients.
+        host: The name or address that was passed to a TCP server.
+        refusals: By host, one line about the first refusal, for example because of another secret or version.
     """
 
     def __init__(
@@ -97,14 +98,14 @@ class StoreServer:
 
     @classmethod
     def unix(cls, secret: bytes = b"", name: str = "") -> StoreServer:
-        """Listens on an abstract unix socket; only this user's processes get in.
+        """Create a server on an abstract unix socket. It accepts only processes of this user.
 
         Args:
-            secret: what clients on TCP must know, if it listens to other hosts later.
-            name: the socket's, where clients know it; else one that nobody can guess.
+            secret: The secret that TCP clients must prove, if the server listens to other hosts later.
+            name: Name of the socket, if the clients expect a certain one; "" for an unguessable random name.
 
         Raises:
-            ConfigError: the name is taken.
+            ConfigError: The name is in use.
         """
         name = name or f"allranks-{os.urandom(16).hex()}"
         listener = Socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -118,17 +119,19 @@ class StoreServer:
 
     @classmethod
     def tcp(cls, host: str, port: int, secret: bytes) -> StoreServer:
-        """Listens on a TCP port; only holders of the secret get in, and with TLS where ALLRANKS_TLS_ is set.
+        """Create a server on a TCP port. It accepts only clients that prove the secret.
+
+        It uses TLS if the ALLRANKS_TLS_ variables are set.
 
         Args:
-            host: what the clients dial: a name or an address of this host. Where that is listened on, ``address``
-                says; "" stands for all that the host publishes.
-            port: the port; 0 for a free one.
-            secret: what clients must know.
+            host: The name or address of this host that the clients dial. The module ``address`` defines on which
+                addresses the server listens; "" for all addresses that the host publishes.
+            port: The port; 0 for a free one.
+            secret: The secret that clients must prove.
 
         Raises:
-            ConfigError: the port cannot be had; says who holds it, if that can be seen. Or an ALLRANKS_TLS_ variable
-                is wrong.
+            ConfigError: The port is not available; the message names the process that holds it, if that process is
+                visible. Or an ALLRANKS_TLS_ variable is wrong.
         """
         if not secret:
             raise UsageError("StoreServer.tcp needs a secret: see load_secret.")
@@ -140,7 +143,7 @@ class StoreServer:
 
     @classmethod
     def on(cls, bound: socket.socket, host: str, secret: bytes) -> StoreServer:
-        """Listens on a TCP socket that somebody else has bound; takes it over."""
+        """Create a server on a TCP socket that the caller has bound. The server owns the socket afterwards."""
         try:
             context = tls_context(server_side=True)
             bound.listen(_BACKLOG)
@@ -160,7 +163,7 @@ class StoreServer:
 
     @property
     def here(self) -> str:
-        """The address for clients on this host, which needs no name service."""
+        """The address for clients on this host. It needs no name service."""
         listener = self._listeners[0]
         if listener.family == socket.AF_UNIX:
             return self.address
@@ -173,9 +176,9 @@ class StoreServer:
         return tuple(_tcp_address(*name) for name in names if not name[0].startswith("127.") and name[0] != "::1")
 
     def whereabouts(self) -> str:
-        """Where a TCP server listens, and what is wrong with the name that its clients may dial; "" on a unix socket.
+        """Describe where a TCP server listens, and any problem of its host name; "" on a unix socket.
 
-        Takes a second at most, where the name service does not answer.
+        Takes at most 1 s if the name service does not answer.
         """
         if self._listeners[0].family == socket.AF_UNIX:
             return ""
@@ -187,16 +190,19 @@ class StoreServer:
         return where + (f"; {self.host!r} {trouble}" if trouble else "")
 
     def put(self, key: str, value: bytes) -> None:
-        """Sets a value without being a client. Never waits. What is put before ``start`` is there for all."""
+        """Set a value from this process, without a connection. Never blocks.
+
+        All clients see the values that are set before ``start``.
+        """
         self._given.append((key, value))
         if self._thread is not None:
             os.eventfd_write(self._wake.fileno(), 1)
 
     def start(self) -> StoreServer:
-        """Starts the thread that serves.
+        """Start the thread that serves.
 
         Raises:
-            OSError: the system has no thread, or no descriptor, for it.
+            OSError: The system cannot provide a thread or a descriptor.
         """
         self._selector = selectors.DefaultSelector()
         try:
@@ -220,10 +226,13 @@ class StoreServer:
         return self
 
     def listen_to_other_hosts(self) -> list[str]:
-        """Listens on a TCP port of all published addresses, too, once it has started. Returns what other hosts dial.
+        """Listen on a TCP port of all published addresses, too, and return the addresses that other hosts dial.
+
+        Call it after ``start``.
 
         Raises:
-            ConfigError: there is no such address, or no port can be had.
+            ConfigError: The host publishes no address, no port is available, the server has no secret, or an
+                ALLRANKS_TLS_ variable is wrong.
         """
         addresses = published_addresses()
         if not addresses or not self._secret:
@@ -231,11 +240,14 @@ class StoreServer:
         self._context = tls_context(server_side=True)
         self._more = tuple(_listen(addresses, 0))
         where = [_tcp_address(*listener.getsockname()[:2]) for listener in self._more]
-        os.eventfd_write(self._wake.fileno(), 1)  # from here on they are the thread's
+        os.eventfd_write(self._wake.fileno(), 1)  # from here on the thread owns the listeners
         return where
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Stops listening, waits up to ``linger_s`` for the clients to go, and ends the thread. Idempotent."""
+        """Stop listening, wait up to ``linger_s`` seconds until all clients disconnect, and stop the thread.
+
+        Idempotent.
+        """
         if self._stop_at is not None or self._forks != forks():
             return
         self._stop_at = time.monotonic() + linger_s
@@ -260,8 +272,8 @@ class StoreServer:
                 self._take_given()
                 while self._stop_at is None:
                     self._turn()
-                # Also ends the accept of a process that shares this socket after a fork, and frees the port although
-                # that process has it open.
+                # The shutdown in `_stop_listening` also ends an `accept` of a process that shares the socket after a
+                # fork. It frees the port even though that process has the socket open.
                 self._admission.stop()
                 self._selector.unregister(self._wake)
                 self._stop_listening()
@@ -291,7 +303,7 @@ class StoreServer:
 
     def _stop_listening(self) -> None:
         for listener in self._listeners:
-            with suppress(OSError):  # a socket that was given may be in any state
+            with suppress(OSError):  # a socket that the caller has bound may be in any state
                 listener.shutdown(socket.SHUT_RDWR)
 
     def _turn(self) -> None:
@@ -309,7 +321,7 @@ class StoreServer:
         self._selector.register(peer.sock, peer.events, lambda events: self._progress(peer, events))
         self._peers[peer] = None
         self._send(peer, pack_frame(PROVED))
-        self._receive(peer, b"")  # a request may have arrived with the proof
+        self._receive(peer, b"")  # the decoder may already hold a request that arrived with the proof
 
     def _progress(self, peer: _Peer, events: int) -> None:
         if events & selectors.EVENT_WRITE and peer in self._peers:
@@ -345,6 +357,7 @@ class StoreServer:
         return plain
 
     def _serve(self, peer: _Peer, frame: bytes) -> None:
+        # One request at a time for each client, so that a client cannot make replies accumulate in the server.
         if self._table.waits(peer) or peer.out:
             raise WireError("a request before the reply to the last one")
         try:
@@ -359,7 +372,7 @@ class StoreServer:
                 self._send(who, self._frame(reply))
 
     def _frame(self, reply: Reply) -> bytes:
-        # All ranks ask for the same large values: each such frame is made and kept once, however slowly they read.
+        # All ranks request the same large values. One frame serves all of them, even if they read it slowly.
         value = reply.values[0] if isinstance(reply, FoundValues) and len(reply.values) == 1 else None
         if value is not None and value is self._last[0]:
             return self._last[1]
@@ -389,7 +402,7 @@ class StoreServer:
         except OSError as error:
             self._drop(peer, str(error))
             return
-        # A peer that does not take its replies is not read either, so that replies do not pile up in the server.
+        # The server does not read from a peer with an unsent reply, so that replies do not accumulate.
         events = selectors.EVENT_WRITE if peer.out else selectors.EVENT_READ
         if events != peer.events:
             peer.events = events
@@ -399,7 +412,7 @@ class StoreServer:
                 self._drop(peer, str(error))
 
     def _refuse(self, name: str, handshake: ServerHandshake | None, error: ConfigError | WireError) -> None:
-        """Log a refusal, once for each host, and for 16 hosts at most: a stranger could fill the log."""
+        """Log a refusal, once per host and for at most 16 hosts: unauthenticated peers must not fill the log."""
         if not isinstance(error, ConfigError | TlsError):
             return
         if name not in self.refusals and len(self.refusals) < _MOST_REFUSALS:
@@ -412,7 +425,7 @@ class StoreServer:
         _log.debug("%s: %s is dropped: %s", self.address, peer.name, why)
         del self._peers[peer]
         self._table.forget(peer)
-        if peer.sock in self._selector.get_map():  # a change that failed has removed it
+        if peer.sock in self._selector.get_map():  # a `modify` that failed has removed it
             self._selector.unregister(peer.sock)
         peer.sock.close()
 
@@ -440,7 +453,7 @@ def _port_holder(port: int) -> str:
             if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
                 sockets.add(f"socket:[{fields[9]}]")
     for pid in filter(str.isdecimal, os.listdir("/proc")) if sockets else ():
-        with suppress(OSError):  # another user's process, or one that has just ended
+        with suppress(OSError):  # a process of another user, or one that has just exited
             if any(os.readlink(f"/proc/{pid}/fd/{fd}") in sockets for fd in os.listdir(f"/proc/{pid}/fd")):
                 return f", held by pid {pid} ({Path(f'/proc/{pid}/comm').read_text().strip()})"
     return ""

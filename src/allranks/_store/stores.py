@@ -1,11 +1,11 @@
-"""The stores: one interface, with torch's names, for programs and for the package itself.
+"""The stores: one interface with torch's names, for programs and for the package itself.
 
-Every method is one request and its reply, so a kind of store is one method, ``_ask``. Here are the kinds without a
-connection: ``HashStore`` in this process; ``PrefixStore``, which gives each use of a store keys of its own;
-``ForeignStore``, whatever a user hands to ``init_process_group(store=...)``. The kind that asks a server is
-``client``'s, the kind in a file is ``file``'s.
+Every method sends a request and returns its reply, so a store class implements only one method, ``_ask``. This module
+contains the stores without a connection. ``HashStore`` is in this process. ``PrefixStore`` gives each use of a store
+separate keys. ``ForeignStore`` adapts the store of another library that a user passes to
+``init_process_group(store=...)``. The client of a server is in ``client``, and the store in a file is in ``file``.
 
-Source: the methods, their arguments and what they answer are torch.distributed.Store's; tests/store compares.
+Source: the methods, their arguments and their results are those of torch.distributed.Store; tests/store compares them.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ __all__ = ["ForeignStore", "HashStore", "PrefixStore", "Store"]
 _ReplyT = TypeVar("_ReplyT", RequestDone, FoundValues, FoundNames)
 Timeout = timedelta | float
 
-DEFAULT_TIMEOUT_S = 300.0  # torch's
+DEFAULT_TIMEOUT_S = 300.0  # torch's default
 
 
 class Store(abc.ABC):
-    """Small values under names, seen by all who share the store. Thread-safe.
+    """A key-value store of small values, shared by the threads or processes that use it. Thread-safe.
 
-    The base of ``TCPStore``, ``FileStore``, ``HashStore`` and ``PrefixStore``. Keys are strings; values are bytes, and
-    a string stands for its UTF-8. A timeout is a timedelta or a number of seconds; where none is given it is the
-    store's, 300 s unless set. A wait that ends in vain raises TimeoutError, which names the keys.
+    The base class of ``TCPStore``, ``FileStore``, ``HashStore`` and ``PrefixStore``. Keys are strings. Values are
+    bytes; a string is encoded as UTF-8. A timeout is a timedelta or a number of seconds. The default is the timeout of
+    the store, which is 300 s unless set. A wait without success raises TimeoutError, which names the keys.
 
     Example:
         >>> store = HashStore()
@@ -84,52 +84,53 @@ class Store(abc.ABC):
         )
 
     def _elsewhere(self) -> str:
-        """What to do in place of pickling it."""
+        """Return what the user should do instead of pickling the store."""
         return "make a store in the other process"
 
     @property
     def timeout(self) -> timedelta:
-        """How long ``get``, ``wait`` and their kin wait where no timeout is given."""
+        """The default timeout of ``get``, ``wait`` and similar methods."""
         return timedelta(seconds=self.timeout_s)
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Sets how long ``get``, ``wait`` and others wait where no timeout is given.
+        """Set the default timeout of ``get``, ``wait`` and similar methods.
 
         Args:
-            timeout: a timedelta or seconds.
+            timeout: A timedelta or seconds.
 
         Raises:
-            UsageError: not a time.
+            UsageError: The timeout is neither a timedelta nor a number.
         """
         self.timeout_s = seconds_of(timeout, LONGEST_WAIT_S)
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Sets a value, and wakes those who wait for it."""
+        """Set a value, and wake the callers that wait for it."""
         self._reply(Set(_key(key), _value(value)), RequestDone)
 
     def get(self, key: str, timeout: Timeout | None = None) -> bytes:
-        """Returns a value; waits until it is set.
+        """Return a value. Wait until it is set.
 
         Raises:
-            TimeoutError: nobody set it in time.
+            TimeoutError: The value was not set in time.
         """
         return self.multi_get([key], timeout)[0]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
-        """Sets several values at once.
+        """Set several values with one request.
 
         Raises:
-            UsageError: there are not as many values as keys.
+            UsageError: The numbers of keys and values differ.
         """
         if isinstance(values, str | bytes):
             raise UsageError(f"values must be a list of values, not {values!r:.80}")
         self._reply(SetMany(_keys(keys), [_value(value) for value in values]), RequestDone)
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
-        """Returns several values; waits until all are set.
+        """Return several values. Wait until all are set.
 
         Raises:
-            TimeoutError: some were not set in time; names them.
+            TimeoutError: Some values were not set in time; the message names their keys.
+            UsageError: One of the keys was deleted before all were set.
         """
         values = self._reply(WaitForKeys(_keys(keys), self._patience(timeout), True), FoundValues).values
         if None in values:
@@ -137,22 +138,22 @@ class Store(abc.ABC):
         return values  # type: ignore[return-value]
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        """Waits until all keys are set (or are queues that hold something).
+        """Wait until all keys are set (or are queues that are not empty).
 
         Raises:
-            TimeoutError: some were not set in time; names them.
+            TimeoutError: Some keys were not set in time; the message names them.
         """
         self._reply(WaitForKeys(_keys(keys), self._patience(timeout), False), FoundValues)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Says whether all keys are set (or are queues that hold something)."""
+        """Return whether all keys are set (or are queues that are not empty)."""
         return isinstance(self._ask(WaitForKeys(_keys(keys), 0.0, False)), FoundValues)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, which starts at 0, in one step; returns the sum. ``get`` finds it as decimal digits.
+        """Add to a counter atomically, and return the sum. A counter starts at 0; ``get`` returns its decimal digits.
 
         Raises:
-            UsageError: what is there is no whole number, or the sum does not fit into 64 bits.
+            UsageError: The current value is not an integer, or the sum does not fit into 64 bits.
         """
         number = integer_of(amount)
         if number is None or not -(1 << 63) <= number < 1 << 63:
@@ -160,43 +161,46 @@ class Store(abc.ABC):
         return self._reply(Add(_key(key), number), RequestDone).number
 
     def append(self, key: str, value: bytes | str) -> None:
-        """Adds to the end of a value; an absent one is empty."""
+        """Append bytes to a value. An absent value counts as empty."""
         self._reply(Append(_key(key), _value(value)), RequestDone)
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
-        """Sets a value if it is the expected one (an empty one also stands for absent); returns it as it is then.
+        """Set a value if the current value equals ``expected_value``. Return the value that the key then has.
 
-        As in torch: where the key is absent and ``expected_value`` is not empty, returns ``expected_value``.
+        An empty ``expected_value`` also matches an absent key. As in torch, if the key is absent and
+        ``expected_value`` is not empty, the method returns ``expected_value``.
         """
         request = CompareSet(_key(key), _value(expected_value), _value(desired_value))
         return self._reply(request, FoundValues).values[0] or b""
 
     def delete_key(self, key: str) -> bool:
-        """Removes a key; returns whether it was there."""
+        """Remove a key. Return whether it was set."""
         return bool(self._reply(Delete(_key(key)), RequestDone).number)
 
     def num_keys(self) -> int:
-        """How many keys are set."""
+        """Return the number of keys that are set."""
         return len(self.list_keys())
 
     def list_keys(self) -> list[str]:
-        """The keys that are set."""
+        """Return the keys that are set."""
         return self._reply(ListNames(""), FoundNames).names
 
     def queue_push(self, key: str, value: bytes | str) -> None:
-        """Adds a value to the end of a queue. Queues and values have names of their own."""
+        """Append a value to a queue. Queues and values have separate namespaces."""
         self._reply(Push(_key(key), _value(value)), RequestDone)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Takes the first value of a queue. Who has waited longest gets the next one.
+        """Remove the first value of a queue, and return it. The caller that has waited longest receives the next value.
+
+        In a ``FileStore``, waiting callers poll, so their order is not defined.
 
         Args:
-            key: the queue.
-            block: whether to wait for a value.
+            key: Name of the queue.
+            block: If true, wait for a value.
 
         Raises:
-            QueueEmptyError: it is empty, and ``block`` is false.
-            TimeoutError: nobody pushed one in time.
+            QueueEmptyError: The queue is empty, and ``block`` is false.
+            TimeoutError: No value was pushed in time.
         """
         reply = self._ask(Pop(_key(key), self.timeout_s if block else 0.0))
         if isinstance(reply, WaitTimedOut) and not block:
@@ -204,35 +208,35 @@ class Store(abc.ABC):
         return self._checked(reply, FoundValues, self.timeout_s).values[0] or b""
 
     def queue_len(self, key: str) -> int:
-        """How many values a queue holds."""
+        """Return the number of values in a queue."""
         return self._reply(Length(_key(key)), RequestDone).number
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        """Waits until ``world_size`` callers have come to the barrier of this name, which serves once.
+        """Wait until ``world_size`` callers have entered the barrier ``key``. Each key works once.
 
         Raises:
-            TimeoutError: not all came in time.
+            TimeoutError: Not all callers entered in time.
         """
         if self.add(f"{key}/num_members", 1) == world_size:
             self.set(f"{key}/last_member", b"")
         self.wait([f"{key}/last_member"], timeout)
 
     def has_extended_api(self) -> bool:
-        """Whether ``append``, ``multi_get`` and ``multi_set`` are there: in all of ours."""
+        """Return True: all stores of allranks have ``append``, ``multi_get`` and ``multi_set``."""
         return True
 
     def clone(self) -> Self:
-        """Another object on the same store, with a timeout of its own. (For threads it is not needed.)"""
+        """Return another object for the same store, with a separate timeout. Threads do not need one."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
 
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Returns the values that are set now, None for the others. Not in torch."""
+        """Return the current values without waiting, None for keys that are not set. Not in torch."""
         return self._reply(Peek(_keys(keys)), FoundValues).values
 
     def close(self) -> None:  # noqa: B027
-        """Gives back what this object holds. Not in torch, where the garbage collector does it."""
+        """Release the resources of this object. Not in torch, where the garbage collector releases them."""
 
     def __enter__(self) -> Store:
         return self
@@ -261,7 +265,7 @@ class Store(abc.ABC):
 
 
 class HashStore(Store):
-    """A store inside this process: for its threads, or for a job of one rank."""
+    """A store in the memory of this process, for its threads or for a job of one rank."""
 
     def __init__(self) -> None:
         self._table = KeyTable()
@@ -269,7 +273,7 @@ class HashStore(Store):
         follow(self)
 
     def abandon(self) -> None:
-        """In a forked child, whose copy is its own from then on. No thread waits there."""
+        """Replace the lock and the replies in a forked child, where no thread waits. The child's values are a copy."""
         self._changed = threading.Condition()
         self._replies: dict[Hashable, Reply] = {}
 
@@ -285,6 +289,7 @@ class HashStore(Store):
             due = self._table.handle(who, request, time.monotonic())
             try:
                 while True:
+                    # A thread also delivers the replies of other threads' waits that its request or `expire` has ended.
                     if due:
                         self._replies.update(due)
                         self._changed.notify_all()
@@ -302,8 +307,8 @@ class PrefixStore(Store):
     """A view of another store in which every key begins with a prefix and a slash.
 
     Args:
-        prefix: what keys begin with.
-        store: the store behind it, ours or one with torch's methods; it stays open when the view is closed.
+        prefix: The prefix of all keys.
+        store: The underlying store, of allranks or with torch's methods. It stays open when the view is closed.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
@@ -313,7 +318,7 @@ class PrefixStore(Store):
 
     @property
     def underlying_store(self) -> Store:
-        """The store behind it."""
+        """The underlying store."""
         return self._store
 
     def __str__(self) -> str:
@@ -323,11 +328,11 @@ class PrefixStore(Store):
         return f"of the store behind it, {self._store._elsewhere()}; then PrefixStore({self.prefix[:-1]!r}, ...)"
 
     def num_keys(self) -> int:
-        """How many keys are set in the store behind it; as in torch, all of them."""
+        """Return the number of keys in the underlying store: as in torch, all keys, whatever their prefix."""
         return self._store.num_keys()
 
     def list_keys(self) -> list[str]:
-        """The keys that are set under the prefix, without it."""
+        """Return the keys with the prefix that are set. The prefix is removed from them."""
         return [name.removeprefix(self.prefix) for name in super().list_keys()]
 
     def _ask(self, request: Request) -> Reply:
@@ -342,7 +347,7 @@ class PrefixStore(Store):
 
 
 class ForeignStore(Store):
-    """A user's store with torch's methods (set, get, add, check, wait) behind our interface."""
+    """An adapter for a user's store with torch's methods (set, get, add, check, wait)."""
 
     def __init__(self, store: Any) -> None:
         missing = [name for name in ("set", "get", "add", "check", "wait") if not callable(getattr(store, name, None))]
@@ -393,13 +398,13 @@ class ForeignStore(Store):
         return RequestDone()
 
     def _wait(self, keys: list[str], timeout_s: float) -> bool:
-        if timeout_s <= 0:  # in torch a timeout of 0 means for ever
+        if timeout_s <= 0:  # in torch a timeout of 0 means forever
             return bool(self._store.check(keys))
         began = time.monotonic()
         try:
             self._store.wait(keys, timedelta(seconds=timeout_s))
         except (RuntimeError, OSError):  # torch raises DistStoreError, a RuntimeError, for all failures
-            if time.monotonic() - began < timeout_s * 0.9:
+            if time.monotonic() - began < timeout_s * 0.9:  # too early for a timeout: another failure
                 raise
             return False
         return True

@@ -1,8 +1,8 @@
-"""What a store knows: its values, and who waits for which.
+"""The state of a store: its values, and the clients that wait for keys.
 
-Two dicts, of values and of queues, and a heap of deadlines. Neither sockets nor clocks: time comes in as an argument
-and replies go out as a list, so that the server, ``HashStore`` and ``FileStore`` share it, and a test can drive it
-through any history. What the values mean is torch's stores', see ``stores``.
+It consists of a dict of values, a dict of queues, and a heap of deadlines. It uses neither sockets nor clocks. The time
+is an argument, and the replies are a return value. The server, ``HashStore`` and ``FileStore`` therefore share it, and
+a test can replay any history. The values have the semantics of torch's stores, see ``stores``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from allranks._store.wire import (
 __all__ = ["HIDDEN", "KeyTable"]
 
 HIDDEN = "\0"
-"""What keys begin with that the stores themselves use: nobody sees them listed or counted."""
+"""Prefix of the keys that the stores themselves use. Listings and counts omit these keys."""
 
 
 @dataclass
@@ -48,21 +48,22 @@ class _Parked:
 
 
 class KeyTable:
-    """The values of a store, and the readers that wait for some. Knows neither sockets nor clocks.
+    """The values of a store, and the waiting requests. It uses neither sockets nor clocks.
 
-    Every method that can end a wait returns the replies that are now due, as (who, reply) pairs.
+    A client is any hashable object (``who``). Every method that can end a wait returns the replies that are due, as
+    pairs (who, reply).
     """
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._queues: dict[str, deque[bytes]] = {}  # none is empty
+        self._queues: dict[str, deque[bytes]] = {}  # a queue is removed when it becomes empty
         self._parked: dict[Hashable, _Parked] = {}
-        self._waiters: dict[str, dict[Hashable, None]] = {}  # in the order in which they came
+        self._waiters: dict[str, dict[Hashable, None]] = {}  # in the order of arrival
         self._deadlines: list[tuple[float, int, Hashable, _Parked]] = []
-        self._order = itertools.count()
+        self._order = itertools.count()  # breaks ties of deadlines, because clients cannot be compared
 
     def handle(self, who: Hashable, request: Request, now: float) -> list[tuple[Hashable, Reply]]:
-        """Carries out one request of ``who``, who must not have another one parked."""
+        """Execute one request of the client ``who``, which must not have another waiting request."""
         match request:
             case Set(key, value):
                 return [(who, RequestDone()), *self._put(key, value)]
@@ -89,8 +90,8 @@ class KeyTable:
             case Delete(key):
                 return [(who, RequestDone(int(self._values.pop(key, None) is not None)))]
             case CompareSet(key, expected, desired):
-                # torch's rule: an absent key counts as expected if b"" is; otherwise the caller gets its own
-                # expectation back.
+                # torch's rule: an absent key matches if b"" is expected. Otherwise the caller receives its own
+                # expected value.
                 current = self._values.get(key)
                 if current == expected or (current is None and not expected):
                     return [(who, FoundValues([desired])), *self._put(key, desired)]
@@ -101,27 +102,27 @@ class KeyTable:
                 return self._park(who, request, set() if key in self._queues else {key}, now)
 
     def expire(self, now: float) -> list[tuple[Hashable, Reply]]:
-        """Ends the waits whose time is over."""
+        """End the waits whose timeout has expired."""
         due: list[tuple[Hashable, Reply]] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, who, parked = heapq.heappop(self._deadlines)
-            if self._parked.get(who) is parked:
+            if self._parked.get(who) is parked:  # entries of requests that have ended stay in the heap
                 self.forget(who)
                 due.append((who, WaitTimedOut(sorted(parked.missing)[:20])))
         return due
 
     def next_deadline(self) -> float | None:
-        """When ``expire`` has something to do, at the earliest."""
+        """Return the earliest time at which a wait expires, or None."""
         while self._deadlines and self._parked.get(self._deadlines[0][2]) is not self._deadlines[0][3]:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def waits(self, who: Hashable) -> bool:
-        """Whether ``who`` has a request parked."""
+        """Return whether the client ``who`` has a waiting request."""
         return who in self._parked
 
     def forget(self, who: Hashable) -> None:
-        """Drops what ``who`` waits for."""
+        """Drop the waiting request of the client ``who``."""
         parked = self._parked.pop(who, None)
         for key in parked.missing if parked else ():
             self._waiters[key].pop(who)
@@ -145,7 +146,7 @@ class KeyTable:
         return key in self._values or (not as_value and key in self._queues)
 
     def _arrived(self, key: str) -> list[tuple[Hashable, Reply]]:
-        """Ends the waits that were for this key alone; what is in a queue, one of them takes."""
+        """End the waits that lacked only this key. Each value of a queue goes to one waiting ``Pop``."""
         due: list[tuple[Hashable, Reply]] = []
         for who in tuple(self._waiters.get(key, ())):
             parked = self._parked[who]

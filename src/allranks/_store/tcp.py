@@ -1,7 +1,7 @@
-"""torch's TCPStore, on our server and client: whoever has no secret gets nothing from its port.
+"""torch's TCPStore on allranks's server and client. The server requires the job's secret from every client.
 
-The master serves from a thread; every one, the master too, is a client. ``_rendezvous`` uses server and client
-directly, as it reports itself who is missing.
+The master serves from a thread. Every user of the store is a client, including the master. ``_rendezvous`` uses server
+and client directly, because it reports the missing ranks itself.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["TCPStore"]
 
 _WORKERS = HIDDEN + "workers"
 _ALL_HERE = HIDDEN + "all here"
-_LINGER_S = 1.0  # how long a master that leaves serves those who have not left yet: all leave after one barrier
+_LINGER_S = 1.0  # a closing master still serves the other stores this long: all of them close after one barrier
 _tenants: dict[int, _Lease] = {}  # servers that several stores of this process share, by port
 _tenants_lock = threading.Lock()
 
 
 class _Lease:
-    """A server, and how many stores of this process hold it."""
+    """A server, and the number of stores of this process that hold it."""
 
     def __init__(self, server: StoreServer) -> None:
         self.server = server
@@ -39,6 +39,7 @@ class _Lease:
 
     @classmethod
     def take(cls, host: str, port: int, secret: bytes, shared: bool, descriptor: int | None) -> _Lease:
+        # The lock is held while the server starts: a second store for the same port must not start another server.
         with _tenants_lock:
             if shared and (lease := _tenants.get(port)) is not None:
                 lease.holders += 1
@@ -59,34 +60,35 @@ class _Lease:
                 return
             if _tenants.get(self.server.port) is self:
                 del _tenants[self.server.port]
-        self.server.close(_LINGER_S)
+        self.server.close(_LINGER_S)  # without the lock, because it can take _LINGER_S
 
 
 class _Use:
-    """Lives as long as a store or one of its clones."""
+    """A token that the store and its clones share. Its finalizer runs when the last of them is garbage-collected."""
 
 
 class TCPStore(Store):
-    """A store that one process serves on a TCP port, to all that know the job's secret.
+    """A store that one process serves on a TCP port, for all processes that have the job's secret.
 
-    The secret is ALLRANKS_SECRET, or what ALLRANKS_SECRET_FILE holds, or this user's own. Where the server listens
-    follows ``host_name``: on a loopback address if that is one, else on this host's addresses that it stands for.
+    The secret is ALLRANKS_SECRET, or the content of ALLRANKS_SECRET_FILE, or this user's own secret. ``host_name``
+    determines where the server listens. If it is a loopback address, the server listens on that address. Otherwise it
+    listens on the addresses of this host to which the name resolves.
 
     Args:
-        host_name: where the server is: a name or an address.
-        port: its port; 0, for the master alone: a free one, which ``port`` has.
-        world_size: how many stores there will be, the master's included; None: any number.
-        is_master: whether to serve, too.
-        timeout: how long to wait for the server, and for keys: a timedelta or seconds.
-        wait_for_workers: whether the master waits here until ``world_size`` stores have come.
-        multi_tenant: whether the stores of this process that name one port share one server.
-        master_listen_fd: a bound socket for the master to listen on, in place of ``port``; the store closes it.
-        use_libuv: for torch's signature.
+        host_name: Name or address of the server's host.
+        port: Port of the server. The master may pass 0 for a free port; the property ``port`` then has its number.
+        world_size: The number of stores, including the master's; None: any number.
+        is_master: If true, this process also runs the server.
+        timeout: Timeout of the wait for the server and of waits for keys: a timedelta or seconds.
+        wait_for_workers: If true, the master waits in this call until ``world_size`` stores have joined.
+        multi_tenant: If true, the stores of this process with the same port share one server.
+        master_listen_fd: A bound socket on which the master listens instead of ``port``. The store closes it.
+        use_libuv: Ignored. It exists for compatibility with torch's signature.
 
     Raises:
-        UsageError: the arguments do not fit together.
-        ConfigError: the port cannot be had, or the secrets differ.
-        JoinError: the server, or some of the stores, did not come in time.
+        UsageError: The arguments contradict each other.
+        ConfigError: The port is not available, or the secrets differ.
+        JoinError: The server did not answer in time, or some of the stores did not join in time.
     """
 
     def __init__(
@@ -130,12 +132,12 @@ class TCPStore(Store):
 
     @property
     def host(self) -> str:
-        """The name or address that was given."""
+        """The name or address that was passed as ``host_name``."""
         return self._host
 
     @property
     def port(self) -> int:
-        """The port that the server listens on."""
+        """The port on which the server listens."""
         return int(self._client.address.rpartition(":")[2])
 
     def __str__(self) -> str:
@@ -145,22 +147,25 @@ class TCPStore(Store):
         return f"make it in the other process, too, as TCPStore({self.host!r}, {self.port}), without is_master"
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Sets how long ``get``, ``wait`` and others wait where no timeout is given, and how long the server may take.
+        """Set the default timeout of ``get``, ``wait`` and similar methods, and of all requests to the server.
 
         Raises:
-            UsageError: not a time.
+            UsageError: The timeout is neither a timedelta nor a number.
         """
         super().set_timeout(timeout)
         self._client.timeout_s = self.timeout_s
 
     def clone(self) -> TCPStore:
-        """Another object on the same connections, with a timeout of its own; the server lives as long as either."""
+        """Return another object for the same connections, with a separate timeout.
+
+        The master's server runs until the last of these objects is dropped, or until one of them is closed.
+        """
         return super().clone()
 
     def close(self) -> None:
-        """Ends the connections, and the master's server, once the others have left or 1 s later. Idempotent.
+        """Close the connections, and the master's server once the other stores have disconnected, after 1 s at most.
 
-        Dropping the store, and the end of the process, do it too.
+        Idempotent. Dropping the store and exiting the process have the same effect.
         """
         self._finalizer()
 
@@ -183,11 +188,12 @@ class TCPStore(Store):
 
 def _end(client: StoreClient, lease: _Lease | None, made: int) -> None:
     client.close()
-    if lease is not None and made == forks():  # else the parent's
+    if lease is not None and made == forks():  # in a forked child, the server is the parent's
         lease.release()
 
 
 def _abandon_in_child() -> None:
+    # Another thread of the parent may have held the lock at the fork, and the servers are the parent's.
     global _tenants_lock
     _tenants_lock = threading.Lock()
     _tenants.clear()

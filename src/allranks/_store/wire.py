@@ -1,6 +1,6 @@
-"""Requests to a store and its replies, as typed msgspec structs in frames (`_net.frames`).
+"""Requests to a store and their replies, as typed msgspec structs in frames (`_net.frames`).
 
-Bytes in, bytes out: no socket and no clock, so that all of it can be tested on any input.
+The module uses no socket and no clock, so that it can be tested on any input.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 PROTOCOL = Protocol(b"allranks-store/", b"4")
 
 FRAME_LIMIT = 16 << 20
-"""The largest frame, and so about the largest value, in bytes."""
+"""The largest frame in bytes. The largest value is slightly smaller."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -77,7 +77,7 @@ class Peek(_Message, frozen=True):
 class WaitForKeys(_Message, frozen=True):
     keys: list[str]
     timeout_s: float
-    values: bool
+    values: bool  # the reply contains the values; otherwise a queue with the name of a key counts as set, too
 
 
 class Delete(_Message, frozen=True):
@@ -138,7 +138,7 @@ def _decoder(kind: Any) -> Callable[[bytes], Any]:
     decode = msgspec.msgpack.Decoder(kind).decode
 
     def checked(frame: bytes) -> Any:
-        """Raises WireError, or msgspec.ValidationError where only an argument has a wrong type."""
+        """Decode a frame. Raise msgspec.ValidationError if only an argument has a wrong type, otherwise WireError."""
         try:
             return decode(frame)
         except msgspec.ValidationError:
