@@ -1,1 +1,1 @@
-"""What every other room stands on: errors, threads, forks, the console. Nothing here imports torch."""
+"""The lowest layer of the package: errors, threads, forks, the console. No module of this layer imports torch."""

@@ -1,6 +1,7 @@
-"""What `torch.compile` must leave to Python: calls that exchange data with other processes.
+"""Exclusion of functions from `torch.compile`: calls that exchange data with other processes run in Python.
 
-Untold, it traces into such a function with tensors that have no values, and fails where one of them meets the core.
+By default, the compiler traces into such a function with tensors that have no values. It fails when one of them reaches
+the native core.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ __all__ = ["leave_to_python"]
 
 
 def leave_to_python(*things: Any) -> None:
-    """Have `torch.compile` call these functions, and all methods of these classes, without looking into them.
+    """Make `torch.compile` call these functions, and all methods of these classes, without tracing into them.
 
-    Does what ``torch.compiler.disable`` does, which would import the whole compiler (seconds). A class that is a
-    ``torch.nn.Module`` is left as it is: what its ``forward`` calls is worth compiling. Without torch nothing happens.
+    The effect is that of ``torch.compiler.disable``, which would import the whole compiler (seconds). A subclass of
+    ``torch.nn.Module`` remains unchanged, because the code that its ``forward`` calls is worth compiling. No effect if
+    torch is not imported.
     """
     torch = sys.modules.get("torch")
     frames = getattr(getattr(getattr(torch, "_C", None), "_dynamo", None), "eval_frame", None)
@@ -28,5 +30,5 @@ def leave_to_python(*things: Any) -> None:
             if not issubclass(thing, torch.nn.Module):
                 leave_to_python(*filter(inspect.isfunction, vars(thing).values()))
         elif inspect.isfunction(thing):
-            frames.set_code_exec_strategy(thing.__code__, skip)  # nor what it calls
+            frames.set_code_exec_strategy(thing.__code__, skip)  # excludes the functions that it calls, too
             setattr(thing, "_torchdynamo_disable", True)  # noqa: B010 - no attribute of functions that mypy knows

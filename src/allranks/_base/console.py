@@ -1,7 +1,7 @@
-"""How a command of the command line ends: with its exit code and at most one line, whatever becomes of its terminal.
+"""The exit of a command of the command line: an exit code and at most one line, in any state of its terminal.
 
-Python's own ways are tracebacks: of Ctrl-C in the middle of an import, of a reader that has left (``| head``), of a
-full disk, of a stdout that was closed before the command began.
+By default, Python prints a traceback in these cases: Ctrl-C during an import, a reader that has closed the pipe
+(``| head``), a full disk, or a stdout that was closed before the command started.
 """
 
 from __future__ import annotations
@@ -41,30 +41,31 @@ __all__ = [
 
 
 class Program(Protocol):
-    """What runs in place of the command: a rank that was forked from it."""
+    """A program that replaces the command in this process: a rank that was forked from the command."""
 
     def run(self) -> int:
-        """Runs it; what it raises is its own."""
+        """Run it, and return its exit code. Exceptions propagate unchanged."""
         ...
 
 
 def run_command(name: str, command: Callable[[], int | Program]) -> int:
-    """Runs a command.
+    """Run a command.
 
     Args:
-        name: what the user typed.
-        command: does it. In a forked rank it returns the rank, which then runs outside of all this.
+        name: Name of the command as the user typed it.
+        command: Executes the command. In a forked rank it returns the rank, which then runs outside of this function's
+            handlers.
 
     Returns:
-        The exit code: the command's own; 128 + SIGINT after Ctrl-C; 1 where stdout cannot be written to, but not
-        where its reader has left.
+        The exit code: the command's own, or 1 if the system refuses a request or stdout cannot be written. A reader
+        that has closed the pipe is no error. After Ctrl-C the process exits with 128 + SIGINT.
     """
     ended = _run(name, command)
     return ended if isinstance(ended, int) else ended.run()
 
 
 def run_process(name: str, command: Callable[[], int | Program]) -> NoReturn:
-    """Runs a command in a process of its own, and ends it; arguments and exit codes as ``run_command``."""
+    """Run a command as the only task of this process, then exit. Arguments and exit codes as in ``run_command``."""
     ended = _run(name, command)
     if isinstance(ended, int):
         end_process(ended)
@@ -72,16 +73,17 @@ def run_process(name: str, command: Callable[[], int | Program]) -> NoReturn:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends this process as python does, without taking apart what it has imported: 0.3 to 0.6 s of a CPU with torch.
+    """Exit as Python does, but without tearing down the imported modules, which takes 0.3 to 0.6 CPU s with torch.
 
-    For processes in which only our own code has run: of a user's, something may be written only then.
+    Only for processes that have run no code of a user: such code may write data only during the teardown.
     """
     if "mpi4py.MPI" in sys.modules:
-        sys.exit(code)  # python's own end tells MPI
+        sys.exit(code)  # Python's own exit finalizes MPI
+    # Python's order at exit: join the threads, call the exit handlers, flush the streams.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # what the command wrote is written: this is what came at exit
+        with contextlib.suppress(OSError, ValueError):  # the command's output is written; this is the exit handlers'
             if stream is not None:
                 stream.flush()
     os._exit(code & 0xFF)
@@ -93,10 +95,10 @@ def _run(name: str, command: Callable[[], int | Program]) -> int | Program:
             ensure_standard_streams()
             try:
                 ended = command()
-            except SystemExit as error:  # argparse: help was given, or the arguments are wrong
+            except SystemExit as error:  # argparse has printed help, or the arguments are wrong
                 ended = error.code if isinstance(error.code, int) else int(error.code is not None)
             if isinstance(ended, int):
-                put("")
+                put("")  # flushes stdout, so that a failure is reported here and not at exit
         except AllranksError:
             raise
         except (OSError, MemoryError) as error:
@@ -112,55 +114,55 @@ def _run(name: str, command: Callable[[], int | Program]) -> int | Program:
 
 
 def _place_of(error: BaseException) -> str:
-    """The line of this package that an error comes from."""
+    """Return the innermost line of this package in the traceback of an error."""
     frames = [each for each in traceback.extract_tb(error.__traceback__) if _PACKAGE in each.filename]
     return f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
 class _Unwritable(Exception):
-    """Stdout cannot be written to; the message has the reason."""
+    """Stdout cannot be written. The message is the reason."""
 
 
 def put(text: str, *, styled: bool = False) -> None:
-    """Writes to stdout, all at once. Where its reader has left, the rest of what the command writes is dropped.
+    """Write a text to stdout, and flush it. If the reader has closed the pipe, all further output is discarded.
 
-    Where stdout cannot be written to for another reason, the command ends.
+    If stdout cannot be written for another reason, the command exits.
 
     Args:
-        text: what is written. Control characters are shown by their codes: names may come from a foreign file.
-        styled: the text has escape sequences of its own.
+        text: The text. Control characters are replaced by their codes, because names may come from an untrusted file.
+        styled: The text contains intended escape sequences, and is written unchanged.
     """
     text = text if styled else harmless(text)
-    encoding = sys.stdout.encoding or "utf-8"  # of a StringIO in its place it is None
+    encoding = sys.stdout.encoding or "utf-8"  # None if stdout was replaced by a StringIO
     try:
-        if text:  # an unbuffered stream would be written to
+        if text:  # an unbuffered stream would write even an empty text
             sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except OSError as error:
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())  # python flushes once more when it ends
+        os.dup2(null, sys.stdout.fileno())  # Python flushes stdout again at exit, which must not fail
         os.close(null)
         if not isinstance(error, BrokenPipeError):
             raise _Unwritable(error.strerror) from error
 
 
 def printable(text: str) -> str:
-    """Text that can be sent and printed. Of bytes in a command line or a name that are not UTF-8, the code is shown."""
+    """Return a text that can be encoded: bytes of a command line or a name that are not UTF-8 appear as codes."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def harmless(text: str) -> str:
-    """Text in which control characters, but for tabs and ends of lines, are shown by their codes."""
+    """Return the text with control characters replaced by their codes, except tabs and newlines."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def is_redrawable(stream: Any) -> bool:
-    """Whether a line of a stream can be written over: it is a terminal, and not a dumb one."""
+    """Return whether a line of the stream can be overwritten: the stream is a terminal, and not a dumb one."""
     return bool(stream.isatty()) and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def has_colours(stream: Any) -> bool:
-    """Whether to write colours to a stream: such a terminal, and NO_COLOR is not set."""
+    """Return whether to write colors to a stream: it is redrawable, and NO_COLOR is not set."""
     return is_redrawable(stream) and not os.environ.get("NO_COLOR")
 
 
@@ -171,7 +173,7 @@ _collected: list[ArgumentParser] | None = None
 
 @contextlib.contextmanager
 def collecting_help() -> Iterator[list[ArgumentParser]]:
-    """Help that is asked for meanwhile is not printed: the list has the parsers whose help it would be."""
+    """Collect requests for help in this block instead of printing help. The list receives the parsers."""
     global _collected
     before, _collected = _collected, []
     try:
@@ -181,7 +183,7 @@ def collecting_help() -> Iterator[list[ArgumentParser]]:
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Shows what an option takes once, as ``-n, --nproc N``, and of two spellings of torchrun's that with hyphens."""
+    """Shows the argument of an option once (``-n, --nproc N``), and only the hyphenated spelling of torchrun's two."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         shown = shown_names(action)
@@ -191,21 +193,21 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def shown_names(action: argparse.Action) -> list[str]:
-    """The names of an option, without spellings with underscores of one that has hyphens."""
+    """Return the names of an option, without a spelling with underscores if the same one with hyphens exists."""
     names = action.option_strings
     return [name for name in names if "_" not in name or name.replace("_", "-") not in names]
 
 
 def examples_text(examples: Sequence[tuple[str, str]]) -> str:
-    """Commands, and what each does, as help shows them."""
+    """Return the section of the help text that lists commands and their descriptions."""
     return "examples:\n" + "".join(f"  {command}\n      {what}\n" for command, what in examples)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, with examples, and with help that goes through ``put``: argparse ignores a stdout that is full.
+    """argparse's parser, with examples. It prints help with ``put``, because argparse ignores errors of stdout.
 
     Args:
-        examples: commands, and what each does.
+        examples: Pairs of a command and its description.
     """
 
     def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
@@ -214,7 +216,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.examples = tuple(examples)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        # argparse takes the dashes of --option=-- away, and the option gets a list without anything.
+        # argparse removes the dashes of --option=--, and the option would receive an empty list.
         if action.option_strings and arg_strings == ["--"]:
             raise argparse.ArgumentError(action, "expected a value, not --")
         return super()._get_values(action, arg_strings)
@@ -237,9 +239,10 @@ class ArgumentParser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def _ended_by_ctrl_c(name: str) -> Iterator[None]:
-    """Ends the process at Ctrl-C with one line, unless SIGINT is ignored or handled by somebody else.
+    """Exit with one line at Ctrl-C, unless SIGINT is ignored or has another handler.
 
-    No exception: it could come up inside of an import, or of a destructor, where python prints it and goes on.
+    The handler raises no exception. It could occur during an import, or in a destructor, where Python prints it and
+    continues.
     """
     mine = threading.current_thread() is threading.main_thread()
     if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -248,6 +251,7 @@ def _ended_by_ctrl_c(name: str) -> Iterator[None]:
 
     def end(number: int, frame: Any) -> NoReturn:
         with contextlib.suppress(OSError):
+            # Not print: the signal may have interrupted a print, which is not reentrant.
             os.write(2, f"{name}: stopped by SIGINT\n".encode())
         os._exit(STOPPED)
 
@@ -260,7 +264,7 @@ def _ended_by_ctrl_c(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Lets Ctrl-C raise KeyboardInterrupt in this block of a command: for what must be undone."""
+    """Make Ctrl-C raise KeyboardInterrupt in this block of a command, so that the command can clean up."""
     before = signal.getsignal(signal.SIGINT)
     mine = threading.current_thread() is threading.main_thread() and callable(before)
     if mine:
@@ -273,7 +277,8 @@ def interruptible() -> Iterator[None]:
 
 
 def ensure_standard_streams() -> None:
-    """Opens those of descriptors 0 to 2 that are closed, so that no pipe of ours gets such a number."""
+    """Open the closed ones of the descriptors 0 to 2, so that no pipe of this process gets such a number."""
+    # The kernel assigns the lowest free number.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)

@@ -1,31 +1,32 @@
-"""Every error that allranks raises by intent.
+"""All errors that allranks raises intentionally.
 
-A message names the call, what was seen against what was expected (rank, host, pid,
-bytes, seconds) and what to do next. The docstrings are the catalogue of errors: ``docs/errors.py`` makes docs/errors.md
-of their sections Causes and Remedy. The tree::
+A message names the call, the observed and the expected values (rank, host, pid, bytes, seconds), and the next step. The
+docstrings are the catalogue of errors: ``docs/errors.py`` generates docs/errors.md from their sections Causes and
+Remedy. The tree::
 
     AllranksError(RuntimeError)
-    |-- UsageError(ValueError)        the call itself is wrong: argument, tensor, state
+    |-- UsageError(ValueError)        the call is wrong: argument, tensor, state
     |   |-- NotInitializedError       a call before init_process_group or after destroy_process_group
     |-- ConfigError(ValueError)       a setting is missing or wrong: variable, URL, option
     |   |-- SecretError               two sides of a connection do not have the same secret
     |-- TimeoutError(builtins.TimeoutError)
-    |   |-- JoinError                 ranks did not meet in time: names those that are missing
-    |   |-- QueueEmptyError           a queue of a store holds nothing, and the call does not wait
-    |-- PeerLostError                 a rank died, left or broke off; `.rank` is which
-    |-- AbortedError                  a rank has ended the group by abort(); `.rank` is which
-    |-- ExcludedError                 the others have gone on without this process
-    |-- StateLostError                no rank is left that has the state of the training, or a part of it
+    |   |-- JoinError                 ranks did not join in time; the message names the missing ranks
+    |   |-- QueueEmptyError           a queue of a store is empty, and the call does not wait
+    |-- PeerLostError                 a rank died, left or gave up; `.rank` is its number
+    |-- AbortedError                  a rank aborted the group with abort(); `.rank` is its number
+    |-- ExcludedError                 the other ranks have continued without this process
+    |-- StateLostError                no remaining rank has the training state, or a part of it
     |-- CheckpointError               a checkpoint is damaged, or could not be written
-    |-- StoreLostError                the connection to the store broke: its server ended
-    |-- MismatchError                 ranks disagree on what they call
-    |-- RankError                     a rank of a job started from Python failed; `.rank` is which
-    |-- RemoteError                   an operation on a worker failed (master-worker mode); names it and its line
-    |-- WorkerLost                    a worker is gone, and its tensors (master-worker mode); `.rank` is which
-    |   `-- WorkerReplaced            it has been replaced, and what is kept restored; `.snapshot` is the number
+    |-- StoreLostError                the connection to the store broke: its server exited
+    |-- MismatchError                 ranks made different calls
+    |-- RankError                     a rank of a job started from Python failed; `.rank` is its number
+    |-- RemoteError                   an operation on a worker failed (master-worker mode); names it and its call site
+    |-- WorkerLost                    a worker and its tensors are lost (master-worker mode); `.rank` is its number
+    |   `-- WorkerReplaced            the worker was replaced, the kept state was restored; `.snapshot` is the number
 
-torch's names for what programs catch are aliases: DistError is AllranksError, DistBackendError (a collective broke)
-PeerLostError, DistNetworkError (a connection did) StoreLostError, DistStoreError (a wait in a store did) TimeoutError.
+torch's names of exceptions are aliases: DistError is AllranksError, DistBackendError (a collective failed) is
+PeerLostError, DistNetworkError (a connection failed) is StoreLostError, and DistStoreError (a wait for a key of a store
+failed) is TimeoutError.
 """
 
 from __future__ import annotations
@@ -62,54 +63,56 @@ __all__ = [
 ]
 
 DOCUMENTATION = "https://allranks.readthedocs.io"
-"""Where a release publishes the site that ``make docs`` makes; ``[project.urls]`` in pyproject.toml has it too."""
+"""Address of the site that a release publishes (``make docs``). ``[project.urls]`` in pyproject.toml has it, too."""
 
 _CATALOGUE = "/docs/errors.html"
 
 
 class AllranksError(RuntimeError):
-    """Root of the errors of allranks.
+    """Base class of the errors of allranks.
 
-    A traceback ends with a link to the error's section of the catalogue. ``str()`` of the error has no link.
+    A traceback ends with a link to the error's section of the catalogue. ``str()`` of the error does not contain it.
 
     Remedy:
-        It is never raised itself: ``except dist.AllranksError`` catches all errors of this page.
+        ``except dist.AllranksError`` catches all errors of this page. Errors without a more specific class have this
+        class; their message names the cause.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         if notes := self._links():
-            self.__notes__ = notes  # what Python prints below the message, from 3.11 on
+            self.__notes__ = notes  # Python prints them below the message, from 3.11 on
 
     def _links(self) -> list[str]:
         base = os.environ.get("ALLRANKS_DOCS", DOCUMENTATION)
         if base in ("", "0") or any(isinstance(text, str) and f"{base}{_CATALOGUE}" in text for text in self.args):
-            return []  # the message has another error's traceback, with its link
+            return []  # the message contains the traceback of another error, with its link
         name = next(each.__name__ for each in type(self).__mro__ if each.__name__ in __all__)
         return [f"  See {base}{_CATALOGUE}#{name.lower()}"]
 
 
 class UsageError(AllranksError, ValueError):
-    """The call itself is wrong: an argument, a tensor, or the moment of the call.
+    """The call is wrong: an argument, a tensor, or the moment of the call.
 
     Causes:
-        - an argument of the wrong type or value, a tensor with a wrong shape, dtype or device
-        - a call at a moment when it cannot be made, as a second ``init_process_group``
+        - an argument has a wrong type or value, or a tensor has a wrong shape, dtype or device
+        - the call is not allowed in this state, for example a second ``init_process_group``
 
     Remedy:
-        The message has what was seen and what is expected. No rank has changed a tensor. It is also a
+        The message contains the observed and the expected value. No rank has changed a tensor. The error is also a
         ``ValueError``.
     """
 
 
 class NotInitializedError(UsageError):
-    """A call that needs a process group, before ``init_process_group`` or after ``destroy_process_group``.
+    """A call needs a process group, but comes before ``init_process_group`` or after ``destroy_process_group``.
 
     Causes:
         - a collective before ``init_process_group``, or after ``destroy_process_group``
 
     Remedy:
-        Call ``init_process_group()`` first, in every process. ``allranks env`` prints who a process would be.
+        Call ``init_process_group()`` first, in every process. ``allranks env`` prints the rank that a process would
+        have.
     """
 
 
@@ -117,13 +120,14 @@ class ConfigError(AllranksError, ValueError):
     """A setting is missing or wrong: an environment variable, a URL, a command-line option.
 
     Causes:
-        - a variable such as ``RANK`` or ``MASTER_ADDR`` is missing or has a value that cannot be
+        - a variable such as ``RANK`` or ``MASTER_ADDR`` is missing or has an invalid value
         - an option of the command line, or a URL of ``init_method``, is wrong
-        - the system refuses what a job needs: open files (``ulimit -n``), memory, processes, room in ``/dev/shm``
+        - the system refuses a resource that a job needs: open files (``ulimit -n``), memory, processes, space in
+          ``/dev/shm``
 
     Remedy:
-        The message has the variable, its value and an example (docs/launching.md). ``allranks env`` prints which
-        variables decide, and ``allranks doctor`` checks the host.
+        The message contains the variable, its value and an example (docs/launching.md). ``allranks env`` prints the
+        variables that take effect, and ``allranks doctor`` checks the host.
     """
 
 
@@ -131,11 +135,11 @@ class SecretError(ConfigError):
     """The two sides do not have the same secret.
 
     Causes:
-        - hosts with different homes, and no ``ALLRANKS_SECRET``
-        - a process of another job, or of another user, at the same address and port
+        - the hosts have different home directories, and ``ALLRANKS_SECRET`` is not set
+        - a process of another job, or of another user, uses the same address and port
 
     Remedy:
-        Give all hosts one secret (docs/security.md). Is the port that of another job? Take another ``MASTER_PORT``.
+        Give all hosts one secret (docs/security.md). If another job uses the port, choose another ``MASTER_PORT``.
     """
 
 
@@ -144,31 +148,31 @@ _losses_seen = 0
 
 
 def losses_seen() -> int:
-    """How many errors of lost ranks, aborted groups and timeouts this process has made so far.
+    """Return the number of errors about lost ranks, aborted groups and timeouts that this process has created.
 
-    A program may catch such an error; a training loop must learn of it all the same, as the call did not happen.
+    A program may catch such an error. A training loop compares the number to detect it anyway, because the call failed.
     """
     return _losses_seen
 
 
 def _count_loss() -> None:
     global _losses_seen
-    _losses_seen = next(_losses) + 1  # atomic: errors are made in several threads
+    _losses_seen = next(_losses) + 1  # `next` is atomic: several threads create errors
 
 
 class TimeoutError(AllranksError, builtins.TimeoutError):
-    """A call did not finish in the group's timeout. The message names the ranks it waited for.
+    """A call did not finish within the group's timeout. The message names the ranks for which it waited.
 
     Attributes:
-        ranks: those ranks (in the group's numbering), where the call was one on a group.
+        ranks: These ranks (in the group's numbering), if it was a call on a group.
 
     Causes:
         - a rank is late: it loads data, compiles, is stopped in a debugger, or waits for something else
         - ranks wait for each other in different calls
 
     Remedy:
-        The message names the ranks that have not come. ``allranks trace show`` prints what each does
-        (docs/debugging.md#a-job-that-hangs). Give a longer ``timeout`` where the work takes so long.
+        The message names the ranks that did not enter the call. ``allranks trace show`` prints the activity of each
+        rank (docs/debugging.md#a-job-that-hangs). If the work takes longer than the timeout, pass a longer ``timeout``.
     """
 
     ranks: tuple[int, ...] = ()
@@ -180,26 +184,26 @@ class TimeoutError(AllranksError, builtins.TimeoutError):
 
 
 class JoinError(TimeoutError):
-    """The ranks did not all meet in time, or two of them disagree on who they are. Names them.
+    """Not all ranks joined in time, or processes disagree on rank or world size. The message names them.
 
     Causes:
         - not all ranks were started, or some cannot reach rank 0
-        - ``WORLD_SIZE`` differs, or two processes have one rank
+        - ``WORLD_SIZE`` differs, or two processes have the same rank
 
     Remedy:
-        The message names who is missing and who came twice. In a job of several hosts ``allranks run -- allranks
-        doctor`` tries each pair.
+        The message names the missing and the duplicate ranks. In a job of several hosts, ``allranks run -- allranks
+        doctor`` tests the connection of each pair.
     """
 
 
 class QueueEmptyError(TimeoutError):
-    """``queue_pop(block=False)`` of a store's queue that is empty.
+    """``queue_pop(block=False)`` was called on an empty queue of a store.
 
     Causes:
-        - ``queue_pop(block=False)`` came before the ``queue_push``
+        - ``queue_pop(block=False)`` was executed before the ``queue_push``
 
     Remedy:
-        Ask again later, or let the call wait.
+        Retry later, or let the call wait.
     """
 
 
@@ -215,96 +219,97 @@ class _OfRankError(AllranksError):
 
 
 class PeerLostError(_OfRankError):
-    """Another rank died, left the group, or gave up in the middle of a call.
+    """Another rank died, left the group, or gave up during a call.
 
     Attributes:
-        rank: the rank that was lost (in the group's numbering).
+        rank: The rank that was lost (in the group's numbering).
 
     Causes:
-        - a rank was killed: by the kernel for want of memory (``dmesg``), by a scheduler, by a person
-        - its process ended by an exception, whose traceback the launcher prints
-        - the network between two hosts is gone
+        - a rank was killed: by the kernel because memory ran out (``dmesg``), by a scheduler, by a user
+        - its process exited with an exception; the launcher prints the traceback
+        - the network between two hosts failed
 
     Remedy:
-        Look at what the named rank printed last: the launcher names the rank that failed first. To go on without
-        it, or with another in its place: docs/resilience.md.
+        Check the last output of the named rank. The launcher names the rank that failed first. docs/resilience.md
+        describes how a job continues without the rank, or with a replacement.
     """
 
 
 class AbortedError(_OfRankError):
-    """A rank has called ``abort()``: all calls of the group end, on every rank.
+    """A rank called ``abort()``, which ends all calls of the group on every rank.
 
     Attributes:
-        rank: the rank that called it (in the group's numbering).
+        rank: The rank that called it (in the group's numbering).
 
     Causes:
-        - some rank called ``abort()``
+        - a rank called ``abort()``
 
     Remedy:
-        ``rank`` is which. Go on with ``shrink``, or end.
+        ``rank`` is the rank that called it. Continue with ``shrink``, or exit.
     """
 
 
 class ExcludedError(AllranksError):
-    """The other ranks have gone on without this process, which they took for lost. It must end, and change nothing.
+    """The other ranks have continued without this process. It must exit without changing anything.
 
     Causes:
-        - this process was stopped, swapped out or unplugged for so long that the others took it for lost
+        - this process was stopped, swapped out or disconnected for so long that the other ranks considered it lost
 
     Remedy:
-        End the process: nothing that it does counts any more. The launcher has started another, where it may.
+        Exit the process: its results are no longer used. The launcher has started a replacement, if restarts are
+        allowed.
     """
 
 
 class StateLostError(AllranksError):
-    """No rank is left that has the state of a training, or a part of it: nobody can go on. Raised on every rank.
+    """No remaining rank has the training state, or a part of it. The training cannot continue. Raised on every rank.
 
     Causes:
-        - all ranks that had the state were lost, or all that had the same shards, before another had received them
-        - a rank was lost together with the one that kept what only it had
+        - all ranks that had the state, or the same shards, were lost before another rank received them
+        - a rank was lost together with its backup rank, which had the only copy of its values
 
     Remedy:
-        Start the job again from a checkpoint; ``allranks run --restarts`` does so by itself. The launcher starts no
-        single rank again after this error.
+        Restart the job from a checkpoint; ``allranks run --restarts`` does this automatically. After this error the
+        launcher does not restart single ranks.
     """
 
 
 class CheckpointError(AllranksError):
-    """A checkpoint is damaged, or could not be written. Names the file, the tensor, the rank, or the cause.
+    """A checkpoint is damaged, or could not be written. The message names the file, the tensor, the rank, or the cause.
 
     Causes:
-        - a disk is full, a folder cannot be written or was removed
+        - a disk is full, a folder is not writable or was removed
         - a file was changed or damaged: its checksum is wrong
-        - a state has another shape or dtype than what is loaded into
+        - a saved tensor has another shape or dtype than the tensor that receives it
 
     Remedy:
-        The message names the file, tensor and rank. ``allranks checkpoint verify FOLDER --all`` looks through all;
-        ``checkpoint.latest(folder, verify=True)`` finds the newest that is whole (docs/checkpoints.md).
+        The message names the file, tensor and rank. ``allranks checkpoint verify FOLDER --all`` checks all checkpoints;
+        ``checkpoint.latest(folder, verify=True)`` returns the newest intact one (docs/checkpoints.md).
     """
 
 
 class StoreLostError(AllranksError):
-    """The connection to the store broke: its server ended, or this client was closed.
+    """The connection to the store broke: its server exited, or this client was closed.
 
     Causes:
-        - the process that has the store ended: rank 0, the launcher's agent, or a server of one's own
+        - the process that serves the store exited: rank 0, the launcher's agent, or a server that the user started
 
     Remedy:
-        Look for why it ended. Ranks need the store to meet and to make groups, not in collectives.
+        Find out why it exited. Ranks need the store to join and to create groups, but not in collectives.
     """
 
 
 class MismatchError(AllranksError):
-    """The ranks called different things: verb, element count, dtype, reduce op, root. Names them.
+    """The calls of the ranks differ in verb, element count, dtype, reduce op or root. The message names them.
 
     Causes:
-        - a branch on the rank, so that some ranks call something else or in another order
+        - a branch depends on the rank, so that some ranks make other calls, or make them in another order
         - the last batch of an epoch is smaller on some ranks
-        - a parameter that some ranks do not use
+        - some ranks do not use a parameter
 
     Remedy:
-        The message has the call of each rank, and its line. No tensor was changed. ``ALLRANKS_DEBUG=1`` also finds
-        tensors of other shapes with as many elements, and calls that look alike and are swapped.
+        The message contains the call of each rank and its call site. No tensor was changed. ``ALLRANKS_DEBUG=1`` also
+        detects tensors of different shapes with the same number of elements, and identical calls in another order.
     """
 
 
@@ -312,35 +317,35 @@ class RankError(_OfRankError):
     """A rank of a job that Python started (``run``, ``testing.run_ranks``) failed. The message has its traceback.
 
     Attributes:
-        rank: the rank.
+        rank: The rank.
 
     Causes:
-        - the function that ``allranks.run`` or ``testing.run_ranks`` called raised on a rank, or its process was
-          killed
+        - the function of ``allranks.run`` or ``testing.run_ranks`` raised an exception on a rank, or the process of a
+          rank was killed
 
     Remedy:
-        The message has that rank's traceback.
+        Fix the cause that the traceback of the rank in the message shows.
     """
 
 
 class RemoteError(_OfRankError):
-    """An operation failed on a worker. What depends on it raises this; the worker goes on.
+    """An operation failed on a worker. Operations that depend on its result raise this error; the worker continues.
 
-    It is also of the type that was raised there, and has that as its cause: ``except torch.linalg.LinAlgError`` catches
-    it.
+    The error is also an instance of the type that was raised on the worker, and has the original as its cause:
+    ``except torch.linalg.LinAlgError`` catches it.
 
     Attributes:
-        rank: the worker.
-        operation: what failed, as ``aten::index_select``.
-        line: ``file:line`` of the master's program that queued it; "" where that is not known.
-        traceback: the worker's.
+        rank: The worker.
+        operation: The operation that failed, for example ``aten::index_select``.
+        line: Call site ``file:line`` in the master's program that queued the operation; "" if it is unknown.
+        traceback: The traceback of the worker.
 
     Causes:
         - an operation that the master queued failed on a worker: wrong shapes, no memory, a singular matrix
 
     Remedy:
-        ``line`` is where the master queued it, ``traceback`` the worker's. The worker goes on; what depends on the
-        result raises this too.
+        ``line`` is the call site in the master's program, ``traceback`` is the worker's traceback. The worker
+        continues. Operations that depend on the result raise this error, too.
     """
 
     def __init__(self, message: str, rank: int, operation: str = "", line: str = "", traceback: str = "") -> None:
@@ -349,7 +354,7 @@ class RemoteError(_OfRankError):
         self.line = line
         self.traceback = traceback
 
-    def __str__(self) -> str:  # that of KeyError is another
+    def __str__(self) -> str:  # an instance that is also a KeyError would print the repr of the message
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[type[RemoteError], tuple[str, int, str, str, str]]:  # type: ignore[override]
@@ -357,31 +362,31 @@ class RemoteError(_OfRankError):
 
 
 class WorkerLost(_OfRankError):
-    """A worker is gone, and its tensors with it. ``respawn`` starts another in its place.
+    """A worker and its tensors are lost. ``respawn`` starts a replacement.
 
     Attributes:
-        rank: the worker.
+        rank: The worker.
 
     Causes:
-        - a worker was killed, or its host is gone
+        - a worker was killed, or its host failed
 
     Remedy:
-        ``respawn`` starts another; its tensors are gone unless they were kept (docs/master_worker.md).
+        ``respawn`` starts a replacement. The tensors are lost unless they were kept (docs/master_worker.md).
     """
 
 
 class WorkerReplaced(WorkerLost):
-    """A worker was lost, and has been replaced (`Master.on_lost`). The step under way is to be made again.
+    """A worker was lost and has been replaced (`Master.on_lost`). The program must repeat the current step.
 
     Attributes:
-        rank: the worker.
-        snapshot: the number of the snapshot that what is kept has been restored from; 0 for none.
+        rank: The worker.
+        snapshot: Number of the snapshot from which the kept state was restored; 0 for none.
 
     Causes:
-        - a worker was lost and ``Master.on_lost`` has put another in its place
+        - a worker was lost, and ``Master.on_lost`` has replaced it
 
     Remedy:
-        Make the step again: what is kept has been restored from the snapshot with that number.
+        Repeat the step: the kept state was restored from the snapshot with that number.
     """
 
     def __init__(self, message: str, rank: int, snapshot: int = 0) -> None:
@@ -392,18 +397,18 @@ class WorkerReplaced(WorkerLost):
         return type(self), (str(self), self.rank, self.snapshot)
 
 
-# torch's tree, on ours: the last three are errors of the first.
+# torch's tree of exceptions, mapped to the tree of allranks: the last three are subclasses of the first.
 DistError = AllranksError
 DistBackendError = PeerLostError
 DistNetworkError = StoreLostError
 DistStoreError = TimeoutError
 
 for _name in __all__:
-    globals()[_name].__module__ = "allranks"  # where users find it, and what tracebacks show
+    globals()[_name].__module__ = "allranks"  # the public module, which tracebacks show
 
 
 def spans(numbers: Sequence[int], separator: str) -> str:
-    """Several numbers in few words: ``0-3,7``."""
+    """Return a short text for several numbers: ``0-3,7``."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][1] + 1:
@@ -414,5 +419,5 @@ def spans(numbers: Sequence[int], separator: str) -> str:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """How errors name several ranks: ``rank 1``, ``ranks 0-3, 7``."""
+    """Return how errors name several ranks: ``rank 1``, ``ranks 0-3, 7``."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks, ', ')}"

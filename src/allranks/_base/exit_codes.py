@@ -1,6 +1,6 @@
-"""The exit codes of the commands: the numbers that the code uses, and what each means.
+"""The exit codes of the commands: the numbers and their meanings.
 
-``docs/errors.py`` makes the table of docs/errors.md from them. Codes that a user's program chose are passed on.
+``docs/errors.py`` generates the table of docs/errors.md from them. Exit codes of a user's program are passed on.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ __all__ = ["EXIT_CODES", "FOUND", "IDLE", "LOST", "REFUSED", "SIGNAL", "STOPPED"
 
 UNWRITABLE = 1
 REFUSED = 1
-FOUND = 1  # as grep's and diff's, the other way round: what was looked for is there
-USAGE = 2  # as argparse's
-IDLE = 124  # as timeout(1)'s
-SIGNAL = 128  # as a shell's: the signal is added
+FOUND = 1  # the command found what it searches for (a problem, a difference), as in diff and opposite to grep
+USAGE = 2  # as in argparse
+IDLE = 124  # as in timeout(1)
+SIGNAL = 128  # as in a shell: the number of the signal is added
 STOPPED = SIGNAL + signal.SIGINT
-LOST = 255  # as ssh's
+LOST = 255  # as in ssh
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class ExitCode:
     """One row of the table of exit codes.
 
     Attributes:
-        commands: which commands end with it.
-        code: the number, or how it is made.
-        meaning: what was so.
+        commands: The commands that exit with it.
+        code: The number, or how it is computed.
+        meaning: The situation that it stands for.
     """
 
     commands: str

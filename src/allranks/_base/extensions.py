@@ -1,7 +1,8 @@
-"""Parts that an installed package brings by an entry point: an engine, a scheduler.
+"""Extensions that an installed package provides through an entry point: an engine, a scheduler.
 
-What is wrong with such a package is a ConfigError that names the package, its version and what to do. Reading entry
-points takes milliseconds, and importing what reads them fifty more: callers ask only for names that they do not know.
+A problem with such a package raises a ConfigError that names the package, its version and the remedy. Reading entry
+points takes milliseconds, and importing ``importlib.metadata`` takes 50 ms. Callers therefore read them only for names
+that are not built in.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ T = TypeVar("T", bound=_Part)
 
 
 def entry_points(group: str) -> list[EntryPoint]:
-    """All entry points of a group. Nothing of the packages is imported."""
-    from importlib import metadata  # late: the launcher starts without it
+    """Return all entry points of a group without importing the packages."""
+    from importlib import metadata  # late: the launcher does not need it to start
 
     return list(metadata.entry_points(group=group))
 
 
 def load(points: Sequence[EntryPoint], what: str, part: str, kind: type[T], versions: tuple[int, int]) -> T:
-    """The object that an entry point names.
+    """Load the object that an entry point names.
 
     Args:
-        points: those of one name.
-        what: what is loaded, for errors: "backend 'mine'".
-        part: what the package brings, for errors: "engine".
-        kind: the class that the object must have.
-        versions: the oldest and the newest version of the interface that this allranks takes.
+        points: All entry points with one name.
+        what: Description of the object for errors: "backend 'mine'".
+        part: Kind of extension for errors: "engine".
+        kind: The required class of the object.
+        versions: The oldest and the newest version of the interface that this allranks supports.
 
     Raises:
-        ConfigError: several packages have the name, or the one cannot be loaded, is made for another version, or names
-            something else.
+        ConfigError: Several packages provide the name. Or the object cannot be loaded, is of another class, has another
+            name, or requires another version of the interface.
     """
     point = points[0]
     here = f"{what}: {package_of(point)}"
@@ -61,7 +62,7 @@ def load(points: Sequence[EntryPoint], what: str, part: str, kind: type[T], vers
     oldest, newest = versions
     taken = f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
     try:
-        with guard:  # Python's lock of a module would stay held in a child that is forked meanwhile
+        with guard:  # a child that is forked during the import would inherit Python's import lock as held
             found = point.load()
     except Exception as error:
         raise ConfigError(
@@ -84,10 +85,10 @@ def load(points: Sequence[EntryPoint], what: str, part: str, kind: type[T], vers
 
 
 def package_of(point: EntryPoint) -> str:
-    """The package that brings it, with its version."""
+    """Return the package that provides an entry point, with its version."""
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "a package without a name"
 
 
 def described(error: BaseException) -> str:
-    """An error in one line."""
+    """Return type and message of an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,4 +1,4 @@
-"""Files that a user has named: a path may be a device, a pipe, or a link, and what it leads to may have no end."""
+"""Files that a user has named. A path may be a device, a pipe, or a link, and the data may be endless."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 __all__ = ["LIMIT", "plain_file", "read_bytes", "read_text"]
 
 LIMIT = 16 << 20
-"""Bytes of a file with settings, hosts or addresses, at most: such a file is far smaller, and /dev/zero has no end."""
+"""Limit in bytes of a file with settings, hosts or addresses. Real files are far smaller; /dev/zero is endless."""
 
 
 def plain_file(path: str | os.PathLike[str]) -> Path:
-    """Follow links to the file that a new one may take the place of.
+    """Follow links, and return the path of the file that a new file may replace.
 
     Raises:
-        OSError: something is there that is no plain file. Root would replace even /dev/null.
+        OSError: The path exists but is not a plain file. Without the check, root would replace even /dev/null.
     """
     final = os.path.realpath(path)
     if os.path.lexists(final) and not os.path.isfile(final):
@@ -28,7 +28,7 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """Read a small file, which may be a pipe (``<(command)`` of a shell).
 
     Raises:
-        OSError: it cannot be read, or is longer than ``LIMIT``.
+        OSError: The file cannot be read, or is longer than ``LIMIT``.
     """
     with open(path, "rb") as file:
         content = file.read(LIMIT + 1)
@@ -38,10 +38,10 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """As ``read_bytes``, of UTF-8.
+    """Read a small UTF-8 file. See ``read_bytes``.
 
     Raises:
-        OSError: see ``read_bytes``.
-        UnicodeDecodeError: it is not UTF-8.
+        OSError: See ``read_bytes``.
+        UnicodeDecodeError: The content is not UTF-8.
     """
     return read_bytes(path).decode()

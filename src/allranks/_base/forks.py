@@ -3,10 +3,10 @@
 A forked child has a copy of its parent's objects, but none of its threads. Locks stay as they were at that moment. A
 child therefore leaves its copies alone:
 
-- Sockets and other descriptors are closed in the child when it is forked. Otherwise it would hide its parent's end.
-  They are closed and never shut down, which the parent would see.
-- Objects that depend on their process (``follow``) are notified. A store connects anew; a group refuses.
-- Nothing here takes a lock in the child.
+- Sockets and other descriptors are closed in the child when it is forked. Otherwise peers would not notice the exit of
+  the parent. The child never shuts a socket down, because this would affect the parent's connection.
+- Objects that depend on their process (``follow``) are notified. A store connects again; a group raises an error.
+- This module takes no lock in the child.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from allranks._base.errors import NotInitializedError
 __all__ = ["Descriptor", "Socket", "follow", "forks", "guard", "leak", "refusal", "separate_from_siblings"]
 
 guard = threading.RLock()
-"""Nobody forks while it is held. Around what makes a descriptor, until something knows that a child must close it, and
-around the end of a ``Descriptor``, which may hold a lock.
+"""Prevents forks while a thread holds it.
 
-No other lock of ours is taken, and no other rank is waited for, while it is held.
+A thread holds it while it creates a descriptor, until the descriptor is registered for closing in children. A thread
+also holds it while it closes a ``Descriptor``, which may own a file lock.
+
+A holder takes no other lock of allranks, and does not wait for another rank. Otherwise a fork, which acquires this lock
+first, could deadlock.
 """
 
 
 class Follower(Protocol):
     def abandon(self) -> None:
-        """Called in a forked child, by its only thread. Takes no lock."""
+        """Reset the object in a forked child. The child's only thread calls it. It must not take a lock."""
 
 
 _forks = 0
@@ -45,12 +48,12 @@ _followers: weakref.WeakSet[Follower] = weakref.WeakSet()
 
 
 def forks() -> int:
-    """How many forks lie between the process that imported this file and this one."""
+    """Return the number of forks between the process that imported this module and the current process."""
     return _forks
 
 
 def follow(made: Follower) -> None:
-    """Notifies an object, in each forked child, that it is the parent's."""
+    """Call ``made.abandon()`` in each forked child, where the object is a copy of the parent's."""
     _followers.add(made)
 
 
@@ -61,11 +64,11 @@ _GROUPS = (
 
 
 def refusal(what: str, hint: str = _GROUPS) -> NotInitializedError:
-    """The error of a call on what is the parent's.
+    """Return the error of a call in a child on an object of the parent.
 
     Args:
-        what: ``all_reduce on group 'world': the group``.
-        hint: what to do.
+        what: The call and the object, for example ``all_reduce on group 'world': the group``.
+        hint: What the user should do.
     """
     return NotInitializedError(
         f"{what} belongs to the parent process, from which this one was forked (as a data loader's worker is). A forked"
@@ -74,35 +77,35 @@ def refusal(what: str, hint: str = _GROUPS) -> NotInitializedError:
 
 
 def leak(foreign: object) -> None:
-    """Keeps what is not ours from being destroyed: its destructor would wait for threads of the parent's."""
+    """Prevent the destruction of a foreign object in a child: its destructor would wait for threads of the parent."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(foreign))
 
 
 class Descriptor:
-    """A descriptor that is closed in a forked child; also one that is being closed during the fork."""
+    """A descriptor that is closed in a forked child, even if a thread of the parent closes it during the fork."""
 
     def __init__(self, fd: int) -> None:
-        """Takes it over."""
+        """Take ownership of ``fd``."""
         self._fd = fd
         _descriptors.add(self)
 
     @classmethod
     def of(cls, make: Callable[[], int]) -> Descriptor:
-        """That of what is made: nobody forks meanwhile."""
+        """Create a descriptor with ``make`` and take ownership of it. No thread can fork in between."""
         with guard:
             return cls(make())
 
     def fileno(self) -> int:
-        """Its number; -1 when it is closed."""
+        """Return its number; -1 if it is closed."""
         return self._fd
 
     def detach(self) -> int:
-        """Its number, for what takes it over and closes it in a child. Called with ``guard``."""
+        """Give up ownership, and return the number. The new owner closes it in a child. The caller holds ``guard``."""
         fd, self._fd = self._fd, -1
         return fd
 
     def close(self) -> None:
-        """Closes it. Idempotent."""
+        """Close it. Idempotent."""
         with guard:
             fd, self._fd = self._fd, -1
             if fd >= 0:
@@ -110,7 +113,7 @@ class Descriptor:
 
 
 class Socket(socket.socket):
-    """A socket that is closed in a forked child, as are those that it accepts."""
+    """A socket that is closed in a forked child. The same holds for the sockets that it accepts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with guard:
@@ -118,8 +121,9 @@ class Socket(socket.socket):
             _descriptors.add(self)
 
     def accept(self) -> tuple[Socket, Any]:
-        """As ``socket.socket.accept``, of a socket that only one thread accepts from."""
+        """Accept a connection. See ``socket.socket.accept``. Only one thread may accept from a socket."""
         timeout = self.gettimeout()
+        # Waits before it takes `guard`: the wait may be long, and no thread could fork until it ends.
         if timeout != 0:
             poll = select.poll()
             poll.register(self, select.POLLIN)
@@ -133,7 +137,7 @@ class Socket(socket.socket):
         return accepted, address
 
     def close(self) -> None:
-        """As ``socket.socket.close``, which forgets the number before it closes it: a child would keep that open."""
+        """Close it under ``guard``: Python clears the number first, and a child forked then would keep it open."""
         with guard:
             super().close()
 
@@ -166,7 +170,7 @@ def _in_child() -> None:
     global _forks
     _forks += 1
     for descriptor in tuple(_descriptors):
-        with contextlib.suppress(OSError):  # the program has closed its number
+        with contextlib.suppress(OSError):  # the user's program has closed this number
             descriptor.close()
     _descriptors.clear()
     for follower in tuple(_followers):
@@ -174,4 +178,5 @@ def _in_child() -> None:
     guard.release()
 
 
+# The thread that forks holds `guard` across the fork, so no other thread is in a guarded section at that moment.
 os.register_at_fork(before=guard.acquire, after_in_parent=guard.release, after_in_child=_in_child)

@@ -1,4 +1,4 @@
-"""Integers as programs give them: int, NumPy's, and integer tensors of one element."""
+"""Integers that programs pass as arguments: int, NumPy's integers, and integer tensors of one element."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["integer_of"]
 
 
 def integer_of(value: object) -> int | None:
-    """The value as an int, if it is an integer of any library (``operator.index``); None: it is not.
+    """Return the value as an int if it is an integer of any library (``operator.index``), otherwise None.
 
     Cost:
         30 ns for an int.
     """
     try:
         return operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):  # the last of a tensor that is on meta, or has several elements
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor on meta, or with several elements
         return None

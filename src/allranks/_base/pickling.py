@@ -1,7 +1,7 @@
-"""Values as bytes for another process of the job, functions by value with the file that they are from.
+"""Serialization of values for another process of the job. Functions are pickled by value, with their file name.
 
-cloudpickle alone leaves the file's name out since its version 3.1.3. But errors, traces and tracebacks of the process
-that runs the function are to say where in it a call is.
+cloudpickle omits the file name since its version 3.1.3. Errors, traces and tracebacks of the process that runs the
+function need it to show the call site.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def _make_code(filename: str, make: Callable[..., CodeType], args: tuple[Any, ..
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, with the names of files."""
+    """cloudpickle's pickler, with the file names of functions."""
 
     dispatch_table: ClassVar = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
 
 def dumps(value: Any) -> bytes:
-    """As ``cloudpickle.dumps``; ``cloudpickle.loads`` is its inverse, where this package is there."""
+    """Serialize a value. ``cloudpickle.loads`` is the inverse, and needs this package to be installed."""
     file = io.BytesIO()
     Pickler(file).dump(value)
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""Public classes and functions: where users find them, and what `torch.compile` does with them."""
+"""Public classes and functions: their public module name, and their exclusion from `torch.compile`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["publish"]
 
 
 def publish(space: dict[str, Any]) -> None:
-    """Set ``__module__`` of what the package takes from a module, and have `torch.compile` leave it to Python.
+    """Set ``__module__`` of the names that the package exports from a module, and exclude them from `torch.compile`.
 
-    With that ``__module__``, tracebacks, ``repr``, ``help`` and pickles show the package in which users find them, not
-    the module in which they are written.
+    Tracebacks, ``repr``, ``help`` and pickles then show the public package instead of the module that defines the
+    object.
 
     Args:
-        space: the ``globals()`` of that module, at its end.
+        space: The ``globals()`` of that module, passed at its end.
     """
     package = sys.modules["allranks"]
     for name in package._HOME[space["__name__"].removeprefix("allranks.")]:

@@ -1,7 +1,7 @@
-"""What the operating system refuses: open files, memory, processes, room on a disk.
+"""Errors of the operating system: limits of open files, memory, processes, disk space.
 
-An ``OSError`` from deep inside tells its reader a number. `refusals` makes a `ConfigError` of it, that says what could
-not be done, and which limit to look at.
+An ``OSError`` from an inner function contains little more than a number. `refusals` converts it into a `ConfigError`
+that states what failed and which limit to check.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def reason(error: BaseException) -> str:
 
 
 def refusal(what: str, error: OSError | MemoryError) -> str:
-    """What could not be done, why, and where to look."""
+    """Return a text that states what failed, the reason, and what to check."""
     if isinstance(error, MemoryError):
         error = OSError(errno.ENOMEM, "out of memory")
     why = (error.strerror or str(error)).lower()
@@ -49,17 +49,17 @@ def refusal(what: str, error: OSError | MemoryError) -> str:
 
 @contextlib.contextmanager
 def refusals(what: str) -> Iterator[None]:
-    """Around what asks the system for something.
+    """Convert errors of the system in this block into a ConfigError.
 
     Args:
-        what: cannot be done then, as ``"group 'world' cannot be made"``.
+        what: The consequence, for example ``"group 'world' cannot be made"``.
 
     Raises:
-        ConfigError: the system has refused something.
+        ConfigError: The system has refused a request.
     """
     try:
         yield
-    except AllranksError:  # some are an OSError, too
+    except AllranksError:  # some of them are an OSError, too
         raise
     except (OSError, MemoryError) as error:
         raise ConfigError(refusal(what, error)) from error

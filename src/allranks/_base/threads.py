@@ -1,7 +1,8 @@
-"""Threads of this package's own, which leave signals to the program.
+"""Threads of this package, which block signals and so leave them to the program.
 
-A signal to a process goes to whichever of its threads looks first. Python's main thread alone acts on it, and sleeps
-on, in ``time.sleep`` or a system call, where another thread was first: Ctrl-C would do nothing for long.
+The kernel delivers a signal for a process to any thread that does not block it. Only Python's main thread runs signal
+handlers. If another thread receives the signal, the main thread continues to sleep in ``time.sleep`` or in a system
+call, and Ctrl-C has no effect for a long time.
 """
 
 from __future__ import annotations
@@ -16,24 +17,26 @@ _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.S
 
 
 class Daemon(threading.Thread):
-    """A thread that serves, and ends with the process. What it starts in turn, processes too, has signals blocked."""
+    """A daemon thread with blocked signals. Threads and processes that it starts inherit the blocked signals."""
 
     def start(self) -> None:
-        """Starts it; see ``threading.Thread``.
+        """Start it. See ``threading.Thread``.
 
         Raises:
-            OSError: there can be no more threads: a limit of processes (``ulimit -u``, pids.max), or no memory.
+            OSError: The system provides no more threads: a limit of processes (``ulimit -u``, pids.max), or no memory.
         """
+        # A new thread inherits the signal mask of its creator. Faults stay unblocked, so that their handlers run, for
+        # example faulthandler's.
         self.daemon = True
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS)
         try:
             super().start()
-        except RuntimeError as error:  # "can't start new thread": pthread_create's own error is not told
+        except RuntimeError as error:  # "can't start new thread", without the error number of pthread_create
             raise OSError(errno.ENOMEM, f"thread {self.name} cannot be started") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits for its end; see ``threading.Thread``. Where it could not be started there is nothing to wait for."""
+        """Wait until it has finished. See ``threading.Thread``. Return immediately if it was not started."""
         if self.ident is not None:
             super().join(timeout)

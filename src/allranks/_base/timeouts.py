@@ -1,4 +1,4 @@
-"""How long something may take, as torch's programs pass it."""
+"""Timeouts in the forms that torch accepts: a timedelta or a number of seconds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["LONGEST_WAIT_S", "seconds_of"]
 LONGEST_WAIT_S = 2e6
 """The longest wait that epoll accepts (31 bits of milliseconds), in seconds: three weeks."""
 
-_LONGEST_S = 1e8  # three years; clocks count in 64 bits of nanoseconds
+_LONGEST_S = 1e8  # three years; clocks count nanoseconds in 64 bits
 
 
 def seconds_of(timeout: timedelta | float, longest_s: float = _LONGEST_S) -> float:
-    """Seconds of a timedelta or of a number of seconds, ``longest_s`` at most.
+    """Return the seconds of a timedelta or of a number of seconds, at most ``longest_s``.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: The value is neither.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, timedelta | Real) or timeout != timeout:  # NaN
         raise UsageError(f"timeout must be a timedelta or a number of seconds, not {timeout!r}")
