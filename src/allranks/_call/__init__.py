@@ -1,1 +1,1 @@
-"""What one call is made of, whichever engine runs it: its operation, its ``Work``, its place in the program."""
+"""The parts of a call that are common to all engines: its operation, its ``Work``, its call site in the program."""

@@ -1,7 +1,7 @@
-"""Where in the user's program a call stands: for errors, and for the debug mode's comparison of call sites.
+"""Call sites in the user's program, for errors and for the comparison of call sites in debug mode.
 
-The program is what is neither this package, torch nor Python's own library: DistributedDataParallel's calls come from
-the middle of torch's, and are attributed to the line ``loss.backward()``.
+The user's program is all code outside this package, torch and Python's standard library. For example,
+DistributedDataParallel makes its calls inside torch; their call site is the line ``loss.backward()``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ __all__ = ["NOWHERE", "is_program", "line_of", "site", "stack_hash", "warn", "wh
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DEEPEST = 32  # frames
-NOWHERE = "(no line of the program)"  # "" would be taken for a question by the core
+NOWHERE = "(no line of the program)"  # not "": the core searches for the call site itself if it receives ""
 
-# The files of frames as the core gets them; "" if they are not the program's. Every asynchronous call looks here.
+# File names by the file names of frames, in the form for the core; "" if a file is not part of the program. A cache,
+# because every asynchronous call needs it.
 _names: dict[str, str] = {}
-_MOST_FILES = 10_000  # a program may make up names for what it compiles
+_MOST_FILES = 10_000  # limits the cache: a program may invent names for code that it compiles
 
-# Installed packages lie in folders of these names, some within the library's.
+# Installed packages are in folders with these names, some of them inside the folder of the standard library.
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -38,19 +39,19 @@ def _look_up(filename: str) -> str:
         passed_over = passed_over or (inner != filename and not inner.startswith(_INSTALLED))
     if len(_names) >= _MOST_FILES:
         _names.clear()
-    # Bytes of a name that are no UTF-8, Python has as surrogates; the core cannot take them.
+    # Python represents bytes of a name that are not UTF-8 as surrogates, which the core cannot accept.
     _names[filename] = "" if passed_over else filename.encode(errors="replace").decode()
     return _names[filename]
 
 
 def is_program(filename: str) -> bool:
-    """Whether code of a file is the program's, or of a package that it uses: not torch, not Python's, not this one."""
+    """Return whether a file belongs to the program or a package that it uses: not to torch, Python or this package."""
     name = _names.get(filename)
     return bool(_look_up(filename) if name is None else name)
 
 
 def _program(frame: FrameType | None) -> tuple[FrameType | None, str]:
-    """The innermost frame of the program, from ``frame`` on, and its file."""
+    """Return the innermost frame of the program, starting at ``frame``, and its file."""
     known = _names.get
     while frame is not None:
         filename = frame.f_code.co_filename
@@ -64,30 +65,30 @@ def _program(frame: FrameType | None) -> tuple[FrameType | None, str]:
 
 
 def line_of(frame: FrameType) -> str:
-    """``file:line`` that a frame is at; "" if that is not the program's."""
+    """Return the current ``file:line`` of a frame; "" if the frame does not belong to the program."""
     filename = frame.f_code.co_filename
     return f"{_names[filename]}:{frame.f_lineno}" if is_program(filename) else ""
 
 
 def site() -> str:
-    """``file:line`` of the innermost frame of the program; where there is none (a thread of ours) a text instead."""
+    """Return ``file:line`` of the innermost frame of the program, or ``NOWHERE`` (in a thread of allranks)."""
     frame, name = _program(sys._getframe(1))
     return f"{name}:{frame.f_lineno}" if frame else NOWHERE
 
 
 def warn(text: str) -> None:
-    """Give a UserWarning at the innermost line of the program, however deep in this package the caller is."""
+    """Issue a UserWarning at the innermost line of the program, at any depth of calls inside this package."""
     frame, _ = _program(sys._getframe(1))
-    if frame is None:  # in a thread of ours
+    if frame is None:  # in a thread of allranks
         warnings.warn(text, stacklevel=2)
         return
     space = frame.f_globals
-    seen = space.setdefault("__warningregistry__", {})  # as warnings.warn does, for "once for each line"
+    seen = space.setdefault("__warningregistry__", {})  # as in warnings.warn: one warning per line
     warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, space.get("__name__"), seen)
 
 
 def where() -> str:
-    """``site``, and the shape of what it calls with. Slow: for errors."""
+    """Return the call site and the shape of the tensor of the call. Slow: for errors only."""
     frame: FrameType | None = sys._getframe(1)
     program, name = _program(frame)
     tensor = None
@@ -101,7 +102,10 @@ def where() -> str:
 
 
 def stack_hash() -> int:
-    """32 bits, not 0, of all ``file:line`` of the program: the same on every rank that came the same way."""
+    """Return a hash (32 bits, not 0) of the program's call stack, equal on all ranks with the same call path.
+
+    It covers ``file:line`` of the innermost 32 frames of the program.
+    """
     crc = 0
     frame, name = _program(sys._getframe(1))
     for _ in range(_DEEPEST):

@@ -1,6 +1,6 @@
-"""The debug level: how much the ranks check and report beyond what they always do.
+"""The debug level: the amount of additional checks and reports of the ranks.
 
-``ALLRANKS_DEBUG`` or torch's ``TORCH_DISTRIBUTED_DEBUG`` set it; ours wins where both are set.
+``ALLRANKS_DEBUG`` or torch's ``TORCH_DISTRIBUTED_DEBUG`` sets it. ``ALLRANKS_DEBUG`` takes precedence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _VARIABLES = ("ALLRANKS_DEBUG", "TORCH_DISTRIBUTED_DEBUG")
 
 
 class DebugLevel(enum.IntEnum):
-    """OFF, INFO or DETAIL, as torch's. INFO does what OFF does: what torch checks then is always checked here."""
+    """OFF, INFO or DETAIL, as in torch. INFO equals OFF, because allranks always makes the checks of torch's INFO."""
 
     OFF = 0
     INFO = 1
@@ -29,14 +29,14 @@ _OTHER_WORDS = {
     **dict.fromkeys(("1", "ON", "YES", "TRUE"), DebugLevel.DETAIL),
 }
 
-_level: DebugLevel | None = None  # until somebody asks or sets it
+_level: DebugLevel | None = None  # None until it is first read or set
 
 
 def get_debug_level() -> DebugLevel:
-    """The debug level: the one that was set, else the environment's, else OFF.
+    """Return the debug level: the one that was set, else the environment's, else OFF.
 
     Raises:
-        ConfigError: the environment names no level.
+        ConfigError: The value in the environment is not a level.
     """
     if _level is None:
         set_debug_level_from_env()
@@ -45,10 +45,10 @@ def get_debug_level() -> DebugLevel:
 
 
 def set_debug_level(level: DebugLevel) -> None:
-    """Sets the debug level of this process, for the groups that it makes from now on.
+    """Set the debug level of this process, for groups that it creates afterwards.
 
     Raises:
-        TypeError: not a DebugLevel of allranks or of torch.
+        TypeError: The argument is not a DebugLevel of allranks or of torch.
     """
     global _level
     name = str(getattr(level, "name", ""))
@@ -58,10 +58,10 @@ def set_debug_level(level: DebugLevel) -> None:
 
 
 def set_debug_level_from_env() -> None:
-    """Sets the debug level to the environment's: ALLRANKS_DEBUG, or TORCH_DISTRIBUTED_DEBUG, or OFF.
+    """Set the debug level from the environment: ALLRANKS_DEBUG, else TORCH_DISTRIBUTED_DEBUG, else OFF.
 
     Raises:
-        ConfigError: it names no level.
+        ConfigError: The value of the variable is not a level.
     """
     global _level
     variable = next((name for name in _VARIABLES if name in os.environ), None)

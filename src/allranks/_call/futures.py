@@ -1,12 +1,13 @@
-"""Futures of calls that are under way.
+"""Futures of pending calls.
 
-One thread learns of the ends of all calls that have a future. Another completes the futures, in the order in which the
-calls have ended, and thereby runs their callbacks. A thread that waits for a future before that completes it itself: it
-notices Ctrl-C, and a callback may wait for the future of a call that it has made. Where a callback takes long while
-other futures are due, a further thread goes on with these. So there are two threads, and one more for each callback
-that blocks.
+A watcher thread detects the completion of all calls that have a future. A runner thread completes the futures in the
+order of the calls' completion, and so runs their callbacks. A thread that waits for a pending future completes it
+itself. It therefore reacts to Ctrl-C, and a callback can wait for the future of a call that it has made. If a callback
+blocks while other futures are due, another runner continues with these. The total is two threads, and one more for each
+callback that blocks.
 
-The core reports the ends of its requests. Calls of other engines are polled, the less often the more there are.
+The core reports the completion of its requests. The watcher polls the calls of other engines, less often if there are
+many.
 """
 
 from __future__ import annotations
@@ -25,43 +26,43 @@ from allranks import _core
 
 __all__ = ["Call", "End", "end_futures", "future_of"]
 
-_ASK_S = 0.5e-3
-_ASKING_SHARE = 10  # the thread naps so many times as long as it has asked
-_LONG_S = 0.1  # after so long a callback does not hold up the others any more
-_LEAVING_S = 2.0
+_ASK_S = 0.5e-3  # shortest interval of polling
+_ASKING_SHARE = 10  # the watcher sleeps this many times as long as it polled, so polling takes at most 1/11 of its time
+_LONG_S = 0.1  # a callback that runs longer than this no longer delays the other futures
+_LEAVING_S = 2.0  # limit of the wait for pending calls at exit
 
 
 class End(enum.Enum):
-    """How the end of a call is noticed."""
+    """How the completion of a call is detected."""
 
     PAST = 0
-    """It has ended."""
+    """The call is complete."""
     TOLD = 1
-    """The core reports it."""
+    """The core reports the completion."""
     ASKED = 2
-    """It must be asked."""
+    """The watcher must poll the call."""
 
 
 class Call(Protocol):
-    """What has a future: a ``Work``."""
+    """A call with a future: a ``Work``."""
 
     def end(self, ticket: int) -> End:
-        """How the end of the call is noticed; where the core reports it, by this ticket."""
+        """Return how the completion is detected. If the core reports it, it reports this ticket."""
         ...
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
+        """Return whether the call is complete."""
         ...
 
     def result(self) -> Any:
-        """Waits; returns the call's tensors."""
+        """Wait for the call, and return its tensors."""
         ...
 
 
 class _Completer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tickets = itertools.count(1)  # 0 only wakes the thread
+        self._tickets = itertools.count(1)  # ticket 0 only wakes the watcher
         self._told: dict[int, Any] = {}
         self._asked: dict[int, Any] = {}
         self._due: deque[Any] = deque()
@@ -70,22 +71,23 @@ class _Completer:
         self._runners: set[threading.Thread] = set()
         self._idle = 0
         self._ask_at = 0.0
-        self._taken = 0  # futures that runners have begun with
+        self._taken = 0  # number of futures that runners have started to complete
         self._leave_by: float | None = None
 
     def add(self, future: Any) -> None:
         with self._lock:
             leaving = self._leave_by is not None
             if not leaving:
+                # Stored before `end` passes the ticket to the core, which may report it immediately.
                 ticket = next(self._tickets)
                 self._told[ticket] = future
                 if self._watcher is None:
                     self._watcher = threading.Thread(target=self._watch, name="allranks-futures", daemon=True)
                     self._watcher.start()
-        if leaving:
+        if leaving:  # the watcher may have exited
             future.complete()
         elif future.work.end(ticket) is not End.TOLD:
-            _core.add_completion(ticket)
+            _core.add_completion(ticket)  # wakes the watcher, which then completes or polls the call
 
     def end(self) -> None:
         deadline = time.monotonic() + _LEAVING_S
@@ -107,6 +109,7 @@ class _Completer:
             with self._lock:
                 nap = max(0.0, self._ask_at - now) if self._asked else -1.0
                 if self._due:
+                    # Another runner starts only if none has taken a future for _LONG_S: all runners are blocked.
                     if self._taken != taken or since == 0:
                         taken, since = self._taken, now
                     if self._idle:
@@ -123,7 +126,7 @@ class _Completer:
                     nap = _ASK_S
 
     def _look(self, tickets: list[int]) -> None:
-        """Finds out which calls have ended: of those with these tickets, and of those that must be asked."""
+        """Check the calls with these tickets and, if the next poll is due, the calls that must be polled."""
         found = [(ticket, self._told.pop(ticket)) for ticket in tickets if ticket in self._told]
         began = time.monotonic()
         asks = began >= self._ask_at
@@ -151,13 +154,14 @@ class _Completer:
         while (due := self._take()) is not None:
             try:
                 due.complete()
-            except BaseException:  # noqa: BLE001 - a callback's, which nobody else sees
+            except BaseException:  # noqa: BLE001 - the exception of a callback, which no caller receives
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-            del due
+            del due  # otherwise the future and its tensors would stay alive until the next one
 
     def _take(self) -> Any:
         with self._lock:
             while not self._due:
+                # One idle runner is enough. The others exit.
                 if self._idle or self._leave_by is not None:
                     self._runners.discard(threading.current_thread())
                     return None
@@ -173,25 +177,25 @@ _completer = _Completer()
 
 @functools.cache
 def _future_class() -> Any:
-    import torch  # late: the launcher does without
+    import torch  # late: the launcher does not need it
 
     class CallFuture(torch.futures.Future):  # type: ignore[type-arg]
-        """The future of a call: complete when the call has ended, or when somebody waits before."""
+        """The future of a call. A runner completes it after the call, or a waiting thread does so earlier."""
 
         def __init__(self, work: Call, devices: list[Any]) -> None:
             super().__init__(devices=devices)
             self.work = work
-            self._claim = threading.Lock()  # held for ever by who completes it
+            self._claim = threading.Lock()  # the thread that completes the future acquires it, and never releases it
 
         def complete(self) -> None:
-            """Waits for the call, unless somebody else does or has."""
+            """Wait for the call, and complete the future. No effect if another thread does so or has done so."""
             if not self._claim.acquire(blocking=False):
                 return
             try:
                 tensors = self.work.result()
-            except Exception as error:  # noqa: BLE001 - it is the future's to raise
+            except Exception as error:  # noqa: BLE001 - the future raises it
                 self.set_exception(error)
-            except BaseException:  # Ctrl-C in who waits
+            except BaseException:  # Ctrl-C in a waiting thread: another thread completes the future
                 self._claim.release()
                 _completer.add(self)
                 raise
@@ -204,7 +208,7 @@ def _future_class() -> Any:
             return super().wait()
 
         def value(self) -> Any:
-            # Who has waited for the work need not know of the thread that completes its future.
+            # A caller that has waited for the work expects a value, although the runner may not have run yet.
             if not self.done() and self.work.is_completed():
                 self.wait()
             return super().value()
@@ -213,14 +217,17 @@ def _future_class() -> Any:
 
 
 def future_of(work: Call, devices: list[Any]) -> Any:
-    """A future of a call's result, or its error. ``devices``: GPUs on which these are."""
+    """Return a future of a call's result or error. ``devices``: the GPUs of the result."""
     future = _future_class()(work, devices)
     _completer.add(future)
     return future
 
 
 def end_futures() -> None:
-    """Completes what is left, at exit, and ends the threads: one that meets the end of the interpreter aborts it."""
+    """Complete the remaining futures at exit, within 2 s, and stop the threads.
+
+    A thread that still runs during the finalization of the interpreter can abort the process.
+    """
     _completer.end()
 
 
@@ -230,5 +237,5 @@ def _renew() -> None:
     _completer = _Completer()
 
 
-# A forked child has none of these threads; its parent's calls are not completed there.
+# A forked child has none of these threads, and does not complete the calls of its parent.
 os.register_at_fork(after_in_child=_renew)

@@ -1,4 +1,4 @@
-"""Collectives that are parts of another call: errors, on every rank, name the call that the program has made."""
+"""Collectives that are part of another call. On every rank, errors name the call that the program has made."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["part_of", "whole_call"]
 
 @contextlib.contextmanager
 def part_of(name: str) -> Iterator[None]:
-    """Collectives that this thread calls meanwhile are parts of ``name``, one of the core's ``Purpose``.
+    """Mark the collectives of this thread in this block as parts of the call ``name``, one of the core's ``Purpose``.
 
-    Ranks compare it: a collective of the program's never meets a part of another call.
+    Ranks compare it, so a collective of the program is never matched with a part of another call.
     """
     before = _core.part_of(name)
     try:
@@ -24,7 +24,7 @@ def part_of(name: str) -> Iterator[None]:
 
 
 def whole_call() -> str:
-    """The call of the program that this thread's collectives are parts of at present; empty: they are whole calls."""
-    name = _core.part_of("")
+    """Return the call of which this thread's collectives are currently parts; "" if they are calls of their own."""
+    name = _core.part_of("")  # the core has no getter: set it, which returns the previous value, then restore it
     _core.part_of(name)
     return name

@@ -1,4 +1,4 @@
-"""The small values that callers pass and get: reduce ops and statistics."""
+"""Small types of arguments and results: reduce ops and statistics."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ __all__ = ["PremulSum", "ReduceOp", "Stats", "as_reduce_op", "is_integer", "prem
 
 
 class ReduceOp(enum.IntEnum):
-    """How ``all_reduce`` combines the ranks' elements; torch's names.
+    """The operation with which ``all_reduce`` combines the elements of the ranks, with torch's names.
 
-    ``SUM, PRODUCT, MIN, MAX`` take integers, floating point and bool; ``AVG`` (the sum, divided by
-    the number of ranks; of integers, rounded towards zero, as nccl's) takes integers and floating
-    point; ``SUM`` and ``AVG`` take complex numbers too;
-    ``BAND, BOR, BXOR`` take integers and bool. On bool, SUM and MAX are "or", PRODUCT and MIN are
-    "and". MIN and MAX propagate NaN, integers wrap; float16 and bfloat16 are accumulated in
-    float32 and rounded once. Elements are combined in the order of the ranks, 0 to P - 1.
+    ``SUM, PRODUCT, MIN, MAX`` accept integers, floating point and bool. ``AVG`` is the sum divided by the number of
+    ranks, rounded toward zero for integers as in nccl. It accepts integers and floating point. ``SUM`` and ``AVG`` also
+    accept complex numbers. ``BAND, BOR, BXOR`` accept integers and bool. On bool, SUM and MAX are "or", PRODUCT and MIN
+    are "and". MIN and MAX propagate NaN. Integers wrap on overflow. float16 and bfloat16 are accumulated in float32 and
+    rounded once. Elements are combined in the order of the ranks, 0 to P - 1.
     """
 
-    # The numbers are the core's (core/base/types.h); tests/api holds them to it.
+    # The numbers equal those of the core (core/base/types.h); tests/api verifies this.
     SUM = 0
     AVG = 1
     PRODUCT = 2
-    PROD = 2  # the same, shorter
+    PROD = 2  # alias of PRODUCT
     MIN = 3
     MAX = 4
     BAND = 5
@@ -45,24 +44,26 @@ class ReduceOp(enum.IntEnum):
 
 
 class PremulSum(NamedTuple):
-    """What ``premul_sum`` returns."""
+    """The reduce op that ``premul_sum`` returns."""
 
     factor: float | Tensor
 
 
 def premul_sum(factor: float | Tensor) -> PremulSum:
-    """The op of ``all_reduce``, ``reduce`` and ``reduce_scatter`` that sums every rank's tensor times its ``factor``.
+    """Return an op that multiplies each rank's tensor by its ``factor`` and sums the products.
+
+    The op is accepted by ``all_reduce``, ``reduce`` and ``reduce_scatter``.
 
     Args:
-        factor: a number, or a tensor of one element; each rank's own.
+        factor: A number, or a tensor of one element. Each rank passes its own factor.
 
-    Tensors of integers take a factor that is an integer; bool takes none.
+    Integer tensors require an integer factor. bool tensors are not accepted.
 
     Raises:
-        UsageError: the factor is something else.
+        UsageError: The factor is neither a number nor a tensor of one element.
 
     Cost:
-        that of SUM and one copy of the tensor.
+        The cost of SUM, and one copy of the tensor.
     """
     if isinstance(factor, bool) or (not isinstance(factor, (int, float)) and getattr(factor, "numel", int)() != 1):
         raise UsageError(f"premul_sum: the factor must be a number or a tensor of one element, not {factor!r}")
@@ -70,12 +71,12 @@ def premul_sum(factor: float | Tensor) -> PremulSum:
 
 
 def scaled(tensor: Tensor, factor: float | Tensor) -> Tensor:
-    """A new tensor: ``tensor`` times a factor of ``premul_sum``, of the same dtype. Autograd goes through it.
+    """Return ``tensor`` times a factor of ``premul_sum`` as a new tensor of the same dtype. Supports autograd.
 
     Raises:
-        UsageError: the product would be cut down to that dtype.
+        UsageError: The dtype of the tensor cannot hold the product.
     """
-    import torch  # late: the launcher does without
+    import torch  # late: the launcher does not need it
 
     if not isinstance(factor, (int, float)):
         factor = factor.to(tensor.device)
@@ -86,8 +87,8 @@ def scaled(tensor: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def is_integer(dtype: torch.dtype) -> bool:
-    """Whether it is one of numbers without fractions; bool is not."""
-    import torch  # late: the launcher does without
+    """Return whether it is an integer dtype. bool is not."""
+    import torch  # late: the launcher does not need it
 
     return not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool
 
@@ -96,12 +97,12 @@ reduce_op = ReduceOp  # the spelling of torch before 1.0
 
 
 def as_reduce_op(op: object) -> ReduceOp | PremulSum:
-    """The op meant by ``op``: ours, or torch.distributed's of the same name."""
+    """Return the allranks op for ``op``: an op of allranks, or torch.distributed's op of the same name."""
     if isinstance(op, PremulSum):
         return op
     if isinstance(op, ReduceOp):
         return op
-    op = getattr(op, "op", op)  # that of torch's ReduceOp object, as its AllreduceOptions have it
+    op = getattr(op, "op", op)  # torch's AllreduceOptions contain a ReduceOp object with an attribute `op`
     name = getattr(op, "name", None) or str(op).rpartition(".")[2]
     if type(op).__name__ in ("RedOpType", "ReduceOp") and name in ReduceOp.__members__:
         return ReduceOp[name]
@@ -109,14 +110,14 @@ def as_reduce_op(op: object) -> ReduceOp | PremulSum:
 
 
 class Stats(NamedTuple):
-    """What this process has done in a group since it was made.
+    """Statistics of the calls of this process in a group since the creation of the group.
 
     Attributes:
-        calls: finished calls.
-        bytes: the bytes of their tensors.
-        seconds: wall time inside them: moving, reducing, and waiting for other ranks. Calls that
-            run beside computation (``async_op=True``) count too.
-        shared: of the calls those that copied nothing, working in all ranks' shared tensors (``empty_shared``).
+        calls: Number of finished calls.
+        bytes: Bytes of their tensors.
+        seconds: Wall time inside the calls in seconds: moving, reducing, and waiting for other ranks. Asynchronous
+            calls (``async_op=True``), which run concurrently with computation, are included.
+        shared: Number of the calls that copied nothing because they used the ranks' shared tensors (``empty_shared``).
     """
 
     calls: int

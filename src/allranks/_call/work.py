@@ -1,4 +1,4 @@
-"""Work: the handle of a call that may still be running."""
+"""Work: the handle of a call that may still run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Complete", "Then", "Together", "Work"]
 
 
 class Work(abc.ABC):
-    """What an asynchronous call (``async_op=True``, ``isend``, ``irecv``) returns.
+    """The handle that an asynchronous call (``async_op=True``, ``isend``, ``irecv``) returns.
 
-    Until it is complete its tensors must neither be read nor written.
+    The program must neither read nor write the tensors of the call until the work is complete.
     """
 
     shown: Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]] = ()
-    """What ``result`` returns; set by who has made the call."""
+    """The tensors that ``result`` returns, or a function that returns them. The code that starts the call sets it."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -35,82 +35,84 @@ class Work(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Blocks until the call is complete and its tensors hold their results.
+        """Block until the call is complete and its tensors contain the results.
 
         Args:
-            timeout: a limit for this wait, a timedelta or seconds; None or zero: the group's timeout decides; below
-                zero: it has passed, as what is left until a deadline may have.
+            timeout: Limit of this wait, a timedelta or seconds. None or zero: the group's timeout applies. A negative
+                value counts as expired; it results, for example, from a deadline in the past.
 
         Returns:
             True.
 
         Raises:
-            TimeoutError: ``timeout`` has passed; the call goes on and may be waited for again.
-            AllranksError: the call failed.
+            TimeoutError: ``timeout`` has expired. The call continues, and the caller may wait for it again.
+            AllranksError: The call failed.
         """
 
     @abc.abstractmethod
     def is_completed(self) -> bool:
-        """Whether the call has ended, well or not. If True, ``wait`` does not block."""
+        """Return whether the call has finished, with or without success. If True, ``wait`` does not block."""
 
     @abc.abstractmethod
     def exception(self) -> BaseException | None:
-        """The error of a call that has ended and failed, else None."""
+        """Return the error of a call that has finished and failed, otherwise None."""
 
     @abc.abstractmethod
     def source_rank(self) -> int:
-        """The rank that sent, of an ``irecv`` that is complete (in the group's numbering)."""
+        """Return the rank of the sender (in the group's numbering) of an ``irecv`` that is complete."""
 
     def _source_rank(self) -> int:
-        return self.source_rank()  # torch's own name for it
+        return self.source_rank()  # torch's name of the method
 
     def _results(self) -> list[torch.Tensor]:
-        """The call's tensors; of what it writes, once it is complete."""
+        """Return the tensors of the call. The tensors that it writes are valid once it is complete."""
         return list(self.shown() if callable(self.shown) else self.shown)
 
     def end(self, ticket: int) -> End:
-        """How the end of the call is noticed; where the core reports it, by this ticket."""
+        """Return how the completion is detected. If the core reports it, it reports this ticket."""
         return End.PAST if self.is_completed() else End.ASKED
 
     def result(self) -> list[torch.Tensor]:
-        """Waits; returns the call's tensors, those that it has written: as torch's gloo, for each verb.
+        """Wait for the call, and return the tensors that it has written: for each verb the same as torch's gloo.
 
-        On ranks that a call writes nothing to (``reduce``'s others) these are what they gave; of ``gather``'s, none.
+        On ranks without an output (in ``reduce``, all except the root) these are the input tensors. In ``gather``, the
+        ranks without an output return no tensors.
         """
         self.wait()
         return self._results()
 
     def is_success(self) -> bool:
-        """Whether the call has ended well."""
+        """Return whether the call has finished with success."""
         return self.is_completed() and self.exception() is None
 
     def synchronize(self) -> None:
-        """``wait`` by torch's other name."""
+        """Wait for the call. The same as ``wait``, under another name of torch's."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of ``result()``. Callbacks of a future run in the order in which they were added to it.
+        """Return a future of ``result()``. Callbacks of a future run in the order in which they were added to it.
 
-        They run in a thread that completes one future after the other, in the order in which the calls have ended, or
-        in one that waits for the future. After 0.1 s a callback does not hold up the others: a further thread goes on.
+        They run in a thread that completes the futures one by one, in the order in which the calls have finished, or in
+        a thread that waits for the future. A callback that takes more than 0.1 s does not delay the other futures:
+        another thread continues with them.
 
         Cost:
-            a few microseconds. Two threads, however many futures there are; one more for each callback that blocks.
+            A few microseconds. Two threads for any number of futures, and one more for each callback that blocks.
         """
 
-        # On whose streams who waits for the future comes after the call.
+        # torch makes the current streams of these GPUs wait for the call when a caller waits for the future.
         gpus = list({tensor.device for tensor in self._results() if tensor.is_cuda})
         future: torch.futures.Future[list[torch.Tensor]] = future_of(self, gpus)
         return future
 
 
 class Then(Work):
-    """A call, and what is to be done when it has ended well: once, by whoever first waits or asks."""
+    """A call with a function that runs once after its success, in the first thread that waits for it or polls it."""
 
     def __init__(self, work: Work, then: Callable[[], None], results: list[torch.Tensor]) -> None:
         self._work = work
         self._then: Callable[[], None] | None = then
-        self.shown = results  # written by ``then``
+        self.shown = results  # ``then`` writes them
         self._lock = threading.Lock()
         self._forks = forks()
 
@@ -120,7 +122,7 @@ class Then(Work):
             return True
         if self._forks != forks():
             raise refusal("a work of the parent process: it")
-        with self._lock:
+        with self._lock:  # after the check above: in a forked child, a thread of the parent may have held the lock
             if self._then is not None:
                 self._then()
                 self._then = None
@@ -144,7 +146,7 @@ class Then(Work):
 
 
 class Together(Work):
-    """Several calls as one."""
+    """Several calls as one. The timeout of ``wait`` applies to each of them separately."""
 
     def __init__(self, works: list[Work]) -> None:
         self._works = works
@@ -165,11 +167,12 @@ class Together(Work):
         return [tensor for work in self._works for tensor in work._results()]
 
     def end(self, ticket: int) -> End:
+        # The first incomplete call decides. The watcher calls this method again when that call is complete.
         return next((end for end in (work.end(ticket) for work in self._works) if end is not End.PAST), End.PAST)
 
 
 class Complete(Work):
-    """A call that was complete when it returned."""
+    """The work of a call that was complete when it returned."""
 
     def __init__(self, results: list[torch.Tensor]) -> None:
         self.shown = results
