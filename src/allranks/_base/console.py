@@ -41,7 +41,7 @@ __all__ = [
 
 
 class Program(Protocol):
-    """A program that replaces the command in this process: a rank that was forked from the command."""
+    """A program that runs instead of the command in this process: a rank that was forked from the command."""
 
     def run(self) -> int:
         """Run it, and return its exit code. Exceptions propagate unchanged."""
@@ -241,8 +241,8 @@ class ArgumentParser(argparse.ArgumentParser):
 def _ended_by_ctrl_c(name: str) -> Iterator[None]:
     """Exit with one line at Ctrl-C, unless SIGINT is ignored or has another handler.
 
-    The handler raises no exception. It could occur during an import, or in a destructor, where Python prints it and
-    continues.
+    The handler raises no exception: it could interrupt an import, or occur in a destructor. Python prints exceptions of
+    destructors and continues.
     """
     mine = threading.current_thread() is threading.main_thread()
     if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

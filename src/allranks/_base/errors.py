@@ -105,7 +105,7 @@ class UsageError(AllranksError, ValueError):
 
 
 class NotInitializedError(UsageError):
-    """A call needs a process group, but comes before ``init_process_group`` or after ``destroy_process_group``.
+    """A call that needs a process group was made before ``init_process_group`` or after ``destroy_process_group``.
 
     Causes:
         - a collective before ``init_process_group``, or after ``destroy_process_group``
@@ -309,7 +309,7 @@ class MismatchError(AllranksError):
 
     Remedy:
         The message contains the call of each rank and its call site. No tensor was changed. ``ALLRANKS_DEBUG=1`` also
-        detects tensors of different shapes with the same number of elements, and identical calls in another order.
+        detects tensors of different shapes with the same number of elements, and swapped calls that look alike.
     """
 
 

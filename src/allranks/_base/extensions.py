@@ -1,8 +1,8 @@
 """Extensions that an installed package provides through an entry point: an engine, a scheduler.
 
 A problem with such a package raises a ConfigError that names the package, its version and the remedy. Reading entry
-points takes milliseconds, and importing ``importlib.metadata`` takes 50 ms. Callers therefore read them only for names
-that are not built in.
+points takes milliseconds, and importing ``importlib.metadata`` takes another 50 ms. Callers therefore read them only
+for names that are not built in.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ child therefore leaves its copies alone:
 - Sockets and other descriptors are closed in the child when it is forked. Otherwise peers would not notice the exit of
   the parent. The child never shuts a socket down, because this would affect the parent's connection.
 - Objects that depend on their process (``follow``) are notified. A store connects again; a group raises an error.
-- This module takes no lock in the child.
+- This module waits for no lock in the child. The thread that forked already holds ``guard``, which is reentrant.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 def _look_up(filename: str) -> str:
     folders = [_PACKAGE]
-    torch = importlib.util.find_spec("torch")  # not imported here: the launcher does without
+    torch = importlib.util.find_spec("torch")  # not imported: the launcher does not need it
     folders += torch.submodule_search_locations or () if torch else ()
     passed_over = filename.startswith((*(os.path.join(folder, "") for folder in folders), "<frozen "))
     for library in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}:

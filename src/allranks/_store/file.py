@@ -154,7 +154,10 @@ class _Log:
         follow(self)
 
     def abandon(self) -> None:
-        """Reset the state in a forked child: a thread of the parent may have been changing it. The child reads anew."""
+        """Reset the state in a forked child, because a thread of the parent may have been changing it.
+
+        The child reads the file from the beginning.
+        """
         self._lock = threading.Lock()
         self.position = 0  # end of the last complete record, in bytes
         self._table = KeyTable()
