@@ -27,7 +27,7 @@ __all__ = [
     "parse_pe_hostfile",
 ]
 
-# Most hosts, tasks or ports of one list. No cluster has more, and the limit prevents that a typing error fills the
+# The most hosts, tasks or ports of one list. No cluster has more, and the limit keeps a typing error from filling the
 # memory.
 _MOST = 1 << 20
 # A name may begin with user@ (as for ssh), and an IPv6 address is in brackets.

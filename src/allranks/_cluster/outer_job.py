@@ -30,8 +30,8 @@ _OF_JOB = (
 )
 # Variables by which torchrun, and programs that start ranks manually, pass the rank to a process.
 _RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-# Variables by which MPI's launchers and schedulers pass the rank. The last three distinguish two jobs of one launcher
-# that have the same rank and size.
+# Variables by which MPI's launchers and schedulers pass the rank. PMIX_NAMESPACE, PMI_FD and SLURM_STEP_ID distinguish
+# two jobs that have the same rank and size.
 _TASK = tuple(
     sorted(
         {name for scheduler in SCHEDULERS for row in scheduler.tasks for name in (row.rank, row.size)}
