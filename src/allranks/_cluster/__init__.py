@@ -1,1 +1,1 @@
-"""Where this process runs: its launcher or scheduler, its host, its network. Nothing here imports torch."""
+"""The environment of this process: its launcher or scheduler, its host, its network. Does not import torch."""

@@ -1,6 +1,6 @@
-"""Who this process is in its job, from its environment: the result of ``detection``.
+"""The role of this process in its job, derived from its environment: the result of ``detection``.
 
-A context comes with the variables that led to it, so that ``allranks env`` and errors can show them.
+A context includes the variables from which it was derived, so that ``allranks env`` and errors can show them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ __all__ = ["PORTS_TRIED", "Clue", "LaunchContext", "Role", "job_ports", "job_sec
 Role: TypeAlias = Literal["rank", "node", "allocation", "none"]
 
 PORTS_TRIED = 6
-"""How many ports are tried in turn, as some may be taken."""
+"""Number of ports that are tried in turn, because other programs may use some of them."""
 
-_PORTS = range(24_000, 32_000)  # below those that systems hand out by themselves: 32768 and more, on Linux
+_PORTS = range(24_000, 32_000)  # Below the ephemeral ports that the system assigns: 32768 and above on Linux.
 
 
 @dataclass(frozen=True)
 class Clue:
-    """One variable that led to a finding.
+    """One variable from which a finding was derived.
 
     Attributes:
-        name: the variable.
-        value: what it holds.
-        meaning: what follows from it, in a sentence.
+        name: Name of the variable.
+        value: Its value.
+        meaning: What follows from it, as one sentence.
     """
 
     name: str
@@ -39,30 +39,32 @@ class Clue:
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """Who this process is in its job.
+    """The role of this process in its job.
 
     Attributes:
-        kind: who started it, or whose allocation it is: "allranks", "torchrun", "openmpi", "mvapich", "mpich", "pals",
-            "jsrun", "flux", "slurm", "kubeflow", "pytorchjob", "jobset", "indexedjob", "sagemaker", "pbs", "lsf",
-            "sge", or one of ``kinds`` of another scheduler; "local" for none of them.
-        role: "rank": this process is one rank of a job. "node": one agent is wanted in this process' place, which
-            starts the ranks of this node. "allocation": the nodes are ours, and nothing is started on the others yet.
-            "none": alone.
-        rank: number of this process (role "rank").
-        size: number of processes.
-        local_rank: its number on its node; None where it is not known.
-        local_size: the number of processes on its node.
-        node: number of this node.
-        nodes: number of nodes; None where it is not known.
-        leader: host of node 0, which is rank 0's; "" where it is not known.
-        ports: reserved for this job.
-        hosts: its nodes, in order, and how many processes each is meant for.
-        hostfile: where they stand in a file, as NAME=PATH: ``detection.read_hosts`` reads it.
-        remote_commands: the names of the commands that start a process on the nodes of the allocation, best first.
-        job: text that no other job of this scheduler has; "" where there is none.
-        pmi: the descriptor of a PMI-1 server; None where there is none.
-        hint: what looks like an oversight, as a sentence; "" where nothing does.
-        why: what led to this.
+        kind: The launcher that started the process, or the scheduler that owns the allocation: "allranks", "torchrun",
+            "openmpi", "mvapich", "mpich", "pals", "jsrun", "flux", "slurm", "kubeflow", "pytorchjob", "jobset",
+            "indexedjob", "sagemaker", "pbs", "lsf", "sge", or one of ``kinds`` of another scheduler. "local" if there
+            is none.
+        role: "rank": this process is one rank of a job. "node": this process is to be replaced by one agent, which
+            starts the ranks of this node. "allocation": the nodes are allocated to this job, but nothing runs on the
+            other nodes yet. "none": the process runs alone.
+        rank: Number of this process (role "rank").
+        size: Number of processes.
+        local_rank: Number of this process on its node. None if unknown.
+        local_size: Number of processes on its node.
+        node: Number of this node.
+        nodes: Number of nodes. None if unknown.
+        leader: Host of node 0, on which rank 0 runs. "" if unknown.
+        ports: Ports reserved for this job.
+        hosts: Nodes of the job in order, and the number of processes intended for each.
+        hostfile: File that lists the nodes, as NAME=PATH. ``detection.read_hosts`` reads it.
+        remote_commands: Names of the commands that can start a process on the nodes of the allocation, in order of
+            preference.
+        job: Text that is unique among the jobs of this scheduler. "" if there is none.
+        pmi: Descriptor of a PMI-1 server. None if there is none.
+        hint: A probable oversight of the user, as one sentence. "" if none was found.
+        why: The variables from which this context was derived.
     """
 
     kind: str
@@ -85,30 +87,31 @@ class LaunchContext:
 
 
 def with_domain(leader: str, own: str) -> str:
-    """The leader's name with the domain of this pod's, as a name in a cluster is found by that only.
+    """Return the leader's name with the domain of this pod.
 
+    The name server of a cluster resolves only the full name of a pod.
     Args:
-        leader: its name.
-        own: this pod's full name.
+        leader: Name of the leader.
+        own: Full name of this pod.
     """
     _, dot, domain = own.partition(".")
     return leader if "." in leader or not dot else f"{leader}.{domain}"
 
 
 def job_secret(context: LaunchContext, secret: bytes) -> bytes:
-    """What the processes of this job know, and no other job of this user.
+    """Return a secret that the processes of this job share, and that no other job of this user has.
 
     Args:
-        context: of one of them.
-        secret: this user's.
+        context: Context of one of the processes.
+        secret: Secret of the user.
     """
     return hmac.digest(secret, f"allranks-job|{context.kind}|{context.job}|{context.size}".encode(), "sha256")
 
 
 def job_ports(secret: bytes) -> list[int]:
-    """The ports at which a job's first process is looked for. They follow from the job's secret.
+    """Return the ports at which the first process of a job may listen. They are derived from the job's secret.
 
-    Other programs may hold some of them: a server there must prove that it is of the job.
+    Other programs may use some of these ports, so a server must prove that it belongs to the job.
     """
     digest = hashlib.sha256(b"allranks-ports|" + secret).digest()
     numbers = (int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * PORTS_TRIED, 4))

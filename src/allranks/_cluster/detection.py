@@ -1,10 +1,10 @@
-"""Who started this process, by its environment: the schedulers and launchers are asked in turn, the innermost first.
+"""Detection of the launcher or scheduler that started this process, from the environment: the innermost one first.
 
-A program that something else has started learns who it is (``launcher=False``). ``allranks run`` learns what is left to
-do (``launcher=True``): start ranks on the nodes of an allocation, on this node only, or none at all.
+A program that was started by another launcher obtains its rank (``launcher=False``). ``allranks run`` obtains which
+processes it must start (``launcher=True``): ranks on the nodes of an allocation, ranks on this node only, or none.
 
-Only the environment is read here, and ``read_hosts`` reads one file or asks one command. ``_rendezvous`` decides how
-the ranks then meet. The table of our own variables is in ``env``.
+This module reads only the environment. ``read_hosts`` also reads one file or runs one command. ``_rendezvous`` decides
+how the ranks then meet. The table of allranks's own variables is in ``env``.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from allranks._cluster.schedulers.ssh import SSH
 __all__ = ["CHOICES", "command_for", "detect", "read_hosts"]
 
 CHOICES: tuple[str, ...] = ("auto", "local", "ssh", *(scheduler.name for scheduler in SCHEDULERS))
-"""The values of ALLRANKS_ENV and ``--env``, beside schedulers of other packages. "local" and "ssh" look for nothing."""
+"""Values of ALLRANKS_ENV and ``--env``, besides schedulers of other packages. "local" and "ssh" skip the detection."""
 
 
 def detect(environ: Mapping[str, str], override: str = "auto", *, launcher: bool) -> LaunchContext:
-    """Says where this process runs.
+    """Return where this process runs.
 
     Args:
-        environ: the environment.
-        override: one of ``CHOICES``, or a scheduler of an installed package: looks only for that. "auto": for what
-            ALLRANKS_ENV says, else for all.
-        launcher: this process is to start ranks. Otherwise it is a program that may be one.
+        environ: The environment.
+        override: One of ``CHOICES``, or a scheduler of an installed package: detect only this one. "auto": the value of
+            ALLRANKS_ENV if it is set, else detect all.
+        launcher: This process is to start ranks. False: it is a program that may be a rank.
 
     Returns:
-        The context; ``kind="local"`` and ``role="none"`` where nothing is found.
+        The context. It has ``kind="local"`` and ``role="none"`` if nothing is found.
 
     Raises:
-        ConfigError: variables are missing, contradict each other, or are not what they should be; or what ``override``
-            names is not found.
+        ConfigError: Variables are missing, contradict each other, or have invalid values. The scheduler that
+            ``override`` names is unknown; or a launcher does not find it.
     """
     source = "--env"
     if override == "auto":
@@ -64,10 +64,10 @@ def detect(environ: Mapping[str, str], override: str = "auto", *, launcher: bool
 
 
 def read_hosts(context: LaunchContext) -> tuple[Slots, ...]:
-    """The nodes of an allocation, also where they stand in no variable.
+    """Return the nodes of an allocation, even if no variable lists them.
 
     Raises:
-        ConfigError: their file cannot be read, or is not what it should be; or the scheduler does not answer.
+        ConfigError: The file with the nodes cannot be read or is invalid, or the scheduler does not answer.
     """
     scheduler = scheduler_of(context.kind)
     if context.hosts or scheduler is None or scheduler.read_hosts is None:
@@ -78,13 +78,13 @@ def read_hosts(context: LaunchContext) -> tuple[Slots, ...]:
 
 
 def command_for(context: LaunchContext) -> RemoteCommand:
-    """How agents are started on the nodes of an allocation: by the first of its commands that is here, else ssh."""
+    """Return the command that starts agents on the nodes: the context's first installed command, else ssh."""
     commands = (remote_command(name) for name in context.remote_commands)
     return next((command for command in commands if shutil.which(command.name)), SSH)
 
 
 def _find(environ: Environ, launcher: bool, schedulers: tuple[Scheduler, ...]) -> LaunchContext | None:
-    """Variables of ranks come first, then those of what started one process on each host, then allocations'."""
+    """Search for variables of ranks, then of launchers that start one process per host, then of allocations."""
     for scheduler in schedulers:
         if scheduler.rank is not None and (context := scheduler.rank(environ, launcher)) is not None:
             return context
@@ -100,10 +100,11 @@ def _find(environ: Environ, launcher: bool, schedulers: tuple[Scheduler, ...]) -
 
 
 def _find_task(environ: Environ, launcher: bool, schedulers: tuple[Scheduler, ...]) -> LaunchContext | None:
-    """A process that MPI's launcher or a scheduler started as one of several.
+    """Return the context of a process that an MPI launcher or a scheduler started as one of several.
 
-    MPI's variables win, as a scheduler's stay in the environment of what is started inside. Where both say the same,
-    they are one launcher's, and the scheduler knows more: the nodes.
+    MPI's variables take precedence, because a process started inside a scheduler's job inherits the scheduler's
+    variables. If both give the same rank and size, they describe the same job, and the scheduler's context is used
+    because it includes the nodes.
     """
     context: LaunchContext | None = None
     for row in (row for scheduler in schedulers for row in scheduler.tasks):
@@ -114,7 +115,7 @@ def _find_task(environ: Environ, launcher: bool, schedulers: tuple[Scheduler, ..
         except ConfigError:
             if context is None:
                 raise
-            continue  # leftovers, beside what proves itself
+            continue  # inherited variables of another job; a valid launcher was found already
         if found is None:
             continue
         if context is None:
@@ -128,7 +129,7 @@ def _find_task(environ: Environ, launcher: bool, schedulers: tuple[Scheduler, ..
 
 
 def _as_node(context: LaunchContext) -> LaunchContext:
-    """One task on each node, and so the only one here: an agent is wanted, not a rank."""
+    """Convert the context to role "node" if the launcher started one task per node: an agent is wanted, not a rank."""
     one_each = context.size == context.nodes if context.nodes is not None else context.local_size == 1
     if not one_each or any(slots.count not in (None, 1) for slots in context.hosts):
         return context

@@ -1,10 +1,10 @@
-"""The environment variables of a job: which ones exist, and what follows from them for this process.
+"""The environment variables of a job: a table of all variables, and the settings that this process derives from them.
 
-Every launcher (torchrun, mpirun with exports, a person with three shells, ``allranks run``) gives a process
-its rank through the environment, and most failed starts are a variable that is missing or wrong. So all of
-them stand in one table, are read in one place, and an error shows the value seen, the value expected and an
-example. Where none of them is set, the variables of launchers and schedulers (mpirun, srun, ...) count:
-``_cluster.detection`` has the list. Reading and checking the secret belongs to ``_store``.
+Every launcher (torchrun, mpirun with exports, a user with three shells, ``allranks run``) gives a process its rank
+through the environment. Most failed starts are caused by a variable that is missing or wrong. All variables are
+therefore in one table and are read in one place. An error shows the value found, the expected value and an example. If
+none of them is set, the variables of launchers and schedulers (mpirun, srun, ...) apply: ``_cluster.detection`` has the
+list. ``_net.secret`` reads and checks the secret.
 
 Source: torchrun's variables, and THD's (``MASTER_ADDR=host:port`` on the workers, ``MASTER_PORT`` on rank 0).
 """
@@ -28,11 +28,11 @@ _log = logging.getLogger("allranks")
 
 
 DEFAULT_BACKEND = "cpu:native,cuda:nccl"
-"""The engines of a world for which nobody names any."""
+"""The engines of a world if neither the caller nor the environment names any."""
 
 
 NOTICE_S = 10.0
-"""How long a rank may wait in one call before it is told for whom, unless somebody says otherwise."""
+"""Default of the seconds that a rank may wait in one call before the ranks for which it waits are reported."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Variable:
     """One row of the table of environment variables.
 
     Attributes:
-        name: its name.
-        set_by: who sets it.
-        meaning: a sentence.
-        default: what is so where it is not set, in words; "" where nothing is; None for what is allranks' own affair.
+        name: Name of the variable.
+        set_by: The program or user that sets it.
+        meaning: One sentence.
+        default: Description of the default. "" if there is none. None if the variable is internal to allranks.
     """
 
     name: str
@@ -164,19 +164,20 @@ _EXPECTED = {
 
 @dataclass(frozen=True)
 class JobEnv:
-    """Who this process is, from arguments and environment together.
+    """The rank of this process and how it meets the others, from arguments and environment together.
 
     Attributes:
-        rank: number of this process.
-        world_size: number of processes.
-        master: host and port of rank 0's store. None where it is not needed: one process, or a launcher's
-            store. An empty host (rank 0 only) means every interface.
-        store: address of the launcher's store, or "".
-        local_rank: number of this process on its host, if the launcher has set it.
-        local_world_size: number of processes on this host, if the launcher has set it.
-        node_rank: number of this host, if the launcher has set it.
-        agent: where torchrun's agent serves a store at ``master``: what this job's keys there begin with. Else "".
-        place: what else started this process as one of several ranks, where they have to meet by what that knows.
+        rank: Number of this process.
+        world_size: Number of processes.
+        master: Host and port of rank 0's store. None if it is not needed: one process, or a launcher's store. An empty
+            host (rank 0 only) means every interface.
+        store: Address of the launcher's store, or "".
+        local_rank: Number of this process on its host, if the launcher has set it.
+        local_world_size: Number of processes on this host, if the launcher has set it.
+        node_rank: Number of this host, if the launcher has set it.
+        agent: If torchrun's agent serves a store at ``master``: the prefix of this job's keys in that store. Else "".
+        place: The context of another launcher that started this process as one of several ranks, if the ranks must meet
+            by that context.
     """
 
     rank: int
@@ -193,21 +194,21 @@ class JobEnv:
 def read_env(
     rank: int = -1, world_size: int = -1, environ: Mapping[str, str] | None = None, *, by_env: bool = True
 ) -> JobEnv:
-    """Who this process is, from arguments and, where they are not given, the environment.
+    """Return the rank of this process, from arguments and, for arguments that are not given, from the environment.
 
     Args:
-        rank: rank as an argument; -1 if not given.
-        world_size: world size as an argument; -1 if not given.
-        environ: the environment; ``os.environ`` if None.
-        by_env: the ranks meet by the environment (``env://``). Otherwise no address is read, and
-            rank and world size must be given somewhere.
+        rank: Rank as an argument; -1 if not given.
+        world_size: World size as an argument; -1 if not given.
+        environ: The environment; ``os.environ`` if None.
+        by_env: The ranks meet by the environment (``env://``). If False, no address is read, and rank and world size
+            must be given as arguments or by the environment.
 
     Returns:
-        The resolved place: what was given, else what mpirun, srun or the like have set. With nothing given anywhere
-        under ``env://``: rank 0 of 1.
+        The resolved settings: the given values, else the values set by mpirun, srun or a similar launcher. If no value
+        is given anywhere under ``env://``: rank 0 of 1.
 
     Raises:
-        ConfigError: something is missing, is not a number, or is out of range.
+        ConfigError: A value is missing, is not a number, or is out of range.
     """
     env = os.environ if environ is None else environ
     meeting = any(env.get(n) for n in ("MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE"))
@@ -240,7 +241,7 @@ def read_env(
 
 
 def is_master(address: str, environ: Mapping[str, str]) -> bool:
-    """Whether ``host:port`` is what MASTER_ADDR and MASTER_PORT name; what cannot be read names nothing."""
+    """Return whether MASTER_ADDR and MASTER_PORT name ``host:port``. False if any of them cannot be parsed."""
     try:
         host, port = split_host_port(address, "the address")
         master, inner = split_host_port(environ.get("MASTER_ADDR", ""), "MASTER_ADDR")
@@ -252,10 +253,10 @@ def is_master(address: str, environ: Mapping[str, str]) -> bool:
 
 
 def read_int(environ: Mapping[str, str], name: str, low: int, high: int | None = None) -> int | None:
-    """Reads one whole number from the environment; None if it is not set or empty.
+    """Read one whole number from the environment. Return None if the variable is not set or empty.
 
     Raises:
-        ConfigError: not a whole number, or not in low..high.
+        ConfigError: The value is not a whole number, or not in low..high.
     """
     text = environ.get(name, "").strip()
     if not text:
@@ -271,10 +272,10 @@ def read_int(environ: Mapping[str, str], name: str, low: int, high: int | None =
 
 
 def parse_seconds(text: str) -> float:
-    """The seconds of a time such as ``30``, ``30s``, ``5m`` or ``2h``.
+    """Return the seconds of a duration such as ``30``, ``30s``, ``5m`` or ``2h``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: The text is not a duration.
     """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([smh]?)", text, re.ASCII)
     if match is None:
@@ -283,10 +284,10 @@ def parse_seconds(text: str) -> float:
 
 
 def read_seconds(environ: Mapping[str, str], name: str) -> float | None:
-    """Reads one time from the environment; None if it is not set or empty.
+    """Read one duration from the environment, in seconds. Return None if the variable is not set or empty.
 
     Raises:
-        ConfigError: it is no time.
+        ConfigError: The value is not a duration.
     """
     text = environ.get(name, "").strip()
     try:
@@ -296,24 +297,24 @@ def read_seconds(environ: Mapping[str, str], name: str) -> float | None:
 
 
 def notice_seconds(environ: Mapping[str, str]) -> float:
-    """How long a rank may wait in one call before it is told for whom; 0: it never is.
+    """Return the seconds that a rank may wait in one call before the wait is reported. 0: waits are never reported.
 
     Raises:
-        ConfigError: the variable is no time.
+        ConfigError: The value of the variable is not a duration.
     """
     asked = read_seconds(environ, "ALLRANKS_NOTICE_AFTER")
     return NOTICE_S if asked is None else asked
 
 
 def split_host_port(text: str, source: str) -> tuple[str, int | None]:
-    """Splits ``host``, ``host:port``, ``[ipv6]:port`` or a bare IPv6 address.
+    """Split ``host``, ``host:port``, ``[ipv6]:port`` or a bare IPv6 address.
 
     Args:
-        text: what to split.
-        source: where it comes from, for the error.
+        text: The text to split.
+        source: Origin of the text, for the error message.
 
     Raises:
-        ConfigError: the port is not a number in 1..65535.
+        ConfigError: The port is not a number in 1..65535.
     """
     host, colon, port = text.strip().rpartition(":")
     if not colon or text.strip().endswith("]") or (":" in host and not host.startswith("[")):
@@ -325,9 +326,9 @@ def split_host_port(text: str, source: str) -> tuple[str, int | None]:
 
 
 def _read_place(rank: int, world_size: int, env: Mapping[str, str], meets: bool) -> LaunchContext | None:
-    """Which rank this is by what started it, where neither arguments nor torch's variables give it.
+    """Return the context of another launcher, if neither the arguments nor torch's variables give the rank.
 
-    Where both arguments do, and only where the ranks meet is not given (``meets``), they may mean the same.
+    If both arguments are given but no meeting point (``meets``), the context is returned if it agrees with them.
     """
     given = any(env.get(n) for n in ("RANK", "WORLD_SIZE")) or (-1 not in (rank, world_size) and not meets)
     if given or world_size == 1:
@@ -365,13 +366,14 @@ def _read_master(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[st
             f"MASTER_ADDR={address!r} is neither a host name nor an address. Expected one of those, for example"
             " MASTER_ADDR=node0."
         )
-    host = host.removesuffix(".")  # of the root of all names, which /etc/hosts does not know
-    if host in _ANY:  # where to listen; only ranks on the same host can mean it
+    host = host.removesuffix(".")  # The trailing dot means the DNS root. Names in /etc/hosts have no such dot.
+    if host in _ANY:  # An address to listen on. Other ranks can use it only if they run on the same host.
         host = "localhost" if rank else ""
     if rank and not host:
         missing = ["MASTER_ADDR"] if addr_port or env.get("MASTER_PORT") else ["MASTER_ADDR", "MASTER_PORT"]
         raise _missing(missing, where, world_size)
-    # THD's rule: rank 0 listens on MASTER_PORT, the others connect to MASTER_ADDR's port. torch sets one port only.
+    # THD's rule: rank 0 listens on MASTER_PORT, the other ranks connect to the port in MASTER_ADDR. torch sets one port
+    # only.
     if rank and addr_port is not None:
         return host, addr_port
     port = read_int(env, "MASTER_PORT", 1, 65535)
@@ -391,7 +393,7 @@ def _read_master(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[st
 
 
 def _read_agent(env: Mapping[str, str]) -> str:
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the word that torchrun writes
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the literal value that torchrun sets
         return ""
     run, restart = env.get("TORCHELASTIC_RUN_ID", "none"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"allranks/{run}/{restart}"

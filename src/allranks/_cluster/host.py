@@ -1,8 +1,9 @@
-"""What this host gives to this process: CPUs and GPUs.
+"""The CPUs and GPUs of this host that this process may use.
 
-Everything that starts threads, ranks or a busy wait asks here, so that all agree. A quota counts for its whole
-CPUs only: one thread more than those is stopped in the middle of a step, and all ranks wait for it. GPUs are asked
-for without CUDA, which would keep forked children from using it: the driver and NVIDIA's tool list what there is.
+All code that starts threads, starts ranks or busy-waits uses these functions, so that all parts use the same numbers.
+Only the whole CPUs of a quota count: the kernel would throttle one additional thread in the middle of a step, and all
+ranks would wait for it. GPUs are listed by the driver and by NVIDIA's tool, not by CUDA, because a process that has
+initialized CUDA prevents its forked children from using it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Gpu:
     """A GPU, or a part of one.
 
     Attributes:
-        name: what CUDA_VISIBLE_DEVICES calls it: a number, or the UUID of a GPU or of a part (MIG).
-        node: the NUMA node next to it; None if nobody knows.
+        name: Its name in CUDA_VISIBLE_DEVICES: a number, or the UUID of a GPU or of a part (MIG).
+        node: The NUMA node to which it is attached. None if unknown.
     """
 
     name: str
@@ -35,9 +36,9 @@ class Gpu:
 
 
 def usable_cpus() -> int:
-    """The CPUs that this process may keep busy: its affinity, cut by its cgroup's quota; at least 1.
+    """Return how many CPUs this process may keep busy: its affinity, limited by its cgroup's quota; at least 1.
 
-    A launcher that has given each rank CPUs of its own sets ALLRANKS_CPUS to the number that its ranks have together.
+    A launcher that gives each rank its own CPUs sets ALLRANKS_CPUS to the number of CPUs that its ranks have together.
     """
     if (together := os.environ.get("ALLRANKS_CPUS", "")).isdigit():
         return max(1, int(together))
@@ -46,28 +47,28 @@ def usable_cpus() -> int:
 
 
 def cpus_of(pids: Iterable[int]) -> int:
-    """The CPUs that processes of this host may keep busy together; at least 1.
+    """Return the number of CPUs that processes of this host may keep busy together; at least 1.
 
-    Processes that a scheduler has bound to CPUs of their own have those of all.
+    If a scheduler has bound each process to its own CPUs, the union of these CPUs counts.
     """
     if "ALLRANKS_CPUS" in os.environ:
         return usable_cpus()
     together = set(os.sched_getaffinity(0))
     for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended, or is of another namespace
+        with contextlib.suppress(OSError):  # it has exited, or belongs to another pid namespace
             together |= os.sched_getaffinity(pid)
     quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return max(1, math.floor(min(len(together), quota)))
 
 
 def cores(cpus: Set[int]) -> int:
-    """How many cores these CPUs are: hyperthreads do not count."""
+    """Return the number of cores to which these CPUs belong: hyperthreads of one core count once."""
     topology = [Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus]
     return len({file.read_text() if file.exists() else str(file) for file in topology})
 
 
 def processor() -> str:
-    """The CPUs' name."""
+    """Return the model name of the CPUs."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -75,11 +76,11 @@ def processor() -> str:
 
 
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[Gpu, ...]:
-    """The GPUs that a CUDA program started here would see, asked without CUDA.
+    """Return the GPUs that a CUDA program started here would see, without using CUDA.
 
     Args:
-        environ: with CUDA_VISIBLE_DEVICES, which schedulers set, too.
-        root: where /sys and /proc are.
+        environ: The environment, with CUDA_VISIBLE_DEVICES, which schedulers also set.
+        root: The folder that contains /sys and /proc.
     """
     nodes = _read_drivers(root)
     installed = _ask_nvidia_smi() or {uuid: (str(n), ()) for n, uuid in enumerate(nodes)}
@@ -93,26 +94,27 @@ def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[Gp
         for word in wanted.split(","):
             word = word.strip()
             if not re.fullmatch(r"\d+|(GPU|MIG)-\S+", word) or (word.isdigit() and installed and word not in numbered):
-                break  # CUDA sees nothing of what stands behind a wrong word
+                break  # CUDA ignores all entries after an invalid one
             names.append(word)
     return tuple(Gpu(name, nodes.get(parts.get(name) or numbered.get(name, name))) for name in names)
 
 
 def read_numbers(path: Path) -> list[int]:
-    """The numbers of a kernel's list, ``0-3,8``; none where there is no such file."""
+    """Return the numbers of a kernel's list, ``0-3,8``. Return an empty list if the file does not exist."""
     try:
         words = path.read_text().strip().split(",")
     except OSError:
         return []
-    bounds = [word.partition("-")[::2] for word in words if re.fullmatch(r"\d+(-\d+)?", word)]  # -1: nobody knows
+    # The kernel writes -1 if the number is unknown; the pattern does not match it.
+    bounds = [word.partition("-")[::2] for word in words if re.fullmatch(r"\d+(-\d+)?", word)]
     return [number for low, high in bounds for number in range(int(low), int(high or low) + 1)]
 
 
 def _cgroup_quota(root: Path, membership: Path) -> float:
-    """The tightest quota on the way up from this process' cgroup, in CPUs; infinite where there is none.
+    """Return the smallest quota of this process's cgroup and its ancestors, in CPUs. Infinite if there is none.
 
     Args:
-        root: where cgroups are mounted.
+        root: Mount point of the cgroups.
         membership: ``/proc/self/cgroup``: ``0::/path`` of version 2, ``4:cpu,cpuacct:/path`` of version 1.
     """
     try:
@@ -134,7 +136,10 @@ def _cgroup_quota(root: Path, membership: Path) -> float:
 
 
 def _granted(folder: Path) -> float:
-    """The CPUs that a cgroup may use. In a container the path of version 1 may be the host's, where nothing is."""
+    """Return the CPUs that a cgroup may use. Infinite if no quota is readable.
+
+    In a container, the path in version 1 may be the path on the host, which does not exist in the container.
+    """
     try:
         if (file := folder / "cpu.max").exists():
             granted, period = file.read_text().split()
@@ -142,15 +147,15 @@ def _granted(folder: Path) -> float:
             granted, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         return int(granted) / int(period) if granted != "max" and int(granted) > 0 else math.inf
     except (OSError, ValueError):
-        return math.inf  # the root has none, and not every controller is on
+        return math.inf  # the root cgroup has no such file, and a controller may be disabled
 
 
 _LISTED = re.compile(r"(?:GPU (?P<number>\d+):|  MIG .*Device +\d+:).*\(UUID: (?P<uuid>[^)]+)\)")
 
 
-@functools.cache  # it takes its time
+@functools.cache  # nvidia-smi is slow to start
 def _ask_nvidia_smi() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """UUID -> number and UUIDs of parts; empty without the tool."""
+    """Return, by UUID of a GPU, its number and the UUIDs of its parts. Return an empty dict without nvidia-smi."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -175,7 +180,7 @@ def _parse_list(text: str) -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def _read_drivers(root: Path) -> dict[str, int | None]:
-    """UUID -> NUMA node of the GPUs that the driver knows, in the order of their numbers."""
+    """Return, by UUID, the NUMA node of each GPU that the driver lists, in the order of their numbers."""
     found: dict[str, int | None] = {}
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         try:

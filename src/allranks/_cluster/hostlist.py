@@ -1,7 +1,7 @@
-"""Lists of hosts, as schedulers and users write them: text in, names and counts out.
+"""Lists of hosts in the formats of schedulers and users: text in, names and counts out.
 
-The tools that expand them (scontrol, ...) may be missing where they are needed, in a container for one. What a list is
-of, and which of these forms it has, is ``_cluster.context``' and the launcher's business.
+The tools that expand such lists (scontrol, ...) may be missing, for example in a container. ``_cluster.context`` and
+the launcher decide what a list contains and which of these formats it has.
 
 Source: SLURM's "HOSTLIST EXPRESSIONS" (scontrol(1)), Open MPI's and MPICH's host files, PBS' PBS_NODEFILE
 (pbs_resources(7)), LSF's LSB_MCPU_HOSTS, SGE's PE_HOSTFILE (sge_pe(5)).
@@ -27,8 +27,11 @@ __all__ = [
     "parse_pe_hostfile",
 ]
 
-_MOST = 1 << 20  # hosts, tasks or ports of one list: more than there are, and no typing error fills the memory
-_NAME = re.compile(r"[\w.@%-]+|(?:[\w.-]+@)?\[[0-9A-Fa-f:.%\w]+\]")  # user@ as for ssh; an IPv6 address in brackets
+# The most hosts, tasks or ports of one list. No cluster has more, and the limit keeps a typing error from filling the
+# memory.
+_MOST = 1 << 20
+# A name may begin with user@ (as for ssh), and an IPv6 address is in brackets.
+_NAME = re.compile(r"[\w.@%-]+|(?:[\w.-]+@)?\[[0-9A-Fa-f:.%\w]+\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _SLOTS = re.compile(r"(max[_-])?slots\s*=\s*(\d+)")
@@ -36,11 +39,11 @@ _SLOTS = re.compile(r"(max[_-])?slots\s*=\s*(\d+)")
 
 @dataclass(frozen=True)
 class Slots:
-    """A host, and how many processes it is meant for.
+    """A host, and the number of processes intended for it.
 
     Attributes:
-        name: its name or address.
-        count: how many; None where the list does not give it.
+        name: Name or address of the host.
+        count: Number of processes. None if the list does not give it.
     """
 
     name: str
@@ -51,14 +54,14 @@ class Slots:
 
 
 def expand_hosts(text: str, source: str) -> list[str]:
-    """Expands a SLURM list: ``a[01-03,07],gpu-[1-2]n[5-6]``.
+    """Expand a SLURM list: ``a[01-03,07],gpu-[1-2]n[5-6]``.
 
     Args:
-        text: the list.
-        source: where it comes from, for the error.
+        text: The list.
+        source: Origin of the text, for the error message.
 
     Raises:
-        ConfigError: it is not such a list.
+        ConfigError: The text is not such a list.
     """
     names: list[str] = []
     for item in _split(text, source):
@@ -69,10 +72,10 @@ def expand_hosts(text: str, source: str) -> list[str]:
 
 
 def expand_counts(text: str, source: str) -> list[int]:
-    """Expands SLURM's numbers of tasks by node: ``2(x2),1`` are 2, 2 and 1.
+    """Expand SLURM's numbers of tasks per node: ``2(x2),1`` yields 2, 2 and 1.
 
     Raises:
-        ConfigError: it is not such a list.
+        ConfigError: The text is not such a list.
     """
     counts: list[int] = []
     for item in text.strip().split(","):
@@ -86,19 +89,19 @@ def expand_counts(text: str, source: str) -> list[int]:
 
 
 def expand_numbers(text: str, source: str) -> list[int]:
-    """Expands ranges of numbers: ``20000-20002,20007``.
+    """Expand ranges of numbers: ``20000-20002,20007``.
 
     Raises:
-        ConfigError: it is not such a list.
+        ConfigError: The text is not such a list.
     """
     return [int(number) for number in _numbers(text.strip().removeprefix("[").removesuffix("]"), text, source)]
 
 
 def parse_hosts(text: str, source: str) -> tuple[Slots, ...]:
-    """Reads a list as in ``--hosts``: names or SLURM's ranges, each with ``:slots`` where it has any.
+    """Parse a list as in ``--hosts``: names or SLURM's ranges, each optionally with ``:slots``.
 
     Raises:
-        ConfigError: it is not such a list.
+        ConfigError: The text is not such a list.
     """
     found = []
     for item in _split(text, source):
@@ -108,12 +111,12 @@ def parse_hosts(text: str, source: str) -> tuple[Slots, ...]:
 
 
 def parse_hostfile(text: str, source: str) -> tuple[Slots, ...]:
-    """Reads a host file: a host in each line, as ``h``, ``h:4``, ``h slots=4`` or ``h 4``; ``#`` begins a comment.
+    """Parse a host file: one host per line, as ``h``, ``h:4``, ``h slots=4`` or ``h 4``; ``#`` begins a comment.
 
-    A host that stands in several lines has the sum of them, and a line without a number is then one slot.
+    If a host is in several lines, their numbers are added, and a line without a number counts as one slot.
 
     Raises:
-        ConfigError: a line is none of these, or no host is there.
+        ConfigError: A line has none of these formats, or the file names no host.
     """
     found: list[Slots] = []
     for where, line in _lines(text, source):
@@ -123,7 +126,7 @@ def parse_hostfile(text: str, source: str) -> tuple[Slots, ...]:
         if words.isdecimal() and count is None:
             count, words = int(words), ""
         for match in _SLOTS.finditer(words):
-            if match[1] is None:  # max_slots is a limit to what mpirun may overload, not a wish
+            if match[1] is None:  # max_slots limits how far mpirun may oversubscribe the host; it requests no slots
                 count = int(match[2])
         if left := _SLOTS.sub("", words).strip():
             raise ConfigError(f"{where}: {left!r} is not known. Expected a host and how many, such as: node0 slots=4")
@@ -132,19 +135,19 @@ def parse_hostfile(text: str, source: str) -> tuple[Slots, ...]:
 
 
 def count_lines(text: str, source: str) -> tuple[Slots, ...]:
-    """Reads a file in which each line is one slot, as PBS and LSF write it.
+    """Parse a file in which each line is one slot, as PBS and LSF write it.
 
     Raises:
-        ConfigError: a line is no host name, or no host is there.
+        ConfigError: A line is not a host name, or the file names no host.
     """
     return _some(_summed(Slots(_checked(line, line, where), 1) for where, line in _lines(text, source)), source)
 
 
 def parse_pairs(text: str, source: str) -> tuple[Slots, ...]:
-    """Reads LSF's names and numbers in turn: ``h 4 h2 4``.
+    """Parse LSF's alternating names and numbers: ``h 4 h2 4``.
 
     Raises:
-        ConfigError: it is not such a list.
+        ConfigError: The text is not such a list.
     """
     words = text.split()
     names, counts = words[::2], words[1::2]
@@ -157,10 +160,10 @@ def parse_pairs(text: str, source: str) -> tuple[Slots, ...]:
 
 
 def parse_pe_hostfile(text: str, source: str) -> tuple[Slots, ...]:
-    """Reads SGE's file: host, slots, queue and processors in each line.
+    """Parse SGE's file: host, slots, queue and processors in each line.
 
     Raises:
-        ConfigError: a line is not such a one, or no host is there.
+        ConfigError: A line has another format, or the file names no host.
     """
     found = []
     for where, line in _lines(text, source):
@@ -172,7 +175,7 @@ def parse_pe_hostfile(text: str, source: str) -> tuple[Slots, ...]:
 
 
 def _split(text: str, source: str) -> list[str]:
-    """Splits at the commas that are not within brackets."""
+    """Split the text at the commas that are outside brackets."""
     items, depth = [""], 0
     for letter in text.strip():
         depth += {"[": 1, "]": -1}.get(letter, 0)
@@ -222,7 +225,7 @@ def _split_count(item: str, text: str, source: str) -> tuple[str, int | None]:
 
 
 def _checked(name: str, text: str, source: str) -> str:
-    if not _NAME.fullmatch(name) or name.startswith("-"):  # not an option of ssh
+    if not _NAME.fullmatch(name) or name.startswith("-"):  # ssh would parse such a name as an option
         raise _not_hosts(text, source, f"{name!r} is not a host name")
     return name
 
@@ -234,7 +237,7 @@ def _lines(text: str, source: str) -> Iterable[tuple[str, str]]:
 
 
 def _merged(found: list[Slots]) -> tuple[Slots, ...]:
-    """One entry for each host. Where one stands there twice, or has a number, a line is a slot."""
+    """Return one entry per host. If a host is listed twice, each entry without a number counts as one slot."""
     found = [Slots(_checked(s.name, s.name, "the list of hosts").strip("[]"), s.count) for s in found]
     counted = len({slots.name for slots in found}) < len(found)
     return _summed(Slots(s.name, 1 if s.count is None and counted else s.count) for s in found)

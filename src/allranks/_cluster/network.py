@@ -1,7 +1,8 @@
-"""Where other hosts can reach this one, and whether two processes are on one host.
+"""The addresses at which other hosts can reach this host, and whether two processes run on one host.
 
-A host's own name is of little use: on many it resolves to 127.0.1.1, or to an address of a container's bridge. So each
-process publishes the addresses of its network interfaces, and who wants to reach it tries them in turn.
+A host's own name is of little use: on many hosts it resolves to 127.0.1.1, or to an address of a container's bridge.
+Each process therefore publishes the addresses of its network interfaces. A process that connects to it tries them in
+turn.
 
 Source: Linux' netdevice(7) for the calls, proc(5) and the kernel's if_inet6 for the files.
 """
@@ -33,11 +34,11 @@ MACHINE = "ALLRANKS_MACHINE"
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
 _UP, _LOOPBACK = 0x1, 0x8
 _IFREQ = struct.Struct("16s16s8x")
-# Interfaces of bridges to containers and virtual machines of this host only.
+# Interfaces of bridges to containers and virtual machines of this host. Other hosts cannot reach their addresses.
 _INNER = ("docker", "br-", "virbr", "vmnet", "veth", "cni", "flannel", "cali", "lxc", "lxdbr", "podman")
 
 
-_PORTS_TRIED = 50  # until one is found that is free on all addresses
+_PORTS_TRIED = 50  # attempts to find a port that is free on all addresses
 
 
 class _Interface(NamedTuple):
@@ -46,12 +47,12 @@ class _Interface(NamedTuple):
 
 
 def published_addresses(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The addresses of this host that are worth trying from another one; IPv4 first.
+    """Return the addresses of this host that another host should try; IPv4 first.
 
-    ALLRANKS_IFACE, names of interfaces or networks in CIDR notation with commas between them, leaves only those.
+    ALLRANKS_IFACE restricts them. It lists names of interfaces or networks in CIDR notation, separated by commas.
 
     Raises:
-        ConfigError: ALLRANKS_IFACE names nothing that is here.
+        ConfigError: ALLRANKS_IFACE matches no interface of this host.
     """
     found = _interfaces()
     wanted = [part.strip() for part in environ.get("ALLRANKS_IFACE", "").split(",") if part.strip()]
@@ -104,7 +105,7 @@ def _fixed_machine(pid: int) -> str:
 
 
 def _kernel() -> str:
-    """Digest of the boot id and the network namespace of this process."""
+    """Return a digest of the boot id and the network namespace of this process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = Path("/proc/self/ns/net")
     network = os.readlink(namespace) if namespace.is_symlink() else ""  # some sandboxes have none
@@ -127,16 +128,16 @@ def _digest(facts: str) -> str:
 def listen(
     addresses: Sequence[str], port: int, backlog: int, prepare: Callable[[socket.socket], None] | None = None
 ) -> list[socket.socket]:
-    """Listens on one port of several addresses; those that have just gone are left out.
+    """Listen on one port of several addresses. An address that has just disappeared is skipped.
 
     Args:
-        addresses: of this host.
-        port: the port; 0 for one that is free on all of them.
-        backlog: how many connections may wait on each.
-        prepare: called with each socket before it is bound.
+        addresses: Addresses of this host.
+        port: The port; 0 for a port that is free on all of them.
+        backlog: Number of connections that may wait on each socket.
+        prepare: Called with each socket before it is bound.
 
     Raises:
-        OSError: the port is taken, or none of the addresses is here.
+        OSError: The port is in use, or this host has none of the addresses.
     """
     for attempt in itertools.count(1):
         listeners: list[socket.socket] = []
@@ -146,6 +147,7 @@ def listen(
         except BaseException as error:
             for listener in listeners:
                 listener.close()
+            # For port 0 the kernel chooses a port that is free on the first address, but perhaps not on the others.
             taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             if not taken or port != 0 or attempt == _PORTS_TRIED:
                 raise
@@ -171,7 +173,7 @@ def _bind(
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            gone = error  # an interface that is coming up or going down
+            gone = error  # the interface is coming up or going down
             listeners.pop().close()
             continue
         listener.listen(backlog)
@@ -181,12 +183,12 @@ def _bind(
 
 
 def interface_of(address: str) -> str:
-    """The name of this host's interface that has the address; "" if none has."""
+    """Return the name of this host's interface that has the address. "" if none has."""
     return next((i.name for i in _interfaces() if str(i.address.ip) == address), "")
 
 
 def nearest_first(addresses: tuple[str, ...]) -> list[str]:
-    """Another host's addresses, those in a network that this host is in, too, first."""
+    """Sort another host's addresses: addresses in a network of this host come first."""
     networks = [i.address.network for i in _interfaces()]
 
     def is_far(address: str) -> bool:
@@ -207,7 +209,7 @@ def _matches(interface: _Interface, wanted: str) -> bool:
 
 
 def _interfaces() -> list[_Interface]:
-    """Those that are up, but loopback."""
+    """Return the interfaces that are up, without loopback."""
     found: list[_Interface] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -218,11 +220,11 @@ def _interfaces() -> list[_Interface]:
                 address = socket.inet_ntoa(_ask(probe, _SIOCGIFADDR, name)[4:8])
                 mask = socket.inet_ntoa(_ask(probe, _SIOCGIFNETMASK, name)[4:8])
             except OSError:
-                continue  # it has no IPv4 address, or has just gone
+                continue  # it has no IPv4 address, or has just disappeared
             found.append(_Interface(name, ipaddress.IPv4Interface(f"{address}/{mask}")))
     try:
         table = Path("/proc/net/if_inet6").read_text()
-    except (FileNotFoundError, PermissionError):  # without IPv6, and in some sandboxes
+    except (FileNotFoundError, PermissionError):  # the kernel has no IPv6, or a sandbox hides the file
         table = ""
     for line in table.splitlines():
         digits, _, prefix, scope, _, name = line.split()
@@ -233,5 +235,5 @@ def _interfaces() -> list[_Interface]:
 
 
 def _ask(probe: socket.socket, request: int, name: str) -> bytes:
-    """What the kernel returns of an interface, behind its name."""
+    """Return the kernel's answer about an interface: the bytes after its name."""
     return fcntl.ioctl(probe, request, _IFREQ.pack(name.encode(), b""))[16:]

@@ -1,10 +1,10 @@
-"""Jobs within jobs: a rank starts a distributed program of its own, and the innermost launcher counts.
+"""Jobs within jobs: a rank starts another distributed program, and the innermost launcher determines the rank.
 
-What ``allranks run`` sets in a rank's environment is inherited by all that the rank starts: by a shell in between,
-which is no job of its own, and by the processes of torchrun, mpirun, ``spawn`` or another ``allranks run``, which are
-not ranks of the outer job. So each rank's environment has a seal: the process that is the rank, and the variables by
-which other launchers tell their processes who they are, as they were then. A process that finds other values than those
-has been started by another launcher since.
+All processes that a rank starts inherit the variables that ``allranks run`` sets in the rank's environment. Among them
+are a shell, which does not start another job, and the processes of torchrun, mpirun, ``spawn`` or another
+``allranks run``, which are not ranks of the outer job. Each rank's environment therefore has a seal. The seal contains
+the pid of the rank, and the values that the variables of other launchers had at that time. If a process finds other
+values, another launcher has started it since.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from allranks._cluster.schedulers import SCHEDULERS
 __all__ = ["SEAL", "begin_inner_job", "belongs", "leave_outer_job", "seal"]
 
 SEAL = "ALLRANKS_SEAL"
-"""The variable with the seal."""
+"""Name of the variable that contains the seal."""
 
-# What means nothing outside the job that has set it.
+# Variables that are meaningless outside the job that has set them.
 _OF_JOB = (
     SEAL,
     "ALLRANKS_STORE",
@@ -28,16 +28,17 @@ _OF_JOB = (
     "ALLRANKS_REHEARSAL",
     "ALLRANKS_RECORD_MEMORY",
 )
-# As torchrun, and programs that start ranks by hand, tell a process who it is.
+# Variables by which torchrun, and programs that start ranks manually, pass the rank to a process.
 _RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-# As MPI's launchers and schedulers do, with what tells two of their jobs with the same numbers apart.
+# Variables by which MPI's launchers and schedulers pass the rank. PMIX_NAMESPACE, PMI_FD and SLURM_STEP_ID distinguish
+# two jobs that have the same rank and size.
 _TASK = tuple(
     sorted(
         {name for scheduler in SCHEDULERS for row in scheduler.tasks for name in (row.rank, row.size)}
         | {"PMIX_NAMESPACE", "PMI_FD", "SLURM_STEP_ID"}
     )
 )
-# What torchrun sets besides.
+# Other variables that torchrun sets.
 _LAYOUT = (
     *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
@@ -45,52 +46,53 @@ _LAYOUT = (
 
 
 def seal(environ: Mapping[str, str], pid: int) -> str:
-    """The seal of a rank.
+    """Return the seal of a rank.
 
     Args:
-        environ: the rank's environment.
-        pid: of its process, or of what it is started by: a shell, a profiler.
+        environ: Environment of the rank.
+        pid: Pid of the rank, or of the program that starts it: a shell, a profiler.
     """
     return "|".join([str(pid), *_values(environ, _RANK), *_values(environ, _TASK)])
 
 
 def belongs(environ: Mapping[str, str], rank: int = -1, size: int = -1) -> bool:
-    """Whether this process is a rank of the job of ``allranks run`` whose variables it has.
+    """Return whether this process is a rank of the job of ``allranks run`` whose variables it has.
 
     Args:
-        environ: the environment.
-        rank: that the program gives itself; -1: none.
-        size: the number of processes that it gives; -1: none.
+        environ: The environment.
+        rank: Rank that the program passes; -1 if none.
+        size: World size that the program passes; -1 if none.
     """
     pid, *sealed = environ.get(SEAL, "").split("|")
     now = [*_values(environ, _RANK), *_values(environ, _TASK)]
     if pid == str(os.getpid()):
-        # A script may say where rank 0 is, as for a launcher that does not.
+        # The process is the rank itself. It may set MASTER_ADDR and MASTER_PORT, as for a launcher that does not set
+        # them, so only rank and size are compared.
         return now[:2] == sealed[:2]
     given = [text if number == -1 else str(number) for number, text in zip((rank, size), sealed[:2], strict=False)]
     return now == sealed and given == sealed[:2]
 
 
 def leave_outer_job(environ: MutableMapping[str, str], rank: int = -1, size: int = -1) -> None:
-    """Remove what an outer job has set, from the environment of a process that is none of its ranks.
+    """Remove the variables of an outer job from the environment of a process that is not one of its ranks.
 
     Args:
-        environ: the environment.
-        rank: as for ``belongs``.
-        size: as for ``belongs``.
+        environ: The environment.
+        rank: See ``belongs``.
+        size: See ``belongs``.
     """
     if SEAL not in environ or belongs(environ, rank, size):
         return
     sealed = environ[SEAL].split("|")[1:]
     names = [*_OF_JOB]
     if _values(environ, _RANK) == sealed[: len(_RANK)] and _values(environ, _TASK) != sealed[len(_RANK) :]:
-        names += [*_RANK, *_LAYOUT]  # MPI's launcher sets none of them
+        names += [*_RANK, *_LAYOUT]  # an MPI launcher sets none of them, so these values are the outer job's
     for name in names:
         environ.pop(name, None)
 
 
 def begin_inner_job(environ: MutableMapping[str, str]) -> None:
-    """Remove all that says that this process is a rank of a job of ``allranks run``: it starts a job of its own."""
+    """Remove all variables that make this process a rank of a job of ``allranks run``: it starts a job of its own."""
     leave_outer_job(environ)
     if SEAL in environ:
         for name in (*_OF_JOB, *_RANK, *_LAYOUT):

@@ -1,4 +1,4 @@
-"""Reading a launcher's or scheduler's variables: what is missing or wrong is an error that names them."""
+"""Reads the variables of a launcher or scheduler. An error about a missing or invalid variable names the variable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Environ: TypeAlias = Mapping[str, str]
 
 
 class Reader:
-    """Reads variables, and remembers them as what led to a finding."""
+    """Read variables, and record them as the reasons for a finding."""
 
     def __init__(self, environ: Environ, kind: str) -> None:
         self.environ = environ
@@ -24,14 +24,14 @@ class Reader:
         self.clues: dict[str, Clue] = {}
 
     def text(self, name: str, meaning: str) -> str:
-        """A variable's value; "" where it is not set."""
+        """Return the value of a variable. "" if it is not set."""
         value = self.environ.get(name, "").strip() if name else ""
         if value:
             self.clues[name] = Clue(name, value, meaning)
         return value
 
     def number(self, name: str, meaning: str, low: int = 0, high: int | None = None) -> int | None:
-        """A variable's value as a number; None where it is not set. Raises ConfigError where it is something else."""
+        """Return the value of a variable as a number. None if it is not set. Raise ConfigError for any other value."""
         value = self.text(name, meaning)
         if not value:
             return None
@@ -41,7 +41,7 @@ class Reader:
         return int(value)
 
     def require(self, *names: str) -> None:
-        """Raises where some of the variables that belong together are not set."""
+        """Raise ConfigError if some of the variables that belong together are not set."""
         missing = [name for name in names if not self.environ.get(name, "").strip()]
         if missing:
             there = ", ".join(f"{n}={self.environ[n]}" for n in names if n not in missing)
@@ -60,7 +60,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class TaskVariables:
-    """The variables of one launcher whose processes are ranks. The names of those it does not have are ""."""
+    """The variables of one launcher whose processes are ranks. The name is "" if the launcher does not set one."""
 
     kind: str
     rank: str
@@ -70,19 +70,19 @@ class TaskVariables:
     node: str = ""
     nodes: str = ""
     proof: str = ""
-    """The variable that only this launcher sets, where it is not the rank's."""
+    """The variable that only this launcher sets, if it is not the variable of the rank."""
     more: Callable[[Reader, LaunchContext], LaunchContext] = lambda read, context: context
-    """Reads what else this launcher sets."""
+    """Reads the other variables that this launcher sets."""
     applies: Callable[[Environ], bool] = lambda environ: True
-    """Whether the variables are this process's own, and not left over."""
+    """Returns whether the variables belong to this process, and were not inherited from another job."""
     is_mpi: bool = False
-    """An MPI launcher's, of which only the first that is found counts."""
+    """The row belongs to an MPI launcher. Only the first such launcher that is found counts."""
 
     def find(self, environ: Environ) -> LaunchContext | None:
-        """The rank that this process is; None where it is none of this launcher's.
+        """Return the context of this process. None if this launcher did not start it.
 
         Raises:
-            ConfigError: variables are missing or wrong.
+            ConfigError: Variables are missing or wrong.
         """
         proofs = (self.proof,) if self.proof else (self.rank, self.size)
         if not any(environ.get(name, "").strip() for name in proofs):
@@ -107,12 +107,12 @@ class TaskVariables:
 
 
 def read_pmi(read: Reader, context: LaunchContext) -> LaunchContext:
-    """Adds the launcher's PMI server."""
+    """Add the launcher's PMI server to the context."""
     return replace(context, pmi=read.number("PMI_FD", "A PMI server answers on this descriptor: the ranks meet by it."))
 
 
 def node_or_hint(context: LaunchContext, launcher: bool) -> LaunchContext | None:
-    """For one process on each host, which is meant to be a launcher. A program in its place is alone, with a hint."""
+    """Return the context of one process per host, which should be a launcher. A program gets role "none" and a hint."""
     if launcher:
         return context
     hint = ""
@@ -126,18 +126,18 @@ def node_or_hint(context: LaunchContext, launcher: bool) -> LaunchContext | None
 
 
 def allocation_of(read: Reader, kind: str, **known: Any) -> LaunchContext:
-    """An allocation. ``known`` are further fields of ``LaunchContext``."""
+    """Return the context of an allocation. ``known`` has further fields of ``LaunchContext``."""
     hosts: tuple[Slots, ...] = known.get("hosts", ())
     leader = hosts[0].name if hosts else ""
     return LaunchContext(kind, "allocation", nodes=len(hosts) or None, leader=leader, why=read.why, **known)
 
 
 def host_of(address: str) -> str:
-    """The host of HOST, HOST:PORT or [HOST]:PORT."""
+    """Return the host of HOST, HOST:PORT or [HOST]:PORT."""
     host, colon, _ = address.rpartition(":")
     return host.strip("[]") if colon and (":" not in host or address.startswith("[")) else address
 
 
 def port_of(number: int | None) -> tuple[int, ...]:
-    """A port as the ``ports`` of a context."""
+    """Return a port as the ``ports`` of a context."""
     return () if number is None else (number,)

@@ -1,9 +1,10 @@
-"""The record of calls: who waits for whom, who is late, where the time goes.
+"""The record of calls: which ranks wait for which, which ranks are late, and how the time is spent.
 
-- memory: where this process records its calls.  reader: reads what a process has recorded, also of another process.
-- files: trace files.  matching: which calls of several processes belong together.  clocks: how their clocks differ.
-- timeline: all of it on one clock.  chrome, page, picture: draw that; colours.
-- flight_recorder: calls as torch's tool reads them.
+- memory: the memory in which this process records its calls.  reader: reads the record of this or another process.
+- files: trace files.  matching: finds the calls of several processes that belong together.  clocks: differences of
+clocks.
+- timeline: all calls on one clock.  chrome, page, picture: draw the timeline; colours.
+- flight_recorder: writes calls in the format of torch's tool.
 
-Imports no torch: the launcher reads what its ranks record.
+Imports no torch, because the launcher reads the records of its ranks.
 """

@@ -1,8 +1,8 @@
-"""Writes a timeline in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing draw.
+"""Writes a timeline in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing display.
 
-A rank is a process there, a group is a thread. A call is a slice; what it waited for other ranks is a slice within it.
-Flows lead from the rank that came last to those that waited, and from a send to its recv. Traces of torch.profiler can
-be merged: their times are of the wall clock.
+A rank is a process in that format, and a group is a thread. A call is a slice. The time that it waited for other ranks
+is a slice inside it. Flows connect the rank that arrived last to the ranks that waited, and a send to its recv. Traces
+of torch.profiler can be merged, because their times are of the wall clock.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from allranks._trace.timeline import Arrow, Slice, Timeline
 
 __all__ = ["events", "name_of", "other_data", "read_profile", "slice_arguments", "write"]
 
-_ABOVE_THREADS = 1_000_000_000  # above the numbers of real threads, which a profile has
-_INSTANT = 4  # ns
-_PROFILE = 100_000  # numbers of the other processes in a profile: of devices, of spans
+_ABOVE_THREADS = 1_000_000_000  # above the numbers of real threads, which are in a profile
+_INSTANT = 4  # ns; length of the slice that marks the arrival of the last rank
+_PROFILE = 100_000  # numbers of the other processes in a profile, such as devices and spans
 
 
 def write(timeline: Timeline, file: Path, profiles: Sequence[tuple[RecordedProcess, dict[str, Any]]] = ()) -> None:
-    """Writes the file; packed if its name ends in .gz.
+    """Write the file; compressed with gzip if its name ends in .gz.
 
     Args:
-        timeline: what is drawn.
-        file: where.
-        profiles: what ``read_profile`` has returned.
+        timeline: The timeline to draw.
+        file: The file to write.
+        profiles: Results of ``read_profile``.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     with gzip.open(file, "wt") if file.suffix == ".gz" else open(file, "w") as out:
         _write(timeline, out, profiles)
@@ -56,7 +56,7 @@ def _write(timeline: Timeline, out: IO[str], profiles: Sequence[tuple[RecordedPr
 
 
 def other_data(timeline: Timeline) -> dict[str, Any]:
-    """What a viewer shows about the trace: its clocks, and how exact they are."""
+    """Return what a viewer shows about the trace: its clocks, and their errors."""
     error = timeline.error
     return {
         "written by": "allranks trace timeline",
@@ -86,13 +86,13 @@ def other_data(timeline: Timeline) -> dict[str, Any]:
 
 
 def name_of(timeline: Timeline, process: RecordedProcess) -> str:
-    """Such as ``rank 3 (node1)``; the second of the same rank is ``rank 3.1 (node1)``."""
+    """Return a name such as ``rank 3 (node1)``. The second process of the same rank is ``rank 3.1 (node1)``."""
     before = sum(1 for other in timeline.processes[: timeline.processes.index(process)] if other.rank == process.rank)
     return f"rank {process.rank}{f'.{before}' if before else ''} ({process.host})"
 
 
 def slice_arguments(each: Slice) -> dict[str, Any]:
-    """What is known of a call beside its times."""
+    """Return the attributes of a call other than its times."""
     call = each.call
     if call.verb == COMMAND:
         return {"commands": call.count} | ({"took longest": call.site} if call.count > 1 else {})
@@ -124,14 +124,14 @@ def slice_arguments(each: Slice) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Places:
-    """The numbers that viewers know processes and threads by: of each process, and of the first lane of each row."""
+    """The numbers of processes and threads in the file: of each process, and of the first lane of each row."""
 
     processes: Mapping[int, int]
     rows: Sequence[int]
 
 
 def events(timeline: Timeline, merged: bool = False) -> Iterator[dict[str, Any]]:
-    """The events of the calls. ``merged``: others follow, of real threads."""
+    """Yield the events of the calls. ``merged``: real threads follow, and rows have numbers above theirs."""
     rows: list[int] = []
     following = _ABOVE_THREADS if merged else 1
     for row in timeline.rows:
@@ -155,7 +155,10 @@ def events(timeline: Timeline, merged: bool = False) -> Iterator[dict[str, Any]]
 
 
 def _call_events(each: Slice, where: dict[str, int], arrived: bool) -> Iterator[dict[str, Any]]:
-    """A call, and within it what it waited, and where arrows begin or end: viewers draw these from slice to slice."""
+    """Yield the slice of a call and, inside it, the slices of its waiting and of the ends of its arrows.
+
+    Viewers draw an arrow from slice to slice, so each end of an arrow needs a slice.
+    """
     yield _slice(each.title, each.call.verb, each.begin, each.end, where) | {"args": slice_arguments(each)}
     if each.waited_until > each.begin:
         last = f"waits for rank {each.last}" if each.last >= 0 else "waits for ranks"
@@ -168,7 +171,7 @@ def _call_events(each: Slice, where: dict[str, int], arrived: bool) -> Iterator[
 
 def _flow(timeline: Timeline, places: _Places, number: int, arrow: Arrow) -> Iterator[dict[str, Any]]:
     source, target = timeline.slices[arrow.source], timeline.slices[arrow.target]
-    # Within the slices: at the edge of two, viewers take either.
+    # Use times inside the slices: at the edge between two slices, viewers choose either of them.
     begin = min(arrow.source_ns + _INSTANT // 2, source.end)
     end = min(arrow.target_ns + _INSTANT, target.end) if arrow.kind == "arrival" else arrow.target_ns - 1
     for phase, each, ns in (("s", source, begin), ("f", target, max(begin, end))):
@@ -190,10 +193,10 @@ def _slice(name: str, category: str, begin: int, end: int, where: dict[str, int]
 
 
 def read_profile(file: Path, timeline: Timeline) -> tuple[RecordedProcess, dict[str, Any]]:
-    """A trace of torch.profiler, and whose it is: of the process whose number it has.
+    """Return a trace of torch.profiler, and the process of the timeline that has its pid.
 
     Raises:
-        TraceError: it cannot be read, is no such trace, or is of no process of the timeline.
+        TraceError: The file cannot be read, is not such a trace, or belongs to no process of the timeline.
     """
     try:
         with gzip.open(file, "rt") if file.suffix == ".gz" else open(file) as text:

@@ -1,13 +1,13 @@
-"""How clocks of hosts differ, from the calls that ranks on both made.
+"""The differences between the clocks of hosts, derived from calls that ranks on both hosts made.
 
-A collective returns on no rank before all ranks have begun it. So each call bounds the difference of two clocks from
-both sides: where rank a on one host and rank b on the other took part, ``returned_a >= entered_b + difference`` and
-``entered_a <= returned_b + difference``. Of many calls the tightest bounds remain. Clocks also run at different speeds.
-Within a segment of some seconds the difference is taken for a line; all lines within the bounds of all calls are
-possible, and what is between the lowest and the highest of them is the error. Nothing is averaged, so the error is a
-bound and no estimate.
+A collective such as all_reduce returns on no rank before all ranks have begun it. Each such call therefore bounds the
+difference of two clocks from both sides: if rank a on one host and rank b on the other took part,
+``returned_a >= entered_b + difference`` and ``entered_a <= returned_b + difference``. Over many calls, only the
+tightest bounds matter. Clocks also run at different speeds. Within a segment of some seconds the difference is modeled
+as a line. All lines within the bounds of all calls are possible. The error is half of the distance between the lowest
+and the highest of them. Nothing is averaged, so the error is a bound and not an estimate.
 
-Pure: numbers in, numbers out.
+This module performs no I/O: numbers in, numbers out.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from dataclasses import dataclass, field
 __all__ = ["Bounds", "ClockMap", "ClockLink", "fit", "join_clocks"]
 
 _SEGMENT_NS = 20_000_000_000
+# If no line fits a segment, it is split into halves of at least this length.
 _SHORTEST_NS = 500_000_000
-_MOST_DRIFT = 600e-6  # the kernel's limit for corrections, 500 ppm, and that of a crystal
-_BEND = 1e-6 / 8  # within a segment the speed changes by at most 1 ppm; by so much of its length a line misses that
+_MOST_DRIFT = 600e-6  # the kernel's limit for corrections, 500 ppm, plus the tolerance of a crystal
+# Within a segment the speed changes by at most 1 ppm. A line then differs from the true difference by at most this
+# share of the segment's length.
+_BEND = 1e-6 / 8
+# Iterations of each search. The last interval is (2/3)^60 = 3e-11 of the first one.
 _STEPS = 60
 
 _Point = tuple[float, float]
@@ -31,11 +35,11 @@ _Point = tuple[float, float]
 
 @dataclass
 class Bounds:
-    """Bounds for what must be added to one clock to get another one.
+    """Bounds for the value to add to one clock to get another clock.
 
     Attributes:
-        lower: a time of the clock in ns, and the least that must be added then.
-        upper: a time of the clock, and the most.
+        lower: Pairs of a time of the clock and the least value to add at that time, in ns.
+        upper: Pairs of a time of the clock and the greatest value to add at that time, in ns.
     """
 
     lower: list[tuple[int, int]] = field(default_factory=list)
@@ -47,12 +51,12 @@ class Bounds:
 
 @dataclass(frozen=True)
 class ClockMap:
-    """Converts a clock to another: what is added changes linearly between knots.
+    """The conversion of one clock to another: the added value changes linearly between knots.
 
     Attributes:
-        times: the knots.
-        added: what is added there, in ns.
-        errors: by how much that may be wrong there, in ns.
+        times: Times of the knots, in ns.
+        added: Values to add at the knots, in ns.
+        errors: Errors of these values, in ns.
     """
 
     times: tuple[int, ...]
@@ -60,16 +64,16 @@ class ClockMap:
     errors: tuple[float, ...]
 
     def __call__(self, ns: int) -> int:
-        """A time in the other clock."""
+        """Return a time in the other clock, in ns."""
         return ns + round(self._at(ns, self.added))
 
     def error(self, ns: int) -> float:
-        """By how much it may be wrong, in ns."""
+        """Return the error of the converted time, in ns."""
         return self._at(ns, self.errors)
 
     @property
     def largest_error(self) -> float:
-        """In ns."""
+        """The largest error, in ns."""
         return max(self.errors)
 
     @property
@@ -88,7 +92,7 @@ class ClockMap:
 
 
 def fit(bounds: Bounds, begin: int, end: int) -> ClockMap | None:
-    """The difference of two clocks from begin to end, by the first one; None if it is not bounded on both sides.
+    """Return the difference of two clocks between two times of the first. None if it is not bounded on both sides.
 
     Bounds that contradict each other, as after a step of a clock, make the error large.
     """
@@ -114,7 +118,7 @@ def fit(bounds: Bounds, begin: int, end: int) -> ClockMap | None:
 
 @dataclass(frozen=True)
 class _Segment:
-    """A stretch of time, and what all lines within its bounds are at a time in it: from .. to."""
+    """A segment of time. ``at`` returns the lowest and highest value of the possible lines at a given time."""
 
     begin: float
     end: float
@@ -132,20 +136,20 @@ def _fit_segment(lower: list[_Point], upper: list[_Point], begin: float, end: fl
     if end - begin > 2 * _SHORTEST_NS:
         middle = (begin + end) / 2
         return _fit_segment(lower, upper, begin, middle) + _fit_segment(lower, upper, middle, end)
-    # No line fits. All that is certain is what the bounds say between them.
+    # No line fits. The difference is only known to be between the smallest and the largest bound.
     values = [value for _, value in (*lows, *highs)]
     return [_Segment(begin, end, lambda _: (min(values), max(values)))]
 
 
 def _near(points: list[_Point], begin: float, end: float) -> list[_Point]:
-    """The points of a segment, and the next one on each side, so that there are some."""
+    """Return the points of a segment and the next point on each side, so that the result is not empty."""
     left = bisect.bisect_left(points, (begin, float("-inf")))
     right = bisect.bisect_right(points, (end, float("inf")))
     return points[max(0, left - 1) : right + 1]
 
 
 def _hull(points: list[_Point], sign: int) -> list[_Point]:
-    """Those points that lines can touch which are below all (1) or above all (-1)."""
+    """Return the lower (1) or upper (-1) convex hull: points that a line below (above) all points can touch."""
     kept: list[_Point] = []
     for x, y in points:
         while kept and kept[-1][0] == x and sign * (kept[-1][1] - y) >= 0:
@@ -162,7 +166,7 @@ def _hull(points: list[_Point], sign: int) -> list[_Point]:
 
 
 def _highest(points: list[_Point], slope: float, t: float) -> float:
-    """The value at a time of the highest line of that slope that is below all points."""
+    """Return the value at time ``t`` of the highest line of that slope that is below all points."""
     return min(y - slope * (x - t) for x, y in points)
 
 
@@ -171,13 +175,13 @@ def _lowest(points: list[_Point], slope: float, t: float) -> float:
 
 
 def _gap(lows: list[_Point], highs: list[_Point]) -> Callable[[float], float]:
-    """How much room lines of a slope have; concave. Negative: there is none."""
+    """Return a concave function of the slope: the room that lines of that slope have. Negative: no line fits."""
     t = highs[0][0]
     return lambda slope: _highest(highs, slope, t) - _lowest(lows, slope, t)
 
 
 def _top(function: Callable[[float], float], left: float, right: float) -> float:
-    """Where a concave function is greatest, by ternary search."""
+    """Return the position of a concave function's maximum, by ternary search."""
     for _ in range(_STEPS):
         a, b = left + (right - left) / 3, right - (right - left) / 3
         if function(a) < function(b):
@@ -188,7 +192,10 @@ def _top(function: Callable[[float], float], left: float, right: float) -> float
 
 
 def _edge(function: Callable[[float], float], inside: float, limit: float) -> float:
-    """The last place towards the limit where a concave function is not negative, by bisection; or a little beyond."""
+    """Return the last position towards the limit at which a concave function is not negative, by bisection.
+
+    The result can be slightly beyond this position, so that the error remains a bound.
+    """
     if function(limit) >= 0:
         return limit
     outside = limit
@@ -201,7 +208,7 @@ def _edge(function: Callable[[float], float], inside: float, limit: float) -> fl
 def _range(
     lows: list[_Point], highs: list[_Point], slopes: tuple[float, float], t: float, bend: float
 ) -> tuple[float, float]:
-    """What lines within the bounds are at a time."""
+    """Return the lowest and the highest value of the lines within the bounds at a time."""
     at_top = _top(lambda slope: _highest(highs, slope, t), *slopes)
     at_bottom = _top(lambda slope: -_lowest(lows, slope, t), *slopes)
     top = max(_highest(highs, slope, t) for slope in (at_top, *slopes))
@@ -210,7 +217,11 @@ def _range(
 
 
 def _meet(segments: Sequence[_Segment], t: float) -> tuple[float, float]:
-    """What is possible where segments meet: what is so in each of them, or in any if they contradict each other."""
+    """Return the values that are possible at the boundary of segments.
+
+    These are the values possible in each of the segments. If the segments contradict each other, they are those
+    possible in any of them.
+    """
     ranges = [segment.at(t) for segment in segments]
     low, high = max(r[0] for r in ranges), min(r[1] for r in ranges)
     return (low, high) if low <= high else (min(r[0] for r in ranges), max(r[1] for r in ranges))
@@ -218,24 +229,24 @@ def _meet(segments: Sequence[_Segment], t: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class ClockLink:
-    """How a clock is converted to the common one.
+    """The conversion of a clock to the common clock.
 
     Attributes:
-        through: the maps to apply, one after the other. Empty for the common clock itself.
-        calls: by how many bounds the first of them was found.
+        through: The maps to apply, one after the other. Empty for the common clock itself.
+        calls: Number of bounds from which the first map was derived.
     """
 
     through: tuple[ClockMap, ...] = ()
     calls: int = 0
 
     def __call__(self, ns: int) -> int:
-        """A time in the common clock."""
+        """Return a time in the common clock, in ns."""
         for each in self.through:
             ns = each(ns)
         return ns
 
     def error(self, ns: int) -> float:
-        """By how much it may be wrong, in ns."""
+        """Return the error of the converted time, in ns."""
         error = 0.0
         for each in self.through:
             error += each.error(ns)
@@ -244,22 +255,21 @@ class ClockLink:
 
     @property
     def largest_error(self) -> float:
-        """In ns."""
+        """The sum of the largest errors of the maps, in ns."""
         return sum(each.largest_error for each in self.through)
 
 
 def join_clocks(
     common: int, spans: Mapping[int, tuple[int, int]], bounds: Mapping[tuple[int, int], Bounds]
 ) -> dict[int, ClockLink]:
-    """How each clock is converted to a common one, directly or through others: the way with the smallest error.
-
+    """Return the conversion of each clock to a common clock: the path through other clocks with the smallest error.
     Args:
-        common: the number of that clock.
-        spans: when each clock is needed, by itself.
-        bounds: by a pair of clocks, for what must be added to the first to get the second.
+        common: Number of the common clock.
+        spans: By clock, the first and the last time that must be converted, in ns of that clock.
+        bounds: By a pair of clocks, the bounds of the value to add to the first to get the second.
 
     Returns:
-        By clock. Those are missing that no bounds connect.
+        The conversion, by clock. Clocks that no bounds connect to the common clock are missing.
     """
     maps: dict[tuple[int, int], ClockMap] = {}
     for (one, other), found in bounds.items():

@@ -1,4 +1,4 @@
-"""The colours of verbs in pictures and pages: dark enough for white text, told apart by their lightness, too."""
+"""The colors of verbs in pictures and pages: dark enough for white text, and distinguishable by lightness, too."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ COLOURS = {
 
 
 def colour(verb: str) -> str:
-    """Of a verb."""
+    """Return the color of a verb."""
     return COLOURS.get(verb, "#444444")
 
 
 def pale(verb: str) -> str:
-    """Of its waiting: much of it white."""
+    """Return the color of the waiting part of a call: the color of its verb, mixed with 72 % white."""
     value = colour(verb)
     parts = (int(value[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(255 - (255 - part) * 0.28):02x}" for part in parts)

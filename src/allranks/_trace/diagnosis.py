@@ -1,8 +1,9 @@
-"""Why ranks wait: for whom each waits, who keeps them all waiting, and circles of waits. Pure.
+"""Why ranks wait: the rank for which each waits, the ranks that delay all others, and cycles of waits. Pure functions.
 
-A rank in a collective waits for the members of the group that have not begun it. A rank in ``recv`` waits for the
-sender; one in ``send`` for the receiver. A rank that is waited for may wait itself. What remains at the end of such
-chains are ranks that wait for nobody: they are late. Where a chain comes back to itself none of its ranks can go on.
+A rank in a collective waits for the members of the group that have not begun the collective. A rank in ``recv`` waits
+for the sender. A rank in ``send`` waits for the receiver. A rank that others wait for may itself wait. At the end of
+such chains are ranks that wait for no other rank: they are late. If a chain returns to one of its own ranks, none of
+its ranks can continue.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ _HALTED = ("gone", "stopped", "being debugged")
 
 @dataclass(frozen=True)
 class RankWait:
-    """A rank waits in a call for others.
+    """A rank that waits in a call for others.
 
     Attributes:
-        rank: who waits.
-        call: in what.
-        awaited: for whom. Empty: all have come, or it is not known.
+        rank: The rank that waits.
+        call: The call in which it waits.
+        awaited: The ranks for which it waits. Empty: all have arrived, or the ranks are unknown.
     """
 
     rank: int
@@ -35,13 +36,13 @@ class RankWait:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What keeps ranks waiting.
+    """The causes of waiting.
 
     Attributes:
-        waits: who waits for whom, by rank.
-        late: ranks that others wait for, and that wait for nobody.
-        circles: ranks that wait for each other, each for the next and the last for the first.
-        states: all that is known of the ranks.
+        waits: The wait of each waiting rank, by rank.
+        late: Ranks that others wait for, and that wait for no rank.
+        circles: Ranks that wait for each other: each for the next, and the last for the first.
+        states: All known states, by rank.
     """
 
     waits: Mapping[int, RankWait]
@@ -50,7 +51,7 @@ class Diagnosis:
     states: Mapping[int, RankState]
 
     def waiting_for(self, rank: int) -> list[int]:
-        """Who waits for a rank, at last: directly, or through others."""
+        """Return the ranks that wait for a rank, directly or through other ranks."""
         return sorted(r for r in self.waits if rank in self._ends(r))
 
     def _ends(self, rank: int) -> set[int]:
@@ -64,16 +65,16 @@ class Diagnosis:
         return seen - {rank}
 
     def key(self) -> tuple[object, ...]:
-        """What two diagnoses have in common that say the same."""
+        """Return a key that is equal for two diagnoses with the same content."""
         waits = sorted((w.rank, w.call.title, w.call.group, w.call.site, w.awaited) for w in self.waits.values())
         return tuple(waits), self.late, self.circles
 
     def lines(self, hosts: Mapping[int, str] | None = None, places: Mapping[int, str] | None = None) -> list[str]:
-        """The diagnosis in words: a line for each late rank and each circle.
+        """Return the diagnosis as text: one line for each late rank and each cycle.
 
         Args:
-            hosts: the host of each rank, if there are several.
-            places: the line in the program of ranks that could report it.
+            hosts: Host of each rank, if there are several.
+            places: Line of the program, by rank, for ranks that could report it.
         """
         said: list[str] = []
         for circle in self.circles:
@@ -90,7 +91,7 @@ class Diagnosis:
     def _late(
         self, waiting: Sequence[int], late: Sequence[int], hosts: Mapping[int, str], places: Mapping[int, str]
     ) -> str:
-        # The wait that shows most: of the rank that waits longest, directly for who is late.
+        # Report the most informative wait: that of the rank that waits longest and directly for a late rank.
         direct = [w for w in (self.waits[r] for r in waiting) if set(late) & set(w.awaited)]
         first = max(direct or [self.waits[r] for r in waiting], key=lambda w: w.call.seconds)
         who = rank_list(sorted(waiting))
@@ -101,7 +102,7 @@ class Diagnosis:
         return f"{who} {verb} waited {_duration(first.call.seconds)} in {_call(first.call)} for {'; '.join(whom)}"
 
     def _whereabouts(self, rank: int, place: str) -> str:
-        """Where a late rank is, and what its process does."""
+        """Return the place of a late rank, and the state of its process."""
         state = self.states.get(rank)
         if state is None:
             return "of which nothing is known"
@@ -125,10 +126,10 @@ class Diagnosis:
 
 
 def diagnose(states: Iterable[RankState]) -> Diagnosis:
-    """Who waits for whom.
+    """Return the waits between ranks.
 
     Args:
-        states: of all ranks of the job that are known, at about the same time.
+        states: States of all known ranks of the job, taken at about the same time.
     """
     by_rank = {state.rank: state for state in states}
     waits = {}
@@ -149,16 +150,16 @@ def _awaited(state: RankState, call: CallState, states: Mapping[int, RankState])
     if call.number == 0:
         awaited = tuple(others) if call.peer < 0 else (call.peer,)
         partners = [rank for rank in awaited if rank in states and _has_other_side(states[rank], state.rank, call)]
-        # Their data is on its way, if both processes run.
+        # If both processes run, their data is on its way.
         return tuple(rank for rank in partners if states[rank].process in _HALTED) if partners else awaited
     key = call.group, call.ranks
     behind = tuple(rank for rank in others if _number(states.get(rank), key) < call.number)
-    # All have begun it: a rank that has been halted in the middle keeps the others waiting.
+    # If all have begun it, a rank that was halted inside it delays the others.
     return behind or tuple(rank for rank in others if rank in states and states[rank].process in _HALTED)
 
 
 def _has_other_side(state: RankState, rank: int, call: CallState) -> bool:
-    """Whether a rank has begun the call that a message of another rank's needs."""
+    """Return whether a rank has begun the matching call of another rank's message."""
     return any(
         not each.ended
         and each.number == 0
@@ -171,14 +172,14 @@ def _has_other_side(state: RankState, rank: int, call: CallState) -> bool:
 
 
 def _number(state: RankState | None, key: tuple[str, tuple[int, ...]]) -> int:
-    """The number of the last collective of a group that a rank has begun."""
+    """Return the number of the last collective of a group that a rank has begun."""
     if state is None:
         return 0
     return max((group.number for group in state.groups if (group.name, group.ranks) == key), default=0)
 
 
 def _circles(waits: Mapping[int, RankWait]) -> list[tuple[int, ...]]:
-    """Each set of ranks that wait for each other, once, as the shortest circle from its lowest rank."""
+    """Return each set of ranks that wait for each other once, as the shortest cycle from its lowest rank."""
     found: list[tuple[int, ...]] = []
     taken: set[int] = set()
     for start in sorted(waits):

@@ -1,7 +1,7 @@
-"""Trace files: all calls of one process each, in the layout of its memory with room for more.
+"""Trace files: all calls of one process each, in the layout of its memory with space for more calls.
 
-A folder has one for each rank: ``rank-3.trace``. A rank that is started again, or a second program, gets a name of its
-own: ``rank-3.1.trace``.
+A folder has one file per rank: ``rank-3.trace``. A restarted rank, or a second program, gets a new name:
+``rank-3.1.trace``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 __all__ = ["MOST_CALLS", "FileRecording", "TraceOwner", "open_trace", "trace_files"]
 
 MOST_CALLS = 1 << 22
-"""How many calls a file keeps: 256 MiB at most. Room is taken as it is needed."""
+"""The most calls that a file keeps: 256 MiB at most. The file uses disk space only as calls are recorded."""
 
 _SUFFIX = ".trace"
 _NAME = re.compile(r"rank-(\d+)(?:\.(\d+))?\.trace")
-_TEXT = 9  # of what the core tells of a failure
+_TEXT = 9  # index of the text in the core's description of a failure
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TraceOwner:
-    """Whose calls they are, as ``Recorder`` has it; ``members``: for how many ranks its tables are laid out."""
+    """The identity under which ``Recorder`` records calls. ``members``: the number of ranks in its tables."""
 
     rank: int
     world_size: int
@@ -44,19 +44,19 @@ class TraceOwner:
 
 
 class FileRecording:
-    """All calls of this process, in a file of its own, until ``stop``.
+    """The recording of all calls of this process in a file of its own, until ``stop``.
 
     Args:
-        recorder: of this process.
-        owner: whose calls they are.
-        folder: where the file is made; the folder is made, too.
-        records: how many calls the file keeps, the newest; a power of two.
+        recorder: Recorder of this process.
+        owner: Identity of this process.
+        folder: Folder of the file. It is created if it is missing.
+        records: How many of the newest calls the file keeps; a power of two.
 
     Attributes:
-        path: the file.
+        path: The file.
 
     Raises:
-        UsageError: the file cannot be made.
+        UsageError: The file cannot be created.
     """
 
     def __init__(self, recorder: _core.Recorder, owner: TraceOwner, folder: Path, records: int = MOST_CALLS) -> None:
@@ -68,27 +68,27 @@ class FileRecording:
         except OSError as error:
             raise UsageError(f"cannot record calls in {str(folder)!r}: {error.strerror}") from error
         try:
-            # It takes over the descriptor, also where it fails.
+            # ``record_to`` takes ownership of the descriptor, even if it fails.
             os.ftruncate(fd, memory_bytes(records, owner.members))
             recorder.record_to(fd, records, owner.rank, owner.world_size, owner.members, owner.host)
         except Exception as error:
             self.path.unlink()
-            # Of the core's facts about a failure, only the text is of interest: there is no call, and no other rank.
+            # A failure of the core also describes a call and ranks. Here there are none, so only the text is used.
             why = error.args[_TEXT] if type(error).__module__ == "allranks._core" else getattr(error, "strerror", error)
             raise UsageError(f"cannot record calls in {str(self.path)!r}: {why}") from error
 
     @property
     def active(self) -> bool:
-        """Calls are recorded there now."""
+        """Whether calls are recorded in the file now."""
         return self._recorder is not None and self._forks == forks()
 
     def stop(self) -> None:
-        """Ends it. Logs a warning if calls are missing, as the disk was full. In a forked child it does nothing."""
+        """Stop the recording. Log a warning if the disk was full and calls are missing. No effect in a forked child."""
         if not self.active or self._recorder is None:
             return
         self._recorder.stop()
         self._recorder = None
-        with contextlib.suppress(OSError, TraceError):  # somebody has removed it
+        with contextlib.suppress(OSError, TraceError):  # the user has removed the file
             reader = open_trace(self.path)
             kept = _kept(reader)
             if kept < reader.count and not reader.last(1):
@@ -106,7 +106,7 @@ def _new_file(folder: Path, rank: int) -> tuple[int, Path]:
 
 
 def _kept(reader: TraceReader) -> int:
-    """How many calls there are from the first on, where the later ones are missing."""
+    """Return how many calls from the first on are in the file, if the later ones are missing."""
     low, high = 0, reader.count
     while low < high:
         middle = (low + high + 1) // 2
@@ -115,10 +115,10 @@ def _kept(reader: TraceReader) -> int:
 
 
 def trace_files(paths: Sequence[Path]) -> list[Path]:
-    """The files that are meant: of a folder all its trace files, in the order of their ranks.
+    """Return the trace files of the given paths. A folder stands for all its trace files, in the order of their ranks.
 
     Raises:
-        TraceError: there is none.
+        TraceError: There is none.
     """
     found: list[Path] = []
     for path in paths:
@@ -141,14 +141,15 @@ def _order(path: Path) -> tuple[int, int, str]:
 
 
 def open_trace(path: Path) -> TraceReader:
-    """A trace file, also one that is still being written.
+    """Return a reader of a trace file, which may still be written.
 
     Raises:
-        TraceError: it cannot be read, or is none; the error names it.
+        TraceError: The file cannot be read, or is not a trace file. The error names it.
     """
     try:
         with open(path, "rb") as file:
-            # It is read and not mapped, as its process may cut it off at any time.
+            # The file is copied, not mapped: its process may truncate it at any time, and a read beyond the end of a
+            # mapped file raises SIGBUS.
             head = file.read(320)
             size = min(bytes_used(head), os.fstat(file.fileno()).st_size)
             return TraceReader(head + file.read(max(0, size - len(head))), str(path))

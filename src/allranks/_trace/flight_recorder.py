@@ -1,7 +1,7 @@
-"""Writes calls in the format of torch's Flight Recorder, which ``torchfrtrace`` reads: a pickled file for each rank.
+"""Writes calls in the format of torch's Flight Recorder, which ``torchfrtrace`` reads: one pickled file per rank.
 
-That tool compares what the ranks of a group have called, by the number of the call. It takes a message for a call of
-all ranks of its group. So messages from one rank to another with one tag are a group of their own here, of these two.
+That tool compares the calls of the ranks of a group, by the number of the call. It treats a message as a call of all
+ranks of its group. Here, messages from one rank to another with the same tag therefore form a group of these two ranks.
 
 Source: the dumps and the tool of torch 2.10 to 2.13 (torch/distributed/flight_recorder); version 2.10 of the format.
 """
@@ -21,10 +21,10 @@ from allranks._trace.reader import RecordedCall
 __all__ = ["PREFIX", "FlightDump", "dumps", "write"]
 
 PREFIX = "allranks_trace_rank_"
-"""Of the files' names; the number of the rank follows, as the tool expects it."""
+"""Prefix of the names of the files. The rank follows, as the tool expects."""
 
 _VERSION = "2.10"
-_BACKEND = "gloo"  # the tool knows only names of torch's backends
+_BACKEND = "gloo"  # the tool accepts only names of torch's backends
 _TYPES = {
     "uint8": "Byte", "int8": "Char", "int16": "Short", "int32": "Int", "int64": "Long", "uint16": "UInt16",
     "uint32": "UInt32", "uint64": "UInt64", "float16": "Half", "bfloat16": "BFloat16", "float32": "Float",
@@ -37,13 +37,13 @@ _TYPES = {
 
 @dataclass
 class FlightDump:
-    """What is written for a rank.
+    """The content of the file of one rank.
 
     Attributes:
-        rank: of the world.
-        groups: by name, the ranks.
-        calls: of which group, its number there, and the words of the tool for it.
-        left_out: calls that the format cannot have.
+        rank: World rank.
+        groups: Ranks of each group, by name.
+        calls: The call, the name of its group, its number in that group, and the tool's description of the call.
+        left_out: Number of calls that the format cannot represent.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class FlightDump:
 
 
 def dumps(processes: Sequence[RecordedProcess]) -> dict[int, tuple[FlightDump, RecordedProcess]]:
-    """What is written for each rank. Of a rank that was started again, it is the last process."""
+    """Return the dump of each rank. For a restarted rank, only the last process is included."""
     latest: dict[int, RecordedProcess] = {}
     for process in sorted(processes, key=lambda p: p.wall):
         latest[process.rank] = process
@@ -70,17 +70,17 @@ def dumps(processes: Sequence[RecordedProcess]) -> dict[int, tuple[FlightDump, R
 
 
 def write(folder: Path, dump: FlightDump, process: RecordedProcess, first: int = 0) -> Path:
-    """Writes the file of a rank.
+    """Write the file of one rank.
 
     Args:
-        folder: where; it is made.
-        dump: what.
-        process: whose calls they are.
-        first: the number of the first call in the file. The tool leaves out calls that another rank's file has no more,
-            by this number.
+        folder: Folder of the file. It is created if it is missing.
+        dump: The dump of the rank.
+        process: The process that made the calls.
+        first: Number of the first call in the file. The tool uses this number to skip calls that another rank's file no
+            longer has.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     numbers = {name: number for number, name in enumerate(sorted(dump.groups))}
@@ -105,7 +105,8 @@ def write(folder: Path, dump: FlightDump, process: RecordedProcess, first: int =
 def _add_collectives(
     run: GroupRun, name: str, processes: Mapping[int, RecordedProcess], found: Mapping[int, FlightDump]
 ) -> None:
-    # Where a rank no longer has its first calls, those of the others would be taken for calls that it has not made.
+    # If the first calls of one rank are missing, the tool would report those of the other ranks as calls that this rank
+    # did not make. The comparison therefore starts at the first number that all ranks still have.
     first = max(
         (min((call.number for call in calls if call.number), default=1) for calls in _incomplete(run, processes)),
         default=1,
@@ -125,7 +126,7 @@ def _incomplete(run: GroupRun, processes: Mapping[int, RecordedProcess]) -> Iter
 def _add_messages(
     run: GroupRun, name: str, processes: Mapping[int, RecordedProcess], found: Mapping[int, FlightDump]
 ) -> None:
-    # What such a recv has got is not known, and so not which sends are left for others.
+    # The sender of such a recv is unknown, so it is also unknown which sends remain for the other receives.
     from_any = {
         (processes[number].rank, call.tag)
         for number, calls in run.calls.items()
@@ -195,7 +196,7 @@ def _entry(
 
 
 def _sizes(call: RecordedCall, ranks: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Of what a call is given, and of what it gives. ``count`` is that of one rank's part."""
+    """Return the sizes of the input and of the output of a call. ``count`` is the size of one rank's part."""
     if call.verb == "barrier":
         return [], []
     one, all_ = [[call.count]], [[call.count * ranks]]
@@ -208,7 +209,7 @@ def _sizes(call: RecordedCall, ranks: int) -> tuple[list[list[int]], list[list[i
 
 
 def _frames(site: str) -> list[dict[str, Any]]:
-    """The line of a call, as ``file.py:12 in step, shape (3,)``."""
+    """Return the call site as a frame. The site has the form ``file.py:12 in step, shape (3,)``."""
     place, _, more = site.partition(" in ")
     file, _, line = place.partition(",")[0].rpartition(":")
     if not file or not line.isdecimal():

@@ -1,4 +1,4 @@
-"""Finds out what a rank of this host does, or did before it ended: from its record of calls, and from the kernel."""
+"""Determines the state of a rank of this host, also after its exit: from its record of calls, and from the kernel."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ _MESSAGES = ("send", "recv")
 OF_MASTER = "master"
 """The engine of the group whose messages are a master's waits for its workers."""
 OF_WORKER = "worker"
-"""The engine of the group of a worker alone, whose calls are the commands that it has executed."""
-_MOST_OPEN = 16
+"""The engine of the group that contains only one worker, whose calls are the commands that it has executed."""
+_MOST_OPEN = 16  # the most calls in progress in the state of a rank
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGESIZE")
 
 
-_TELL_AGAIN_S = (60.0, 300.0, 1800.0)  # a wait that was told is told again, and then every so often
+# A wait is reported again after each of these times, and after the last one every 1800 s.
+_TELL_AGAIN_S = (60.0, 300.0, 1800.0)
 
 
 class QuietClock:
-    """For how long a rank has begun no call. A rank that hangs in one begins no other, unless it has more threads."""
+    """Measures how long a rank has begun no call. A rank that hangs in one begins no other, except in other threads."""
 
     def __init__(self) -> None:
         self._count = -1
@@ -33,13 +34,14 @@ class QuietClock:
         self._told_s = 0.0
 
     def long_wait(self, reader: TraceReader, first_s: float) -> tuple[RecordedCall, float] | None:
-        """The call in which the rank has waited for so long that it is to be told, and the limit that was passed.
+        """Return the call in which the rank has waited beyond a limit, and that limit.
 
-        To be called about once a second: it reads little, unless the rank has begun no call for long.
+        Return None if there is no such call, or if it was returned for this limit before. Call this about once per
+        second. It reads little, unless the rank has begun no call for a long time.
 
         Args:
-            reader: what the rank has recorded.
-            first_s: the first limit.
+            reader: The record of the rank.
+            first_s: The first limit, in seconds.
         """
         now = time.monotonic()
         if (count := reader.count) != self._count:
@@ -53,7 +55,7 @@ class QuietClock:
 
 
 def next_limit(first_s: float, told_s: float) -> float:
-    """After how many seconds of waiting a rank is told of next."""
+    """Return the seconds of waiting after which the wait of a rank is reported next."""
     if told_s == 0:
         return first_s
     later = [limit_s for limit_s in _TELL_AGAIN_S if limit_s > max(told_s, first_s)]
@@ -61,14 +63,14 @@ def next_limit(first_s: float, told_s: float) -> float:
 
 
 def rank_state(rank: int, pid: int, reader: TraceReader | None, recent: int = 0, ended: bool = False) -> RankState:
-    """What a rank of this host does.
+    """Return the state of a rank of this host.
 
     Args:
-        rank: its number.
-        pid: its process.
-        reader: what it has recorded; None if it records nothing.
-        recent: how many of its newest calls are asked for.
-        ended: its process has ended, although its number is still taken.
+        rank: Number of the rank.
+        pid: Pid of its process.
+        reader: The record of the rank. None if it records nothing.
+        recent: How many of its newest calls to include.
+        ended: Its process has exited, although its pid is still in use.
     """
     now = time.monotonic()
     process = "gone" if ended else process_state(pid)
@@ -78,7 +80,7 @@ def rank_state(rank: int, pid: int, reader: TraceReader | None, recent: int = 0,
     newest = reader.last(max(256, recent))
     states = {call.index: call_state(call, groups, now) for call in newest[-max(1, recent) :]}
     under_way = [call_state(call, groups, now) for call in newest if call.returned_ns == 0]
-    if newest and newest[-1].outcome == "timeout":  # it waited in vain, and does nothing since
+    if newest and newest[-1].outcome == "timeout":  # its wait timed out, and it has begun no call since
         under_way.append(states[newest[-1].index])
     return RankState(
         rank,
@@ -98,7 +100,7 @@ def rank_state(rank: int, pid: int, reader: TraceReader | None, recent: int = 0,
 
 
 def call_state(call: RecordedCall, groups: dict[int, RecordedGroup], now: float) -> CallState:
-    """A call with the numbers of the world."""
+    """Return the state of a call, with world ranks."""
     group = groups.get(call.group)
     name, ranks = (group.name, group.ranks) if group is not None else ("", ())
 
@@ -136,7 +138,7 @@ def call_state(call: RecordedCall, groups: dict[int, RecordedGroup], now: float)
 
 
 def process_state(pid: int) -> str:
-    """What the kernel says of a process, in words."""
+    """Return the state of a process, as a word, as the kernel reports it."""
     try:
         with open(f"/proc/{pid}/status") as file:
             status = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
@@ -149,7 +151,7 @@ def process_state(pid: int) -> str:
 
 
 def usage(pid: int, groups: Sequence[RecordedGroup]) -> Usage:
-    """What a process of this host has used until now."""
+    """Return the resources that a process of this host has used until now."""
     totals = [total for group in groups for verb, total in group.totals.items() if verb != COMMAND]
     commands = sum(group.totals[COMMAND].calls for group in groups if COMMAND in group.totals)
     try:
@@ -158,7 +160,7 @@ def usage(pid: int, groups: Sequence[RecordedGroup]) -> Usage:
         with open(f"/proc/{pid}/statm") as file:
             resident = int(file.read().split()[1]) * _PAGE
         cpu = (int(words[11]) + int(words[12])) / _TICK
-    except (OSError, IndexError):  # it is gone
+    except (OSError, IndexError):  # the process has exited
         cpu, resident = 0.0, 0
     return Usage(
         calls=sum(total.calls for total in totals),
@@ -172,12 +174,12 @@ def usage(pid: int, groups: Sequence[RecordedGroup]) -> Usage:
 
 
 def _short(site: str) -> str:
-    """A line, as seen from this folder, which is that of the ranks."""
+    """Return a call site relative to this process's working directory, which is that of the ranks."""
     return site.removeprefix(os.getcwd() + os.sep)
 
 
 def _reads_stdin(pid: int) -> bool:
-    """Whether the main thread of a process is in read(0, ...), as far as this process may know."""
+    """Return whether the main thread of a process is in read(0, ...). False if this process may not read its state."""
     try:
         with open(f"/proc/{pid}/syscall") as file:
             words = file.read().split()
@@ -186,4 +188,5 @@ def _reads_stdin(pid: int) -> bool:
     return words[:2] == [_READ, "0x0"]
 
 
+# The number of the system call ``read``, by architecture.
 _READ = {"x86_64": "0", "aarch64": "63"}.get(os.uname().machine, "")

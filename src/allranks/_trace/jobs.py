@@ -1,9 +1,9 @@
-"""The running jobs of this user on this host, and what their ranks do.
+"""The running jobs of this user on this host, and the state of their ranks.
 
-A launcher, and the agent on every other host, listens on a unix socket in the abstract namespace. Such a socket leaves
-no file behind, and its name can be found: it has the user's number and the process's. The rest of it is random, or
-others could take it before. Who asks is known by the kernel; another user gets nothing. A question and an answer are
-one line of JSON each.
+The launcher, and the agent on every other host, listen on a unix socket in the abstract namespace. Such a socket leaves
+no file behind, and its name can be found: it contains the numbers of the user and of the process. The rest of the name
+is random, so that no other process can take the name first. The kernel reports the user of a connecting process;
+another user receives nothing. A question and an answer are one line of JSON each.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from allranks._trace.state import RankState
 __all__ = ["JobAnswer", "RunningJob", "JobEnded", "NoAnswer", "Question", "ask", "find", "own_address"]
 
 _NAME = re.compile(r"@allranks-job-(\d+)-(\d+)-(\d+)-[0-9a-f]{16}$")
-_MOST_BYTES = 1 << 26
+_MOST_BYTES = 1 << 26  # of an answer; reading stops there
 
 
 class NoAnswer(AllranksError):
-    """A job ended, or its launcher is stopped."""
+    """A job gave no answer: it has ended, its launcher is stopped, or its answer cannot be used."""
 
 
 class JobEnded(NoAnswer):
@@ -36,18 +36,18 @@ class JobEnded(NoAnswer):
 
 
 class RunningJob(msgspec.Struct, frozen=True):
-    """A running job: a process that answers for it, and that socket's name."""
+    """A running job: the process that answers for it, and the name of its socket."""
 
     pid: int
     address: str
 
 
 class Question(msgspec.Struct, frozen=True):
-    """What is asked.
+    """A request for the state of a job.
 
     Attributes:
-        recent: how many of the newest calls of each rank.
-        stacks: where ranks are that are in no call, too. They are interrupted for that.
+        recent: Number of the newest calls of each rank to return.
+        stacks: Also return the places of ranks that are in no call. These ranks are interrupted by a signal.
     """
 
     recent: int = 0
@@ -55,19 +55,19 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class JobAnswer(msgspec.Struct, frozen=True):
-    """What the ranks of a job do.
+    """The state of the ranks of a job.
 
     Attributes:
-        launcher: the process of the launcher.
-        launcher_host: its host.
-        command: what it runs.
-        size: the number of ranks.
-        hosts: the host of each rank; empty if there is one.
-        seconds: how long the job has run.
-        states: what ranks do, by rank, as far as it is known.
-        places: the line in the program of ranks that are in no call.
-        reasons: why such a rank has not told its line.
-        restarts: how often the job was started again.
+        launcher: Pid of the launcher.
+        launcher_host: Host of the launcher.
+        command: The command that the job runs.
+        size: Number of ranks.
+        hosts: Host of each rank. Empty if there is one host.
+        seconds: How long the job has run.
+        states: States of the ranks that are known, by rank.
+        places: Line of the program, by rank, for ranks that are in no call.
+        reasons: Why such a rank did not report its line, by rank.
+        restarts: How often the job was restarted.
     """
 
     launcher: int
@@ -83,12 +83,12 @@ class JobAnswer(msgspec.Struct, frozen=True):
 
 
 def own_address(number: int) -> str:
-    """A name for the socket of this process's job of that number."""
+    """Return a name for the socket of this process's job with that number."""
     return f"\0allranks-job-{os.geteuid()}-{os.getpid()}-{number}-{secrets.token_hex(8)}"
 
 
 def find() -> list[RunningJob]:
-    """The jobs of this user on this host, oldest first."""
+    """Return the jobs of this user on this host, oldest first."""
     found: dict[tuple[int, int], RunningJob] = {}
     with open("/proc/net/unix") as file:
         for line in file:
@@ -99,10 +99,10 @@ def find() -> list[RunningJob]:
 
 
 def ask(job: RunningJob, question: Question, timeout_s: float = 10.0) -> JobAnswer:
-    """Asks a job what its ranks do.
+    """Return the state of a job's ranks.
 
     Raises:
-        NoAnswer: it has ended, or does not answer.
+        NoAnswer: The job has ended, does not answer, or its answer cannot be used.
     """
     deadline = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:

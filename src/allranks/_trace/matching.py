@@ -1,7 +1,8 @@
-"""Which calls of several processes belong together: the same collective on all its ranks, a send and its recv.
+"""Matches the calls of several processes that belong together: a collective on all its ranks, a send and its recv.
 
-Groups are known by their name and their ranks, collectives by their number. As a rank may have been started again, or a
-folder may have the files of two jobs, a name may stand for several groups, one after the other. Pure.
+A group is identified by its name and its ranks, a collective by its number. A rank may have been restarted, or a folder
+may contain the files of two jobs. One name may therefore stand for several groups, one after the other. This module
+performs no I/O.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ __all__ = [
     "read_process",
 ]
 
-_SAME_CLOCK_NS = 1_000_000_000
-# Of these a call returns on no rank before all ranks have begun it.
+_SAME_CLOCK_NS = 1_000_000_000  # tolerance for offsets of one clock, and for comparing wall clocks
+# The collectives that return on no rank before all ranks have begun them.
 _ALL_WAIT = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
 _FROM_ROOT = ("broadcast", "scatter")
 _TO_ROOT = ("reduce", "gather")
@@ -38,23 +39,26 @@ Key = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class RecordedProcess:
-    """A process and what it has recorded.
+    """A process and its recorded calls.
 
     Attributes:
-        number: in the order in which they were read.
-        source: where from.
-        rank: of the world.
-        world_size: how many ranks there are.
-        pid: its number on its host.
-        host: its host.
-        began: when it began to record, by the monotonic clock of its host, in ns.
-        wall: the same by the wall clock.
-        groups: by index.
-        calls: all that are there, oldest first.
-        alone: what no other process has a part in, oldest first: a worker's commands, a master's waits for its workers.
-        until: when it was seen, by the monotonic clock of its host; calls that had not ended still went on then.
-        missing: calls that were recorded and are not there, as newer ones replaced them or the disk was full.
-        clock: the number of its clock; the processes of a host have the same.
+        number: Number in the order in which the processes were read.
+        source: Origin of the record.
+        rank: World rank.
+        world_size: Number of ranks.
+        pid: Pid on its host.
+        host: Name of its host.
+        began: When it began to record, by the monotonic clock of its host, in ns.
+        wall: The same time by the wall clock, in ns.
+        groups: Its groups, by index.
+        calls: All calls that are available, oldest first.
+        alone: Calls in which no other process takes part, oldest first: a worker's commands, a master's waits for its
+            workers.
+        until: When it was last observed, by the monotonic clock of its host; calls that had not ended were still in
+            progress then.
+        missing: Number of calls that were recorded but are not available, because newer calls replaced them or the disk
+            was full.
+        clock: Number of its clock. The processes of one host have the same.
     """
 
     number: int
@@ -74,20 +78,20 @@ class RecordedProcess:
 
     @property
     def ended(self) -> int:
-        """The last time that is known of it."""
+        """The last known time of the process, by its monotonic clock, in ns."""
         calls = (*self.calls, *self.alone)
         return max((max(call.entered_ns, call.returned_ns) for call in calls), default=self.began)
 
     @property
     def seen(self) -> int:
-        """The same, with the time when it was seen, if it was in a call then."""
+        """The last known time, or the time of the last observation if the process was in a call then."""
         in_call = any(call.returned_ns == 0 for call in (*self.calls, *self.alone))
         return max(self.ended, self.until) if in_call else self.ended
 
 
 @dataclass(frozen=True)
 class GroupRun:
-    """A group from its beginning to its end: the calls of each of its processes, by the number of the process."""
+    """The calls of a group from its creation to its end, by the number of the process."""
 
     name: str
     ranks: tuple[int, ...]
@@ -97,14 +101,14 @@ class GroupRun:
 
 @dataclass(frozen=True)
 class MatchedCollective:
-    """One collective on those processes that are known."""
+    """One collective, with the calls of the known processes."""
 
     run: GroupRun
     calls: Mapping[int, RecordedCall]
 
     @property
     def complete(self) -> bool:
-        """All its ranks are there."""
+        """Whether the calls of all ranks of the group are known."""
         return len(self.calls) == len(self.run.ranks)
 
 
@@ -120,21 +124,21 @@ class MatchedMessage:
 
 @dataclass
 class _Stretch:
-    """The calls of one process in one group, from its beginning to its end."""
+    """The calls of one process in one group, from the creation of the group to its end."""
 
     process: RecordedProcess
     group: RecordedGroup
     calls: list[RecordedCall] = field(default_factory=list)
 
     def span(self) -> tuple[int, int]:
-        """From when to when, by the wall clock."""
+        """Return the first and the last time, by the wall clock."""
         offset = self.process.wall - self.process.began
         ends = (max(call.entered_ns, call.returned_ns) for call in self.calls)
         return self.calls[0].entered_ns + offset, max(ends) + offset
 
 
 def read_process(number: int, source: str, reader: TraceReader) -> RecordedProcess:
-    """All that a process has recorded."""
+    """Return all recorded calls of a process."""
     who = reader.identity
     calls = list(reader.calls())
     groups = reader.groups()
@@ -156,10 +160,10 @@ def read_process(number: int, source: str, reader: TraceReader) -> RecordedProce
 
 
 def clocks_of(processes: Sequence[RecordedProcess]) -> dict[int, int]:
-    """The number of the clock of each process. The clock of the lowest rank has number 0.
+    """Return the number of the clock of each process. The clock of the lowest rank has number 0.
 
-    Two hosts may have the same name, and a host may have been started anew. So it counts, too, how far the monotonic
-    clock is behind the wall clock.
+    Two hosts may have the same name, and a host may have been rebooted. Processes therefore share a clock only if the
+    offsets between their monotonic and wall clocks also agree, within 1 s.
     """
     clocks: list[tuple[str, int]] = []
     found: dict[int, int] = {}
@@ -176,7 +180,10 @@ def clocks_of(processes: Sequence[RecordedProcess]) -> dict[int, int]:
 
 
 def match(processes: Sequence[RecordedProcess]) -> tuple[list[GroupRun], list[MatchedCollective], list[MatchedMessage]]:
-    """The groups, and which calls belong together in them. Those that one process alone has made are among them."""
+    """Return the groups, the matched collectives and the matched messages.
+
+    Groups and collectives that only one of the processes has recorded are included.
+    """
     runs = _runs(processes)
     collectives: list[MatchedCollective] = []
     messages: list[MatchedMessage] = []
@@ -219,7 +226,7 @@ def _stretches(process: RecordedProcess) -> Iterator[_Stretch]:
         group = process.groups.get(call.group)
         if group is None or not group.ranks:
             continue
-        if call.number == 1 and highest[call.group] > 0:  # a later group has its place
+        if call.number == 1 and highest[call.group] > 0:  # a later group uses the same index
             yield open_.pop(call.group)
             highest[call.group] = 0
         highest[call.group] = max(highest[call.group], call.number)
@@ -228,7 +235,7 @@ def _stretches(process: RecordedProcess) -> Iterator[_Stretch]:
 
 
 def _overlapping(stretches: list[_Stretch]) -> list[list[_Stretch]]:
-    """Those that are of the same group, as they overlap by the wall clock and are of different ranks."""
+    """Return the stretches grouped by group: those that overlap by the wall clock and belong to different ranks."""
     together: list[tuple[list[_Stretch], int]] = []
     for stretch in sorted(stretches, key=lambda each: each.span()):
         begin, end = stretch.span()
@@ -243,11 +250,12 @@ def _overlapping(stretches: list[_Stretch]) -> list[list[_Stretch]]:
 
 
 def _messages(run: GroupRun, processes: Mapping[int, RecordedProcess]) -> Iterator[MatchedMessage]:
-    """Messages from one rank to another with the same tag arrive in the order in which they were sent."""
+    """Match messages from one rank to another with the same tag, which arrive in the order in which they were sent."""
     number_of = {processes[number].rank: number for number in run.calls}
     sent: dict[tuple[int, int, int], list[RecordedCall]] = defaultdict(list)
     received: dict[tuple[int, int, int], list[RecordedCall]] = defaultdict(list)
-    from_any: set[tuple[int, int]] = set()  # what such a recv has got is not known, and so not what others have got
+    # The sender of such a recv is unknown, so the messages of the receiver's other recvs with this tag are, too.
+    from_any: set[tuple[int, int]] = set()
     for number, calls in run.calls.items():
         for call in calls:
             if call.verb == "recv" and call.peer < 0:
@@ -264,7 +272,8 @@ def _messages(run: GroupRun, processes: Mapping[int, RecordedProcess]) -> Iterat
             continue
         recvs = received.get(key, [])
         surplus = len(sends) - len(recvs)
-        # Who began to record later lacks the messages from before. At the end, some may not have arrived.
+        # A process that began to record later lacks the earlier messages. At the end, some messages may not have
+        # arrived.
         sends = sends[min(max(surplus, 0), _before(sends, processes[sender], processes[receiver])) :]
         recvs = recvs[min(max(-surplus, 0), _before(recvs, processes[receiver], processes[sender])) :]
         for send, recv in zip(sends, recvs, strict=False):
@@ -272,7 +281,7 @@ def _messages(run: GroupRun, processes: Mapping[int, RecordedProcess]) -> Iterat
 
 
 def _before(calls: Sequence[RecordedCall], process: RecordedProcess, other: RecordedProcess) -> int:
-    """How many calls of a process began before the first that the other one has, by the wall clock."""
+    """Return how many calls of a process began before the first recorded call of the other, by the wall clock."""
     first = (other.calls[0].entered_ns if other.missing and other.calls else other.began) + other.wall - other.began
     offset = process.wall - process.began
     return sum(call.entered_ns + offset < first for call in calls)
@@ -281,12 +290,12 @@ def _before(calls: Sequence[RecordedCall], process: RecordedProcess, other: Reco
 def clock_bounds(
     processes: Sequence[RecordedProcess], collectives: Sequence[MatchedCollective], messages: Sequence[MatchedMessage]
 ) -> dict[tuple[int, int], Bounds]:
-    """How far clocks can differ at most: by a pair of clocks, what must be added to the first to get the second."""
+    """Return, for each pair of clocks, the bounds of the value to add to the first to get the second."""
     clock = {process.number: process.clock for process in processes}
     bounds: dict[tuple[int, int], Bounds] = defaultdict(Bounds)
 
     def after(returned: RecordedCall, its: int, entered: RecordedCall, other: int) -> None:
-        """One call has returned after another one had begun."""
+        """Add the bound from a call that returned after another call had begun."""
         late, early = returned.returned_ns, entered.entered_ns
         bounds[other, its].upper.append((early, late - early))
         bounds[its, other].lower.append((late, early - late))
@@ -319,7 +328,10 @@ def _compare(
     other: int,
     after: Callable[[RecordedCall, int, RecordedCall, int], None],
 ) -> None:
-    """Notes which call has returned on one host after another one had begun, as that waits for it."""
+    """Add the bound from one collective: the first return on one clock follows the last entry on the other clock.
+    Only calls that depend on each other count: for ``_FROM_ROOT``, the other ranks on the root; for ``_TO_ROOT``, the
+    root on all ranks.
+    """
     verb = returned[0][1].verb
     if any(call.verb != verb or (call.count == 0 and verb not in _WITHOUT_COUNT) for _, call in (*returned, *others)):
         return

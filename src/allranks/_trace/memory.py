@@ -1,4 +1,4 @@
-"""Where this process records its calls: memory that its agent holds too, or its own where there is no agent."""
+"""The memory in which this process records its calls: shared with its agent, or its own if there is no agent."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ RECORDS = 2048
 """How many calls are kept in memory: 128 KiB, and as many calls as torch's Flight Recorder keeps."""
 
 MEMORY = "ALLRANKS_RECORD_MEMORY"
-"""The variable by which an agent gives a rank its memory: a path in /proc, as descriptors may be closed on the way."""
+"""The variable in which an agent passes memory to a rank: a path in /proc, because a process in between may close
+inherited descriptors."""
 
 RECORD_SWITCH = "ALLRANKS_RECORD"
 
 TRACE_FOLDER = "ALLRANKS_TRACE"
-"""The variable with a folder in which all calls are recorded, from the first group on."""
+"""The variable that names the folder in which all calls are recorded, from the first group on."""
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -56,18 +57,18 @@ _recorder: _core.Recorder | None = None
 _owner: TraceOwner | None = None
 _file: FileRecording | None = None
 _reader: TraceReader | None = None
-_made = -1  # forks() then
+_made = -1  # value of forks() when the recorder was created; a forked child creates its own
 _off = False
 _kept: Descriptor | None = None
 followers: list[Callable[[Path], Callable[[], None]]] = []
-"""Called with the folder when this process begins to record in a file, for those that record with it:
-a master's workers. Returns what ends that."""
+"""Called with the folder when this process begins to record in a file, so that others record as well: a master's
+workers. Each call returns a function that stops their recording."""
 has_agent = False
-"""Whether an agent holds this process's memory, and tells why ranks wait."""
+"""Whether an agent shares this process's memory, and reports why ranks wait."""
 
 
 def create_memory(world_size: int) -> int:
-    """A descriptor of memory for the calls of one rank; the caller closes it."""
+    """Return a descriptor of memory for the calls of one rank. The caller closes it."""
     try:
         fd = os.memfd_create("allranks-calls", os.MFD_CLOEXEC)
     except OSError as error:
@@ -83,9 +84,10 @@ def create_memory(world_size: int) -> int:
 
 
 def recorder(rank: int = 0, world_size: int = 1, host: str = "") -> _core.Recorder | None:
-    """This process's recorder, which the first call makes.
+    """Return the recorder of this process. The first call creates it.
 
-    None if it is switched off (ALLRANKS_RECORD=0), and where the system has no memory for it: the job goes on.
+    Return None if recording is switched off (ALLRANKS_RECORD=0). If the system has no memory for it, the job continues
+    without a record, and None is returned.
     """
     global _recorder, _reader, _made, _owner, _file
     with _lock:
@@ -113,8 +115,8 @@ def _make(rank: int, world_size: int, host: str) -> None:
         os.close(fd)
         raise
     if not has_agent:
-        _kept = Descriptor(os.dup(fd))  # other ranks of this host find it in /proc
-    # A forked child has no such mapping, and must not remove what it has there instead.
+        _kept = Descriptor(os.dup(fd))  # `memory_of` in other ranks of this host finds it in /proc
+    # A forked child does not inherit this mapping. It must not unmap another mapping at the same address, hence `leak`.
     view.madvise(mmap.MADV_DONTFORK)
     leak(view)
     _recorder = _core.Recorder(fd, RECORDS, rank, world_size, layout_size, host)
@@ -124,7 +126,7 @@ def _make(rank: int, world_size: int, host: str) -> None:
 
 
 def _record_all(recorder: _core.Recorder, owner: TraceOwner) -> None:
-    """Records all calls in a file, if ALLRANKS_TRACE asks for it. The job goes on where that is impossible."""
+    """Record all calls in a file, if ALLRANKS_TRACE requests it. If this fails, the job continues without a file."""
     global _file
     folder = os.environ.get(TRACE_FOLDER, "")
     if not folder:
@@ -138,12 +140,12 @@ def _record_all(recorder: _core.Recorder, owner: TraceOwner) -> None:
 
 
 def record_in(folder: Path) -> FileRecording:
-    """Records all calls of this process in a new file in a folder, from now on.
+    """Record all calls of this process in a new file in a folder, from now on.
 
     Raises:
-        NotInitializedError: there is no group yet.
-        UsageError: calls are not recorded (ALLRANKS_RECORD=0), are recorded in another file already, or the file cannot
-            be made.
+        NotInitializedError: No group exists yet.
+        UsageError: Calls are not recorded (ALLRANKS_RECORD=0) or are already recorded in another file, or the file
+            cannot be created.
     """
     global _file
     with _lock:
@@ -160,13 +162,13 @@ def record_in(folder: Path) -> FileRecording:
 
 
 def records_in_file() -> bool:
-    """Whether all calls of this process are recorded in a file now."""
+    """Return whether all calls of this process are recorded in a file now."""
     return _file is not None and _file.active
 
 
 @contextlib.contextmanager
 def switched_off() -> Iterator[None]:
-    """Groups that are made meanwhile are not recorded: for who measures what recording costs."""
+    """Do not record groups that are created inside the context. Benchmarks use it to measure the cost of recording."""
     global _off
     _off = True
     try:
@@ -176,31 +178,31 @@ def switched_off() -> Iterator[None]:
 
 
 def reader() -> TraceReader | None:
-    """What this process has recorded; None if nothing is."""
+    """Return a reader of this process's record. None if nothing is recorded."""
     return _reader if _made == forks() else None
 
 
 def memory_of(pid: int) -> TraceReader | None:
-    """A copy of what another process of this host has recorded, if it belongs to this user and has no agent."""
+    """Return a copy of the record of another process of this host, if it belongs to this user and has no agent."""
     folder = f"/proc/{pid}/fd"
     try:
         for name in os.listdir(folder):
             if os.readlink(f"{folder}/{name}").startswith("/memfd:allranks-calls"):
                 with open(f"{folder}/{name}", "rb") as file:
                     return TraceReader(file.read())
-    except (OSError, TraceError):  # it is gone, another user's, or about to begin
+    except (OSError, TraceError):  # the process has exited, belongs to another user, or has not begun to record
         return None
     return None
 
 
 def _given(world_size: int) -> tuple[int, int] | None:
-    """The agent's memory, if it is there and nobody uses it, and the size of the world that it was made for."""
-    path = os.environ.pop(MEMORY, "")  # a process that this one starts is no rank of the agent's
+    """Return the agent's memory and the world size for which it was created. None if there is none or it is in use."""
+    path = os.environ.pop(MEMORY, "")  # a child of this process is not a rank of the agent
     if not path:
         return None
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # in a container that has a /proc of its own
+    except OSError:  # this process is in a container with its own /proc
         return None
     launched = os.environ.get("WORLD_SIZE", "")
     for size in (world_size, int(launched) if launched.isdecimal() else 0):
@@ -211,7 +213,10 @@ def _given(world_size: int) -> tuple[int, int] | None:
 
 
 def _in_use(fd: int) -> bool:
-    """Whether another process that lives records there. A rank may run several programs, one after the other."""
+    """Return whether another live process records in the memory.
+
+    A rank may run several programs, one after the other.
+    """
     with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as view:
         try:
             pid = TraceReader(bytes(view)).identity.pid

@@ -1,4 +1,4 @@
-"""Writes a timeline as one HTML file that draws itself, without a network: ``page.html``, with the calls in it."""
+"""Writes a timeline as one HTML file that draws itself without a network: ``page.html`` with the calls embedded."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ _PLACE = "/* the timeline */ null"
 
 
 def write(timeline: Timeline, file: Path) -> None:
-    """Writes it.
+    """Write the page.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
-    # A line of a program may hold "</script>", which would end the data.
+    # A call site may contain "</script>", which would end the data.
     data = json.dumps(_data(timeline), separators=(",", ":")).replace("</", "<\\/")
     file.write_text(_TEMPLATE.read_text().replace(_PLACE, data))
 
 
 def _data(timeline: Timeline) -> dict[str, Any]:
-    """All that the page draws. Texts are numbers in a list, as most occur often; times are ns."""
+    """Return all data that the page draws. Times are in ns.
+
+    Texts are indices into one list, because most of them occur often.
+    """
     texts: dict[str, int] = {}
     places = {process.number: place for place, process in enumerate(timeline.processes)}
 

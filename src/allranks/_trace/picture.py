@@ -1,4 +1,4 @@
-"""Draws a timeline as a picture, by matplotlib: ranks as rows, calls in the colour of their verb, waiting pale."""
+"""Draws a timeline with matplotlib: ranks are rows, calls have the color of their verb, and waiting is pale."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from allranks._trace.timeline import Arrow, Timeline
 
 __all__ = ["write"]
 
-_LANE = 0.8
+_LANE = 0.8  # height of a call; lanes have a distance of 1
 _GAP = 0.5  # between processes
-_ARROWS = 400  # of more, only those with the longest waiting are drawn
+_ARROWS = 400  # the most arrows that are drawn: those with the longest waiting
 _UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "us"))
 
 
 def write(timeline: Timeline, file: Path) -> None:
-    """Draws it, in the format that the file's name ends with.
+    """Write the picture, in the format given by the suffix of the file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     import matplotlib
 
@@ -56,7 +56,7 @@ def write(timeline: Timeline, file: Path) -> None:
 
 
 def _layout(timeline: Timeline) -> tuple[list[float], float]:
-    """Where each row begins, and where the last ends: lanes below each other, a gap between processes."""
+    """Return the top of each row, and the bottom of the last: lanes below each other, with a gap between processes."""
     tops, at = [], 0.0
     for number, row in enumerate(timeline.rows):
         if number and timeline.rows[number - 1].process != row.process:

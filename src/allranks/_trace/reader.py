@@ -1,8 +1,8 @@
-"""Reads what a process has recorded of its calls: its own, another's that runs, is stopped or is dead, or a file.
+"""Reads the record of a process's calls: its own, that of a running, stopped or dead process, or a file.
 
-The layout is that of ``core/trace/layout.h``. Nothing that is read is trusted: a file may be cut off, of another
-version or no trace at all, and a process may write while this reads. Pure Python, as the launcher and the agents read
-too.
+The layout is defined in ``core/trace/layout.h``. No data that is read is trusted: a file may be truncated, of another
+version or not a trace, and a process may write while this module reads. Pure Python, because the launcher and the
+agents also read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ VERBS: Final = (
     *("barrier", "send", "recv"),
 )
 COMMAND: Final = VERBS[0]
-"""What a worker executes is no verb of a group; it has the number that no verb has."""
+"""Worker commands use code 0, which no verb of a group uses."""
 DTYPES: Final = (
     *("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32"),
     *("float64", "bool", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
@@ -92,12 +92,12 @@ _OPEN = 1
 
 
 class TraceError(AllranksError):
-    """A file or memory that should hold a trace holds none, or one of another version."""
+    """A file or memory that should contain a trace has none, or a trace of another version."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose calls these are. Both clocks were read at the same time, in nanoseconds."""
+    """The process that made the calls. Both clocks were read at the same time, in nanoseconds."""
 
     pid: int
     rank: int
@@ -109,7 +109,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Totals:
-    """What the calls of one verb took. Seconds are those inside calls; waiting until all ranks had come is a part."""
+    """Totals of the calls of one verb. ``seconds``: inside calls. ``waiting``: its part until all ranks had arrived."""
 
     calls: int
     bytes: int
@@ -119,7 +119,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Lateness:
-    """How often a rank was the last to come, and the sum of the seconds between the last but one and it."""
+    """How often a rank arrived last, and the sum of the seconds between the second-to-last arrival and its own."""
 
     times: int
     seconds: float
@@ -133,20 +133,20 @@ class RecordedGroup:
     """A process group.
 
     Attributes:
-        index: what calls name it by.
-        name: its name.
-        engine: the name of its engine.
-        open: it has not been destroyed.
-        rank: of the process in the group.
-        size: the number of ranks.
-        ranks: the members, as ranks of the world; empty where there was no room to list them.
-        number: of the last collective that has begun.
-        compared: calls of which it is known who came last.
-        shared: calls that copied nothing, in shared tensors.
-        totals: by verb.
-        late: by rank of the group.
-        recently_late: the same of the last 512 to 1,024 calls that were compared.
-        recently: how many calls these are.
+        index: Number by which calls refer to the group.
+        name: Name of the group.
+        engine: Name of its engine.
+        open: The group has not been destroyed.
+        rank: Rank of the process in the group.
+        size: Number of ranks.
+        ranks: Members, as world ranks. Empty if the table had no space for them.
+        number: Number of the last collective that has begun.
+        compared: Number of calls for which the last rank to arrive is known.
+        shared: Number of calls that copied nothing, in shared tensors.
+        totals: Totals of the calls, by verb.
+        late: Lateness, by rank of the group.
+        recently_late: Lateness in the last 512 to 1,024 calls that were compared, by rank of the group.
+        recently: Number of these calls.
     """
 
     index: int
@@ -165,7 +165,7 @@ class RecordedGroup:
     recently: int = 0
 
     def world_rank(self, rank: int) -> int:
-        """The rank in the world of a rank of the group; the same number where the members are not listed."""
+        """Return the world rank of a rank of the group. Return the same number if the members are not listed."""
         return self.ranks[rank] if 0 <= rank < len(self.ranks) else rank
 
 
@@ -174,25 +174,26 @@ class RecordedCall:
     """A collective or a message; or the commands that a worker has executed one after the other (verb ``command``).
 
     Attributes:
-        index: in the order of the process's calls, from 1.
-        group: index of its group.
-        verb: such as ``all_reduce``.
-        purpose: the call of the program that it is a part of, such as ``new_group``; "" if it is that itself.
-        number: of the group's collectives, from 1; 0 of a message.
-        tag: of a message.
-        dtype: such as ``float32``.
-        op: such as ``SUM``, of verbs that reduce; else "".
-        count: elements; of commands, how many.
-        peer: the root, or the other side of a message, in the group; -1: none, or any.
-        site: its line in the program, such as ``train.py:12 in step``; "" where it was not looked up. Of commands, the
-            name of the one that took longest.
-        entered_ns: when it began (CLOCK_MONOTONIC of its host).
-        met_ns: when the last rank came; 0: not yet, or not known.
-        returned_ns: when it ended; 0: not yet.
-        last: who came last, in the group; -1: not known.
+        index: Number in the order of the process's calls, from 1.
+        group: Index of its group.
+        verb: Verb such as ``all_reduce``.
+        purpose: The call of the program of which this call is a part, such as ``new_group``. "" if the program made
+            this call itself.
+        number: Number among the group's collectives, from 1; 0 for a message.
+        tag: Tag of a message.
+        dtype: Data type such as ``float32``.
+        op: Operation such as ``SUM``, for verbs that reduce; else "".
+        count: Number of elements; for commands, the number of commands.
+        peer: The root, or the other side of a message, in the group. -1: none, or any.
+        site: Call site, such as ``train.py:12 in step``. "" if it was not looked up. For commands, the name of the
+            command that took longest.
+        entered_ns: When it began (CLOCK_MONOTONIC of its host).
+        met_ns: When the last rank arrived. 0: not yet, or unknown.
+        returned_ns: When it ended. 0: not yet.
+        last: Rank in the group that arrived last. -1: unknown.
         outcome: "" or how it failed.
-        async_op: the caller did not wait.
-        awaited: it waits now, and has done so for a while.
+        async_op: The caller did not wait for it.
+        awaited: The caller waits for it now, and has waited for a while.
     """
 
     index: int
@@ -226,7 +227,7 @@ class RecordedCall:
 
 
 def memory_bytes(records: int, members: int) -> int:
-    """The size of the memory for so many records and ranks, for who must not load the core."""
+    """Return the size of the memory for the given numbers of records and ranks, without loading the core."""
     room = 1 << (8 * members + 1024 - 1).bit_length()
     size = 320
     for entry_bytes, entries in zip(_SIZES[:3], (_TABLES[0], room, _TABLES[1]), strict=True):
@@ -235,7 +236,7 @@ def memory_bytes(records: int, members: int) -> int:
 
 
 def bytes_used(head: bytes) -> int:
-    """How much of a file there is to read, by its first 320 bytes."""
+    """Return how many bytes of a file contain data, from its first 320 bytes."""
     if len(head) < 320 or head[:8] != _MAGIC:
         return 320
     offset, _, entries = _HEADER.unpack_from(head)[16:19]
@@ -243,14 +244,14 @@ def bytes_used(head: bytes) -> int:
 
 
 class TraceReader:
-    """A view of recorded calls. It may be read again and again while the process goes on.
+    """A view of recorded calls. It may be read repeatedly while the process continues.
 
     Args:
-        data: the memory or the file's content, all of it.
-        source: how errors name it.
+        data: The memory or the content of the file, all of it.
+        source: Name of the source in errors.
 
     Raises:
-        TraceError: these are no recorded calls, or of another version, or a part is missing.
+        TraceError: The data contains no recorded calls, is of another version, or is truncated.
     """
 
     def __init__(self, data: Buffer, source: str = "memory") -> None:
@@ -270,49 +271,49 @@ class TraceReader:
         offset, entry_bytes, entries = self._tables[3]
         if entry_bytes != _RECORD.size or entries == 0 or entries & (entries - 1) or offset > len(self._data):
             raise TraceError(f"{source} is damaged or cut off")
-        # A file ends where its records do.
+        # A file is only as long as its records, so its table may have fewer entries than the header states.
         self._there = min(entries, (len(self._data) - offset) // _RECORD.size)
         self._sites: dict[int, str] = {}
 
     @property
     def identity(self) -> Identity:
-        """Whose calls these are."""
+        """The process that made the calls."""
         return Identity(self._pid, self._rank, self._world_size, self._host, self._monotonic, self._wall)
 
     def pid(self) -> int:
-        """The process that records there at the moment."""
+        """Return the pid of the process that records in this memory at the moment."""
         return int(_PID.unpack_from(self._data, 12)[0])
 
     @property
     def count(self) -> int:
-        """Calls that have begun since the start."""
+        """Number of calls that have begun since the start."""
         return int(_COUNTERS.unpack_from(self._data, _COUNTERS_AT)[0])
 
     def groups(self) -> dict[int, RecordedGroup]:
-        """All groups, by index. Of those that were destroyed some may have been replaced by later ones."""
+        """Return all groups, by index. Later groups may have replaced destroyed ones."""
         _, used, _, _ = _COUNTERS.unpack_from(self._data, _COUNTERS_AT)
         found = (self._group(index) for index in range(min(used, self._tables[0][2])))
         return {group.index: group for group in found if group is not None}
 
     @property
     def doing(self) -> str:
-        """Of a worker: the operation that it executes, such as ``aten::mm``; "" between two, and of other processes."""
+        """Worker only: the operation that it executes, such as ``aten::mm``. "" between two and for other processes."""
         return self._site(_COUNTERS.unpack_from(self._data, _COUNTERS_AT)[3])
 
     def last(self, most: int) -> list[RecordedCall]:
-        """The newest calls, oldest first."""
+        """Return the newest calls, oldest first."""
         return list(self._calls(max(1, self.count - most + 1)))
 
     def calls(self) -> Iterator[RecordedCall]:
-        """All calls that are there, oldest first."""
+        """Return all calls that are available, oldest first."""
         return self._calls(max(1, self.count - self._tables[3][2] + 1))
 
     def open_calls(self, most: int = 256) -> list[RecordedCall]:
-        """Those of the newest calls that have not ended, oldest first."""
+        """Return the calls among the newest that have not ended, oldest first."""
         return [call for call in self.last(most) if call.returned_ns == 0]
 
     def has(self, index: int) -> bool:
-        """Whether a call is there."""
+        """Return whether a call is available."""
         return any(self._calls(index, index))
 
     def _calls(self, first: int, last: int | None = None) -> Iterator[RecordedCall]:
@@ -325,7 +326,7 @@ class TraceReader:
     def _call(self, at: int, index: int) -> RecordedCall | None:
         raw = bytes(self._data[at : at + _RECORD.size])
         if bytes(self._data[at : at + 8]) != raw[:8]:
-            return None  # it was replaced meanwhile
+            return None  # a newer call has replaced it during the read
         found, entered, met, returned, count, number, group, site, peer, last, *kinds = _RECORD.unpack(raw)
         verb, dtype, op, purpose, outcome, flags, _ = kinds
         if found != index or verb >= len(VERBS):

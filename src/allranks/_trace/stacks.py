@@ -1,8 +1,8 @@
-"""Where ranks are: the stacks of their threads, written by ``faulthandler`` from a signal handler. Pure.
+"""The stacks of a rank's threads, written by ``faulthandler`` from a signal handler. This module performs no I/O.
 
-A rank that hangs in C++ code runs no python code any more. But it takes signals, and ``faulthandler`` writes the stacks
-without the help of the interpreter. The result is text for people. It is parsed here, so that many ranks at the same
-place are one line.
+A rank that hangs in C++ code executes no Python code any more. However, it still receives signals, and ``faulthandler``
+writes the stacks without the help of the interpreter. The output is text for people. This module parses it, so that
+ranks whose stacks are equal are reported together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 __all__ = ["DUMP", "Frame", "describe", "is_own", "main_place", "parse", "render"]
 
 DUMP = signal.SIGRTMAX - 2
-"""The signal that asks for stacks. Not SIGUSR1 or 2, which are the program's; few programs use this one."""
+"""The signal that requests stacks. SIGUSR1 and SIGUSR2 are left to the program; few programs use this one."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
@@ -27,7 +27,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\S+) in (.*)')
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of a stack: file, number and function; or any other words about it."""
+    """A line of a stack: file, line number and function; or any other text of the output."""
 
     file: str
     line: str
@@ -38,20 +38,20 @@ class Frame:
 
 
 def is_own(file: str) -> bool:
-    """True if a file belongs to the program: neither to python, nor to a library, nor to us."""
-    return "site-packages" not in file and not file.startswith((_STDLIB, _PACKAGE, "<"))  # "<": made of text
+    """Return whether a file belongs to the program: not to Python, a library or allranks."""
+    return "site-packages" not in file and not file.startswith((_STDLIB, _PACKAGE, "<"))  # "<": from a string
 
 
 def describe(file: str, line: object, function: str) -> str:
-    """How a place is named: ``train.py:12 in step``."""
+    """Return the description of a place: ``train.py:12 in step``."""
     return f"{file.removeprefix(os.getcwd() + os.sep)}:{line} in {function}"
 
 
 def parse(text: str) -> list[tuple[str, list[Frame]]]:
-    """Takes a rank's text apart.
+    """Parse the output of one rank.
 
     Returns:
-        Name and frames of each thread, the innermost first; the main thread before all others. Frames between the
+        Name and frames of each thread, the innermost frame first; the main thread before all others. Frames between the
         interpreter and the program are left out.
     """
     threads: list[tuple[str, list[Frame]]] = []
@@ -61,7 +61,7 @@ def parse(text: str) -> list[tuple[str, list[Frame]]]:
         elif threads and line.strip():
             frame = _FRAME.fullmatch(line)
             threads[-1][1].append(Frame(*frame.groups()) if frame else Frame("", "", line))
-    threads.reverse()  # the interpreter lists its threads youngest first
+    threads.reverse()  # the interpreter lists the youngest thread first, so the main thread comes last
     for number, (name, frames) in enumerate(threads):
         launcher = next((n for n, frame in enumerate(frames) if frame.file == _RANK), len(frames))
         while launcher < len(frames) and launcher and "runpy" in frames[launcher - 1].file:
@@ -72,20 +72,24 @@ def parse(text: str) -> list[tuple[str, list[Frame]]]:
 
 
 def main_place(text: str) -> str:
-    """The innermost line of the program's own code that the main thread is in; "" if there is none."""
+    """Return the innermost line of the program's own code in the main thread's stack.
+
+    If no frame is the program's own, return the innermost frame with a file. Return "" if there is none.
+    """
     frames = [frame for _, frames in parse(text)[:1] for frame in frames if frame.file]
     frame = next((frame for frame in frames if is_own(frame.file)), next(iter(frames), None))
     return "" if frame is None else describe(frame.file, frame.line, frame.function)
 
 
 def render(texts: Mapping[int, str]) -> list[tuple[list[int], list[str]]]:
-    """What to print.
+    """Return the stacks to print, with equal stacks grouped.
 
     Args:
-        texts: by rank.
+        texts: Output of each rank, by rank.
 
     Returns:
-        Ranks whose threads are all at the same places, and these places. Threads of ours that only serve are left out.
+        Ranks whose threads all have the same stacks, and the lines of these stacks. Service threads of allranks are
+        left out.
     """
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, text in sorted(texts.items()):

@@ -1,6 +1,6 @@
-"""What a rank does at one moment: its calls under way, its groups, its process.
+"""The state of a rank at one moment: its calls in progress, its groups, its process.
 
-It travels from agents to the launcher. ``inspection`` finds it out.
+Agents send it to the launcher. ``inspection`` determines it.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ __all__ = ["CallState", "GroupState", "RankState", "Usage"]
 
 
 class CallState(msgspec.Struct, frozen=True):
-    """A call of a rank. Ranks are those of the world.
+    """A call of a rank. Ranks are world ranks.
 
     Attributes:
-        index: in the order of the rank's calls, from 1.
-        title: such as ``all_reduce #42``, ``recv from rank 3``.
-        verb: such as ``all_reduce``.
-        group: the name of its group; with ``ranks`` it identifies the group.
-        ranks: the members.
-        number: of the group's collectives; 0 of a message.
-        tag: of a message.
-        dtype: such as ``float32``.
-        count: elements.
-        peer: the root, or the other side of a message; -1: none, or any.
-        site: its line in the program; "" if it is not known.
-        began: the time of its entry, in seconds of its host's monotonic clock.
-        seconds: how long it took, or how long it has taken until now.
-        met: all ranks have come.
-        last: who came last; -1: not known.
-        outcome: "" or how it failed.
-        ended: it has ended.
-        waits: the program waits for it, or has waited in vain.
+        index: Number in the order of the rank's calls, from 1.
+        title: Title such as ``all_reduce #42`` or ``recv from rank 3``.
+        verb: Verb such as ``all_reduce``.
+        group: Name of its group. Together with ``ranks`` it identifies the group.
+        ranks: Members of the group.
+        number: Number among the collectives of the group; 0 for a message.
+        tag: Tag of a message.
+        dtype: Data type such as ``float32``.
+        count: Number of elements.
+        peer: The root, or the other side of a message. -1: none, or any.
+        site: Call site. "" if unknown.
+        began: Time of entry, in seconds of its host's monotonic clock.
+        seconds: Duration, or the time until now if the call has not ended.
+        met: All ranks have arrived.
+        last: Rank that arrived last. -1 if unknown.
+        outcome: "" or how the call failed.
+        ended: The call has ended.
+        waits: The program waits for the call, or its wait has timed out.
     """
 
     index: int
@@ -55,7 +55,7 @@ class CallState(msgspec.Struct, frozen=True):
 
 
 class GroupState(msgspec.Struct, frozen=True):
-    """A group of a rank: its name, members, engine, and the number of the last collective that the rank has begun."""
+    """A group of a rank: name, members, engine, and the number of the last collective that the rank has begun."""
 
     name: str
     ranks: tuple[int, ...]
@@ -65,9 +65,10 @@ class GroupState(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What a rank has used until now: calls, their bytes, seconds in calls, CPU seconds; its resident memory, bytes.
+    """The resources that a rank has used until now: calls, their bytes, seconds in calls, CPU seconds, resident bytes.
 
-    ``commands``: how many a worker has executed.
+    ``waiting``: the part of the seconds in calls until all ranks had arrived. ``commands``: the number of commands that
+    a worker has executed.
     """
 
     calls: int = 0
@@ -80,22 +81,22 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class RankState(msgspec.Struct, frozen=True, tag=True):
-    """What a rank does.
+    """The state of a rank.
 
     Attributes:
-        rank: its number.
-        pid: its process.
-        process: running, sleeping, stopped, being debugged, in uninterruptible sleep, or gone.
-        at: when, in seconds of its host's monotonic clock.
-        recorded: it records its calls: it has made a group.
-        reads_stdin: it waits for input.
-        calls: those under way, oldest first; the last one also if it has timed out.
-        last: the last that has begun; None before the first.
-        near: the line of the last call whose line is known; "" if none is.
-        recent: the newest calls, oldest first, where they were asked for.
-        groups: those that it has made.
-        usage: what it has used.
-        doing: of a worker: the operation that it executes; "" for none.
+        rank: Number of the rank.
+        pid: Pid of its process.
+        process: State of its process: running, sleeping, stopped, being debugged, in uninterruptible sleep, or gone.
+        at: When the state was determined, in seconds of its host's monotonic clock.
+        recorded: The rank records its calls: it has created a group.
+        reads_stdin: The rank is blocked in a read of standard input.
+        calls: Calls in progress, oldest first. A last call that timed out is included.
+        last: The last call that has begun. None before the first.
+        near: Call site of the last call whose call site is known. "" if there is none.
+        recent: The newest calls, oldest first, if they were requested.
+        groups: Groups that the rank has created.
+        usage: Resources that it has used.
+        doing: Worker only: the operation that it executes. "" if none.
     """
 
     rank: int
@@ -114,5 +115,5 @@ class RankState(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def waiting(self) -> CallState | None:
-        """The oldest call that the program waits for."""
+        """The oldest call for which the program waits."""
         return next((call for call in self.calls if call.waits), None)

@@ -1,9 +1,10 @@
-"""What a job's calls took: from the records of all ranks to a table, to JSON, and to the text that Prometheus reads.
+"""Statistics of a job's calls: from the records of all ranks to a table, JSON, and the text format of Prometheus.
 
-Pure. Agents read the records of their ranks (``rank_stats``); what they find travels to the launcher.
+This module performs no I/O. Agents read the records of their ranks (``rank_stats``) and send the results to the
+launcher.
 
-All ranks of a group count who came last. Their counts differ a little, as each counts the calls that it has ended. The
-rank that has compared the most calls is believed.
+All ranks of a group count how often each rank arrived last. Their counts differ slightly, because each rank counts only
+the calls that it has completed. The counts of the rank that has compared the most calls are used.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from allranks._trace.reader import COMMAND, TraceReader
 
 __all__ = ["GroupStats", "JobStats", "LateRank", "RankStats", "VerbRow", "VerbStats", "prometheus", "rank_stats"]
 
-_OFTEN = {2: 2 / 3}  # by size of the group: the share of calls that a rank must have come last in, to stand out
+_OFTEN = {2: 2 / 3}  # by group size: a rank stands out if it arrived last in a larger share of the calls
 _OFTEN_OF_MORE = 1 / 2
-_COSTLY = 0.05  # and the share of the time that this must have cost
-_FEW = 20  # calls that say nothing
+_COSTLY = 0.05  # and if this has cost at least this share of the time
+_FEW = 20  # fewer compared calls than this are not significant
 
 
 class VerbStats(msgspec.Struct, frozen=True):
-    """What the calls of one verb took on one rank. Seconds are those inside calls; waiting is a part of these."""
+    """The calls of one verb on one rank. ``seconds`` is the time inside calls, and ``waiting`` is a part of it."""
 
     calls: int
     bytes: int
@@ -37,11 +38,11 @@ class GroupStats(msgspec.Struct, frozen=True):
     """The calls of one rank in one group.
 
     Attributes:
-        name: of the group.
-        ranks: its members, as ranks of the world; empty where they are not known.
-        verbs: by verb.
-        compared: calls of which it is known who came last.
-        late: by rank of the world: how often it came last, and the seconds by which it did so.
+        name: Name of the group.
+        ranks: Members, as world ranks. Empty if unknown.
+        verbs: Statistics by verb.
+        compared: Number of calls for which the last rank to arrive is known.
+        late: By world rank: how often it arrived last, and by how many seconds in all.
     """
 
     name: str
@@ -55,12 +56,12 @@ class RankStats(msgspec.Struct, frozen=True, tag=True):
     """The calls of one rank.
 
     Attributes:
-        rank: in the world.
-        host: where it runs.
-        seconds: since it has begun to record.
-        groups: those that it has made.
-        commands: of a worker: how many it has executed.
-        command_seconds: inside these.
+        rank: World rank.
+        host: Host on which it runs.
+        seconds: Seconds since it began to record.
+        groups: Groups that it has created.
+        commands: Worker only: number of commands that it has executed.
+        command_seconds: Seconds inside these commands.
     """
 
     rank: int
@@ -72,7 +73,7 @@ class RankStats(msgspec.Struct, frozen=True, tag=True):
 
 
 def rank_stats(rank: int, reader: TraceReader, now_ns: int) -> RankStats:
-    """What a rank of this host has recorded until ``now_ns`` (CLOCK_MONOTONIC)."""
+    """Return the statistics of a rank of this host until ``now_ns`` (CLOCK_MONOTONIC)."""
     identity = reader.identity
     groups, commands = [], [0, 0.0]
     for group in reader.groups().values():
@@ -92,12 +93,12 @@ class VerbRow:
     """The calls of one verb on all ranks.
 
     Attributes:
-        verb: its name.
-        calls: of all ranks together.
-        bytes: the same.
-        seconds: the same, inside calls.
-        waiting: of these, until all ranks had come.
-        share: of the time of all ranks.
+        verb: Name of the verb.
+        calls: Number of calls of all ranks together.
+        bytes: Bytes of these calls.
+        seconds: Seconds inside these calls.
+        waiting: Part of these seconds until all ranks had arrived.
+        share: Share of the time of all ranks.
     """
 
     verb: str
@@ -110,18 +111,18 @@ class VerbRow:
 
 @dataclass(frozen=True)
 class LateRank:
-    """How often a rank came last in a group.
+    """How often a rank arrived last in a group.
 
     Attributes:
-        group: its name.
-        ranks: the members.
-        rank: in the world.
-        host: where it runs.
-        times: how often it came last.
-        compared: of so many calls.
-        seconds: by how much, in all.
-        share: of the time of the job.
-        stands_out: it is the last so often, and this costs so much, that it is worth a look.
+        group: Name of the group.
+        ranks: Members of the group.
+        rank: World rank.
+        host: Host on which it runs.
+        times: How often it arrived last.
+        compared: Number of calls that were compared.
+        seconds: By how many seconds it was late, in all.
+        share: Share of the time of the job.
+        stands_out: It arrived last so often, and this cost so much, that it deserves attention.
     """
 
     group: str
@@ -139,12 +140,12 @@ class JobStats:
     """The calls of all ranks of a job.
 
     Attributes:
-        ranks: how many ranks are known.
-        seconds: the longest time that one has recorded.
-        share: of the time of all ranks that was spent in calls.
-        verbs: those that were called, the most costly first.
-        late: who came last, the most costly first; ranks that never did are left out.
-        workers: ranks that have executed commands.
+        ranks: Number of known ranks.
+        seconds: The longest time for which any rank has recorded.
+        share: Share of the time of all ranks that was spent in calls.
+        verbs: Verbs that were called, the most expensive first.
+        late: Ranks that arrived last, the most expensive first. Ranks that never did are left out.
+        workers: Ranks that have executed commands.
     """
 
     def __init__(self, ranks: Iterable[RankStats]) -> None:
@@ -158,7 +159,7 @@ class JobStats:
         self.workers = sorted((rank for rank in all_ranks if rank.commands), key=lambda rank: rank.rank)
 
     def lines(self) -> list[str]:
-        """The table, for people; and a line for each rank that stands out."""
+        """Return the table as text, and one line for each rank that stands out."""
         if not self.verbs and not self.workers:
             return ["no rank has made a call"]
         lines = [f"{self.ranks} rank{'s' * (self.ranks > 1)}, {self.seconds:.1f} s, {self.share:.0%} of it in calls"]
@@ -180,7 +181,7 @@ class JobStats:
         return lines + self.warnings()
 
     def warnings(self) -> list[str]:
-        """A line for each rank that stands out."""
+        """Return one line for each rank that stands out."""
         return [
             f"warning: rank {each.rank}{f' ({each.host})' if each.host else ''} came last in {each.times:,} of "
             f"{each.compared:,} calls of group '{each.group}', by {each.seconds:.1f} s in all: {each.share:.0%} of "
@@ -190,7 +191,7 @@ class JobStats:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the statistics as JSON values."""
         return {
             "ranks": self.ranks,
             "seconds": self.seconds,
@@ -205,7 +206,7 @@ class JobStats:
 
 
 def prometheus(ranks: Iterable[RankStats]) -> str:
-    """The numbers of all ranks in the text format of Prometheus, version 0.0.4."""
+    """Return the numbers of all ranks in the text format of Prometheus, version 0.0.4."""
     all_ranks = sorted(ranks, key=lambda rank: rank.rank)
     metrics = _Metrics()
     for rank in all_ranks:
@@ -251,7 +252,7 @@ class _Metrics:
         self._samples: dict[str, dict[str, float]] = {name: {} for name in _METRICS}
 
     def add(self, name: str, value: float, **labels: object) -> None:
-        """Adds to a sample: groups that have had the same name one after the other are one."""
+        """Add to a sample. Groups that had the same name one after the other share one sample."""
         given = ",".join(f'{label}="{_escaped(str(each))}"' for label, each in labels.items())
         key = f"{{{given}}}" if given else ""
         samples = self._samples[name]
@@ -287,7 +288,7 @@ def _verb_rows(ranks: Sequence[RankStats], total_s: float) -> list[VerbRow]:
 
 
 def _merged(groups: Sequence[GroupStats]) -> list[GroupStats]:
-    """Groups of one rank, those of one name and the same members as one: of several, one has followed the other."""
+    """Merge the groups of one rank that have the same name and members: each of them has replaced the one before."""
     found: dict[tuple[str, tuple[int, ...]], GroupStats] = {}
     for group in groups:
         key = group.name, group.ranks
@@ -308,7 +309,7 @@ def _merged(groups: Sequence[GroupStats]) -> list[GroupStats]:
 
 
 def _most_compared(ranks: Sequence[RankStats]) -> list[GroupStats]:
-    """Each group once, as the rank has it that has compared the most calls."""
+    """Return each group once, with the counts of the rank that has compared the most calls."""
     found: dict[tuple[str, tuple[int, ...]], GroupStats] = {}
     for rank in sorted(ranks, key=lambda rank: rank.rank):
         for group in _merged(rank.groups):
@@ -346,7 +347,7 @@ def _human(nbytes: float) -> str:
 
 
 def _columns(rows: list[list[str]], words: int = 1) -> list[str]:
-    """The rows as lines; the first columns are words, the others numbers."""
+    """Return the rows as lines. The first ``words`` columns are text, the others are numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

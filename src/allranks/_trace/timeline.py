@@ -1,7 +1,7 @@
-"""What all ranks did, on one clock: the calls of each, who waited for whom, and how exact that is.
+"""The calls of all ranks on one clock, which ranks waited for which, and the error of the times.
 
-``chrome``, ``page`` and ``picture`` draw it. The clock is that of the host of the lowest rank, from the first call on.
-Pure but for ``read``.
+``chrome``, ``page`` and ``picture`` draw it. The clock is that of the host of the lowest rank. Its zero is the first
+call, or a later time if only the last calls are shown. Only ``read`` performs I/O.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Clock:
     """The clock of a host.
 
     Attributes:
-        host: its name.
-        ranks: those that run there.
-        added: what was added to it at the beginning, in ns.
-        error: by how much its times may be wrong, in ns; None: it is not known, as only wall clocks were compared.
-        drift: how much faster the common clock runs; 1e-6 is one microsecond per second.
-        calls: by how many calls it was compared.
+        host: Name of the host.
+        ranks: Ranks that run there.
+        added: Value that was added to its time at the beginning, in ns.
+        error: Largest error of its times, in ns. None: unknown, because only wall clocks were compared.
+        drift: How much faster the common clock runs; 1e-6 is one microsecond per second.
+        calls: Number of calls by which it was compared.
     """
 
     host: str
@@ -58,20 +58,20 @@ class Clock:
 
 @dataclass(frozen=True)
 class Slice:
-    """A call. Times are in ns since the begin of the timeline, ranks those of the world.
+    """A call. Times are in ns since the beginning of the timeline, and ranks are world ranks.
 
     Attributes:
-        row: the number of its row.
-        lane: calls of a row that overlap have different lanes.
-        begin: when it began.
-        end: when it ended, or the last time that is known.
-        ended: it has ended.
-        waited_until: when the last rank had come; ``begin`` if it did not wait, or if that is not known.
-        title: such as ``all_reduce #42``.
-        call: as it was recorded.
-        group: the name of its group.
-        last: who came last; -1: not known.
-        peer: the root, or the other side of a message; -1: none.
+        row: Number of its row.
+        lane: Number of its lane. Calls of a row that overlap have different lanes.
+        begin: When it began.
+        end: When it ended, or the last known time.
+        ended: It has ended.
+        waited_until: When the last rank had arrived. ``begin`` if the call did not wait, or if that is unknown.
+        title: Title such as ``all_reduce #42``.
+        call: The call as it was recorded.
+        group: Name of its group.
+        last: Rank that arrived last. -1: unknown.
+        peer: The root, or the other side of a message. -1: none.
     """
 
     row: int
@@ -92,9 +92,9 @@ class TimelineRow:
     """The calls of a process in a group, or its messages.
 
     Attributes:
-        process: the number of its process.
-        title: the group's name, or messages.
-        lanes: how many of its calls overlap at most.
+        process: Number of the process.
+        title: Name of the group, or "messages".
+        lanes: How many of its calls overlap at most.
     """
 
     process: int
@@ -104,7 +104,10 @@ class TimelineRow:
 
 @dataclass(frozen=True)
 class Arrow:
-    """From the rank that came last to one that waited for it, or from a send to its recv: slices and times in them."""
+    """An arrow from the last rank to arrive to a rank that waited for it, or from a send to its recv.
+
+    ``source`` and ``target`` are numbers of slices, and the times are within these slices.
+    """
 
     kind: str
     source: int
@@ -117,8 +120,8 @@ class Times:
     """Converts times of processes to the common clock.
 
     Args:
-        links: by clock.
-        walls: by clock, how far its host's wall clock is ahead of it.
+        links: Conversion to the common clock, by clock.
+        walls: By clock, how far the wall clock of its host is ahead of it, in ns.
     """
 
     def __init__(self, links: Mapping[int, ClockLink], walls: Mapping[int, int]) -> None:
@@ -126,28 +129,28 @@ class Times:
         self.walls = walls
 
     def __call__(self, process: RecordedProcess, ns: int) -> int:
-        """A time of the monotonic clock of a process, in ns; where calls do not connect the clocks, by wall clocks."""
+        """Convert a time of a process's monotonic clock, in ns, by wall clocks if calls do not connect the clocks."""
         link = self.links.get(process.clock)
         return link(ns) if link is not None else ns + self.walls[process.clock] - self.walls[0]
 
     def of_wall(self, process: RecordedProcess, wall: int) -> int:
-        """The same of the wall clock of its host."""
+        """Convert a time of the wall clock of a process's host, in ns."""
         return self(process, wall - process.wall + process.began)
 
     def error(self, clock: int) -> float:
-        """By how much they may be wrong, in ns."""
+        """Return the largest error of the converted times of a clock, in ns."""
         link = self.links.get(clock)
         return link.largest_error if link is not None else float("inf")
 
 
 @dataclass(frozen=True)
 class LateInCall:
-    """A rank that came last in some calls.
+    """A rank that arrived last in some calls.
 
     Attributes:
-        rank: of the world.
-        times: in how many calls.
-        waited: how long all other ranks have waited in these calls, in ns.
+        rank: World rank.
+        times: Number of these calls.
+        waited: How long all other ranks have waited in these calls, in ns.
     """
 
     rank: int
@@ -157,19 +160,19 @@ class LateInCall:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What all ranks did.
+    """The calls of all ranks.
 
     Attributes:
-        processes: by rank.
-        rows: each process's, one after the other.
-        slices: the calls, by row and begin.
-        arrows: who waited for whom.
-        clocks: of each host.
-        late: ranks that came last, the one for which others waited longest first.
-        compared: collectives of which it is known who came last.
-        zero: the time 0, in ns of the monotonic clock of the host of the lowest rank.
-        zero_wall: the same by its wall clock.
-        times: converts other times.
+        processes: The processes, by rank.
+        rows: Rows of each process, one process after the other.
+        slices: The calls, by row and begin.
+        arrows: Which ranks waited for which.
+        clocks: Clocks of the hosts.
+        late: Ranks that arrived last; first the rank for which the others waited longest.
+        compared: Number of collectives for which the last rank to arrive is known.
+        zero: Time 0 of the timeline, in ns of the monotonic clock of the host of the lowest rank.
+        zero_wall: The same time by the wall clock of that host.
+        times: Converts other times.
     """
 
     processes: tuple[RecordedProcess, ...]
@@ -185,41 +188,41 @@ class Timeline:
 
     @property
     def end(self) -> int:
-        """The last time."""
+        """The last time of the timeline, in ns."""
         return max((each.end for each in self.slices), default=0)
 
     @property
     def calls(self) -> int:
-        """How many calls there are."""
+        """Number of calls."""
         return sum(each.call.verb != COMMAND for each in self.slices)
 
     @property
     def commands(self) -> int:
-        """How many commands workers have executed."""
+        """Number of commands that workers have executed."""
         return sum(each.call.count for each in self.slices if each.call.verb == COMMAND)
 
     @property
     def missing(self) -> int:
-        """Calls that were made and are not in the files."""
+        """Number of calls that were made but are not in the files."""
         return sum(process.missing for process in self.processes)
 
     @property
     def error(self) -> float | None:
-        """By how much the times of two ranks may be wrong against each other, in ns; None if that is not known."""
+        """The largest error between the times of two ranks, in ns. None if it is unknown."""
         errors = [clock.error for clock in self.clocks]
         return None if None in errors else sum(sorted(error for error in errors if error is not None)[-2:])
 
 
 def read(paths: Sequence[Path], last_s: float | None = None, just_ended: bool = False) -> Timeline:
-    """The timeline of trace files. Their processes may still run; calls under way then go on until now.
+    """Return the timeline of trace files. Their processes may still run; calls in progress then last until now.
 
     Args:
-        paths: files, and folders with files.
-        last_s: only the calls of the last so many seconds.
-        just_ended: those processes have ended now that did not run on other hosts.
+        paths: Files, and folders with files.
+        last_s: Only the calls of the last ``last_s`` seconds.
+        just_ended: The processes of this host have exited just now, so their calls in progress lasted until now.
 
     Raises:
-        TraceError: a file cannot be read or is no trace, or there is no call in any of them.
+        TraceError: A file cannot be read or is not a trace, or no file contains a call.
     """
     processes = []
     for number, path in enumerate(trace_files(paths)):
@@ -236,7 +239,7 @@ def _is_of_this_host(process: RecordedProcess) -> bool:
 
 
 def _is_written(path: Path, pid: int) -> bool:
-    """Whether the process lives that writes the file. Its number alone may be another one's by now."""
+    """Return whether the process that writes the file is alive. Its pid alone may belong to another process by now."""
     try:
         return str(path.resolve()) in Path(f"/proc/{pid}/maps").read_text()
     except OSError:
@@ -244,10 +247,10 @@ def _is_written(path: Path, pid: int) -> bool:
 
 
 def build(processes: Sequence[RecordedProcess], last_s: float | None = None) -> Timeline:
-    """The timeline of processes.
+    """Return the timeline of processes.
 
     Raises:
-        TraceError: there is no call.
+        TraceError: There is no call.
     """
     clocks = clocks_of(processes)
     placed = [replace(process, clock=clocks[process.number]) for process in processes]
@@ -270,7 +273,7 @@ def _links(
 
 
 class _Builder:
-    """Puts calls into rows and lanes, on the common clock."""
+    """Places the calls in rows and lanes, on the common clock."""
 
     def __init__(
         self, processes: Sequence[RecordedProcess], links: Mapping[int, ClockLink], last_s: float | None
@@ -279,7 +282,7 @@ class _Builder:
         self._by_number = {process.number: process for process in processes}
         self._times = Times(links, {p.clock: p.wall - p.began for p in reversed(self._processes)})
         self._slices: list[Slice] = []
-        self._slice_of: dict[tuple[int, int], int] = {}  # by process and call
+        self._slice_of: dict[tuple[int, int], int] = {}  # number of the slice, by process and index of the call
         self._rows: list[TimelineRow] = []
         begun = [(p, calls[0]) for p in self._processes for calls in (p.calls, p.alone) if calls]
         self._zero = min(self._times(p, call.entered_ns) for p, call in begun)
@@ -292,7 +295,7 @@ class _Builder:
         return self._times(process, ns) - self._zero
 
     def build(self, collectives: Sequence[MatchedCollective], messages: Sequence[MatchedMessage]) -> Timeline:
-        """All of it."""
+        """Return the timeline."""
         collective_of = {
             (process, call.index): collective
             for collective in collectives
@@ -325,9 +328,10 @@ class _Builder:
             group = process.groups.get(call.group)
             name = group.name if group is not None else "a group that is not known"
             by_row[_MESSAGES if call.verb in ("send", "recv") else name].append(call)
-        by_row[_MESSAGES] = by_row.pop(_MESSAGES, [])  # the last row
+        by_row[_MESSAGES] = by_row.pop(_MESSAGES, [])  # move the messages to the last row
         for title, calls in by_row.items():
             free: list[int] = []  # when the last call of each lane ends
+            # Of calls that begin at the same time, the longest takes the first lane. A call in progress is the longest.
             for call in sorted(calls, key=lambda call: (call.entered_ns, -(call.returned_ns or 1 << 62))):
                 made = self._slice(process, call, collective_of.get((process.number, call.index)))
                 if made.end <= 0 and self._cut:
@@ -354,7 +358,7 @@ class _Builder:
         elif collective is not None and collective.complete and len(collective.calls) > 1:
             met, last = self._computed(collective)
         elif not call.returned_ns and call.number:
-            met = end  # of a call that hangs, all time until now
+            met = end  # a call in progress may hang: all of its time counts as waiting
         if group is not None and group.engine == OF_MASTER:
             title, met, last = f"a wait for worker {call.peer}", end, world(call.peer)
         elif call.verb in ("send", "recv"):
@@ -377,7 +381,10 @@ class _Builder:
         )
 
     def _computed(self, collective: MatchedCollective) -> tuple[int, int]:
-        """When the last rank came, and who, by what all ranks have recorded. -1 if clocks are not that exact."""
+        """Return when the last rank arrived, and that rank, from the entries of all ranks.
+
+        The rank is -1 if the errors of the clocks are too large to distinguish the last two ranks.
+        """
         came = sorted(
             (self._since_zero(self._by_number[number], call.entered_ns), number)
             for number, call in collective.calls.items()
@@ -388,7 +395,7 @@ class _Builder:
         return met, self._by_number[other].rank if met - before > error else -1
 
     def _arrivals(self, collectives: Sequence[MatchedCollective], late: dict[int, LateInCall]) -> list[Arrow]:
-        """From those that came last to those that waited. Notes in ``late`` who they are."""
+        """Return arrows from the last rank to arrive to the ranks that waited. Add these last ranks to ``late``."""
         arrows = []
         for collective in collectives:
             keys = [(number, call.index) for number, call in collective.calls.items()]

@@ -1,9 +1,9 @@
-"""Tells why ranks wait where no agent does: under srun, mpirun, torchrun, or by hand.
+"""Reports why ranks wait if no agent does: under srun, mpirun or torchrun, or if ranks are started manually.
 
-A thread of each rank looks once a second whether this rank has been in one call for long. Such a rank waits without the
-GIL, so that the thread runs. It reads what the ranks of its host have recorded, and what the group knows of those on
-other hosts: the number of their last collective. One rank tells for all: the lowest waiting one on the host of a late
-rank, or, where nobody waits there, the lowest waiting one of the group.
+Once per second, a thread of each rank checks whether this rank has been in one call for a long time. Such a rank waits
+without the GIL, so the thread can run. The thread reads the records of the ranks of its host. For ranks on other hosts
+it uses the number of their last collective, which the group provides. One rank reports for all: the lowest waiting rank
+on the host of a late rank. If no rank waits on that host, the lowest waiting rank of the group reports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from allranks._trace.state import CallState, GroupState, RankState
 
 __all__ = ["WatchedPeer", "choose_teller", "unwatch", "watch"]
 
-_LOOK_S = 1.0
+_LOOK_S = 1.0  # between two checks
 _STACKS_S = 0.3  # for a rank to write its stacks, which takes milliseconds
 _STACKS = "allranks-stacks"
 
@@ -40,12 +40,12 @@ class _Group(Protocol):
     ranks: tuple[int, ...]
 
     def last_numbers(self) -> Sequence[int] | None:
-        """Of each rank's last collective, as far as this rank knows; None where it knows nothing."""
+        """Return the number of each rank's last collective, as far as this rank knows. None if it knows none."""
 
 
 @dataclass(frozen=True)
 class WatchedPeer:
-    """A rank of the world: its number, its process, its host, and whether that is this one."""
+    """A rank of the world: its number, its process, its host, and whether that is this host."""
 
     rank: int
     pid: int
@@ -110,7 +110,7 @@ class _Watcher:
             if rank not in states and numbers is not None:
                 states[rank] = _far_state(self._peers[rank], mine, numbers[place])
         found = diagnose(states.values())
-        # Of ranks elsewhere nothing may be known.
+        # A rank on another host may have no known state.
         late = tuple(rank for rank in found.late if rank in states and not states[rank].reads_stdin)
         found = replace(found, late=late)
         key = (*found.key(), limit_s)
@@ -136,7 +136,7 @@ class _Watcher:
 
 
 def choose_teller(found: Diagnosis, peers: Mapping[int, WatchedPeer], mine: CallState) -> int:
-    """The rank that tells, as every waiting rank finds it. ``mine``: the call that this rank waits in."""
+    """Return the rank that reports: the same on every waiting rank. ``mine``: the call in which this rank waits."""
     concerned = found.late or tuple(rank for circle in found.circles for rank in circle)
     waiting = set(found.waits) | {rank for rank in mine.ranks if _has_begun(found.states.get(rank), mine)}
     waiting -= set(found.late)
@@ -145,26 +145,27 @@ def choose_teller(found: Diagnosis, peers: Mapping[int, WatchedPeer], mine: Call
 
 
 def _has_begun(state: RankState | None, call: CallState) -> bool:
-    """Whether a rank has begun a collective, as far as is known."""
+    """Return whether a rank has begun a collective, as far as this rank knows."""
     if state is None or not call.number:
         return False
     return any(g.number >= call.number for g in state.groups if (g.name, g.ranks) == (call.group, call.ranks))
 
 
 def _far_state(peer: WatchedPeer, call: CallState, number: int) -> RankState:
-    """What is known of a rank on another host."""
+    """Return the known state of a rank on another host."""
     group = GroupState(call.group, call.ranks, "", number, True)
     return RankState(peer.rank, peer.pid, "not to be seen from here", 0.0, groups=(group,))
 
 
 def _place_of(pid: int) -> str:
-    """The line of the program in which another process of this host is; "" if it cannot report it."""
+    """Return the line of the program in which another process of this host is. "" if it cannot report it."""
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError, ValueError):
         if not _catches(pid):
             return ""
         name = next(n for n in os.listdir(folder) if os.readlink(f"{folder}/{n}").startswith(f"/memfd:{_STACKS}"))
         with open(f"{folder}/{name}", "rb") as file:
+            # Skip the stacks that earlier signals have written.
             before = file.seek(0, os.SEEK_END)
             os.kill(pid, DUMP)
             time.sleep(_STACKS_S)
@@ -173,7 +174,7 @@ def _place_of(pid: int) -> str:
 
 
 def _catches(pid: int) -> bool:
-    """Whether the signal is answered, and does not end the process."""
+    """Return whether the process has a handler for the signal. Without one, the signal would terminate the process."""
     with open(f"/proc/{pid}/status") as file:
         status = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
     return bool(int(status.get("SigCgt", "0"), 16) >> (DUMP - 1) & 1)
@@ -184,7 +185,7 @@ _made = -1
 
 
 def watch(group: _Group, me: int, peers: Callable[[], Iterable[WatchedPeer]], notice_s: float) -> None:
-    """Watches a group's calls. The first group of a process starts the thread."""
+    """Watch the calls of a group. The first group of a process starts the thread."""
     global _watcher, _made
     if memory.has_agent or notice_s <= 0 or memory.reader() is None:
         return
@@ -195,6 +196,6 @@ def watch(group: _Group, me: int, peers: Callable[[], Iterable[WatchedPeer]], no
 
 
 def unwatch(group: _Group) -> None:
-    """A group is destroyed. With the last one the thread ends."""
+    """Stop watching a group that is destroyed. After the last group, the thread ends."""
     if _watcher is not None and _made == forks():
         _watcher.remove(group)

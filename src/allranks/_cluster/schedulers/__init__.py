@@ -1,7 +1,8 @@
-"""The schedulers and launchers that are known: one file each, one row each in ``SCHEDULERS``.
+"""The supported schedulers and launchers: one file each, and one row each in ``SCHEDULERS``.
 
-A package that is installed beside this one brings another through the entry point ``allranks.schedulers``. It is looked
-for only where ALLRANKS_ENV, ``--env`` or ``submit --to`` names it: to look at the metadata of all packages takes 50 ms.
+Another installed package can add a scheduler through the entry point ``allranks.schedulers``. Entry points are read
+only if ALLRANKS_ENV, ``--env`` or ``submit --to`` names such a scheduler: reading the metadata of all packages takes 50
+ms.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ SCHEDULERS: tuple[Scheduler, ...] = (
     pbs.SCHEDULER,
     sge.SCHEDULER,
 )
-"""In the order in which they are asked: the innermost launcher first."""
+"""All schedulers of this package, in the order of detection: the innermost launcher first."""
 
 _loaded: dict[str, Scheduler] = {}
 
 
 def scheduler_named(name: str) -> Scheduler | None:
-    """The scheduler of that name, ours or an installed package's; None where there is none.
+    """Return the scheduler of that name, of allranks or of an installed package. None if there is none.
 
     Raises:
-        ConfigError: a package brings it, and it cannot be used.
+        ConfigError: An installed package provides the scheduler, but it cannot be used.
     """
     for scheduler in (*SCHEDULERS, *_loaded.values()):
         if scheduler.name == name:
@@ -48,11 +49,11 @@ def scheduler_named(name: str) -> Scheduler | None:
 
 
 def scheduler_of(kind: str) -> Scheduler | None:
-    """The scheduler that finds contexts of this kind; None for the kind of none."""
+    """Return the scheduler that detects contexts of this kind. None if no scheduler does."""
     return next((each for each in (*SCHEDULERS, *_loaded.values()) if kind in each.kinds), None)
 
 
 def remote_command(name: str) -> RemoteCommand:
-    """The way to start agents of that name: ssh's, or a scheduler's."""
+    """Return the command of that name that starts agents: ssh, or the command of a scheduler."""
     commands = [command for each in (*SCHEDULERS, *_loaded.values()) for command in each.remote_commands]
     return next(command for command in (SSH, *commands) if command.name == name)

@@ -11,19 +11,19 @@ __all__ = ["counted_lines", "text_of"]
 
 
 def counted_lines(context: LaunchContext) -> tuple[Slots, ...]:
-    """The hosts of a file that has a line for each process.
+    """Return the hosts in a file that has one line per process.
 
     Raises:
-        ConfigError: the file cannot be read, or is not what it should be.
+        ConfigError: The file cannot be read, or is invalid.
     """
     return count_lines(*text_of(context))
 
 
 def text_of(context: LaunchContext) -> tuple[str, str]:
-    """What the host file contains, and its path.
+    """Return the content of the host file, and its path.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: The file cannot be read.
     """
     _, _, path = context.hostfile.partition("=")
     try:

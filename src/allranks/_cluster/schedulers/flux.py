@@ -1,6 +1,6 @@
 """Flux: its instances, and flux run, which starts ranks and agents in them.
 
-Source: flux-run(1) and the manual of Flux. Not tried for real.
+Source: flux-run(1) and the manual of Flux. Not tested on a real system.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _find_allocation(environ: Environ, launcher: bool) -> LaunchContext | None:
 
 
 def _read_hosts(context: LaunchContext) -> tuple[Slots, ...]:
-    import subprocess  # not needed by most who import this
+    import subprocess  # most importers do not need it
 
     words = ["flux", "getattr", "hostlist"]
     try:

@@ -1,7 +1,7 @@
-"""What a scheduler or launcher is to the rest of the package: one ``Scheduler``, defined in a file of its own.
+"""The interface of a scheduler or launcher: one ``Scheduler``, defined in its own file.
 
-``allranks env``, ``init_process_group`` and ``allranks run`` detect by it. ``allranks run`` starts its agents by it,
-and ``allranks submit`` writes its job file by it. docs/extending.md has a worked example.
+``allranks env``, ``init_process_group`` and ``allranks run`` use it for detection. ``allranks run`` starts its agents
+with it, and ``allranks submit`` writes its job file with it. docs/extending.md has a worked example.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ from allranks._cluster.reading import Environ, TaskVariables
 __all__ = ["INTERFACE", "Detect", "Job", "PerHost", "RemoteCommand", "Scheduler", "Submission"]
 
 INTERFACE = 1
-"""The version of this file's classes. It is raised when a scheduler that was written for them no longer works."""
+"""Version of the classes in this file. It increases when schedulers written for the previous version stop working."""
 
 Detect: TypeAlias = Callable[[Environ, bool], LaunchContext | None]
-"""Looks at an environment. Arguments: the environment; whether ``allranks run`` asks, not a program that may be a rank.
-Returns None where nothing is found; raises ConfigError where variables are missing or contradict each other."""
+"""Examines an environment. Arguments: the environment; whether the caller is ``allranks run`` (False: a program that
+may be a rank). Returns None if nothing is found. Raises ConfigError if variables are missing or contradict each
+other."""
 
 PerHost: TypeAlias = Callable[[str, Sequence[str], str], list[str]]
-"""Makes a command. Arguments: the host; the agent's command; what the user calls in place of the program, or ""."""
+"""Returns a command. Arguments: the host; the agent's command; the user's replacement for the program, or ""."""
 
 
 @dataclass(frozen=True)
 class RemoteCommand:
-    """How agents are started on other hosts. Give ``per_host`` or ``for_all``.
+    """How agents are started on other hosts. Set ``per_host`` or ``for_all``.
 
     Attributes:
-        name: the program, which must be installed, such as "srun".
-        per_host: the command that runs the agent's command on one host, with its stdin and stdout connected to ours.
-        for_all: commands that run the agent's command on the hosts without stdin: agents connect to the launcher.
-            Arguments: the hosts; the agent's command.
-        environ: the environment of the command, made from the launcher's.
-        carries_environ: variables of the command's environment reach the agents. Otherwise the secret is read from a
-            file in the home of the user, which the hosts must share.
-        takes_names: it starts on any host that a user names. Otherwise ``--hosts`` goes by ssh.
-        explain: the reason in what the command printed. Arguments: the host, the exit code or None, stderr.
-            Returns "" where it knows none.
-        noise: lines of stderr that mean nothing.
-        outlives: options for a job that goes on when a host is lost, right behind the program's name: the command ends
-            with none but its own host, and ends soon when that has vanished.
+        name: The program, which must be installed, such as "srun".
+        per_host: Returns the command that runs the agent's command on one host, and passes its stdin and stdout
+            through.
+        for_all: Returns commands that run the agent's command on the hosts without stdin: the agents connect to the
+            launcher. Arguments: the hosts; the agent's command.
+        environ: Returns the environment of the command, from the launcher's environment.
+        carries_environ: Variables of the command's environment reach the agents. If False, agents read the secret from
+            a file in the user's home, which the hosts must share.
+        takes_names: The command starts agents on any host that the user names. If False, ``--hosts`` uses ssh.
+        explain: Returns the cause of a failure, from the output of the command. Arguments: the host, the exit code or
+            None, stderr. Returns "" if the cause is unknown.
+        noise: Texts in lines of stderr that are meaningless and are dropped.
+        outlives: Options for a job that continues after the loss of a host, inserted directly after the program's name.
+            With them the command survives the loss of any host but its own. It exits soon after its own host vanishes.
     """
 
     name: str
@@ -60,29 +62,29 @@ class RemoteCommand:
 
 @dataclass(frozen=True)
 class Job:
-    """What a job asks for, before any system's spelling of it.
+    """The resources and settings of a job, independent of the syntax of any scheduler.
 
     Attributes:
-        name: what queues call it.
-        words: what follows ``allranks run`` and the options that are made of this job: ``script.py ...``,
-            ``-m module ...``, ``-- command``.
-        nodes: number of hosts.
-        nproc: ranks on each.
+        name: Name of the job in the queue.
+        words: The words after ``allranks run`` and the options that this job determines: ``script.py ...``, ``-m module
+            ...``, ``-- command``.
+        nodes: Number of hosts.
+        nproc: Number of ranks on each host.
         cpus: CPUs for each rank.
         gpus: GPUs on each host.
-        memory_mib: memory on each host; None for the queue's default.
-        time_s: how long it may take; None for the queue's default.
-        queue: partition or queue.
-        account: account or project.
-        folder: where it runs; "" where the image sets it.
-        python: the interpreter.
-        venv: the virtual environment that this is of, or "".
-        image: of containers: the image.
-        namespace: Kubernetes: where it runs.
-        secret: of containers: what they prove to each other.
-        least: the job goes on after losses as long as so many ranks are left; None: any loss ends it.
-        spares: how many of the hosts run no rank at first.
-        respawns: how often a lost rank is started again; of containers, also a lost container.
+        memory_mib: Memory on each host, in MiB. None: the default of the queue.
+        time_s: Time limit in seconds. None: the default of the queue.
+        queue: Partition or queue.
+        account: Account or project.
+        folder: Working directory. "" if the image sets it.
+        python: The interpreter.
+        venv: The virtual environment of the interpreter, or "".
+        image: Containers only: the image.
+        namespace: Kubernetes only: the namespace in which the job runs.
+        secret: Containers only: the secret that they prove to each other.
+        least: The job continues after losses as long as at least this number of ranks remains. None: any loss ends it.
+        spares: Number of the hosts that run no rank at first.
+        respawns: How often a lost rank is restarted. Containers only: also how often a lost container is restarted.
     """
 
     name: str
@@ -111,16 +113,18 @@ class Submission:
     """How a job is submitted.
 
     Attributes:
-        file: the job file's text.
-        command: submits the file, which it reads from stdin.
-        id: a regular expression whose group 1 is the job's id in what the command prints; matched line by line.
-        state: the command that shows the job's state. Here and below ``{id}``, ``{name}``, ``{number}`` (the id up to
-            its first dot), ``{nodes}`` and ``{space}`` (the option of a namespace) are filled in.
-        output: the command that shows what it prints.
-        stop: the command that ends it.
-        containers: ranks run in containers, of an image that cannot be seen from here.
-        check: raises ConfigError where a job cannot be written for this system.
-        name_for: the job's name, made from the script's.
+        file: Returns the text of the job file.
+        command: Submits the job file, which it reads from stdin.
+        id: Regular expression whose group 1 is the job's id in the output of the command. It is matched against each
+            line.
+        state: Command that shows the job's state. In this and the next attributes these fields are replaced: ``{id}``,
+            ``{name}``, ``{number}`` (the id up to its first dot), ``{nodes}`` and ``{space}`` (the option of a
+            namespace).
+        output: Command that shows the job's output.
+        stop: Command that ends the job.
+        containers: The ranks run in containers, whose image cannot be inspected from this host.
+        check: Raises ConfigError if a job cannot be written for this scheduler.
+        name_for: Returns the name of the job, from the name of the script.
     """
 
     file: Callable[[Job], str]
@@ -136,22 +140,23 @@ class Submission:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """A scheduler, or another thing that starts processes.
+    """A scheduler, or another system that starts processes.
 
     Attributes:
-        name: for ``ALLRANKS_ENV``, ``--env`` and ``submit --to``.
-        title: as users write it, such as "SLURM".
-        interface: the version of this interface that it was written for; ``INTERFACE`` at that time.
-        proof: the variables that it sets, in words, for the error where it is named and not found.
-        kinds: the ``kind`` of the contexts that it finds.
-        rank: finds a process that is one rank, before ``tasks`` are looked at.
-        tasks: the variables of processes that are ranks.
-        node: finds a process that stands for its host, on which an agent is to start ranks.
-        allocation: finds hosts on which nothing is started yet.
-        read_hosts: the hosts of an allocation, where they stand in no variable.
-        remote_commands: how agents are started on the hosts of an allocation.
-        submission: how a job is submitted; None where ``allranks submit`` cannot.
-        carries: variables that ranks on other hosts get, too, as each of a job's tasks has them.
+        name: Name for ``ALLRANKS_ENV``, ``--env`` and ``submit --to``.
+        title: Name in the spelling of its users, such as "SLURM".
+        interface: Version of the interface for which the scheduler was written: the value of ``INTERFACE`` at that
+            time.
+        proof: The variables that it sets, in words. The error shows them if the scheduler is named but not found.
+        kinds: Values of ``kind`` in the contexts that it finds.
+        rank: Detects a process that is one rank, before ``tasks`` are examined.
+        tasks: Variables of processes that are ranks.
+        node: Detects a process that stands for its host, on which an agent is to start ranks.
+        allocation: Detects hosts on which nothing has been started yet.
+        read_hosts: Returns the hosts of an allocation, if no variable lists them.
+        remote_commands: Commands that start agents on the hosts of an allocation.
+        submission: How a job is submitted. None if ``allranks submit`` does not support the scheduler.
+        carries: Variables that ranks on other hosts also receive, because each task of a job has them.
     """
 
     name: str

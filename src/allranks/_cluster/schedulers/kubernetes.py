@@ -1,8 +1,8 @@
 """Kubernetes: pods of Kubeflow, of a PyTorchJob, of an Indexed Job or a JobSet; and the manifest of such a job.
 
 Source: Kubernetes' documents on Indexed Jobs with pod-to-pod communication, on headless Services, and on dependent
-environment variables; those of JobSet, and of Kubeflow's PyTorchJob and Trainer v2. Of elastic jobs: on backoff limits
-per index (from Kubernetes 1.29 on) and success policies (from 1.31 on). Not tried for real.
+environment variables; those of JobSet, and of Kubeflow's PyTorchJob and Trainer v2. For elastic jobs: on backoff limits
+per index (from Kubernetes 1.29 on) and success policies (from 1.31 on). Not tested on a real system.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["SCHEDULER"]
 
 _PORT = 29500
 _DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_LONGEST_LABEL = 56  # a pod's host name is the job's, a dash and a number, of 63 characters
+_LONGEST_LABEL = 56  # a pod's host name is the job's name, a dash and a number, at most 63 characters
 
 
 def _find_node(environ: Environ, launcher: bool) -> LaunchContext | None:
@@ -76,7 +76,7 @@ def _find_pytorchjob(environ: Environ, launcher: bool) -> LaunchContext | None:
 
 def _find_indexed_job(environ: Environ, launcher: bool) -> LaunchContext | None:
     if not environ.get("JOB_COMPLETION_INDEX", "").strip() or not launcher:
-        return None  # an Indexed Job is often a heap of programs that know nothing of each other
+        return None  # the pods of an Indexed Job are often independent programs
     read = Reader(environ, "indexedjob")
     index = read.number("JOB_COMPLETION_INDEX", "The number of this pod.")
     jobset = read.text("JOBSET_NAME", "The JobSet, and the domain of its pods.")
@@ -92,20 +92,21 @@ def _find_indexed_job(environ: Environ, launcher: bool) -> LaunchContext | None:
 
 
 def _file(job: Job) -> str:
-    """For kubectl: an Indexed Job with a pod for each node, names for its pods, and their secret.
+    """Return the manifest for kubectl: an Indexed Job with one pod per node, host names for its pods, and their secret.
 
-    The first pod is found by its name, ``JOB-0.JOB``, also before it is ready. /dev/shm is as large as the pod's
-    memory: a pod has 64 MB of it else, which a data loader's workers soon fill.
+    The first pod is found by its name, ``JOB-0.JOB``, even before it is ready. /dev/shm is as large as the memory of
+    the pod. Its default of 64 MB is soon filled by the workers of a data loader.
     """
     run = ["allranks", "run", "--nnodes", str(job.nodes), "--nproc-per-node", str(job.nproc)]
     run += ["--node-rank", "$(JOB_COMPLETION_INDEX)"]
     run += ["--master-addr", f"{job.name}-0.{job.name}", "--master-port", str(_PORT)]
+    # Kubernetes replaces $(NAME) in a command, so each $ in the user's words is escaped as $$.
     command = [_quoted(word) for word in run] + [_quoted(word.replace("$", "$$")) for word in job.words]
     limits = [f"cpu: {job.nproc * job.cpus}"]
     limits += [f"memory: {job.memory_mib}Mi"] if job.memory_mib else []
     limits += [f"nvidia.com/gpu: {job.gpus}"] if job.gpus else []
     ours = [f"name: {_quoted(job.name)}"] + ([f"namespace: {_quoted(job.namespace)}"] if job.namespace else [])
-    # At the deadline pods are signalled, and have the grace period then.
+    # At the deadline Kubernetes signals the pods. They then have the grace period to exit.
     deadline = [f"activeDeadlineSeconds: {noticed_after(job) or job.time_s}"] if job.time_s else []
     template = (Path(__file__).parent / "indexed_job.yaml").read_text()
     return template.format(
@@ -124,14 +125,14 @@ def _file(job: Job) -> str:
 
 
 def _failures(job: Job) -> list[str]:
-    """What the failure of a pod means.
+    """Return the lines that define what Kubernetes does when a pod fails.
 
-    The first pod has the launcher. Where the job is elastic, it ends with code 0 when the job has succeeded, whichever
-    pods were lost. Another pod that fails comes again under its number, and joins the launcher's job.
+    The first pod runs the launcher. In an elastic job, its exit code is 0 when the job has succeeded, regardless of
+    lost pods. Any other pod that fails is recreated with the same number, and joins the launcher's job again.
     """
     if job.least is None:
         return ["backoffLimit: 0"]
-    needed = -(-job.least // job.nproc)
+    needed = -(-job.least // job.nproc)  # nodes, rounded up
     return [
         f"backoffLimitPerIndex: {job.respawns}",
         f"maxFailedIndexes: {job.nodes - needed}",
@@ -146,7 +147,7 @@ def _indented(lines: Sequence[str], by: int) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A scalar of YAML that is nothing but this text."""
+    """Return the text as a quoted scalar of YAML, so that no character of it has a special meaning."""
     escaped = "".join(
         f"\\{letter}" if letter in '"\\' else letter if " " <= letter <= "~" else f"\\U{ord(letter):08X}"
         for letter in text
@@ -175,7 +176,7 @@ def _name_for(stem: str) -> str:
     import secrets
 
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).lstrip("-0123456789")
-    suffix = secrets.token_hex(3)  # a second job may be submitted while the first is still there
+    suffix = secrets.token_hex(3)  # a second job may be submitted before the first one is deleted
     return f"{name[: _LONGEST_LABEL - len(suffix) - 1].strip('-') or 'job'}-{suffix}"
 
 

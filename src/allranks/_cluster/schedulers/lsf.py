@@ -1,6 +1,6 @@
 """LSF: its allocations, jsrun, which starts ranks in them, and blaunch, which starts agents.
 
-Source: the manuals of LSF (jsrun, blaunch) and its bsub reference. Not tried for real.
+Source: the manuals of LSF (jsrun, blaunch) and its bsub reference. Not tested on a real system.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _find_allocation(environ: Environ, launcher: bool) -> LaunchContext | None:
 def _read_hosts(context: LaunchContext) -> tuple[Slots, ...]:
     hosts = counted_lines(context)
     if context.kind == "jsrun" and len(hosts) > 1:
-        return hosts[1:]  # the first is the host that jsrun was called on
+        return hosts[1:]  # the first is the launch host, on which jsrun was called
     return hosts
 
 
@@ -48,7 +48,7 @@ def _blaunch(host: str, agent: Sequence[str], program: str) -> list[str]:
 
 
 def _file(job: Job) -> str:
-    """For bsub, which reads it from stdin: a slot is a CPU, and so many of them are on each host."""
+    """Return the file for bsub, which reads it from stdin: a slot is a CPU, and ``ptile`` is the slots per host."""
     slots = job.nproc * job.cpus
     notice = ["-wa TERM", f"-wt {NOTICE_S // 60}"]
     return job_script(
@@ -69,7 +69,7 @@ def _file(job: Job) -> str:
 
 
 def _minutes(seconds: int) -> str:
-    minutes = -(-seconds // 60)  # bsub takes no seconds
+    minutes = -(-seconds // 60)  # rounded up, because bsub accepts no seconds
     return f"{minutes // 60}:{minutes % 60:02d}"
 
 

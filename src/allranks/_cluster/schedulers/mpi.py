@@ -1,7 +1,7 @@
-"""MPI's launchers: Open MPI, MVAPICH, Cray PALS, and all that speak hydra's words (MPICH, Intel MPI).
+"""MPI's launchers: Open MPI, MVAPICH, Cray PALS, and all launchers that set the variables of hydra (MPICH, Intel MPI).
 
 Source: the variables that Open MPI's prte, MPICH's and Intel MPI's hydra set; the manuals of MVAPICH2 and Cray PALS.
-Open MPI and MPICH are tried for real.
+Open MPI and MPICH are tested on a real system.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TASKS = (
         "openmpi",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",  # OMPI_COMM_WORLD_NODE_RANK is no number of a node
+        "OMPI_COMM_WORLD_LOCAL_RANK",  # not OMPI_COMM_WORLD_NODE_RANK, which is not the number of a node
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         more=_read_openmpi,
         is_mpi=True,

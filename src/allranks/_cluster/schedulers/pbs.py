@@ -1,7 +1,7 @@
 """PBS Professional and OpenPBS: allocations, pbsdsh, which starts agents in them, and qsub.
 
 Source: the manual of OpenPBS (pbsdsh) and its design of reliable jobs (tolerate_node_failures); PBS Professional's
-qsub(1B) and its reference guide. Not tried for real.
+qsub(1B) and its reference guide. Not tested on a real system.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ def _find_allocation(environ: Environ, launcher: bool) -> LaunchContext | None:
 
 
 def _pbsdsh(hosts: Sequence[Slots], agent: Sequence[str]) -> list[list[str]]:
-    """It takes the number of a host's first line in PBS_NODEFILE. Neither stdin nor variables reach the agent."""
+    """Return one command per host. pbsdsh identifies a host by the number of the host's first line in PBS_NODEFILE.
+
+    Neither stdin nor variables reach the agent.
+    """
     lines = itertools.accumulate((host.count or 1 for host in hosts), initial=0)
     return [["pbsdsh", "-n", str(line), "--", *agent] for line, _ in zip(lines, hosts, strict=False)]
 
 
 def _file(job: Job) -> str:
-    """For qsub of PBS Professional and OpenPBS: so many chunks, each on a host of its own."""
+    """Return the file for qsub of PBS Professional and OpenPBS: one chunk per node, each on a host of its own."""
     chunk = [
         f"select={job.nodes}",
         f"ncpus={job.nproc * job.cpus}",

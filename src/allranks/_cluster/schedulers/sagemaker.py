@@ -1,6 +1,6 @@
 """SageMaker: one process on each host, in the place of a launcher.
 
-Source: the documents of SageMaker's training toolkit. Not tried for real.
+Source: the documents of SageMaker's training toolkit. Not tested on a real system.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A job file of batch systems: a shell script, whose comments are directives.
+"""A job file for batch systems: a shell script whose comments are directives.
 
-It comes down to ``allranks run``, which starts the ranks on every host of the allocation. The job keeps the
-interpreter, the virtual environment and the folder that it was submitted from. A minute before its time is over it gets
-SIGTERM, so that ranks can end by themselves: from the system, or where that cannot do it from timeout(1) in the file.
+It runs ``allranks run``, which starts the ranks on every host of the allocation. The job uses the interpreter, the
+virtual environment and the working directory from which it was submitted. A minute before its time limit it receives
+SIGTERM, so that ranks can terminate in order. The scheduler sends the signal. If the scheduler cannot, timeout(1) in
+the file sends it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ NOTICE_S = 60
 
 
 def job_script(job: Job, mark: str, directives: Sequence[str], before: Sequence[str] = ()) -> str:
-    """The script.
+    """Return the script.
 
     Args:
-        job: what it runs.
-        mark: what a directive begins with.
-        directives: without the mark; empty ones are left out.
-        before: words that stand before the command.
+        job: The job.
+        mark: Prefix of a directive.
+        directives: Directives without the prefix; empty ones are skipped.
+        before: Words before the command.
     """
     words = [*before, job.python, "-m", "allranks", "run", "--nproc-per-node", str(job.nproc), *job.words]
     environment = (
@@ -45,12 +46,12 @@ def job_script(job: Job, mark: str, directives: Sequence[str], before: Sequence[
 
 
 def noticed_after(job: Job) -> int | None:
-    """After how many seconds a job is signalled to end; None if it is to have no notice."""
+    """Return the seconds after which the job is signaled to end. None if it receives no such signal."""
     return job.time_s - NOTICE_S if job.time_s is not None and job.time_s > NOTICE_S else None
 
 
 def clock(seconds: int, days: bool = False) -> str:
-    """A duration as HH:MM:SS; with ``days`` as D-HH:MM:SS from a day on."""
+    """Return a duration as HH:MM:SS. With ``days``, a duration of a day or more is D-HH:MM:SS."""
     day, rest = divmod(seconds, 86400) if days else (0, seconds)
     hours, rest = divmod(rest, 3600)
     return f"{f'{day}-' if day else ''}{hours:02d}:{rest // 60:02d}:{rest % 60:02d}"

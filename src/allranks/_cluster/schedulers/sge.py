@@ -1,6 +1,6 @@
 """SGE and its successors: allocations, and qrsh, which starts agents in them.
 
-Source: the manual of SGE (qrsh, PE_HOSTFILE). Not tried for real.
+Source: the manual of SGE (qrsh, PE_HOSTFILE). Not tested on a real system.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """SLURM: its steps, whose tasks are ranks, its allocations, srun, which starts agents in them, and sbatch.
 
-Source: srun(1) and sbatch(1). Tried for real.
+Source: srun(1) and sbatch(1). Tested on a real system.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from allranks._cluster.schedulers.script import NOTICE_S, clock, job_script
 __all__ = ["SCHEDULER"]
 
 _PER_TASK = ("SLURM_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
-"""What each of a job's tasks gets. Programs count their workers by it."""
+"""The resources of each task of a job. Programs derive their number of workers from them."""
 
-_SPECIAL_STEPS = 0xFFFFFFFA  # from here on: SLURM's interactive, batch, extern and pending step
+_SPECIAL_STEPS = 0xFFFFFFFA  # from this number on: SLURM's interactive, batch, extern and pending step
 
 
 def _in_step(environ: Environ) -> bool:
-    """SLURM_PROCID alone proves nothing: a batch script and an interactive shell have it, too.
+    """Return whether this process is a task of a step.
 
-    Nor does the step where sbatch was called in one: all its variables are then in the batch script, but those that the
-    batch script has, too, are its own.
+    SLURM_PROCID alone proves nothing: a batch script and an interactive shell also have it. A step id alone proves
+    nothing either if sbatch was called within a step: the batch script then inherits all variables of that step.
+    However, sbatch overwrites the variables that it sets for every batch script. This process is a task only if the
+    size of the job and the tasks per node agree with those of the step.
     """
     step = environ.get("SLURM_STEP_ID", "").strip()
     if not step.isdecimal() or int(step) >= _SPECIAL_STEPS:
@@ -83,13 +85,13 @@ def _find_allocation(environ: Environ, launcher: bool) -> LaunchContext | None:
 
 
 def _het_groups(environ: Mapping[str, str]) -> list[str]:
-    """The endings of the variables of a heterogeneous job's components; none of another job."""
+    """Return the suffixes of the variables of a heterogeneous job's components. Empty for any other job."""
     size = environ.get("SLURM_HET_SIZE", "")
     return [f"_HET_GROUP_{number}" for number in range(int(size))] if size.isdecimal() else []
 
 
 def _hosts_of(read: Reader, group: str) -> list[Slots]:
-    """The nodes of an allocation, or of one component of it."""
+    """Return the nodes of an allocation, or of one component of it."""
     nodelist, tasks = f"SLURM_JOB_NODELIST{group}", f"SLURM_TASKS_PER_NODE{group}"
     names = expand_hosts(read.text(nodelist, "Its nodes."), nodelist)
     per_node = read.text(tasks, "How many tasks each is meant for.")
@@ -110,10 +112,10 @@ def _alone(read: Reader, tasks: str, instead: str) -> LaunchContext | None:
 
 
 def _srun(hosts: Sequence[Slots], agent: Sequence[str]) -> list[list[str]]:
-    """The command that starts an agent on each of an allocation's hosts; one for each component that has some.
+    """Return the commands that start an agent on each host: one for each component that has any of the hosts.
 
-    All CPUs and all memory of the allocation are the agent's to share out; a step that runs already, as that of an
-    interactive shell, does not count.
+    The agent receives all CPUs and all memory of the allocation, and divides them. ``--overlap`` lets it share them
+    with a step that is already running, such as that of an interactive shell.
     """
     component = {
         name: number
@@ -133,15 +135,18 @@ def _srun(hosts: Sequence[Slots], agent: Sequence[str]) -> list[list[str]]:
 
 
 def _srun_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's environment for srun, which takes variables for options of its own.
+    """Return the launcher's environment without the variables that srun would take as options.
 
-    To srun the agent is one task: it would get the CPUs of one rank.
+    For srun, the agent is one task. With the variables of ``_PER_TASK`` it would receive the CPUs of one rank only.
     """
     return {n: v for n, v in environ.items() if not n.startswith("SRUN_") and n not in _PER_TASK}
 
 
 def _file(job: Job) -> str:
-    """For sbatch: a rank is a task. The signal goes to the batch shell, which ``exec`` makes the launcher."""
+    """Return the file for sbatch: a rank is a task.
+
+    The signal goes to the batch shell. ``exec`` replaces that shell by the launcher.
+    """
     return job_script(
         job,
         "#SBATCH",
@@ -157,7 +162,7 @@ def _file(job: Job) -> str:
             f"--account={job.account}" if job.account else "",
             "--output=%x-%j.out",
             f"--signal=B:TERM@{NOTICE_S}",
-            "--no-kill" if job.least is not None else "",  # the allocation outlives a node
+            "--no-kill" if job.least is not None else "",  # the allocation survives the loss of a node
         ],
     )
 
@@ -188,14 +193,15 @@ SCHEDULER = Scheduler(
             for_all=_srun,
             outlives=("--no-kill", "--kill-on-bad-exit=0"),
             environ=_srun_environ,
-            # CPUs are not bound, where it was asked that they should not be.
+            # srun prints this on clusters that cannot bind CPUs. It is harmless, because ``--cpu-bind=none`` requests
+            # no binding.
             noise=(b"cluster configuration lacks support for cpu binding",),
         ),
     ),
     submission=Submission(
         file=_file,
         command=("sbatch", "--parsable"),
-        id=r"^(\d+)(?:;.*)?$",  # and the cluster's name, where there are several
+        id=r"^(\d+)(?:;.*)?$",  # followed by the cluster's name if there are several clusters
         state="squeue --jobs {id}",
         output="tail -F {name}-{id}.out",
         stop="scancel {id}",

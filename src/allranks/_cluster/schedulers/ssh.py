@@ -1,6 +1,6 @@
 """ssh, which starts agents on any host that a user names. It detects nothing.
 
-Source: ssh(1). Tried for real.
+Source: ssh(1). Tested with real ssh.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from allranks._cluster.schedulers.interface import RemoteCommand
 __all__ = ["SSH"]
 
 _OPTIONS = {
-    "BatchMode": "yes",  # nobody is there to type a password
+    "BatchMode": "yes",  # fail instead of asking for a password, because no user is at a terminal
     "ConnectTimeout": "10",
     "ServerAliveInterval": "5",
     "ServerAliveCountMax": "4",
@@ -47,7 +47,7 @@ SSH = RemoteCommand(
     "ssh",
     per_host=_words,
     explain=_explain,
-    # Of an option that is given twice, ssh takes the first. A vanished host is noticed after 16 s; a cut of 7 s, after
-    # which TCP may send nothing for as long again, is survived.
+    # If an option is given twice, ssh uses the first. A vanished host is detected after 16 s. A network cut of 7 s is
+    # survived: after it, TCP may send nothing for up to another 7 s.
     outlives=("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=7"),
 )

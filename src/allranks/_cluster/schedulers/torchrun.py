@@ -1,4 +1,4 @@
-"""torchrun and launchers of its style, ours among them: the variables that torch.distributed reads."""
+"""torchrun and launchers that set the same variables of torch.distributed, ``allranks run`` among them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _find_rank(environ: Environ, launcher: bool) -> LaunchContext | None:
     if not environ.get("RANK", "").strip() and not environ.get("WORLD_SIZE", "").strip():
         return None
     if launcher and not environ.get("LOCAL_RANK", "").strip() and environ.get("KUBERNETES_SERVICE_HOST"):
-        return None  # they count pods: PyTorchJob
+        return None  # the variables number pods, not ranks: see PyTorchJob in ``kubernetes``
     read = Reader(environ, "torchrun")
     for name, kind, meaning in (
         ("TORCHELASTIC_RUN_ID", "torchrun", "torchrun, or a launcher of its style, started this process."),
