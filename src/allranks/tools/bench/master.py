@@ -52,7 +52,7 @@ __all__ = ["main"]
 
 _ROUNDS = (3, 30)
 _OPERATIONS, _REMOTE_CALLS, _ITEMS, _STEPS = 10_000, 300, 200, 100
-_COPIES, _COPIED = 16, 128 << 20  # in a stream: so many, and so many bytes, at most
+_COPIES, _COPIED = 16, 128 << 20  # in a stream: the maximum number of tensors and of bytes
 _PARALLEL = 8
 _STEP_S = 0.005
 _TIMEOUT_S = 120
@@ -60,11 +60,11 @@ _RPC, _SEND = "torch RPC", "send/recv"
 
 Samples = dict[str, list[float]]
 Block = Callable[[Samples], None]
-"""Adds what it measures to samples, by name."""
+"""Adds its measurements to samples, by name."""
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measures, prints and writes."""
+    """Measure, print and write the results."""
     torch.set_num_threads(1)
     report = MasterReport(
         workers=options.nproc,
@@ -98,10 +98,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _turns(blocks: Sequence[Block], budget_s: float) -> Samples:
-    """Runs blocks in turn, each round from another one on, for that many seconds for each."""
+    """Run blocks in turn, each round with a different first block, for ``budget_s`` seconds per block."""
     samples: Samples = defaultdict(list)
     for block in blocks:
-        block(defaultdict(list))  # workers learn their templates, memory is touched, connections are opened
+        block(defaultdict(list))  # workers record their templates, memory is touched, connections are opened
     least, most = _ROUNDS
     began = time.perf_counter()
     for turn in range(most):
@@ -140,7 +140,7 @@ def _judge(found: Samples, sizes: list[int]) -> list[Goal]:
     made.append(of("item(), p50", "us", items, most=150e-6, peer=_RPC, beside=theirs))
     made.append(of("item(), p99", "us", items, part=0.99, peer=_RPC, beside=theirs))
     made.append(of("replayed step, call", "us", found["replay"], most=30e-6))
-    made.append(of("replayed step, bytes", "B", found["replay bytes"], most=64 + 4 * 3))  # two inputs, one output
+    made.append(of("replayed step, bytes", "B", found["replay bytes"], most=64 + 4 * 3))  # two inputs and one output
     for size in sizes:
         for how in ("stream", "single"):
             name = f"copy {human(size)}, {how}"
@@ -255,7 +255,7 @@ def _chain(peer: RpcPeer) -> Block:
     return run
 
 
-# Copies, and what the channel can do beside them.
+# Copies, compared with the native channel.
 
 
 def _transfers(mw: Master, sizes: list[int]) -> list[Block]:
@@ -279,7 +279,7 @@ def _transfers(mw: Master, sizes: list[int]) -> list[Block]:
         return run
 
     def native(size: int, how: str, count: int) -> Block:
-        """The same as a program of two ranks does it, on the same two workers."""
+        """Time the same transfers as a program of two ranks, on the same two workers."""
 
         def run(found: Samples) -> None:
             took = [move(tensors[:count], rank) for rank, tensors in enumerate(ends[size])]
@@ -329,7 +329,7 @@ def _move(tensors: list[torch.Tensor], rank: int) -> float:
     return time.perf_counter() - began
 
 
-# What a step of some milliseconds leaves of the master.
+# The master's CPU load for steps of several milliseconds.
 
 
 def _shares(workers: int, budget_s: float) -> list[Goal]:
@@ -369,7 +369,7 @@ def _share(mw: Master, name: str, steps: int, step: Callable[[], object]) -> Blo
 
 
 def _rows_for(seconds: float) -> tuple[int, float]:
-    """How large a batch makes a step take so long on this worker, and how long it does take."""
+    """Return the batch size with which a step takes about ``seconds`` on this worker, and the measured time."""
     net = _mlp(256)
     step = _step(net, _OPTIMIZERS["AdamW"](net.parameters()))
 
