@@ -1,24 +1,25 @@
-"""``allranks bench master``: what master-worker mode costs, beside its goals, torch's RPC and the native channel.
+"""``allranks bench master``: the cost of master-worker mode, its goals, and its peers torch's RPC and send/recv.
 
-Three masters follow each other in this process: one of two workers for operations, values, training steps and copies;
-one of eight for a step of 5 ms; one of as many as ``-n`` says for one command to all. With the first, blocks of
-everything take turns, so that a machine whose speed drifts slows them alike; every worker has one thread.
+Three masters run one after the other in this process. The first has two workers, for operations, values, training steps
+and copies. The second has eight, for a step of 5 ms. The third has ``-n`` workers, for one command to all. With the
+first, blocks of all measurements take turns, so that a drift of the machine's speed affects all alike. Every worker has
+one thread.
 
 ===========================  ==========================================================================================
-operations                   a rate until the last is queued (``queued``), and until the last is done (``done``)
-training steps               forward, backward and optimiser of an MLP (32-64-64-10, batch 16); operations are those
-                             that the outbox counts, a third of what a step dispatches is none
-bytes                        that went to the worker, divided by the operations
-replayed step                a captured one of that MLP: time of the call, and bytes, per step
-share of a step of 5 ms      CPU time of all threads of the master, divided by the time that the step takes a worker
-                             that has a CPU: what would be left if all workers had one; with a ``synchronize()`` each
-                             50 steps, as of a program that now and then looks at its loss, or each 10
-one command                  ``synchronize()``: sent, executed behind all that is queued, and acknowledged by all; with
-                             an operation of a group before it
+operations                   the rate until the last is queued (``queued``), and until the last is done (``done``)
+training steps               forward, backward and optimizer of an MLP (32-64-64-10, batch 16); counts the operations
+                             in the outbox; a third of the calls that a step dispatches are no operations
+bytes                        the bytes sent to the worker, divided by the operations
+replayed step                a captured step of that MLP: time of the call, and bytes, per step
+share of a step of 5 ms      CPU time of all threads of the master, divided by the time of the step on a worker that
+                             has a CPU: the load of the master if all workers had one; with a ``synchronize()`` every
+                             50 steps, like a program that sometimes reads its loss, or every 10
+one command                  ``synchronize()``: sent, executed after all queued operations, and acknowledged by all
+                             workers; also with an operation of a group before it
 copies                       ``x.to("worker:2")`` of several tensors that are kept (``stream``), and of one
-                             (``single``), until ``synchronize()`` returns; beside ``send`` and ``recv`` of a process
-                             group of the same two workers, into memory that is there
-torch RPC                    ``rpc.remote`` of an addition of what the last one returned; ``to_here`` of one number
+                             (``single``), until ``synchronize()`` returns; compared with ``send`` and ``recv`` of a
+                             process group of the same two workers, into existing memory
+torch RPC                    ``rpc.remote`` of an addition to the previous result; ``to_here`` of one number
 ===========================  ==========================================================================================
 """
 
