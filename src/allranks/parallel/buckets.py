@@ -184,5 +184,6 @@ def plan(
             limit = next(limits)
             members = filling[key] = []
         members.append((index, parameter))
+    # The last member has the lowest index, so its gradient completes the bucket.
     rest = sorted(filling.values(), key=lambda members: members[-1][0], reverse=True)
     return [Bucket(members, group, as_view) for members in done + [members for members in rest if members]]

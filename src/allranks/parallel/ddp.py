@@ -104,9 +104,9 @@ class DistributedDataParallel(nn.Module):
 
     Attributes:
         overlap: Whether buckets are reduced while backward computes the next ones. This needs an idle CPU. It is
-            therefore True if the module is on a GPU, or if each rank finds ``usable CPUs > ranks *
-            torch.get_num_threads()`` at construction. It is False for a module on the CPU that a single rank wrapped,
-            even if more ranks join later. It can be set, to the same value on all ranks and between steps::
+            therefore True if the module is on a GPU, or if each rank finds
+            ``usable CPUs > ranks * torch.get_num_threads()`` at construction. It is False for a module on the CPU that
+            a single rank wrapped, even if more ranks join later. It can be set, to the same value on all ranks and between steps::
 
                 model = DistributedDataParallel(LeNet())
                 model.overlap = True
@@ -381,6 +381,7 @@ class DistributedDataParallel(nn.Module):
         """Compare options and models, take rank 0's values, and agree on ``overlap``."""
         if not init_sync:
             wish = torch.tensor([self._overlap], dtype=torch.uint8, device="cpu").to(self.process_group.device)
+            # Overlap only if every rank wishes to: all ranks must make their calls in the same order.
             self.process_group.all_reduce(wish, ReduceOp.MIN)
             self._overlap = bool(wish)
             return

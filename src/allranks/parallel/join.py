@@ -92,6 +92,7 @@ class UnevenInputs:
         Cost: an all-reduce of 8 bytes per rank.
         """
         size, rank = self._group.size(), self._group.rank()
+        # Each rank sets only its own element, so the sum contains the acts of all ranks.
         news = torch.zeros(size, dtype=torch.int64, device=self._group.device)
         news[rank] = act
         self._group.all_reduce(news, ReduceOp.SUM)

@@ -108,6 +108,8 @@ def require_same_model(
     choices = [f"{name}={value}" for name, value in options.items()]
     lines = [f"parameter {_describe(n, p)}" for n, p in parameters] + [f"buffer {_describe(n, b)}" for n, b in buffers]
     digest = hashlib.sha256("\n".join([*choices, *lines]).encode()).digest()
+    # 32 bytes of SHA-256 and 8 bytes of the wish: the exchange has a fixed size, and details follow only after a
+    # mismatch.
     mine = torch.frombuffer(bytearray(digest + int(wish).to_bytes(8, "little")), dtype=torch.int64).to(group.device)
     all_of_them = mine.new_empty(group.size(), mine.numel())
     group.all_gather(all_of_them, mine)

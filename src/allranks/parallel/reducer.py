@@ -159,7 +159,7 @@ class Reducer:
         for index, gradients in enumerate(due or ()):
             self._outstanding[self._number_of[index]] += gradients > 0
 
-    # --- what autograd calls ---
+    # --- hooks that autograd calls ---
 
     def before_forward(self, sync: bool) -> None:
         """Prepare for a forward that records a graph. Its backward is synchronized if ``sync`` is true."""
@@ -340,6 +340,7 @@ class Reducer:
             parameter.grad = None
 
     def _start_complete(self) -> None:
+        # The last bucket waits for the end of the backward, because it may carry the mark.
         while len(self._sent) < len(self._order) - 1 and not self._missing[self._order[len(self._sent)]]:
             assert self._used is not None
             self._start_next(self._used, False)
@@ -383,7 +384,7 @@ class Reducer:
         """Return the numbers of the buckets that are reduced, in order."""
         return [n for n, bucket in enumerate(self._buckets) if any(index in used for index in bucket.indices)]
 
-    # --- what the ranks exchange ---
+    # --- exchanges between the ranks ---
 
     def _agree_on_used(self, mine: list[int], strayed: bool) -> Collection[int]:
         """Return the parameters that have a gradient on any rank. Raises the errors of `_judge` on every rank."""

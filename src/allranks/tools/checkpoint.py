@@ -357,6 +357,7 @@ def _difference(one: BlockReader, mine: Saved, other: BlockReader, theirs: Saved
     if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
         return f"{mine.dtype} {list(mine.shape)} and {theirs.dtype} {list(theirs.shape)}"
     left, right = _read(one, mine), _read(other, theirs)
+    # Tensors with equal bytes do not differ, even if they contain NaNs, which are not equal as numbers.
     if not left.numel() or bytes(view_of(left)) == bytes(view_of(right)):
         return ""
     if not (left.is_floating_point() or left.is_complex()):

@@ -28,8 +28,8 @@ from allranks.launch.spec.values import environment_kind
 __all__ = ["EnvReport", "collect", "main", "render"]
 
 _SECRETS = ("ALLRANKS_SECRET",)
-_WIDTH = 40
-_MOST = 8
+_WIDTH = 40  # maximum characters of a printed value
+_MOST = 8  # maximum number of printed hosts
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class TerminalProgress:
         self._ended = threading.Event()
         self._shown = shown
         self._drawn = False
+        # Protects the terminal: the thread must not draw its line between `_clear` and the output of `put`.
         self._lock = threading.Lock()
         self._thread = Daemon(target=self._draw, name=name) if shown and is_redrawable(sys.stderr) else None
 

@@ -16,8 +16,8 @@ __all__ = ["READING", "Conditions", "Window", "before", "judge"]
 _USER, _IDLE, _IOWAIT, _STEAL, _GUEST = 0, 3, 4, 7, 8  # columns of /proc/stat
 _BUSY = 0.1  # share of the CPUs that other processes use
 _LOADED = 0.25  # load per CPU in the last minute
-_STOLEN = 0.02
-_WAITED = 0.05
+_STOLEN = 0.02  # share of the CPU time that the hypervisor took
+_WAITED = 0.05  # share of the last minute in which a process waited for a CPU
 _CPUFREQ = Path("/sys/devices/system/cpu/cpu0/cpufreq")
 
 READING = "medians are of a machine that others use, too; fastest blocks are nearer to a quiet one's"

@@ -56,6 +56,7 @@ def _watch(job: int | None, delay_s: float, count: int | None, as_json: bool) ->
         try:
             now = choose(job, Question(stacks=False))
         except NoAnswer:
+            # If the job no longer exists, it has ended; otherwise the failure is reported.
             if any(each.pid == job for each in find()):
                 raise
             print(f"allranks top: job {job} has ended", file=sys.stderr)

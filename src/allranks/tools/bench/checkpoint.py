@@ -192,7 +192,7 @@ def _measure(folder: Path, nbytes: int, rounds: int) -> Samples:
     for number in range(-1, rounds):
         if number == 0:
             found.clear()  # the first round allocates memory and creates groups
-        os.sync()
+        os.sync()  # pending writes would slow down the next operations
         timed("memcpy", lambda: [copy[: len(part)].copy_(part) for part in torch.split(share, _COPIED)])
         _ours(timed, folder / "ours", state, memory, number + 1, "stall" in fitting)
         timed("write", lambda: _write(folder / f"written-{rank}", share))

@@ -37,7 +37,7 @@ _NEAR = 3  # the pause precedes one of this many steps finished after the death
 _WIDTH = 1024
 _c10d: Any = torch.distributed
 _TIMEOUT = timedelta(seconds=60)
-_JOIN_MS, _TICK_MS = 1000, 100
+_JOIN_MS, _TICK_MS = 1000, 100  # join timeout and quorum tick of the lighthouse
 
 
 @dataclass

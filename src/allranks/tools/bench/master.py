@@ -1,9 +1,9 @@
 """``allranks bench master``: the cost of master-worker mode, its goals, and its peers torch's RPC and send/recv.
 
 Three masters run one after the other in this process. The first has two workers, for operations, values, training steps
-and copies. The second has eight, for a step of 5 ms. The third has ``-n`` workers, for one command to all. With the
-first, blocks of all measurements take turns, so that a drift of the machine's speed affects all alike. Every worker has
-one thread.
+and copies. The second has eight, or ``-n`` if that is less, for a step of 5 ms. The third has ``-n`` workers, for one
+command to all. With the first, blocks of all measurements take turns, so that a drift of the machine's speed affects
+all alike. Every worker has one thread.
 
 ===========================  ==========================================================================================
 operations                   the rate until the last is queued (``queued``), and until the last is done (``done``)
@@ -231,7 +231,7 @@ def _replay(mw: Master) -> Block:
     x, y = (each.to("worker:1") for each in _data())
     net = _mlp().to("worker:1")
     step = allranks.capture(_step(net, _OPTIMIZERS["AdamW"](net.parameters())))
-    for _ in range(5):  # recorded, verified
+    for _ in range(5):  # the first calls record and verify the step
         step(x, y)
 
     def run(found: Samples) -> None:
@@ -342,7 +342,7 @@ def _shares(workers: int, budget_s: float) -> list[Goal]:
         x, y = (each.to(group.device) for each in _data(rows))
         eager = _step(net, optimizer)
         steps = {"eager": eager, "captured": allranks.capture(eager)}
-        for _ in range(5):  # recorded, verified
+        for _ in range(5):  # the first calls record and verify the step
             steps["captured"](x, y)
         waits = [("eager", 10), ("captured", 10), ("captured", 50)]
         found = _turns([_share(mw, name, each, partial(steps[name], x, y)) for name, each in waits], budget_s)
@@ -389,7 +389,7 @@ def _rows_for(seconds: float) -> tuple[int, float]:
     return rows, now
 
 
-# One command to many.
+# One command to all workers.
 
 
 def _command(workers: int, budget_s: float) -> list[Goal]:

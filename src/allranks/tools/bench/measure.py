@@ -98,10 +98,11 @@ def _sample(contenders: list[_Contender], plan: BlockPlan) -> list[list[_Block]]
         if turn >= least and spent >= plan.budget_s:
             break
         order = list(range(len(contenders)))
+        # Rotate and reverse the order, so that an engine does not always follow the same other engine.
         order = order[turn % len(order) :] + order[: turn % len(order)]
         for i in order if turn // len(order) % 2 == 0 else reversed(order):
             samples[i].append(_block(contenders[i], contenders[i].calls_per_block, plan))
-            spent += samples[i][-1].seconds * (contenders[i].calls_per_block + 1)
+            spent += samples[i][-1].seconds * (contenders[i].calls_per_block + 1)  # 1: the call that is not timed
     return samples
 
 

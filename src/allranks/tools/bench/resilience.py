@@ -109,7 +109,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-# One of three.
+# One rank of three is lost.
 
 
 def _losses(deaths: int, peer: Pauses | None) -> list[Goal]:
@@ -184,7 +184,7 @@ def _end_of(log: str) -> str:
     return Path(log).read_text()[-4000:]
 
 
-# Many.
+# A rank of a large group is lost.
 
 
 def _many(ranks: int, deaths: int) -> list[Goal]:
@@ -220,7 +220,7 @@ def _shrunk(file: Path) -> float:
     return time.monotonic()
 
 
-# A state, and a step.
+# Transfer of a state, and empty steps.
 
 
 def _states(sizes: list[int]) -> list[Goal]:

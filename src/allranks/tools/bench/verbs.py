@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["ROOT", "VERBS", "Data", "Verb", "expected", "left_early"]
 
 ROOT = 0
-_STAGGER_S = 0.005
+_STAGGER_S = 0.005  # delay of rank 0 in `left_early`
 
 
 @dataclass(frozen=True)

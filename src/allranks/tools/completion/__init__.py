@@ -1,7 +1,7 @@
 """``allranks completion``: prints the script that completes commands, options and their values in bash, zsh or fish.
 
-The scripts are files of the package, so that a shell that requests one at startup does not wait for torch. ``python -m
-allranks.tools.completion`` writes them and the manual pages from the parsers of all commands.
+The scripts are files of the package, so that a shell that requests one at startup does not wait for torch.
+``python -m allranks.tools.completion`` writes them and the manual pages from the parsers of all commands.
 
 ============  ================================================
 ``tree``      all commands as data, from the parsers

@@ -20,7 +20,7 @@ _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 _OF_TESTS = "ALLRANKS_TEST_"
 # Files of torch's DataLoader and multiprocessing, Open MPI, MPICH, NCCL.
 _SHARED = ("torch_*", "psm_*", "sem.mp-*", "sm_segment.*", "vader_segment.*", "mpich_shm_*", "nccl-*")
-_SETTLED_S = 60.0
+_SETTLED_S = 60.0  # a process may still be creating a file that is newer
 _LAUNCHERS = ("allranks", "torchrun", "torch.distributed", "mpirun", "mpiexec")
 
 
@@ -112,7 +112,7 @@ def orphans(proc: Path) -> Iterator[tuple[int, str]]:
         if any(Path(word).name.startswith(_LAUNCHERS) for word in first.replace("\0", " ").split()):
             return  # the first process of the container is the launcher, and the parent of its ranks
     for entry in proc.glob("[0-9]*"):
-        with suppress(OSError, ValueError):  # it has just ended, or is another user's
+        with suppress(OSError, ValueError):  # the process has just ended, or belongs to another user
             if entry.stat().st_uid != os.geteuid() or entry.name in (str(os.getpid()), str(os.getppid()), "1"):
                 continue
             state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
@@ -143,7 +143,7 @@ def unused_files(folder: Path, proc: Path, before: float) -> list[Path]:
         return []
     used: set[str] = set()
     for entry in proc.glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended, or is another user's
+        with suppress(OSError):  # the process has just ended, or belongs to another user
             used.update(line.split(maxsplit=5)[5] for line in (entry / "maps").read_text().splitlines() if "/" in line)
             used.update(os.readlink(each) for each in (entry / "fd").iterdir())
     return sorted(file for file in found if str(file) not in used)

@@ -19,8 +19,8 @@ from allranks.tools.doctor.job import job_here
 __all__ = ["CHECKS", "judge_name", "judge_port"]
 
 _USUAL_PORT = 29500  # the default of torchrun and torch.distributed.launch
-_PATIENCE_S = 5.0
-_SLOW_S = 1.0
+_PATIENCE_S = 5.0  # timeout of name resolution and of connections
+_SLOW_S = 1.0  # a name service that takes longer is slow
 _CHOICES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 __all__ = ["Pair", "Pairs", "kinds", "rounds", "standing_out"]
 
 _ONE_BY_ONE = 16  # up to this many ranks, pairs measure one at a time; with more, this would take minutes
-_FACTOR = 4.0
+_FACTOR = 4.0  # times the median: beyond this, a pair is an outlier
 
 
 @dataclass(frozen=True)

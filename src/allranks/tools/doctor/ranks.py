@@ -192,6 +192,7 @@ def _clocks(report: DoctorReport, own: DoctorFacts) -> list[DoctorLine]:
                 now[0] = time.time()
                 allranks.send(now, 0)
         if own.rank == 0:
+            # The peer read its clock during the round trip, so the error is at most half of it.
             took, ahead = min(looks)
             lines.append(judge_clock(report.hosts[peer], ahead, took / 2))
     return lines

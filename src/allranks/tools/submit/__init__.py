@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
         wanted = options.parse(argv)
         text = wanted.submission.file(wanted.job)
         if wanted.file is not None:
+            # Only the user may read a file that contains the job's secret.
             _write(wanted.file, text, 0o600 if wanted.job.secret else 0o666)
         if not wanted.now:
             if wanted.file is None:

@@ -100,6 +100,7 @@ class _Rank:
             path = folder / ("-".join(f"{name}-{value}" for name, value in table.items()) + ".json")
             path.write_text(json.dumps({"tuning": table}))
             os.environ["ALLRANKS_TUNING"] = str(path)
+            # A group reads its tuning table when it is created.
             groups.append(allranks.new_group(list(range(ranks))))
         del os.environ["ALLRANKS_TUNING"]
         found = {}
