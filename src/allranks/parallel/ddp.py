@@ -106,7 +106,8 @@ class DistributedDataParallel(nn.Module):
         overlap: Whether buckets are reduced while backward computes the next ones. This needs an idle CPU. It is
             therefore True if the module is on a GPU, or if each rank finds
             ``usable CPUs > ranks * torch.get_num_threads()`` at construction. It is False for a module on the CPU that
-            a single rank wrapped, even if more ranks join later. It can be set, to the same value on all ranks and between steps::
+            a single rank wrapped, even if more ranks join later. It can be set, to the same value on all ranks
+            and between steps::
 
                 model = DistributedDataParallel(LeNet())
                 model.overlap = True
