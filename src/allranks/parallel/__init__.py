@@ -1,4 +1,4 @@
-"""Parallel training of one model: by all ranks, or by all workers of a master."""
+"""Data-parallel training of one model, by all ranks or by all workers of a master."""
 
 from allranks._base.public import publish
 from allranks.parallel.ddp import DistributedDataParallel

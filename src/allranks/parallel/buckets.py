@@ -1,11 +1,10 @@
-"""Buckets: which gradients are reduced together, and the memory in which they are.
+"""Buckets: groups of gradients that are reduced together, and their memory.
 
-A large parameter is a bucket of its own and is reduced where it lies, in its ``.grad``; only small
-ones are copied together. On a CPU copying a gradient costs about as much as reducing it through
-shared memory, so the flat buffer that torch fills and empties for every gradient would be most of
-the time.
+A parameter of 1 MiB or more forms its own bucket. Its gradient is reduced in place, in its ``.grad``. Only smaller
+gradients are copied together into a flat buffer. On a CPU, copying a gradient costs about as much as reducing it
+through shared memory. If every gradient used a flat buffer, as in torch, the copies would take most of the time.
 
-When a bucket is started, and by what it is reduced, is `reducer`'s business.
+`reducer` decides when a bucket starts, and which operation reduces it.
 """
 
 from __future__ import annotations
@@ -23,21 +22,22 @@ from allranks._group.process_group import ProcessGroup
 
 __all__ = ["ALONE_BYTES", "Bucket", "bucket_memory", "plan"]
 
-# A bucket's first all-reduce can start early if it is small (torch's figure).
+# A small first bucket can start early (the value of torch).
 _FIRST_BUCKET_BYTES = 1 << 20
 
-# From this size on, copying into a flat buffer and back costs more than an all-reduce of its own.
+# From this size on, copying into a flat buffer and back costs more than a separate all-reduce.
 ALONE_BYTES = 1 << 20
 
 
-# From this size on, reducing in memory that all ranks see saves more than its second wait costs.
+# From this size on, reducing in shared memory saves more than its second wait costs.
 _SHARED_BYTES = 256 << 10
 
 
 def bucket_memory(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> Tensor:
-    """Where a flat bucket lies: one dimension, not initialised; if large, and on the CPU, shared by ``group``'s ranks.
+    """Allocate a flat bucket: one dimension, not initialized.
 
-    All ranks call it for the same buckets in the same order, when the model is wrapped.
+    A bucket of 256 KiB or more on the CPU is memory that the ranks of ``group`` share. All ranks call this function for
+    the same buckets in the same order, when the model is wrapped.
     """
     if group is None or device.type != "cpu" or numel * dtype.itemsize < _SHARED_BYTES:
         return torch.empty(numel, dtype=dtype, device=device)
@@ -45,13 +45,13 @@ def bucket_memory(numel: int, dtype: torch.dtype, device: torch.device, group: P
 
 
 class Bucket:
-    """Gradients that are reduced together: one where it lies, or several in a flat buffer.
+    """Gradients that are reduced together: one gradient in place, or several in a flat buffer.
 
-    In every backward: `fill`, then somebody reduces the tensor that it returned, then `give_back`.
+    In every backward, the caller calls `fill`, reduces the tensor that it returns, and calls `give_back`.
 
     Attributes:
-        flat: Whether there is a buffer; then a message can carry a mark behind the gradients.
-        mark: One element, that mark, after `fill` and the reduction.
+        flat: The bucket has several parameters and a buffer. A message can then carry a mark after the gradients.
+        mark: The mark, one element. It is valid after `fill` and the reduction.
     """
 
     mark: Tensor
@@ -60,22 +60,23 @@ class Bucket:
         self.indices = [index for index, _ in members]
         self.parameters = [parameter for _, parameter in members]
         self.flat = len(members) > 1
-        self._dtype = self.parameters[0].dtype  # the model may be converted later, which `reducer` finds
+        self._dtype = self.parameters[0].dtype  # the model may be converted later; `reducer` detects that
         self._device = self.parameters[0].device
         self._as_view = as_view
         self._in_place = False
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         if self.flat:
-            numel = sum(p.numel() for p in self.parameters) + 1  # and the mark
+            numel = sum(p.numel() for p in self.parameters) + 1  # one more element for the mark
             self._lie_in(bucket_memory(numel, self._dtype, self._device, group))
 
     def fill(self, used: Container[int], mark: bool | None = None) -> Tensor:
-        """One flat tensor of this rank's gradients; zeros stand for those that it does not have.
+        """Return one flat tensor with the gradients of this rank; missing gradients are zeros.
 
         Args:
-            used: The parameters that any rank has a gradient for; the others' ``.grad`` stays as it is.
-            mark: If not None (`flat` buckets only) it is the last element, behind the gradients.
+            used: Indices of the parameters that have a gradient on any rank. The ``.grad`` of the others is not
+                changed.
+            mark: If not None (`flat` buckets only), the value of the last element, after the gradients.
         """
         only = self.parameters[0].grad
         self._in_place = (
@@ -89,7 +90,7 @@ class Bucket:
         if self._in_place:
             assert only is not None
             return only.detach().view(-1)
-        if self._buffer is None:  # perhaps on this rank only: its one gradient is missing, or not contiguous
+        if self._buffer is None:  # possibly on this rank only: its single gradient is missing or not contiguous
             self._lie_in(self.empty(marked=True))
         assert self._buffer is not None
         self._gather(used)
@@ -99,11 +100,11 @@ class Bucket:
         return self._buffer
 
     def empty(self, marked: bool) -> Tensor:
-        """What a rank without gradients gives: zeros, in memory of their own."""
+        """Return the contribution of a rank without gradients: zeros in new memory."""
         return torch.zeros(sum(p.numel() for p in self.parameters) + marked, dtype=self._dtype, device=self._device)
 
     def give_back(self, used: Container[int]) -> None:
-        """Puts the means into the ``.grad`` of those who are used."""
+        """Copy the means into the ``.grad`` of the parameters in ``used``."""
         if self._in_place:
             return
         to: list[Tensor] = []
@@ -133,17 +134,18 @@ class Bucket:
         for number, (index, parameter) in enumerate(zip(self.indices, self.parameters, strict=True)):
             gradient, view = parameter.grad, self._views[number]
             if self._as_view and view.data_ptr() != self._parts[number].data_ptr():
-                # The view was in .grad, and Module.to() or its like has put other memory into it, perhaps long ago.
+                # The view was in .grad, and a method such as Module.to() has replaced its memory, possibly many steps
+                # ago.
                 view = self._views[number] = self._parts[number].view(parameter.shape)
             if index not in used:
-                if gradient is view:  # nobody shall touch it, so that it must leave the buffer
+                if gradient is view:  # the gradient must not change, so it must leave the buffer
                     parameter.grad = gradient.clone()
                 gradient = None
             if gradient is None:
                 view.zero_()
             elif gradient.layout is not torch.strided:
                 raise UsageError("DistributedDataParallel: sparse gradients are not supported (Embedding(sparse=True))")
-            elif gradient is not view:  # after zero_grad(set_to_none=False) backward has added into the views
+            elif gradient is not view:  # after zero_grad(set_to_none=False), backward has accumulated into the views
                 to.append(view)
                 gradients.append(gradient)
         _copy(to, gradients)
@@ -151,20 +153,20 @@ class Bucket:
 
 def _copy(to: list[Tensor], values: list[Tensor]) -> None:
     if to:
-        with torch.no_grad():  # create_graph=True makes gradients that require gradients
+        with torch.no_grad():  # create_graph=True creates gradients that require gradients
             torch._foreach_copy_(to, values)
 
 
 def plan(
     parameters: list[nn.Parameter], caps: Iterable[float], group: ProcessGroup | None, as_view: bool
 ) -> list[Bucket]:
-    """Deals parameters, last first, to buckets, in the order in which these will be complete.
+    """Assign parameters, in reverse order, to buckets in the order in which backward completes the buckets.
 
     Args:
-        parameters: The model's, in its order.
-        caps: The most bytes of the first flat bucket, the second, ...; the last holds for the rest.
-        group: Whose ranks share the memory of flat buckets; None: nobody.
-        as_view: ``.grad`` of those in flat buckets become views.
+        parameters: The parameters of the model, in its order.
+        caps: The maximum bytes of the first flat bucket, of the second, and so on. The last value applies to the rest.
+        group: The ranks that share the memory of flat buckets. None: the memory is not shared.
+        as_view: The ``.grad`` of parameters in flat buckets become views.
     """
     done: list[list[tuple[int, nn.Parameter]]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[tuple[int, nn.Parameter]]] = {}
@@ -182,5 +184,6 @@ def plan(
             limit = next(limits)
             members = filling[key] = []
         members.append((index, parameter))
+    # The last member has the lowest index, so its gradient completes the bucket.
     rest = sorted(filling.values(), key=lambda members: members[-1][0], reverse=True)
     return [Bucket(members, group, as_view) for members in done + [members for members in rest if members]]

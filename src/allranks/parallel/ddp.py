@@ -1,20 +1,20 @@
-"""Data-parallel training: `DistributedDataParallel`, with torch's names and meaning.
+"""Data-parallel training: `DistributedDataParallel`, with torch's names and semantics.
 
-Each rank holds the whole model and works on its own part of the batch; after ``backward()`` every
-``.grad`` holds the mean over the ranks, so that equal optimisers keep equal weights equal.
+Each rank holds the whole model and processes its own part of the batch. After ``backward()`` every ``.grad`` holds the
+mean over the ranks. Equal optimizers therefore keep equal weights equal.
 
-Here is the interface: arguments, forward, contexts. The work is done in
+This module contains the interface: arguments, forward, contexts. Other modules do the work:
 
-- `models`: at construction the ranks compare their parameter lists (a different model on one rank would
-  otherwise end as a hang or as garbage) and take rank 0's values;
-- `buckets`: gradients are reduced in buckets, in the reverse of the parameters' order, which is about the
-  order in which backward produces them;
-- `reducer`: follows the backwards, and reduces each bucket when it is complete;
-- `hooks`: a user's function in the all-reduce's place;
+- `models`: at construction, the ranks compare their parameter lists and take rank 0's values. Without this check, a
+  different model on one rank would cause a hang or wrong results.
+- `buckets`: gradients are reduced in buckets, in the reverse order of the parameters. Backward produces them in
+  approximately this order.
+- `reducer`: tracks the backwards, and reduces each bucket when it is complete.
+- `hooks`: a user function that replaces the all-reduce.
 - `join`: ranks that have run out of inputs.
 
-Left to others: the reduction itself (`allranks._api.collectives`), dealing out the data
-(`allranks.data`). Not there: sparse gradients, mixed precision, device meshes, delayed all-reduce.
+Other packages provide the reduction itself (`allranks._api.collectives`) and the distribution of the data
+(`allranks.data`). Not supported: sparse gradients, mixed precision, device meshes, delayed all-reduce.
 
 Source: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020 (https://arxiv.org/abs/2006.15704); torch/nn/parallel/distributed.py for the interface.
@@ -47,12 +47,12 @@ from allranks.parallel.reducer import Reducer
 __all__ = ["DistributedDataParallel"]
 
 _MB = 1 << 20
-_FIRST_BUCKET_MB = 1  # torch's figure: a small first bucket can start early
+_FIRST_BUCKET_MB = 1  # the value of torch: a small first bucket can start early
 _WHO = "DistributedDataParallel"
 
 
 class DistributedDataParallel(nn.Module):
-    """Wraps a module for data-parallel training.
+    """Wrap a module for data-parallel training.
 
     ::
 
@@ -60,71 +60,70 @@ class DistributedDataParallel(nn.Module):
         loss_function(model(my_part_of_the_batch), targets).backward()  # .grad: the mean over ranks
         optimizer.step()
 
-    The mean over ranks is the gradient of the mean loss over the global batch if every rank's loss
-    is a mean over equally many samples. ``state_dict()`` keys start with ``module.`` as in torch;
-    save ``model.module.state_dict()`` to be free of the wrapper. With one rank nothing is sent.
+    The mean over ranks is the gradient of the mean loss over the global batch if every rank's loss is a mean over the
+    same number of samples. The keys of ``state_dict()`` start with ``module.``, as in torch. Save
+    ``model.module.state_dict()`` to store a state that does not depend on the wrapper. With one rank, no data is sent.
 
-    Every parameter with ``requires_grad`` must get a gradient in each synchronised backward, on every
-    rank; but see ``find_unused_parameters`` and ``static_graph``. Freeze and convert parameters *before*
-    wrapping. Several backwards that go through different parts of one forward's outputs are, unlike in torch,
-    each reduced when they end: add the losses and call backward once, or use ``find_unused_parameters``.
+    Every parameter with ``requires_grad`` must receive a gradient in each synchronized backward, on every rank. The
+    options ``find_unused_parameters`` and ``static_graph`` relax this rule. Freeze and convert parameters *before*
+    wrapping. If several backwards use different parts of the outputs of one forward, each backward is reduced when it
+    ends, unlike in torch. In this case, add the losses and call backward once, or use ``find_unused_parameters``.
 
-    Can be copied and pickled where the process group is the default one; a communication hook does not
-    go along.
+    The wrapper can be copied and pickled if its process group is the default group. A communication hook is not copied.
 
     Args:
-        module: The model, the same on every rank in all but values.
-        device_ids: The device that the whole module is on, in a list; inputs are moved there. None or empty: they
-            are not moved, and the module may be on the CPU or on several devices, the same on every rank.
-        output_device: For torch's signature: outputs stay where the module makes them.
-        dim: For torch's signature; without ``device_ids`` it has no effect.
-        broadcast_buffers: Take rank 0's buffers now, and at the start of each forward that follows a
-            synchronised one, in training and in evaluation. True if None.
-        init_sync: Compare parameter lists and take rank 0's parameters and buffers now. With
-            False the ranks must already be equal; nobody checks.
-        process_group: Who takes part; the world by default. "Rank 0" is the first rank of this group.
-        bucket_cap_mb: Small gradients are reduced in flat buckets of at most so many MiB; 25 if None.
-        find_unused_parameters: Parameters may be unused, on some ranks or on all. Where any rank has a
-            gradient, all get the mean (no gradient counts as zero); where none has, ``.grad`` is not
-            touched. Nothing overlaps with the backward then.
-        check_reduction: For torch's signature; without effect there, too.
-        gradient_as_bucket_view: ``.grad`` of small parameters become views into the bucket, which
-            saves its memory and, with ``zero_grad(set_to_none=False)``, both copies.
-        static_graph: Every backward is as the first one is, in which the ranks learn what is unused.
-            Allows re-entrant checkpoints that use a parameter several times. A backward that gives more
-            gradients to a parameter, or fewer, is an error on every rank.
+        module: The model. On every rank, everything except its values must be the same.
+        device_ids: A list with the device that holds the whole module. Inputs are moved to it. None or empty: inputs
+            are not moved, and the module can be on the CPU or on several devices, the same on every rank.
+        output_device: Accepted for compatibility with torch: outputs stay on the device on which the module creates
+            them.
+        dim: Accepted for compatibility with torch. Without ``device_ids`` it has no effect.
+        broadcast_buffers: Take rank 0's buffers now, and at the start of each forward that follows a synchronized one,
+            in training and in evaluation. True if None.
+        init_sync: Compare parameter lists, and take rank 0's parameters and buffers now. If False, the ranks must
+            already be equal. This is not checked.
+        process_group: The ranks that take part. The default is the world. "Rank 0" is the first rank of this group.
+        bucket_cap_mb: Maximum size in MiB of a flat bucket of small gradients. 25 if None.
+        find_unused_parameters: Parameters may be unused, on some ranks or on all. If any rank has a gradient, all ranks
+            receive the mean (a missing gradient counts as zero). If no rank has a gradient, ``.grad`` is not changed.
+            Reductions then do not overlap with the backward.
+        check_reduction: Accepted for compatibility with torch, where it has no effect either.
+        gradient_as_bucket_view: The ``.grad`` of small parameters become views into the bucket. This saves the memory
+            of the bucket and, with ``zero_grad(set_to_none=False)``, both copies.
+        static_graph: Every backward is like the first one, in which the ranks detect unused parameters. Allows
+            re-entrant checkpoints that use a parameter several times. If a later backward gives a parameter more or
+            fewer gradients, every rank raises an error.
         delay_all_reduce_named_params: Not supported.
         param_to_hook_all_reduce: Not supported.
-        mixed_precision: Not supported; use torch.autocast, or a hook that sends 16 bits.
-        device_mesh: Not supported; give a ``process_group``.
-        skip_all_reduce_unused_params: What is unused on all ranks is never sent; without effect.
-        bucket_cap_mb_list: The caps of the first buckets, in MiB; ``bucket_cap_mb`` holds for the rest.
-        batched_grad_copy: It is always so; without effect.
-        forward_sync_buffers: As ``broadcast_buffers``, but buffers are taken now in any case.
+        mixed_precision: Not supported. Use torch.autocast, or a hook that sends 16 bits.
+        device_mesh: Not supported. Pass a ``process_group``.
+        skip_all_reduce_unused_params: No effect: parameters that are unused on all ranks are never sent.
+        bucket_cap_mb_list: The caps of the first buckets, in MiB. ``bucket_cap_mb`` applies to the rest.
+        batched_grad_copy: No effect: copies are always batched.
+        forward_sync_buffers: Like ``broadcast_buffers``, but the buffers are always taken at construction.
 
     Attributes:
-        overlap: Whether buckets are reduced while backward is still computing the next ones. That takes a CPU
-            that has nothing else to do, so it is True where the module is on a GPU, or each rank finds ``usable
-            CPUs > ranks * torch.get_num_threads()`` at construction. It is False for a module on the CPU that was
-            wrapped by a single rank, also when more ranks join later. Can be set, to the same on all ranks and
-            between steps::
+        overlap: Whether buckets are reduced while backward computes the next ones. This needs an idle CPU. It is
+            therefore True if the module is on a GPU, or if each rank finds
+            ``usable CPUs > ranks * torch.get_num_threads()`` at construction. It is False for a module on the CPU that
+            a single rank wrapped, even if more ranks join later. It can be set, to the same value on all ranks
+            and between steps::
 
                 model = DistributedDataParallel(LeNet())
                 model.overlap = True
 
     Raises:
-        UsageError: An argument that is not supported, a sparse embedding, parameters on a device whose tensors the
-            group does not move, or nothing to train. From
-            ``backward()``, on every rank: parameters got no gradient, or a second one, or were converted to
-            another dtype since wrapping; names them and the ranks.
-        MismatchError: The ranks' models differ in more than values, or their options do. Raised on every
-            rank; names the ranks that differ and the options or the first parameter in which they do. From
-            ``backward()``: an optimizer has used gradients that were not averaged, and the values differ now.
-        NotInitializedError: There is no process group yet.
+        UsageError: An argument is not supported, an embedding is sparse, the group cannot move tensors of the
+            parameters' device, or no parameter is trained. From ``backward()``, on every rank: parameters received no
+            gradient, or a second one, or were converted to another dtype after wrapping. The error names the parameters
+            and the ranks.
+        MismatchError: The ranks' models differ in more than values, or their options differ. Raised on every rank. The
+            error names the ranks that differ, and the options or the first parameter in which they differ. From
+            ``backward()``: an optimizer has used gradients that were not averaged, and the values now differ.
+        NotInitializedError: The process group is not initialized.
 
-    Cost: Construction: one broadcast of the model. Step: one all-reduce of the gradients, those of
-    parameters under 1 MiB being copied in and out once more; with ``find_unused_parameters`` another
-    one of a byte per parameter.
+    Cost: Construction: one broadcast of the model. Step: one all-reduce of the gradients. Gradients of parameters under
+    1 MiB are also copied in and out once. With ``find_unused_parameters``, one more all-reduce of a byte per parameter.
     """
 
     _reducer: Reducer | None
@@ -187,19 +186,19 @@ class DistributedDataParallel(nn.Module):
         self.static_graph = static_graph
         self.bucket_bytes_cap_list = [int(cap * _MB) for cap in bucket_cap_mb_list or ()]
         self._caps = [cap * _MB for cap in caps]
-        # Where all CPUs are computing, rank and progress thread would only take turns, which made a step of
-        # benchmarks/ddp_step.py on two CPUs 5 to 8 % longer than reducing after the backward.
+        # If all CPUs compute, the rank and the progress thread compete for them. A step of benchmarks/ddp_step.py on
+        # two CPUs then took 5 to 8 % longer than with a reduction after the backward.
         self._overlap = not trained[0].is_cpu
         if self.process_group.size() > 1:
             self._overlap |= usable_cpus() > self.process_group.size() * torch.get_num_threads()
             self._agree(init_sync, init_buffers)
-        # else the CPUs of this host do not count: ranks that join later have not exchanged them, and cannot, as they
-        # join at different times.
+        # A single rank ignores the CPUs of this host: ranks that join later have not exchanged their values, and
+        # cannot, because they join at different times.
         self._connect(shared=True)
 
     @property
     def overlap(self) -> bool:
-        """Whether buckets are reduced beside the backward; the same on all ranks."""
+        """Whether buckets are reduced during the backward; the same on all ranks."""
         return self._overlap
 
     @overlap.setter
@@ -218,7 +217,7 @@ class DistributedDataParallel(nn.Module):
         self.forward_sync_buffers = value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module; ``backward()`` on the result is synchronised (but see `no_sync`)."""
+        """Call the module. A ``backward()`` on the result is synchronized, except inside `no_sync`."""
         there = self._inputs_to
         if there is not None:
             args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(there, non_blocking=True), (args, kwargs))
@@ -233,7 +232,7 @@ class DistributedDataParallel(nn.Module):
         take_buffers = self.will_sync_module_buffers()
         if self._uneven is not None:
             _, active = self._uneven.announce(Act.FORWARD_WITH_BUFFERS if take_buffers else Act.FORWARD)
-            source = active[-1]  # rank 0's buffers may be old; torch, too, takes the highest rank's
+            source = active[-1]  # rank 0's buffers can be old; torch also takes those of the highest rank
         if take_buffers:
             self._take_buffers(source)
         output = self.module(*args, **kwargs)
@@ -244,17 +243,16 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forwards in here only add to the local ``.grad``; so does their backward.
+        """Skip the reduction: the backwards of forwards in this context only add to the local ``.grad``.
 
-        The next synchronised backward averages what has been added up::
+        The next synchronized backward averages the accumulated gradients::
 
             with model.no_sync():
                 for part in parts[:-1]:
                     model(part).sum().backward()
             model(parts[-1]).sum().backward()  # sends
 
-        It is the *forward* that counts: one made outside is synchronised even if its backward is
-        inside.
+        The *forward* decides: a forward outside the context is synchronized even if its backward is inside.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -270,7 +268,7 @@ class DistributedDataParallel(nn.Module):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Iterator[None]:
-        """Ranks may have unevenly many inputs in here.
+        """Allow different numbers of inputs on the ranks.
 
         ::
 
@@ -279,21 +277,23 @@ class DistributedDataParallel(nn.Module):
                     loss_function(model(part)).backward()
                     optimizer.step()
 
-        A rank that leaves goes along with the others, with zeros for its gradients, until all have left. Then
-        all take the parameters and buffers of a rank that was in use to the end.
+        A rank that leaves the loop takes part in the collectives of the other ranks, with zeros for its gradients,
+        until all ranks have left. All ranks then take the parameters and buffers of a rank that had inputs until the
+        end.
 
         Args:
-            divide_by_initial_world_size: Gradients are divided by the number of ranks; with False by the
-                number of those that still have inputs.
-            enable: False: does nothing, for when inputs are known to be even.
-            throw_on_early_termination: When a rank leaves before the others, all raise.
+            divide_by_initial_world_size: True: gradients are divided by the number of ranks. False: by the number of
+                ranks that still have inputs.
+            enable: False: no effect, for inputs that are known to be even.
+            throw_on_early_termination: If a rank leaves before the others, all ranks raise.
 
         Raises:
-            UsageError: Another join is not over yet: joining several models is not supported.
-            MismatchError: ``throw_on_early_termination``; or ranks that have inputs do different things.
+            UsageError: Another join is active in this thread. Joining several models is not supported.
+            MismatchError: A rank left early and ``throw_on_early_termination`` is set, or the ranks that have inputs do
+                different things.
 
-        Cost: for each forward and each reduced backward an all-reduce of 8 bytes per rank; at the end a
-        broadcast of the model.
+        Cost: for each forward and each reduced backward, an all-reduce of 8 bytes per rank; at the end, a broadcast of
+        the model.
         """
         if not enable or self._reducer_of_group() is None:
             yield
@@ -326,7 +326,7 @@ class DistributedDataParallel(nn.Module):
         self.require_forward_param_sync = True
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Lets a function reduce the gradients, a bucket at a time, in the all-reduce's place.
+        """Register a function that replaces the all-reduce and reduces the gradients one bucket at a time.
 
         ::
 
@@ -337,26 +337,26 @@ class DistributedDataParallel(nn.Module):
             model.register_comm_hook(None, halves)
 
         Args:
-            state: Its first argument.
-            hook: Called with ``state`` and a `GradBucket`; returns a ``torch.futures.Future`` of the tensor that
-                all ranks shall have in place of the bucket's, with as many elements. It has to divide by the
-                number of ranks itself. A bucket's future is waited for before the next bucket's hook is called.
-                Ready-made ones: `allranks.algorithms.ddp_comm_hooks.default_hooks`.
+            state: The first argument of the hook.
+            hook: Called with ``state`` and a `GradBucket`. Returns a ``torch.futures.Future`` of the tensor that
+                replaces the bucket's tensor on all ranks, with the same number of elements. The hook must divide by the
+                number of ranks itself. The future of a bucket is awaited before the hook is called for the next bucket.
+                Ready-made hooks: `allranks.algorithms.ddp_comm_hooks.default_hooks`.
 
         Raises:
-            TypeError: ``hook`` cannot be called.
-            UsageError: There is a hook already, or its annotations are those of something else. From
-                ``backward()``: the hook raised, or returned something else.
+            TypeError: ``hook`` is not callable.
+            UsageError: A hook is already registered, or the annotations of ``hook`` are not those of a hook. From
+                ``backward()``: the hook raised, or returned another type.
         """
         if self._reducer is not None and self._reducer.hook is not None:
             raise UsageError(f"{_WHO}: register_comm_hook can only be called once.")
         comm_hook = CommHook(state, hook)
-        if self._reducer is None:  # one rank alone needs it for the hook only
+        if self._reducer is None:  # a single rank needs a reducer only to run the hook
             self._reducer = self._make_reducer(shared=False)
         self._reducer.hook = comm_hook
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward takes rank 0's buffers."""
+        """Return whether the next forward takes rank 0's buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffer_places)
 
     def _set_static_graph(self) -> None:
@@ -375,13 +375,14 @@ class DistributedDataParallel(nn.Module):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
-        """torch's way of leaving parameters and buffers to somebody else; names as in ``named_parameters()``."""
+        """Exclude parameters and buffers from synchronization, as in torch. Names are as in ``named_parameters()``."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
 
     def _agree(self, init_sync: bool, init_buffers: bool) -> None:
-        """What the ranks must have in common: options, model, values, and whether they overlap."""
+        """Compare options and models, take rank 0's values, and agree on ``overlap``."""
         if not init_sync:
             wish = torch.tensor([self._overlap], dtype=torch.uint8, device="cpu").to(self.process_group.device)
+            # Overlap only if every rank wishes to: all ranks must make their calls in the same order.
             self.process_group.all_reduce(wish, ReduceOp.MIN)
             self._overlap = bool(wish)
             return
@@ -400,7 +401,7 @@ class DistributedDataParallel(nn.Module):
 
     def _connect(self, shared: bool) -> None:
         self._uneven = None
-        # Places, not tensors: a module may put a new tensor in a buffer's place.
+        # Store locations, not tensors: a module may replace the tensor of a buffer.
         self._buffer_places = [
             (owner, name)
             for prefix, owner in self.module.named_modules()
@@ -412,18 +413,18 @@ class DistributedDataParallel(nn.Module):
     def _reducer_of_group(self) -> Reducer | None:
         """Return the reducer. None while the group has had a single rank only.
 
-        The group of an elastic job may have more ranks later, in the same object. Creating the reducer then involves no
-        collective, as ranks that join later create theirs at another time.
+        In an elastic job, the same group object may have more ranks later. Creating the reducer then involves no
+        collective, because ranks that join later create their reducer at another time.
         """
         if self._reducer is None and self.process_group.size() > 1:
             self._reducer = self._make_reducer(shared=False)
         return self._reducer
 
     def renew(self) -> None:
-        """Forget what the reducer has learned from earlier backwards. Sends nothing.
+        """Discard the state that the reducer has recorded in earlier backwards. Sends nothing.
 
-        Called on every rank after a loss: a process that replaces a lost rank has learned nothing of a static graph,
-        and would call other collectives than the ranks that have.
+        Called on every rank after a loss. A process that replaces a lost rank has no record of a static graph, and
+        would call other collectives than the ranks that have one.
         """
         if self._reducer is not None and self.static_graph:
             reducer = self._make_reducer(shared=False)
@@ -450,8 +451,8 @@ class DistributedDataParallel(nn.Module):
     def _take_buffers(self, source: int) -> None:
         there = [getattr(owner, name) for owner, name in self._buffer_places]
         buffers = [buffer for buffer in there if buffer is not None]
-        # As in torch: two forwards before a backward shall be possible, although the first one's graph may
-        # hold a buffer (batch normalisation's does, without need).
+        # As in torch: two forwards before a backward must be possible, although the graph of the first forward may hold
+        # a buffer. The graph of batch normalization does, without need.
         with _unsafe_preserve_version_counter(tuple(buffers)):
             broadcast_values(buffers, self.process_group, source)
 
@@ -469,7 +470,7 @@ class DistributedDataParallel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = world.resolve_group(None)
-        self._connect(shared=False)  # one rank may make a copy alone
+        self._connect(shared=False)  # no collective: one rank may create a copy alone
 
 
 def _refuse(**arguments: object) -> None:

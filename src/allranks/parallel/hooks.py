@@ -1,7 +1,7 @@
-"""Communication hooks: a user's function in place of the all-reduce of a bucket.
+"""Communication hooks: user functions that replace the all-reduce of a bucket.
 
-`GradBucket` is what a hook gets, with torch's methods; `CommHook` calls one and judges what it
-returned. Ready-made hooks are in `allranks.algorithms.ddp_comm_hooks`.
+`GradBucket` is the argument of a hook and has the methods of torch's class. `CommHook` calls a hook and checks the
+result. Ready-made hooks are in `allranks.algorithms.ddp_comm_hooks`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from allranks._base.errors import AllranksError, UsageError
 
 __all__ = ["CommHook", "GradBucket"]
 
-_FUTURE = re.compile(r"(.*\.)?Future\[(torch\.)?Tensor\]")  # as the text that postponed annotations are
+_FUTURE = re.compile(r"(.*\.)?Future\[(torch\.)?Tensor\]")  # text form of the annotation (postponed evaluation)
 
 Hook = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
 
 
 class GradBucket:
-    """What a communication hook gets: gradients that are reduced together, in one flat tensor."""
+    """Argument of a communication hook: the gradients of one bucket in one flat tensor."""
 
     def __init__(self, index: int, buffer: Tensor, parameters: list[nn.Parameter], is_last: bool) -> None:
         self._index = index
@@ -33,22 +33,22 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """The bucket's number, in the order in which backward completes them, from 0."""
+        """Return the number of the bucket, from 0, in the order in which backward completes the buckets."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """All gradients of the bucket, in one dimension. May be changed in place."""
+        """Return all gradients of the bucket, in one dimension. The hook may change it in place."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Puts another tensor in the buffer's place, for who asks next (`buffer`, `gradients`)."""
+        """Replace the buffer. Later calls of `buffer` and `gradients` use the new tensor."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """Views into the buffer, one for each of `parameters`, with its shape.
+        """Return views into the buffer, one for each of `parameters`, with its shape.
 
         Raises:
-            UsageError: `set_buffer` has put in a tensor with another number of elements.
+            UsageError: The tensor passed to `set_buffer` has another number of elements.
         """
         sizes = [parameter.numel() for parameter in self._parameters]
         if self._buffer.numel() != sum(sizes):
@@ -60,11 +60,11 @@ class GradBucket:
         return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Whose gradients these are."""
+        """Return the parameters of these gradients."""
         return self._parameters
 
     def is_last(self) -> bool:
-        """Whether it is the last bucket of the backward."""
+        """Return whether this is the last bucket of the backward."""
         return self._is_last
 
 
@@ -77,7 +77,7 @@ class CommHook:
         self._hook = hook
 
     def start(self, bucket: GradBucket) -> HookWork:
-        """Calls the hook."""
+        """Call the hook for one bucket, and return its pending result."""
         message = bucket.buffer()
         where = (
             f"DistributedDataParallel: communication hook {getattr(self._hook, '__qualname__', self._hook)}, "
@@ -89,7 +89,7 @@ class CommHook:
             raise
         except Exception as error:
             raise UsageError(f"{where}: raised {type(error).__name__}: {error}") from error
-        if not isinstance(future, torch._C.Future):  # what then() makes of a torch.futures.Future
+        if not isinstance(future, torch._C.Future):  # the class of the result of then() on a torch.futures.Future
             raise UsageError(
                 f"{where}: a callback must return a torch.futures.Future object, but got {type(future).__name__}"
             )
@@ -106,7 +106,7 @@ class HookWork:
         self._done = False
 
     def wait(self) -> None:
-        """Blocks until the hook's result is in the bucket."""
+        """Block until the result of the hook is in the bucket."""
         if self._done:
             return
         self._done = True
@@ -117,7 +117,7 @@ class HookWork:
         except Exception as error:
             raise UsageError(f"{self._where}: its future failed with {type(error).__name__}: {error}") from error
         if isinstance(result, (list, tuple)) and len(result) == 1:
-            result = result[0]  # what the future of a collective holds
+            result = result[0]  # the future of a collective holds a list with one tensor
         if not isinstance(result, Tensor):
             raise UsageError(f"{self._where}: its future must hold a tensor, but holds a {type(result).__name__}")
         if result.numel() != self._message.numel():
@@ -131,18 +131,18 @@ class HookWork:
 
 
 def check_hook(hook: object) -> None:
-    """Raises what torch raises for what cannot be a hook.
+    """Check that an object can be a hook. Raise the errors that torch raises.
 
     Raises:
-        TypeError: It cannot be called.
-        UsageError: Its annotations are not those of a hook.
+        TypeError: The object is not callable.
+        UsageError: The annotations are not those of a hook.
     """
     if not callable(hook):
         raise TypeError("Communication hook must be callable.")
     signature = inspect.signature(hook)
     nothing = inspect.Parameter.empty
     bucket = signature.parameters.get("bucket")
-    # By name: a hook that was written for torch says torch.distributed.GradBucket.
+    # Compare names: a hook written for torch is annotated with torch.distributed.GradBucket.
     if bucket is not None and bucket.annotation is not nothing and not _name(bucket.annotation).endswith("GradBucket"):
         raise UsageError(
             f"Communication hook: bucket annotation should be allranks.GradBucket, but is {_name(bucket.annotation)}."

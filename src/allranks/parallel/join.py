@@ -1,11 +1,10 @@
-"""Uneven inputs: ranks that have run out of inputs go along with those that have not.
+"""Uneven inputs: ranks without further inputs take part in the collectives of the other ranks.
 
-Before everything that they do together within `DistributedDataParallel.join` the ranks *announce* to each other what
-they are about to do. A rank without inputs listens, and does its part of it with nothing of its own, until nobody
-has inputs any more.
+Inside `DistributedDataParallel.join`, each rank *announces* its next action before every common operation. A rank
+without inputs listens, and takes part in the announced operation with zeros, until no rank has inputs.
 
-torch's join guesses at each forward what will follow (one backward); here each forward and each backward that is
-reduced is announced, so that several forwards before a backward, or a forward without one, may be.
+torch's join assumes at each forward that one backward follows. This module announces each forward and each backward
+that is reduced. Several forwards before a backward, or a forward without a backward, are therefore allowed.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ _joins = _Joins()
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """One join at a time.
+    """Allow one join at a time in this thread.
 
-    A rank that left the inner one of two would answer what the others announce in the outer one.
+    With two nested joins, a rank that has left the inner join would answer the announcements of the outer join.
 
     Raises:
-        UsageError: This thread is in a join.
+        UsageError: This thread is already in a join.
     """
     if _joins.is_in_one:
         raise UsageError(
@@ -53,25 +52,25 @@ def alone() -> Iterator[None]:
 
 
 class Act(enum.IntEnum):
-    """What a rank is about to do."""
+    """The next action of a rank."""
 
     LISTEN = 0
-    """Nothing of its own: it has no inputs any more."""
+    """No action: the rank has no further inputs."""
     FORWARD = 1
     FORWARD_WITH_BUFFERS = 2
-    """A forward that begins by taking one rank's buffers."""
+    """A forward that first takes the buffers of one rank."""
     BACKWARD = 3
-    """Reducing the gradients."""
+    """A reduction of the gradients."""
 
 
 class UnevenInputs:
-    """What the ranks announce to each other in one ``join``.
+    """Announcements between the ranks in one ``join``.
 
     Args:
-        group: Who takes part.
-        divide_by_initial_world_size: Gradients are divided by the number of ranks, else by the number of
-            those that have inputs.
-        throw: Running out of inputs on one rank before others is an error on all.
+        group: The ranks that take part.
+        divide_by_initial_world_size: True: gradients are divided by the number of ranks. False: by the number of ranks
+            that have inputs.
+        throw: Raise an error on all ranks if one rank runs out of inputs before others.
     """
 
     def __init__(self, group: ProcessGroup, divide_by_initial_world_size: bool, throw: bool) -> None:
@@ -80,18 +79,20 @@ class UnevenInputs:
         self._throw = throw
 
     def announce(self, act: Act) -> tuple[Act, list[int]]:
-        """Hears what is done next.
+        """Announce this rank's next action, and receive the actions of all ranks.
 
         Returns:
-            What the ranks that have inputs do (LISTEN if there are none), and which they are (in the group's
-            numbering).
+            The action of the ranks that have inputs (LISTEN if no rank has inputs), and those ranks in the numbering of
+            the group.
 
         Raises:
-            MismatchError: They do different things; or inputs ran out somewhere and ``throw`` was asked for.
+            MismatchError: The ranks with inputs announced different actions. Or one rank ran out of inputs before
+                others, and ``throw`` is set.
 
         Cost: an all-reduce of 8 bytes per rank.
         """
         size, rank = self._group.size(), self._group.rank()
+        # Each rank sets only its own element, so the sum contains the acts of all ranks.
         news = torch.zeros(size, dtype=torch.int64, device=self._group.device)
         news[rank] = act
         self._group.all_reduce(news, ReduceOp.SUM)
@@ -109,12 +110,16 @@ class UnevenInputs:
         return next(iter(acts.values()), Act.LISTEN), list(acts)
 
     def announce_backward(self) -> int:
-        """Tells that gradients are reduced next; returns by how much their sum is divided."""
+        """Announce a reduction of gradients. Return the divisor of their sum."""
         _, active = self.announce(Act.BACKWARD)
         return self._group.size() if self._divide_by_all else len(active)
 
     def last(self, mine: bool) -> int:
-        """The highest rank that never had to listen (in the group's numbering): its model is the newest."""
+        """Return the highest rank that never listened, in the numbering of the group. Its model is the newest.
+
+        Args:
+            mine: This rank never listened.
+        """
         ranks = torch.tensor([self._group.rank() if mine else -1], device="cpu").to(self._group.device)
         self._group.all_reduce(ranks, ReduceOp.MAX)
         return int(ranks)

@@ -1,4 +1,4 @@
-"""What the ranks' models have in common: the same parameters and buffers, and one rank's values."""
+"""Properties that the models of all ranks share: parameters, buffers, and initial values."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ __all__ = ["broadcast_values", "require_same_model", "require_same_values"]
 
 
 def broadcast_values(tensors: list[Tensor], group: ProcessGroup, source: int = 0) -> None:
-    """Gives every rank the values of the group's rank ``source``: large tensors in place, small ones together.
+    """Give every rank the values of the group's rank ``source``.
 
-    Cost: one broadcast for each large tensor, one for all small ones of a dtype, which are copied in and out.
+    Large tensors are broadcast in place, small ones together.
+
+    Cost: one broadcast for each large tensor, and one for all small tensors of a dtype, which are copied in and out.
     """
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     with torch.no_grad():
         for tensor in tensors:
-            # By size alone: strides may differ from rank to rank.
+            # Decide by size only: strides can differ between ranks, and all ranks must make the same calls.
             if tensor.nbytes < ALONE_BYTES:
                 small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
             elif tensor.is_contiguous():
                 _broadcast_bytes(tensor.detach(), group, source)
-                # As copy_ does: a graph that still needs the old values must notice.
+                # Like copy_: autograd must detect a graph that still needs the old values.
                 torch.autograd.graph.increment_version(tensor)
             else:
                 dense = tensor.detach().contiguous()
@@ -48,7 +50,7 @@ def broadcast_values(tensors: list[Tensor], group: ProcessGroup, source: int = 0
 
 
 def _broadcast_bytes(tensor: Tensor, group: ProcessGroup, source: int) -> None:
-    # As bytes: a broadcast does not compute, so any dtype can travel.
+    # Send bytes: a broadcast does no arithmetic, so any dtype can be sent.
     with brought_by_the_state():
         group.broadcast(tensor.view(-1).view(torch.uint8), source)
 
@@ -57,7 +59,8 @@ def require_same_values(named: list[tuple[str, nn.Parameter]], group: ProcessGro
     """Raise on every rank if the values of a parameter differ between ranks.
 
     Raises:
-        MismatchError: Names the first such parameter, how many there are, and which ranks have the same values.
+        MismatchError: Names the first differing parameter, the number of differing parameters, and the ranks that have
+            equal values.
 
     Cost: a hash of all parameters, and 8 bytes for each parameter of each rank.
     """
@@ -92,19 +95,21 @@ def require_same_model(
     wish: bool,
     group: ProcessGroup,
 ) -> bool:
-    """Raises on every rank if the model of any rank differs from rank 0's in more than values, or its options do.
+    """Raise on every rank if a model differs from rank 0's in more than values, or if its options differ.
 
     Returns:
-        Whether every rank has the ``wish``.
+        True if ``wish`` is true on every rank.
 
     Raises:
-        MismatchError: Names every rank that differs, and the options or the first parameter in which it does.
+        MismatchError: Names every rank that differs, and the options or the first parameter in which it differs.
 
-    Cost: 40 bytes of each rank where all is well.
+    Cost: 40 bytes from each rank if the models agree.
     """
     choices = [f"{name}={value}" for name, value in options.items()]
     lines = [f"parameter {_describe(n, p)}" for n, p in parameters] + [f"buffer {_describe(n, b)}" for n, b in buffers]
     digest = hashlib.sha256("\n".join([*choices, *lines]).encode()).digest()
+    # 32 bytes of SHA-256 and 8 bytes of the wish: the exchange has a fixed size, and details follow only after a
+    # mismatch.
     mine = torch.frombuffer(bytearray(digest + int(wish).to_bytes(8, "little")), dtype=torch.int64).to(group.device)
     all_of_them = mine.new_empty(group.size(), mine.numel())
     group.all_gather(all_of_them, mine)

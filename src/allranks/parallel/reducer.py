@@ -1,25 +1,25 @@
-"""Follows the backwards of one model and reduces its gradients.
+"""Tracks the backwards of one model and reduces its gradients.
 
-*Which* backwards are synchronised is decided by their forward, as in torch: a forward outside
-`no_sync` hangs a hook on its outputs, and the backward that reaches this hook is synchronised (so
-are second backwards of the same graph, which torch leaves out). The hook also marks the outermost
-backward, which re-entrant ones (activation checkpoints) run inside.
+The forward decides *which* backwards are synchronized, as in torch. A forward outside `no_sync` registers a hook on its
+outputs, and a backward that reaches this hook is synchronized. This includes second backwards of the same graph, which
+torch does not reduce. The hook also marks the outermost backward, in which re-entrant backwards (activation
+checkpoints) run.
 
-*How* a backward is reduced depends on whether it is known beforehand who gets gradients:
+*How* a backward is reduced depends on whether the set of parameters that get gradients is known in advance:
 
-- **known** (all parameters do, or with a static graph those of its first backward): bucket k is
-  started when all its gradients are there and bucket k - 1 was started: the same order on every
-  rank, whatever the order of the hooks. Where all CPUs are busy computing, nothing is started
-  before the backward has ended. The last bucket is kept until then: behind its gradients each rank puts a
-  mark if its backward did not go as expected. A rank that lacks gradients sends zeros for them, so that
-  nobody waits for it, and every rank can report which gradients are missing where.
-- **not known** (unused parameters are to be found, or a static graph's first backward): at the end of
-  backward the ranks exchange which gradients they have, and reduce the buckets in which
-  anybody has one. Nothing need be searched in the graph, but nothing overlaps either.
+- **Known** (all parameters, or with a static graph the parameters of its first backward): bucket k starts when all its
+  gradients exist and bucket k - 1 has started. The order is therefore the same on every rank, whatever the order of the
+  hooks. If all CPUs are busy, no bucket starts before the backward has ended. The last bucket always waits for the end
+  of the backward: after its gradients, each rank adds a mark if its backward was not as expected. A rank that lacks
+  gradients sends zeros for them. No rank therefore waits for it, and every rank can report which gradients are missing
+  on which rank.
+- **Not known** (unused parameters must be found, or the first backward of a static graph): at the end of the backward,
+  the ranks exchange which gradients they have. They reduce the buckets in which any rank has a gradient. This needs no
+  search of the graph, but the reductions do not overlap with the backward.
 
-*Gradients that nobody reduces* (of `no_sync`, or of a forward past the wrapper) are right as long as no optimizer
-takes them for the mean. If parameters have changed between such a gradient and the next reduction, then all ranks
-compare their parameters in that reduction, and an error says which ones have drifted apart.
+*Gradients that are not reduced* (in `no_sync`, or of a forward that bypasses the wrapper) are correct if no optimizer
+uses them as the mean. If parameters have changed between such a gradient and the next reduction, all ranks compare
+their parameters in that reduction. An error then names the parameters that differ.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from allranks.parallel.models import require_same_values
 __all__ = ["Reducer"]
 
 
-# In place of how many gradients a parameter got: what is wrong with it.
+# Negative codes that replace the number of gradients of a parameter: the kind of error.
 _CONVERTED = -1
 _TAKEN = -2
 _CHANGED = -3
@@ -83,27 +83,28 @@ _UNREDUCED = (
 
 class _Sent(NamedTuple):
     bucket: Bucket
-    message: Tensor  # with the mark, if this bucket carries it
+    message: Tensor  # includes the mark if this bucket carries it
     work: Work | HookWork | None
 
 
 class Reducer:
-    """The hooks on one model's parameters and outputs, and what they have seen.
+    """The hooks on the parameters and outputs of one model, and the state that they collect.
 
     Args:
-        named: The parameters that are trained, with their names.
-        buckets: All of them, in the order in which they are reduced.
-        group: Who reduces.
-        find_unused: It is not known beforehand who gets gradients.
-        static: It is known after the first backward.
-        overlap: Whether to reduce beside the backward.
+        named: The trained parameters, with their names.
+        buckets: All buckets, in the order in which they are reduced.
+        group: The ranks that reduce.
+        find_unused: The set of parameters that get gradients is not known in advance.
+        static: This set is known after the first backward.
+        overlap: Whether to reduce during the backward.
 
     Attributes:
-        hook: What reduces a bucket in place of an all-reduce.
-        announce: Called before the first collective of a backward; returns by how much the sum over the
-            ranks is divided. For uneven inputs.
+        hook: A hook that replaces the all-reduce of each bucket.
+        announce: Called before the first collective of a backward. Returns the divisor of the sum over the ranks. Used
+            for uneven inputs.
         has_reduced: Whether any backward was reduced.
-        overlap: The same on all ranks: it decides where the calls are among those of the model's own backward.
+        overlap: The same on all ranks, because it decides the order of the reductions relative to the collectives of
+            the model's own backward.
     """
 
     def __init__(
@@ -128,39 +129,41 @@ class Reducer:
         self._group = group
         self._static = static
 
-        # Who gets a gradient on any rank, and how many each gets here; None while that is not known.
+        # The parameters with a gradient on any rank, and the number of gradients of each on this rank. None: not known
+        # yet.
         self._used: Collection[int] | None = None
         self._due: list[int] | None = None
-        self._order: list[int] = []  # the buckets that are reduced
-        self._outstanding = [0] * len(buckets)  # parameters of each that get gradients here
+        self._order: list[int] = []  # the numbers of the buckets that are reduced
+        self._outstanding = [0] * len(buckets)  # per bucket: the number of parameters that get gradients on this rank
         if not (find_unused or static):
             self._learn(range(len(named)), [1] * len(named))
 
-        self._touched: set[int] = set()  # who got a gradient since the last reduction, in no_sync too
-        self._unreduced: list[int] | None = None  # versions of the parameters when the first of those came outside one
-        self._versions = self._current_versions()  # when the running backward began
-        self._expected = False  # the last forward was synchronised
-        self._in_no_sync = False  # it was in no_sync
+        self._touched: set[int] = set()  # parameters with a gradient since the last reduction, also in no_sync
+        # parameter versions at the first gradient outside a synchronized backward
+        self._unreduced: list[int] | None = None
+        self._versions = self._current_versions()  # at the start of the current backward
+        self._expected = False  # the last forward was synchronized
+        self._in_no_sync = False  # the last forward was in no_sync
         self._warned = self._forwarded = False
-        self._last_task = -1  # autograd's number (they grow) of the backward that was reduced last
+        self._last_task = -1  # autograd's number (increasing) of the last reduced backward
         self._backward: weakref.ref[partial[None]] | None = None
         self._sent: list[_Sent] = []
-        self._plans: dict[int, tuple[Tensor, Plan]] = {}  # of flat buckets, and what each reduces
+        self._plans: dict[int, tuple[Tensor, Plan]] = {}  # per flat bucket: the tensor and its reduction plan
         self._reset()
         self._watch_parameters()
 
     def _learn(self, used: Collection[int], due: list[int] | None) -> None:
-        """From now on it is known who gets gradients (``due`` None: not yet, how many here)."""
+        """Record which parameters get gradients (``due`` None: the numbers on this rank are not known yet)."""
         self._used, self._due = used, due
         self._order = self._order_of(used)
         for index, gradients in enumerate(due or ()):
             self._outstanding[self._number_of[index]] += gradients > 0
 
-    # --- what autograd calls ---
+    # --- hooks that autograd calls ---
 
     def before_forward(self, sync: bool) -> None:
-        """Before each forward that records a graph; its backward is synchronised if ``sync``."""
-        # A forward inside a backward is an activation checkpoint being recomputed.
+        """Prepare for a forward that records a graph. Its backward is synchronized if ``sync`` is true."""
+        # A forward inside a backward recomputes an activation checkpoint.
         if torch._C._current_graph_task_id() != -1:
             return
         if self._backward is not None:
@@ -168,17 +171,18 @@ class Reducer:
         if not self._forwarded:
             self._forwarded = True
             self._take_over_optimizers()
-        # For what gets its gradient before any output does: a parameter that only the loss uses.
+        # Needed for a parameter that only the loss uses: it gets its gradient before any output does.
         self._expected, self._in_no_sync = sync, not sync
 
     def watch(self, output: Any) -> None:
-        """Lets the backward that reaches these outputs of a forward be synchronised."""
+        """Register hooks on the outputs of a forward: a backward that reaches them is synchronized."""
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._on_output)  # type: ignore[no-untyped-call]
 
     def _watch_parameters(self) -> None:
-        # Weakly: a parameter outlives its wrappers, and must neither keep them nor obey them then.
+        # Use a weak reference: a parameter can outlive its wrapper. It must neither keep the wrapper alive nor run its
+        # hook then.
         me = weakref.ref(self)
 
         def watch_parameter(index: int, parameter: nn.Parameter) -> Any:
@@ -214,7 +218,7 @@ class Reducer:
                 self._start_complete()
 
     def _on_unreduced(self) -> None:
-        """Notice a gradient that is not reduced, and warn if the program trains with such ones."""
+        """Record a gradient that is not reduced, and warn if the program trains with such gradients."""
         if self._unreduced is None:
             self._unreduced = self._current_versions()
         elif not (self._in_no_sync or self._warned) and self._unreduced != self._current_versions():
@@ -225,14 +229,14 @@ class Reducer:
         return [parameter._version for parameter in self._parameters]
 
     def _running(self) -> bool:
-        # The engine lets go of the callback when a backward ends, however it ends.
+        # The engine releases the callback when a backward ends, also if it ends with an error.
         return self._backward is not None and self._backward() is not None
 
     def _begin(self) -> None:
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
             raise UsageError(_COMPILED)
-        if self._backward is not None:  # the last one was broken off by an exception
+        if self._backward is not None:  # an exception stopped the previous backward
             self._reset()
         self._task = torch._C._current_graph_task_id()
         self._versions = self._current_versions()
@@ -246,7 +250,7 @@ class Reducer:
             if any(self._got) or (not any(self._due or ()) and _fills_all_gradients()):
                 self._expected, self._last_task = False, self._task
                 self._reduce()
-            # else it is torch.autograd.grad() for the inputs: nothing to reduce
+            # else this is torch.autograd.grad() for the inputs: nothing to reduce
         finally:
             self._reset()
 
@@ -254,16 +258,16 @@ class Reducer:
         sent, self._sent = self._sent, []
         self._backward = None
         self._opened = False
-        self._got = [0] * len(self._names)  # gradients in this backward
+        self._got = [0] * len(self._names)  # number of gradients of each parameter in this backward
         self._missing = self._outstanding.copy()
         for _, _, work in sent:
             if work is not None:
-                work.wait()  # so that the memory is ours again
+                work.wait()  # until then the operation may still use the memory
 
     # --- reducing ---
 
     def shadow(self) -> None:
-        """Takes part, with zeros, in a backward of the ranks that still have inputs."""
+        """Take part, with zeros, in a backward of the ranks that still have inputs."""
         known = self._used is not None
         used = self._agree_on_used([], False) if self._used is None else self._used
         order = self._order_of(used)
@@ -313,12 +317,12 @@ class Reducer:
             self._step_in_backward(self._parameters[index])
 
     def _announce_stray(self) -> bool:
-        """Whether parameters here have changed since they got gradients that were not reduced."""
-        # In join, ranks without inputs have old parameters; all take new ones at its end.
+        """Return whether parameters of this rank have changed since they got gradients that were not reduced."""
+        # In join, ranks without inputs have old parameters. All ranks take new ones when it ends.
         return self.announce is None and self._unreduced is not None and self._unreduced != self._versions
 
     def _take_over_optimizers(self) -> None:
-        """Remove the hooks of torch's `_apply_optimizer_in_backward`: they would step with this rank's gradients."""
+        """Remove the hooks of torch's `_apply_optimizer_in_backward`: they would step with unreduced gradients."""
         if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._parameters):
             from torch.distributed.optim import apply_optimizer_in_backward
 
@@ -328,7 +332,7 @@ class Reducer:
                     handle.remove()
 
     def _step_in_backward(self, parameter: nn.Parameter) -> None:
-        """Do what these hooks would have done, now that ``.grad`` is the mean."""
+        """Run the optimizer steps of the removed hooks, now that ``.grad`` is the mean."""
         optimizers = getattr(parameter, "_in_backward_optimizers", ())
         for optimizer in optimizers:
             optimizer.step()
@@ -336,6 +340,7 @@ class Reducer:
             parameter.grad = None
 
     def _start_complete(self) -> None:
+        # The last bucket waits for the end of the backward, because it may carry the mark.
         while len(self._sent) < len(self._order) - 1 and not self._missing[self._order[len(self._sent)]]:
             assert self._used is not None
             self._start_next(self._used, False)
@@ -344,7 +349,8 @@ class Reducer:
         self._open()
         number = self._order[len(self._sent)]
         if self.hook is not None and self._sent:
-            # What a hook's callbacks call must not mix with the next hook's calls in another order elsewhere.
+            # Collectives from the callbacks of one hook must not interleave with the calls of the next hook: the order
+            # could differ between ranks.
             work = self._sent[-1].work
             assert work is not None
             work.wait()
@@ -354,13 +360,14 @@ class Reducer:
         self._sent.append(_Sent(bucket, message, self._send(number, message, number == self._order[-1])))
 
     def _carries_mark(self, number: int) -> bool:
-        """Whether the ranks' marks travel with this bucket; a hook would stumble over them."""
+        """Return whether this bucket carries the marks of the ranks. A hook could not handle the extra element."""
         return self._used is not None and self.hook is None and number == self._order[-1] and self._buckets[number].flat
 
     def _send(self, number: int, message: Tensor, is_last: bool) -> Work | HookWork | None:
         if self.hook is not None:
             return self.hook.start(GradBucket(number, message, self._buckets[number].parameters, is_last))
-        if not self._buckets[number].flat:  # a gradient, in memory that autograd may replace
+        # autograd may replace the memory of this gradient, so a plan cannot be reused
+        if not self._buckets[number].flat:
             return self._group.all_reduce(message, ReduceOp.AVG, self.overlap)
         planned, plan = self._plans.get(number, (None, None))
         if plan is None or planned is not message:
@@ -374,13 +381,13 @@ class Reducer:
             self._divisor = self._group.size() if self.announce is None else self.announce()
 
     def _order_of(self, used: Collection[int]) -> list[int]:
-        """The buckets that are reduced, in order."""
+        """Return the numbers of the buckets that are reduced, in order."""
         return [n for n, bucket in enumerate(self._buckets) if any(index in used for index in bucket.indices)]
 
-    # --- what the ranks exchange ---
+    # --- exchanges between the ranks ---
 
     def _agree_on_used(self, mine: list[int], strayed: bool) -> Collection[int]:
-        """Whose gradient any rank has. Raises on every rank what `_judge` raises, too."""
+        """Return the parameters that have a gradient on any rank. Raises the errors of `_judge` on every rank."""
         wrong = self._wrong()
         flags = torch.zeros(len(self._names) + 1, dtype=torch.uint8, device="cpu")
         flags[mine] = 1
@@ -394,9 +401,9 @@ class Reducer:
         return frozenset(flags[:-1].nonzero().flatten().tolist())
 
     def _wrong(self) -> dict[int, int]:
-        """What is wrong with parameters: a key of `_WRONG` for each index."""
+        """Return the parameters in a wrong state: for each index, a key of `_WRONG`."""
         found = {}
-        # A hook may contain an optimizer, which steps when the mean is known.
+        # A hook may contain an optimizer, which steps as soon as the mean is known.
         versions = self._versions if self.hook is None else self._current_versions()
         for index, (parameter, dtype, version) in enumerate(zip(self._parameters, self._dtypes, versions, strict=True)):
             gradient = parameter.grad
@@ -409,22 +416,22 @@ class Reducer:
         return found
 
     def _got_and_due(self, used: Collection[int]) -> tuple[list[int], list[int]]:
-        """How many gradients each parameter got here, and was expected to get."""
+        """Return the number of gradients that each parameter got on this rank, and the expected number."""
         got, due = self._got.copy(), self._due
-        if due is None:  # learnt from others: it is not known how many here, but that nobody else gets any
+        if due is None:  # as after `shadow`: the local numbers are unknown, but no unused parameter may get a gradient
             due = [gradients if index in used else 0 for index, gradients in enumerate(got)]
         for index, what in self._wrong().items():
             got[index] = what
         return got, due
 
     def _judge(self, got: list[int], due: list[int], strayed: bool, marks: Tensor | None) -> None:
-        """Raises on every rank if a backward was not as expected on any rank.
+        """Raise on every rank if a backward was not as expected on any rank.
 
         Args:
-            got: How many gradients each parameter got here.
-            due: How many were expected.
-            strayed: Whether parameters here have changed since they got gradients that were not reduced.
-            marks: Of all ranks together, one element, if they travelled with a bucket.
+            got: The number of gradients that each parameter got on this rank.
+            due: The expected numbers.
+            strayed: Whether parameters of this rank have changed since they got gradients that were not reduced.
+            marks: The reduced marks of all ranks, one element, if a bucket carried them.
         """
         if marks is None:
             marks = torch.tensor(int(strayed or got != due), device="cpu").to(self._group.device)
@@ -433,10 +440,10 @@ class Reducer:
             self._explain(got, due)
 
     def _explain(self, got: list[int], due: list[int]) -> None:
-        """Finds out what the ranks have announced to each other, and raises unless all is well; all ranks call it.
+        """Exchange the details of all ranks, and raise unless everything is correct. All ranks call it.
 
         Raises:
-            UsageError: On any rank other parameters got gradients than was expected.
+            UsageError: On any rank, other parameters got gradients than expected.
             MismatchError: The ranks' parameters differ.
         """
         mine = torch.tensor([got, due], device="cpu").to(self._group.device)
@@ -447,7 +454,7 @@ class Reducer:
         require_same_values(list(zip(self._names, self._parameters, strict=True)), self._group)
 
     def _complaint(self, everyones: list[list[list[int]]]) -> str:
-        """Says which parameters got too few gradients or too many, and on which ranks."""
+        """Describe which parameters got too few or too many gradients, and on which ranks."""
         problems: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         for index, name in enumerate(self._names):
             ranks: dict[str, list[int]] = {}
@@ -496,9 +503,9 @@ class Reducer:
 
 
 def _fills_all_gradients() -> bool:
-    """Whether the backward that ends in this thread adds to ``.grad`` of all that it reaches.
+    """Return whether the backward that ends in this thread adds to the ``.grad`` of all parameters that it reaches.
 
-    ``torch.autograd.grad`` adds to none, and ``backward(inputs=...)`` to those of its inputs only.
+    ``torch.autograd.grad`` adds to none, and ``backward(inputs=...)`` only to the ``.grad`` of its inputs.
     """
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
@@ -506,24 +513,25 @@ def _fills_all_gradients() -> bool:
     if frame is None:  # called from C++
         return True
     args, named = frame.f_locals["args"], frame.f_locals["kwargs"]
-    inputs = args[3]  # of torch.autograd's way into its engine
+    inputs = args[3]  # the inputs argument of torch.autograd's call into its engine
     return bool(named["accumulate_grad"]) and not inputs
 
 
 def _is_nested() -> bool:
-    """Whether this backward was called by another one, as that of a re-entrant checkpoint is."""
-    # That of a GPU runs in a thread of autograd's own, which Python has not started: who called it is not seen there.
+    """Return whether another backward called this one, as for a re-entrant checkpoint."""
+    # The backward of a GPU runs in a thread of autograd, which Python has not started. Its stack does not show the
+    # caller, so the thread counts as one backward.
     backwards = int(isinstance(threading.current_thread(), threading._DummyThread))
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and backwards < 2:
-        backwards += frame.f_code.co_name == "_engine_run_backward"  # torch.autograd's way into its engine
+        backwards += frame.f_code.co_name == "_engine_run_backward"  # torch.autograd's call into its engine
         frame = frame.f_back
     return backwards > 1
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in what a forward returned, each once."""
-    seen: dict[int, Any] = {}  # keeps what it has seen, so that no other object gets its id
+    """Yield the tensors in the return value of a forward, each once."""
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no other object gets the same id
     rest = [value]
     while rest:
         item = rest.pop()
@@ -542,7 +550,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         rest.extend(getattr(item, "__dict__", {}).values())
 
 
-# What holds no outputs: a walk through a model that is returned along would be long.
+# Types that hold no outputs. Walking through a model that a forward returned would take long.
 _LEAVES = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)
 
 leave_to_python(Reducer)

@@ -1,1 +1,1 @@
-"""The tools behind the command line: each collects into a dataclass, then renders it."""
+"""Tools behind the command line. Each collects its results into a dataclass, then renders it."""

@@ -1,16 +1,16 @@
-"""``allranks checkpoint``: what is in checkpoints, whether they are whole, how two differ, and one file of one.
+"""``allranks checkpoint``: list, show, verify, compare, export and merge checkpoints.
 
 ====================  ================================================================================================
 ``list FOLDER``       the checkpoints in a folder
-``show PATH``         who wrote one, and what is in it
-``verify PATH``       reads every byte; exit code 1 if something is not what was written
-``diff PATH PATH``    what two have that differs; exit code 1 if anything does
-``export PATH FILE``  one safetensors file, or by another ending one for ``torch.load``
-``merge PATH...``     one checkpoint of the shares of hosts that have no folder in common
+``show PATH``         the writers of a checkpoint, and its contents
+``verify PATH``       reads every byte; exit code 1 if something differs from what was written
+``diff PATH PATH``    the differences between two checkpoints; exit code 1 if there are any
+``export PATH FILE``  one safetensors file, or, with another extension, one for ``torch.load``
+``merge PATH...``     one checkpoint from the shares of hosts that have no common folder
 ====================  ================================================================================================
 
-A PATH is a checkpoint, or a folder of checkpoints: then its newest, or that of ``--step``. ``list``, ``show`` and
-``verify`` also take a share of a checkpoint.
+A PATH is a checkpoint or a folder of checkpoints. Of a folder, the newest checkpoint or that of ``--step`` is used.
+``list``, ``show`` and ``verify`` also accept a share of a checkpoint.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NAME = "allranks checkpoint"
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command. Returns the exit code."""
+    """Run the command. Return the exit code."""
     options = _parser().parse_args(argv)
     try:
         code: int = options.act(options)
@@ -219,7 +219,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _rank(rank: int | None, manifest: Manifest) -> int:
-    """Which of those that wrote a checkpoint; rank 0 if none is named."""
+    """Check a rank number against the writers of the checkpoint. Return rank 0 if none is given."""
     if rank is not None and not 0 <= rank < len(manifest.writers):
         raise UsageError(f"--rank {rank}: step {manifest.step} has ranks 0 to {len(manifest.writers) - 1}")
     return rank or 0
@@ -233,7 +233,7 @@ def _described(saved: Saved, manifest: Manifest) -> dict[str, Any]:
 
 
 def _values(tree: Any, path: str) -> Iterator[tuple[str, str]]:
-    """What is not tensors: each value by its path, in few words."""
+    """Yield the values that are not tensors: the path and a short text of each."""
     if isinstance(tree, list):
         if all(not isinstance(item, (list, dict)) for item in tree):
             yield path, _short(tree)
@@ -288,7 +288,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _nbytes(path: Path) -> int:
-    """Of the files; of none where the manifest is damaged, which is found when it is its turn."""
+    """Return the bytes of the files; 0 if the manifest is damaged, which the later check reports."""
     try:
         return load_manifest(path, sizes=False).nbytes
     except (CheckpointError, FileNotFoundError):
@@ -296,13 +296,13 @@ def _nbytes(path: Path) -> int:
 
 
 def _verdict(path: Path) -> str:
-    """On one in which nothing is wrong."""
+    """Return the result for a checkpoint or share without problems."""
     share = load_manifest(path).share
     return "whole" if share is None else f"share {share.number} of {share.count}, whole; the others are not here"
 
 
 def _path_of(path: Path, step: int | None) -> Path:
-    """A checkpoint or a share, be it damaged."""
+    """Return the path of a checkpoint or a share, even if it is damaged."""
     if not folders.is_folder_of_checkpoints(path):
         return path
     named = [one.path for one in folders.find(path) if step in (None, one.step)]
@@ -336,13 +336,13 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _tensor_bytes(manifest: Manifest, rank: int) -> int:
-    """Of all tensors in the state of a rank."""
+    """Return the bytes of all tensors in the state of a rank."""
     saved = manifest.tensors_of(rank).values()
     return sum(torch.Size(each.shape).numel() * dtype_of(each.dtype).itemsize for each in saved)
 
 
 def _counted(bar: LoopBar, words: str, total: int) -> Callable[[int], None]:
-    """What shows how many bytes have been read, when it is told each time that some were."""
+    """Return a callback that receives the number of bytes of each read, and shows the progress."""
     done = 0
 
     def count(nbytes: int) -> None:
@@ -357,6 +357,7 @@ def _difference(one: BlockReader, mine: Saved, other: BlockReader, theirs: Saved
     if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
         return f"{mine.dtype} {list(mine.shape)} and {theirs.dtype} {list(theirs.shape)}"
     left, right = _read(one, mine), _read(other, theirs)
+    # Tensors with equal bytes do not differ, even if they contain NaNs, which are not equal as numbers.
     if not left.numel() or bytes(view_of(left)) == bytes(view_of(right)):
         return ""
     if not (left.is_floating_point() or left.is_complex()):
@@ -411,7 +412,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _write_safetensors(file: Path, reader: BlockReader, tensors: Sequence[Saved]) -> None:
-    """One tensor after the other, beside the file, and then in its place."""
+    """Write one tensor after the other into a temporary folder beside the file, then replace the file."""
     jobs = []
     for saved in tensors:
         nothing = (0,) * len(saved.shape)

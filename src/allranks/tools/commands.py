@@ -1,6 +1,7 @@
-"""The commands of ``allranks``: where each is, and what it does. Names only, so that none is imported for another.
+"""The commands of ``allranks``: the module and the summary of each.
 
-Help shows a summary in one line of 80 columns.
+The table contains only names, so that running one command does not import the others. The help prints each summary in
+one line of 80 columns.
 """
 
 from __future__ import annotations

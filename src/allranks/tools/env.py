@@ -1,9 +1,9 @@
-"""``allranks env``: what this process would take itself for, from which variables, and why.
+"""``allranks env``: how allranks interprets the environment of this process, and from which variables.
 
-For the moment when ranks do not find each other, or a job runs on one node in place of four: it prints what a program
-and what ``allranks run`` would make of this environment, so that it is best started as the program is (``srun allranks
-env``). It works where torch does not. ``_cluster.detection`` finds the launcher or scheduler; the table of variables is
-in ``_cluster.env``.
+Use it if ranks do not find each other, or if a job runs on one node instead of four. It prints how a program and
+``allranks run`` would interpret this environment. Start it in the same way as the program (``srun allranks env``). It
+does not need torch. ``_cluster.detection`` finds the launcher or scheduler. The table of variables is in
+``_cluster.env``.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from allranks.launch.spec.values import environment_kind
 __all__ = ["EnvReport", "collect", "main", "render"]
 
 _SECRETS = ("ALLRANKS_SECRET",)
-_WIDTH = 40
-_MOST = 8
+_WIDTH = 40  # maximum characters of a printed value
+_MOST = 8  # maximum number of printed hosts
 
 
 @dataclass(frozen=True)
 class EnvReport:
-    """What was found.
+    """The result of `collect`.
 
     Attributes:
-        host: this host's name.
-        program: what a program takes itself for; None where that is an error.
-        launcher: what ``allranks run`` would find; None where that is an error.
-        variables: those of ours and torch's that are set, and what each means.
-        trouble: the errors.
+        host: The name of this host.
+        program: The context that a program would detect. None if detection fails.
+        launcher: The context that ``allranks run`` would detect. None if detection fails.
+        variables: The allranks and torch variables that are set, with their meaning.
+        trouble: The errors.
     """
 
     host: str
@@ -52,7 +52,7 @@ class EnvReport:
 
 
 def collect(environ: Mapping[str, str], override: str = "auto") -> EnvReport:
-    """Looks at an environment."""
+    """Examine an environment."""
     found: dict[bool, LaunchContext | None] = {}
     trouble: list[str] = []
     for launcher in (False, True):
@@ -71,12 +71,12 @@ def collect(environ: Mapping[str, str], override: str = "auto") -> EnvReport:
 
 
 def render(report: EnvReport) -> str:
-    """The report as text."""
+    """Return the report as text."""
     lines = [f"On host {report.host}."]
     for title, place in (("A program here", report.program), ("allranks run here", report.launcher)):
         if place is not None:
             lines += ["", f"{title} {_summary(place, title.startswith('A '))}"]
-            if place is report.program or place != report.program:  # once, where both are the same
+            if place is report.program or place != report.program:  # print the facts once if both contexts are equal
                 lines += [f"  {name:11}{text}" for name, text in _facts(place)]
     places = [place for place in (report.program, report.launcher) if place is not None]
     clues = list(dict.fromkeys(clue for place in places for clue in place.why))
@@ -89,13 +89,13 @@ def render(report: EnvReport) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``allranks env``.
+    """Run ``allranks env``.
 
     Args:
-        argv: the arguments; the process's own if None.
+        argv: The arguments. None: the arguments of this process.
 
     Returns:
-        The exit code: 2 where the environment is wrong.
+        The exit code: 2 if the environment is wrong.
     """
     parser = Parser(
         prog="allranks env",
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(harmless(f"{parser.prog}: error: {error}"), file=sys.stderr)
         return USAGE
     report = collect(os.environ, options.env)
-    # In one piece, as other ranks write there, too.
+    # Write the output in one call, because other ranks write to the same stream.
     put((json.dumps(dataclasses.asdict(report), indent=2) if options.json else render(report)) + "\n")
     return USAGE if report.trouble else 0
 
@@ -139,7 +139,7 @@ def _summary(place: LaunchContext, program: bool) -> str:
 
 
 def _facts(place: LaunchContext) -> list[tuple[str, str]]:
-    """What more is known of a rank, or of the nodes."""
+    """Return further known facts about a rank or about the nodes."""
     known = []
     if place.local_rank is not None:
         of = f" of {place.local_size}" if place.local_size else ""

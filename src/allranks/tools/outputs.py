@@ -1,4 +1,4 @@
-"""Whether a report and a picture can be written where they are wanted: asked before anything is measured."""
+"""Check before a measurement whether the report and the picture can be written."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["why_not"]
 
 
 def why_not(report: Path | None, picture: Path | None) -> str:
-    """Why a file cannot be written; "" if all can.
+    """Return why a file cannot be written; "" if all files can be written.
 
     Args:
-        report: JSON; ``-`` is stdout.
-        picture: what matplotlib draws, in the format that its name ends with.
+        report: The JSON file; ``-`` is stdout.
+        picture: The picture file. matplotlib draws it, in the format of the file name extension.
     """
     for file in (report, picture):
         if file is None or str(file) == "-":

@@ -1,6 +1,6 @@
-"""What a command is doing, for whoever waits for it: a line on a terminal that is gone when the result is printed.
+"""Progress displays for the terminal: a temporary line that disappears before the result is printed.
 
-`TerminalProgress` shows words. `LoopBar` shows how many bytes are done, how fast, and when the rest will be.
+`TerminalProgress` shows a text. `LoopBar` shows the bytes that are done, the rate and the remaining time.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from allranks._base.threads import Daemon
 
 __all__ = ["LoopBar", "TerminalProgress"]
 
-_LONG_S = 2.0  # what takes less shows nothing
+_LONG_S = 2.0  # shorter commands show no progress
 _AGAIN_S = 0.5
 _CLEAR = "\r\x1b[K"
 
 
 class TerminalProgress:
-    """A line on stderr, where that is a terminal, once the command has taken 2 s.
+    """A line on stderr, shown on a terminal after the command has run for 2 s.
 
     Args:
-        name: the command's.
-        shown: whether this process is the one that shows it.
+        name: The name of the command.
+        shown: Whether this process displays the progress.
     """
 
     def __init__(self, name: str, shown: bool = True) -> None:
@@ -36,6 +36,7 @@ class TerminalProgress:
         self._ended = threading.Event()
         self._shown = shown
         self._drawn = False
+        # Protects the terminal: the thread must not draw its line between `_clear` and the output of `put`.
         self._lock = threading.Lock()
         self._thread = Daemon(target=self._draw, name=name) if shown and is_redrawable(sys.stderr) else None
 
@@ -51,11 +52,11 @@ class TerminalProgress:
         self._clear()
 
     def at(self, words: str) -> None:
-        """What is done now."""
+        """Set the description of the current action."""
         self._words = words
 
     def put(self, text: str) -> None:
-        """Prints lines of the result to stdout, in place of the line that is shown."""
+        """Print lines of the result to stdout. They replace the progress line."""
         if self._shown:
             with self._lock:
                 self._clear()
@@ -79,10 +80,10 @@ class TerminalProgress:
 
 
 class LoopBar:
-    """A bar on stderr, where that is a terminal, once the command has taken 2 s.
+    """A progress bar on stderr, shown on a terminal after the command has run for 2 s.
 
     Args:
-        name: the command's.
+        name: The name of the command.
     """
 
     def __init__(self, name: str) -> None:
@@ -100,12 +101,12 @@ class LoopBar:
             self._bars.stop()
 
     def at(self, words: str, done: int, total: int | None) -> None:
-        """How far it is.
+        """Update the progress.
 
         Args:
-            words: what is done now.
-            done: bytes.
-            total: how many there are; None: that is not known.
+            words: The current action.
+            done: The number of bytes that are done.
+            total: The total number of bytes. None: not known.
         """
         if self._bars is None:
             return
@@ -116,7 +117,7 @@ class LoopBar:
 
 
 def _bars() -> Any:
-    from rich import progress  # late: most commands have ended before a bar is shown
+    from rich import progress  # imported late: most commands end before a bar is shown
     from rich.console import Console
 
     return progress.Progress(
@@ -137,5 +138,5 @@ def _bars() -> Any:
 def _columns() -> int:
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or 80
-    except OSError:  # stderr has been replaced by an object that only looks like a terminal
+    except OSError:  # stderr was replaced by an object without a descriptor
         return 80

@@ -1,4 +1,7 @@
-"""Whether a machine is quiet enough for figures: who else uses its CPUs, before and while something is measured."""
+"""Detects whether a machine is quiet enough for measurements.
+
+It checks the CPU use of other processes before and during the measurement.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,27 @@ from pathlib import Path
 __all__ = ["READING", "Conditions", "Window", "before", "judge"]
 
 _USER, _IDLE, _IOWAIT, _STEAL, _GUEST = 0, 3, 4, 7, 8  # columns of /proc/stat
-_BUSY = 0.1  # of the CPUs, by others
-_LOADED = 0.25  # of the CPUs, in the last minute
-_STOLEN = 0.02
-_WAITED = 0.05
+_BUSY = 0.1  # share of the CPUs that other processes use
+_LOADED = 0.25  # load per CPU in the last minute
+_STOLEN = 0.02  # share of the CPU time that the hypervisor took
+_WAITED = 0.05  # share of the last minute in which a process waited for a CPU
 _CPUFREQ = Path("/sys/devices/system/cpu/cpu0/cpufreq")
 
 READING = "medians are of a machine that others use, too; fastest blocks are nearer to a quiet one's"
-"""How figures read that were measured where it is not quiet."""
+"""How to interpret figures that were measured on a machine that is not quiet."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """How much others do on this host.
+    """CPU use of other processes on this host.
 
     Attributes:
-        cpus: those that this process may use.
-        load: processes that ran or waited, on the whole host, in the last minute before.
-        waited: the share of that minute in which one of them had to wait for a CPU; None where that is not known.
-        governor: how the CPUs' frequency is chosen; "" where that is not shown.
-        busy: how many of the CPUs others kept busy while it was measured; None before.
-        steal: the share of the CPUs' time that the hypervisor gave to others; None before.
+        cpus: The number of CPUs that this process may use.
+        load: Load average of the whole host over the minute before the measurement: processes that ran or waited.
+        waited: Share of that minute in which a process had to wait for a CPU. None if it is not known.
+        governor: The frequency governor of the CPUs. "" if the host does not report it.
+        busy: The number of CPUs that other processes kept busy during the measurement. None before it.
+        steal: Share of the CPU time that the hypervisor gave to other guests. None before the measurement.
     """
 
     cpus: int
@@ -43,10 +46,10 @@ class Conditions:
 
 
 def before() -> Conditions:
-    """What is known before anything is measured."""
+    """Return the conditions that are known before a measurement."""
     pressure, governor = Path("/proc/pressure/cpu"), _CPUFREQ / "scaling_governor"
     waited = None
-    try:  # a kernel may have the file and refuse to read it
+    try:  # a kernel may have the file but refuse to read it
         some = dict(part.split("=") for part in pressure.read_text().splitlines()[0].split()[1:])
         waited = float(some["avg60"]) / 100
     except OSError:
@@ -60,7 +63,7 @@ def before() -> Conditions:
 
 
 class Window:
-    """From here on it is measured."""
+    """A measurement interval that starts when the object is created."""
 
     def __init__(self) -> None:
         self._before = before()
@@ -69,10 +72,10 @@ class Window:
         self._ticks = _ticks(self._cpus)
 
     def end(self, own_s: float) -> Conditions:
-        """What others did since.
+        """Return the CPU use of other processes since the start.
 
         Args:
-            own_s: processor time, in seconds, of those who measured.
+            own_s: CPU time of the measuring processes, in seconds.
         """
         took = max(time.monotonic() - self._began, 1e-9)
         busy, steal, total = (after - start for after, start in zip(_ticks(self._cpus), self._ticks, strict=True))
@@ -84,7 +87,7 @@ class Window:
 
 
 def judge(found: Conditions) -> list[str]:
-    """Why it is not quiet; empty where it is."""
+    """Return the reasons why the machine is not quiet; empty if it is quiet."""
     why = []
     if found.busy is None:
         if found.load > _LOADED * found.cpus:
@@ -101,12 +104,12 @@ def judge(found: Conditions) -> list[str]:
 
 
 def _ticks(cpus: Set[int]) -> tuple[int, int, int]:
-    """Clock ticks of these CPUs since the host began: busy, stolen, all."""
+    """Return the clock ticks of these CPUs since boot: busy, stolen, total."""
     busy = steal = total = 0
     for line in Path("/proc/stat").read_text().splitlines():
         name, *words = line.split()
         if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cpus:
-            ticks = [int(word) for word in words[_USER:_GUEST]]  # a guest's are in the user's
+            ticks = [int(word) for word in words[_USER:_GUEST]]  # without the guest columns: user time includes them
             steal += ticks[_STEAL]
             total += sum(ticks)
             busy += sum(ticks) - ticks[_IDLE] - ticks[_IOWAIT] - ticks[_STEAL]

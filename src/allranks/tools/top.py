@@ -1,4 +1,4 @@
-"""``allranks top``: how the ranks of a running job fare, again and again."""
+"""``allranks top``: the activity of the ranks of a running job, shown repeatedly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["main", "rows"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command. Returns its exit code."""
+    """Run the command. Return its exit code."""
     parser = ArgumentParser(
         prog="allranks top",
         description="Shows calls (of workers: and commands) and bytes per second, the share of the time in which a rank"
@@ -56,6 +56,7 @@ def _watch(job: int | None, delay_s: float, count: int | None, as_json: bool) ->
         try:
             now = choose(job, Question(stacks=False))
         except NoAnswer:
+            # If the job no longer exists, it has ended; otherwise the failure is reported.
             if any(each.pid == job for each in find()):
                 raise
             print(f"allranks top: job {job} has ended", file=sys.stderr)
@@ -74,7 +75,7 @@ def _watch(job: int | None, delay_s: float, count: int | None, as_json: bool) ->
 
 
 def rows(before: JobAnswer, now: JobAnswer) -> list[str]:
-    """The table between two looks."""
+    """Return the table of the interval between two answers of the job."""
     old = {state.rank: state for state in before.states}
     lines = [f"job {now.launcher}: {now.command}; {now.size} ranks", ""]
     lines.append(
@@ -97,7 +98,7 @@ def rows(before: JobAnswer, now: JobAnswer) -> list[str]:
 
 
 def _waited(then: RankState, now: RankState, seconds: float) -> float:
-    """The share of the time in which a rank waited, that in the call under way included."""
+    """Return the share of the time in which a rank waited, including the call in progress."""
     waited = now.usage.waiting - then.usage.waiting
     if now.waiting is not None:
         waited += min(now.waiting.seconds, seconds)

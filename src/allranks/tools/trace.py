@@ -1,4 +1,4 @@
-"""``allranks trace``: what the ranks of a running job do; and what they did, from trace files (``trace_files``)."""
+"""``allranks trace``: the activity of the ranks of a running job, and past calls from trace files (``trace_files``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["choose", "main", "table"]
 
 
 def main(argv: Sequence[str]) -> int | Program:
-    """Runs the command. Returns its exit code; in a forked rank of ``record``, the rank."""
+    """Run the command. Return its exit code; in a forked rank of ``record``, the rank."""
     words = list(argv)
     if words[:1] and words[0] in _COMMANDS:
         try:
@@ -65,12 +65,13 @@ def _show(words: Sequence[str]) -> int:
 
 
 def choose(pid: int | None, question: Question) -> JobAnswer:
-    """Asks the job of that pid, or the only one.
+    """Query the job with this launcher pid, or the only job.
 
     Raises:
-        NoAnswer: there is none, or there are several.
+        NoAnswer: No job or several jobs match, or the job does not answer.
     """
-    answers: dict[tuple[str, int, str], JobAnswer] = {}  # the agent of a job on this host answers, too
+    # by launcher, because the agent of a job on this host answers, too
+    answers: dict[tuple[str, int, str], JobAnswer] = {}
     silent: list[NoAnswer] = []
     for job in find():
         try:
@@ -111,7 +112,7 @@ def _overview(answer: JobAnswer, calls: int) -> list[str]:
 
 
 def table(answer: JobAnswer) -> list[str]:
-    """A row for each rank: its host, its process, what it is in, for how long, and for whom it waits."""
+    """Return a row for each rank: host, process, current call, its duration, and the ranks that it waits for."""
     found = diagnose(answer.states)
     rows: list[tuple[str, ...]] = [("rank", "pid", "host", "process", "in", "for", "waits for", "commands")]
     states = {state.rank: state for state in answer.states}
@@ -133,7 +134,7 @@ def table(answer: JobAnswer) -> list[str]:
 
 
 def _doing(state: RankState, answer: JobAnswer) -> tuple[str, str]:
-    """What a rank is in, and for how long."""
+    """Return the current activity of a rank, and its duration."""
     if (call := state.waiting) is not None:
         group = "" if call.group in ("", "world") else f" of group '{call.group}'"
         return f"{call.title}{group}{f' ({call.site})' if call.site else ''}", _time(call.seconds)

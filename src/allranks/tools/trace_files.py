@@ -1,4 +1,4 @@
-"""The parts of ``allranks trace`` that read trace files: ``timeline``, ``flight``; and ``record``, which makes them."""
+"""Subcommands of ``allranks trace`` on trace files: ``timeline`` and ``flight`` read them, ``record`` creates them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _FORMATS = "*.json or *.json.gz: for Perfetto; *.html: a page for a browser; *.p
 
 
 def timeline(words: Sequence[str]) -> int:
-    """``allranks trace timeline``. Returns its exit code.
+    """Run ``allranks trace timeline``. Return its exit code.
 
     Raises:
-        TraceError: a file is no trace.
-        ConfigError: the arguments are wrong.
+        TraceError: A file is not a trace.
+        ConfigError: The arguments are wrong.
     """
     parser = ArgumentParser(
         prog="allranks trace timeline",
@@ -64,14 +64,14 @@ def timeline(words: Sequence[str]) -> int:
 
 
 def record(words: Sequence[str]) -> int | Program:
-    """``allranks trace record``: runs a program and writes its timeline.
+    """Run ``allranks trace record``: run a program, then write its timeline.
 
     Returns:
         The exit code of the job; in a forked rank, the rank.
 
     Raises:
-        TraceError: the ranks have recorded nothing.
-        ConfigError: the arguments are wrong.
+        TraceError: The ranks have recorded nothing.
+        ConfigError: The arguments are wrong.
     """
     parser = ArgumentParser(
         prog="allranks trace record",
@@ -109,11 +109,11 @@ def record(words: Sequence[str]) -> int | Program:
 
 
 def flight(words: Sequence[str]) -> int:
-    """``allranks trace flight``. Returns its exit code.
+    """Run ``allranks trace flight``. Return its exit code.
 
     Raises:
-        TraceError: a file is no trace.
-        ConfigError: the files cannot be written.
+        TraceError: A file is not a trace.
+        ConfigError: The files cannot be written.
     """
     parser = ArgumentParser(
         prog="allranks trace flight",
@@ -151,7 +151,7 @@ def flight(words: Sequence[str]) -> int:
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """The command's own arguments, and those of ``allranks run``."""
+    """Split the arguments into those of the command and those of ``allranks run``."""
     for place, word in enumerate(words):
         if word == "--":
             return words[:place], words[place + 1 :]
@@ -207,7 +207,7 @@ def _write(found: Timeline, files: Sequence[Path], profiler: Sequence[Path], pro
 
 
 def summary(found: Timeline, files: Sequence[Path]) -> list[str]:
-    """What is told about a timeline."""
+    """Return the lines that describe a timeline."""
     ranks = sorted({process.rank for process in found.processes})
     hosts = len(found.clocks)
     size = max(process.world_size for process in found.processes)

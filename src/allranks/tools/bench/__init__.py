@@ -1,26 +1,26 @@
-"""``allranks bench``: what a call costs here, beside what it costs with another library.
+"""``allranks bench``: the cost of a call, compared with the cost in other libraries.
 
 ===============  ==============================================================
 ``options``      the command line
-``start``        how the ranks come up: with our launcher, or with mpirun
-``rank``         what each of them runs
-``verbs``        what is measured: buffers, sizes in bytes, right answers
-``engines``      who is measured: allranks, gloo, MPI
-``measure``      how: blocks in turn, medians
-``overlap``      what asynchronous calls hide behind computation
+``start``        how the ranks start: with allranks's launcher, or with mpirun
+``rank``         the program of each rank
+``verbs``        the calls: buffers, sizes in bytes, expected results
+``engines``      the libraries: allranks, gloo, MPI
+``measure``      the method: blocks in turn, medians
+``overlap``      how much of asynchronous calls computation hides
 ``python``       Python's share of a call
-``small``        small calls by the way in which they are called
-``trace``        what the record of calls costs
+``small``        small calls, by the way in which they are called
+``trace``        the cost of recording calls
 ``master``       the goals of master-worker mode
-``rpc``          torch's RPC, beside it
+``rpc``          torch's RPC, for comparison
 ``resilience``   the goals of elastic jobs, and of groups after a loss
-``checkpoint``   the goals of checkpoints, beside torch's
-``losses``       the trainings that lose a rank, and torchft beside them
-``spent``        the processor time of a benchmark
-``goals``        what is measured beside goals: data, JSON and text
-``report``       what of the others was found: data, JSON
-``text``         and text
-``plot``         and a picture
+``checkpoint``   the goals of checkpoints, compared with torch
+``losses``       trainings that lose a rank, compared with torchft
+``spent``        the CPU time of a benchmark
+``goals``        results that have goals: data, JSON and text
+``report``       other results: data, JSON
+``text``         other results: text
+``plot``         other results: a picture
 ===============  ==============================================================
 """
 
@@ -37,9 +37,9 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int | Program:
-    """The command: starts the ranks; in a process that is a rank already (RANK is set) measures. Returns the exit code.
+    """Start the ranks, or measure in a process that is already a rank (RANK is set). Return the exit code.
 
-    So ranks of several hosts are started as those of any program.
+    The ranks of several hosts can therefore be started like those of any program.
     """
     from allranks.tools.bench import start
     from allranks.tools.bench.options import parse

@@ -1,18 +1,18 @@
-"""``allranks bench checkpoint``: what saving and loading costs, beside the disk, and beside torch.
+"""``allranks bench checkpoint``: the cost of saving and loading, compared with the disk and with torch.
 
 ===============  =====================================================================================================
-stall            how long the training waits for ``save_async``, beside a memcpy of this rank's share, and beside
-                 ``async_save`` of torch's distributed checkpoint (DCP), with threads and with processes
-save             until the checkpoint is on the disk, beside a write and fsync of the same bytes by each rank, DCP's
-                 ``save``, and ``torch.save`` by rank 0 with fsync
-load             into memory that is there, with all hashes checked, beside reading the files, DCP's ``load``, and
-                 ``torch.load`` on each rank
+stall            time that the training waits for ``save_async``, compared with a memcpy of this rank's share, and
+                 with ``async_save`` of torch's distributed checkpoint (DCP), with threads and with processes
+save             time until the checkpoint is on the disk, compared with a write and fsync of the same bytes by each
+                 rank, DCP's ``save``, and ``torch.save`` by rank 0 with fsync
+load             time to load into existing memory, with all hashes checked, compared with reading the files, DCP's
+                 ``load``, and ``torch.load`` on each rank
 ===============  =====================================================================================================
 
-All ranks have the same tensors, 16 of float32, and load into their memory. The figures are medians of ``3 * budget``
-rounds, of small states 12, in each of which all are measured in turn; a figure is that of the slowest rank. The page
-cache is warm for whatever is read, and the disk has nothing left to do. What makes more copies than memory holds is
-left out, and named.
+All ranks have the same tensors, 16 of float32, and load into their memory. The figures are medians of 3 to 12 rounds
+for each second of the budget; small states have more rounds. Every round measures all operations in turn. Each figure
+is that of the slowest rank. The page cache is warm for all reads, and no writes to the disk are pending. If the copies
+of an operation do not fit into memory, the operation is skipped, and the report names it.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ from allranks.tools.quiet import Window, before
 
 __all__ = ["main"]
 
-_ROUNDS = (3, 12)  # for each second of the budget: the fewest and the most,
-_ROUNDS_OF = 8 << 30  # and of as many rounds as have so many bytes, where that lies between them
+_ROUNDS = (3, 12)  # minimum and maximum number of rounds for each second of the budget
+_ROUNDS_OF = 8 << 30  # bytes of all rounds for each second; _ROUNDS limits the result
 _TENSORS = 16
 _LIMIT_S = 1800
 _CHUNK = 4 << 20
-_COPIED = 64 << 20  # numbers: the memcpy is done in parts of so many
-_SPARE = 1 << 30  # bytes that are left free beside the states and their copies
-_HEADS = 1 << 18  # numbers: room for what files have beside the tensors
+_COPIED = 64 << 20  # elements: the memcpy is split into parts of this size
+_SPARE = 1 << 30  # bytes that stay free in addition to the states and their copies
+_HEADS = 1 << 18  # elements: room for file contents other than tensors
 
 Samples = dict[str, list[float]]
 
 _PEERS = {"stall": "save_async", "DCP save": "DCP", "DCP stall": "DCP in the background",
           "DCP process stall": "DCP with processes", "torch.load": "torch.load"}  # fmt: skip
-"""What is left out where memory does not hold the copies that it makes; how it is called."""
+"""Measurements that are skipped if their copies do not fit into memory: key in the samples, and displayed name."""
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measures, prints and writes."""
+    """Measure, print and write the results."""
     report = GoalReport(
         cpus=usable_cpus(),
         host=socket.gethostname(),
@@ -118,7 +118,7 @@ _PANELS = {
 
 
 def _draw(medians: dict[int, dict[str, float]], title: str, file: Path) -> None:
-    """Time against size."""
+    """Draw time against size."""
     plt = drawing()
     figure, axes = plt.subplots(1, len(_PANELS), figsize=(12, 4), layout="constrained")
     figure.suptitle(title, fontsize=10)
@@ -138,12 +138,12 @@ def _draw(medians: dict[int, dict[str, float]], title: str, file: Path) -> None:
 
 
 def _slowest(found: list[Samples]) -> Samples:
-    """Of the ranks, in each round."""
+    """Return the time of the slowest rank in each round."""
     return {name: [max(times) for times in zip(*(rank[name] for rank in found), strict=True)] for name in found[0]}
 
 
 def _goals(what: str, found: Samples) -> list[Goal]:
-    """Of what was measured, with what it is measured beside."""
+    """Return the measured figures together with those of the peers."""
     cells = [
         ("stall of save_async", "stall", "memcpy", "memcpy", 1 / 1.3),
         ("stall of save_async", "stall", "DCP", "DCP stall", 2.0),
@@ -165,16 +165,16 @@ def _goals(what: str, found: Samples) -> list[Goal]:
 
 
 def _measure(folder: Path, nbytes: int, rounds: int) -> Samples:
-    """A rank."""
+    """Measure on one rank."""
     import torch.distributed as torchs
     import torch.distributed.checkpoint as dcp
 
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # DCP's, of its own interfaces
+    warnings.simplefilter("ignore")  # DCP warns about its own interfaces
     rank, ranks = allranks.get_rank(), allranks.get_world_size()
     torchs.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     torch.manual_seed(1)
-    each = nbytes // 4 // _TENSORS // 16 * 16  # whole lines, as tensors of most shapes are
+    each = nbytes // 4 // _TENSORS // 16 * 16  # whole cache lines, like tensors of most shapes
     memory = torch.randn(each * _TENSORS + _HEADS)
     state = {f"w{number}": memory[number * each : (number + 1) * each] for number in range(_TENSORS)}
     share = memory[: nbytes // 4 // ranks]
@@ -191,8 +191,8 @@ def _measure(folder: Path, nbytes: int, rounds: int) -> Samples:
 
     for number in range(-1, rounds):
         if number == 0:
-            found.clear()  # a first round brings memory and groups
-        os.sync()
+            found.clear()  # the first round allocates memory and creates groups
+        os.sync()  # pending writes would slow down the next operations
         timed("memcpy", lambda: [copy[: len(part)].copy_(part) for part in torch.split(share, _COPIED)])
         _ours(timed, folder / "ours", state, memory, number + 1, "stall" in fitting)
         timed("write", lambda: _write(folder / f"written-{rank}", share))
@@ -209,7 +209,7 @@ def _measure(folder: Path, nbytes: int, rounds: int) -> Samples:
 def _ours(
     timed: Callable[..., Any], folder: Path, state: Any, memory: torch.Tensor, step: int, in_background: bool
 ) -> None:
-    alike = list(state)  # as data-parallel training promises
+    alike = list(state)  # data-parallel training guarantees it
     if in_background:
         saving = timed("stall", lambda: checkpoint.save_async(state, folder, step=2 * step, alike=alike))
         _remove(timed("background", saving.wait))
@@ -222,7 +222,7 @@ def _ours(
 
 
 def _remove(folder: Path) -> None:
-    """Once all ranks are done with it."""
+    """Delete a checkpoint after all ranks have finished with it."""
     allranks.barrier()
     if allranks.get_rank() == 0:
         shutil.rmtree(folder)
@@ -251,7 +251,7 @@ def _dcp(timed: Callable[..., Any], dcp: Any, folder: Path, state: Any, step: in
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """For a process that is started meanwhile: DCP's reports each save."""
+    """Discard the stderr of processes that start inside: DCP's process reports each save."""
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
     try:
@@ -263,15 +263,18 @@ def _silent() -> Iterator[None]:
 
 
 def _fitting(nbytes: int, ranks: int) -> set[str]:
-    """Of ``_PEERS``, those whose copies fit into memory, where the ranks have their states. On all ranks the same."""
+    """Return the keys of ``_PEERS`` whose copies fit into memory beside the states of the ranks.
+
+    The result is the same on all ranks.
+    """
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = int(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) << 10
     least = torch.tensor([free - _SPARE])
     allranks.all_reduce(least, op=allranks.ReduceOp.MIN)
     room = int(least)
     fitting = {"stall"} if nbytes <= room else set()
-    room -= nbytes * len(fitting)  # a share of each rank, which is kept
-    # Of each rank's state. DCP loads a tensor at a time; with processes there are files, too.
+    room -= nbytes * len(fitting)  # save_async keeps a copy of each rank's share
+    # Copies of each rank's state. DCP loads one tensor at a time. With processes, the files count, too.
     copies = {"DCP save": 0.5, "DCP stall": 2, "DCP process stall": 4, "torch.load": 1}
     return fitting | {name for name, count in copies.items() if count * ranks * nbytes <= room}
 
@@ -292,7 +295,7 @@ def _torch_save(path: Path, state: Any) -> None:
 
 
 def _read(folder: Path, memory: torch.Tensor) -> None:
-    """Each rank reads all files into memory that is there, as its load does."""
+    """Read all files on each rank into existing memory, like its load does."""
     view, at = view_of(memory, writable=True), 0
     for path in sorted(folder.glob("*.safetensors")):
         with open(path, "rb", buffering=0) as file:

@@ -1,10 +1,10 @@
-"""Who is measured: this library and its peers, each with its own group of the same processes.
+"""The measured libraries: allranks and its peers, each with its own group of the same processes.
 
-An engine turns a verb and its buffers into a function without arguments, so that all are timed through the same one.
-What can be prepared is prepared, for all alike: the lists of pieces, and for MPI the descriptions of the buffers,
-so that mpi4py has no tensor to look at.
+An engine turns a verb and its buffers into a function without arguments, so that the same code times all engines.
+Everything that can be prepared is prepared, for all engines: the lists of chunks and, for MPI, the descriptions of the
+buffers. mpi4py therefore does not examine tensors in the timed calls.
 
-torch.distributed is used here as a peer that is measured, through its public functions.
+torch.distributed is a measured peer here, used through its public functions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["BenchEngine", "Gloo", "Mpi", "Native"]
 
 Call = Callable[[], object]
-Start = Callable[[], Call]  # starts; returns what waits
+Start = Callable[[], Call]  # starts a call; returns the function that waits for it
 
 _MPI_REDUCES = {
     "uint8": "UINT8_T", "int8": "INT8_T", "int16": "INT16_T", "int32": "INT32_T", "int64": "INT64_T",
@@ -43,28 +43,38 @@ class BenchEngine(abc.ABC):
 
     @abc.abstractmethod
     def versions(self) -> dict[str, str]:
-        """What to cite."""
+        """Return the versions to print with the results."""
 
     @abc.abstractmethod
     def call(self, verb: str, into: torch.Tensor, out: torch.Tensor, op: str) -> Call:
-        """The call, once per invocation; ``into`` is what this rank gives, ``out`` what it gets."""
+        """Return a function that runs one call.
+
+        Args:
+            verb: The call.
+            into: The input of this rank.
+            out: The output of this rank.
+            op: The reduce operation.
+        """
 
     @abc.abstractmethod
     def start(self, what: str, into: torch.Tensor, out: torch.Tensor, op: str) -> Start:
-        """The same without waiting, for ``overlap``: starts an ``all_reduce`` of ``out``, or an ``exchange``: ``into``
-        goes to the next rank while ``out`` comes from the one before."""
+        """Return a function that starts a call without waiting for it, for ``overlap``.
+
+        An ``all_reduce`` reduces ``out``. An ``exchange`` sends ``into`` to the next rank and receives ``out`` from the
+        previous rank.
+        """
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor for its calls."""
+        """Allocate a tensor for the calls of this engine."""
         return torch.empty(count, dtype=dtype)
 
     def enter(self, cpus: set[int]) -> None:
-        """Called before each of its blocks, outside the timed stretch. ``cpus`` are the job's."""
+        """Prepare for a block of this engine, outside the timed interval. ``cpus`` are the CPUs of the job."""
         os.sched_setaffinity(0, cpus)
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends its group."""
+        """Destroy the group of this engine."""
 
 
 class Native(BenchEngine):
@@ -96,7 +106,7 @@ class Native(BenchEngine):
 
 
 class Gloo(BenchEngine):
-    """torch.distributed over gloo. The ranks meet through allranks, on a port that nobody had to choose."""
+    """torch.distributed over gloo. allranks distributes the port of its store, so the user chooses none."""
 
     name = "gloo"
 
@@ -132,13 +142,13 @@ class Gloo(BenchEngine):
 
 
 def _torch_call(dist: ModuleType, verb: str, into: torch.Tensor, out: torch.Tensor, op_name: str) -> Call:
-    """The same program for both libraries."""
+    """Return the call for allranks or torch: the same program for both libraries."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     op = getattr(dist.ReduceOp, op_name)
     root = rank == ROOT
     if verb == "send":
         return _ping_pong(rank, lambda peer: dist.send(into, peer), lambda peer: dist.recv(out, peer))
-    # Their names in torch 2.13 and before; there the old ones warn, and cost more.
+    # In torch 2.13, the old names warn and cost more. Older versions have only the old names.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     pieces = list((out if verb == "gather" else into).chunk(ranks)) if root and verb in ("gather", "scatter") else None
@@ -185,9 +195,10 @@ def _ping_pong(rank: int, send: Callable[[int], object], recv: Callable[[int], o
 
 
 class Mpi(BenchEngine):
-    """MPI through mpi4py: the processes are children of mpirun (``start``), which has bound them as it likes.
+    """MPI through mpi4py. The processes are children of mpirun (``start``), which has bound them by its defaults.
 
-    While the other engines are measured they are not bound: gloo's threads would share their rank's core.
+    While the other engines are measured, the processes are not bound: the threads of gloo would otherwise share the
+    core of their rank.
     """
 
     name = "mpi"
@@ -207,7 +218,7 @@ class Mpi(BenchEngine):
         os.sched_setaffinity(0, self._bound)
 
     def close(self) -> None:
-        """Nothing: MPI ends with the process."""
+        """Do nothing: MPI ends with the process."""
 
     def call(self, verb: str, into: torch.Tensor, out: torch.Tensor, op_name: str) -> Call:
         mpi, comm, root = self._mpi, self._comm, self._comm.rank == ROOT
@@ -250,7 +261,7 @@ class Mpi(BenchEngine):
         return {"exchange": exchange, "all_reduce": all_reduce}[what]
 
     def prepared(self, out: torch.Tensor, op_name: str) -> Call:
-        """A persistent all_reduce of ``out``, started and waited for once per invocation."""
+        """Return a persistent all_reduce of ``out``; each call starts it and waits for it."""
         op, target = getattr(self._mpi, _MPI_OPS[op_name]), self._describe(out, 1, "all_reduce")
         request = self._comm.Allreduce_init(self._mpi.IN_PLACE, target, op)
 
@@ -261,7 +272,10 @@ class Mpi(BenchEngine):
         return call
 
     def _describe(self, tensor: torch.Tensor, pieces: int, verb: str) -> list[Any]:
-        """Address, elements of a piece, type; bytes where nothing is computed. The caller keeps the tensor."""
+        """Return the address, the elements per chunk and the type of a buffer. The caller keeps the tensor alive.
+
+        The type is bytes if the verb does not reduce.
+        """
         buffer = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
         if VERBS[verb].reduces:
             name = str(tensor.dtype).removeprefix("torch.")

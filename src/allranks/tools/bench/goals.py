@@ -1,4 +1,4 @@
-"""What is measured beside goals, as data, JSON and text: each goal with what was found, beside a peer's."""
+"""Measurements that have goals, as data, JSON and text. Each goal has the measured figure and that of a peer."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _WORDS = {None: "", True: "ok", False: "SHORT"}
 
 @dataclass
 class Goal:
-    """One figure: a median over blocks, or what its name says, in units of SI; beside it a peer's in the same run."""
+    """One figure in SI units: a median over blocks or another quantile, with a peer's figure of the same run."""
 
     name: str
-    unit: str  # in which it is printed
+    unit: str  # the unit in which it is printed
     value: float
     lowest: float
     highest: float
     samples: int
-    least: float | None = None  # the goal: so much at least,
-    most: float | None = None  # or so much at most
+    least: float | None = None  # the goal: a lower limit,
+    most: float | None = None  # or an upper limit
     peer: str = ""
     peer_value: float | None = None
-    ratio: float | None = None  # how many times as good as the peer
-    least_ratio: float | None = None  # the goal, where it is a part of what the peer does
+    ratio: float | None = None  # how many times better than the peer
+    least_ratio: float | None = None  # the goal, if it is relative to the peer
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is met; None where there is none."""
+        """Whether the goal is met; None if there is no goal."""
         if self.least_ratio is not None and self.ratio is not None:
             return self.ratio >= self.least_ratio
         if self.least is not None:
@@ -44,7 +44,7 @@ class Goal:
 
 @dataclass(kw_only=True)
 class GoalReport:
-    """A whole run."""
+    """The results of a whole run."""
 
     cpus: int
     host: str
@@ -52,19 +52,19 @@ class GoalReport:
     budget_s: float
     versions: dict[str, str]
     goals: list[Goal] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)  # what could not be measured, and why
+    left_out: list[str] = field(default_factory=list)  # what was not measured, and why
     conditions: Conditions | None = None
 
 
 @dataclass(kw_only=True)
 class MasterReport(GoalReport):
-    """A run of ``allranks bench master``."""
+    """The results of a run of ``allranks bench master``."""
 
-    workers: int  # to which one command goes
+    workers: int  # number of workers that receive one command
 
 
 def quantile(samples: list[float], part: float) -> float:
-    """The value below which that part of the samples lies."""
+    """Return the value below which this part of the samples is."""
     return sorted(samples)[min(len(samples) - 1, int(part * len(samples)))]
 
 
@@ -80,18 +80,18 @@ def of(
     beside: list[float] | None = None,
     least_ratio: float | None = None,
 ) -> Goal:
-    """A goal's figure: the median of blocks, or another quantile.
+    """Return the figure of a goal: the median of blocks, or another quantile.
 
     Args:
-        name: what is measured.
-        unit: in which it is printed; the samples are in units of SI, and rates more is better than less.
-        samples: one of each block, or call.
-        part: which quantile.
-        least: the goal, if it is a rate.
-        most: the goal, if it is a cost.
-        peer: whose samples lie beside.
-        beside: they; none if the peer is not there.
-        least_ratio: the goal, if it is a part of the peer's rate.
+        name: The measured quantity.
+        unit: The unit in which it is printed. The samples are in SI units. For rates, more is better.
+        samples: One sample for each block or call.
+        part: The quantile.
+        least: The goal, if the quantity is a rate.
+        most: The goal, if the quantity is a cost.
+        peer: The name of the peer.
+        beside: The samples of the peer; none if the peer is not available.
+        least_ratio: The goal, if it is relative to the rate of the peer.
     """
     value = statistics.median(samples) if part == 0.5 else quantile(samples, part)
     goal = Goal(name, unit, value, min(samples), max(samples), len(samples), least, most, least_ratio=least_ratio)
@@ -103,7 +103,7 @@ def of(
 
 
 def write(report: GoalReport, file: Path) -> None:
-    """Writes JSON."""
+    """Write the report as JSON."""
     found = asdict(report)
     for entry, goal in zip(found["goals"], report.goals, strict=True):
         entry["met"] = goal.met
@@ -111,7 +111,7 @@ def write(report: GoalReport, file: Path) -> None:
 
 
 def head(report: GoalReport, subject: str) -> str:
-    """What and where, and titles."""
+    """Return the subject, the machine, the versions and the column titles."""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     return (
         f"# {subject} on {report.cpus} CPUs ({report.processor}); {versions}\n"
@@ -121,7 +121,7 @@ def head(report: GoalReport, subject: str) -> str:
 
 
 def lines(found: list[Goal]) -> str:
-    """A line for each goal."""
+    """Return a line for each goal."""
     return "\n".join(map(_line, found))
 
 

@@ -1,11 +1,11 @@
-"""What the processes of ``allranks bench resilience`` run: a training in which the last of three is killed.
+"""Processes of ``allranks bench resilience``: a training in which the last of three ranks is killed.
 
     python -m allranks.tools.bench.losses train FOLDER DEATHS                  a rank, under ``allranks run --elastic``
     python -m allranks.tools.bench.losses replica FOLDER DEATHS NUMBER START   a replica of torchft, on its gloo group
     python -m allranks.tools.bench.losses lighthouse                           torchft's; prints its address
 
-The model is the same, 8 MB. A process writes down when it began, when it finished which step, and when it killed
-itself. torchft's replicas get the address of the lighthouse by TORCHFT_LIGHTHOUSE, as torchft has it.
+All use the same model, 8 MB. A process records when it started, when it finished each step, and when it killed itself.
+The replicas of torchft receive the address of the lighthouse in TORCHFT_LIGHTHOUSE, a variable of torchft.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ __all__ = ["DYING", "PROCESSES", "Life", "Pauses", "pauses"]
 
 PROCESSES = 3
 DYING = 2
-_STEPS = 25  # before a death, and after the last one
-_NEAR = 3  # a pause lies before one of so many steps that are finished after the death
+_STEPS = 25  # steps before each death, and after the last one
+_NEAR = 3  # the pause precedes one of this many steps finished after the death
 _WIDTH = 1024
 _c10d: Any = torch.distributed
 _TIMEOUT = timedelta(seconds=60)
-_JOIN_MS, _TICK_MS = 1000, 100
+_JOIN_MS, _TICK_MS = 1000, 100  # join timeout and quorum tick of the lighthouse
 
 
 @dataclass
 class Life:
-    """What a process did, in seconds of a clock that all processes of the host share.
+    """The record of a process, in seconds of a clock that all processes of the host share.
 
     Attributes:
-        number: of the rank's seat, or of the replica.
-        start: how many processes had that before.
-        began: when its program began; its imports were done.
-        finished: when steps were finished.
-        whole: those of them in which all took part.
-        died: when it killed itself.
-        observing: seconds that it has spent on observing its first steps.
+        number: The rank slot, or the number of the replica.
+        start: The number of earlier processes with the same ``number``.
+        began: When its program started; its imports were already done.
+        finished: When each step was finished.
+        whole: The entries of ``finished`` for steps in which all processes took part.
+        died: When it killed itself.
+        observing: Seconds that it spent on observing its first steps.
     """
 
     number: int
@@ -63,11 +63,11 @@ class Life:
     observing: float = 0.0
 
     def write(self, folder: Path) -> None:
-        """For ``pauses``."""
+        """Write the record to a file for ``pauses``."""
         (folder / f"{self.number}-{self.start}.json").write_text(json.dumps(asdict(self)))
 
     def die(self, folder: Path) -> None:
-        """Does not return."""
+        """Record the time and kill this process. Does not return."""
         self.died = time.monotonic()
         self.write(folder)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -75,14 +75,14 @@ class Life:
 
 @dataclass
 class Pauses:
-    """What deaths cost, in seconds, one entry for each.
+    """The cost of deaths, in seconds, one entry for each death.
 
     Attributes:
-        paused: the longest time between two steps of a survivor, without the time of a normal step.
-        replaced: from the death until the process in the dead one's place has finished a step with all.
-        began: the part of it after the program of that process began.
-        step: a normal step; one entry.
-        observing: what observing the first steps cost a survivor.
+        paused: The longest time between two steps of a survivor, minus the time of a normal step.
+        replaced: From the death until the replacement process has finished a step with all processes.
+        began: The part of ``replaced`` after the program of the replacement process started.
+        step: A normal step; one entry.
+        observing: The cost of observing the first steps, one entry for each survivor.
     """
 
     paused: list[float] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Pauses:
 
 
 def pauses(folder: Path) -> Pauses:
-    """Of the processes that have written into the folder."""
+    """Compute the pauses from the records in the folder."""
     lives = [Life(**json.loads(file.read_text())) for file in sorted(folder.glob("*.json"))]
     survivors = [life for life in lives if life.number != DYING]
     chain = sorted((life for life in lives if life.number == DYING), key=lambda life: life.start)
@@ -112,7 +112,10 @@ def pauses(folder: Path) -> Pauses:
 
 
 def _longest(finished: list[float], died: float) -> float:
-    """The longest time between two steps that can be the pause: the death comes before the last one's end, too."""
+    """Return the longest time between two steps near the death.
+
+    A survivor can finish a step after the death and before the pause, so the first ``_NEAR`` intervals are compared.
+    """
     first = next(place for place, moment in enumerate(finished) if moment > died)
     near = finished[first - 1 : first + _NEAR]
     return max(b - a for a, b in pairwise(near))
@@ -137,19 +140,19 @@ def _train(folder: Path, deaths: int) -> None:
             optimizer.zero_grad()
             model(batch).square().mean().backward()
             optimizer.step()
-        if step.committed:  # else it was taken back, and is repeated
+        if step.committed:  # otherwise the step was rolled back and is repeated
             life.finished.append(time.monotonic())
     life.observing = state.observing_s
     life.write(folder)
 
 
 def _replicate(folder: Path, deaths: int, number: int, start: int) -> None:
-    import torchft  # type: ignore[import-not-found,unused-ignore] # in an environment of its own
+    import torchft  # type: ignore[import-not-found,unused-ignore] # installed in a separate environment
 
     life = Life(number, start, time.monotonic())
     net = _net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    whole = {"steps": 0}  # handed over with the weights, so that all end with the same step
+    whole = {"steps": 0}  # transferred with the weights, so that all processes end with the same step
 
     def load(state: dict[str, Any]) -> None:
         whole.update(state["whole"])
@@ -188,7 +191,7 @@ def _replicate(folder: Path, deaths: int, number: int, start: int) -> None:
 
 
 def _lighthouse() -> None:
-    """Until its standard input ends."""
+    """Run a lighthouse of torchft until standard input is closed."""
     from torchft.coordination import LighthouseServer  # type: ignore[import-not-found,unused-ignore]
 
     server = LighthouseServer(

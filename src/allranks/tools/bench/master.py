@@ -1,24 +1,25 @@
-"""``allranks bench master``: what master-worker mode costs, beside its goals, torch's RPC and the native channel.
+"""``allranks bench master``: the cost of master-worker mode, its goals, and its peers torch's RPC and send/recv.
 
-Three masters follow each other in this process: one of two workers for operations, values, training steps and copies;
-one of eight for a step of 5 ms; one of as many as ``-n`` says for one command to all. With the first, blocks of
-everything take turns, so that a machine whose speed drifts slows them alike; every worker has one thread.
+Three masters run one after the other in this process. The first has two workers, for operations, values, training steps
+and copies. The second has eight, or ``-n`` if that is less, for a step of 5 ms. The third has ``-n`` workers, for one
+command to all. With the first, blocks of all measurements take turns, so that a drift of the machine's speed affects
+all alike. Every worker has one thread.
 
 ===========================  ==========================================================================================
-operations                   a rate until the last is queued (``queued``), and until the last is done (``done``)
-training steps               forward, backward and optimiser of an MLP (32-64-64-10, batch 16); operations are those
-                             that the outbox counts, a third of what a step dispatches is none
-bytes                        that went to the worker, divided by the operations
-replayed step                a captured one of that MLP: time of the call, and bytes, per step
-share of a step of 5 ms      CPU time of all threads of the master, divided by the time that the step takes a worker
-                             that has a CPU: what would be left if all workers had one; with a ``synchronize()`` each
-                             50 steps, as of a program that now and then looks at its loss, or each 10
-one command                  ``synchronize()``: sent, executed behind all that is queued, and acknowledged by all; with
-                             an operation of a group before it
+operations                   the rate until the last is queued (``queued``), and until the last is done (``done``)
+training steps               forward, backward and optimizer of an MLP (32-64-64-10, batch 16); counts the operations
+                             in the outbox; a third of the calls that a step dispatches are no operations
+bytes                        the bytes sent to the worker, divided by the operations
+replayed step                a captured step of that MLP: time of the call, and bytes, per step
+share of a step of 5 ms      CPU time of all threads of the master, divided by the time of the step on a worker that
+                             has a CPU: the load of the master if all workers had one; with a ``synchronize()`` every
+                             50 steps, like a program that sometimes reads its loss, or every 10
+one command                  ``synchronize()``: sent, executed after all queued operations, and acknowledged by all
+                             workers; also with an operation of a group before it
 copies                       ``x.to("worker:2")`` of several tensors that are kept (``stream``), and of one
-                             (``single``), until ``synchronize()`` returns; beside ``send`` and ``recv`` of a process
-                             group of the same two workers, into memory that is there
-torch RPC                    ``rpc.remote`` of an addition of what the last one returned; ``to_here`` of one number
+                             (``single``), until ``synchronize()`` returns; compared with ``send`` and ``recv`` of a
+                             process group of the same two workers, into existing memory
+torch RPC                    ``rpc.remote`` of an addition to the previous result; ``to_here`` of one number
 ===========================  ==========================================================================================
 """
 
@@ -52,7 +53,7 @@ __all__ = ["main"]
 
 _ROUNDS = (3, 30)
 _OPERATIONS, _REMOTE_CALLS, _ITEMS, _STEPS = 10_000, 300, 200, 100
-_COPIES, _COPIED = 16, 128 << 20  # in a stream: so many, and so many bytes, at most
+_COPIES, _COPIED = 16, 128 << 20  # in a stream: the maximum number of tensors and of bytes
 _PARALLEL = 8
 _STEP_S = 0.005
 _TIMEOUT_S = 120
@@ -60,11 +61,11 @@ _RPC, _SEND = "torch RPC", "send/recv"
 
 Samples = dict[str, list[float]]
 Block = Callable[[Samples], None]
-"""Adds what it measures to samples, by name."""
+"""Adds its measurements to samples, by name."""
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measures, prints and writes."""
+    """Measure, print and write the results."""
     torch.set_num_threads(1)
     report = MasterReport(
         workers=options.nproc,
@@ -98,10 +99,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _turns(blocks: Sequence[Block], budget_s: float) -> Samples:
-    """Runs blocks in turn, each round from another one on, for that many seconds for each."""
+    """Run blocks in turn, each round with a different first block, for ``budget_s`` seconds per block."""
     samples: Samples = defaultdict(list)
     for block in blocks:
-        block(defaultdict(list))  # workers learn their templates, memory is touched, connections are opened
+        block(defaultdict(list))  # workers record their templates, memory is touched, connections are opened
     least, most = _ROUNDS
     began = time.perf_counter()
     for turn in range(most):
@@ -140,7 +141,7 @@ def _judge(found: Samples, sizes: list[int]) -> list[Goal]:
     made.append(of("item(), p50", "us", items, most=150e-6, peer=_RPC, beside=theirs))
     made.append(of("item(), p99", "us", items, part=0.99, peer=_RPC, beside=theirs))
     made.append(of("replayed step, call", "us", found["replay"], most=30e-6))
-    made.append(of("replayed step, bytes", "B", found["replay bytes"], most=64 + 4 * 3))  # two inputs, one output
+    made.append(of("replayed step, bytes", "B", found["replay bytes"], most=64 + 4 * 3))  # two inputs and one output
     for size in sizes:
         for how in ("stream", "single"):
             name = f"copy {human(size)}, {how}"
@@ -230,7 +231,7 @@ def _replay(mw: Master) -> Block:
     x, y = (each.to("worker:1") for each in _data())
     net = _mlp().to("worker:1")
     step = allranks.capture(_step(net, _OPTIMIZERS["AdamW"](net.parameters())))
-    for _ in range(5):  # recorded, verified
+    for _ in range(5):  # the first calls record and verify the step
         step(x, y)
 
     def run(found: Samples) -> None:
@@ -255,7 +256,7 @@ def _chain(peer: RpcPeer) -> Block:
     return run
 
 
-# Copies, and what the channel can do beside them.
+# Copies, compared with the native channel.
 
 
 def _transfers(mw: Master, sizes: list[int]) -> list[Block]:
@@ -279,7 +280,7 @@ def _transfers(mw: Master, sizes: list[int]) -> list[Block]:
         return run
 
     def native(size: int, how: str, count: int) -> Block:
-        """The same as a program of two ranks does it, on the same two workers."""
+        """Time the same transfers as a program of two ranks, on the same two workers."""
 
         def run(found: Samples) -> None:
             took = [move(tensors[:count], rank) for rank, tensors in enumerate(ends[size])]
@@ -329,7 +330,7 @@ def _move(tensors: list[torch.Tensor], rank: int) -> float:
     return time.perf_counter() - began
 
 
-# What a step of some milliseconds leaves of the master.
+# The master's CPU load for steps of several milliseconds.
 
 
 def _shares(workers: int, budget_s: float) -> list[Goal]:
@@ -341,7 +342,7 @@ def _shares(workers: int, budget_s: float) -> list[Goal]:
         x, y = (each.to(group.device) for each in _data(rows))
         eager = _step(net, optimizer)
         steps = {"eager": eager, "captured": allranks.capture(eager)}
-        for _ in range(5):  # recorded, verified
+        for _ in range(5):  # the first calls record and verify the step
             steps["captured"](x, y)
         waits = [("eager", 10), ("captured", 10), ("captured", 50)]
         found = _turns([_share(mw, name, each, partial(steps[name], x, y)) for name, each in waits], budget_s)
@@ -369,7 +370,7 @@ def _share(mw: Master, name: str, steps: int, step: Callable[[], object]) -> Blo
 
 
 def _rows_for(seconds: float) -> tuple[int, float]:
-    """How large a batch makes a step take so long on this worker, and how long it does take."""
+    """Return the batch size with which a step takes about ``seconds`` on this worker, and the measured time."""
     net = _mlp(256)
     step = _step(net, _OPTIMIZERS["AdamW"](net.parameters()))
 
@@ -388,7 +389,7 @@ def _rows_for(seconds: float) -> tuple[int, float]:
     return rows, now
 
 
-# One command to many.
+# One command to all workers.
 
 
 def _command(workers: int, budget_s: float) -> list[Goal]:

@@ -1,14 +1,13 @@
-"""How it is measured: engines in turn, in the same processes, so that a machine whose speed drifts slows them alike.
+"""The method of measurement: engines take turns in the same processes, so that a drift of speed affects all alike.
 
-A block is a call that does not count, a barrier, and a run of back-to-back calls, as in nccl-tests; its time is that
-of the slowest rank. There the root of a library whose rooted calls do not synchronise runs ahead of the others, and
-call after call overlaps; with ``apart`` a barrier before each call, outside the timed stretch, keeps calls apart, as in
-OSU's benchmarks.
+A block is a call that is not timed, a barrier, and a run of back-to-back calls, as in nccl-tests. Its time is that of
+the slowest rank. If the rooted calls of a library do not synchronize, the root runs ahead of the other ranks and
+successive calls overlap. With ``apart``, an untimed barrier before each call prevents this, as in the OSU benchmarks.
 
-A cell (a verb at a size) has a budget of seconds, spent on blocks of all engines in turn, each round in another order;
-figures are medians over the blocks. The clock that spends the budget is the blocks' own times, which all ranks know,
-so that all stop together. Answers are compared twice, in the very buffers that are timed: before the first block and
-after the last. The processor time of a block is the mean of the ranks', with all their threads.
+A cell (a verb at a size) has a budget of seconds. Blocks of all engines use it in turn, each round in another order.
+Figures are medians over the blocks. The budget is charged with the times of the blocks. All ranks have the same values,
+so all stop after the same block. Results are compared twice, in the buffers that are timed: before the first block and
+after the last. The CPU time of a block is the mean over the ranks and includes all their threads.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ __all__ = ["BlockPlan", "largest", "measure", "seconds_per_call"]
 _BLOCK_S = 0.01
 _MOST_CALLS = 5000
 _BLOCKS = (5, 50)
-# Connections are opened, and memory that a library goes round in is touched for the first time, within a cell's time.
+# Untimed first calls of a cell: a library opens connections, and touches the memory that it cycles through.
 _FIRST_CALLS = 30
 _FIRST_BYTES = 2 << 20
-_UNWRITTEN = 113  # in no data
+_UNWRITTEN = 113  # a value that no data contains
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What holds for every cell."""
+    """Parameters that are the same for every cell."""
 
     rank: int
     ranks: int
-    cpus: set[int]  # where engines that bind nothing may run
+    cpus: set[int]  # the CPUs of engines that do not bind processes
     dtype: torch.dtype
     op: str
     budget_s: float
@@ -67,7 +66,7 @@ class _Block:
 
 
 def measure(engines: Sequence[BenchEngine], verb: Verb, nbytes: int, plan: BlockPlan) -> BenchRow:
-    """One cell. Every rank calls it."""
+    """Measure one cell. Every rank calls it."""
     count = verb.count(nbytes, plan.dtype.itemsize, plan.ranks)
     gives, gets = (count * pieces for pieces in verb.pieces(plan.ranks))
     contenders = []
@@ -79,7 +78,7 @@ def measure(engines: Sequence[BenchEngine], verb: Verb, nbytes: int, plan: Block
     for each in contenders:
         _check(each, verb, count, data, plan)
     for each in contenders:
-        each.into.zero_()  # what is reduced in place again and again must not overflow
+        each.into.zero_()  # repeated reductions in place must not overflow
         first_s = _block(each, 2, plan).seconds
         more = min(_FIRST_CALLS, _FIRST_BYTES // max(nbytes, 1), int(plan.budget_s / first_s))
         if more > 0:
@@ -99,10 +98,11 @@ def _sample(contenders: list[_Contender], plan: BlockPlan) -> list[list[_Block]]
         if turn >= least and spent >= plan.budget_s:
             break
         order = list(range(len(contenders)))
+        # Rotate and reverse the order, so that an engine does not always follow the same other engine.
         order = order[turn % len(order) :] + order[: turn % len(order)]
         for i in order if turn // len(order) % 2 == 0 else reversed(order):
             samples[i].append(_block(contenders[i], contenders[i].calls_per_block, plan))
-            spent += samples[i][-1].seconds * (contenders[i].calls_per_block + 1)
+            spent += samples[i][-1].seconds * (contenders[i].calls_per_block + 1)  # 1: the call that is not timed
     return samples
 
 
@@ -115,13 +115,13 @@ def _block(contender: _Contender, n: int, plan: BlockPlan) -> _Block:
 
 
 def seconds_per_call(call: Callable[[], object], n: int) -> float:
-    """Of a block of n calls, back to back; the slowest rank's."""
+    """Return the seconds per call of a block of n back-to-back calls, of the slowest rank."""
     return largest(_back_to_back(call, n)[0])
 
 
 def _back_to_back(call: Callable[[], object], n: int) -> tuple[float, float]:
-    """Seconds per call of a block, and of them on a processor; of this rank."""
-    call()  # the others' blocks have taken the caches
+    """Return the seconds per call and the CPU seconds per call of a block, of this rank."""
+    call()  # the blocks of other engines have evicted the caches
     allranks.barrier()
     cpu_s = time.process_time()
     began = time.perf_counter()
@@ -132,7 +132,7 @@ def _back_to_back(call: Callable[[], object], n: int) -> tuple[float, float]:
 
 
 def _apart(call: Callable[[], object], n: int) -> tuple[float, float]:
-    """The same with a barrier before each call, which does not count."""
+    """Like `_back_to_back`, with an untimed barrier before each call."""
     call()
     seconds = cpu_s = 0.0
     for _ in range(n):
@@ -146,14 +146,14 @@ def _apart(call: Callable[[], object], n: int) -> tuple[float, float]:
 
 
 def largest(value: float) -> float:
-    """The largest of all ranks' values."""
+    """Return the largest of all ranks' values."""
     found = torch.tensor([value], dtype=torch.float64)
     allranks.all_reduce(found, allranks.ReduceOp.MAX)
     return float(found)
 
 
 def _check(contender: _Contender, verb: Verb, count: int, data: Data, plan: BlockPlan) -> None:
-    """Adds the wrong elements of one call, over all ranks."""
+    """Add the number of wrong elements of one call, over all ranks."""
     wrong = 0
     contender.engine.enter(plan.cpus)
     allranks.barrier()

@@ -28,7 +28,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; exits with 2 and one line where they are wrong."""
+    """Parse the options. Exit with code 2 and one line if they are wrong."""
     parser = _parser()
     options = parser.parse_args(argv)
     study = options.verb in _STUDIES

@@ -1,13 +1,13 @@
-"""``allranks bench overlap``: how much of a communication is hidden behind computation.
+"""``allranks bench overlap``: how much of a communication computation hides.
 
-Three things are timed in turn, for each engine, on every rank: a loop of matrix products in one thread that takes
-about as long as the communication; the communication alone, started and waited for; and both, the loop between start
-and wait. ``hidden`` is the part of the communication that costs no time: 1 - (both - compute) / communication, so that
-0% is one after the other and 100% as if the communication were free. Somebody has to move the bytes: with as many
-busy ranks as CPUs nobody is free to, and what is hidden is the waiting.
+For each engine, every rank times three things in turn: a loop of matrix products in one thread, which takes about as
+long as the communication; the communication alone, started and awaited; and both, with the loop between start and wait.
+``hidden`` is the part of the communication that costs no time: 1 - (both - compute) / communication. 0% means that the
+two run one after the other. 100% means that the communication is free. Moving the bytes needs a CPU. If there are as
+many busy ranks as CPUs, no CPU is free, and only the waiting is hidden.
 
-``exchange`` is an ``isend`` to the next rank and an ``irecv`` from the one before. ``late`` is an ``all_reduce`` to
-which the last rank, which computes nothing here, comes 10 ms after the others.
+``exchange`` is an ``isend`` to the next rank and an ``irecv`` from the previous rank. ``late`` is an ``all_reduce``
+that the last rank joins 10 ms after the others; it does not compute.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LATE_S = 0.01
 
 
 class _Compute:
-    """A loop of matrix products, of a length to choose."""
+    """A loop of matrix products of adjustable length."""
 
     def __init__(self) -> None:
         self._left, self._right = torch.randn(_SIDE, _SIDE), torch.randn(_SIDE, _SIDE)
@@ -53,7 +53,7 @@ class _Compute:
 
 
 def measure_overlap(engines: Sequence[BenchEngine], call: str, nbytes: int, plan: BlockPlan) -> list[Overlap]:
-    """All engines at one size. Every rank calls it, with torch in one thread."""
+    """Measure all engines at one size. Every rank calls it, with torch in one thread."""
     compute = _Compute()
     data = Data(plan.ranks, plan.dtype, call != "exchange")
     count = max(1, nbytes // plan.dtype.itemsize)
@@ -137,7 +137,7 @@ def _wrong(
     compute: _Compute,
     plan: BlockPlan,
 ) -> int:
-    """Wrong elements of one call that overlaps with computation, over all ranks."""
+    """Return the number of wrong elements of one call that overlaps with computation, over all ranks."""
     count = into.numel()
     into.copy_(data.of(plan.rank, count))
     wait = begin()

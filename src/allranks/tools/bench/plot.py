@@ -1,4 +1,4 @@
-"""A run of the bench as a picture: time against size, a panel for each verb."""
+"""A picture of a bench run: time against size, a panel for each verb."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COLOURS = {"native": "#0b6e4f", "gloo": "#c8553d", "mpi": "#3d5a98"}
 
 
 def drawing() -> Any:
-    """matplotlib.pyplot, for files."""
+    """Return matplotlib.pyplot with a backend that writes files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -24,7 +24,7 @@ def drawing() -> Any:
 
 
 def plot(report: BenchReport, file: Path) -> None:
-    """Draws time against size, both on log axes; needs matplotlib."""
+    """Draw time against size, both on log axes. Needs matplotlib."""
     plt = drawing()
     columns = min(4 if len(report.tables) > 6 else 3, len(report.tables))
     rows = -(-len(report.tables) // columns)

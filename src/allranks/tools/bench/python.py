@@ -1,8 +1,8 @@
-"""``allranks bench python``: Python's own share of a blocking 4-byte ``all_reduce``.
+"""``allranks bench python``: Python's share of a blocking 4-byte ``all_reduce``.
 
-The same call is entered at three depths, in alternating blocks: as a program does; on the group; and at the core's
-binding. What lies above it is Python's. With one rank (the default) there is nobody to wait for, and the binding's
-figure is the least that the core needs, which reads the tensor too.
+The same call is entered at three depths, in alternating blocks: through the public function, through the group, and
+through the binding of the core. The time above the binding is Python's share. With one rank (the default) the call
+waits for no peer. The figure of the binding is then the minimum time of the core, which includes reading the tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROUNDS = (20, 400)
 
 
 def measure_python(plan: BlockPlan) -> BenchShare:
-    """Every rank calls it."""
+    """Measure Python's share. Every rank calls it."""
     tensor = torch.zeros(1)
     op = allranks.ReduceOp.SUM
     group: Any = allranks.group.WORLD

@@ -1,4 +1,4 @@
-"""What each rank of a bench runs: ``python -m allranks.tools.bench.rank``, with the bench's own arguments."""
+"""The program of each rank of a bench: ``python -m allranks.tools.bench.rank``, with the arguments of the bench."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures; rank 0 prints and writes. Returns 1 if an engine computed something wrong."""
+    """Measure. Rank 0 prints and writes. Return 1 if an engine computed a wrong result."""
     options = parse(argv)
     engines: list[BenchEngine] = [Native(options.shared)]
     cpus = os.sched_getaffinity(0)
@@ -91,7 +91,7 @@ def _run(
 
 
 def _neighbours(ranks: int) -> list[int]:
-    """The ranks of this host."""
+    """Return the ranks of this host."""
     hosts = [""] * ranks
     allranks.all_gather_object(hosts, machine())
     return [rank for rank, host in enumerate(hosts) if host == machine()]
@@ -141,7 +141,7 @@ def _tables(
         for nbytes in sizes[name]:
             begun += 1
             if table.rows and verb.count(nbytes, plan.dtype.itemsize, plan.ranks) == table.rows[-1].count:
-                continue  # both round to as many elements
+                continue  # both sizes round to the same number of elements
             progress.at(f"{name} of {text.human(nbytes)}, {begun} of {cells}")
             table.rows.append(measure(engines, verb, nbytes, plan))
             progress.put(text.row_line(table.rows[-1], report.dtype))

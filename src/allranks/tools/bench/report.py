@@ -1,4 +1,4 @@
-"""What a run of the bench found, as data and as JSON."""
+"""The results of a bench run, as data and as JSON."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Timing:
     median_s: float
     fastest_s: float
     slowest_s: float
-    cpu_s: float  # the mean of the ranks: what they spend, of all their threads
+    cpu_s: float  # CPU time of all threads of a rank, the mean over the ranks
     algbw_gb_s: float
     busbw_gb_s: float
-    wrong: int  # elements, over all ranks, that were not what they should be
+    wrong: int  # number of wrong elements, over all ranks
     blocks: int
     calls_per_block: int
 
 
 @dataclass
 class BenchRow:
-    """One size."""
+    """The results at one size."""
 
     nbytes: int
     count: int
@@ -53,17 +53,17 @@ class BenchRow:
 
 @dataclass
 class BenchTable:
-    """One verb."""
+    """The results of one verb."""
 
     verb: str
-    op: str  # "" where nothing is reduced
+    op: str  # "" if the verb does not reduce
     in_place: bool
     rows: list[BenchRow] = field(default_factory=list)
 
 
 @dataclass
 class Overlap:
-    """One engine's asynchronous call beside computation (``overlap``): medians of seconds, of the slowest rank."""
+    """One engine's asynchronous call during computation (``overlap``): medians in seconds, of the slowest rank."""
 
     engine: str
     call: str
@@ -78,7 +78,7 @@ class Overlap:
 
 @dataclass
 class BenchShare:
-    """Python's part of a call (``python``): medians of seconds per call, from a depth down."""
+    """Python's share of a call (``python``): medians of seconds per call, by depth, from the outermost inward."""
 
     depths_s: dict[str, float]
     python_s: float
@@ -87,14 +87,14 @@ class BenchShare:
 
 @dataclass
 class Recorded:
-    """What the record of calls costs an all_reduce (``trace``): medians of seconds per call.
+    """The cost of recording an all_reduce (``trace``): medians of seconds per call.
 
     Attributes:
-        nbytes: of the tensor.
-        on_s: where it is recorded.
-        off_s: where it is not.
-        paired_s: the median of the differences of neighbouring blocks.
-        blocks: of each.
+        nbytes: Bytes of the tensor.
+        on_s: With recording.
+        off_s: Without recording.
+        paired_s: The median of the differences between neighboring blocks.
+        blocks: The number of blocks of each kind.
     """
 
     nbytes: int
@@ -109,11 +109,11 @@ class Small:
     """A small all_reduce by the way in which it is called (``small``): medians of seconds per call.
 
     Attributes:
-        nbytes: of the tensor.
-        ways_s: by way; ``small.py`` has the list.
-        fastest_s: of the fastest blocks.
-        blocks: of each.
-        wrong: elements, over all ranks and ways.
+        nbytes: Bytes of the tensor.
+        ways_s: The medians by way; ``small.py`` lists the ways.
+        fastest_s: The fastest blocks by way.
+        blocks: The number of blocks of each way.
+        wrong: Wrong elements, over all ranks and ways.
     """
 
     nbytes: int
@@ -123,21 +123,21 @@ class Small:
     wrong: int
 
     def more_s(self, way: str, than: str) -> float:
-        """How much longer one way takes than another."""
+        """Return how much longer one way takes than another."""
         return self.ways_s[way] - self.ways_s[than]
 
 
 @dataclass
 class Straggling:
-    """Whether a rank that comes late to each step is found (``trace``).
+    """Whether the record finds a rank that is late in each step (``trace``).
 
     Attributes:
-        late: that rank.
-        late_s: how late it comes.
-        found: who was found.
-        share: of the steps in which that rank came last.
-        found_s: by how much, on average.
-        steps: how many.
+        late: The late rank.
+        late_s: Its delay, in seconds.
+        found: The rank that the record reports.
+        share: The share of steps in which the reported rank arrived last.
+        found_s: Its mean delay, in seconds.
+        steps: The number of steps.
     """
 
     late: int
@@ -150,7 +150,7 @@ class Straggling:
 
 @dataclass
 class BenchReport:
-    """A whole run: verbs, or overlap, or Python's share."""
+    """The results of a whole run: verbs, overlap, Python's share, small calls, or the cost of recording."""
 
     ranks: int
     cpus: int
@@ -160,25 +160,25 @@ class BenchReport:
     apart: bool  # a barrier before every call
     budget_s: float
     versions: dict[str, str]
-    settings: dict[str, str]  # by engine; native first
+    settings: dict[str, str]  # by engine; native is first
     tables: list[BenchTable] = field(default_factory=list)
     overlaps: list[Overlap] = field(default_factory=list)
     share: BenchShare | None = None
     recorded: list[Recorded] = field(default_factory=list)
     straggling: Straggling | None = None
     small: list[Small] = field(default_factory=list)
-    conditions: Conditions | None = None  # of rank 0's host, while it was measured
+    conditions: Conditions | None = None  # of rank 0's host, during the measurement
 
     @property
     def wrong(self) -> int:
-        """Wrong elements of all engines."""
+        """The number of wrong elements of all engines."""
         timings = [timing for table in self.tables for row in table.rows for timing in row.timings.values()]
         return sum(each.wrong for found in (timings, self.overlaps, self.small) for each in found)
 
 
 @dataclass
 class Summary:
-    """How many times as long a peer takes, over the sizes of a verb."""
+    """Time of a peer relative to native, over the sizes of a verb."""
 
     verb: str
     peer: str
@@ -187,11 +187,11 @@ class Summary:
     median: float
     best: float
     best_nbytes: int
-    fastest_median: float  # of the ratios of fastest blocks
+    fastest_median: float  # median of the ratios of the fastest blocks
 
 
 def summaries(report: BenchReport) -> list[Summary]:
-    """One for each verb and peer."""
+    """Return a summary for each verb and peer."""
     found = []
     for table in report.tables:
         for peer in table.rows[0].ratios:
@@ -203,6 +203,6 @@ def summaries(report: BenchReport) -> list[Summary]:
 
 
 def write(report: BenchReport, file: Path) -> None:
-    """Writes JSON."""
+    """Write the report as JSON."""
     found = asdict(report) | {"summaries": [asdict(each) for each in summaries(report)]}
     file.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,20 +1,20 @@
-"""``allranks bench resilience``: what the loss of a rank costs, beside its goals and torchft.
+"""``allranks bench resilience``: the cost of losing a rank, compared with its goals and torchft.
 
 ====================  ================================================================================================
 survivors' pause      one of three ranks is killed in a step of an 8 MB model: the longest time between two steps of
-                      another one, without that of a normal step; with nobody in its place (``shrink``), and with a
-                      process in its place (``replace``)
-replaced              from the kill until the process in its place has finished a step with all; and the part of that
-                      after this process's program began: its imports were done, which our launcher's template has
-                      done beforehand
-right all_reduce      of ``-n`` ranks one is killed: until each other one has the right sum of those that are left
-state                 how fast a model goes from one rank's memory to another's on the same host, as to a process that
-                      takes a place
-first steps           what observing them costs, once: copies and hashes of everything, and the search for changes of
-                      what is no part
-being prepared        a step of ``State`` in which nothing is done, of two ranks: the vote and the bookkeeping
+                      another rank, minus the time of a normal step; without a replacement (``shrink``), and with a
+                      replacement process (``replace``)
+replaced              from the kill until the replacement process has finished a step with all ranks; and the part of
+                      this after its program started: its imports were done, in the launcher's template process
+                      beforehand
+right all_reduce      one of ``-n`` ranks is killed: time until each other rank has the right sum of the survivors
+state                 rate at which a model moves from one rank's memory to another's on the same host, as for a
+                      process that replaces a rank
+first steps           cost of observing them, once: copies and hashes of everything, and the search for changes
+                      outside the state
+being prepared        an empty step of ``State``, of two ranks: the vote and the bookkeeping
 torchft               its replicas on its gloo group, with a lighthouse on this host whose join timeout is 1 s; the
-                      bench starts a killed replica again at once
+                      bench restarts a killed replica immediately
 ====================  ================================================================================================
 
 Figures are medians of ``5 * budget`` deaths (at least one).
@@ -54,17 +54,17 @@ from allranks.tools.quiet import Window, before
 __all__ = ["main"]
 
 _LOSSES = "allranks.tools.bench.losses"
-_DEATHS = 5  # for each second of the budget
+_DEATHS = 5  # deaths for each second of the budget
 _LIMIT_S = 300
 _PARAMETERS = 16
 _STEPS, _BLOCKS, _ROUNDS = 2000, 3, 3
-_UNSEEDED, _NORMED = 1, 2  # kinds of steps in which nothing is done
+_UNSEEDED, _NORMED = 1, 2  # kinds of empty steps
 _SHARE_S = 0.01 * 0.005  # 1 % of a step of 5 ms
 _TORCHFT = "torchft"
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measures, prints and writes."""
+    """Measure, print and write the results."""
     deaths = max(1, round(_DEATHS * options.budget))
     report = GoalReport(
         cpus=usable_cpus(),
@@ -109,7 +109,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-# One of three.
+# One rank of three is lost.
 
 
 def _losses(deaths: int, peer: Pauses | None) -> list[Goal]:
@@ -146,7 +146,7 @@ def _job(*options: str, deaths: int) -> Pauses:
 
 
 def _replicas(deaths: int) -> Pauses:
-    """torchft's, on its group on gloo."""
+    """Measure torchft's replicas, with its process group on gloo."""
     program = [sys.executable, "-m", _LOSSES]
     with tempfile.TemporaryDirectory(prefix="allranks-bench-") as folder, open(f"{folder}/log", "w+") as log:
         running: dict[int, subprocess.Popen[str]] = {}
@@ -184,7 +184,7 @@ def _end_of(log: str) -> str:
     return Path(log).read_text()[-4000:]
 
 
-# Many.
+# A rank of a large group is lost.
 
 
 def _many(ranks: int, deaths: int) -> list[Goal]:
@@ -198,7 +198,7 @@ def _many(ranks: int, deaths: int) -> list[Goal]:
 
 
 def _shrunk(file: Path) -> float:
-    """A rank. Returns when it had the right sum."""
+    """Run one rank. Return the time at which it had the right sum."""
     torch.set_num_threads(1)
     size = allranks.get_world_size()
     tensor = torch.ones(1)
@@ -206,7 +206,7 @@ def _shrunk(file: Path) -> float:
         allranks.all_reduce(tensor)
     allranks.barrier()
     if allranks.get_rank() == size // 2:
-        time.sleep(0.5)  # until the others are in their call
+        time.sleep(0.5)  # gives the other ranks time to enter their call
         file.write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     try:
@@ -220,7 +220,7 @@ def _shrunk(file: Path) -> float:
     return time.monotonic()
 
 
-# A state, and a step.
+# Transfer of a state, and empty steps.
 
 
 def _states(sizes: list[int]) -> list[Goal]:
@@ -256,7 +256,7 @@ def _hand_over(nbytes: int) -> list[float]:
 def _prepared() -> list[Goal]:
     names = ["being prepared, a step of 2 ranks", "being prepared, without seeds", "being prepared, with BatchNorm"]
     samples: list[list[float]] = [[] for _ in names]
-    for _ in range(_ROUNDS):  # a process has one State: the kinds take turns as jobs
+    for _ in range(_ROUNDS):  # a process has one State, so each kind runs as a separate job
         for kind, found in enumerate(samples):
             blocks = run_ranks(2, _empty_steps, kind, timeout_s=_LIMIT_S)[0]
             assert blocks is not None
@@ -266,7 +266,11 @@ def _prepared() -> list[Goal]:
 
 
 def _empty_steps(kind: int) -> list[float]:
-    """Seconds of a step, by blocks: as it is, without seeds of its own, and with buffers that another rank keeps."""
+    """Return the seconds of an empty step, by block.
+
+    Args:
+        kind: 0: the default step. `_UNSEEDED`: without reseeding. `_NORMED`: with buffers that another rank keeps.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     net = nn.BatchNorm1d(64) if kind == _NORMED else nn.Linear(10, 10)
@@ -278,4 +282,4 @@ def _empty_steps(kind: int) -> list[float]:
             with step:
                 pass
         found.append((time.perf_counter() - began) / _STEPS)
-    return found[1:]  # the first steps are learned from
+    return found[1:]  # State observes the first steps, so they are not counted

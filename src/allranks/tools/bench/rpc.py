@@ -1,9 +1,8 @@
-"""torch's RPC beside master-worker mode: ``rpc.remote`` for each operation, ``to_here`` for a value.
+"""torch's RPC, for comparison with master-worker mode: ``rpc.remote`` for each operation, ``to_here`` for a value.
 
-It runs in two processes of its own, so that nothing of ours is in them, on TensorPipe as it sets itself up: on one host
-through shared memory. The driver,
-``python -m allranks.tools.bench.rpc FILE``, reads a command from each line of its standard input and answers with a
-line of JSON; it ends, and its worker with it, where the input does.
+It runs in two separate processes, which contain no code of allranks, on TensorPipe with its default settings: on one
+host through shared memory. The driver, ``python -m allranks.tools.bench.rpc FILE``, reads one command from each line of
+its standard input and answers with a line of JSON. The driver and its worker exit when the input ends.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _MODULE = "allranks.tools.bench.rpc"
 
 
 class RpcPeer:
-    """The bench's end: torch's RPC as something to ask.
+    """The client of the driver process.
 
     Attributes:
-        missing: why there is none; "" where there is.
+        missing: Why torch's RPC is not available; "" if it is available.
     """
 
     def __init__(self) -> None:
@@ -48,17 +47,20 @@ class RpcPeer:
             raise
 
     def chain(self, calls: int) -> tuple[float, float]:
-        """Seconds until so many additions, each to the last one's result, are queued, and until they are done."""
+        """Return the seconds until ``calls`` additions are queued, and until they are done.
+
+        Each addition uses the previous result.
+        """
         queued, done = self._ask("chain", calls)
         return queued, done
 
     def fetch(self, calls: int) -> list[float]:
-        """Seconds of each of so many ``to_here`` of a tensor with one element."""
+        """Return the seconds of each of ``calls`` calls of ``to_here`` of a tensor with one element."""
         found: list[float] = self._ask("fetch", calls)
         return found
 
     def close(self) -> None:
-        """Ends both processes."""
+        """Terminate both processes."""
         assert self._driver.stdin is not None
         assert self._driver.stdout is not None
         self._driver.stdin.close()
@@ -84,20 +86,20 @@ def _say(answer: object) -> None:
 
 
 def _rpc() -> Any:
-    from torch.distributed import rpc  # mypy knows half of it
+    from torch.distributed import rpc  # typed incompletely, so it is used as Any
 
     return rpc
 
 
 def _join(name: str, rank: int, store: str) -> None:
     rpc = _rpc()
-    warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of its own class
+    warnings.filterwarnings("ignore", message="You are using a Backend")  # torch warns about its own class
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", rpc_timeout=_START_S)
     rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
 
 
 def _add(left: Any, right: Any) -> torch.Tensor:
-    made: torch.Tensor = left.to_here() + right.to_here()  # both are here
+    made: torch.Tensor = left.to_here() + right.to_here()  # both values are local
     return made
 
 
@@ -111,7 +113,7 @@ def _drive(store: str) -> None:
         _say("this torch is built without RPC")
         return
     torch.set_num_threads(1)
-    # Its input ends when this process does, whatever ends it.
+    # The worker's input is closed when this process terminates, for any reason.
     worker = subprocess.Popen([sys.executable, "-m", _MODULE, store, _WORKER], stdin=subprocess.PIPE, text=True)
     try:
         _join("master", 0, store)
@@ -155,7 +157,7 @@ def _serve(store: str) -> None:
     if sys.stdin.readline():
         rpc.shutdown()
     else:
-        os._exit(1)  # the driver is gone, for whom shutdown() would wait
+        os._exit(1)  # the driver has terminated, and shutdown() would wait for it
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""``allranks bench small``: what a small all_reduce costs, by the way in which it is called.
+"""``allranks bench small``: the cost of a small all_reduce, by the way in which it is called.
 
 ============================  =========================================================================================
-blocking, async, plan         ``allranks.all_reduce``; with ``async_op=True`` and a ``wait`` at once; ``group.plan``
-torch, torch async            ``torch.distributed.all_reduce`` on our backend, in the same two ways
-torch, nothing                torch's Python around a backend that does nothing: a ProcessGroup of torch's, written in
+blocking, async, plan         ``allranks.all_reduce``; with ``async_op=True`` and an immediate ``wait``; ``group.plan``
+torch, torch async            ``torch.distributed.all_reduce`` on the allranks backend, in the same two ways
+torch, nothing                torch's Python code on a backend that does nothing: a ProcessGroup of torch, written in
                               Python, whose ``allreduce`` returns the same complete Work each time
 torch async, nothing          the same, and a ``wait``
-torch async, nothing, new     the same, where each call returns a new Work, as a backend with asynchronous calls must
-torch, fake                   the same calls on torch's own backend "fake", which does nothing, in C++ as gloo and nccl
-torch async, fake
+torch async, nothing, new     the same, but each call returns a new Work, as a backend with asynchronous calls must
+torch, fake                   the same calls on torch's backend "fake", which does nothing and is written in C++, like
+torch async, fake             gloo and nccl
 mpi, mpi persistent           with ``--against mpi``: ``Allreduce``; ``Allreduce_init``, then ``Start`` and ``Wait``
 ============================  =========================================================================================
 
-All take turns in the same processes, in blocks of calls back to back; figures are medians over the blocks.
+All ways take turns in the same processes, in blocks of back-to-back calls. Figures are medians over the blocks.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["measure_small"]
 
 _CALLS = 1000
 _ROUNDS = (20, 400)
-_NOTHING = ("nothing", "fake")  # in the names of ways that do nothing
+_NOTHING = ("nothing", "fake")  # the names of ways that do nothing contain one of these
 
 
 def measure_small(engines: Sequence[BenchEngine], sizes: Sequence[int], plan: BlockPlan) -> Iterator[Small]:
-    """Of each size. Every rank calls it."""
+    """Measure each size. Every rank calls it."""
     world = allranks.group.WORLD
     assert world is not None
     torchs = allranks.torch_group()
@@ -60,7 +60,10 @@ def _check(
     tensor: torch.Tensor,
     plan: BlockPlan,
 ) -> int:
-    """The wrong elements of one call in each way, over all ranks. Leaves zeros, which stay what they are."""
+    """Return the number of wrong elements of one call in each way, over all ranks.
+
+    Leaves zeros in the tensor, which repeated reductions do not change.
+    """
     total = torch.tensor(0)
     for name, (by_mpi, call) in ways.items():
         if any(word in name for word in _NOTHING):
@@ -77,7 +80,7 @@ def _check(
 def _sample(
     ways: dict[str, tuple[bool, Callable[[], object]]], engines: Sequence[BenchEngine], plan: BlockPlan
 ) -> dict[str, list[float]]:
-    """Seconds per call of blocks, by way; in each round another order."""
+    """Return the seconds per call of the blocks, by way. Each round has another order."""
     samples: dict[str, list[float]] = {name: [] for name in ways}
     least, most = _ROUNDS
     rounds = torch.tensor(0)
@@ -121,7 +124,7 @@ def _torchs(group: Any, tensor: torch.Tensor, op_name: str) -> dict[str, tuple[b
         def wait(self, timeout: Any = None) -> bool:
             return True
 
-    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # makes the backend known to torch
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend in torch
     fake = dist.new_group(backend="fake")
     done = SmallDone()
     nothing, new = Nothing(lambda: done), Nothing(SmallDone)

@@ -1,14 +1,15 @@
-"""How the ranks of a bench come up.
+"""Startup of the ranks of a bench.
 
-Without MPI, ``allranks run`` starts them. The ranks of an MPI job must be children of ``mpirun``, so that with MPI it
-starts them, and ours meet at an address that they get by MPI.
+Without MPI, ``allranks run`` starts the ranks. The ranks of an MPI job must be children of ``mpirun``. With MPI,
+``mpirun`` therefore starts them, and allranks meets at an address that the ranks exchange by MPI.
 
-Open MPI is used as it sets itself up: on one host shared memory (the ``sm`` BTL, single copies by CMA where the kernel
-allows them), between hosts TCP (the ``tcp`` BTL), its own choice of algorithms, its own binding, and its own yielding
-where ranks outnumber cores, which ``--oversubscribe`` allows. MPI_THREAD_FUNNELED spares it the locks of mpi4py's
+Open MPI runs with its defaults: on one host shared memory (the ``sm`` BTL, single copies by CMA if the kernel allows
+them), between hosts TCP (the ``tcp`` BTL), its own choice of algorithms and its own binding. If ranks outnumber cores,
+it yields by its own rules; ``--oversubscribe`` allows this. MPI_THREAD_FUNNELED avoids the locks of mpi4py's
 MPI_THREAD_MULTIPLE.
 
-One MPI per virtual environment: mpi4py loads the library that lies beside it, and its mpirun is the one there.
+A virtual environment contains one MPI: mpi4py loads the library beside it, and its mpirun is the one in that
+environment.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ _FLAGS = "ALLRANKS_BENCH_MPIRUN"
 
 
 class MpiMissing(Exception):
-    """There is no MPI to measure against; the message names what to install."""
+    """No MPI is available for comparison. The message names the packages to install."""
 
 
 def start(nproc: int, argv: Sequence[str]) -> int | Program:
-    """Runs the ranks with our launcher; returns the exit code, or in a forked rank the rank."""
+    """Run the ranks with the allranks launcher. Return the exit code, or, in a forked rank, the rank."""
     from allranks.launch import cli
 
     # Rank 0 prints; the other ranks print nothing.
@@ -52,10 +53,10 @@ def start(nproc: int, argv: Sequence[str]) -> int | Program:
 
 
 def start_by_mpi(nproc: int, hosts: str | None, argv: Sequence[str]) -> int:
-    """Becomes ``mpirun``, so that signals reach it. Does not return unless MPI is missing.
+    """Replace this process by ``mpirun``, so that signals reach it. Does not return unless MPI is missing.
 
     Raises:
-        MpiMissing: mpi4py or mpirun is not installed here.
+        MpiMissing: mpi4py or mpirun is not installed.
     """
     mpirun = _mpirun()
     cpus = os.sched_getaffinity(0)
@@ -63,8 +64,8 @@ def start_by_mpi(nproc: int, hosts: str | None, argv: Sequence[str]) -> int:
     if hosts:
         flags += ["-H", hosts, "-x", _FLAGS]
     elif nproc > cores(cpus):
-        flags.append("--oversubscribe")  # which also ends binding
-    if not hosts:  # else every rank uses what its host gives it
+        flags.append("--oversubscribe")  # which also disables binding
+    if not hosts:  # otherwise every rank uses the CPUs that its host allows
         os.environ[_CPUS] = ",".join(map(str, sorted(cpus)))
     os.environ[_FLAGS] = shlex.join(flags)
     if os.geteuid() == 0:
@@ -88,17 +89,21 @@ def _mpirun() -> str:
 
 
 def join() -> None:
-    """In a rank of our launcher: makes the process group."""
+    """Create the process group in a rank of the allranks launcher."""
     import allranks
 
     allranks.init_process_group()
 
 
 def join_by_mpi() -> tuple[Mpi, set[int]]:
-    """In a rank of mpirun: starts MPI and makes our process group. Returns MPI, and the CPUs of the others."""
+    """Start MPI and create the allranks process group in a rank of mpirun.
+
+    Returns:
+        The MPI engine, and the CPUs for the other engines.
+    """
     bound = os.sched_getaffinity(0)
     cpus = {int(cpu) for cpu in os.environ[_CPUS].split(",")} if _CPUS in os.environ else bound
-    os.sched_setaffinity(0, cpus)  # before a library counts CPUs or starts threads
+    os.sched_setaffinity(0, cpus)  # must precede any library that counts CPUs or starts threads
     from allranks._engines.mpi import job as mpi_job
 
     mpi = mpi_job.start("funneled")
@@ -117,7 +122,7 @@ def join_by_mpi() -> tuple[Mpi, set[int]]:
 
 
 def _port_of_rank_0(comm: Any) -> str:
-    """Where ranks of several hosts meet. They get a secret, too."""
+    """Return the address at which the ranks of several hosts meet. Also distributes a secret to them."""
     from allranks._cluster.network import published_addresses
 
     os.environ["ALLRANKS_SECRET"] = comm.bcast(secrets.token_hex(32), 0)

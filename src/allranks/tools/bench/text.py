@@ -1,4 +1,7 @@
-"""A report as text, in nccl-tests' columns; one function for each piece, so that lines appear as they are measured."""
+"""Text output of a report, in nccl-tests' columns.
+
+Each part has its own function, so that lines are printed as they are measured.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ __all__ = [
 
 
 def human(nbytes: int) -> str:
-    """1048576 as 1 MB."""
+    """Format bytes: 1048576 as 1 MB."""
     for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")):
         if nbytes >= unit:
             return f"{nbytes / unit:g} {name}"
@@ -41,24 +44,24 @@ def human(nbytes: int) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio in three digits."""
+    """Format a ratio with three digits."""
     return f"{ratio:,.0f}x" if ratio >= 99.95 else f"{ratio:.1f}x" if ratio >= 9.995 else f"{ratio:.2f}x"
 
 
 def preface(report: BenchReport) -> str:
-    """Where and between whom."""
+    """Return the number of ranks, the machine, the versions and the settings."""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     settings = "".join(f"\n# {name}: {text}" for name, text in report.settings.items())
     return f"# {report.ranks} ranks on {report.cpus} CPUs ({report.processor}); {versions}{settings}"
 
 
 def conditions(found: Conditions, ranks: int, cores: int) -> str:
-    """Whether the machine is quiet, and how figures read.
+    """Return a line that states whether the machine is quiet, and how to interpret the figures.
 
     Args:
-        found: of this host, before or after something was measured.
-        ranks: those on this host.
-        cores: those that they may use.
+        found: The conditions of this host, before or after a measurement.
+        ranks: The number of ranks on this host.
+        cores: The number of cores that they may use.
     """
     why = judge(found)
     if ranks > found.cpus:
@@ -73,7 +76,7 @@ def conditions(found: Conditions, ranks: int, cores: int) -> str:
 
 
 def recorded_line(found: Recorded) -> str:
-    """What the record costs at one size."""
+    """Return the cost of recording at one size."""
     return (
         f"{human(found.nbytes):>8}  recorded {found.on_s * 1e9:,.0f} ns, not recorded {found.off_s * 1e9:,.0f} ns: "
         f"{found.paired_s * 1e9:+,.0f} ns ({found.paired_s / found.off_s:.1%}), medians of {found.blocks} blocks"
@@ -81,7 +84,7 @@ def recorded_line(found: Recorded) -> str:
 
 
 def straggling_line(found: Straggling) -> str:
-    """Whether the late rank was found."""
+    """Return whether the late rank was found."""
     return (
         f"rank {found.late} is {found.late_s * 1e3:g} ms late in each of {found.steps} steps; found: rank "
         f"{found.found}, last in {found.share:.0%}, by {found.found_s * 1e3:.2f} ms"
@@ -89,7 +92,7 @@ def straggling_line(found: Straggling) -> str:
 
 
 def table_head(report: BenchReport, table: BenchTable) -> str:
-    """Titles above a verb's rows."""
+    """Return the titles above the rows of a verb."""
     engines = list(report.settings)
     place = {True: "in place", False: "out of place"}[table.in_place]
     calls = "a barrier before each call" if report.apart else "calls back to back"
@@ -105,7 +108,7 @@ def table_head(report: BenchReport, table: BenchTable) -> str:
 
 
 def row_line(row: BenchRow, dtype: str) -> str:
-    """One size."""
+    """Return the line of one size."""
     engines = "".join(
         f"  {t.median_s * 1e6:10.1f} {t.fastest_s * 1e6:9.1f} {t.cpu_s * 1e6:8.1f}"
         f" {t.algbw_gb_s:6.2f} {t.busbw_gb_s:6.2f} {t.wrong:6d}"
@@ -116,7 +119,7 @@ def row_line(row: BenchRow, dtype: str) -> str:
 
 
 def summary(report: BenchReport) -> str:
-    """Worst, median and best ratio for each verb and peer."""
+    """Return the worst, median and best ratio for each verb and peer."""
     lines = ["\n# peer / native, ratios of medians, over sizes; then the median of the ratios of fastest blocks"]
     lines += [
         f"{s.verb:>15} {s.peer:>6}   worst {times(s.worst):>7} {f'at {human(s.worst_nbytes)}':<9}"
@@ -128,7 +131,7 @@ def summary(report: BenchReport) -> str:
 
 
 def overlap_head() -> str:
-    """Titles above the overlaps."""
+    """Return the titles above the overlaps."""
     return (
         "\n# overlap: medians of the slowest rank, in ms; hidden = 1 - (both - compute) / communicate\n"
         f"{'call':>10} {'size':>8} {'engine':>8} {'compute':>10} {'communicate':>12} {'both':>10} {'hidden':>8}"
@@ -137,7 +140,7 @@ def overlap_head() -> str:
 
 
 def overlap_line(found: Overlap) -> str:
-    """One engine."""
+    """Return the line of one engine."""
     return (
         f"{found.call:>10} {human(found.nbytes):>8} {found.engine:>8} {found.compute_s * 1e3:10.2f} "
         f"{found.communicate_s * 1e3:12.2f} {found.both_s * 1e3:10.2f} {found.hidden:8.0%} {found.wrong:7d}"
@@ -145,14 +148,14 @@ def overlap_line(found: Overlap) -> str:
 
 
 def share_text(share: BenchShare) -> str:
-    """Python's share, depth by depth."""
+    """Return Python's share, depth by depth."""
     lines = [f"\n# a blocking 4-byte all_reduce, us per call: medians of {share.blocks} blocks"]
     lines += [f"{name:>30} {seconds * 1e6:8.3f}" for name, seconds in share.depths_s.items()]
     return "\n".join([*lines, f"{'Python, above the binding':>30} {share.python_s * 1e6:8.3f}"])
 
 
 def small_text(found: Small) -> str:
-    """A small call at one size, by way, and what the ways cost more than others."""
+    """Return the figures of a small call at one size, by way, and the differences between ways."""
     lines = [f"\n# all_reduce of {human(found.nbytes)}, us per call: medians of {found.blocks} blocks, and the fastest"]
     lines += [
         f"{way:>30} {seconds * 1e6:8.3f} {found.fastest_s[way] * 1e6:8.3f}" for way, seconds in found.ways_s.items()

@@ -1,7 +1,8 @@
-"""``allranks bench trace``: what the record of calls costs, and whether it finds a late rank.
+"""``allranks bench trace``: the cost of recording calls, and whether the record finds a late rank.
 
-The same all_reduce is called in pairs of groups of the same ranks, one of which is not recorded, in alternating blocks.
-Then the last rank comes 2 ms late to each of some steps, and the record says who was late, and by how much.
+The same all_reduce is called in pairs of groups of the same ranks, in alternating blocks. One group of each pair is not
+recorded. Then the last rank joins a number of steps 2 ms late, and the record reports which rank was late, and by how
+much.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["measure_recorded", "measure_straggling"]
 
 _SIZES = (4, 4096)
 _CALLS = 2000
-_PAIRS = 8  # where the memory of a group lies makes a difference of its own
+_PAIRS = 8  # several pairs, because the memory address of a group also changes the time
 _ROUNDS = (20, 400)
 _STEPS = 100
 _STEP_S = 0.003
@@ -30,7 +31,7 @@ _LATE_S = 0.002
 
 
 def measure_recorded(plan: BlockPlan) -> Iterator[Recorded]:
-    """Of each size. Every rank calls it."""
+    """Measure each size. Every rank calls it."""
     pairs = []
     for _ in range(_PAIRS):
         recorded = allranks.new_group()
@@ -61,7 +62,7 @@ def measure_recorded(plan: BlockPlan) -> Iterator[Recorded]:
 
 
 def measure_straggling(plan: BlockPlan) -> Straggling:
-    """Every rank calls it."""
+    """Measure whether the record finds the late rank. Every rank calls it."""
     group = allranks.new_group()
     tensor = torch.zeros(1)
     late = plan.ranks - 1

@@ -1,12 +1,13 @@
-"""What is measured: the verbs, the buffers each needs, and the right answer, of which every element is compared.
+"""The measured verbs: the buffers of each, and the expected result, of which every element is compared.
 
-Sizes are nccl-tests' (its PERFORMANCE.md and common.cu): *count* is the elements of one rank's piece, *bytes* the
-larger of what a rank gives and what a rank gets (for ``gather`` and ``scatter``: of the root). So an ``all_gather`` of
-1 MB leaves 1 MB on each rank and takes 1/P MB from each. ``algbw = bytes / time`` is what the program sees,
-``busbw = algbw * link`` what the busiest link must carry; ``link`` is the table's last column, for P ranks.
+Sizes are those of nccl-tests (its PERFORMANCE.md and common.cu). *count* is the number of elements of one rank's chunk.
+*bytes* is the larger of a rank's input and output (for ``gather`` and ``scatter``: of the root). An ``all_gather`` of 1
+MB therefore leaves 1 MB on each rank and takes 1/P MB from each. ``algbw = bytes / time`` is the bandwidth that the
+program observes. ``busbw = algbw * link`` is the bandwidth that the busiest link must carry. ``link`` is the last
+column of the table, for P ranks.
 
 ===============  ==================  ===================  =============
-verb             a rank gives        a rank gets          link
+verb             input of a rank     output of a rank     link
 ===============  ==================  ===================  =============
 all_reduce       count               count (in place)     2 (P - 1) / P
 reduce           count               root: count          1
@@ -20,7 +21,7 @@ send             count, rank 0 to 1  count, and back      1
 barrier          nothing             nothing              no bytes
 ===============  ==================  ===================  =============
 
-``send``'s time is half of a round trip between ranks 0 and 1. Roots are rank 0.
+The time of ``send`` is half of a round trip between ranks 0 and 1. The root is rank 0.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["ROOT", "VERBS", "Data", "Verb", "expected", "left_early"]
 
 ROOT = 0
-_STAGGER_S = 0.005
+_STAGGER_S = 0.005  # delay of rank 0 in `left_early`
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ class Verb:
     """One row of the table above.
 
     Attributes:
-        name: as in the public API.
-        gives: pieces that a rank's input has: 1, or 0 for one per rank.
-        gets: the same of its output.
-        in_place: input and output are one tensor.
-        reduces: it computes, and so takes a reduce op.
+        name: The name in the public API.
+        gives: The number of chunks in a rank's input: 1, or 0 for one per rank.
+        gets: The number of chunks in a rank's output, in the same encoding.
+        in_place: Input and output are one tensor.
+        reduces: The verb computes, and therefore takes a reduce op.
         link: busbw / algbw for P ranks.
-        halves: timed calls are round trips.
+        halves: Timed calls are round trips.
     """
 
     name: str
@@ -62,11 +63,11 @@ class Verb:
     halves: bool = False
 
     def pieces(self, ranks: int) -> tuple[int, int]:
-        """Pieces of input and of output."""
+        """Return the numbers of chunks of input and of output."""
         return self.gives or ranks, self.gets or ranks
 
     def count(self, nbytes: int, itemsize: int, ranks: int) -> int:
-        """Elements of a piece for about ``nbytes`` bytes: rounded down, but at least one."""
+        """Return the elements of a chunk for about ``nbytes`` bytes: rounded down, but at least one."""
         return 0 if self.name == "barrier" else max(1, nbytes // (itemsize * max(self.pieces(ranks))))
 
 
@@ -96,10 +97,10 @@ VERBS = {
 
 
 class Data:
-    """What the ranks put in: small integers, exact in every dtype and order of summation, that any rank can recompute.
+    """Inputs of the ranks: small integers, exact in every dtype and order of summation, that any rank can recompute.
 
-    Rank r's elements are a sequence of its own with a period of 1021, a prime: a piece that lands in a wrong place,
-    or from a wrong rank, shows.
+    The elements of each rank are a separate sequence with a period of 1021, a prime. A chunk that arrives at a wrong
+    position or from a wrong rank is therefore detected.
     """
 
     _PERIOD = 1021
@@ -113,11 +114,11 @@ class Data:
         self._periods = torch.randint(top, (ranks, self._PERIOD), generator=generator)
 
     def of(self, rank: int, count: int, start: int = 0) -> torch.Tensor:
-        """Elements start .. start + count of what a rank puts in."""
+        """Return elements start .. start + count of a rank's input."""
         return self._tile(self._periods[rank].to(self._dtype), count, start)
 
     def reduced(self, op: str, count: int, start: int = 0) -> torch.Tensor:
-        """The same elements, reduced over all ranks."""
+        """Return the same elements, reduced over all ranks."""
         import torch
 
         whole = self._periods if not self._dtype.is_floating_point else self._periods.to(torch.float64)
@@ -136,7 +137,7 @@ class Data:
 
 
 def expected(verb: str, data: Data, op: str, rank: int, ranks: int, count: int) -> torch.Tensor | None:
-    """What ``rank``'s output must hold after the call; None if the verb promises nothing there."""
+    """Return the expected output of ``rank`` after the call; None if the verb defines no output there."""
     import torch
 
     if verb == "all_reduce":
@@ -159,7 +160,10 @@ def expected(verb: str, data: Data, op: str, rank: int, ranks: int, count: int) 
 
 
 def left_early(call: Callable[[], object], rank: int, latest: Callable[[float], float]) -> int:
-    """1 if a barrier let this rank go before the last one came. Rank 0 comes late; the host's ranks share a clock."""
+    """Return 1 if a barrier released this rank before the last rank entered it.
+
+    Rank 0 enters late. The ranks of a host share a clock.
+    """
     if rank == ROOT:
         time.sleep(_STAGGER_S)
     came = time.clock_gettime(time.CLOCK_MONOTONIC)

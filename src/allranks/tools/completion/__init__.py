@@ -1,6 +1,6 @@
-"""``allranks completion``: the script that completes commands, options and their values in bash, zsh or fish.
+"""``allranks completion``: prints the script that completes commands, options and their values in bash, zsh or fish.
 
-The scripts are files of the package: a shell that asks for one when it starts does not wait for torch.
+The scripts are files of the package, so that a shell that requests one at startup does not wait for torch.
 ``python -m allranks.tools.completion`` writes them and the manual pages from the parsers of all commands.
 
 ============  ================================================
@@ -26,7 +26,7 @@ _SHELLS = ("bash", "zsh", "fish")
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command. Returns the exit code."""
+    """Run the command. Return the exit code."""
     parser = ArgumentParser(
         prog="allranks completion",
         description="Print the script that completes allranks in a shell: commands, options, and what they take.",

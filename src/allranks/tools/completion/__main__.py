@@ -1,4 +1,7 @@
-"""Writes the completion scripts and the manual pages; for changes of the command line, in a clone of the repository."""
+"""Writes the completion scripts and the manual pages.
+
+Run it in a clone of the repository after a change of the command line.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _HEAD = "Written by python -m allranks.tools.completion from the commands' --hel
 
 
 def files() -> dict[Path, str]:
-    """What is to be in which file of the repository."""
+    """Return the text of each generated file, by its path in the repository."""
     commands = collect()
     scripts = {
         "bash": f"# Completes allranks in bash. {_HEAD}\n{bash.render(commands)}",

@@ -13,7 +13,7 @@ _FUNCTIONS = Path(__file__).parent / "functions" / "functions.bash"
 
 
 def render(commands: Sequence[CliCommand]) -> str:
-    """The script."""
+    """Return the script."""
     every = [each for command in commands for each in command.walk()]
     lines = ["_allranks_command() {  # $kind and $words of what may stand where no option does", "  case $1 in"]
     names = " ".join(each.words[-1] for each in commands)

@@ -13,7 +13,7 @@ _FUNCTIONS = Path(__file__).parent / "functions" / "functions.fish"
 
 
 def render(commands: Sequence[CliCommand]) -> str:
-    """The script."""
+    """Return the script."""
     every = [each for command in commands for each in command.walk()]
     valued = [
         f"{each.name} {name}"

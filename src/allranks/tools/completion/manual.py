@@ -12,7 +12,7 @@ __all__ = ["pages"]
 
 
 def pages(commands: Sequence[CliCommand]) -> dict[str, str]:
-    """The text of each page, by the name of its file."""
+    """Return the text of each page, by its file name."""
     found = {"allranks.1": _page("allranks", "run PyTorch on many processes", _overview(commands))}
     for command in commands:
         for each in command.walk():
@@ -77,6 +77,6 @@ def _heading(option: CliOption) -> str:
 
 
 def _plain(text: str) -> str:
-    """As roff prints it: a hyphen as it is typed, and no line that would be taken for a request."""
+    """Escape text for roff: hyphens stay hyphens, and no line is taken for a request."""
     escaped = text.replace("\\", r"\e").replace("-", r"\-")
     return r"\&" + escaped if escaped.startswith((".", "'")) else escaped

@@ -1,8 +1,8 @@
-"""The commands of ``allranks`` as data: what completion scripts and manual pages are made of.
+"""The commands of ``allranks`` as data, from which completion scripts and manual pages are generated.
 
-The parsers are those that print ``--help``, so that nothing is described twice. What an option takes is read from its
-choices and from the word that stands for it in the help: FILE and PATH are files, DIR and FOLDER folders, HOST...
-hosts, and words in small letters (``N|auto|gpu``) stand for themselves.
+The data come from the parsers that print ``--help``, so each option is described once. The values of an option follow
+from its choices and from its placeholder in the help. FILE and PATH are files, DIR and FOLDER folders, HOST... hosts.
+Lowercase words (``N|auto|gpu``) are literal values.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Kind = Literal["flag", "words", "file", "folder", "host", "any", "program", "com
 
 @dataclass(frozen=True)
 class CliOption:
-    """An option, or an argument by place.
+    """An option or a positional argument.
 
     Attributes:
-        names: its spellings; none of an argument by place.
-        kind: what it takes.
-        words: what its value can be, or some of it.
-        metavar: what stands for its value.
-        help: what it does; "" if the help does not show it.
-        shown: the spellings that the help shows.
-        bare: it may stand without its value.
+        names: Its spellings; empty for a positional argument.
+        kind: The kind of value that it takes.
+        words: Some or all of its possible values.
+        metavar: The placeholder for its value.
+        help: Its description; "" if the help does not show it.
+        shown: The spellings that the help shows.
+        bare: Its value is optional.
     """
 
     names: tuple[str, ...]
@@ -52,12 +52,12 @@ class CliCommand:
     """A command.
 
     Attributes:
-        words: what the user types after ``allranks``.
-        summary: what it does, in a line.
-        parser: what prints its help.
-        options: its options.
-        arguments: its arguments by place.
-        children: its subcommands.
+        words: The words that the user types after ``allranks``.
+        summary: Its description, in one line.
+        parser: The parser that prints its help.
+        options: Its options.
+        arguments: Its positional arguments.
+        children: Its subcommands.
     """
 
     words: tuple[str, ...]
@@ -69,21 +69,21 @@ class CliCommand:
 
     @property
     def name(self) -> str:
-        """As ``trace show``."""
+        """The words as one string, such as ``trace show``."""
         return " ".join(self.words)
 
     def walk(self) -> Iterator[CliCommand]:
-        """The command, and all below it."""
+        """Yield the command and all its subcommands, recursively."""
         yield self
         for child in self.children:
             yield from child.walk()
 
 
 def collect() -> tuple[CliCommand, ...]:
-    """All commands.
+    """Return all commands.
 
     Raises:
-        ConfigError: one cannot print its help, as a variable that it reads is wrong.
+        ConfigError: A command cannot print its help, because a variable that it reads is wrong.
     """
     return tuple(_command((name,), summary, _parser(module, (), name)) for name, (module, summary) in COMMANDS.items())
 

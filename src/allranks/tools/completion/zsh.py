@@ -13,7 +13,7 @@ _ACTIONS = {"file": "_files", "folder": "_files -/", "host": "_hosts", "any": " 
 
 
 def render(commands: Sequence[CliCommand]) -> str:
-    """The script."""
+    """Return the script."""
     lines = ["#compdef allranks", ""]
     for command in commands:
         for each in command.walk():
@@ -66,7 +66,7 @@ def _help() -> str:
 
 def _options(command: CliCommand) -> Iterator[str]:
     for option in command.options:
-        # Also those that the help does not show, so that their values are not taken for a program.
+        # Includes options that the help does not show, so that their values are not mistaken for a program.
         text = _escaped(option.help)
         described = f"[{text}]" if option.shown else ""
         takes = "" if option.kind == "flag" else _value(option, ":" if not option.bare else "::")

@@ -1,20 +1,20 @@
-"""``allranks doctor``: what on this host, or between the ranks of a job, will make a program fail, hang or crawl.
+"""``allranks doctor``: finds causes of failures, hangs and slowness on this host, or between the ranks of a job.
 
 ============  =================================================================
 ``options``   the command line
 ``check``     the result of a check, and how checks are run
-``software``  what is installed: Python, the core, torch, GPUs, engines, MPI
-``limits``    what the host gives: CPUs, memory, files, processes
+``software``  the installation: Python, the core, torch, GPUs, engines, MPI
+``limits``    the resources of the host: CPUs, memory, files, processes
 ``network``   the host's name, its interfaces and ports
-``job``       what a job finds: variables, the secret, what dead jobs left
+``job``       the environment of a job: variables, the secret, remains of dead jobs
 ``ranks``     in a job: the results of every rank's checks, and each pair's messages
-``pairs``     who measures with whom, and what stands out (pure)
-``report``    what was found: data, JSON
-``text``      and text
-``plot``      and a picture
+``pairs``     the schedule of the pairs, and outliers (pure functions)
+``report``    the results: data, JSON
+``text``      the results: text
+``plot``      the results: a picture
 ============  =================================================================
 
-Nothing here imports torch before a check does, as the doctor must work where torch does not.
+No module here imports torch before a check does, because the doctor must work without torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int | Program:
-    """The command: checks this host; in a rank of a job, the job, which rank 0 then reports on.
+    """Check this host or, in a rank of a job, the job. Rank 0 then reports.
 
     Returns:
         The exit code: 1 if a check failed. In a forked rank, the rank.
@@ -46,8 +46,9 @@ def main(argv: Sequence[str]) -> int | Program:
     if wanted.plot is not None and job.job_here().world_size == 1:
         print("allranks doctor: error: --plot draws pairs of ranks, and this is no job: add -n 4", file=sys.stderr)
         return USAGE
-    every = (*software.CHECKS, *limits.CHECKS, *network.CHECKS, *job.CHECKS)  # in the order in which they are read
-    first = job.job_here().rank == 0  # where the ranks have not met, each comes here, and the file is one
+    every = (*software.CHECKS, *limits.CHECKS, *network.CHECKS, *job.CHECKS)  # in the order of the report
+    # if the ranks have not met, each rank continues here, but only one writes the file
+    first = job.job_here().rank == 0
     with TerminalProgress("allranks doctor", first) as progress:
         checks = []
         for number, each in enumerate(every):
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int | Program:
         progress.at("what the ranks have found, and the connections between them")
         try:
             found = ranks.examine(checks, wanted)
-        except ConfigError:  # the check of the variables has reported it
+        except ConfigError:  # the check of the variables has already reported it
             found = report.DoctorReport(report.merge([ranks.facts(checks)]))
     if found is None:
         return 0  # rank 0 prints it

@@ -1,4 +1,4 @@
-"""``python -m allranks.tools.doctor``: what ``allranks doctor -n N`` runs on each rank."""
+"""``python -m allranks.tools.doctor``: the program that ``allranks doctor -n N`` runs on each rank."""
 
 from __future__ import annotations
 

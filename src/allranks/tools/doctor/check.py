@@ -1,7 +1,7 @@
-"""A check is a function without arguments that returns a ``Finding``; its name is what the check is called.
+"""Checks: functions without arguments that return a ``Finding``. The function name is the name of the check.
 
-It measures something: binds, maps, writes, resolves, starts. One that raises has failed for that reason, so that a
-check need not expect all that can be wrong with a host.
+A check tests an operation: it binds, maps, writes, resolves or starts something. An exception in a check counts as a
+failure with that cause. A check therefore does not need to expect every possible fault of a host.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ Verdict: TypeAlias = Literal["ok", "warn", "FAIL"]
 
 
 class Finding(NamedTuple):
-    """What a check has found.
+    """The result of a check.
 
     Attributes:
-        verdict: ``warn``: some programs may fail or be slow; ``FAIL``: something does not work.
-        measured: what was seen.
-        advice: what to do; "" where nothing is wrong.
+        verdict: ``warn``: some programs may fail or be slow. ``FAIL``: something does not work.
+        measured: The observation.
+        advice: The recommended action; "" if nothing is wrong.
     """
 
     verdict: Verdict
@@ -29,7 +29,7 @@ class Finding(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A finding, and the name of its check."""
+    """A finding together with the name of its check."""
 
     name: str
     verdict: Verdict
@@ -38,22 +38,22 @@ class Check(NamedTuple):
 
 
 def ok(measured: str) -> Finding:
-    """Nothing is wrong."""
+    """Return a finding without problems."""
     return Finding("ok", measured)
 
 
 def warn(measured: str, advice: str) -> Finding:
-    """Some programs may fail or be slow."""
+    """Return a warning: some programs may fail or be slow."""
     return Finding("warn", measured, advice)
 
 
 def fail(measured: str, advice: str) -> Finding:
-    """Something does not work."""
+    """Return a failure: something does not work."""
     return Finding("FAIL", measured, advice)
 
 
 def run(look: Callable[[], Finding]) -> Check:
-    """Runs one check, whatever happens in it."""
+    """Run one check. An exception becomes a failed check."""
     name = look.__name__.replace("_", " ")
     try:
         return Check(name, *look())

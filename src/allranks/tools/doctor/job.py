@@ -1,4 +1,4 @@
-"""What a job finds when it starts here: variables, the secret, what dead jobs have left."""
+"""Checks of the environment in which a job starts: variables, the secret, remains of dead jobs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ __all__ = ["CHECKS", "job_here", "judge_variables", "orphans", "unused_files"]
 
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE")
 _OF_TESTS = "ALLRANKS_TEST_"
-# Of torch's DataLoader and multiprocessing, Open MPI, MPICH, NCCL.
+# Files of torch's DataLoader and multiprocessing, Open MPI, MPICH, NCCL.
 _SHARED = ("torch_*", "psm_*", "sem.mp-*", "sm_segment.*", "vader_segment.*", "mpich_shm_*", "nccl-*")
-_SETTLED_S = 60.0
+_SETTLED_S = 60.0  # a process may still be creating a file that is newer
 _LAUNCHERS = ("allranks", "torchrun", "torch.distributed", "mpirun", "mpiexec")
 
 
 def job_here() -> JobEnv:
-    """Which rank this process is, for checks for which it does not matter that half of it is set wrongly."""
+    """Return the job environment of this process; a single rank if the variables are inconsistent.
+
+    For checks that also work with inconsistent variables.
+    """
     try:
         return read_env()
     except ConfigError:
@@ -33,15 +36,15 @@ def job_here() -> JobEnv:
 
 
 def variables() -> Finding:
-    """What init_process_group reads in the environment, and variables of ours that nobody reads."""
+    """Check the variables that init_process_group reads, and find unrecognized ALLRANKS_ variables."""
     return judge_variables(os.environ)
 
 
 def judge_variables(environ: Mapping[str, str]) -> Finding:
-    """Whether a program that is started with this environment knows who it is."""
+    """Check whether a program with this environment can determine its rank."""
     there = {name: environ[name] for name in _RANKS if environ.get(name)}
     if "ALLRANKS_STORE" in there:
-        there["ALLRANKS_STORE"] = "..."  # who knows it gets in
+        there["ALLRANKS_STORE"] = "..."  # the value gives access to the job, so it is not printed
     described = ", ".join(f"{name}={value}" for name, value in there.items()) or "RANK and its like are not set"
     try:
         env = read_env(environ=environ)
@@ -60,7 +63,7 @@ def judge_variables(environ: Mapping[str, str]) -> Finding:
 
 
 def secret() -> Finding:
-    """The secret that ranks of several hosts prove to each other."""
+    """Check the secret that ranks of several hosts prove to each other."""
     environ = os.environ
     if environ.get("ALLRANKS_INSECURE", "").strip() not in ("", "0"):
         return warn(
@@ -72,7 +75,7 @@ def secret() -> Finding:
             file = own_secret(environ)
         except ConfigError as error:
             problem, _, advice = str(error).partition("\n")
-            return warn(problem, advice.strip())  # the launcher makes one for a job on this host
+            return warn(problem, advice.strip())  # only a warning: the launcher creates one for a job on this host
         if not file.exists():
             return ok(f"none yet: {file} is made when one is needed")
         given = str(file)
@@ -85,7 +88,7 @@ def secret() -> Finding:
 
 
 def leftovers() -> Finding:
-    """Processes and files of this user's jobs that have lost their launcher."""
+    """Find processes and files of this user's jobs that have lost their launcher."""
     lost = dict(orphans(Path("/proc")))
     files = unused_files(Path("/dev/shm"), Path("/proc"), time.time() - _SETTLED_S)
     if not lost and not files:
@@ -103,13 +106,13 @@ def leftovers() -> Finding:
 
 
 def orphans(proc: Path) -> Iterator[tuple[int, str]]:
-    """Ranks of this user whose parent has ended: their pids and commands."""
-    with suppress(OSError):  # of another user
+    """Yield the pid and the command of each rank of this user whose parent has exited."""
+    with suppress(OSError):  # it belongs to another user
         first = (proc / "1" / "cmdline").read_bytes().decode(errors="replace")
         if any(Path(word).name.startswith(_LAUNCHERS) for word in first.replace("\0", " ").split()):
-            return  # a container's first process is the launcher, and their parent
+            return  # the first process of the container is the launcher, and the parent of its ranks
     for entry in proc.glob("[0-9]*"):
-        with suppress(OSError, ValueError):  # it has just ended, or is another user's
+        with suppress(OSError, ValueError):  # the process has just ended, or belongs to another user
             if entry.stat().st_uid != os.geteuid() or entry.name in (str(os.getpid()), str(os.getppid()), "1"):
                 continue
             state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
@@ -122,12 +125,12 @@ def orphans(proc: Path) -> Iterator[tuple[int, str]]:
 
 
 def unused_files(folder: Path, proc: Path, before: float) -> list[Path]:
-    """Files for shared memory, of this user, that no process has open or mapped.
+    """Return this user's shared memory files that no process has open or mapped.
 
     Args:
-        folder: where they lie.
-        proc: where processes are listed.
-        before: seconds since the epoch; what has been changed later may be in the making.
+        folder: The folder of the files.
+        proc: The folder that lists the processes.
+        before: Seconds since the epoch. Files modified later are skipped, because a process may be creating them.
     """
     found = []
     for pattern in _SHARED:
@@ -140,7 +143,7 @@ def unused_files(folder: Path, proc: Path, before: float) -> list[Path]:
         return []
     used: set[str] = set()
     for entry in proc.glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended, or is another user's
+        with suppress(OSError):  # the process has just ended, or belongs to another user
             used.update(line.split(maxsplit=5)[5] for line in (entry / "maps").read_text().splitlines() if "/" in line)
             used.update(os.readlink(each) for each in (entry / "fd").iterdir())
     return sorted(file for file in found if str(file) not in used)

@@ -1,4 +1,7 @@
-"""What the host, its container or its batch system gives to a process: taken, rather than read, where that is cheap."""
+"""Checks of the resources that the host, its container or its batch system gives to a process.
+
+If it is inexpensive, a check uses the resource instead of reading its limit.
+"""
 
 from __future__ import annotations
 
@@ -23,30 +26,30 @@ __all__ = ["CHECKS", "judge_cpus", "judge_memory", "judge_quiet", "judge_shm", "
 _MB, _GB = 1 << 20, 1 << 30
 _TRIED = 64 * _MB
 _SLOW_S = 5.0
-_LOOK_S = 0.2
+_LOOK_S = 0.2  # interval over which the steal time is measured
 _SHM = Path("/dev/shm")
-_LOW_SHM = _GB  # Docker gives 64 MB, and a few workers of a data loader take that
+_LOW_SHM = _GB  # the default of Docker is 64 MB, which a few data loader workers use up
 _LOW_MEMORY = _GB
 _LOW_FILES = 4096
-_UNLIMITED = 1 << 60  # as cgroups of version 1 write it, and more
+_UNLIMITED = 1 << 60  # cgroup version 1 reports at least this number if there is no limit
 
 
 def cpus() -> Finding:
-    """CPUs, beside the threads that the ranks of this host start."""
+    """Compare the CPUs with the threads that the ranks of this host start."""
     ranks, threads = job_here().local_world_size or 1, read_int(os.environ, "OMP_NUM_THREADS", 1)
     return judge_cpus(usable_cpus(), os.cpu_count() or 1, ranks, threads, cores(os.sched_getaffinity(0)))
 
 
 def quiet() -> Finding:
-    """Whether others leave the CPUs alone, without which figures mean little."""
+    """Check whether other processes leave the CPUs idle. Without this, measurements mean little."""
     window = Window()
     time.sleep(_LOOK_S)
-    steal = window.end(0.0).steal  # who is busy now may be another rank
+    steal = window.end(0.0).steal  # another rank may be busy now, so only the steal time is used
     return judge_quiet(replace(before(), steal=steal))
 
 
 def judge_quiet(found: Conditions) -> Finding:
-    """Whether figures that are measured here can be relied on."""
+    """Check whether measurements on this host are reliable."""
     waited = "" if found.waited is None else f", processes waited for a CPU in {_share(found.waited)} of it"
     described = f"load {_round(found.load)} in the last minute{waited}; steal {_share(found.steal or 0.0)}"
     described += f"; governor {found.governor}" if found.governor else ""
@@ -60,19 +63,19 @@ def _round(load: float) -> str:
 
 
 def _share(part: float) -> str:
-    """Coarse, so that ranks of one host report the same."""
+    """Format a share coarsely, so that the ranks of one host report the same text."""
     return "less than 5%" if part < 0.05 else f"{round(part * 10) * 10}%"
 
 
 def judge_cpus(usable: int, all_cpus: int, ranks: int, threads: int | None, whole: int | None = None) -> Finding:
-    """Whether ranks times threads is more than there are.
+    """Check whether ranks times threads exceeds the number of CPUs.
 
     Args:
-        usable: the CPUs that this process may keep busy.
-        all_cpus: those of the host.
-        ranks: how many are on this host.
-        threads: how many each starts; None where it is not known.
-        whole: how many cores the CPUs are; None: as many.
+        usable: The number of CPUs that this process may keep busy.
+        all_cpus: The number of CPUs of the host.
+        ranks: The number of ranks on this host.
+        threads: The number of threads of each rank. None if it is not known.
+        whole: The number of cores of these CPUs. None: each CPU is a core.
     """
     described = f"{usable} of {all_cpus} usable" if usable != all_cpus else f"{usable}"
     described += f", ranks here {ranks}, OMP_NUM_THREADS {threads or 'not set'}"
@@ -91,7 +94,7 @@ def judge_cpus(usable: int, all_cpus: int, ranks: int, threads: int | None, whol
 
 
 def memory() -> Finding:
-    """What may still be taken: of the host, and of the cgroup, which kills who takes more."""
+    """Check the available memory of the host, and of the cgroup, which kills processes beyond its limit."""
     facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(facts["MemAvailable"].split()[0]) << 10
     total = int(facts["MemTotal"].split()[0]) << 10
@@ -99,12 +102,12 @@ def memory() -> Finding:
 
 
 def judge_memory(total: int, free: int, limit: tuple[int, int] | None) -> Finding:
-    """Whether it is enough to import torch and work.
+    """Check whether the memory is sufficient to import torch and work.
 
     Args:
-        total: bytes of the host.
-        free: those that are available.
-        limit: the cgroup's limit and what it has used, in bytes; None where there is none.
+        total: Bytes of the host.
+        free: Available bytes of the host.
+        limit: The limit and the usage of the cgroup, in bytes. None if there is no limit.
     """
     described = f"{_size(free)} of {_size(total)} available"
     left = free
@@ -119,7 +122,7 @@ def judge_memory(total: int, free: int, limit: tuple[int, int] | None) -> Findin
 
 
 def memory_limit(root: Path, membership: Path) -> tuple[int, int] | None:
-    """The tightest limit on memory on the way up from this process' cgroup, and what is used of it."""
+    """Return the memory limit with the least room on the path up from this process's cgroup, and its usage."""
     found: list[tuple[int, int]] = []
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -143,7 +146,7 @@ def memory_limit(root: Path, membership: Path) -> tuple[int, int] | None:
 
 
 def shared_memory() -> Finding:
-    """What the native engine's ranks share: memory without a name, mapped and written to."""
+    """Map and write anonymous shared memory, as the ranks of the native engine do."""
     began = time.perf_counter()
     try:
         descriptor = os.memfd_create("allranks-doctor")
@@ -161,7 +164,7 @@ def shared_memory() -> Finding:
 
 
 def dev_shm() -> Finding:
-    """What others share: workers of torch's DataLoader, NCCL, MPI."""
+    """Check /dev/shm, which workers of torch's DataLoader, NCCL and MPI use."""
     if not _SHM.is_dir():
         return warn("there is no /dev/shm", "Mount it: mount -t tmpfs tmpfs /dev/shm. allranks itself does without.")
     space = os.statvfs(_SHM)
@@ -176,7 +179,7 @@ def dev_shm() -> Finding:
 
 
 def judge_shm(total: int, free: int) -> Finding:
-    """Whether a file system for shared memory of so many bytes will do."""
+    """Check whether a shared memory file system of this size is sufficient."""
     described = f"{_size(free)} of {_size(total)} free"
     if total < _LOW_SHM:
         return warn(
@@ -190,7 +193,7 @@ def judge_shm(total: int, free: int) -> Finding:
 
 
 def locked_memory() -> Finding:
-    """Networks that read memory by themselves (InfiniBand) need it locked; elsewhere it does not matter."""
+    """Check the limit of locked memory. Only networks with direct memory access (InfiniBand) need it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     described = f"limit {_limit(soft)}; InfiniBand: {', '.join(devices) or 'none here'}"
@@ -204,7 +207,7 @@ def locked_memory() -> Finding:
 
 
 def open_files() -> Finding:
-    """As many as a rank of a middling job opens."""
+    """Open as many files as a rank of a medium-sized job."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     null = os.open(os.devnull, os.O_RDONLY)
     taken = [null]
@@ -227,7 +230,7 @@ def open_files() -> Finding:
 
 
 def processes() -> Finding:
-    """Processes and threads that may still be started."""
+    """Check how many more processes and threads can be started."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limit, current = Path("/sys/fs/cgroup/pids.max"), Path("/sys/fs/cgroup/pids.current")
     described = f"limit {_limit(soft, '')}"
@@ -242,7 +245,7 @@ def processes() -> Finding:
 
 
 def temporary_files() -> Finding:
-    """A file can be written where Python writes such."""
+    """Check whether a file can be written in Python's folder for temporary files."""
     folder = tempfile.gettempdir()
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(_MB))
@@ -255,7 +258,7 @@ def temporary_files() -> Finding:
 
 
 def _fill(descriptor: int, size: int) -> None:
-    """Makes the file so large, and every page real."""
+    """Extend the file to this size, and write to every page so that it is allocated."""
     os.posix_fallocate(descriptor, 0, size)
     with mmap.mmap(descriptor, size) as mapped:
         page = bytes(range(256)) * (mmap.PAGESIZE // 256)
@@ -273,7 +276,7 @@ def _limit(value: int, unit: str = "bytes") -> str:
 
 
 def _size(nbytes: int) -> str:
-    """Two or three digits, so that ranks of one host report the same."""
+    """Format bytes with two or three digits, so that the ranks of one host report the same text."""
     value, unit = (nbytes / _GB, "GiB") if nbytes >= _GB else (nbytes / _MB, "MiB")
     return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
 

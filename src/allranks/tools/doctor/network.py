@@ -1,4 +1,4 @@
-"""What other hosts see of this one: its name, its interfaces, its ports."""
+"""Checks of this host as other hosts reach it: its name, its interfaces, its ports."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from allranks.tools.doctor.job import job_here
 
 __all__ = ["CHECKS", "judge_name", "judge_port"]
 
-_USUAL_PORT = 29500  # torchrun's, and torch.distributed.launch's
-_PATIENCE_S = 5.0
-_SLOW_S = 1.0
+_USUAL_PORT = 29500  # the default of torchrun and torch.distributed.launch
+_PATIENCE_S = 5.0  # timeout of name resolution and of connections
+_SLOW_S = 1.0  # a name service that takes longer is slow
 _CHOICES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def host_name() -> Finding:
-    """What this host's own name resolves to, which programs publish as its address."""
+    """Resolve the name of this host, which programs publish as its address."""
     name = socket.gethostname()
     began = time.monotonic()
     nothing: tuple[list[str], str] = ([], f"no answer in {_PATIENCE_S:g} s")
@@ -36,14 +36,14 @@ def host_name() -> Finding:
 def judge_name(
     name: str, addresses: Sequence[str], trouble: str, published: Sequence[str], seconds: float = 0.0
 ) -> Finding:
-    """Whether another host could use what the name resolves to.
+    """Check whether another host could use the addresses of the name.
 
     Args:
-        name: the host's own.
-        addresses: what it resolves to here.
-        trouble: why it does not resolve.
-        published: the addresses of this host's interfaces, loopback and bridges of containers left out.
-        seconds: how long the name service took.
+        name: The name of this host.
+        addresses: The addresses to which the name resolves here.
+        trouble: Why the name does not resolve.
+        published: The addresses of this host's interfaces, without loopback and container bridges.
+        seconds: How long the name service took.
     """
     described = f"{name} is {', '.join(addresses) or f'unknown ({trouble})'}"
     if not published:
@@ -67,8 +67,8 @@ def judge_name(
 
 
 def interfaces() -> Finding:
-    """The addresses that this host publishes, and variables that name interfaces."""
-    published = published_addresses()  # raises where ALLRANKS_IFACE is wrong, and says what is here
+    """Check the addresses that this host publishes, and the variables that name interfaces."""
+    published = published_addresses()  # raises if ALLRANKS_IFACE is wrong, and lists the interfaces
     here = {name for _, name in socket.if_nameindex()}
     wrong = [f"{name}={os.environ[name]}" for name in _CHOICES if not _names_one(os.environ.get(name, ""), here)]
     described = ", ".join(f"{interface_of(address)} {address}{_mtu(interface_of(address))}" for address in published)
@@ -84,7 +84,7 @@ def interfaces() -> Finding:
 
 
 def ports() -> Finding:
-    """A port can be had on each address, and reached there."""
+    """Check that a port can be bound and reached on each address."""
     reached = []
     for address in ("127.0.0.1", *published_addresses()):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -115,7 +115,7 @@ def ports() -> Finding:
 
 
 def master_port() -> Finding:
-    """The port that rank 0 is to listen on is free."""
+    """Check that the port on which rank 0 is to listen is free."""
     here = job_here()
     if here.world_size > 1 and (here.rank != 0 or here.master is None):
         return ok("not needed here")
@@ -132,12 +132,12 @@ def master_port() -> Finding:
 
 
 def judge_port(port: int, ephemeral: tuple[int, int], error: OSError | None) -> Finding:
-    """Whether rank 0 can count on the port.
+    """Check whether rank 0 can rely on the port.
 
     Args:
-        port: the port.
-        ephemeral: the first and the last of those that the kernel gives to anybody who connects to somewhere.
-        error: what binding it raised.
+        port: The port.
+        ephemeral: The first and the last port that the kernel assigns to outgoing connections.
+        error: The error of binding the port.
     """
     if error is not None and error.errno == errno.EADDRINUSE:
         return warn(f"{port} is taken", f"A running or hanging job holds it: ss -ltnp 'sport = :{port}' shows which.")
@@ -160,7 +160,10 @@ def _resolve(name: str) -> tuple[list[str], str]:
 
 
 def _names_one(wanted: str, here: set[str]) -> bool:
-    """As gloo and NCCL read it: names, or beginnings of names; ``=`` makes it exact, ``^`` excludes."""
+    """Return whether a value names an existing interface, by the rules of gloo and NCCL.
+
+    The value lists names or prefixes of names. ``=`` requires exact names, ``^`` excludes names.
+    """
     words = [word for word in wanted.removeprefix("=").split(",") if word]
     return not words or wanted.startswith("^") or any(name.startswith(word) for word in words for name in here)
 

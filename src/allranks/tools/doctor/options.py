@@ -15,14 +15,14 @@ __all__ = ["DoctorOptions", "parse", "without_nproc"]
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What ``allranks doctor`` was asked for.
+    """Options of ``allranks doctor``.
 
     Attributes:
-        nproc: start so many ranks on this host; None: this process is all, or a rank already.
-        json: where to write the report; ``-`` for stdout.
-        plot: where to draw the pairs.
-        timeout_s: how long ranks wait for each other.
-        nbytes: size of the messages that measure bandwidth.
+        nproc: Start this many ranks on this host. None: this process runs alone, or is already a rank.
+        json: The file for the report; ``-`` for stdout.
+        plot: The file for the picture of the pairs.
+        timeout_s: How long ranks wait for each other, in seconds.
+        nbytes: Size of the messages that measure bandwidth.
     """
 
     nproc: int | None = None
@@ -33,7 +33,7 @@ class DoctorOptions:
 
 
 def parse(argv: Sequence[str]) -> DoctorOptions:
-    """The options; exits with 2 and one line where they are wrong."""
+    """Parse the options. Exit with code 2 and one line if they are wrong."""
     parser = _parser()
     given = parser.parse_args(argv)
     if given.nproc is not None and given.nproc < 1:
@@ -48,7 +48,7 @@ def parse(argv: Sequence[str]) -> DoctorOptions:
 
 
 def without_nproc(argv: Sequence[str]) -> list[str]:
-    """The other options, for the ranks."""
+    """Return the options without ``-n``, for the ranks."""
     only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     only.add_argument("-n", "--nproc")
     return only.parse_known_args(argv)[1]

@@ -1,4 +1,4 @@
-"""Every pair of ranks: who measures with whom and when, and which pairs stand out. Nothing here sends anything."""
+"""The pairs of ranks: the schedule of their measurements, and outliers. This module sends no messages."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 __all__ = ["Pair", "Pairs", "kinds", "rounds", "standing_out"]
 
-_ONE_BY_ONE = 16  # up to so many ranks no pair disturbs another; beyond, it would take minutes
-_FACTOR = 4.0
+_ONE_BY_ONE = 16  # up to this many ranks, pairs measure one at a time; with more, this would take minutes
+_FACTOR = 4.0  # times the median: beyond this, a pair is an outlier
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What one pair of ranks has measured, the first being the lower."""
+    """The measurement of one pair of ranks. ``first`` is the lower rank."""
 
     first: int
     second: int
@@ -24,12 +24,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Pairs:
-    """All of them.
+    """The measurements of all pairs.
 
     Attributes:
-        found: each pair.
-        nbytes: size of the messages that measured bandwidth.
-        one_by_one: whether the others were idle meanwhile.
+        found: Each pair.
+        nbytes: Size of the messages that measured bandwidth.
+        one_by_one: Whether the other ranks were idle during each measurement.
     """
 
     found: tuple[Pair, ...]
@@ -37,7 +37,7 @@ class Pairs:
     one_by_one: bool
 
     def matrix(self, size: int, value: Callable[[Pair], float]) -> list[list[float | None]]:
-        """One of the figures as a symmetric matrix, with None on the diagonal."""
+        """Return one of the figures as a symmetric matrix, with None on the diagonal."""
         rows: list[list[float | None]] = [[None] * size for _ in range(size)]
         for pair in self.found:
             rows[pair.first][pair.second] = rows[pair.second][pair.first] = value(pair)
@@ -45,9 +45,9 @@ class Pairs:
 
 
 def rounds(size: int) -> list[list[tuple[int, int]]]:
-    """Who measures together: in each round no rank twice, in all of them every pair once.
+    """Return the pairs of each round: no rank twice in a round, and every pair once in all rounds.
 
-    Few ranks go pair by pair. Many play a tournament: one stays, the others go round it.
+    With few ranks, each round has one pair. With many, the rounds form a tournament: one rank stays, the others rotate.
 
     Source: the circle method, as chess tournaments are drawn (Schurig's tables, 1886).
     """
@@ -55,7 +55,7 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
         return [[(i, j)] for i in range(size) for j in range(i + 1, size)]
     seats: list[int | None] = list(range(size))
     if size % 2:
-        seats.append(None)  # who meets it, rests
+        seats.append(None)  # a rank that is paired with None is idle
     drawn = []
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
@@ -66,13 +66,13 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
 
 
 def kinds(pairs: Pairs, machines: Sequence[str]) -> dict[str, list[Pair]]:
-    """The pairs within a host, and those between hosts: each are compared among themselves."""
+    """Split the pairs into those within a host and those between hosts. Each kind is compared separately."""
     near = [pair for pair in pairs.found if machines[pair.first] == machines[pair.second]]
     far = [pair for pair in pairs.found if machines[pair.first] != machines[pair.second]]
     return {name: some for name, some in (("in a host", near), ("between hosts", far)) if some}
 
 
 def standing_out(some: Sequence[Pair], badness: Callable[[Pair], float]) -> list[Pair]:
-    """Those that are several times as bad as the median, worst first."""
+    """Return the pairs that are more than `_FACTOR` times as bad as the median, worst first."""
     usual = statistics.median(badness(pair) for pair in some)
     return sorted((pair for pair in some if badness(pair) > _FACTOR * usual), key=badness, reverse=True)

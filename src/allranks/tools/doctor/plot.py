@@ -10,15 +10,15 @@ from allranks.tools.doctor.report import DoctorReport
 
 __all__ = ["plot"]
 
-_WRITTEN = 16  # ranks whose cells have room for a number
+_WRITTEN = 16  # up to this many ranks, the cells have room for a number
 
 
 def plot(report: DoctorReport, file: Path) -> None:
-    """Draws latency and bandwidth of each pair; needs matplotlib.
+    """Draw latency and bandwidth of each pair. Needs matplotlib.
 
     Args:
-        report: of a job, with its pairs.
-        file: what to write; its ending determines the format.
+        report: The report of a job, with its pairs.
+        file: The output file. Its extension determines the format.
     """
     import matplotlib
 
@@ -34,7 +34,7 @@ def plot(report: DoctorReport, file: Path) -> None:
     latency = pairs.matrix(size, lambda pair: pair.latency_us)
     bandwidth = pairs.matrix(size, lambda pair: pair.bandwidth_gb_s)
     least, most = _least(latency), _most(bandwidth)
-    # Bright is good. The colours span a factor of ten, so that what differs little looks alike.
+    # Bright is good. The colors span a factor of ten, so that similar values look similar.
     near, far = LogNorm(least, max(_most(latency), 10 * least)), LogNorm(min(_least(bandwidth), most / 10), most)
     _matrix(figure, panels[0], latency, report.hosts, "latency, us: half a round trip of 8 bytes", "viridis_r", near)
     title = f"bandwidth, GB/s: {pairs.nbytes >> 20} MiB one way"
@@ -83,5 +83,5 @@ def _matrix(
 
 
 def _steps(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten, from low to high."""
+    """Return 1, 2 and 5 times powers of ten, from low to high."""
     return [m * 10.0**e for e in range(-6, 10) for m in (1, 2, 5) if low <= m * 10.0**e <= high]

@@ -1,8 +1,8 @@
-"""In a job: the ranks meet, tell rank 0 what their checks have found, and measure messages, pair by pair.
+"""Checks in a job: the ranks meet, send the results of their checks to rank 0, and measure messages, pair by pair.
 
-Latency is half a round trip of 8 bytes, the median of many; bandwidth that of a large message, the fastest of a few.
-Clocks are compared as NTP does it: of several round trips the shortest says best when the other one looked at its
-clock.
+Latency is half a round trip of 8 bytes, the median of many. Bandwidth is that of a large message, the fastest of
+several. Clocks are compared as in NTP: of several round trips, the shortest gives the best estimate of the time at
+which the peer read its clock.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = ["examine", "facts", "judge_clock", "judge_pairs"]
 _ROUND_TRIPS, _WARM_UP = 60, 10
 _LARGE = 3
 _LOOKS = 16
-_SKEW_S = 0.1  # more, and the lines of two hosts' logs cannot be put in order
-_SLOW_US = 100.0  # what stands out must also be slow: an idle host's figures differ by more than a factor
+_SKEW_S = 0.1  # with more, log lines of two hosts cannot be put in order
+_SLOW_US = 100.0  # an outlier must also be slow: on an idle host, latencies differ by more than a factor
 
 _Figure = Callable[[Pair], float]
 _FIGURES: tuple[tuple[str, str, _Figure, _Figure], ...] = (
@@ -42,33 +42,33 @@ _FIGURES: tuple[tuple[str, str, _Figure, _Figure], ...] = (
 
 
 def facts(checks: Sequence[Check], rank: int = 0) -> DoctorFacts:
-    """What this process says of itself."""
+    """Return the facts that this process reports about itself."""
     return DoctorFacts(rank, socket.gethostname(), machine(), software.versions(), checks)
 
 
 def examine(checks: Sequence[Check], wanted: DoctorOptions) -> DoctorReport | None:
-    """What there is to report; of a job, on rank 0, where it can be gathered.
+    """Return the report of this process or, on rank 0 of a job, of the job.
 
     Args:
-        checks: what this process' own have found.
-        wanted: the options.
+        checks: The results of the checks of this process.
+        wanted: The options.
 
     Returns:
         The report; None on the other ranks of a job.
 
     Raises:
-        ConfigError: the environment says half of who this process is.
+        ConfigError: The variables that identify this rank are inconsistent.
     """
     env = read_env()
     own = facts(checks, env.rank)
     if env.world_size == 1:
         return DoctorReport(merge([own]))
     who = f"rank {env.rank} on {own.host}"
-    report = DoctorReport([DoctorLine(*check, where=who) for check in checks])  # what is left where no others are met
+    report = DoctorReport([DoctorLine(*check, where=who) for check in checks])  # the report if the ranks do not meet
     try:
         import allranks
 
-        importlib.import_module("torch")  # without it, do not wait for the others first
+        importlib.import_module("torch")  # fail before waiting for the other ranks if torch is missing
         allranks.init_process_group("native", timeout=wanted.timeout_s)
     except (AllranksError, ImportError, OSError) as error:
         report.lines.append(_failure("join", error, who))
@@ -89,12 +89,12 @@ def examine(checks: Sequence[Check], wanted: DoctorOptions) -> DoctorReport | No
 
 
 def judge_pairs(pairs: Pairs, hosts: Sequence[str], machines: Sequence[str]) -> list[DoctorLine]:
-    """What the figures say: the usual, and the pairs that are far from it.
+    """Return lines with the median figures and the outlier pairs.
 
     Args:
-        pairs: what was measured.
-        hosts: the name of each rank's host.
-        machines: the same text for ranks of one host.
+        pairs: The measurements.
+        hosts: The name of each rank's host.
+        machines: For each rank, a text that is the same for all ranks of a host.
     """
     lines = []
     for kind, some in kinds(pairs, machines).items():
@@ -118,12 +118,12 @@ def judge_pairs(pairs: Pairs, hosts: Sequence[str], machines: Sequence[str]) -> 
 
 
 def judge_clock(host: str, ahead_s: float, error_s: float) -> DoctorLine:
-    """How far a host's clock is ahead of rank 0's.
+    """Return a line on the offset of a host's clock from rank 0's.
 
     Args:
-        host: its name.
-        ahead_s: by so much; negative where it is behind.
-        error_s: give or take.
+        host: The name of the host.
+        ahead_s: The offset; negative if the clock is behind.
+        error_s: The uncertainty of the offset.
     """
     way = "ahead of" if ahead_s >= 0 else "behind"
     measured = f"{abs(ahead_s) * 1e3:.2f} ms {way} rank 0's, +- {error_s * 1e3:.2f} ms"
@@ -153,12 +153,12 @@ def _everybodys(word: str) -> list[str]:
 
 
 def _gather(own: DoctorFacts) -> DoctorReport:
-    """On rank 0 the report; on the others what they know themselves."""
+    """Gather the facts of all ranks into a report, on every rank."""
     import allranks
 
     everybody: list[tuple[int, str, str, dict[str, str], list[tuple[str, ...]]] | None]
     everybody = [None] * allranks.get_world_size()
-    # Plain values, which travel without pickle, too.
+    # Plain values, which can also be sent without pickle.
     mine = (own.rank, own.host, own.machine, dict(own.versions), [tuple(check) for check in own.checks])
     allranks.all_gather_object(everybody, mine)
     collected = [
@@ -169,7 +169,7 @@ def _gather(own: DoctorFacts) -> DoctorReport:
 
 
 def _clocks(report: DoctorReport, own: DoctorFacts) -> list[DoctorLine]:
-    """Rank 0 looks at the clock of the first rank of each other host."""
+    """Compare rank 0's clock with that of the first rank of each other host."""
     import torch
 
     import allranks
@@ -192,6 +192,7 @@ def _clocks(report: DoctorReport, own: DoctorFacts) -> list[DoctorLine]:
                 now[0] = time.time()
                 allranks.send(now, 0)
         if own.rank == 0:
+            # The peer read its clock during the round trip, so the error is at most half of it.
             took, ahead = min(looks)
             lines.append(judge_clock(report.hosts[peer], ahead, took / 2))
     return lines

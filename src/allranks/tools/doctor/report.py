@@ -1,4 +1,4 @@
-"""What the doctor has found, of one process or of all ranks of a job, as data and as JSON."""
+"""The results of the doctor, for one process or for all ranks of a job, as data and as JSON."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from allranks.tools.doctor.pairs import Pairs
 __all__ = ["DoctorFacts", "DoctorLine", "DoctorReport", "compare_versions", "merge", "write"]
 
 _ORDER: tuple[Verdict, ...] = ("ok", "warn", "FAIL")
-_VITAL = ("allranks", "torch")  # that differ between hosts: not only a nuisance
+_VITAL = ("allranks", "torch")  # different versions of these are failures, not only warnings
 
 
 @dataclass(frozen=True)
 class DoctorFacts:
-    """What a rank reports of itself.
+    """The facts that a rank reports about itself.
 
     Attributes:
-        rank: its number.
-        host: its host's name.
-        machine: the same for ranks of one host.
-        versions: of what should be the same everywhere.
-        checks: what its checks have found.
+        rank: The number of the rank.
+        host: The name of its host.
+        machine: A text that is the same for all ranks of a host.
+        versions: Versions that should be equal on all ranks.
+        checks: The results of its checks.
     """
 
     rank: int
@@ -45,25 +45,25 @@ class DoctorLine:
     verdict: Verdict
     measured: str
     advice: str = ""
-    where: str = ""  # "" for everywhere
+    where: str = ""  # "" for all
 
 
 @dataclass
 class DoctorReport:
-    """A whole run."""
+    """The results of a whole run."""
 
     lines: list[DoctorLine]
-    hosts: list[str] = field(default_factory=list)  # by rank, where there are several
+    hosts: list[str] = field(default_factory=list)  # by rank, in a job
     pairs: Pairs | None = None
 
     @property
     def failed(self) -> int:
-        """How many findings are failures."""
+        """The number of failures."""
         return sum(line.verdict == "FAIL" for line in self.lines)
 
 
 def merge(everybody: Sequence[DoctorFacts]) -> list[DoctorLine]:
-    """One line for each finding: the worst of the ranks of a host, and hosts with the same finding together."""
+    """Return one line for each finding: the worst of each host. Hosts with the same finding share a line."""
     by_host: dict[str, list[DoctorFacts]] = {}
     for facts in everybody:
         by_host.setdefault(facts.machine, []).append(facts)
@@ -84,7 +84,7 @@ def merge(everybody: Sequence[DoctorFacts]) -> list[DoctorLine]:
 
 
 def compare_versions(everybody: Sequence[DoctorFacts]) -> list[DoctorLine]:
-    """A line for each version that is not the same on all ranks; one if all are."""
+    """Return a line for each version that differs between ranks; a single line if all versions are equal."""
     lines = []
     for name in dict.fromkeys(name for facts in everybody for name in facts.versions):
         found: dict[str, list[DoctorFacts]] = {}
@@ -104,7 +104,7 @@ def compare_versions(everybody: Sequence[DoctorFacts]) -> list[DoctorLine]:
 
 
 def write(report: DoctorReport, file: Path) -> None:
-    """Writes JSON; to stdout if the file is ``-``."""
+    """Write the report as JSON; to stdout if the file is ``-``."""
     text = json.dumps(asdict(report) | {"failed": report.failed}, indent=1)
     if str(file) == "-":
         put(text + "\n")

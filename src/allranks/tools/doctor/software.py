@@ -1,4 +1,4 @@
-"""What is installed, and whether it fits together."""
+"""Checks of the installed software and its compatibility."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ASK_MPI4PY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import M
 
 
 def versions() -> dict[str, str]:
-    """What should be the same on all hosts."""
+    """Return the versions that should be equal on all hosts."""
     import allranks
 
     found = {"python": platform.python_version(), "allranks": allranks.__version__}
@@ -45,12 +45,12 @@ def versions() -> dict[str, str]:
 
 
 def python() -> Finding:
-    """The interpreter."""
+    """Report the interpreter."""
     return ok(f"{platform.python_version()}, {sys.executable}, {platform.system()} {platform.release()}")
 
 
 def core() -> Finding:
-    """Our C++ part can be loaded."""
+    """Check that the C++ core of allranks can be loaded."""
     import allranks
 
     try:
@@ -61,7 +61,7 @@ def core() -> Finding:
 
 
 def torch() -> Finding:
-    """torch can be imported, and is not too old."""
+    """Check that torch can be imported and is recent enough."""
     trouble = _trouble_with_torch()
     if trouble:
         return fail(
@@ -77,7 +77,7 @@ def torch() -> Finding:
 
 
 def gpus() -> Finding:
-    """The CUDA devices that torch sees, beside those that the host has."""
+    """Compare the CUDA devices that torch detects with those of the host."""
     if _trouble_with_torch():
         return ok("not looked for, without torch")
     import torch
@@ -108,7 +108,7 @@ def gpus() -> Finding:
 
 
 def engines() -> Finding:
-    """What init_process_group(backend=...) takes here."""
+    """List the engines that init_process_group(backend=...) accepts here."""
     from allranks._engines import registry
 
     if _trouble_with_torch():
@@ -122,7 +122,7 @@ def engines() -> Finding:
 
 
 def mpi() -> Finding:
-    """The MPI that mpi4py loads, beside the mpirun that the shell finds: they must be one."""
+    """Compare the MPI that mpi4py loads with the mpirun on the PATH. They must be the same."""
     runs = _mpiruns(os.environ.get("PATH", ""))
     library = _said([sys.executable, "-c", _ASK_MPI4PY]) if importlib.util.find_spec("mpi4py") else None
     allowed = all(os.environ.get(name) == "1" for name in _ALLOW_ROOT)
@@ -132,12 +132,12 @@ def mpi() -> Finding:
 
 
 def judge_mpi(library: str | None, launchers: Mapping[str, str], refuses_root: bool = False) -> Finding:
-    """What follows from what they report of themselves.
+    """Judge the MPI installation by the output of the library and of each mpirun.
 
     Args:
-        library: the text of the library that mpi4py loads; None without mpi4py.
-        launchers: the ``mpirun`` on the PATH, in its order, and the output of ``--version``.
-        refuses_root: this is root, to whom Open MPI's mpirun starts nothing unless an option allows it.
+        library: The version text of the library that mpi4py loads. None without mpi4py.
+        launchers: The ``mpirun`` programs on the PATH, in its order, and their output of ``--version``.
+        refuses_root: This process is root, and no option allows Open MPI's mpirun to start processes for root.
     """
     found = {path: mpi_name(output) for path, output in launchers.items()}
     runs = ", ".join(f"{path} ({name})" for path, name in found.items()) or "no mpirun on the PATH"
@@ -169,7 +169,7 @@ def judge_mpi(library: str | None, launchers: Mapping[str, str], refuses_root: b
 
 
 def mpi_name(output: str) -> str:
-    """``Open MPI 5.0.8`` from the many words that an MPI has for that."""
+    """Extract a name such as ``Open MPI 5.0.8`` from the version text of an MPI."""
     for name, pattern in _MPI_NAMES:
         if match := re.search(pattern, output, re.DOTALL):
             return f"{name} {match[1]}"
@@ -193,8 +193,8 @@ def _mpiruns(path: str) -> list[str]:
 
 
 def _said(command: list[str]) -> str:
-    """What a program prints; in a process of its own, as a wrong MPI may end its process."""
-    # Without the variables that a job's launcher sets for its ranks: this is none.
+    """Return the output of a program. It runs in a separate process, because a wrong MPI may terminate its process."""
+    # Remove the variables that the launcher of a job sets for its ranks: this process is not a rank.
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_"))}
     done = subprocess.run(
         command, capture_output=True, text=True, env=alone, timeout=_PATIENCE_S, stdin=subprocess.DEVNULL, check=False

@@ -1,4 +1,4 @@
-"""A report as text: a line a check, its advice below it; then the pairs. Colours on terminals only."""
+"""Text output of a report: one line for each check, its advice below; then the pairs. Colors on terminals only."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from allranks.tools.doctor.report import DoctorLine, DoctorReport
 __all__ = ["lines_of", "show", "table"]
 
 _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
-_WIDEST = 16  # ranks in a matrix that is printed; --json and --plot have larger ones
+_WIDEST = 16  # maximum ranks of a printed matrix; --json and --plot show larger ones
 
 
 def show(report: DoctorReport) -> None:
-    """Prints it."""
+    """Print the report."""
     shown = io.StringIO()
     console = Console(file=shown, highlight=False, force_terminal=has_colours(sys.stdout))
     for line in lines_of(report):
@@ -29,7 +29,7 @@ def show(report: DoctorReport) -> None:
 
 
 def lines_of(report: DoctorReport) -> Iterator[Text]:
-    """The lines, with their colours."""
+    """Yield the lines, with their colors."""
     width = max((len(line.name) for line in report.lines), default=0)
     if report.hosts:
         hosts = ", ".join(dict.fromkeys(report.hosts))
@@ -66,7 +66,7 @@ def _bandwidth(pair: Pair) -> float:
 
 
 def table(rows: Sequence[Sequence[float | None]], hosts: Sequence[str]) -> Iterator[str]:
-    """A matrix with ranks at its top and, with their hosts, at its left."""
+    """Yield the lines of a matrix, with ranks at the top, and hosts and ranks at the left."""
     names = [f"{host}:{rank}" for rank, host in enumerate(hosts)]
     width = max(len(name) for name in names)
     yield " " * width + "".join(f"{rank:>8}" for rank in range(len(rows)))

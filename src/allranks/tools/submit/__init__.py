@@ -1,12 +1,12 @@
-"""``allranks submit``: writes the file that a batch system or Kubernetes starts a job from, and hands it in.
+"""``allranks submit``: writes the job file of a batch system or of Kubernetes, and submits it.
 
 ===========  ============================================================
 ``options``  the command line -> ``Job``
-``hand_in``  the file -> the job's id, and what to type next
+``hand_in``  the file -> the job's id, and the next commands
 ===========  ============================================================
 
-The ``Submission`` of a scheduler (``allranks._cluster.schedulers``) makes the file of a ``Job``. It is one that its
-user can read, change and keep. In it stands ``allranks run``, which starts the ranks on all hosts of the allocation.
+The ``Submission`` of a scheduler (``allranks._cluster.schedulers``) creates the file of a ``Job``. Users can read,
+change and keep the file. It runs ``allranks run``, which starts the ranks on all hosts of the allocation.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command: the file to stdout, or where it is wanted; with ``--now`` the job's id instead.
+    """Write the job file to stdout or to a file; with ``--now``, submit it and print the job's id.
 
     Returns:
-        The exit code: 2 where the arguments are wrong or the file cannot be handed in from here, else that of the
-        system's own command.
+        The exit code: 2 if the arguments are wrong or the file cannot be submitted from this host. Otherwise the exit
+            code of the system's command.
     """
     from allranks.tools.submit import hand_in, options
 
@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
         wanted = options.parse(argv)
         text = wanted.submission.file(wanted.job)
         if wanted.file is not None:
+            # Only the user may read a file that contains the job's secret.
             _write(wanted.file, text, 0o600 if wanted.job.secret else 0o666)
         if not wanted.now:
             if wanted.file is None:

@@ -1,7 +1,7 @@
-"""Hands a job file in: by stdin, so that there need be no file.
+"""Submits a job file through stdin, so that no file is needed.
 
-The job's id alone goes to stdout, for ``id=$(allranks submit --now ...)``; to stderr goes what people want to know:
-what was submitted, and what to type next. gh does so, too.
+Only the job's id goes to stdout, for ``id=$(allranks submit --now ...)``. The text for the user goes to stderr: the
+submitted job and the next commands. gh uses the same convention.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ __all__ = ["describe", "hand_in", "id_in"]
 
 
 def hand_in(to: Scheduler, text: str, job: Job, quiet: bool = False) -> int:
-    """Gives the file to the system's command, and prints what has become of it.
+    """Pass the file to the system's command, and print the result.
 
     Args:
-        to: the system, which has a submission.
-        text: the file.
-        job: what is in it.
-        quiet: print the job's id only.
+        to: The system, which has a submission.
+        text: The content of the file.
+        job: The job in the file.
+        quiet: Print only the job's id.
 
     Returns:
-        The exit code: the command's.
+        The exit code of the command.
 
     Raises:
-        ConfigError: the command is not here, or what it prints has no id.
+        ConfigError: The command is not installed, or its output contains no id.
     """
     assert to.submission is not None
     command = to.submission.command
@@ -41,7 +41,8 @@ def hand_in(to: Scheduler, text: str, job: Job, quiet: bool = False) -> int:
             f"there is no {command[0]} on this host: run this where jobs are submitted, or leave out --now and take"
             " the file (--file) there"
         )
-    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=False)  # its errors are shown
+    # its stderr is not captured, so the user sees its errors
+    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         put(done.stdout)
         print(f"allranks submit: error: {command[0]} refused it (exit code {done.returncode})", file=sys.stderr)
@@ -54,12 +55,12 @@ def hand_in(to: Scheduler, text: str, job: Job, quiet: bool = False) -> int:
 
 
 def describe(to: Scheduler, name: str, job: Job) -> str:
-    """What was submitted, and what to type next.
+    """Return a text about the submitted job and the next commands.
 
     Args:
-        to: the system, which has a submission.
-        name: the job's id there.
-        job: the job.
+        to: The system, which has a submission.
+        name: The job's id in the system.
+        job: The job.
     """
     size = (job.nodes - job.spares) * job.nproc
     ranks, hosts = f"{size} rank{'s' * (size > 1)}", f"{job.nodes} host{'s' * (job.nodes > 1)}"
@@ -74,10 +75,10 @@ def describe(to: Scheduler, name: str, job: Job) -> str:
 
 
 def id_in(submission: Submission, output: str) -> str:
-    """The job's id in what the command has printed.
+    """Return the job's id in the output of the command.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: The output contains no id.
     """
     match = re.search(submission.id, output, re.MULTILINE)
     if match is None:

@@ -1,4 +1,4 @@
-"""The arguments of ``allranks submit``: words in, a ``Job`` out."""
+"""The arguments of ``allranks submit``, parsed into a ``Job``."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _USAGE = """allranks submit --to SYSTEM [options] script.py [args ...]
        allranks submit --to SYSTEM [options] -- command [args ...]"""
 _UNITS_MIB = {"": 1, "M": 1, "G": 1 << 10, "T": 1 << 20}
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-# A directive ends at the end of its line, and systems differ in how they read quotes in it.
+# A directive ends at the end of its line, and systems parse quotes in it differently, so only plain names are allowed.
 _PLAIN = re.compile(r"[\w.,:/@+=%-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
 class SubmitOptions:
-    """What ``allranks submit`` was asked for.
+    """Options of ``allranks submit``.
 
     Attributes:
-        to: the system.
-        submission: its way to submit.
-        job: the job.
-        file: where the file is written; None for stdout.
-        now: hand it in.
-        quiet: print nothing but the job's id then.
+        to: The system.
+        submission: The submission of this system.
+        job: The job.
+        file: The file to write. None for stdout.
+        now: Submit the job.
+        quiet: With ``now``, print only the job's id.
     """
 
     to: Scheduler
@@ -52,11 +52,11 @@ class SubmitOptions:
 
 
 def parse(argv: Sequence[str]) -> SubmitOptions:
-    """Reads the arguments.
+    """Parse the arguments.
 
     Raises:
-        ConfigError: they are wrong.
-        SystemExit: help was asked for, and given.
+        ConfigError: The arguments are wrong.
+        SystemExit: The user requested help, and the parser printed it.
     """
     given = _parser().parse_args(argv)
     given.spares = given.spares or 0
@@ -75,7 +75,7 @@ def parse(argv: Sequence[str]) -> SubmitOptions:
         except OSError as error:
             raise ConfigError(f"cannot enter {given.folder!r} (--chdir): {error.strerror}") from None
     target = read_target(given.target, given.module, "allranks submit")
-    if not submission.containers:  # what an image holds cannot be seen from here
+    if not submission.containers:  # the contents of an image are not visible here
         check(target)
     if not submission.containers and (given.image or given.namespace):
         raise ConfigError(f"--image and --namespace are Kubernetes': --to k8s, not --to {to.name}")
@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _per_host(given: argparse.Namespace) -> int:
-    """Ranks on each host."""
+    """Return the number of ranks on each host."""
     each: int = given.nproc_per_node or max(given.gpus, 1)
     hosts = int(given.nodes) - int(given.spares)
     if hosts < 1:
@@ -167,7 +167,7 @@ def _per_host(given: argparse.Namespace) -> int:
 
 
 def _elastic_words(given: argparse.Namespace) -> list[str]:
-    """The options of an elastic job for ``allranks run``."""
+    """Return the options of an elastic job for ``allranks run``."""
     if given.elastic is None:
         return []
     words = ["--elastic", ":".join(str(number) for number in given.elastic if number is not None)]
@@ -187,7 +187,7 @@ def _plain_name(stem: str) -> str:
 def _system(name: str) -> Scheduler:
     try:
         scheduler = scheduler_named(name)
-    except ConfigError as error:  # a ValueError, which argparse would replace
+    except ConfigError as error:  # it is a ValueError, whose message argparse would replace
         raise argparse.ArgumentTypeError(str(error)) from error
     if scheduler is None or scheduler.submission is None:
         known = ", ".join(repr(each.name) for each in SCHEDULERS if each.submission is not None)
@@ -219,7 +219,7 @@ def _mib(text: str) -> int:
 
 
 def _duration(text: str) -> int:
-    """Seconds; a number alone is minutes, as SLURM and LSF have it."""
+    """Parse a duration into seconds. A plain number is in minutes, as in SLURM and LSF."""
     seconds = 0
     if match := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?", text):
         days, hours, minutes, rest = (int(part or 0) for part in match.groups())

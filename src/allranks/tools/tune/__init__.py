@@ -1,13 +1,13 @@
-"""``allranks tune``: finds from which sizes on calls within this host should go which way, and writes that down.
+"""``allranks tune``: finds the sizes at which collectives within this host should change algorithms.
 
-Where many ranks share a host they meet by groups (core/collective/levels.h), and large operands are reduced in shards.
-From how many ranks, and from which sizes on, depends on the machine. Each choice is timed in turn with the others, in
-the same processes, on process groups of their own. What is found is a file for ``ALLRANKS_TUNING``; calls have the same
-results with every such file.
+If many ranks share a host, they synchronize in groups (core/collective/levels.h), and large operands are reduced in
+shards. The number of ranks and the sizes at which this starts depend on the machine. All choices are timed in turn, in
+the same processes, on separate process groups. The command writes the result to a file for ``ALLRANKS_TUNING``. The
+results of calls are the same with every such file.
 
 ============  ================================
-``rank``      what each rank times
-``choosing``  which choice follows from that
+``rank``      the measurements of each rank
+``choosing``  the choice that follows from them
 ============  ================================
 """
 
@@ -29,7 +29,7 @@ _MOST_RANKS = 64
 
 
 def main(argv: Sequence[str]) -> int | Program:
-    """The command: starts the ranks."""
+    """Start the ranks."""
     options = parse(argv)
     ranks = options.nproc or min(max(4 * usable_cpus(), usable_cpus() + 1), _MOST_RANKS)
     if problem := why_not(options.output, None):
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int | Program:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; exits with 2 and one line where they are wrong."""
+    """Parse the options. Exit with code 2 and one line if they are wrong."""
     parser = ArgumentParser(
         prog="allranks tune",
         description="Find what is fastest on this host, and write it into a file for ALLRANKS_TUNING.",

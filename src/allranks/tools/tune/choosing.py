@@ -1,4 +1,4 @@
-"""Which choice is best, of those that were timed."""
+"""Selects the best of the timed choices."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from allranks._engines.native.tuning import NEVER
 
 __all__ = ["TunedValues", "choose"]
 
-_BETTER = 0.97  # of the time: less is noise
+_BETTER = 0.97  # share of the time without groups; a smaller gain is noise
 
 
 @dataclass
 class TunedValues:
-    """What was measured, in microseconds per call.
+    """The measurements, in microseconds per call.
 
     Attributes:
-        cpus: of the host.
-        meetings: for numbers of ranks, the size of the groups (0: none), and bytes.
-        shots: for numbers of ranks, and bytes: read from all ranks at once, and in shards.
+        cpus: The number of CPUs of the host.
+        meetings: Times by number of ranks, by size of the groups (0: no groups), and by bytes.
+        shots: Times by number of ranks and by bytes: reading from all ranks at the same time, and in shards.
     """
 
     cpus: int
@@ -30,7 +30,10 @@ class TunedValues:
 
 
 def choose(found: TunedValues) -> dict[str, int]:
-    """The table that follows from what was measured. What was not measured is not in it: what is shipped stays."""
+    """Return the tuning table that follows from the measurements.
+
+    A value that was not measured is missing from the table, so that the default applies.
+    """
     table: dict[str, int] = {}
     ratios = {ranks: _of_groups(times) for ranks, times in found.meetings.items() if len(times) > 1}
     for name, among in (
@@ -56,7 +59,7 @@ def choose(found: TunedValues) -> dict[str, int]:
 
 
 def _of_groups(times: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
-    """The time with groups of each size, in that without."""
+    """Return the time with groups of each size, relative to the time without groups (geometric mean over bytes)."""
     return {
         size: math.prod(with_groups[n] / times[0][n] for n in times[0]) ** (1 / len(times[0]))
         for size, with_groups in times.items()
@@ -65,7 +68,7 @@ def _of_groups(times: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
 
 
 def _crossing(times: Mapping[int, tuple[float, float]]) -> int:
-    """The most bytes up to which to read from all at once is no slower."""
+    """Return the largest size in bytes up to which reading from all ranks at the same time is not slower."""
     most = 0
     for nbytes in sorted(times):
         at_once, in_shards = times[nbytes]

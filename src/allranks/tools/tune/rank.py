@@ -1,4 +1,4 @@
-"""What each rank of ``allranks tune`` does: it times the choices in turn, on process groups of their own."""
+"""The program of each rank of ``allranks tune``: it times the choices in turn, on separate process groups."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from allranks.tools.tune import parse
 from allranks.tools.tune.choosing import TunedValues, choose
 
 _GROUPS = (4, 8, 16)
-_MEETINGS = (8, 16 << 10)  # bytes: one meeting, and some
-_SHOTS = tuple((4 << 10) << i for i in range(6))  # up to a piece of the ring
+_MEETINGS = (8, 16 << 10)  # bytes: one that needs a single meeting, one that needs several
+_SHOTS = tuple((4 << 10) << i for i in range(6))  # up to a chunk of the ring
 _BLOCK_S = 0.004
 
 
 class _Rank:
-    """What each rank does."""
+    """The measurements of one rank."""
 
     def __init__(self, options: Any) -> None:
         torch.set_num_threads(1)
@@ -56,7 +56,7 @@ class _Rank:
             allranks.destroy_process_group()
 
     def _numbers(self) -> list[int]:
-        """Of ranks: powers of two, and all."""
+        """Return the numbers of ranks to measure: powers of two, and all ranks."""
         return sorted({1 << i for i in range(1, self._ranks.bit_length()) if 1 << i < self._ranks} | {self._ranks})
 
     def _meet(self, ranks: int, folder: Path) -> None:
@@ -87,7 +87,7 @@ class _Rank:
     def _times(
         self, ranks: int, tables: Sequence[Mapping[str, int]], sizes: Sequence[int], folder: Path
     ) -> dict[int, list[float]]:
-        """Of an all_reduce of the first ranks, by size and table; in turn. Empty on the other ranks."""
+        """Return the times of an all_reduce of the first ranks, by size and table. Empty on the other ranks."""
         with TerminalProgress("allranks tune", self._rank == 0) as progress:
             progress.at(f"{len(tables)} ways for {ranks} ranks, {len(sizes)} sizes each")
             return self._timed(ranks, tables, sizes, folder)
@@ -100,6 +100,7 @@ class _Rank:
             path = folder / ("-".join(f"{name}-{value}" for name, value in table.items()) + ".json")
             path.write_text(json.dumps({"tuning": table}))
             os.environ["ALLRANKS_TUNING"] = str(path)
+            # A group reads its tuning table when it is created.
             groups.append(allranks.new_group(list(range(ranks))))
         del os.environ["ALLRANKS_TUNING"]
         found = {}
@@ -129,7 +130,7 @@ class _Rank:
         return max(1, min(1000, math.ceil(_BLOCK_S / self._block(group, x, 3))))
 
     def _block(self, group: Any, x: Any, calls: int) -> float:
-        """Seconds per call, of the slowest rank."""
+        """Return the seconds per call, of the slowest rank."""
         allranks.barrier(group)
         began = time.perf_counter()
         for _ in range(calls):
