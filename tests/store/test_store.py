@@ -709,6 +709,24 @@ def test_no_descriptor_is_inherited() -> None:
         assert not any(os.get_inheritable(peer.sock.fileno()) for peer in server._peers)
 
 
+def test_a_forked_child_gets_what_it_pushes() -> None:
+    """A thread of the parent waits for a value of the same queue. It does not exist in the child."""
+    store = HashStore()
+    waiting = threading.Thread(target=lambda: store.queue_pop("q"))
+    waiting.start()
+    try:
+        assert within(PROMPT_S, lambda: bool(store._table._parked))
+        child = os.fork()
+        if child == 0:
+            store.queue_push("q", b"of the child")
+            os._exit(0 if store.queue_len("q") == 1 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        store.queue_push("q", b"of the parent")
+        waiting.join()
+    assert store.queue_len("q") == 0
+
+
 def test_bind_fork_start() -> None:
     """The parent serves; its children connect, and what they close is only theirs."""
     server = StoreServer.unix()

@@ -274,6 +274,7 @@ class HashStore(Store):
 
     def abandon(self) -> None:
         """Replace the lock and the replies in a forked child, where no thread waits. The child's values are a copy."""
+        self._table.forget_all()  # a pop of a thread of the parent would take the next value that the child pushes
         self._changed = threading.Condition()
         self._replies: dict[Hashable, Reply] = {}
 

@@ -129,6 +129,11 @@ class KeyTable:
             if not self._waiters[key]:
                 del self._waiters[key]
 
+    def forget_all(self) -> None:
+        """Drop all waiting requests."""
+        for who in tuple(self._parked):
+            self.forget(who)
+
     def _add(self, who: Hashable, key: str, amount: int) -> list[tuple[Hashable, Reply]]:
         try:
             number = int(self._values.get(key) or b"0") + amount
