@@ -140,10 +140,10 @@ class Filling:
         return end
 
     def _plan_module(self, module: nn.Module, tree: Tree, path: str) -> Callable[[], Any]:
-        """Plan a module. Fill its tensors in place, and pass its other saved values to load_state_dict."""
+        """Plan a module: fill its tensors in place, and pass the rest to load_state_dict."""
         inner = bare(module)
         mine, theirs = inner.state_dict(), self._pairs(tree, path)
-        if inner is not module and theirs.keys() == {f"module.{key}" for key in mine}:  # saved from state_dict() of the wrapper
+        if inner is not module and theirs.keys() == {f"module.{key}" for key in mine}:  # from the wrapper's state_dict()
             theirs = {key.removeprefix("module."): item for key, item in theirs.items()}
         missing, unexpected = [key for key in mine if key not in theirs], [key for key in theirs if key not in mine]
         if missing or unexpected:
@@ -167,7 +167,7 @@ class Filling:
         return end
 
     def _plan_optimizer(self, optimizer: torch.optim.Optimizer, tree: Tree, path: str) -> Callable[[], Any]:
-        """Plan an optimizer: use load_state_dict. The state of a parameter that is a DTensor has the same layout."""
+        """Plan an optimizer: use load_state_dict. The state of a DTensor parameter gets the parameter's layout."""
         entries = _tagged(tree, "dict", path, "an optimizer")
         names = _parameters(self._reader.build(entries.get("param_groups")), path)
         mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]

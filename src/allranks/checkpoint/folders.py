@@ -333,7 +333,7 @@ def partials(folder: Path, step: int) -> list[Path]:
 
 
 def mark(folder: Path, partial: str, rank: int) -> Path:
-    """Create a file that shows other ranks whether they see the same folder, which is created if needed."""
+    """Create a marker file, and its folder if needed. A rank that finds the file sees the same folder."""
     make_folder(folder)
     path = folder / _mark_name(partial, rank)
     path.touch(exist_ok=False)
