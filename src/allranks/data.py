@@ -1,6 +1,6 @@
 """Selection of the samples that a rank trains on.
 
-`DistributedSampler` is torch's class, but it reads rank and world size from allranks' world instead of
+`DistributedSampler` is torch's class, but it reads rank and world size from allranks's world instead of
 torch.distributed's. The indices are exactly the same. One behavior of torch is kept on purpose: before
 `init_process_group`, it raises. A sampler that assumed a world of one rank would train every rank on all of the data,
 and the job would appear to work.

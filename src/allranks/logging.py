@@ -1,8 +1,8 @@
 """Logs of many ranks: one file for each rank, and the terminal for one of them.
 
 ``configure()`` sets up the root logger of Python's ``logging``, so the logs include the records of every library. Every
-record has the attributes ``rank`` and ``host``, for formats that use them. An uncaught exception is the last record in
-the rank's file, with its traceback.
+record has the attributes ``rank`` and ``host``, for formats that use them. An uncaught exception, except
+KeyboardInterrupt, is the last record in the rank's file, with its traceback.
 
 Source: a user's ``configure_logger(rank)``, which defined the file names, the format and the logger's name.
 """

@@ -75,10 +75,10 @@ def save(
     """Save a state: with ``step`` as a checkpoint of all ranks in a folder, without ``step`` as one file.
 
     With ``step``, all ranks of the group call it, with the same ``step``. A value that is the same on several ranks is
-    written once, and the work is distributed over the ranks. A value that differs (running means, generator states) is
-    written by each rank. Shards (DTensors, `Shard`) are written by the ranks that hold them. When it returns, on every
-    rank, the checkpoint is complete and on the disk. If it raises, it raises on every rank, and earlier checkpoints are
-    unchanged.
+    written once, and the work is distributed over the ranks. A value that differs between ranks (running means,
+    generator states) is written once for each different value. Shards (DTensors, `Shard`) are written by the ranks that
+    hold them. When it returns, on every rank, the checkpoint is complete and on the disk. If it raises, it raises on
+    every rank, and earlier checkpoints are unchanged.
 
     Without ``step``, no other rank takes part. ``obj``, which may be any object that `torch.save` accepts, is written
     to the file ``path``, completely or not at all.
@@ -207,7 +207,7 @@ def load(
         CheckpointError: The checkpoint does not exist, or a file is missing: nothing is filled. Or it is damaged: the
             message names file, tensor and rank, and parts of ``into`` may have been filled. If one rank fails, the
             call fails on all ranks.
-        FileNotFoundError: ``path`` does not exist.
+        FileNotFoundError: ``path`` does not exist. With ``into``, ``step`` or ``group``, this is a CheckpointError.
         pickle.UnpicklingError: The file holds objects that ``weights_only=True`` rejects.
 
     Example:

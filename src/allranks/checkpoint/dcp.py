@@ -137,6 +137,7 @@ class StorageWriter(storage.StorageWriter):
             written = [result[0].storage_data for result in results]
             manifest = _manifest(self._step, metadata, written)
             with self._told():
+                # The names of the parts must be on the disk before the manifest that lists them.
                 folders.sync_folder(self._partial)
                 path, lock = folders.complete(self._partial, manifest), _opened[self._folder].lock
             remarks = lock.remarks + folders.tidy(path, self._keep, self._keep_every, lock.run)

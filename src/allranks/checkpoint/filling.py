@@ -143,7 +143,7 @@ class Filling:
         """Plan a module: fill its tensors in place, and pass the rest to load_state_dict."""
         inner = bare(module)
         mine, theirs = inner.state_dict(), self._pairs(tree, path)
-        if inner is not module and theirs.keys() == {f"module.{key}" for key in mine}:  # from the wrapper's state_dict()
+        if inner is not module and theirs.keys() == {f"module.{key}" for key in mine}:  # state_dict() of the wrapper
             theirs = {key.removeprefix("module."): item for key, item in theirs.items()}
         missing, unexpected = [key for key in mine if key not in theirs], [key for key in theirs if key not in mine]
         if missing or unexpected:

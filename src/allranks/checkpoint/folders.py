@@ -215,6 +215,7 @@ def holding(folder: Path, run: str, *, stays: bool = True) -> Iterator[Held]:
         OSError: The folder cannot be written to.
     """
     make_folder(folder)
+    # The claim excludes other jobs until this process exits. The lock allows one save at a time.
     claim, is_new = owners.claim(folder, run)
     try:
         lock = owners.open_file(folder / _LOCK)

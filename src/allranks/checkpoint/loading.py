@@ -1,4 +1,4 @@
-"""Loading a checkpoint into any layout, by byte ranges. No data is used before it is checked.
+"""Loading a checkpoint into any layout, by byte ranges. All data is checked; damaged data raises an error.
 
 Each rank reads the part of each tensor that it needs. It reads the rows, in the first dimension, of the pieces that its
 part intersects. A state that is filled keeps its memory. Of DTensors and ``Shard``, a rank reads only its own part.

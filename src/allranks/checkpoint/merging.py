@@ -133,7 +133,7 @@ def _manifests(candidate: CheckpointCandidate, places: dict[int, Path]) -> dict[
 
 
 def _take(source: Path, target: Path) -> None:
-    """Link a file, or copy it and wait until the copy is on the disk. A linked file is on the disk already."""
+    """Link a file, or copy it and wait until the copy is on the disk."""
     try:
         os.link(source, target)
     except OSError as error:

@@ -1,8 +1,8 @@
 """Detection of the ranks that see the same folder: each host may have a folder of this name on its own disk.
 
 The result does not rely on host names, paths or file systems. Rank 0 has created a folder with a random name, and each
-rank checks whether it exists. The ranks that do not find it create one marker file each, and check for the marker files
-of the other ranks.
+rank checks whether it exists. Each rank that does not find it creates a marker file with its number. Then all ranks
+check for these marker files.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STEP = 1 << 20  # bytes per read
 _READERS = 2  # threads: hashing takes about half as long as reading from the page cache
 _MANY_BLOCKS = 3  # minimum for two threads: starting them takes 0.1 ms, reading a block 1 ms
-_HEAD_SIZE = 8  # bytes of the number, little-endian, that is the length of the JSON header after it
+_HEAD_SIZE = 8  # bytes of the length of the JSON header, little-endian
 
 
 def write_part(
@@ -95,6 +95,7 @@ def write_part(
                 block = view[begin : begin + BLOCK]
                 found.append(xxhash.xxh3_64_intdigest(block))
                 write_all(fd, block)
+                # Start the write to the disk now, so that the fsync at the end has little left to wait for.
                 _libc.sync_file_range(fd, ctypes.c_int64(at), ctypes.c_int64(len(block)), _BEGIN_WRITING)
                 at += len(block)
             if sys.byteorder == "big":
@@ -112,7 +113,7 @@ def _head_of(jobs: Sequence[SaveJob], step: int, rank: int) -> bytes:
     for job in jobs:
         offer = job.offer
         kind, key = KINDS.get(offer.dtype), job.key
-        while key in entries:  # a tensor named "__metadata__", or "x#3" beside what rank 3 has as "x"
+        while key in entries:  # a tensor named "__metadata__", or "x#3" next to the key of rank 3's "x"
             key += "~"
         if kind is None:
             others[key] = (offer.dtype, offer.part)

@@ -1,8 +1,8 @@
 """Saving: the ranks compare, distribute and write their state; then they vote, and rank 0 completes the checkpoint.
 
 If a rank fails before the vote, the save fails on all ranks, and the folder is unchanged. If hosts have separate
-folders, the first rank of each folder completes its share. Then all ranks vote again, before old checkpoints are
-removed. No rank reports the checkpoint as saved before that vote.
+folders, the first rank of each folder completes its share, and all ranks vote again before old checkpoints are removed.
+No rank reports the checkpoint as saved before that vote.
 """
 
 from __future__ import annotations
@@ -215,6 +215,7 @@ class SaveCall:
         def commit() -> tuple[str, list[str]]:
             if not leads:
                 return "", []
+            # The names of the parts must be on the disk before the manifest that lists them.
             folders.sync_folder(partial)
             path = folders.complete(partial, manifest)
             return path.name, self._tidy(path) if opened.count == 1 else []
@@ -237,12 +238,12 @@ class SaveCall:
         return own
 
     def _tidy(self, own: Path) -> list[str]:
-        """Remove old checkpoints. Return those that could not be removed: the new checkpoint is complete in any case."""
+        """Remove old checkpoints. Return those that could not be removed, which does not make the save fail."""
         assert self._held is not None
         return self._held.remarks + folders.tidy(own, self.keep, self.keep_every, self._held.run)
 
     def _vote(self, company: Company, act: Callable[[], _T], kind: Any = None) -> list[_T]:
-        """Run an action on all ranks, and return the result of each, of type `kind`. A failure of one is raised on all."""
+        """Run an action on all ranks, and return each result, of type `kind`. A failure on one is raised on all."""
         answers = self._poll(company, act)
         if any(answer.failure for answer in answers):
             self._raise(answers)
@@ -336,7 +337,7 @@ def described(error: BaseException) -> str:
     return in_words(error) if isinstance(error, AllranksError) else f"{type(error).__name__}: {in_words(error)}"
 
 
-# What the ranks have.
+# Exchange of the states.
 
 
 def gather(call: SaveCall, state: object, own: Sequence[str], alike: Sequence[str]) -> Gathered:

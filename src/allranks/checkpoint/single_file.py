@@ -36,7 +36,7 @@ __all__ = ["load", "save"]
 PathLike = str | os.PathLike[str]
 
 _SEAL, _DIGITS = b"allranks xxh3 ", 32
-_LENGTH = 2  # size in bytes of the last field of a zip archive without a comment: the length of the comment
+_LENGTH = 2  # bytes of the length of a zip archive's comment, stored just before the comment
 _STEP = 1 << 20  # bytes per read
 # Exceptions that Python raises for a damaged zip archive.
 _DAMAGES = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError, IndexError, OverflowError)
