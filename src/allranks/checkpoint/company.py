@@ -49,8 +49,8 @@ class Company(Protocol):
         """Return the same ranks in a separate group, so that calls do not mix with the program's. All ranks call it.
 
         Args:
-            finish: Called before a group of allranks is closed. It waits for the operations that still use the group.
-                Not called for torch's groups.
+            finish: Called before a group of allranks is closed, unless the group is lost. It waits for the operations
+                that still use the group. Not called for torch's groups.
         """
 
     def is_open(self) -> bool:
@@ -104,7 +104,7 @@ class _Ours:
         return self._group.irecv(tensor, rank).wait
 
     def apart(self, finish: Callable[[], None]) -> Company:
-        from allranks._api.groups import split_group  # imported late: only background saves need it
+        from allranks._api.groups import split_group  # late: few saves and loads need it
 
         made = split_group(self._group, [list(range(self.size))], group_desc="checkpoints")
         assert made is not None
@@ -137,7 +137,7 @@ class _Torchs:
 
     def apart(self, finish: Callable[[], None]) -> Company:
         ranks = self._distributed.get_process_group_ranks(self._group or self._distributed.group.WORLD)
-        # A checkpoint exchanges CPU tensors, which NCCL cannot.
+        # A checkpoint exchanges CPU tensors, which NCCL does not support.
         backend = "gloo" if self._distributed.get_backend(self._group) == "nccl" else None
         return _Torchs(self._distributed.new_group(ranks, backend=backend, use_local_synchronization=True))
 
