@@ -1,12 +1,12 @@
-"""Which samples this rank trains on.
+"""Selection of the samples that a rank trains on.
 
-`DistributedSampler` is torch's, reading rank and world size from allranks' world instead of
-torch.distributed's, so the indices are the same to the last one. What it deliberately keeps
-from torch: before `init_process_group` it raises. A sampler that then quietly took itself for
-the only replica would train every rank on all of the data, which looks like a working job.
+`DistributedSampler` is torch's class, but it reads rank and world size from allranks's world instead of
+torch.distributed's. The indices are exactly the same. One behavior of torch is kept on purpose: before
+`init_process_group`, it raises. A sampler that assumed a world of one rank would train every rank on all of the data,
+and the job would appear to work.
 
-Left to torch: `DataLoader`, `Dataset`. Left to the caller: `set_epoch` before each epoch, and
-the tail of the data set (see `DistributedSampler`).
+`DataLoader` and `Dataset` are torch's. The caller is responsible for `set_epoch` before each epoch, and for the tail
+of the data set (see `DistributedSampler`).
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class DistributedSampler(_TorchDistributedSampler[T_co]):
-    """Deals one permutation of a data set to the ranks, card by card.
+    """Distributes one permutation of a data set over the ranks, one element after the other.
 
-    Rank r of R gets elements r, r + R, r + 2R, ... of a permutation that depends on ``seed`` and
-    on the epoch only. With a per-rank batch size of b, the k-th batches of all ranks together
-    are therefore elements [k*b*R, (k+1)*b*R) of it: the same global batch as one process with
-    batch size b*R would take, however many ranks there are.
+    Rank r of R gets elements r, r + R, r + 2R, ... of a permutation that depends on ``seed`` and on the epoch only.
+    With a per-rank batch size of b, the k-th batches of all ranks together are therefore its elements [k*b*R,
+    (k+1)*b*R). One process with batch size b*R would use the same global batch, for any number of ranks.
 
-    The exception is the tail. With ``drop_last=False`` (the default) the permutation is padded
-    with its own beginning until R divides it, so that up to R - 1 samples count twice: right for
-    training, wrong for measuring accuracy (slice the test set with ``data[rank::world_size]``
-    instead). With ``drop_last=True`` here and in the `DataLoader`, no sample counts twice.
+    The exception is the tail. With ``drop_last=False`` (the default), the permutation is padded with its own beginning
+    until R divides its length. Up to R - 1 samples then count twice. This is right for training, but wrong for
+    measuring accuracy (slice the test set with ``data[rank::world_size]`` instead). With ``drop_last=True`` here and in
+    the `DataLoader`, no sample counts twice.
 
     Args:
-        dataset: What to sample from; only its length is used.
-        num_replicas: Number of ranks; by default the world's size.
-        rank: This rank; by default the one in the world.
-        shuffle: False takes the data in its own order.
+        dataset: The data set to sample from. Only its length is used.
+        num_replicas: Number of ranks. Default: the size of the world.
+        rank: This rank. Default: its rank in the world.
+        shuffle: False: use the order of the data set.
         seed: Must be the same on all ranks.
         drop_last: Drop up to R - 1 samples instead of repeating them.
 
     Raises:
-        NotInitializedError: ``num_replicas`` or ``rank`` is left out and there is no world yet.
+        NotInitializedError: ``num_replicas`` or ``rank`` is omitted and there is no world yet.
         UsageError: ``rank`` is not in [0, ``num_replicas``).
 
     Cost: One permutation of the data set's indices per epoch, on every rank; no communication.
@@ -78,23 +77,24 @@ class DistributedSampler(_TorchDistributedSampler[T_co]):
         if not 0 <= rank < num_replicas:
             raise UsageError(f"DistributedSampler: rank {rank} is not in [0, {num_replicas}) (num_replicas)")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
-        self._dealt = 0
+        self._dealt = 0  # elements of the permutation that all ranks have received before
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffles otherwise in each epoch. All of the data is to be dealt again."""
+        """Set the epoch, which changes the permutation. The whole data set is distributed again."""
         super().set_epoch(epoch)
         self._dealt = 0
 
     def deal(self, dealt: int, rank: int, num_replicas: int) -> None:
-        """Deals the rest of an epoch, to other ranks or to the same ones.
+        """Distribute the rest of an epoch, over other ranks or the same ones.
 
         Args:
-            dealt: how many elements of the permutation all ranks together have had already.
-            rank: this rank.
-            num_replicas: the number of ranks.
+            dealt: Number of elements of the permutation that all ranks together have already received. A number above
+                the length of the data set counts as that length.
+            rank: This rank.
+            num_replicas: Number of ranks.
 
         Raises:
-            UsageError: ``rank`` is not in [0, ``num_replicas``), or more was dealt than there is.
+            UsageError: ``rank`` is not in [0, ``num_replicas``), or ``dealt`` is negative.
         """
         if not 0 <= rank < num_replicas:
             raise UsageError(f"DistributedSampler: rank {rank} is not in [0, {num_replicas}) (num_replicas)")
@@ -112,6 +112,7 @@ class DistributedSampler(_TorchDistributedSampler[T_co]):
             return
         order = self._permutation()
         rest = order[self._dealt :][: self.total_size]
+        # Pad with the beginning of the permutation, as torch does.
         while len(rest) < self.total_size:
             rest += order[: self.total_size - len(rest)]
         yield from rest[self.rank :: self.num_replicas]
@@ -126,9 +127,9 @@ class DistributedSampler(_TorchDistributedSampler[T_co]):
 
 
 def adopt(sampler: object) -> DistributedSampler[Any] | None:
-    """The sampler, which can deal the rest of an epoch; None if it is neither ours nor torch's own.
+    """Return a sampler that can distribute the rest of an epoch; None if it is neither allranks's nor torch's own.
 
-    One of torch's becomes one of ours: a DataLoader refuses another sampler in its place.
+    A sampler of torch is converted in place, because a DataLoader does not accept a replacement.
     """
     if type(sampler) is _TorchDistributedSampler:
         sampler.__class__ = DistributedSampler

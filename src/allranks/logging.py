@@ -1,10 +1,10 @@
-"""Logs of many ranks: a file for each, and the terminal for one of them.
+"""Logs of many ranks: one file for each rank, and the terminal for one of them.
 
-``configure()`` sets up the root logger of Python's own ``logging``, so that what any library logs is there, too. Every
-record knows its ``rank`` and its ``host``, for formats that want them. An exception that nobody catches is the last
-thing in the rank's file, with its traceback.
+``configure()`` sets up the root logger of Python's ``logging``, so the logs include the records of every library. Every
+record has the attributes ``rank`` and ``host``, for formats that use them. An uncaught exception, except
+KeyboardInterrupt, is the last record in the rank's file, with its traceback.
 
-Source: a user's ``configure_logger(rank)``, whose file names, format and logger's name these are.
+Source: a user's ``configure_logger(rank)``, which defined the file names, the format and the logger's name.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ def configure(
     console: Literal["0", "all", "none"] = "0",
     format: str = FORMAT,
 ) -> logging.Logger:
-    """Logs to ``process_{rank}.log``, and rank 0 to the terminal, too. Called again, it replaces what it set up.
+    """Log to ``process_{rank}.log``, and on rank 0 also to the terminal. A repeated call replaces the earlier setup.
 
     Args:
-        rank: this process; a name for one that is no rank, ``"main"``. None: that of the process group, else the
-            environment.
-        level: what is logged: a name or number of ``logging``.
-        folder: where the file is; it is made if it is not there. What the file holds is kept.
-        console: whose records are on stderr: ``"0"``, those of rank 0 and of a process that is no rank; ``"all"``,
-            with rank and host before them; ``"none"``.
-        format: of the file's lines, in ``logging``'s ``%`` style; ``%(rank)s`` and ``%(host)s`` are known.
+        rank: Rank of this process; for a process without a rank, a name such as ``"main"``. None: the rank in the
+            process group, or else the rank in the environment.
+        level: Lowest level that is logged: a name or number of ``logging``.
+        folder: Folder of the file. It is created if it does not exist. The previous contents of the file are kept.
+        console: Processes that also log to stderr: ``"0"``: rank 0, and a process without a rank; ``"all"``: all, with
+            rank and host before each record; ``"none"``.
+        format: Format of the file's lines, in ``logging``'s ``%`` style. ``%(rank)s`` and ``%(host)s`` are available.
 
     Returns:
         The logger ``Process-{rank}``.
 
     Raises:
-        UsageError: the level or the choice of console is unknown.
-        ConfigError: rank is None, and the environment has only a part of what identifies this process.
-        OSError: the file cannot be written.
+        UsageError: The level or the value of console is unknown.
+        ConfigError: rank is None, and the environment has only a part of the variables that identify this process.
+        OSError: The file cannot be written.
 
     Example:
         >>> import tempfile
@@ -92,7 +92,7 @@ class _RankFile(logging.FileHandler):
 
 
 def _console(before: str) -> logging.Handler:
-    """Coloured on a terminal; elsewhere, as in the output of a batch job, a line for each record."""
+    """Return the handler for stderr: colored on a terminal; otherwise (batch jobs) one line per record."""
     before = before.replace("%", "%%")
     if not sys.stderr.isatty():
         plain = logging.StreamHandler()
@@ -107,7 +107,7 @@ def _console(before: str) -> logging.Handler:
 
 
 def _who() -> int:
-    world = sys.modules.get("allranks._api.world")  # not imported here: torch comes with it
+    world = sys.modules.get("allranks._api.world")  # not imported here, because it imports torch
     if world is not None and world.is_initialized():
         return int(world.get_rank())
     return read_env().rank
@@ -119,7 +119,7 @@ def _sign(rank: int | str, host: str, record: logging.LogRecord) -> bool:
 
 
 def _watch_exceptions() -> None:
-    """Lets the file have what ends this process or a thread of it, and then do who did so far."""
+    """Log the exceptions that end this process or one of its threads, and then call the previous hooks."""
     if not isinstance(sys.excepthook, partial) or sys.excepthook.func is not _log_and_go_on:
         sys.excepthook = partial(_log_and_go_on, sys.excepthook)
     if not isinstance(threading.excepthook, partial) or threading.excepthook.func is not _log_thread_and_go_on:
@@ -140,7 +140,7 @@ def _log_thread_and_go_on(before: Any, about: threading.ExceptHookArgs) -> None:
 
 
 def _log_to_file(words: str, about: tuple[type[BaseException], BaseException, TracebackType | None]) -> None:
-    """Not to the terminal, where the interpreter prints it."""
+    """Write an exception to the rank's file, but not to the terminal: the interpreter prints it there."""
     record = logging.getLogger(__name__).makeRecord(__name__, logging.CRITICAL, "", 0, words, (), about)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _RankFile):

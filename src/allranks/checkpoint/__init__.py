@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill, are written by all ranks, and are read by any number of them.
+"""Checkpoints that survive a kill, are written by all ranks, and can be read by any number of ranks.
 
 ::
 
@@ -11,12 +11,12 @@
     if (last := checkpoint.latest("checkpoints", group=dist.group.WORLD)) is not None:
         checkpoint.load(last, into=state)
 
-`save(obj, path)`, without ``step``, writes one object into one file, as ever.
+`save(obj, path)`, without ``step``, writes one object to one file.
 
-A checkpoint is a folder: tensors in the safetensors format, and a manifest that names every byte with its hash. It is
-there as a whole or not at all, whatever is killed, and nothing damaged is loaded. Where hosts have no folder in common,
-each keeps a share of it. docs/checkpoints.md has the guide,
-the form on disk, and what is promised.
+A checkpoint is a folder: tensors in the safetensors format, and a manifest that lists every byte range with its hash. A
+checkpoint is either complete or absent, whichever process is killed, and `load` rejects damaged data. If hosts have no
+common folder, each host stores a share of the checkpoint. docs/checkpoints.md has the guide, the on-disk format, and
+the guarantees.
 """
 
 from __future__ import annotations
@@ -72,41 +72,42 @@ def save(
     alike: Sequence[str] = (),
     group: Any = None,
 ) -> Path | None:
-    """Saves a state: with ``step`` as a checkpoint of all ranks in a folder, without as one file.
+    """Save a state: with ``step`` as a checkpoint of all ranks in a folder, without ``step`` as one file.
 
-    With ``step`` all ranks of the group call it, with the same ``step``. What several ranks have alike is written once,
-    and the work is dealt out; what differs is written by each (running means, states of generators); shards (DTensors,
-    `Shard`) are written by those that have them. When it returns, on every rank, the checkpoint is complete and on the
-    disk. When it raises, it does so on every rank, and what was there before is unchanged.
+    With ``step``, all ranks of the group call it, with the same ``step``. A value that is the same on several ranks is
+    written once, and the work is distributed over the ranks. A value that differs between ranks (running means,
+    generator states) is written once for each different value. Shards (DTensors, `Shard`) are written by the ranks that
+    hold them. When it returns, on every rank, the checkpoint is complete and on the disk. If it raises, it raises on
+    every rank, and earlier checkpoints are unchanged.
 
-    Without ``step``, no other rank is needed: ``obj``, whatever `torch.save` takes, is written to the file ``path``,
-    all of it or not at all.
+    Without ``step``, no other rank takes part. ``obj``, which may be any object that `torch.save` accepts, is written
+    to the file ``path``, completely or not at all.
 
     Args:
-        obj: nested dicts, lists and tuples of tensors, NumPy arrays, numbers, strings, bytes, None; modules,
-            optimizers, schedulers, and whatever has ``state_dict`` and ``load_state_dict``.
-        path: the folder of the checkpoints. It is made if it is not there. Where the ranks do not all see the same
-            folder, those that see one write a share of the checkpoint into it.
-        step: of the training; the name of the checkpoint.
-        keep: so many of the newest checkpoints stay, the others are removed; None: all stay.
-        keep_every: with ``keep``: those whose step is a multiple of it stay, too.
-        own: paths in the state (``"replay"``, ``"model.cache"``) of which each rank's tensors are written, without
-            comparing. All others are compared between ranks by a hash of their bytes.
-        alike: paths of which the program promises that all ranks have the same: they are compared by a sample of 64 KiB
-            each, which is faster. A difference beside it is lost: one rank's is saved for all.
-        group: the ranks; None: the world, or this process alone where there is none. Torch's groups, too.
+        obj: Nested dicts, lists and tuples of tensors, NumPy arrays, numbers, strings, bytes, None; modules,
+            optimizers, schedulers, and any object with ``state_dict`` and ``load_state_dict``.
+        path: The folder of the checkpoints. It is created if it does not exist. If the ranks do not all see the same
+            folder, the ranks that share a folder write a share of the checkpoint into it.
+        step: Step of the training; the name of the checkpoint.
+        keep: Number of the newest checkpoints that are kept; all others are removed. None: keep all.
+        keep_every: With ``keep``: also keep the checkpoints whose step is a multiple of it.
+        own: Paths in the state (``"replay"``, ``"model.cache"``) whose tensors every rank writes for itself, without a
+            comparison. All other tensors are compared between ranks by a hash of their bytes.
+        alike: Paths whose tensors the program guarantees to be the same on all ranks. They are compared by a sample of
+            64 KiB each, which is faster. A difference outside the sample is lost: one rank's tensor is saved for all.
+        group: The ranks. None: the world, or this process alone if there is no world. torch's groups are accepted, too.
 
     Returns:
         The folder of the checkpoint, or of this rank's share of it; None without ``step``.
 
     Raises:
-        UsageError: something in ``obj`` cannot be saved; another job saves into the folder.
-        CheckpointError: it was not saved. Names the ranks, the host, and the cause.
-        OSError: without ``step``: the file could not be written.
+        UsageError: A value in ``obj`` cannot be saved; or another job saves into the folder.
+        CheckpointError: The checkpoint was not saved. The message names the ranks, the host, and the cause.
+        OSError: Without ``step``: the file could not be written.
 
     Cost:
-        each rank reads its state once to compare it, writes its share, and waits for the disk; five small exchanges
-        between the ranks.
+        Each rank reads its state once to compare it, writes its share, and waits for the disk. The ranks make five
+        small exchanges.
 
     Example:
         >>> import tempfile, torch  # in one process; on many ranks it is the same call
@@ -139,30 +140,30 @@ def save_async(
     alike: Sequence[str] = (),
     group: Any = None,
 ) -> Saving:
-    """Saves as `save` does, in the background: it returns when this rank's share is copied.
+    """Save in the background, as `save` does: it returns when this rank's share is copied.
 
-    One save at a time goes on; another waits for it. The process does not end before the save has.
+    At most one save is in progress; the next call waits for it. The process does not exit before the save has finished.
 
     Args:
-        obj: as for `save`; it may be changed as soon as this returns.
-        path: as for `save`.
-        step: as for `save`.
-        keep: as for `save`.
-        keep_every: as for `save`.
-        own: as for `save`.
-        alike: as for `save`.
-        group: as for `save`.
+        obj: As for `save`. It may be changed as soon as this call returns.
+        path: As for `save`.
+        step: As for `save`.
+        keep: As for `save`.
+        keep_every: As for `save`.
+        own: As for `save`.
+        alike: As for `save`.
+        group: As for `save`.
 
     Returns:
         The save: ``wait()``, ``done()``.
 
     Raises:
-        UsageError: as for `save`.
-        CheckpointError: the one before has failed, and ``wait`` was not called.
+        UsageError: As for `save`.
+        CheckpointError: The previous save has failed, and ``wait`` was not called.
 
     Cost:
-        one read of this rank's state to compare it, and a copy of its share into memory that is kept; two small
-        exchanges between the ranks.
+        One read of this rank's state to compare it, and a copy of its share into memory that is kept for later saves.
+        The ranks make two small exchanges.
     """
     _check_path("save_async", path)
     return background.save_async(
@@ -179,31 +180,35 @@ def load(
     step: int | None = None,
     group: Any = None,
 ) -> Any:
-    """Loads what `save` wrote.
+    """Load a file or a checkpoint that `save` wrote.
 
-    Of a folder, all ranks of the group call it, however many they are: each reads what it needs. What ranks had each
-    for itself is given to the rank with the same number, or is rank 0's where there was none. What the folder of a rank
-    has not comes from ranks whose folders have it, at most 64 MiB at a time.
+    To load a folder, all ranks of the group call it; their number may differ from the number that saved. Each rank
+    reads the parts that it needs. Per-rank values are restored to the same rank number. A rank that did not exist
+    when the checkpoint was saved receives rank 0's values. A rank receives the data that its folder lacks from ranks
+    whose folders have it, at most 64 MiB at a time.
 
     Args:
-        path: a file of `save`, of torch.save, or in the safetensors format; a checkpoint, or what `latest` gave; or a
-            folder of checkpoints, of which the newest is taken that is whole. Others are left out with a warning.
-        map_location: of a file: where tensors go, as in `torch.load`.
-        weights_only: of a file: accept only tensors and plain containers. False runs whatever code the file holds.
-        into: what is filled. It has the structure of what was saved, or of a part of it; tensors, modules
-            and optimizers keep their memory and devices. None: a new state, with whole tensors on the CPU.
-        step: of a folder of checkpoints: which one; None: the newest.
-        group: as for `save`.
+        path: A file written by `save` or torch.save, or in the safetensors format; a checkpoint, or the result of
+            `latest`; or a folder of checkpoints, of which the newest complete one is loaded. Damaged checkpoints are
+            skipped with a warning.
+        map_location: For a file: the device of the tensors, as in `torch.load`.
+        weights_only: For a file: accept only tensors and plain containers. False runs any code that the file contains.
+        into: The state to fill. It has the structure of the saved state, or of a part of it. Tensors, modules and
+            optimizers keep their memory and devices. None: create a new state, with whole tensors on the CPU.
+        step: For a folder of checkpoints: the step to load. None: the newest.
+        group: As for `save`.
 
     Returns:
         The state.
 
     Raises:
-        UsageError: ``into`` has what the checkpoint has not, or tensors of another shape or dtype. Nothing is filled.
-        CheckpointError: there is no such checkpoint, or a file is missing: nothing is filled. Or it is damaged: names
-            file, tensor and rank; parts of ``into`` may have been filled. A failure of one rank is one of all.
-        FileNotFoundError: there is nothing at ``path``.
-        pickle.UnpicklingError: the file holds objects that ``weights_only=True`` refuses.
+        UsageError: ``into`` has a value that the checkpoint lacks, or a tensor of another shape or dtype. Nothing is
+            filled.
+        CheckpointError: The checkpoint does not exist, or a file is missing: nothing is filled. Or it is damaged: the
+            message names file, tensor and rank, and parts of ``into`` may have been filled. If one rank fails, the
+            call fails on all ranks.
+        FileNotFoundError: ``path`` does not exist. With ``into``, ``step`` or ``group``, this is a CheckpointError.
+        pickle.UnpicklingError: The file holds objects that ``weights_only=True`` rejects.
 
     Example:
         >>> import tempfile, torch  # in one process; on many ranks it is the same call
@@ -220,36 +225,38 @@ def load(
         return one_file.load_file(path, map_location, weights_only, into)
     is_told = isinstance(path, Info) or not (into is None and step is None and group is None)
     if not is_told and not os.path.exists(path):
-        background.settle()  # a save that has just begun may make it
-    if not is_told and not os.path.exists(path):  # a file, for all that is known, which other ranks do not ask for
+        background.settle()  # a save in progress may create the path
+    # All ranks load a checkpoint, but one process may load a file. A missing path without other arguments may be meant
+    # as a file, so raise here instead of waiting for the other ranks.
+    if not is_told and not os.path.exists(path):
         raise FileNotFoundError(f"checkpoint.load: there is nothing at {os.fspath(path)!r}")
     background.settle()
     return loading.load_folder(path, into, step, company_of(group))
 
 
 def latest(folder: PathLike, *, group: Any = None, verify: bool = False) -> Info | None:
-    """The newest complete checkpoint in a folder.
+    """Return the newest complete checkpoint in a folder.
 
-    Without ``group``, this process looks alone. With one, all ranks of it call this, and get the newest checkpoint that
-    they have together, each with its own path of it: hosts need not see the same folder.
+    Without ``group``, only this process reads its folder. With ``group``, all ranks of the group call it. Each rank
+    gets the newest checkpoint that the ranks have together, with its own path of it. Hosts need not share a folder.
 
     Args:
-        folder: where `save` was told to save.
-        group: the ranks, mostly ``allranks.group.WORLD``; torch's groups, too. None: this process.
-        verify: read every byte, and leave out what is damaged, with a warning that names it. False: only names, sizes
-            and the manifest are looked at; `load` finds the rest.
+        folder: The folder that was passed to `save`.
+        group: The ranks, usually ``allranks.group.WORLD``; torch's groups are accepted, too. None: this process.
+        verify: Read every byte, and skip damaged checkpoints with a warning that names them. False: check only names,
+            sizes and the manifest; `load` detects other damage.
 
     Returns:
-        The checkpoint, which `load` takes; None if there is none, or no such folder.
+        The checkpoint, which `load` accepts; None if the folder does not exist or has no checkpoint.
 
     Raises:
-        CheckpointError: without ``group``: the newest consists of shares, and not all are in this folder. Or a save in
-            the background has failed, and nobody was told.
+        CheckpointError: Without ``group``: the newest checkpoint consists of shares, and not all of them are in this
+            folder. Or a save in the background has failed, and no call has raised its error yet.
     """
     if group is None:
         background.raise_failure()
     else:
-        background.settle()  # on all ranks, or on none
+        background.settle()  # all ranks of the group wait, or none
     return choosing.latest(folder, alone() if group is None else company_of(group), verify)
 
 
@@ -259,7 +266,7 @@ def _check_path(call: str, path: Any) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """What is for torch's distributed checkpoint, whose import takes half a second."""
+    """Import the names for torch's distributed checkpoint on first use, because the import takes half a second."""
     if name not in ("StorageReader", "StorageWriter", "as_default"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from allranks.checkpoint import dcp, dcp_default

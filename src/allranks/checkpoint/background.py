@@ -1,6 +1,6 @@
-"""Saves in the background: the stall is a copy of what this rank writes, and a thread does the rest.
+"""Saves in the background: the caller waits only for a copy of this rank's share, and a thread does the rest.
 
-Its large calls run without the GIL, and it votes on a group of its own.
+The large calls of the thread run without the GIL, and its votes use a separate group.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _R = TypeVar("_R")
 
 
 class Saving:
-    """A save that goes on in the background.
+    """A save in progress in the background.
 
     Attributes:
-        folder: where to.
-        step: of the training.
-        stall_s: how long the call of ``save_async`` took.
+        folder: The folder of the checkpoints.
+        step: Step of the training.
+        stall_s: Duration of the call of ``save_async``, in seconds.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -52,21 +52,21 @@ class Saving:
         self._told = False
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether the save has finished, with or without success."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> Path:
-        """Waits until the checkpoint is complete.
+        """Wait until the checkpoint is complete.
 
         Args:
-            timeout: in seconds; None: for ever.
+            timeout: In seconds. None: no limit.
 
         Returns:
-            Its folder.
+            The folder of the checkpoint.
 
         Raises:
-            CheckpointError: it was not saved, and why.
-            TimeoutError: it has not ended in time. It goes on.
+            CheckpointError: The checkpoint was not saved. The message has the cause.
+            TimeoutError: The save has not finished in time. It continues.
         """
         from allranks._base.errors import TimeoutError
 
@@ -84,15 +84,15 @@ class Saving:
 
 
 class _Background:
-    """What saves in the background share: at most one of them at a time, and its memory."""
+    """State that all background saves share: the save in progress, at most one, and the memory for its copy."""
 
     def __init__(self) -> None:
         self.saving: Saving | None = None
         self.memory: Tensor | None = None
-        self.apart: tuple[object, Company] | None = None  # whose ranks, and they
+        self.apart: tuple[object, Company] | None = None  # (identity of the program's group, the separate group)
 
     def settle(self) -> None:
-        """Waits for the save that goes on; raises its error, if nobody has been told."""
+        """Wait for the save in progress, and raise its error unless a call has raised it already."""
         saving, self.saving = self.saving, None
         if saving is not None:
             saving._ended.wait()
@@ -101,32 +101,32 @@ class _Background:
                 raise saving._error
 
     def finish(self) -> None:
-        """Waits for the save that goes on."""
+        """Wait for the save in progress."""
         if self.saving is not None:
             self.saving._ended.wait()
 
     def raise_failure(self) -> None:
-        """Raises the error of a save that has ended, if nobody has been told. Waits for none."""
+        """Raise the error of a finished save unless a call has raised it already. Does not wait."""
         if self.saving is not None and self.saving.done():
             self.settle()
 
     def tell(self) -> None:
-        """At the end of the process: says what nobody was told, and makes the exit code 1."""
+        """At process exit: print an error that no call has raised, and make the exit code 1."""
         saving = self.saving
         if saving is not None and saving._error is not None and not saving._told:
             print(f"allranks: {saving._error}", file=sys.stderr, flush=True)
             _exit_with_an_error()
 
     def take(self, nbytes: int) -> Tensor:
-        """So much memory, which has been touched."""
+        """Return memory of this size whose pages are present."""
         if self.memory is None or self.memory.nbytes < nbytes:
-            self.memory = None
+            self.memory = None  # free the old memory before allocating the new
             self.memory = _touched(nbytes)
         return self.memory[:nbytes]
 
 
 _background = _Background()
-atexit.register(_background.tell)  # the thread has ended then
+atexit.register(_background.tell)  # Python has joined the thread before it calls the handlers
 
 
 def settle() -> None:
@@ -140,7 +140,7 @@ def raise_failure() -> None:
 
 
 def telling(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The same call, which raises the error of an earlier save first."""
+    """Wrap a call so that it first raises the error of an earlier save."""
 
     @functools.wraps(call)
     def told(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -151,14 +151,20 @@ def telling(call: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _exit_with_an_error() -> None:
-    """Makes the exit code of a process that is ending 1. Python has decided on it before its handlers run. So one of
-    the C library is added, which begins the end again where it is, with another code."""
+    """Make the exit code of a terminating process 1.
+
+    Python fixes the exit code before it calls its exit handlers. Therefore register a handler of the C library, which
+    calls ``exit(1)`` while the process already terminates.
+    """
     libc = ctypes.CDLL(None)
     libc.__cxa_atexit(ctypes.cast(libc.exit, ctypes.c_void_p), ctypes.c_void_p(1), None)
 
 
 def _touched(nbytes: int) -> Tensor:
-    """Memory whose pages are there: the kernel would clear each when it is first written to, in the stall."""
+    """Return memory whose pages are present.
+
+    The kernel would otherwise clear each page at its first write, and the caller would wait for it.
+    """
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -167,7 +173,9 @@ def _touched(nbytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-_LATER_S = 0.005  # until the caller is back in the training: the thread would keep the interpreter for so long
+# Seconds that the thread waits so that the caller returns to the training first. The thread could otherwise hold the
+# GIL for this long.
+_LATER_S = 0.005
 _POPULATE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
 
@@ -182,7 +190,7 @@ def save_async(
     alike: Sequence[str] = (),
     group: Any = None,
 ) -> Saving:
-    """Copies what this rank will write, and writes it in the background; see ``allranks.checkpoint.save_async``."""
+    """Copy this rank's share, and write it in the background; see ``allranks.checkpoint.save_async``."""
     began = time.monotonic()
     settle()
     call = SaveCall(folder, step, keep, keep_every, group)
@@ -193,8 +201,9 @@ def save_async(
     failure: BaseException | None = None
     try:
         views = _copied(jobs, gathered.flat)
-    except BaseException as error:  # noqa: BLE001 - the other ranks wait for this one: told to all by the thread
+    except BaseException as error:  # noqa: BLE001 - the other ranks wait for this one: the thread reports it to all
         failure = error
+    # The state belongs to the caller again: the thread must use only the copy.
     gathered.flat.tensors.clear()
     gathered.is_copied = True
     saving = Saving(call.folder, step)
@@ -203,7 +212,7 @@ def save_async(
         time.sleep(_LATER_S)
         try:
             saving._path = call.write(gathered, company, views, failure)
-        except BaseException as error:  # noqa: BLE001 - it is raised by the next call
+        except BaseException as error:  # noqa: BLE001 - the next call raises it
             saving._error = error
         finally:
             saving._ended.set()
@@ -213,21 +222,25 @@ def save_async(
     try:
         with guard:
             thread.start()
-    except RuntimeError as error:  # there are too many threads
+    except RuntimeError as error:  # the system permits no further thread: save in this one
         failure = error
         run()
     saving.stall_s = time.monotonic() - began
     if failure is not None and not isinstance(failure, Exception):
-        raise failure  # Ctrl-C
+        raise failure  # such as Ctrl-C
     return saving
 
 
 def company_apart(company: Company) -> Company:
-    """The same ranks, whose calls do not mix with the program's: those made before, unless one of them lacks them."""
+    """Return the same ranks in a separate group, so that their calls do not mix with the program's.
+
+    The group of an earlier call is reused if every rank still has it open.
+    """
     if company.size == 1:
         return company
     kept = _background.apart
     mine = kept is not None and kept[0] == company.identity and kept[1].is_open()
+    # Creating a group needs all ranks, so all of them must take the same branch.
     if not all(company.exchange(mine, bool)):
         kept = _background.apart = (company.identity, company.apart(_background.finish))
     assert kept is not None

@@ -1,7 +1,7 @@
-"""Which checkpoint ranks read: the newest that is there as a whole, though no rank may see all of it.
+"""Choose the checkpoint that the ranks read: the newest complete one, even if no rank sees all of its shares.
 
-All ranks compute the same answer of the same reports. A process that sees a share alone, without the others, gets an
-error that says so: an older checkpoint in its place would be a wrong answer.
+All ranks compute the same result from the same reports. A process that sees only some shares of the newest checkpoint
+raises an error: an older checkpoint would be a wrong answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from allranks.checkpoint.verifying import check_files
 __all__ = ["Chosen", "agreed", "latest", "only_here"]
 
 
-_GONE = f"it has no {MANIFEST}"  # it is being removed
+_GONE = f"it has no {MANIFEST}"  # another process is removing it
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Chosen:
     """A checkpoint that is read.
 
     Attributes:
-        folder: where this rank has it, or would have it.
-        manifest: of the checkpoint.
-        here: the folders of those shares that this rank sees, by number; 0: of the whole.
-        holders: the ranks that see each share, by number.
-        named: it was asked for by its step or path, and no other will do.
+        folder: Path of the checkpoint on this rank. It need not exist if only other ranks see the checkpoint.
+        manifest: Manifest of the checkpoint.
+        here: Folders of the shares that this rank sees, by share number; 0 stands for a checkpoint without shares.
+        holders: Ranks that see each share, by share number.
+        named: The caller requested this checkpoint by step or path, so that no other checkpoint may replace it.
     """
 
     folder: Path
@@ -46,30 +46,31 @@ class Chosen:
     named: bool = False
 
     def is_everywhere(self, ranks: int) -> bool:
-        """Whether each rank sees all files."""
+        """Return whether each rank sees all files."""
         return all(len(holders) == ranks for holders in self.holders.values())
 
 
 def only_here(path: folders.PathLike, step: int | None = None) -> Chosen:
-    """The checkpoint that a path means to a process that looks alone.
+    """Return the checkpoint at a path for a process that reads without other ranks.
 
     Raises:
-        CheckpointError: there is none; it is damaged; or only a share of it is here.
+        CheckpointError: There is no checkpoint, it is damaged, or only some of its shares are in the folder.
     """
     return agreed(path, step, alone())
 
 
 def agreed(path: folders.PathLike, step: int | None, company: Company, verified: bool = False) -> Chosen:
-    """The checkpoint that a path means to ranks. All of them call it, each with its own path.
+    """Return the checkpoint at a path for all ranks. All of them call it, each with its own path.
 
     Args:
-        path: a checkpoint, or a folder of them.
-        step: of the training; None: the newest.
-        company: the ranks.
-        verified: one of which every byte has been read.
+        path: A checkpoint, or a folder of checkpoints.
+        step: Step of the training. None: the newest.
+        company: The ranks.
+        verified: Read every byte, and accept only a checkpoint without damage.
 
     Raises:
-        CheckpointError: there is none; what is named is damaged; only shares of it are there. On all ranks.
+        CheckpointError: There is no checkpoint, the named one is damaged, or only some of its shares exist. On all
+            ranks.
     """
     found = _choose(path, step, company, verified)
     if found.chosen is None or (found.left_out and company.size == 1):
@@ -93,11 +94,11 @@ def latest(folder: folders.PathLike, company: Company, verified: bool) -> folder
 
 
 class _Found(NamedTuple):
-    """What was found.
+    """Result of a search.
 
     Attributes:
-        chosen: what is read; None: there is no complete checkpoint.
-        left_out: why newer ones are not taken.
+        chosen: The checkpoint to read. None: there is no complete checkpoint.
+        left_out: Reasons why newer checkpoints are skipped.
     """
 
     chosen: Chosen | None
@@ -111,7 +112,7 @@ def _warn(found: _Found, company: Company) -> None:
 
 
 def _choose(path: folders.PathLike, step: int | None, company: Company, verified: bool) -> _Found:
-    """One that is damaged is left out with a warning, unless the path or the step names it."""
+    """Find the newest complete checkpoint. Skip damaged ones with a warning, unless the path or the step names them."""
     view, reports = look_together(Path(path), company)
     left_out: list[str] = []
     for candidates in by_step(reports, step):
@@ -138,12 +139,15 @@ def _choose(path: folders.PathLike, step: int | None, company: Company, verified
 
 
 def _is_older_attempt(candidate: CheckpointCandidate, other: CheckpointCandidate) -> bool:
-    """Of two whole ones that a rank has listed, the later is the older one."""
+    """Return whether a checkpoint without shares is an older attempt at a step than another one.
+
+    Each rank lists the newest attempt first, so `other` is newer if the same rank listed it.
+    """
     return not candidate.count and not other.count and candidate.reporters == other.reporters
 
 
 def _incomplete(candidate: CheckpointCandidate, view: View, company: Company) -> str:
-    """Why it is not taken; of a process alone also who wrote the rest, and what can be done."""
+    """Describe why a checkpoint is skipped. For a single process, add the writers of missing shares and a remedy."""
     there, missing, count = sorted(candidate.names), candidate.missing, candidate.count
     if company.size > 1:
         return (
@@ -158,7 +162,7 @@ def _incomplete(candidate: CheckpointCandidate, view: View, company: Company) ->
 
 
 def _writers(candidate: CheckpointCandidate, view: View) -> str:
-    """Who wrote what is missing."""
+    """Describe the ranks and hosts that wrote the missing shares."""
     try:
         manifest = load_manifest(view.folder / candidate.names[min(candidate.names)], sizes=False)
     except (CheckpointError, OSError) as error:
@@ -173,13 +177,13 @@ def _shares(numbers: Sequence[int]) -> str:
 
 
 def _examine(candidate: CheckpointCandidate, view: View, company: Company, verified: bool) -> tuple[float, str, str]:
-    """When it was written, what it is, and what is wrong with it. Each share is examined by one rank.
+    """Return when a checkpoint was written, its identity, and a problem, or "". One rank examines each share.
 
     Args:
-        candidate: the checkpoint.
-        view: what this rank sees.
-        company: the ranks.
-        verified: read every byte.
+        candidate: The checkpoint.
+        view: The entries that this rank sees.
+        company: The ranks.
+        verified: Read every byte.
     """
     mine = []
     for number, reporter in candidate.reporters.items():
@@ -208,7 +212,10 @@ def _examine(candidate: CheckpointCandidate, view: View, company: Company, verif
 
 
 def _open(candidate: CheckpointCandidate, identity: str, view: View, company: Company) -> Chosen:
-    """Each rank looks which shares it sees itself, and learns who sees the others."""
+    """Open the checkpoint on each rank, and exchange which rank sees which share.
+
+    A rank that sees no share receives the manifest from the first rank that has one.
+    """
     here: dict[int, Path] = {}
     manifest: Manifest | None = None
     trouble = ""

@@ -1,6 +1,6 @@
-"""The ranks that save or load together: those of a group of ours, of torch's, or one process alone.
+"""The ranks that save or load together: a group of allranks, a group of torch, or a single process.
 
-What they tell each other is msgpack of known types, and no pickle: so it works with ``ALLRANKS_PICKLE=0``, too.
+They exchange msgpack of declared types, and no pickle, so checkpoints also work with ``ALLRANKS_PICKLE=0``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 class Company(Protocol):
-    """Ranks.
+    """Ranks that save or load together.
 
     Attributes:
-        rank: this one.
-        size: how many there are.
-        identity: of the group.
+        rank: Rank of this process.
+        size: Number of ranks.
+        identity: The group.
     """
 
     rank: int
@@ -38,28 +38,29 @@ class Company(Protocol):
     identity: object
 
     def exchange(self, value: T, kind: Any) -> list[T]:
-        """Every rank's value, by rank. All of them call it.
+        """Return every rank's value, by rank. All ranks call it.
 
         Args:
-            value: of this rank; what msgspec encodes.
-            kind: its type.
+            value: Value of this rank, which msgspec can encode.
+            kind: Type of the value.
         """
 
     def apart(self, finish: Callable[[], None]) -> Company:
-        """The same ranks, whose calls do not mix with those of the program. All of them call it.
+        """Return the same ranks in a separate group, so that calls do not mix with the program's. All ranks call it.
 
         Args:
-            finish: called before these ranks part: waits for what still needs them.
+            finish: Called before a group of allranks is closed, unless the group is lost. It waits for the operations
+                that still use the group. Not called for torch's groups.
         """
 
     def is_open(self) -> bool:
-        """Whether they can still be called."""
+        """Return whether the group can still be used."""
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Sends the bytes of a tensor on the CPU to a rank, which receives them."""
+        """Send the bytes of a CPU tensor to a rank, which must receive them."""
 
     def receive(self, tensor: Tensor, rank: int) -> Callable[[], object]:
-        """Begins to receive. Returns what waits for it."""
+        """Start to receive, and return a function that waits for the data."""
 
 
 class _Alone:
@@ -103,7 +104,7 @@ class _Ours:
         return self._group.irecv(tensor, rank).wait
 
     def apart(self, finish: Callable[[], None]) -> Company:
-        from allranks._api.groups import split_group  # late: only for saves in the background
+        from allranks._api.groups import split_group  # late: few saves and loads need it
 
         made = split_group(self._group, [list(range(self.size))], group_desc="checkpoints")
         assert made is not None
@@ -136,6 +137,7 @@ class _Torchs:
 
     def apart(self, finish: Callable[[], None]) -> Company:
         ranks = self._distributed.get_process_group_ranks(self._group or self._distributed.group.WORLD)
+        # A checkpoint exchanges CPU tensors, which NCCL does not support.
         backend = "gloo" if self._distributed.get_backend(self._group) == "nccl" else None
         return _Torchs(self._distributed.new_group(ranks, backend=backend, use_local_synchronization=True))
 
@@ -146,12 +148,12 @@ def _decoded(found: list[Any], kind: Any) -> list[Any]:
 
 
 class _Outcome(NamedTuple):
-    """How something went for a rank.
+    """Result of an action on one rank.
 
     Attributes:
-        trouble: why it failed; "" if it did not.
-        is_usage: whether that is a UsageError.
-        process: host and pid.
+        trouble: Why it failed; "" if it succeeded.
+        is_usage: The failure is a UsageError.
+        process: Host and pid.
     """
 
     trouble: str
@@ -160,17 +162,17 @@ class _Outcome(NamedTuple):
 
 
 def together(company: Company, act: Callable[[], T]) -> T:
-    """All ranks of a load do something. Returns what this one has come to; a failure of one is raised on all.
+    """Run an action of a load on all ranks and return this rank's result. If it fails on one rank, raise on all ranks.
 
     Raises:
-        CheckpointError: another rank has failed. UsageError if it has raised one.
+        CheckpointError: Another rank has failed. UsageError if that rank has raised one.
     """
     found: T
     failure: Exception | None = None
     try:
         found = act()
         mine = _Outcome("", False, this_process())
-    except Exception as error:  # noqa: BLE001 - raised when the others are told
+    except Exception as error:  # noqa: BLE001 - raised after the other ranks have received it
         failure, mine = error, _Outcome(in_words(error), isinstance(error, UsageError), this_process())
     outcomes = company.exchange(mine, _Outcome)
     if failure is not None:
@@ -182,19 +184,19 @@ def together(company: Company, act: Callable[[], T]) -> T:
 
 
 def failure_of(rank: int, process: tuple[str, int], trouble: str, is_usage: bool) -> AllranksError:
-    """The error of a load that has failed on another rank."""
+    """Return the error of a load that has failed on another rank."""
     kind = UsageError if is_usage else CheckpointError
     words = trouble.removeprefix("checkpoint.load: ")
     return kind(f"checkpoint.load: rank {rank} ({process[0]}, pid {process[1]}): {words}")
 
 
 def in_words(error: BaseException) -> str:
-    """The text of an error, as it can be told to other ranks: names of files may be no Unicode."""
+    """Return the text of an error in a form that can be sent: file names may not be valid Unicode."""
     return (str(error) or repr(error)).encode("utf-8", "backslashreplace").decode()
 
 
 def company_of(group: Any = None) -> Company:
-    """The ranks of a group; None: of the world, which is this process alone where there is none."""
+    """Return the ranks of a group. None: the world, or this process alone if there is no world."""
     if isinstance(group, ProcessGroup) or (group is None and is_initialized()):
         return _Ours(resolve_group(group))
     distributed: Any = torch.distributed
@@ -204,10 +206,10 @@ def company_of(group: Any = None) -> Company:
 
 
 def alone() -> Company:
-    """This process, whatever groups it is in."""
+    """Return this process alone, regardless of its groups."""
     return _Alone()
 
 
 def this_process() -> tuple[str, int]:
-    """Host and pid."""
+    """Return host and pid."""
     return socket.gethostname(), os.getpid()

@@ -1,11 +1,11 @@
-"""torch's distributed checkpoint (``torch.distributed.checkpoint``) over our form on disk.
+"""Writer and reader of allranks's format for torch's distributed checkpoint (``torch.distributed.checkpoint``).
 
-torch's planners decide which rank writes and reads what, and its wrapper exchanges plans and errors between the ranks.
-The writer makes a checkpoint of ours of it: the coordinator takes the lock and makes the partial folder when it has all
-plans, each rank writes its part, and the coordinator completes the checkpoint when it has all results. torch pickles
-what is no tensor. The writer takes the object instead, and puts it into the manifest.
+torch's planners decide which rank writes and reads which part, and torch exchanges plans and errors between the ranks.
+When the coordinator has all plans, it takes the lock and creates the partial folder. Each rank writes its part. When
+the coordinator has all results, it completes the checkpoint. torch pickles values that are not tensors; the writer puts
+the original object into the manifest instead.
 
-This module is imported when its classes are first asked for: torch's takes half a second.
+This module is imported when one of its classes is first used: the import of torch's module takes half a second.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ __all__ = ["StorageReader", "StorageWriter"]
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """What a rank has written: it goes to the coordinator.
+    """Result of a rank's write, sent to the coordinator.
 
     Attributes:
-        process: host and pid.
-        file: None where there was no tensor to write.
-        offers: the tensors, and parts of tensors, in the file.
-        places: where each begins, and the hashes of its blocks.
-        trees: of the values that are no tensors, by name.
+        process: Host and pid.
+        file: None if the rank had no tensor to write.
+        offers: The tensors, and parts of tensors, in the file.
+        places: For each, its first byte in the file and the hashes of its blocks.
+        trees: Trees of the values that are not tensors, by name.
     """
 
     process: tuple[str, int]
@@ -69,19 +69,20 @@ class StorageWriter(storage.StorageWriter):
 
         dcp.save(state_dict, storage_writer=checkpoint.StorageWriter("checkpoints", step=1000))
 
-    The result is a checkpoint as `save` writes it: `latest`, `list`, `verify` and `load` take it. Each save needs a
-    writer of its own.
+    The result is the same kind of checkpoint that `save` writes: `latest`, `list`, `verify` and `load` accept it. Each
+    save needs a new writer.
 
     Args:
-        path: the folder of the checkpoints, which all ranks see. It is made if it is not there.
-        step: of the training; the name of the checkpoint.
-        keep: so many of the newest checkpoints stay, the others are removed; None: all stay.
-        keep_every: with ``keep``: those whose step is a multiple of it stay, too.
+        path: The folder of the checkpoints, which all ranks must see. It is created if it does not exist.
+        step: Step of the training; the name of the checkpoint.
+        keep: Number of the newest checkpoints that are kept; all others are removed. None: keep all.
+        keep_every: With ``keep``: also keep the checkpoints whose step is a multiple of it.
 
     Raises:
-        UsageError: a number is impossible. While saving: a value cannot be in a checkpoint; another job saves into the
-            folder.
-        CheckpointError: while saving: it was not saved. Names the rank, the host, and the cause.
+        UsageError: A number is invalid. While saving: a value cannot be saved in a checkpoint; or another job saves
+            into the folder.
+        CheckpointError: While saving: the checkpoint was not saved. The message names the rank, the host, and the
+            cause.
     """
 
     def __init__(
@@ -90,33 +91,37 @@ class StorageWriter(storage.StorageWriter):
         saving.check_numbers("checkpoint.StorageWriter", step, keep, keep_every)
         self._folder = Path(os.path.realpath(path))
         self._step, self._keep, self._keep_every = step, keep, keep_every
-        self._rank = 0  # in the group that saves
-        self._partial: Path | None = None  # the coordinator's, while it saves
+        self._rank = 0  # rank in the group that saves
+        self._partial: Path | None = None  # on the coordinator, during a save
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a save. ``checkpoint_id``: a folder of checkpoints, instead of that of the writer."""
+        """Begin a save. ``checkpoint_id``: a folder of checkpoints that replaces the writer's folder."""
         if checkpoint_id is not None:
             self._folder = Path(os.path.realpath(checkpoint_id))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """See torch's. Raises UsageError without collectives: nobody could make one checkpoint of the parts."""
+        """Prepare this rank, as torch's method does.
+
+        Raises:
+            UsageError: Collectives are disabled, so no rank could combine the parts into one checkpoint.
+        """
         if not kwargs.get("use_collectives", True):
             raise UsageError("checkpoint.StorageWriter needs use_collectives=True: all ranks write one checkpoint")
         self._rank = kwargs.get("rank", company_of().rank)
         background.raise_failure()
 
     def prepare_local_plan(self, plan: plans.SavePlan) -> plans.SavePlan:
-        """See torch's."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[plans.SavePlan]) -> list[plans.SavePlan]:
-        """Takes the lock and makes the folder, which all ranks must see."""
+        """Take the lock and create the partial folder, which all ranks must see."""
         with self._told():
             self._partial = _open(self, self._folder, self._step)
         return [dataclasses.replace(plan, storage_data=(rank, str(self._partial))) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: plans.SavePlan, planner: plans.SavePlanner) -> Future[list[storage.WriteResult]]:
-        """Writes this rank's part, and waits until the disk has it."""
+        """Write this rank's part, and wait until it is on the disk."""
         rank, partial = self._place_of(plan)
         with self._told():
             written = _write(partial, self._step, rank, plan, planner)
@@ -126,12 +131,13 @@ class StorageWriter(storage.StorageWriter):
         return done
 
     def finish(self, metadata: torchs.Metadata, results: list[list[storage.WriteResult]]) -> None:
-        """Makes a checkpoint of the parts."""
+        """Combine the parts into a checkpoint."""
         assert self._partial is not None
         try:
             written = [result[0].storage_data for result in results]
             manifest = _manifest(self._step, metadata, written)
             with self._told():
+                # The names of the parts must be on the disk before the manifest that lists them.
                 folders.sync_folder(self._partial)
                 path, lock = folders.complete(self._partial, manifest), _opened[self._folder].lock
             remarks = lock.remarks + folders.tidy(path, self._keep, self._keep_every, lock.run)
@@ -142,12 +148,12 @@ class StorageWriter(storage.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path."""
+        """Return whether the id is a path."""
         return _is_path(checkpoint_id)
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """An error of the disk is told as that of the save, which names the rank and the folder."""
+        """Convert a disk error to the error of a failed save, which names the rank and the folder."""
         try:
             yield
         except OSError as error:
@@ -157,7 +163,11 @@ class StorageWriter(storage.StorageWriter):
             ) from error  # fmt: skip
 
     def _place_of(self, plan: plans.SavePlan) -> tuple[int, Path]:
-        """The rank, and the folder. A planner that caches gives the plan of an earlier save, whose folder is gone."""
+        """Return the rank and the partial folder.
+
+        A planner that caches plans returns the plan of an earlier save, whose folder no longer exists. In this case the
+        only partial folder of the step is the right one.
+        """
         rank, told = plan.storage_data
         partial = Path(told)
         if partial.parent == self._folder and partial.is_dir():
@@ -178,10 +188,10 @@ class _BegunSave:
     """A save that the coordinator has begun.
 
     Attributes:
-        partial: its folder.
-        lock: of the folder.
-        held: ends it.
-        thread: who began it.
+        partial: Its partial folder.
+        lock: Lock of the folder of checkpoints.
+        held: Closing it ends the save and releases the lock.
+        thread: Thread that began the save.
     """
 
     partial: Path
@@ -191,12 +201,16 @@ class _BegunSave:
 
 
 _opened: dict[Path, _BegunSave] = {}
-_guard = threading.RLock()  # a collection within `_open` may end an earlier writer, whose `_close` takes it, too
+# Reentrant: a garbage collection inside `_open` may finalize an earlier writer, whose `_close` takes this lock, too.
+_guard = threading.RLock()
 
 
 def _open(writer: StorageWriter, folder: Path, step: int) -> Path:
-    """Begins a save. torch does not tell the coordinator that another rank has failed, and while one has, others may
-    still write: what an earlier save of this process has left is removed here, or with its writer."""
+    """Begin a save, and remove the remains of an earlier save of this process.
+
+    torch does not notify the coordinator that another rank has failed, and the remaining ranks may still write. The
+    remains of a failed save are therefore removed here, or when its writer is finalized.
+    """
     with _guard:
         if (earlier := _opened.get(folder)) is not None:
             if earlier.thread is not threading.current_thread() and earlier.thread.is_alive():
@@ -211,7 +225,7 @@ def _open(writer: StorageWriter, folder: Path, step: int) -> Path:
 
 
 def _close(folder: Path, partial: Path) -> None:
-    """Ends a save, if it has not ended: removes what is left of it, and drops the lock."""
+    """End a save that has not ended: remove its partial folder and release the lock."""
     with _guard:
         if folder in _opened and _opened[folder].partial == partial:
             _discard(folder)
@@ -274,7 +288,10 @@ def _constant(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def _resolution(item: plans.WriteItem, planner: plans.SavePlanner, offer: layout.Offer) -> Callable[[], Tensor]:
-    """The planner's tensor, when it is its turn: planners may make it only then."""
+    """Return a function that returns the planner's tensor.
+
+    It is called just before the write, because a planner may create the tensor only then.
+    """
 
     def resolve() -> Tensor:
         tensor = planner.resolve_data(item)
@@ -298,7 +315,7 @@ def _views(sources: Iterator[Callable[[], Tensor]]) -> Iterator[memoryview]:
 
 
 def _object(item: plans.WriteItem, planner: plans.SavePlanner) -> Any:
-    """A value that is no tensor, as it was before the planner pickled it."""
+    """Return a value that is not a tensor, as it was before the planner pickled it."""
     lookup = getattr(planner, "lookup_object", None)
     if lookup is not None:
         return lookup(item.index)
@@ -352,22 +369,21 @@ def _manifest(step: int, metadata: torchs.Metadata, written: Sequence[_Written])
 
 
 class StorageReader(storage.StorageReader):
-    """Reads checkpoints for ``torch.distributed.checkpoint.load``, whether `save` or `StorageWriter` wrote them.
+    """Reads checkpoints for ``torch.distributed.checkpoint.load``, written by `save` or by `StorageWriter`.
 
     ::
 
         dcp.load(state_dict, storage_reader=checkpoint.StorageReader("checkpoints"))
 
-    Each block is checked before it is used. Tensors that ranks had each for themselves are given to the rank with the
-    same number.
+    Each block is checked before it is used. Per-rank tensors are restored to the same rank number.
 
     Args:
-        path: a checkpoint; or a folder of checkpoints, of which the newest is taken.
-        step: of a folder of checkpoints: which one; None: the newest.
+        path: A checkpoint; or a folder of checkpoints, of which the newest is read.
+        step: For a folder of checkpoints: the step to load. None: the newest.
 
     Raises:
-        CheckpointError: while loading: there is no such checkpoint, or a file is missing: nothing is filled. Or it is
-            damaged: names file, tensor and rank; parts of the state may have been filled.
+        CheckpointError: While loading: the checkpoint does not exist, or a file is missing: nothing is filled. Or it is
+            damaged: the message names file, tensor and rank, and parts of the state may have been filled.
     """
 
     def __init__(self, path: folders.PathLike, *, step: int | None = None) -> None:
@@ -377,18 +393,19 @@ class StorageReader(storage.StorageReader):
         self._leaves: dict[str, tuple[tuple[str | int, ...], Tree]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a load. ``checkpoint_id``: another path than the reader was made with."""
+        """Begin a load. ``checkpoint_id``: a path that replaces the path of the reader."""
         self._close()
         if checkpoint_id is not None:
             self._path = Path(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> torchs.Metadata:
-        """See torch's. Reads the manifest."""
+        """Read the manifest, and return it as torch's metadata."""
         rank = company_of().rank
         try:
             return self._metadata(rank)
         except (CheckpointError, OSError) as error:
-            # torch 2.10 hides what is an Exception here, and says "metadata is None".
+            # torch 2.10 discards an Exception that is raised here and reports "metadata is None". A CheckpointException
+            # is no Exception, so torch reports it.
             raise CheckpointException("read_metadata", {rank: (error, traceback.StackSummary())}) from error
 
     def _metadata(self, rank: int) -> torchs.Metadata:
@@ -404,16 +421,16 @@ class StorageReader(storage.StorageReader):
         return torchs.Metadata(found, planner_data={name: path for name, (path, _) in self._leaves.items()})
 
     def set_up_storage_reader(self, metadata: torchs.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """See torch's."""
+        """Do nothing; torch requires this method."""
 
     def prepare_local_plan(self, plan: plans.LoadPlan) -> plans.LoadPlan:
-        """Opens the files that this rank needs. An error is one of all ranks then, and none has filled anything."""
+        """Open the files that this rank needs. An error here fails the load on all ranks before any value is filled."""
         assert self._folder is not None
         self._open(plan)
         return dataclasses.replace(plan, storage_data=self._folder.name)
 
     def prepare_global_plan(self, plans: list[plans.LoadPlan]) -> list[plans.LoadPlan]:
-        """Checks that all ranks read the same checkpoint."""
+        """Check that all ranks read the same checkpoint."""
         names = [plan.storage_data for plan in plans]
         if len(set(names)) > 1:
             listed = ", ".join(f"rank {rank}: {name}" for rank, name in list(enumerate(names))[:8])
@@ -424,10 +441,10 @@ class StorageReader(storage.StorageReader):
         return plans
 
     def read_data(self, plan: plans.LoadPlan, planner: plans.LoadPlanner) -> Future[None]:
-        """Reads what this rank needs, and checks it."""
+        """Read and check the data that this rank needs."""
         assert self._reader is not None
         with self._reader as reader:
-            self._open(plan)  # a planner may have changed it
+            self._open(plan)  # a planner may have changed the plan
             for item in plan.items:
                 _, leaf = self._leaves[item.storage_index.fqn]
                 if item.type == plans.LoadItemType.BYTE_IO:
@@ -443,7 +460,7 @@ class StorageReader(storage.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path."""
+        """Return whether the id is a path."""
         return _is_path(checkpoint_id)
 
     def _open(self, plan: plans.LoadPlan) -> None:
@@ -459,7 +476,7 @@ class StorageReader(storage.StorageReader):
             self._reader.open_box(saved, _begin_of(item), tuple(item.lengths))
 
     def _close(self) -> None:
-        """Ends an earlier load, which may have failed before it has read anything."""
+        """End an earlier load, which may have failed before it has read anything."""
         if self._reader is not None:
             self._reader.__exit__()
             self._reader = None
@@ -470,7 +487,7 @@ class StorageReader(storage.StorageReader):
 
 
 def _begin_of(item: plans.ReadItem) -> tuple[int, ...]:
-    """Where in the tensor what is read begins."""
+    """Return the position in the tensor at which the read begins."""
     assert item.storage_index.offset is not None
     return tuple(a + b for a, b in zip(item.storage_index.offset, item.storage_offsets, strict=True))
 
@@ -483,7 +500,7 @@ def _described(saved: Saved) -> torchs.TensorStorageMetadata:
 
 
 def _pickled(value: Any) -> io.BytesIO:
-    """As torch's planners expect it. It is made of a value here, in memory; nothing that was read is unpickled."""
+    """Return a value in the form that torch's planners expect. It is pickled here, in memory; no file is unpickled."""
     stream = io.BytesIO()
     torch.save(value, stream)
     stream.seek(0)

@@ -1,7 +1,7 @@
-"""Our form for programs that cannot be given a ``StorageWriter``: they name torch's classes, or a path only.
+"""allranks's format for programs that do not accept a ``StorageWriter``: they name torch's classes, or only a path.
 
-Lightning and Accelerate call ``torch.distributed.checkpoint`` themselves, without a place for a writer of the user's.
-What they name is looked up when they save. So the names are replaced for a while, and nothing else.
+Lightning and Accelerate call ``torch.distributed.checkpoint`` themselves, and the user cannot pass a writer. They look
+up the classes when they save, so it is sufficient to replace these names for the duration of a block.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["as_default"]
 
 _NAMES = ("FileSystemWriter", "FileSystemReader")
 _HOW = {"single_file_per_rank", "sync_files", "thread_count", "per_thread_copy_ahead", "cache_staged_state_dict"}
-"""Arguments of torch's writer that tell how files are written, not what is in them."""
+"""Arguments of torch's writer that affect how files are written, but not their contents."""
 
 
 @contextlib.contextmanager
 def as_default(*, step: int = 0) -> Iterator[None]:
-    """Inside the block, torch's distributed checkpoint writes and reads our form by default.
+    """Use allranks's format as the default of torch's distributed checkpoint inside the block.
 
     ::
 
@@ -38,18 +38,19 @@ def as_default(*, step: int = 0) -> Iterator[None]:
             trainer.fit(model)  # Lightning, with ModelParallelStrategy
 
     It is for programs that name ``torch.distributed.checkpoint.FileSystemWriter`` and ``FileSystemReader``, or only a
-    path, and take no writer: Lightning, Accelerate. Each path becomes a folder of checkpoints with one of step
-    ``step``. Another save to the same path replaces it when it is complete. Checkpoints of torch's form are still read.
+    path, and accept no writer: Lightning, Accelerate. Each path becomes a folder of checkpoints with one checkpoint, of
+    step ``step``. Another save to the same path replaces it when the new checkpoint is complete. Checkpoints in torch's
+    format can still be read.
 
     The names are replaced in ``torch.distributed.checkpoint``, for all threads of the process. A program that has
-    imported the classes themselves keeps torch's. All ranks enter and leave the block.
+    imported the classes themselves continues to use torch's. All ranks enter and leave the block.
 
     Args:
-        step: the name of the checkpoints; programs have their step in the path.
+        step: The name of the checkpoints. Programs usually have their step in the path.
 
     Raises:
-        UsageError: this version of torch looks them up elsewhere. While saving: an argument of the writer that our form
-            has nothing for.
+        UsageError: This version of torch looks the names up elsewhere. While saving: the format does not support an
+            argument of the writer.
     """
     saving.check_numbers("checkpoint.as_default", step, None, None)
     replaced = {"FileSystemWriter": _writer_of(step), "FileSystemReader": _PathReader}
@@ -63,8 +64,9 @@ def as_default(*, step: int = 0) -> Iterator[None]:
 
 
 def _modules() -> list[ModuleType]:
-    """Where torch looks the names up: those that programs import, and those for a path only."""
-    importlib.import_module(f"{torchs.__name__}.format_utils")  # it keeps what it finds when it is imported
+    """Return the modules in which torch looks up the names, for callers that name a class or only a path."""
+    # format_utils binds the names when it is imported, so import it before they are replaced.
+    importlib.import_module(f"{torchs.__name__}.format_utils")
     where = f"{torchs.__name__}._storage_utils"
     try:
         modules = [torchs, importlib.import_module(where)]
@@ -79,7 +81,7 @@ def _modules() -> list[ModuleType]:
 
 def _writer_of(default_step: int) -> type[StorageWriter]:
     class PathWriter(StorageWriter):
-        """Takes the arguments of torch's FileSystemWriter."""
+        """Accepts the arguments of torch's FileSystemWriter."""
 
         def __init__(self, path: folders.PathLike, *how: Any, overwrite: bool = True, **more: Any) -> None:
             if unknown := [name for name in more if name not in _HOW] + (["overwrite=False"] if not overwrite else []):
@@ -90,10 +92,10 @@ def _writer_of(default_step: int) -> type[StorageWriter]:
 
 
 class _PathReader(StorageReader):
-    """Takes the arguments of torch's FileSystemReader."""
+    """Accepts the arguments of torch's FileSystemReader."""
 
     def __new__(cls, path: folders.PathLike, *more: Any, **named: Any) -> Any:
-        if (Path(path) / ".metadata").exists():  # torch's form
+        if (Path(path) / ".metadata").exists():  # torch's format
             return filesystem.FileSystemReader(path, *more, **named)
         return super().__new__(cls)
 

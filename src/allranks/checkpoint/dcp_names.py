@@ -1,7 +1,8 @@
-"""The names that torch's distributed checkpoint has for the values of a state, and our tree of the same state.
+"""Conversion between the flat names of torch's distributed checkpoint and allranks's tree of the same state.
 
-torch takes a state apart into values with flat names, ``optimizer.param_groups.0.lr``. A dict is taken apart; a list
-only where it has a tensor, a dict, or such a list in it; all else is one value. Keys become strings.
+torch splits a state into values with flat names, ``optimizer.param_groups.0.lr``. It splits every dict. It splits a
+list only if the list contains a tensor, a dict, or another list of this kind. Everything else is one value. Keys become
+strings.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from allranks.checkpoint.values import Tree, unflatten
 __all__ = ["Path", "leaves_of", "nested"]
 
 Path = tuple[str | int, ...]
-"""Of a value: keys of dicts, and indexes of lists."""
+"""Path of a value: keys of dicts, and indexes of lists."""
 
 
 def nested(leaves: Iterable[tuple[Path, Tree]]) -> Tree:
-    """One tree of values and their paths. A gap in a list, where an empty dict was, is None."""
+    """Combine values and their paths into one tree. A gap in a list is None; it is the position of an empty dict."""
     inside: dict[str | int, list[tuple[Path, Tree]]] = {}
     for path, tree in leaves:
         if not path:
@@ -32,10 +33,10 @@ def nested(leaves: Iterable[tuple[Path, Tree]]) -> Tree:
 
 
 def leaves_of(tree: Tree) -> dict[str, tuple[Path, Tree]]:
-    """The values of a state by torch's names: the path of each, and its part of the tree.
+    """Split a state into its values, as torch does. Return the path and the tree of each value by torch's name.
 
     Raises:
-        CheckpointError: the state is no dict, or two values have the same name.
+        CheckpointError: The state is not a dict, or two values have the same name.
     """
     if _entries(tree) is None:
         raise CheckpointError("torch's distributed checkpoint loads dicts, and this state is none: use checkpoint.load")
@@ -63,7 +64,7 @@ def _walk(path: Path, tree: Tree) -> Iterator[tuple[Path, Tree]]:
 
 
 def _entries(tree: Tree) -> Mapping[str, Tree] | None:
-    """Those of a dict; None for anything else."""
+    """Return the entries of a dict; None for any other tree."""
     if isinstance(tree, dict) and "dict" in tree:
         entries: dict[str, Tree] = tree["dict"]
         return entries

@@ -1,9 +1,9 @@
-"""Bytes of files that this rank's host has not, from a rank whose host has them.
+"""Transfer of file contents from ranks whose host has the file to ranks whose host lacks it.
 
-What a rank needs shows only while its state is filled. So the ranks go in rounds. In each, every rank tells what it
-needs next, or that it needs nothing more, and those that have it send it, at most 64 MiB to each. A rank comes to a
-round when it needs something or has filled its state; in the last one nobody needs anything. A failure of a rank is
-told in the next round, and ends the load of all.
+A rank learns what it needs only while it fills its state, so the ranks proceed in rounds. In each round, every rank
+reports its next request, or that it needs nothing more. The ranks that have the requested bytes send them, at most
+64 MiB to each rank. A rank takes part in a round when it needs something or has filled its state. The last round is the
+one without requests. The failure of a rank is reported in the next round, and ends the load on all ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from allranks.checkpoint.company import Company, failure_of, in_words, this_proc
 
 __all__ = ["RemoteFile", "Rounds"]
 
-_LONGEST = 64 << 20  # bytes that a rank gets in a round
-_SHORTEST = 4 << 20  # small tensors beside each other are had in one round
-_KEPT = 128 << 20  # bytes
+_LONGEST = 64 << 20  # maximum bytes that a rank receives in a round
+_SHORTEST = 4 << 20  # minimum bytes: neighboring small tensors arrive in one round
+_KEPT = 128 << 20  # bytes of received data that a rank keeps
 
 
 class _Wanted(NamedTuple):
-    """What a rank needs next: bytes of a file."""
+    """Request of a rank: a range of bytes of a file."""
 
     file: int
     begin: int
@@ -39,13 +39,13 @@ class _Wanted(NamedTuple):
 
 
 class _RoundMessage(NamedTuple):
-    """What a rank tells in a round.
+    """Message of a rank in a round.
 
     Attributes:
-        wanted: None: nothing more.
-        trouble: why it cannot go on; "" if it can.
-        is_usage: whether that is a UsageError.
-        process: host and pid.
+        wanted: The next request. None: the rank needs nothing more.
+        trouble: Why the rank cannot continue; "" if it can.
+        is_usage: The failure is a UsageError.
+        process: Host and pid.
     """
 
     wanted: _Wanted | None
@@ -55,39 +55,40 @@ class _RoundMessage(NamedTuple):
 
 
 class Rounds:
-    """The load of a checkpoint of which not every rank sees all. All ranks make one, and end it by ``finish``."""
+    """Load of a checkpoint if some ranks do not see all files. All ranks create one, and end it with ``finish``."""
 
     def __init__(self, chosen: Chosen, company: Company) -> None:
         self._chosen, self._company = chosen, company
         self._is_over = False
-        self._trouble = ""  # of this rank, as one that sends
+        self._trouble = ""  # why this rank could not read a file for another rank
         self._open = contextlib.ExitStack()
         self._files: dict[int, parts.LocalFile] = {}
         self._windows: OrderedDict[int, tuple[int, Tensor]] = OrderedDict()
 
     def file(self, number: int) -> RemoteFile:
-        """A file that this rank does not see."""
+        """Return a file that this rank does not see."""
         return RemoteFile(self, number, self._chosen.manifest.files[number].nbytes, self._windows)
 
     def fetch(self, file: int, begin: int, end: int) -> Tensor:
-        """Bytes of a file that this rank does not see.
+        """Return bytes of a file that this rank does not see.
 
         Raises:
-            CheckpointError: a rank cannot go on. UsageError if it has raised one.
+            CheckpointError: A rank cannot continue. UsageError if that rank has raised one.
         """
+        # The sender may fail to read the file. It reports the failure in the next round, which raises.
         found = None
         while found is None:
             _, found = self._round(_Wanted(file, begin, end))
         return found
 
     def finish(self, error: Exception | None = None) -> None:
-        """Sends what others need, until nobody needs anything.
+        """Send what other ranks request, until no rank requests anything.
 
         Args:
-            error: why this rank's load has failed. It is told to the others, and not raised here.
+            error: Why the load of this rank has failed. It is sent to the other ranks, and not raised here.
 
         Raises:
-            CheckpointError: another rank cannot go on. UsageError if it has raised one.
+            CheckpointError: Another rank cannot continue. UsageError if that rank has raised one.
         """
         with self._open:
             while not self._is_over:
@@ -98,7 +99,10 @@ class Rounds:
                         raise
 
     def _round(self, wanted: _Wanted | None, error: Exception | None = None) -> tuple[bool, Tensor | None]:
-        """Whether it was the last, and what this rank has got; None if the one that has it could not read it."""
+        """Run one round. Return whether it was the last, and the received bytes.
+
+        The bytes are None if this rank has requested nothing, or if the sender could not read them.
+        """
         company = self._company
         trouble = self._trouble or ("" if error is None else in_words(error))
         is_usage = isinstance(error, UsageError) and not self._trouble
@@ -113,8 +117,9 @@ class Rounds:
         if wanted is not None:
             got = torch.empty(
                 wanted.end - wanted.begin + 1, dtype=torch.uint8, device="cpu"
-            )  # and whether it could be read
+            )  # the last byte is 1 if the sender could read the file
             wait = company.receive(got, self._sender(company.rank, wanted))
+        # Each rank has started its receive before it sends, so blocking sends cannot deadlock.
         for rank, message in enumerate(messages):
             if message.wanted is not None and self._sender(rank, message.wanted) == company.rank:
                 company.send(self._read(message.wanted), rank)
@@ -124,7 +129,7 @@ class Rounds:
         return False, got[:-1] if got[-1] else None
 
     def _sender(self, rank: int, wanted: _Wanted) -> int:
-        """Which of those that see the file sends it to a rank."""
+        """Return the rank that sends a file to `rank`, one of the ranks that see the file."""
         holders = self._chosen.holders[self._chosen.manifest.files[wanted.file].share]
         return holders[rank % len(holders)]
 
@@ -157,7 +162,7 @@ class RemoteFile:
 
     def __init__(self, rounds: Rounds, number: int, nbytes: int, windows: OrderedDict[int, tuple[int, Tensor]]) -> None:
         self._rounds, self._number, self._nbytes = rounds, number, nbytes
-        self._windows = windows  # what is kept, of all files
+        self._windows = windows  # received ranges of all files
 
     def read(self, where: int, view: memoryview, ahead: int) -> int:
         """See ``parts.Source``."""
@@ -165,7 +170,7 @@ class RemoteFile:
         begin, window = self._windows.get(self._number, (0, None))
         if window is None or not begin <= where <= end <= begin + window.nbytes:
             self._windows.pop(self._number, None)
-            if ahead - where < _SHORTEST:  # with what lies around it
+            if ahead - where < _SHORTEST:  # a small range: include its neighborhood
                 begin = where // _SHORTEST * _SHORTEST
                 last = max(end, begin + _SHORTEST)
             else:

@@ -1,7 +1,8 @@
-"""Filling a state in three steps, so that a failure that can be foreseen changes nothing.
+"""Filling a state in three steps, so that a foreseeable failure changes nothing.
 
-The state and the tree of the checkpoint are compared, and all files that are needed are opened. Then what is no tensor
-of the state is made of the checkpoint. Then the tensors of the state are read into, and the rest is set.
+First, the state is compared with the tree of the checkpoint, and all required files are opened. Second, the values that
+are not tensors are built from the checkpoint. Third, the tensors of the state are read in place, and the other values
+are set.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["Filling", "Readable"]
 
 
 class Readable(Protocol):
-    """What a state is filled from; see ``loading.Reader``."""
+    """Source from which a state is filled; see ``loading.BlockReader``."""
 
     def build(self, tree: Tree, like: Mapping[str, Any] | None = None) -> Any: ...
     def find(self, name: object) -> Saved: ...
@@ -32,7 +33,7 @@ class Readable(Protocol):
 
 
 class _Built:
-    """A value that is made of the checkpoint, and does not take the memory of one that is there."""
+    """A value that is built from the checkpoint, and does not reuse the memory of an existing one."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
@@ -43,16 +44,16 @@ class _Built:
 
 
 class Filling:
-    """A state that is filled. To make one compares, and opens files; then come ``build`` and ``finish``.
+    """A state that is being filled. The constructor compares it and opens files; call ``build``, then ``finish``.
 
     Args:
-        reader: of the checkpoint.
-        into: the state; None: a new one is made.
-        tree: what it is filled with.
+        reader: Reader of the checkpoint.
+        into: The state. None: create a new one.
+        tree: Tree of the checkpoint that fills it.
 
     Raises:
-        UsageError: it has what the checkpoint has not, or tensors of another shape or dtype.
-        CheckpointError: a file cannot be opened.
+        UsageError: The state has a value that the checkpoint lacks, or a tensor of another shape or dtype.
+        CheckpointError: A file cannot be opened.
     """
 
     def __init__(self, reader: Readable, into: Any, tree: Tree) -> None:
@@ -62,12 +63,12 @@ class Filling:
         self._end = self._built(tree) if into is None else self._plan(into, tree, "")
 
     def build(self) -> None:
-        """Makes what is not filled. Nothing of the state changes."""
+        """Build the values that are not filled in place. The state does not change."""
         for built in self._builds:
             built.value = built.make()
 
     def finish(self) -> Any:
-        """Fills the tensors, and sets the rest. Returns the state."""
+        """Fill the tensors, set the other values, and return the state."""
         for saved, target in self._reads:
             self._reader.read(saved, target)
         return self._end()
@@ -82,7 +83,10 @@ class Filling:
         return built
 
     def _plan(self, into: Any, tree: Tree, path: str) -> Callable[[], Any]:
-        """Compares. Returns what gives, at the end, what takes the place of ``into``: itself where that can change."""
+        """Compare a value with a tree. Return a function that finishes it and returns its replacement.
+
+        The replacement is `into` itself if that object can be changed in place.
+        """
         if isinstance(into, (Tensor, Shard)):
             saved = self._reader.find(_tagged(tree, "tensor", path, "a tensor"))
             _require_fit(saved, into, self._reader.where)
@@ -136,7 +140,7 @@ class Filling:
         return end
 
     def _plan_module(self, module: nn.Module, tree: Tree, path: str) -> Callable[[], Any]:
-        """Its tensors get their values where they are; what it saves beside them goes through load_state_dict."""
+        """Plan a module: fill its tensors in place, and pass the rest to load_state_dict."""
         inner = bare(module)
         mine, theirs = inner.state_dict(), self._pairs(tree, path)
         if inner is not module and theirs.keys() == {f"module.{key}" for key in mine}:  # state_dict() of the wrapper
@@ -163,7 +167,7 @@ class Filling:
         return end
 
     def _plan_optimizer(self, optimizer: torch.optim.Optimizer, tree: Tree, path: str) -> Callable[[], Any]:
-        """Through load_state_dict, with states that are laid out as the parameters: DTensors, where those are."""
+        """Plan an optimizer: use load_state_dict. The state of a DTensor parameter gets the parameter's layout."""
         entries = _tagged(tree, "dict", path, "an optimizer")
         names = _parameters(self._reader.build(entries.get("param_groups")), path)
         mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -208,7 +212,7 @@ def _require_fit(saved: Saved, into: Tensor | Shard, where: str) -> None:
 
 
 def _set(target: Any, state: Any, path: str, **options: Any) -> Any:
-    """Gives an object its state. Returns the object."""
+    """Load a state into an object, and return the object."""
     try:
         target.load_state_dict(state, **options)
     except AllranksError:
@@ -222,7 +226,7 @@ def _set(target: Any, state: Any, path: str, **options: Any) -> Any:
 
 
 def _parameters(groups: Any, path: str) -> list[Any]:
-    """Numbers or names of all parameters."""
+    """Return the numbers or names of all parameters."""
     lists = [group.get("params") if isinstance(group, dict) else None for group in groups or [None]]
     names = [name for each in lists for name in (each if isinstance(each, list) else [None])]
     if not all(isinstance(name, (int, str)) for name in names):
@@ -231,7 +235,7 @@ def _parameters(groups: Any, path: str) -> list[Any]:
 
 
 def _number(key: Any, names: list[Any]) -> Any:
-    """The number of a parameter, which torch's distributed checkpoint has made a string."""
+    """Return the number of a parameter. torch's distributed checkpoint has converted it to a string."""
     is_number = isinstance(key, str) and key not in names and key.isdecimal() and len(key) < 18
     return int(key) if is_number else key
 

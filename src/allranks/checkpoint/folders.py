@@ -1,14 +1,15 @@
-"""Checkpoints in a folder: their names, which are complete, and how one becomes so.
+"""Checkpoints in a folder: their names, their completeness, and how a checkpoint becomes complete.
 
-A checkpoint is written in a folder of another name, ``.step-0000000100.1a2b3c4d.partial``. It is complete when its
-manifest is there, and gets its name by a rename, so that ``step-0000000100`` never is half of one. A step that is there
-already is written as ``step-0000000100-2``, and then the old one is removed: there is no moment without one.
+A checkpoint is written in a folder with another name, ``.step-0000000100.1a2b3c4d.partial``. It is complete when it has
+its manifest. A rename then gives it its name, so ``step-0000000100`` is never incomplete. If the step already exists,
+the new checkpoint gets the name ``step-0000000100-2``, and then the old one is removed. There is no moment without one.
 
-Where hosts have folders of their own, each gets a share, ``step-0000000100-share-1-of-2-1a2b3c4d5e6f7a8b``. The last
-part is the same for all shares of a save, so names alone tell whether all shares are there.
+If hosts have separate folders, each folder gets a share, ``step-0000000100-share-1-of-2-1a2b3c4d5e6f7a8b``. The last
+part is the same for all shares of a save, so the names alone show whether all shares exist.
 
-Only one job writes into a folder (``owners``), and one save at a time: it holds the lock of ``.lock``, which the kernel
-drops when its process ends. Whoever has the lock removes what others have left half-written.
+Only one job writes into a folder (``owners``), and only one save at a time: it holds the lock on the file ``.lock``,
+which the kernel releases when the process exits. The holder of the lock removes the incomplete writes of other
+processes.
 """
 
 from __future__ import annotations
@@ -64,22 +65,22 @@ _NAME = re.compile(r"step-(\d{10,18})(?:-(\d{1,9}))?")
 _SHARE = re.compile(r"step-(\d{10,18})-share-(\d{1,6})-of-(\d{1,6})-([0-9a-f]{16})")
 _HALF = re.compile(r"\.(step-\d{10,18}|trash)\.[0-9a-f]{8,16}\.(partial|\d{1,9}\.mark)")
 _LOCK = ".lock"
-_STALE_S = 24 * 3600.0  # where there are no locks
+_STALE_S = 24 * 3600.0  # if the file system has no locks: minimum age of an incomplete write that is removed
 
 
 @dataclass(frozen=True)
 class Info:
-    """A checkpoint that is complete.
+    """A complete checkpoint.
 
     Attributes:
-        path: its folder. ``os.fspath`` of this gives it, too.
-        step: of the training.
-        nbytes: of its files.
-        when: seconds since 1970.
-        ranks: how many wrote it.
-        hosts: theirs.
-        run: of the job.
-        share: where hosts have folders of their own: which share of the checkpoint is here (0: none), of how many.
+        path: Its folder. ``os.fspath`` of this object returns it, too.
+        step: Step of the training.
+        nbytes: Size of its files in bytes.
+        when: Time of the save, in seconds since 1970.
+        ranks: Number of ranks that wrote it.
+        hosts: Hosts of these ranks.
+        run: Name of the job.
+        share: If hosts have separate folders: the number of the share that is here (0: none), and the number of shares.
     """
 
     path: Path
@@ -96,7 +97,7 @@ class Info:
 
     @classmethod
     def of(cls, path: Path, manifest: Manifest) -> Info:
-        """What the manifest of a folder says."""
+        """Return the facts in the manifest of a folder."""
         hosts = tuple(dict.fromkeys(writer.host for writer in manifest.writers))
         share = None if manifest.share is None else (manifest.share.number, manifest.share.count)
         return cls(
@@ -105,13 +106,13 @@ class Info:
 
 
 class Named(NamedTuple):
-    """A folder with the name of a checkpoint, or of a share of one.
+    """A folder with the name of a checkpoint, or of a share.
 
     Attributes:
-        step: of the training.
-        attempt: 1, or what follows the step in its name.
-        path: of the folder.
-        share: None if it is no share.
+        step: Step of the training.
+        attempt: 1, or the number after the step in its name.
+        path: Path of the folder.
+        share: None if it is not a share.
     """
 
     step: int
@@ -121,12 +122,12 @@ class Named(NamedTuple):
 
 
 def is_folder_of_checkpoints(path: Path) -> bool:
-    """Whether it is one, and not a checkpoint."""
+    """Return whether a path is a folder of checkpoints, and not a checkpoint."""
     return not (path / MANIFEST).exists() and path.is_dir() and named(path) is None
 
 
 def named(path: Path) -> Named | None:
-    """What the name of a folder says; None if it is not that of a checkpoint."""
+    """Parse the name of a folder; None if it is not the name of a checkpoint."""
     if (match := _NAME.fullmatch(path.name)) is not None:
         return Named(int(match[1]), int(match[2] or 1), path, None)
     if (match := _SHARE.fullmatch(path.name)) is not None:
@@ -135,7 +136,7 @@ def named(path: Path) -> Named | None:
 
 
 def find(folder: PathLike) -> list[Named]:
-    """What has the name of a checkpoint or a share, the newest first; of a step, shares come last."""
+    """List the folders with the name of a checkpoint or share, the newest first. Shares come last in a step."""
     found = []
     for entry in os.scandir(folder):
         if (one := named(Path(entry.path))) is not None and entry.is_dir():
@@ -148,16 +149,16 @@ def _order(one: Named) -> tuple[int, bool, int, str]:
 
 
 def list_checkpoints(folder: PathLike) -> list[Info]:
-    """The complete checkpoints in a folder, the newest first, and the shares of such.
+    """Return the complete checkpoints and the shares in a folder, the newest first.
 
-    One that is damaged is left out, with a warning: its manifest cannot be read, or a file is missing or has another
+    A damaged checkpoint is skipped with a warning: its manifest cannot be read, or a file is missing or has another
     size. ``verify`` reads everything.
 
     Args:
-        folder: where ``save`` was told to save.
+        folder: The folder that was passed to ``save``.
 
     Raises:
-        OSError: the folder cannot be read; FileNotFoundError where there is none.
+        OSError: The folder cannot be read; FileNotFoundError if it does not exist.
     """
     found: dict[object, Info] = {}
     for one in find(folder):
@@ -166,14 +167,14 @@ def list_checkpoints(folder: PathLike) -> list[Info]:
             if key not in found:
                 found[key] = Info.of(one.path, load_manifest(one.path))
         except FileNotFoundError:
-            continue  # removed meanwhile
+            continue  # removed in the meantime
         except (CheckpointError, OSError) as error:
             callsite.warn(f"checkpoint: {one.path.name} is left out: {error}")
     return list(found.values())
 
 
 def newest(folder: PathLike) -> Info | None:
-    """The newest that ``list_checkpoints`` gives. The others are not read."""
+    """Return the newest checkpoint of ``list_checkpoints``, without reading the others."""
     for one in find(folder):
         try:
             return Info.of(one.path, load_manifest(one.path))
@@ -192,8 +193,8 @@ class Held:
     """A folder whose lock is held.
 
     Attributes:
-        run: of the job, where the file system has no locks, and what others have written must stay; else "".
-        remarks: what the user should be told.
+        run: Name of the job if the file system has no locks, so that checkpoints of other jobs must stay; else "".
+        remarks: Messages for the user.
     """
 
     run: str
@@ -202,18 +203,19 @@ class Held:
 
 @contextlib.contextmanager
 def holding(folder: Path, run: str, *, stays: bool = True) -> Iterator[Held]:
-    """Holds the lock of a folder, which is made if it is not there, and removes what is half-written in it.
+    """Hold the lock of a folder, which is created if needed, and remove the incomplete writes in it.
 
     Args:
-        folder: of checkpoints.
-        run: the job.
-        stays: no other job saves into the folder until this process ends; otherwise, until the lock is dropped.
+        folder: Folder of checkpoints.
+        run: Name of the job.
+        stays: No other job may save into the folder until this process exits. False: only until the lock is released.
 
     Raises:
-        UsageError: another job saves into it.
-        OSError: the folder cannot be written to.
+        UsageError: Another job saves into the folder.
+        OSError: The folder cannot be written to.
     """
     make_folder(folder)
+    # The claim excludes other jobs until this process exits. The lock allows one save at a time.
     claim, is_new = owners.claim(folder, run)
     try:
         lock = owners.open_file(folder / _LOCK)
@@ -232,20 +234,20 @@ def holding(folder: Path, run: str, *, stays: bool = True) -> Iterator[Held]:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those that it lies in, so that a crash of the machine leaves them.
+    """Create a folder and its missing parents, durably: they survive a crash of the machine.
 
     Raises:
-        OSError: that failed.
+        OSError: The folder could not be created.
     """
     first, missing = folder, []
     while not first.is_dir():
         missing.append(first)
         first = first.parent
     for each in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # made by another rank meanwhile; or a file, which is an error later
+        with contextlib.suppress(FileExistsError):  # another rank was faster; a file of this name is an error later
             each.mkdir()
         _sync_name(each)
-    if first not in _synced:  # who made it may have been killed before that
+    if first not in _synced:  # its creator may have been killed before the fsync
         _sync_name(first)
     _synced.add(folder)
 
@@ -255,15 +257,15 @@ _synced: set[Path] = set()
 
 def _sync_name(folder: Path) -> None:
     if not os.access(folder.parent, os.W_OK):
-        return  # it was not made here
+        return  # so it was not created here
     try:
         sync_folder(folder.parent)
-    except PermissionError:  # it may be written to, and not be read
+    except PermissionError:  # writable but not readable: fsync needs a readable folder
         os.sync()
 
 
 def _lock(fd: int, folder: Path) -> bool:
-    """Takes the lock. False where the file system has none."""
+    """Take the lock. Return False if the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -284,7 +286,7 @@ def _holder(fd: int) -> str:
 
 
 def _sweep(folder: Path, age_s: float) -> list[str]:
-    """Removes what is half-written and older. Returns what could not be removed, and why."""
+    """Remove incomplete writes older than `age_s`. Return the ones that could not be removed, with the reasons."""
     troubles = []
     for entry in os.scandir(folder):
         if not _HALF.fullmatch(entry.name):
@@ -304,7 +306,7 @@ def _sweep(folder: Path, age_s: float) -> list[str]:
 
 
 def tell(what: str, remarks: list[str]) -> None:
-    """Warns of what does not make a save a failure."""
+    """Warn of problems that do not make a save fail."""
     if remarks:
         more = f"; and {len(remarks) - 3} more" if remarks[3:] else ""
         callsite.warn(f"{what}, but {'; '.join(remarks[:3])}{more}")
@@ -315,24 +317,24 @@ def _not_removed(path: Path, error: OSError | CheckpointError) -> str:
 
 
 def new_partial(folder: Path, step: int, name: str = "") -> Path:
-    """Makes the folder in which a checkpoint is written. ``name``: that of one that another rank has made elsewhere."""
+    """Create the folder in which a checkpoint is written. ``name``: the name that another rank has chosen elsewhere."""
     path = folder / (name or f".step-{step:010}.{secrets.token_hex(8)}.partial")
     path.mkdir()
     return path
 
 
 def id_of(partial: str) -> str:
-    """The random part of the name of such a folder."""
+    """Return the random part of the name of a partial folder."""
     return partial.split(".")[2]
 
 
 def partials(folder: Path, step: int) -> list[Path]:
-    """The folders in which checkpoints of a step are written; one at most while their writer holds the lock."""
+    """Return the partial folders of a step: at most one while its writer holds the lock."""
     return [path for path in folder.glob(f".step-{step:010}.*.partial") if _HALF.fullmatch(path.name)]
 
 
 def mark(folder: Path, partial: str, rank: int) -> Path:
-    """Leaves a file by which other ranks see whether they have the same folder, which is made if it is not there."""
+    """Create a marker file, and its folder if needed. A rank that finds the file sees the same folder."""
     make_folder(folder)
     path = folder / _mark_name(partial, rank)
     path.touch(exist_ok=False)
@@ -340,7 +342,7 @@ def mark(folder: Path, partial: str, rank: int) -> Path:
 
 
 def marked(folder: Path, partial: str, rank: int) -> bool:
-    """Whether that file is in a folder."""
+    """Return whether the file of a rank is in a folder."""
     return (folder / _mark_name(partial, rank)).exists()
 
 
@@ -349,14 +351,16 @@ def _mark_name(partial: str, rank: int) -> str:
 
 
 def complete(partial: Path, manifest: Manifest) -> Path:
-    """Makes a checkpoint, or a share, of a folder that has all files. Returns its path.
+    """Turn a partial folder with all its files into a checkpoint or share, and return its path.
+
+    The order makes the result durable: the manifest, the names in the folder, the rename, the name of the folder.
 
     Args:
-        partial: the folder.
-        manifest: what it consists of.
+        partial: The partial folder.
+        manifest: Its manifest.
 
     Raises:
-        OSError: that failed. The folder is as it was.
+        OSError: A step failed. The folder has its partial name, unless the rename cannot be undone.
     """
     encoded = manifest.encode()
     with open(partial / MANIFEST, "xb", buffering=0) as file:
@@ -372,15 +376,17 @@ def complete(partial: Path, manifest: Manifest) -> Path:
     try:
         sync_folder(partial.parent)
     except OSError:
-        with contextlib.suppress(OSError):  # its caller says that it was not saved
+        with contextlib.suppress(OSError):  # the caller reports that the save failed, so undo the rename
             os.rename(final, partial)
         raise
     return final
 
 
 def _is_done(partial: Path, final: Path, encoded: bytes) -> bool:
-    """Whether a rename was done, though it failed: a server that is asked again, as its answer was lost, finds the old
-    name gone."""
+    """Return whether a rename succeeded although it reported an error.
+
+    The server of a network file system can lose its answer. The repeated request then finds that the old name is gone.
+    """
     try:
         return partial.name not in os.listdir(final.parent) and (final / MANIFEST).read_bytes() == encoded
     except OSError:
@@ -388,7 +394,7 @@ def _is_done(partial: Path, final: Path, encoded: bytes) -> bool:
 
 
 def new_name(folder: Path, manifest: Manifest) -> str:
-    """The name that a checkpoint gets in a folder; that of a share is always the same."""
+    """Return the name of a checkpoint in a folder. The name of a share does not depend on the folder."""
     name = f"step-{manifest.step:010}"
     if (share := manifest.share) is not None:
         return f"{name}-share-{share.number}-of-{share.count}-{share.id}"
@@ -397,25 +403,25 @@ def new_name(folder: Path, manifest: Manifest) -> str:
 
 
 def write_all(fd: int, view: memoryview) -> None:
-    """Writes all bytes: a call of the kernel may take fewer."""
+    """Write all bytes: one system call may write fewer."""
     while view:
         view = view[os.write(fd, view) :]
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk."""
+    """Wait until the names in a folder are on the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems cannot, and need not
+        if error.errno != errno.EINVAL:  # some file systems do not support it, and do not need it
             raise
     finally:
         os.close(fd)
 
 
 def remove(checkpoint: Path) -> None:
-    """Removes a checkpoint. It has lost its name before its first file goes."""
+    """Remove a checkpoint. It loses its name before its first file is removed, so it never looks complete."""
     trash = checkpoint.parent / f".trash.{secrets.token_hex(4)}.partial"
     with contextlib.suppress(FileNotFoundError):
         os.rename(checkpoint, trash)
@@ -423,16 +429,17 @@ def remove(checkpoint: Path) -> None:
 
 
 def tidy(new: Path, keep: int | None, every: int | None, run: str = "") -> list[str]:
-    """Removes what a new checkpoint replaces, and old ones.
+    """Remove the checkpoints that a new one replaces, and old ones.
 
     Args:
-        new: the one that was just written, which stays. All other ones of its step go, but for shares of the same save.
-        keep: of how many of the newest steps checkpoints stay; None: of all.
-        every: those whose step is a multiple of it stay, too; None: no others.
-        run: what another job has written stays; "": the folder is this job's alone.
+        new: The checkpoint that was just written; it stays. All others of its step are removed, except shares of the
+            same save.
+        keep: Number of the newest steps whose checkpoints stay. None: all.
+        every: Checkpoints whose step is a multiple of it stay, too. None: no others.
+        run: Only checkpoints of this job are removed. "": remove those of all jobs.
 
     Returns:
-        What could not be removed, and why: the new checkpoint is complete all the same.
+        What could not be removed, with the reasons. The new checkpoint is complete in any case.
     """
     try:
         found = find(new.parent)

@@ -1,8 +1,8 @@
-"""What checkpoints the folders of all ranks have, by their names alone.
+"""Listing of the checkpoints in the folders of all ranks, by names only.
 
-Each rank lists its own folder. Ranks that see the same names are one class, and its first rank reports for all of it:
-a folder that thousands of ranks share is reported once. A checkpoint in shares may be whole if all shares of one save
-are in the folders of these ranks, wherever that is.
+Each rank lists its own folder. Ranks that see the same names form a class, and the first rank of a class reports for
+all of it. A folder that thousands of ranks share is therefore reported once. A checkpoint in shares may be complete if
+all shares of one save are in the folders of these ranks, in any of them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class CheckpointEntry(NamedTuple):
     """A checkpoint or a share in a folder.
 
     Attributes:
-        step: of the training.
-        attempt: see ``folders.Named``.
-        name: of its folder.
-        share: None if it is no share.
+        step: Step of the training.
+        attempt: See ``folders.Named``.
+        name: Name of its folder.
+        share: None if it is not a share.
     """
 
     step: int
@@ -40,12 +40,12 @@ class CheckpointEntry(NamedTuple):
 
 @dataclass
 class View:
-    """What a rank sees.
+    """The entries that a rank sees.
 
     Attributes:
-        folder: with the entries.
-        entries: checkpoints and shares.
-        pin: the checkpoint that the path names; "" for a folder of checkpoints.
+        folder: Folder of the entries.
+        entries: Checkpoints and shares.
+        pin: The checkpoint that the path names; "" for a folder of checkpoints.
     """
 
     folder: Path
@@ -54,20 +54,21 @@ class View:
 
     @property
     def digest(self) -> str:
-        """The same for all ranks that see the same names."""
+        """Digest of the names. It is the same on all ranks that see the same names."""
         return xxhash.xxh3_128_hexdigest(repr((self.pin, self.entries)).encode())
 
 
 @dataclass
 class CheckpointCandidate:
-    """A checkpoint that may be whole.
+    """A checkpoint that may be complete.
 
     Attributes:
-        step: of the training.
-        save: the id of its shares; of a whole one, which of those with this step.
-        count: of its shares; 0: it is a whole one.
-        names: of its folders, by the number of the share; 0: of the whole.
-        reporters: the first rank that sees each of them.
+        step: Step of the training.
+        save: Id of the save, which its shares have in common. Without shares: distinguishes checkpoints of the same
+            step.
+        count: Number of its shares; 0 for a checkpoint without shares.
+        names: Names of its folders, by share number; 0 stands for a checkpoint without shares.
+        reporters: First rank that sees each of them, by share number.
     """
 
     step: int
@@ -78,19 +79,19 @@ class CheckpointCandidate:
 
     @property
     def missing(self) -> list[int]:
-        """Shares that nobody has."""
+        """Numbers of the shares that no rank has."""
         return [number for number in range(1, self.count + 1) if number not in self.names]
 
 
 def look(path: Path) -> View:
-    """What is in a folder of checkpoints; or what a path names: a checkpoint, or a share and others of the save.
+    """List a folder of checkpoints; or the checkpoint that a path names, or a share with the other shares of its save.
 
     Raises:
-        CheckpointError: it names a checkpoint that is damaged.
-        OSError: it cannot be read.
+        CheckpointError: The path names a checkpoint that is damaged.
+        OSError: The path cannot be read.
     """
     one = folders.named(path)
-    if one is None and (path / MANIFEST).exists():  # it has got another name
+    if one is None and (path / MANIFEST).exists():  # a renamed checkpoint
         manifest = load_manifest(path, sizes=False)
         one = folders.Named(manifest.step, 1, path, manifest.share)
     if one is None:
@@ -113,10 +114,10 @@ def _entries(folder: Path) -> list[CheckpointEntry]:
 
 
 def look_together(path: Path, company: Company) -> tuple[View, dict[int, list[CheckpointEntry]]]:
-    """What this rank sees, and what the first rank of each class reports. All ranks call it, each with its path.
+    """Return this rank's view, and the report of the first rank of each class. All ranks call it, each with its path.
 
     Raises:
-        CheckpointError: a rank cannot look; or the paths name different checkpoints. On all ranks.
+        CheckpointError: A rank cannot read its path, or the paths name different checkpoints. On all ranks.
     """
     trouble = ""
     try:
@@ -139,11 +140,11 @@ def look_together(path: Path, company: Company) -> tuple[View, dict[int, list[Ch
 
 
 def by_step(reports: dict[int, list[CheckpointEntry]], step: int | None) -> Iterator[list[CheckpointCandidate]]:
-    """The candidates of each step, the newest first.
+    """Yield the candidates of each step, the newest step first.
 
     Args:
-        reports: of what the folders have, by rank.
-        step: the only one; None: any.
+        reports: Entries of the folders, by reporting rank.
+        step: The only step to consider. None: all.
     """
     found: dict[int, dict[tuple[str, int], CheckpointCandidate]] = {}
     for rank, entries in reports.items():

@@ -1,8 +1,8 @@
-"""Which rank writes which part of which tensor, and where in its file. Pure: each rank computes the same.
+"""Assignment of tensor parts to ranks and to positions in their files. Every rank computes the same result.
 
-All ranks tell each other what they have (``Offer``). A tensor that several ranks have alike is written by one of them;
-the work is dealt out by bytes, the largest first. One that differs between ranks is written by each that has another.
-Shards are written by those that have them.
+The ranks exchange descriptions of their tensors (``Offer``). A tensor that is the same on several ranks is written by
+one of them. The work is distributed by bytes, the largest tensors first. A tensor that differs between ranks is written
+once for each different value. Shards are written by the ranks that hold them.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from allranks._base.errors import UsageError, rank_list
 __all__ = ["LINE", "Box", "SaveJob", "Offer", "SavePlan", "make_plan", "overlap", "place"]
 
 LINE = 64
-"""Bytes: to such places torch allocates tensors; the head of a file ends at one."""
+"""Alignment in bytes of torch's tensor allocations, and of the end of a file's header."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""A part of a tensor: where it begins, and its shape."""
+"""A part of a tensor: its offsets, and its shape."""
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
     """A tensor, or a part of one, that a rank has.
 
     Attributes:
-        name: its path in the state.
-        dtype: torch's name.
-        size: bytes of an element.
-        shape: of the whole.
-        offsets: where the part begins in it.
-        part: its shape.
-        digest: of its bytes.
-        own: each rank's is written, whether they differ or not.
+        name: Path of the tensor in the state.
+        dtype: torch's name of the dtype.
+        size: Bytes of an element.
+        shape: Shape of the whole tensor.
+        offsets: Position of the part in the whole tensor.
+        part: Shape of the part.
+        digest: Digest of its bytes.
+        own: Every rank's tensor is written, whether they differ or not.
     """
 
     name: str
@@ -49,25 +49,25 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        """Of the part."""
+        """Size of the part in bytes."""
         return math.prod(self.part) * self.size
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is no shard."""
+        """Whether it is a whole tensor, not a shard."""
         return self.part == self.shape
 
 
 @dataclass
 class SaveJob:
-    """A part of a tensor, to be written once.
+    """A part of a tensor that is written once.
 
     Attributes:
-        offer: what it is.
-        ranks: those whose state it is in; empty: it is in all that have such a tensor.
-        holders: those that have it in memory.
-        writer: the one of them that writes it.
-        begin: where in the writer's file, behind its head.
+        offer: Description of the part.
+        ranks: Ranks whose state contains it. Empty: all ranks that have a tensor of this name.
+        holders: Ranks that have it in memory.
+        writer: The holder that writes it.
+        begin: Its position in the writer's file, after the header.
     """
 
     offer: Offer
@@ -78,7 +78,7 @@ class SaveJob:
 
     @property
     def key(self) -> str:
-        """The tensor's name in the file."""
+        """Name of the tensor in the file."""
         offer = self.offer
         place = "" if offer.is_whole else "@" + ",".join(map(str, offer.offsets))
         whose = f"#{self.ranks[0]}" if self.ranks else ""
@@ -87,11 +87,11 @@ class SaveJob:
 
 @dataclass
 class SavePlan:
-    """What is written.
+    """The writes of all ranks.
 
     Attributes:
-        jobs: all.
-        files: those of each rank that writes, in the order in which they are in its file.
+        jobs: All jobs.
+        files: Jobs of each rank that writes, in the order of its file.
     """
 
     jobs: list[SaveJob] = field(default_factory=list)
@@ -99,13 +99,13 @@ class SavePlan:
 
 
 def make_plan(offers: Sequence[Sequence[Offer]]) -> SavePlan:
-    """Deals out the work.
+    """Assign each part to a rank and a position.
 
     Args:
-        offers: of each rank.
+        offers: Tensors of each rank.
 
     Raises:
-        UsageError: ranks have tensors of one name that cannot be parts of one.
+        UsageError: Ranks have tensors of the same name that cannot be parts of one tensor.
     """
     by_name: dict[str, list[tuple[int, Offer]]] = {}
     for rank, had in enumerate(offers):
@@ -115,6 +115,7 @@ def make_plan(offers: Sequence[Sequence[Offer]]) -> SavePlan:
     for name in sorted(by_name):
         plan.jobs += _jobs_of(name, by_name[name])
     load = [0] * len(offers)
+    # The largest job first, each to the holder with the fewest bytes so far, which keeps the loads of the ranks even.
     for job in sorted(plan.jobs, key=lambda job: -job.offer.nbytes):
         job.writer = min(job.holders, key=lambda rank: (load[rank], rank))
         load[job.writer] += job.offer.nbytes
@@ -126,11 +127,12 @@ def make_plan(offers: Sequence[Sequence[Offer]]) -> SavePlan:
 
 
 def place(jobs: list[SaveJob]) -> None:
-    """Puts the jobs of a rank into the order of its file.
+    """Sort the jobs of a rank into the order of its file, and set their positions.
 
-    safetensors allows no gaps. So parts of whole lines come first, each of which then begins at a line, as it does in
-    memory: between places that differ by some bytes, processors copy at 0.7 of the speed, and at worst at 0.25. The
-    others follow by the size of their elements, none of which then lies across its own alignment.
+    safetensors allows no gaps. Parts whose size is a multiple of a cache line come first, so each of them begins at a
+    cache line, as it does in memory. A copy between addresses of different alignment runs at 0.7 of the speed, and in
+    the worst case at 0.25. The other parts follow by descending element size, so that no element crosses its own
+    alignment.
     """
     jobs.sort(key=lambda job: (job.offer.nbytes % LINE != 0, -job.offer.size, job.key))
     begin = 0
@@ -182,7 +184,7 @@ def _shards(name: str, had: list[tuple[int, Offer]]) -> list[SaveJob]:
 
 
 def _check_cover(name: str, shape: tuple[int, ...], parts: Sequence[Offer], jobs: Iterable[SaveJob]) -> None:
-    """That the parts make up the whole, and none is in two."""
+    """Check that the parts cover the whole tensor without overlap."""
     covered = sum(math.prod(part.part) for part in parts)
     if covered == math.prod(shape) and not overlap([(part.offsets, part.part) for part in parts]):
         return
@@ -196,7 +198,7 @@ def _check_cover(name: str, shape: tuple[int, ...], parts: Sequence[Offer], jobs
 
 
 def overlap(boxes: Sequence[Box]) -> bool:
-    """Whether two boxes share an element. Boxes that a plane along a dimension separates are not compared."""
+    """Return whether two boxes have a common element. Boxes that a plane separates are not compared with each other."""
     todo = [[(offsets, shape) for offsets, shape in boxes if math.prod(shape)]]
     while todo:
         near = todo.pop()
@@ -213,7 +215,7 @@ def overlap(boxes: Sequence[Box]) -> bool:
 
 
 def _apart(boxes: list[Box], dimension: int) -> list[list[Box]]:
-    """The boxes in groups that do not touch each other in a dimension."""
+    """Split the boxes into groups that do not overlap in a dimension."""
     groups: list[list[Box]] = []
     end = -1
     for offsets, shape in sorted(boxes, key=lambda box: box[0][dimension]):

@@ -1,9 +1,9 @@
-"""Loading: any layout from any other, by byte ranges, and nothing that has not been checked.
+"""Loading a checkpoint into any layout, by byte ranges. All data is checked; damaged data raises an error.
 
-Each rank reads what it needs of each tensor: the rows, in the first dimension, of the pieces that its part touches. A
-state that is filled keeps its memory; parts of DTensors and of ``Shard`` are read alone.
+Each rank reads the part of each tensor that it needs. It reads the rows, in the first dimension, of the pieces that its
+part intersects. A state that is filled keeps its memory. Of DTensors and ``Shard``, a rank reads only its own part.
 
-Nothing is filled before all ranks can: all that fits or does not is compared, and all files are open.
+No value is filled before the load can succeed on all ranks: all shapes are compared, and all files are open.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from allranks.checkpoint.values import Shard, Tree, unflatten
 
 __all__ = ["BlockReader", "load_folder", "load_here"]
 
-_CHUNK = 64 << 20  # bytes that are read at a time, where they are copied on
+_CHUNK = 64 << 20  # bytes per read if the data is copied to its destination
 
 
 def load_folder(path: folders.PathLike, into: Any, step: int | None, company: Company) -> Any:
-    """Reads a checkpoint. All ranks call it.
+    """Read a checkpoint. All ranks call it.
 
     Args:
-        path: a checkpoint, or a folder of them.
-        into: what is filled; None: a new state is made.
-        step: which of a folder; None: the newest.
-        company: the ranks.
+        path: A checkpoint, or a folder of checkpoints.
+        into: The state to fill. None: create a new one.
+        step: For a folder: the step to load. None: the newest.
+        company: The ranks.
 
     Returns:
         The state: ``into``, or the new one.
 
     Raises:
-        UsageError: ``into`` has what the checkpoint has not, or tensors of another shape or dtype. On all ranks.
-        CheckpointError: there is none, something is damaged, or a file cannot be read. On all ranks.
+        UsageError: ``into`` has a value that the checkpoint lacks, or a tensor of another shape or dtype. On all ranks.
+        CheckpointError: There is no checkpoint, it is damaged, or a file cannot be read. On all ranks.
     """
     try:
         chosen = agreed(path, step, company)
@@ -59,7 +59,7 @@ def load_folder(path: folders.PathLike, into: Any, step: int | None, company: Co
         if chosen.named:
             raise CheckpointError(f"{error}\n  {_remedy(chosen)}") from error.__cause__
         damaged = error
-    try:  # `into` may have been filled in part: an older one fills all of it
+    try:  # `into` may be partially filled: an older checkpoint fills all of it
         older = agreed(path, None, company, verified=True)
     except CheckpointError:
         older = chosen
@@ -87,6 +87,7 @@ def _load(chosen: Chosen, into: Any, company: Company) -> Any:
             filling.build()
             state = filling.finish()
         except Exception as error:
+            # The other ranks wait in their rounds for this rank, so send them the error.
             rounds.finish(error)
             raise
         rounds.finish()
@@ -94,7 +95,7 @@ def _load(chosen: Chosen, into: Any, company: Company) -> Any:
 
 
 def load_here(chosen: Chosen, into: Any, rank: int, progress: Callable[[int], object] | None = None) -> Any:
-    """Reads a checkpoint as a rank, whose files are all here. ``progress``: see ``BlockReader``."""
+    """Read a checkpoint as one rank, whose files are all in visible folders. ``progress``: see ``BlockReader``."""
     with BlockReader(chosen, rank, progress=progress) as reader:
         return _prepared(reader, into, rank).finish()
 
@@ -109,10 +110,10 @@ class BlockReader:
     """A checkpoint that is being read. Its files are opened when they are needed.
 
     Args:
-        chosen: the checkpoint.
-        rank: whose state is read.
-        rounds: has the files that are not here.
-        progress: is told how many bytes have been read, each time.
+        chosen: The checkpoint.
+        rank: Rank whose state is read.
+        rounds: Provides the files that this rank does not see.
+        progress: Receives the number of bytes of each read.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class BlockReader:
 
     @property
     def where(self) -> str:
-        """The checkpoint, for errors."""
+        """The checkpoint, for error messages."""
         return str(self._folder)
 
     def __enter__(self) -> BlockReader:
@@ -143,16 +144,16 @@ class BlockReader:
         self._files.clear()
 
     def build(self, tree: Tree, like: Mapping[str, Any] | None = None) -> Any:
-        """A new state.
+        """Build a new state.
 
         Args:
-            tree: of it.
-            like: a DTensor, for tensors of these names that are to be parts in the same way.
+            tree: Tree of the state.
+            like: DTensors by name. The tensor of this name gets the same layout.
         """
         return unflatten(tree, lambda name: self.tensor(name, None if like is None else like.get(name)))
 
     def tensor(self, name: str, like: Any = None) -> Tensor:
-        """A new tensor on the CPU; or a DTensor laid out as another one. The same object for the same name."""
+        """Return a new CPU tensor, or a DTensor with the layout of `like`. The same name returns the same object."""
         if name not in self._made:
             saved = self.find(name)
             made = self._empty(saved, like)
@@ -171,14 +172,14 @@ class BlockReader:
             raise CheckpointError(f"there is no memory for tensor {saved.name!r} of {nbytes} bytes: {error}") from error
 
     def find(self, name: object) -> Saved:
-        """The description of a tensor."""
+        """Return the description of a tensor."""
         saved = self._tensors.get(name) if isinstance(name, str) else None
         if saved is None:
             raise CheckpointError(f"{self._folder / MANIFEST} is damaged: it has no tensor {str(name)[:200]!r}")
         return saved
 
     def open_for(self, saved: Saved, target: Tensor | Shard | None) -> None:
-        """Opens the files of a tensor, or of the part of it that a target has. None: of all of it."""
+        """Open the files of a tensor, or of the part of it that a target holds. None: of the whole tensor."""
         if target is None:
             self.open_box(saved, (0,) * len(saved.shape), saved.shape)
         else:
@@ -186,13 +187,13 @@ class BlockReader:
             self.open_box(saved, offsets, tuple(part.shape))
 
     def open_box(self, saved: Saved, offsets: tuple[int, ...], shape: tuple[int, ...]) -> None:
-        """Opens the files of the part of a tensor that begins at ``offsets``."""
+        """Open the files of the part of a tensor that begins at ``offsets``."""
         for piece in saved.pieces:
             if _common(piece, offsets, shape) is not None:
                 self._file(piece.file)
 
     def read(self, saved: Saved, into: Tensor | Shard) -> None:
-        """Fills a tensor of the same shape, or the part of it that a shard or DTensor has."""
+        """Fill a tensor of the same shape, or the part of it that a shard or DTensor holds."""
         part, offsets, _ = local_part(saved.name, into)
         with torch.no_grad():
             for piece in saved.pieces:
@@ -239,7 +240,7 @@ class BlockReader:
 
 
 class _Told:
-    """A ``parts.Source`` of which somebody is told how much is read."""
+    """A ``parts.Source`` that reports how many bytes are read."""
 
     def __init__(self, source: parts.Source, progress: Callable[[int], object]) -> None:
         self._source, self._progress = source, progress
@@ -252,12 +253,12 @@ class _Told:
 
 
 def _is_like(saved: Saved, like: Any) -> bool:
-    """Whether a tensor is to be laid out as a DTensor."""
+    """Return whether a tensor gets the layout of a DTensor."""
     return like is not None and tuple(like.shape) == saved.shape
 
 
 def _common(piece: Piece, offsets: tuple[int, ...], shape: tuple[int, ...]) -> tuple[list[int], list[int]] | None:
-    """Where what a piece and a part have in common begins and ends; None: they have nothing."""
+    """Return the begin and end of the intersection of a piece and a part; None if it is empty."""
     low = [max(a, b) for a, b in zip(piece.offsets, offsets, strict=True)]
     high = [min(a + n, b + m) for a, n, b, m in zip(piece.offsets, piece.shape, offsets, shape, strict=True)]
     return (low, high) if all(a < b for a, b in zip(low, high, strict=True)) else None

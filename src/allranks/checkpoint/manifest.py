@@ -1,7 +1,8 @@
-"""What a checkpoint consists of: ``manifest.json``, which is written last and names everything else.
+"""The manifest of a checkpoint: ``manifest.json``, which is written last and lists everything else.
 
-A reader trusts nothing in it: its own digest must be right, and each range must lie in a file of the folder that is as
-large as it says, before a byte of memory is taken. The digest finds accidents, not forgery.
+A reader checks everything in it before it allocates memory for tensors. The manifest's own digest must be correct. Each
+range must be in a file of the folder, and the file must have the listed size. The digest detects accidents, not
+forgery.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ __all__ = [
 WHOLE_FORMAT, SHARED_FORMAT = 1, 2
 MANIFEST = "manifest.json"
 BLOCK = 4 << 20
-"""Bytes of a piece that have one hash, so that a part of it can be checked without the rest."""
+"""Bytes of a piece that share one hash, so that a part of a piece can be checked without the rest."""
 
-_LARGEST = 1 << 30  # bytes of a manifest
-_MOST = 1 << 62
-_LATEST = 1e11  # seconds since 1970: what a calendar has
+_LARGEST = 1 << 30  # maximum size of a manifest in bytes
+_MOST = 1 << 62  # exclusive limit of a dimension, and of a size in bytes
+_LATEST = 1e11  # exclusive limit in seconds since 1970, within the range of calendar dates
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _END = re.compile(rb',"digest":"([0-9a-f]{32})"}\n?\Z')
 
 
 class Writer(msgspec.Struct, frozen=True):
-    """A rank that took part.
+    """A rank that took part in the save.
 
     Attributes:
-        host: its host.
-        pid: its process.
-        tree: which of the trees is its state.
+        host: Its host.
+        pid: Its process.
+        tree: Index of the tree of its state.
     """
 
     host: str
@@ -67,12 +68,12 @@ class Writer(msgspec.Struct, frozen=True):
 
 
 class FileShare(msgspec.Struct, frozen=True):
-    """Which files of a checkpoint a folder has, where hosts have folders of their own.
+    """The share of a checkpoint that a folder has, if hosts have separate folders.
 
     Attributes:
-        id: of the save: the shares of one checkpoint have the same.
-        number: of this share, from 1.
-        count: how many make up the checkpoint.
+        id: Id of the save, which all shares of a checkpoint have in common.
+        number: Number of this share, from 1.
+        count: Number of shares of the checkpoint.
     """
 
     id: str
@@ -84,12 +85,12 @@ class ManifestFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """A file of tensors, in the safetensors format.
 
     Attributes:
-        name: in the folder.
-        nbytes: of the file.
-        head: bytes before the tensors.
-        hash: of those.
-        rank: who wrote it.
-        share: which share it is in; 0 in a checkpoint that has none.
+        name: Name in the folder.
+        nbytes: Size of the file in bytes.
+        head: Size of the header before the tensors, in bytes.
+        hash: Hash of the header.
+        rank: Rank that wrote it.
+        share: Number of the share that has it; 0 in a checkpoint without shares.
     """
 
     name: str
@@ -101,13 +102,13 @@ class ManifestFile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Where a part of a tensor is: all its elements, in the order of its dimensions.
+    """Location of a part of a tensor in a file. All its elements are contiguous, in the order of its dimensions.
 
     Attributes:
-        file: which of the files.
-        begin: the byte in that file.
-        offsets: the part's place in the tensor.
-        shape: of the part.
+        file: Index of the file.
+        begin: First byte in that file.
+        offsets: Position of the part in the tensor.
+        shape: Shape of the part.
         hashes: xxh3_64 of each block of its bytes, as 8 bytes, little-endian.
     """
 
@@ -122,11 +123,11 @@ class Saved(msgspec.Struct, frozen=True):
     """A tensor.
 
     Attributes:
-        name: its path in the state.
-        dtype: torch's name.
-        shape: of the whole.
-        pieces: that make it up, without overlaps.
-        ranks: those whose state it is in, where the others have another tensor of this name; else empty: of all.
+        name: Path of the tensor in the state.
+        dtype: torch's name of the dtype.
+        shape: Shape of the whole tensor.
+        pieces: Its parts, without overlaps.
+        ranks: Ranks whose state contains it, if other ranks have another tensor of this name. Empty: all ranks.
     """
 
     name: str
@@ -137,20 +138,20 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All of a checkpoint. Its shares have the same, but for the number of the share.
+    """Contents of a checkpoint. All its shares have the same manifest, except for the number of the share.
 
     Attributes:
-        format: the version of this form.
-        step: of the training.
-        run: of the job that wrote it.
-        when: seconds since 1970.
-        allranks: the version that wrote it.
-        block: bytes that have one hash.
-        writers: by rank.
-        files: with the tensors.
-        tensors: in the order of their names.
-        trees: what is not tensors; those of ranks that have the same are one.
-        share: what of it is in this folder; None: all.
+        format: Version of the format.
+        step: Step of the training.
+        run: Name of the job that wrote it.
+        when: Time of the save, in seconds since 1970.
+        allranks: Version of allranks that wrote it.
+        block: Bytes that share one hash.
+        writers: The ranks that wrote it, by rank.
+        files: Files with the tensors.
+        tensors: Tensors, sorted by name.
+        trees: States without their tensors. Ranks with equal trees share one.
+        share: The share that is in this folder. None: the whole checkpoint.
     """
 
     format: int
@@ -167,20 +168,20 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def nbytes(self) -> int:
-        """Of all files with tensors that are in this folder."""
+        """Size in bytes of the files with tensors that are in this folder."""
         return sum(file.nbytes for file in self.files if self.is_here(file))
 
     @property
     def number(self) -> int:
-        """Of the share; 0 where there are none."""
+        """Number of the share; 0 without shares."""
         return 0 if self.share is None else self.share.number
 
     def is_here(self, file: ManifestFile) -> bool:
-        """Whether a file is in this folder."""
+        """Return whether a file is in this folder."""
         return file.share == self.number
 
     def identity(self) -> str:
-        """The same for all shares of a checkpoint, and for nothing else."""
+        """Return an identifier that all shares of a checkpoint have in common, and no other checkpoint has."""
         alike = None if self.share is None else msgspec.structs.replace(self.share, number=1)
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(msgspec.structs.replace(self, share=alike)))
 
@@ -189,8 +190,9 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return body + b',"digest":"' + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
 
     def tensors_of(self, rank: int) -> dict[str, Saved]:
-        """The tensors in the state of a rank, by name; of rank 0 where there was no such rank."""
+        """Return the tensors in the state of a rank, by name. A rank that did not exist gets the tensors of rank 0."""
         found: dict[str, Saved] = {}
+        # Later entries have priority: any rank's tensor, rank 0's, the tensor of this rank.
         for wanted in (None, 0, rank):
             for saved in self.tensors:
                 if wanted is None:
@@ -200,15 +202,15 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return found
 
     def tree(self, rank: int) -> Any:
-        """The state of a rank, without tensors; of rank 0 where there was no such rank."""
+        """Return the state of a rank without its tensors. A rank that did not exist gets the state of rank 0."""
         return self.trees[self.writers[rank if rank < len(self.writers) else 0].tree]
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch's dtype.
+    """Return torch's dtype of a name.
 
     Raises:
-        CheckpointError: this torch has none of that name.
+        CheckpointError: This version of torch has no such dtype.
     """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
@@ -217,15 +219,15 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def load_manifest(folder: Path, sizes: bool = True) -> Manifest:
-    """Reads and checks the manifest of a checkpoint.
+    """Read and check the manifest of a checkpoint.
 
     Args:
-        folder: the checkpoint.
-        sizes: look whether its files are there, and as large as they must be.
+        folder: The checkpoint.
+        sizes: Also check that its files exist and have the listed sizes.
 
     Raises:
-        CheckpointError: it is damaged, of a later version, or does not fit the files.
-        OSError: it cannot be read; FileNotFoundError where it is not there.
+        CheckpointError: It is damaged, has a later version, or does not match the files.
+        OSError: It cannot be read; FileNotFoundError if it does not exist.
     """
     path = folder / MANIFEST
     found = os.stat(path)
@@ -238,10 +240,10 @@ def load_manifest(folder: Path, sizes: bool = True) -> Manifest:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """That the files of a folder are there, and as large as they must be.
+    """Check that the files of a folder exist and have the listed sizes.
 
     Raises:
-        CheckpointError: one is not.
+        CheckpointError: A file is missing or has another size.
     """
     for file in manifest.files:
         if manifest.is_here(file):
@@ -249,10 +251,10 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def decode(path: Path, data: bytes) -> Manifest:
-    """A manifest from its bytes, checked but for the sizes of the files.
+    """Decode and check a manifest. The sizes of the files are not checked.
 
     Raises:
-        CheckpointError: see ``load_manifest``.
+        CheckpointError: See ``load_manifest``.
     """
     manifest = _decode(path, data)
     _check(path, manifest)
@@ -273,7 +275,7 @@ def _decode(path: Path, data: bytes) -> Manifest:
 
 
 def _check(path: Path, manifest: Manifest) -> None:
-    """That all numbers fit each other."""
+    """Check that all numbers are consistent."""
     if manifest.format > SHARED_FORMAT:
         raise CheckpointError(
             f"{path} has format {manifest.format}; this allranks reads up to {SHARED_FORMAT}: update it"
@@ -333,7 +335,7 @@ def _tensor_problem(manifest: Manifest, saved: Saved) -> str:
 
 
 def _shared_bytes(manifest: Manifest) -> str:
-    """That no byte is in two parts: so all tensors together are no larger than the files are."""
+    """Check that no byte is in two parts. The tensors together are then not larger than the files."""
     ranges = sorted(
         (piece.file, piece.begin, piece.begin + math.prod(piece.shape) * dtype_of(saved.dtype).itemsize, saved.name)
         for saved in manifest.tensors
@@ -356,7 +358,7 @@ def _check_size(folder: Path, file: ManifestFile) -> None:
 
 
 def size_problem(found: os.stat_result, file: ManifestFile) -> str:
-    """Why something with the name of a file is not that file; "" if it may be."""
+    """Return why a file found under this name is not the listed file; "" if it may be."""
     if not stat.S_ISREG(found.st_mode):
         return f"is no plain file; rank {file.rank} wrote one"
     if found.st_size != file.nbytes:

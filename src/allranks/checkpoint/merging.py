@@ -1,4 +1,4 @@
-"""One ordinary checkpoint of the shares that hosts with folders of their own have written."""
+"""Merging of the shares that hosts with separate folders have written into one ordinary checkpoint."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 def merge(*sources: folders.PathLike, into: folders.PathLike, step: int | None = None) -> Path:
-    """Makes one checkpoint of its shares. One process calls it.
+    """Combine the shares of a checkpoint into one checkpoint. One process calls it.
 
-    The files are linked where the file system can, and copied elsewhere. Every byte is checked before the checkpoint
-    gets its name; the shares stay where they are.
+    The files are hard-linked if the file system supports this, and copied otherwise. Every byte is checked before the
+    checkpoint gets its name. The shares stay in their folders.
 
     Args:
-        sources: a folder of checkpoints of each host, or a share each.
-        into: the folder of checkpoints that gets it. It is made if it is not there.
-        step: of the training; None: the newest of which all shares are there.
+        sources: A folder of checkpoints of each host, or one share each.
+        into: The folder of checkpoints that receives the result. It is created if it does not exist.
+        step: Step of the training. None: the newest step with all its shares.
 
     Returns:
         The checkpoint.
 
     Raises:
-        UsageError: there are no shares in ``sources``, or they are of different saves; a job saves into ``into``.
-        CheckpointError: a share is missing or damaged: names it, and who wrote it.
-        OSError: a file cannot be read or written.
+        UsageError: ``sources`` has no shares, or shares of different saves; or a job saves into ``into``.
+        CheckpointError: A share is missing or damaged. The message names the share and its writer.
+        OSError: A file cannot be read or written.
     """
     return merge_shares(sources, into, step)
 
@@ -53,10 +53,11 @@ def merge_shares(
     """See ``merge``.
 
     Args:
-        sources: see there.
-        into: see there.
-        step: see there.
-        progress: is told what is done, and how many bytes are, of how many: each is copied or linked, and read.
+        sources: See ``merge``.
+        into: See ``merge``.
+        step: See ``merge``.
+        progress: Receives the current action, the bytes done, and the total. Each byte counts twice: it is copied or
+            linked, and read.
     """
     candidate, places = _candidate([Path(source) for source in sources], step)
     manifests = _manifests(candidate, places)
@@ -82,7 +83,7 @@ def merge_shares(
 
 
 def _candidate(sources: Sequence[Path], step: int | None) -> tuple[CheckpointCandidate, dict[int, Path]]:
-    """The save whose shares are all there, and where each is."""
+    """Return the save whose shares all exist, and the path of each share."""
     views = []
     for source in sources:
         if not source.is_dir():
@@ -109,7 +110,7 @@ def _candidate(sources: Sequence[Path], step: int | None) -> tuple[CheckpointCan
 
 
 def _words(candidate: CheckpointCandidate, places: Sequence[Path], older: int | None) -> str:
-    """What is missing, who wrote it, and what is not."""
+    """Describe the missing shares, their writers, and an older step with all its shares."""
     number, name = next(iter(candidate.names.items()))
     manifest = load_manifest(places[candidate.reporters[number]] / name, sizes=False)
     lost = ["share " if len(candidate.missing) == 1 else "shares ", spans(candidate.missing, ", ")]
@@ -132,7 +133,7 @@ def _manifests(candidate: CheckpointCandidate, places: dict[int, Path]) -> dict[
 
 
 def _take(source: Path, target: Path) -> None:
-    """Links a file, or copies it and waits until the disk has it."""
+    """Link a file, or copy it and wait until the copy is on the disk."""
     try:
         os.link(source, target)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a rank tells the others of its tensors, and their bytes."""
+"""Descriptions of a rank's tensors, which the ranks exchange, and the bytes of the tensors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from allranks.checkpoint.values import Flat, Shard
 
 __all__ = ["Compared", "digest_of", "local_part", "offer_of", "plain_of", "views_of", "words_of"]
 
-_SMALL = 64 << 10  # bytes: of larger tensors a sample is taken
-_SAMPLES, _GRAIN = 1024, 64  # so many, of so many bytes
-_WEIGHTS = 1 << 20
+_SMALL = 64 << 10  # bytes: larger tensors are compared by a sample
+_SAMPLES, _GRAIN = 1024, 64  # number of samples, bytes of each
+_WEIGHTS = 1 << 20  # number of weights, which is also the number of words in a sum
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Compared(NamedTuple):
-    """How tensors are compared between ranks: by all bytes, but for those below some paths in the state.
+    """How tensors are compared between ranks: by all their bytes, except tensors below certain paths in the state.
 
     Attributes:
-        own: each rank's is written, without comparing.
-        alike: the program promises that they are alike: a sample is compared.
-        ranks: how many there are; one alone compares nothing.
+        own: Paths whose tensors every rank writes, without a comparison.
+        alike: Paths whose tensors the program guarantees to be the same. A sample is compared.
+        ranks: Number of ranks. A single rank compares nothing.
     """
 
     own: Sequence[str]
@@ -37,19 +37,19 @@ class Compared(NamedTuple):
     ranks: int
 
     def digest(self, name: str, part: Tensor) -> int:
-        """What is told of the bytes."""
+        """Return the digest of a tensor that the ranks compare."""
         if self.ranks == 1 or is_below(name, self.own):
             return 0
         return sample_digest(part) if is_below(name, self.alike) else digest_of(part)
 
 
 def is_below(name: str, paths: Sequence[str]) -> bool:
-    """Whether a tensor is at one of these paths, or in what is there."""
+    """Return whether a tensor is at one of these paths, or below one."""
     return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def offer_of(name: str, value: Tensor | Shard, compared: Compared) -> Offer:
-    """What this rank tells of a tensor."""
+    """Return the description of a tensor of this rank."""
     part, offsets, shape = local_part(name, value)
     dtype, digest = str(part.dtype).removeprefix("torch."), compared.digest(name, part)
     is_own = is_below(name, compared.own)
@@ -57,7 +57,7 @@ def offer_of(name: str, value: Tensor | Shard, compared: Compared) -> Offer:
 
 
 def local_part(name: str, value: Tensor | Shard) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    """What this rank has of a tensor: the part, where it begins, and the shape of the whole."""
+    """Return the part of a tensor that this rank has, its offsets, and the shape of the whole tensor."""
     if isinstance(value, Shard):
         return value.tensor.detach(), value.offsets, value.shape
     if hasattr(value, "_local_tensor") and hasattr(value, "device_mesh"):
@@ -82,28 +82,31 @@ def _part_of_dtensor(name: str, value: Any) -> tuple[Tensor, tuple[int, ...], tu
 
 
 def words_of(tensor: Tensor) -> Tensor:
-    """The same memory as numbers, as torch cannot copy every dtype. Lazy views get memory of their own."""
+    """Return the same memory as a tensor of a basic dtype: torch cannot copy every dtype. Copies lazy views."""
     plain = tensor.resolve_conj().resolve_neg()
     return plain.view(_WORDS[plain.element_size()])
 
 
 def plain_of(tensor: Tensor) -> Tensor:
-    """Its elements without gaps, on the CPU; a copy where they are not there already."""
+    """Return the elements without gaps, on the CPU. They are copied only if necessary."""
     return words_of(tensor).cpu().contiguous()
 
 
 def digest_of(part: Tensor) -> int:
-    """Of all its bytes. On a device it is another one: there a copy to the CPU would take longer than all else."""
+    """Return the digest of all bytes.
+
+    A device computes another digest: a copy to the CPU would take longer than everything else.
+    """
     if not part.numel():
         return 0
     if part.is_cpu:
-        plain = plain_of(part)  # held: the view does not
+        plain = plain_of(part)  # keep a reference: the view holds none
         return xxhash.xxh3_64_intdigest(view_of(plain)) >> 1
     return sums_digest(part)
 
 
 def sample_digest(part: Tensor) -> int:
-    """Of all bytes of a small tensor, of a sample of a large one."""
+    """Return the digest of all bytes of a small tensor, or of a sample of a large one."""
     if part.nbytes <= _SMALL:
         return digest_of(part)
     flat = words_of(part).reshape(-1)
@@ -114,7 +117,10 @@ def sample_digest(part: Tensor) -> int:
 
 
 def sums_digest(part: Tensor) -> int:
-    """A digest that a device computes: each word times an odd number of its own, in sums of 64 bits."""
+    """Return a digest that a device computes: 64-bit sums of the words, each multiplied by its own odd weight.
+
+    An odd number is invertible modulo 2**64, so the change of a single word always changes its sum.
+    """
     words = words_of(part).reshape(-1)
     words = words.view(torch.int64) if words.is_complex() else words
     weights = _weights(words.device)
@@ -126,19 +132,19 @@ def sums_digest(part: Tensor) -> int:
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """The same on all ranks."""
+    """Return the weights, which are the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (_WEIGHTS,), generator=generator, device="cpu")
     return (drawn | 1).to(device)
 
 
 def views_of(jobs: Sequence[SaveJob], flat: Flat) -> Sequence[memoryview]:
-    """The bytes of what this rank writes."""
+    """Return the bytes that this rank writes."""
     return _Views([local_part(job.offer.name, flat.tensors[job.offer.name])[0] for job in jobs])
 
 
 class _Views(Sequence[memoryview]):
-    """The memory of tensors. One that is on a device, or not contiguous, is copied when it is its turn."""
+    """The memory of tensors. A tensor on a device, or not contiguous, is copied when its turn comes."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors

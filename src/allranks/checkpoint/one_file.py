@@ -1,7 +1,7 @@
-"""A state from one file: what `save(obj, path)` or `torch.save` wrote, or a safetensors file, as `export` writes it.
+"""A state from one file, which `save(obj, path)`, `torch.save` or `export` wrote, or any other safetensors file.
 
-A safetensors file has tensors only, with flat names. They are taken for paths in the state that is filled. It has no
-hashes, so what its head says is compared with the size of the file alone.
+A safetensors file has only tensors, with flat names. The names are used as paths in the state that is filled. The file
+has no hashes, so its header is only checked against the size of the file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from allranks.checkpoint.values import Shard, Tree, bare, flatten, unflatten
 
 __all__ = ["load_file"]
 
-_LONGEST = 100 << 20  # bytes of a head, as in safetensors
+_LONGEST = 100 << 20  # maximum bytes of a header, as in safetensors
 _DTYPES = {
     **{kind: dtype for dtype, kind in KINDS.items()},
     "C64": "complex64",
@@ -39,7 +39,7 @@ _DTYPES = {
 
 
 def load_file(path: PathLike, map_location: Any, weights_only: bool, into: Any) -> Any:
-    """Reads one file, and fills a state with it; see ``allranks.checkpoint.load``."""
+    """Read one file, and fill a state with it; see ``allranks.checkpoint.load``."""
     with open(path, "rb") as file:
         if _is_safetensors(file):
             tensors = _Safetensors(file, os.fspath(path))
@@ -60,24 +60,24 @@ def _filled(source: _Source, into: Any, tree: Tree) -> Any:
 
 
 class _Source:
-    """Tensors with names, which fill a state: a ``filling.Readable``."""
+    """Named tensors that fill a state: a ``filling.Readable``."""
 
     def __init__(self, where: str) -> None:
         self.where = where
 
     def find(self, name: object) -> Saved:
-        """See ``loading.Reader``."""
+        """See ``loading.BlockReader``."""
         raise NotImplementedError
 
     def tensor(self, name: str) -> Tensor:
-        """A whole one."""
+        """Return a whole tensor."""
         raise NotImplementedError
 
     def open_for(self, saved: Saved, target: Tensor | Shard | None) -> None:
-        """The file is open."""
+        """Do nothing: the file is open."""
 
     def build(self, tree: Tree, like: Mapping[str, Any] | None = None) -> Any:
-        """See ``loading.Reader``."""
+        """See ``loading.BlockReader``."""
 
         def made(name: str) -> Tensor:
             whole, model = self.tensor(name), None if like is None else like.get(name)
@@ -90,7 +90,7 @@ class _Source:
         return unflatten(tree, made)
 
     def read(self, saved: Saved, into: Tensor | Shard) -> None:
-        """See ``loading.Reader``."""
+        """See ``loading.BlockReader``."""
         part, offsets, _ = local_part(saved.name, into)
         with torch.no_grad():
             place = tuple(slice(begin, begin + n) for begin, n in zip(offsets, part.shape, strict=True))
@@ -98,7 +98,7 @@ class _Source:
 
 
 class _Memory(_Source):
-    """Those of an object that torch.load has made."""
+    """Tensors of an object that torch.load has created."""
 
     def __init__(self, tensors: dict[str, Tensor], where: str) -> None:
         super().__init__(where)
@@ -113,7 +113,7 @@ class _Memory(_Source):
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """What the head of a safetensors file says of a tensor."""
+    """Entry of a tensor in the header of a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -121,7 +121,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class _Safetensors(_Source):
-    """Those of a safetensors file. Each is read when it is its turn."""
+    """Tensors of a safetensors file. Each is read when it is needed."""
 
     def __init__(self, file: BinaryIO, where: str) -> None:
         super().__init__(where)
@@ -130,7 +130,7 @@ class _Safetensors(_Source):
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return list(self._entries)
 
     def find(self, name: object) -> Saved:
@@ -147,10 +147,10 @@ class _Safetensors(_Source):
         return made
 
     def tree_for(self, into: Any, path: str) -> Tree:
-        """The tree of a state with tensors of these names.
+        """Return the tree of a state that has tensors of these names.
 
         Raises:
-            UsageError: there is something else than tensors in the state, or no tensor for one of its.
+            UsageError: The state has a value that is not a tensor, or a tensor that the file lacks.
         """
         into = bare(into)
         if isinstance(into, (Tensor, Shard)):
@@ -168,7 +168,10 @@ class _Safetensors(_Source):
         )
 
     def _tree_of_module(self, module: nn.Module, path: str) -> Tree:
-        """With all names below it, so that those which it has not are noticed. Tied tensors are there once."""
+        """Return the tree with all names below the module, so that unexpected names are detected.
+
+        A tensor that a module shares under several names (tied weights) is in the file once.
+        """
         begin = _join(path, "")
         found = {name[len(begin) :]: {"tensor": name} for name in self._entries if name.startswith(begin)}
         first: dict[str, str] = {}
@@ -192,13 +195,13 @@ def _join(path: str, key: object) -> str:
 
 
 def _is_safetensors(file: BinaryIO) -> bool:
-    """Whether it begins with a length and then JSON. A zip archive does not."""
+    """Return whether the file begins with a length and JSON. A zip archive does not."""
     start = file.read(9)
     return len(start) == 9 and start[8:] == b"{" and not start.startswith(b"PK")
 
 
 def _head_of(file: BinaryIO, where: str) -> tuple[int, dict[str, tuple[Saved, int]]]:
-    """Where the tensors of a safetensors file begin; and each of them, and where it begins there."""
+    """Return the position of the tensors of a safetensors file, and the description and relative position of each."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")

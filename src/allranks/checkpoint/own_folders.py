@@ -1,7 +1,8 @@
-"""Which ranks see the same folder: hosts may have one of the same name each, on disks of their own.
+"""Detection of the ranks that see the same folder: each host may have a folder of this name on its own disk.
 
-Nothing is guessed of host names, paths or file systems. Rank 0 has made a folder with a random name, and each rank
-looks for it. The ranks that do not find it leave a file with their number each, and look for those of the others.
+The result does not rely on host names, paths or file systems. Rank 0 has created a folder with a random name, and each
+rank checks whether it exists. Each rank that does not find it creates a marker file with its number. Then all ranks
+check for these marker files.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ __all__ = ["leaders_of", "numbers_of"]
 
 
 class FolderVote(Protocol):
-    """All ranks do something, and a failure of one is one of all; see ``saving``."""
+    """Run an action on all ranks. The failure of one rank is raised on all ranks; see ``saving``."""
 
     def __call__(self, company: Company, act: Callable[[], None]) -> list[None]: ...
 
 
 def leaders_of(company: Company, folder: Path, partial: str, vote: FolderVote, held: contextlib.ExitStack) -> list[int]:
-    """The first of the ranks that see the same folder, for each rank. All of them call it.
+    """Return for each rank the first rank that sees the same folder. All ranks call it.
 
     Args:
-        company: the ranks.
-        folder: of this rank.
-        partial: the name of the folder that rank 0 has made in its own.
-        vote: see there.
-        held: removes at its end what is left here.
+        company: The ranks.
+        folder: Folder of this rank.
+        partial: Name of the folder that rank 0 has created in its folder.
+        vote: See ``FolderVote``.
+        held: Removes the marker file of this rank when it is closed.
 
     Raises:
-        CheckpointError: a folder cannot be written to; or rank 1 sees the folders of ranks 0 and 2, and they do not see
-            each other's.
+        CheckpointError: A folder cannot be written to. Or the result is inconsistent: for example, rank 1 sees the
+            folders of ranks 0 and 2, and these do not see each other's.
     """
     sees_first = company.exchange((folder / partial).is_dir(), bool)
     missing = [rank for rank, sees in enumerate(sees_first) if not sees]
@@ -70,6 +71,6 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def numbers_of(leaders: Sequence[int]) -> list[int]:
-    """The number of the share of each rank, from 1; all 0 where there is one folder."""
+    """Return the share number of each rank, from 1. All are 0 if there is one folder."""
     distinct = sorted(set(leaders))
     return [0] * len(leaders) if len(distinct) == 1 else [1 + distinct.index(leader) for leader in leaders]

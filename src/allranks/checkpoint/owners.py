@@ -1,13 +1,13 @@
-"""Which job saves into a folder: one at a time, from its first save until its processes have ended.
+"""The job that saves into a folder: only one at a time, from its first save until its processes have exited.
 
-Two jobs that save in turn would remove each other's checkpoints as old ones. So each process that saves holds a shared
-lock on ``.job``, which has a record of its job. A job takes the folder over by an exclusive lock, which nobody gets
-while a process of another job holds the shared one. The kernel drops the locks of a process that ends, however it ends,
-and a forked child closes its copy at once. The processes of one job share the lock, so a job whose rank 0 has become
-another process, or that was restarted, goes on at once.
+Two jobs that save alternately would remove each other's checkpoints as old ones. Therefore each process that saves
+holds a shared lock on the file ``.job``, which has a record of its job. To take over the folder, a job needs an
+exclusive lock, which the kernel refuses while a process of another job holds the shared one. The kernel releases the
+locks of a process that exits for any reason, and a forked child closes its copy immediately. The processes of one job
+share the lock. A job whose rank 0 has become another process, or that was restarted, therefore continues immediately.
 
-Some file systems have no locks. There the record alone decides: whoever finds that another job has replaced its record
-has an error, and nobody removes a checkpoint that another job has written.
+Some file systems have no locks. In this case only the record decides: a process raises an error if it finds that
+another job has replaced its record, and no process removes a checkpoint of another job.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ from allranks._base.forks import Descriptor
 __all__ = ["NO_LOCKS", "OwnerClaim", "adopt_run", "claim", "decided_run", "open_file", "release", "run_id"]
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""Of a lock on a file system that has none."""
+"""Errors of a lock request on a file system without locks."""
 
 _NAME = ".job"
-_LENGTH = 1024  # bytes of a record, in one write: the processes of a job may replace it at the same time
+_LENGTH = 1024  # bytes of a record, in one write: the processes of a job may replace it simultaneously
 _BUSY = (errno.EAGAIN, errno.EACCES)
-_TRIES, _PAUSE_S = 20, 0.025  # another process may hold the lock just to look
+# Another process may hold the exclusive lock briefly, to check whether the folder is free.
+_TRIES, _PAUSE_S = 20, 0.025
 
 
 class BlockOwner(msgspec.Struct, frozen=True):
     """The record of a job.
 
     Attributes:
-        run: the job.
-        host: of the process that wrote the record.
-        pid: of that process.
-        since: seconds since 1970.
-        started: when that process was started, in ticks of the kernel: another one may get its pid.
+        run: Name of the job.
+        host: Host of the process that wrote the record.
+        pid: Pid of that process.
+        since: Start of the claim, in seconds since 1970.
+        started: Start time of that process, in kernel ticks. It distinguishes a later process with the same pid.
     """
 
     run: str
@@ -62,7 +63,7 @@ class BlockOwner(msgspec.Struct, frozen=True):
         return f"another job (host {self.host}, pid {self.pid}, run {self.run!r}, since {since})"
 
     def is_dead(self) -> bool | None:
-        """Whether the process has ended; None: it is on another host."""
+        """Return whether the process has exited; None if it is on another host."""
         if self.host != socket.gethostname():
             return None
         return _started(self.pid) != self.started
@@ -73,10 +74,10 @@ class OwnerClaim:
     """A folder into which this process saves.
 
     Attributes:
-        run: the job.
-        fd: of the record, with the lock.
-        has_lock: whether the file system has locks.
-        remark: what the user should be told; "" for nothing.
+        run: Name of the job.
+        fd: Descriptor of the record, which holds the lock.
+        has_lock: The file system has locks.
+        remark: Message for the user; "" for none.
     """
 
     run: str
@@ -85,7 +86,7 @@ class OwnerClaim:
     remark: str = ""
 
     def is_of(self, record: Path) -> bool:
-        """Whether it is for the file that is there now: the folder may have been removed and made again."""
+        """Return whether the claim is for the current record. The folder may have been removed and recreated."""
         try:
             return self.fd.fileno() >= 0 and os.path.samestat(os.fstat(self.fd.fileno()), os.stat(record))
         except FileNotFoundError:
@@ -97,14 +98,14 @@ _claims: dict[Path, OwnerClaim] = {}
 
 
 def claim(folder: Path, run: str) -> tuple[OwnerClaim, bool]:
-    """Makes sure that no other job saves into a folder.
+    """Ensure that no other job saves into a folder.
 
     Returns:
-        The claim, which lasts until this process ends; and whether it is a new one.
+        The claim, which lasts until this process exits, and whether it is new.
 
     Raises:
-        UsageError: another job does. Names it.
-        OSError: the folder cannot be written to.
+        UsageError: Another job saves into the folder. The message names it.
+        OSError: The folder cannot be written to.
     """
     with _guard:
         record = folder / _NAME
@@ -119,7 +120,7 @@ def claim(folder: Path, run: str) -> tuple[OwnerClaim, bool]:
                 found.remark = ""
                 return found, False
         if found is not None and found.run == run and owner is not None and not owner.is_dead():
-            _claims[folder] = found  # so that it stays an error
+            _claims[folder] = found  # so that the next save fails, too
             raise _refusal(owner, folder)
         fd = found.fd if found is not None else open_file(record)
         try:
@@ -132,22 +133,24 @@ def claim(folder: Path, run: str) -> tuple[OwnerClaim, bool]:
 
 
 def release(folder: Path) -> None:
-    """Ends a claim: for what saves once, such as a merge."""
+    """End a claim of an operation that saves once, such as a merge."""
     with _guard:
         if (found := _claims.pop(folder, None)) is not None:
             found.fd.close()
 
 
 def open_file(path: Path) -> Descriptor:
-    """Opens a file for a lock, which a forked child does not keep."""
+    """Open a lock file with a descriptor that a forked child closes."""
     return Descriptor.of(lambda: os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
 
 
 def _claim(fd: Descriptor, folder: Path, run: str) -> OwnerClaim:
-    """Takes the lock, and writes the record."""
+    """Take the lock, and write the record."""
     mine = BlockOwner(run, socket.gethostname(), os.getpid(), time.time(), _started(os.getpid()))
     for _ in range(_TRIES):
         try:
+            # The exclusive lock shows that no other job uses the folder. The conversion to a shared lock is not atomic:
+            # another job may get the exclusive lock in between, so the record is read again below.
             if taken := _try(fd, fcntl.LOCK_EX):
                 _write(fd, mine)
             shared = _try(fd, fcntl.LOCK_SH)
@@ -200,7 +203,7 @@ def _read(fd: Descriptor) -> BlockOwner | None:
     try:
         return msgspec.json.decode(os.pread(fd.fileno(), _LENGTH, 0), type=BlockOwner)
     except msgspec.DecodeError:
-        return None  # nobody has written it
+        return None  # no process has written it
 
 
 def _write(fd: Descriptor, owner: BlockOwner) -> None:
@@ -208,7 +211,7 @@ def _write(fd: Descriptor, owner: BlockOwner) -> None:
 
 
 def _started(pid: int) -> int:
-    """When a process was started; 0 if there is none."""
+    """Return when a process was started, in kernel ticks; 0 if it does not exist."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])
     return 0
@@ -220,23 +223,27 @@ _run = ""
 
 
 def decided_run() -> str:
-    """The name of the job: its launcher's, or one that its ranks have agreed on; "" if there is none yet."""
+    """Return the name of the job, from its launcher or agreed on by its ranks; "" if it has none yet."""
     found = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return _run or ("" if found == "none" else found)
 
 
 def adopt_run(names: list[tuple[str, str]]) -> None:
-    """Agrees with the other ranks on a name.
+    """Agree with the other ranks on a name: the first decided one, or else the one of rank 0.
 
     Args:
-        names: of each rank ``decided_run()`` and ``run_id()``.
+        names: ``decided_run()`` and ``run_id()`` of each rank.
     """
     global _run
     _run = next((decided for decided, _ in names if decided), names[0][1])
 
 
 def run_id() -> str:
-    """The name of the job. Where there is none: of this process, and of those that it starts by multiprocessing."""
+    """Return the name of the job.
+
+    If there is none, the name stands for this process and the processes that it starts by multiprocessing: they inherit
+    its authentication key.
+    """
     if found := decided_run():
         return found
     secret = hashlib.blake2b(multiprocessing.current_process().authkey, digest_size=6)

@@ -1,8 +1,9 @@
-"""The files with tensors: safetensors, hashed while they are written, and checked while they are read.
+"""Files with tensors: safetensors, hashed during the write, and checked during the read.
 
-A file that is written is on the disk when ``write_part`` returns. A block is hashed just before it is written, so that
-the copy into the page cache finds it in the processor's cache, and the disk is told to begin with it at once: the fsync
-at the end has little left to wait for. The large calls (hash, write, read) run without the GIL.
+A file is on the disk when ``write_part`` returns. A block is hashed just before it is written, so that the copy into
+the page cache finds it in the processor's cache. The kernel is asked to start writing the block to the disk
+immediately, so the fsync at the end has little left to wait for. The large calls (hash, write, read) run without the
+GIL.
 """
 
 from __future__ import annotations
@@ -48,37 +49,38 @@ KINDS = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""safetensors' names; tensors of other dtypes are there as bytes, and the manifest has their dtype."""
+"""Names in safetensors. Tensors of other dtypes are stored as bytes, and the manifest has their dtype."""
 
 OTHERS = "dtypes"
-"""In the metadata of a file: the dtype and the shape of those tensors."""
+"""Key in the metadata of a file: the dtype and shape of the tensors that are stored as bytes."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
+# Errors of a full disk, an exceeded quota or size limit. Other errors of fallocate are ignored.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_STEP = 1 << 20  # bytes that are read at a time
+_STEP = 1 << 20  # bytes per read
 _READERS = 2  # threads: hashing takes about half as long as reading from the page cache
 _MANY_BLOCKS = 3  # minimum for two threads: starting them takes 0.1 ms, reading a block 1 ms
-_HEAD_SIZE = 8  # bytes, little-endian: of the JSON that follows
+_HEAD_SIZE = 8  # bytes of the length of the JSON header, little-endian
 
 
 def write_part(
     folder: Path, jobs: Sequence[SaveJob], step: int, rank: int, views: Iterable[memoryview]
 ) -> tuple[ManifestFile, list[bytes]]:
-    """Writes the file of a rank, and waits until the disk has it.
+    """Write the file of a rank, and wait until it is on the disk.
 
     Args:
-        folder: of the checkpoint.
-        jobs: what is written, in the order of the file.
-        step: of the training.
-        rank: this one.
-        views: the bytes of each job. Each is used up before the next is asked for.
+        folder: Folder of the checkpoint.
+        jobs: The parts to write, in the order of the file.
+        step: Step of the training.
+        rank: This rank.
+        views: Bytes of each job. Each view is consumed before the next one is requested.
 
     Returns:
         The file, and the hashes of the blocks of each job, as ``Piece.hashes``.
 
     Raises:
-        OSError: it could not be written; FileExistsError where it is there already.
+        OSError: The file could not be written; FileExistsError if it exists.
     """
     head = _head_of(jobs, step, rank)
     name = f"part-{rank:05}.safetensors"
@@ -93,6 +95,7 @@ def write_part(
                 block = view[begin : begin + BLOCK]
                 found.append(xxhash.xxh3_64_intdigest(block))
                 write_all(fd, block)
+                # Start the write to the disk now, so that the fsync at the end has little left to wait for.
                 _libc.sync_file_range(fd, ctypes.c_int64(at), ctypes.c_int64(len(block)), _BEGIN_WRITING)
                 at += len(block)
             if sys.byteorder == "big":
@@ -103,14 +106,14 @@ def write_part(
 
 
 def _head_of(jobs: Sequence[SaveJob], step: int, rank: int) -> bytes:
-    """What is before the tensors of a file."""
+    """Return the header of a file, which precedes the tensors."""
     about = {"format": "pt", "step": str(step), "rank": str(rank)}
     entries: dict[str, object] = {"__metadata__": about}
     others: dict[str, tuple[str, tuple[int, ...]]] = {}
     for job in jobs:
         offer = job.offer
         kind, key = KINDS.get(offer.dtype), job.key
-        while key in entries:  # a tensor named "__metadata__", or "x#3" beside what rank 3 has as "x"
+        while key in entries:  # a tensor named "__metadata__", or "x#3" next to the key of rank 3's "x"
             key += "~"
         if kind is None:
             others[key] = (offer.dtype, offer.part)
@@ -127,39 +130,39 @@ def _head_of(jobs: Sequence[SaveJob], step: int, rank: int) -> bytes:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Takes the room on the disk, where the file system can: so a disk that is too full is known beforehand."""
+    """Reserve disk space, if the file system supports it, so that a full disk is detected before the write."""
     if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) and ctypes.get_errno() in _FULL:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 class Source(Protocol):
-    """What the bytes of a file are read from."""
+    """Source of the bytes of a file."""
 
     def read(self, where: int, view: memoryview, ahead: int) -> int:
-        """Fills a view with bytes of the file.
+        """Fill a view with bytes of the file.
 
         Args:
-            where: the first.
-            view: gets them.
-            ahead: up to where the bytes will be read next.
+            where: Position of the first byte.
+            view: Receives the bytes.
+            ahead: End of the range that the caller will read next.
 
         Returns:
-            Their hash; -1 if the file ends before.
+            Hash of the bytes; -1 if the file ends earlier.
         """
 
 
 class LocalFile:
-    """A file that is open.
+    """An open file.
 
     Attributes:
-        fd: its descriptor.
+        fd: Its descriptor.
     """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
     def read(self, where: int, view: memoryview, ahead: int) -> int:
-        """See ``Source``. Hashes each part while the processor's cache has it."""
+        """See ``Source``. Each part is hashed while it is in the processor's cache."""
         done, found = 0, xxhash.xxh3_64()
         while done < len(view):
             got = os.preadv(self.fd, [view[done : done + _STEP]], where + done)
@@ -172,13 +175,15 @@ class LocalFile:
 
 @contextlib.contextmanager
 def open_part(folder: Path, file: ManifestFile) -> Iterator[LocalFile]:
-    """A file to read from.
+    """Open a file of a checkpoint for reading.
 
     Raises:
-        CheckpointError: it is not there, no plain file, of another size, or cannot be opened. Names who wrote it.
+        CheckpointError: It is missing, not a plain file, of another size, or cannot be opened. The message names its
+            writer.
     """
     path = folder / file.name
-    try:  # what waits for a writer (a FIFO) is opened at once, and refused
+    # O_NONBLOCK: to open a FIFO without a writer would block. The check of the file type below rejects it.
+    try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; rank {file.rank} wrote it") from None
@@ -197,19 +202,19 @@ def open_part(folder: Path, file: ManifestFile) -> Iterator[LocalFile]:
 def read_rows(
     source: Source, manifest: Manifest, saved: Saved, piece: Piece, begin: int, end: int, into: memoryview
 ) -> None:
-    """Reads bytes of a piece, and checks them.
+    """Read and check bytes of a piece.
 
     Args:
-        source: its file.
-        manifest: of the checkpoint.
-        saved: the tensor.
-        piece: the part of it.
-        begin: the first byte of the piece.
-        end: the byte after the last.
-        into: gets them.
+        source: File of the piece.
+        manifest: Manifest of the checkpoint.
+        saved: The tensor.
+        piece: The part of the tensor.
+        begin: First byte in the piece.
+        end: Byte after the last one.
+        into: Receives the bytes.
 
     Raises:
-        CheckpointError: they are not what was written.
+        CheckpointError: The bytes are not the ones that were written.
     """
     block, nbytes = manifest.block, _nbytes_of(saved, piece, manifest)
     hashes = memoryview(piece.hashes)
@@ -241,9 +246,9 @@ def _read_blocks(source: Source, blocks: Sequence[tuple[int, memoryview]], ahead
     Two threads read and hash if this process may use two CPUs, which torch's number of threads indicates.
 
     Args:
-        source: the file.
-        blocks: the position of each block, and the memory that receives it.
-        ahead: see ``Source.read``.
+        source: The file.
+        blocks: Position of each block, and the memory that receives it.
+        ahead: See ``Source.read``.
     """
 
     def read(block: tuple[int, memoryview]) -> int:
@@ -271,7 +276,7 @@ def _nbytes_of(saved: Saved, piece: Piece, manifest: Manifest) -> int:
 
 
 def damaged(manifest: Manifest, saved: Saved, piece: Piece, begin: int, end: int, why: str = "") -> CheckpointError:
-    """The error of bytes that are not what was written, or cannot be read: names file, tensor, and rank."""
+    """Return the error for bytes that are damaged or unreadable. It names the file, the tensor, and the rank."""
     file = manifest.files[piece.file]
     writer = manifest.writers[file.rank] if 0 <= file.rank < len(manifest.writers) else None
     who = f"rank {file.rank}" + (f" ({writer.host}, pid {writer.pid})" if writer else "")

@@ -1,4 +1,4 @@
-"""The state of random generators, as a part of a checkpoint. Each rank has its own."""
+"""State of random number generators, as a part of a checkpoint. Each rank has its own."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from allranks._call import callsite
 
 __all__ = ["RandomState"]
 
-_cuda: Any = torch.cuda  # its annotations are few
+_cuda: Any = torch.cuda  # most of its functions have no annotations
 
 
 class RandomState:
-    """The generators of torch (CPU and CUDA), of ``random``, and of NumPy where the program has it.
+    """The generators of torch (CPU and CUDA), of ``random``, and of NumPy if the program has imported it.
 
-    Put it into the state that is saved: ``{"model": model, "random": RandomState()}``. Its state is read when it is
-    saved, and set when it is loaded.
+    Put it into the state that is saved: ``{"model": model, "random": RandomState()}``. The state of the generators is
+    read by a save, and set by a load.
     """
 
     def state_dict(self) -> dict[str, Any]:

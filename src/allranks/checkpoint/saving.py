@@ -1,8 +1,8 @@
-"""Saving: what each rank has is compared, dealt out and written; then all vote, and rank 0 makes it a checkpoint.
+"""Saving: the ranks compare, distribute and write their state; then they vote, and rank 0 completes the checkpoint.
 
-A failure of any rank, before the vote, is a failure of all, and the folder has what it had. Where hosts have folders of
-their own, the first rank of each makes its share complete. Then all vote again, before anything old is removed: until
-that vote, nobody has been told that the checkpoint is there.
+If a rank fails before the vote, the save fails on all ranks, and the folder is unchanged. If hosts have separate
+folders, the first rank of each folder completes its share, and all ranks vote again before old checkpoints are removed.
+No rank reports the checkpoint as saved before that vote.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _warned: set[Path] = set()
 
 @dataclass
 class Gathered:
-    """What is to be written, as all ranks know it.
+    """The data to write, which all ranks have agreed on.
 
     Attributes:
-        plan: who writes what.
-        flat: this rank's state.
-        trees: different ones, and which is whose.
-        processes: host and pid of each rank.
-        is_copied: whether each rank makes a copy before it writes, which may fail.
+        plan: The writes of each rank.
+        flat: State of this rank.
+        trees: The distinct trees, and the index of each rank's tree.
+        processes: Host and pid of each rank.
+        is_copied: Each rank makes a copy before it writes. The copy may fail, so the ranks vote on it.
     """
 
     plan: SavePlan
@@ -76,7 +76,7 @@ def save(
     alike: Sequence[str] = (),
     group: Any = None,
 ) -> Path:
-    """Writes a checkpoint of what all ranks have. Called by all of them; see ``allranks.checkpoint.save``."""
+    """Write a checkpoint of the state of all ranks. All ranks call it; see ``allranks.checkpoint.save``."""
     call = SaveCall(folder, step, keep, keep_every, group)
     gathered = gather(call, state, own, alike)
     return call.write(gathered, call.company, views_of(gathered.plan.files.get(call.company.rank, []), gathered.flat))
@@ -87,11 +87,11 @@ class _Opened:
     """A save that has begun.
 
     Attributes:
-        partial: the name of the folder that is written, in the folder of each rank.
-        run: of the job, as rank 0 has it.
-        when: it began, there.
-        leaders: for each rank the first of those that see the same folder.
-        numbers: of the share of each rank; 0 where all see one folder.
+        partial: Name of the partial folder, in the folder of each rank.
+        run: Name of the job, from rank 0.
+        when: Start of the save on rank 0, in seconds since 1970.
+        leaders: For each rank, the first rank that sees the same folder.
+        numbers: Share number of each rank; 0 if all ranks see one folder.
     """
 
     partial: str
@@ -102,18 +102,18 @@ class _Opened:
 
     @property
     def count(self) -> int:
-        """Of folders."""
+        """Number of folders."""
         return len(set(self.leaders))
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """How it went for a rank.
+    """Result of an action on one rank.
 
     Attributes:
-        outcome: what it came to, encoded.
-        failure: what went wrong; "" for nothing.
-        is_usage: whether that is a UsageError.
-        process: host and pid.
+        outcome: Encoded return value.
+        failure: Why it failed; "" if it succeeded.
+        is_usage: The failure is a UsageError.
+        process: Host and pid.
     """
 
     outcome: bytes
@@ -133,7 +133,7 @@ class SaveCall:
         self.step, self.keep, self.keep_every = step, keep, keep_every
         self.company = company_of(group)
         self._trouble: BaseException | None = None
-        self._held: folders.Held | None = None  # of the first rank of those that see a folder
+        self._held: folders.Held | None = None  # on the first rank that sees a folder
 
     def write(
         self,
@@ -142,13 +142,13 @@ class SaveCall:
         views: Sequence[memoryview],
         failure: BaseException | None = None,
     ) -> Path:
-        """Writes this rank's part, votes, and returns the checkpoint, on every rank.
+        """Write this rank's part, vote, and return the checkpoint, on every rank.
 
         Args:
-            gathered: what is to be written.
-            company: the ranks.
-            views: the bytes that this rank writes.
-            failure: of this rank, before this call: it is one of all ranks.
+            gathered: The data to write.
+            company: The ranks.
+            views: Bytes that this rank writes.
+            failure: Failure of this rank before this call. It fails the save on all ranks.
         """
 
         def begin() -> None:
@@ -169,7 +169,7 @@ class SaveCall:
             return self._finish(company, opened, self._manifest(gathered, records, opened))
 
     def _open(self, held: contextlib.ExitStack, company: Company) -> _Opened:
-        """Rank 0 takes the lock and makes the folder; so does the first rank of those that have another."""
+        """Take the lock and create the partial folder, on rank 0 and on the first rank of each other folder."""
 
         def open_own() -> None:
             if 0 < company.rank == leaders[company.rank]:
@@ -194,7 +194,7 @@ class SaveCall:
         return opened
 
     def _warn(self, opened: _Opened) -> None:
-        """Once: also a disk that one host has not mounted looks like this."""
+        """Warn once per folder: a disk that one host has not mounted has the same symptom."""
         if self.folder in _warned:
             return
         _warned.add(self.folder)
@@ -206,12 +206,16 @@ class SaveCall:
         )
 
     def _finish(self, company: Company, opened: _Opened, manifest: Manifest) -> Path:
-        """Makes it complete. Where the vote on that breaks off, nothing is undone: another rank may have all votes."""
+        """Complete the checkpoint.
+
+        If the exchange of the final vote fails, nothing is undone, because another rank may have received all votes.
+        """
         partial, leads = self.folder / opened.partial, opened.leaders[company.rank] == company.rank
 
         def commit() -> tuple[str, list[str]]:
             if not leads:
                 return "", []
+            # The names of the parts must be on the disk before the manifest that lists them.
             folders.sync_folder(partial)
             path = folders.complete(partial, manifest)
             return path.name, self._tidy(path) if opened.count == 1 else []
@@ -222,9 +226,10 @@ class SaveCall:
         else:
             answers = self._poll(company, commit)
             own = self.folder / folders.new_name(self.folder, manifest)
-            if any(answer.failure for answer in answers):  # told to all: nobody has taken it for complete
+            # All ranks have received the failure, so no rank has reported the checkpoint as saved.
+            if any(answer.failure for answer in answers):
                 if leads:
-                    with contextlib.suppress(OSError):  # a share without the others is not taken either
+                    with contextlib.suppress(OSError):  # a share without the other shares is not loaded
                         folders.remove(own)
                 self._raise(answers)
             remarks = self._vote(company, lambda: self._tidy(own) if leads else [], list[str])[company.rank]
@@ -233,12 +238,12 @@ class SaveCall:
         return own
 
     def _tidy(self, own: Path) -> list[str]:
-        """Removes old ones. Returns what could not be removed: the checkpoint is complete all the same."""
+        """Remove old checkpoints. Return those that could not be removed, which does not make the save fail."""
         assert self._held is not None
         return self._held.remarks + folders.tidy(own, self.keep, self.keep_every, self._held.run)
 
     def _vote(self, company: Company, act: Callable[[], _T], kind: Any = None) -> list[_T]:
-        """All ranks do something. Returns what each has come to, of that type; raises on all what has failed on one."""
+        """Run an action on all ranks, and return each result, of type `kind`. A failure on one is raised on all."""
         answers = self._poll(company, act)
         if any(answer.failure for answer in answers):
             self._raise(answers)
@@ -246,10 +251,10 @@ class SaveCall:
         return [decode(answer.outcome) for answer in answers]
 
     def _poll(self, company: Company, act: Callable[[], Any]) -> list[_Answer]:
-        """All ranks do something. Returns how that went for each."""
+        """Run an action on all ranks. Return the success or failure of each."""
         try:
             answer = _Answer(msgspec.msgpack.encode(act()), "", False, this_process())
-        except Exception as error:  # noqa: BLE001 - told to all ranks
+        except Exception as error:  # noqa: BLE001 - reported to all ranks
             self._trouble = error
             answer = _Answer(b"", described(error), isinstance(error, UsageError), this_process())
         return company.exchange(answer, _Answer)
@@ -265,7 +270,7 @@ class SaveCall:
     def _manifest(
         self, gathered: Gathered, records: Sequence[tuple[ManifestFile, list[bytes]] | None], opened: _Opened
     ) -> Manifest:
-        """The same on all ranks, but for the number of the share."""
+        """Return the manifest, which is the same on all ranks, except for the number of the share."""
         numbers: dict[int, int] = {}
         files: list[ManifestFile] = []
         for rank, record in enumerate(records):
@@ -296,7 +301,7 @@ class SaveCall:
 
 
 def check_numbers(call: str, step: int, keep: int | None, keep_every: int | None) -> None:
-    """Refuses what no checkpoint can have as its step, or nobody can keep."""
+    """Reject an invalid step, and an invalid number of checkpoints to keep."""
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
         raise UsageError(f"{call}: step={step!r}: expected a whole number that is not negative")
     for name, number in (("keep", keep), ("keep_every", keep_every)):
@@ -307,7 +312,7 @@ def check_numbers(call: str, step: int, keep: int | None, keep_every: int | None
 def new_manifest(
     step: int, writers: Sequence[Writer], files: Sequence[ManifestFile], tensors: Sequence[Saved], trees: Sequence[Tree]
 ) -> Manifest:
-    """The manifest of what this job has just written."""
+    """Return the manifest of the data that this job has just written."""
     return Manifest(
         WHOLE_FORMAT, step, run_id(), time.time(), __version__, BLOCK, tuple(writers), tuple(files), tuple(tensors),
         tuple(trees),
@@ -317,7 +322,7 @@ def new_manifest(
 def not_saved(
     call: str, step: int, folder: Path, ranks: Sequence[int], process: tuple[str, int], failure: str
 ) -> CheckpointError:
-    """The error of a save that has failed on some ranks; the process is that of the first."""
+    """Return the error of a save that has failed on some ranks. The process is that of the first failed rank."""
     return CheckpointError(
         f"{call}: step {step} was not saved into {folder}: {rank_list(list(ranks))} ({process[0]}, pid {process[1]}):"
         f" {failure}.\n  What was there before is unchanged."
@@ -325,18 +330,18 @@ def not_saved(
 
 
 def described(error: BaseException) -> str:
-    """What went wrong, in words."""
+    """Return the text of an error, for a message."""
     if isinstance(error, OSError) and error.errno is not None:
         where = f": {error.filename}" if error.filename else ""
         return in_words(OSError(f"{error.strerror or errno.errorcode.get(error.errno, error.errno)}{where}"))
     return in_words(error) if isinstance(error, AllranksError) else f"{type(error).__name__}: {in_words(error)}"
 
 
-# What the ranks have.
+# Exchange of the states.
 
 
 def gather(call: SaveCall, state: object, own: Sequence[str], alike: Sequence[str]) -> Gathered:
-    """What all ranks have, and who writes what. All of them call it."""
+    """Exchange the state of all ranks, and plan the writes of each rank. All ranks call it."""
     company = call.company
     flat: Flat | None = None
 

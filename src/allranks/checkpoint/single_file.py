@@ -1,14 +1,13 @@
-"""Checkpoints that survive a kill.
+"""Checkpoints in a single file that survive a kill.
 
-`torch.save(obj, path)` truncates the old file before it writes the new one: a job that is killed
-in between has neither. `save` writes beside the old file and renames, so that at any instant
-``path`` is a complete checkpoint: the old one or the new one.
+`torch.save(obj, path)` truncates the old file before it writes the new one: a job that is killed in between has
+neither. `save` writes a temporary file in the same directory and renames it, so that at any instant ``path`` is a
+complete checkpoint, the old or the new one.
 
-Left to the caller: which rank saves (usually ``if dist.get_rank() == 0``), what is in the
-checkpoint, and a `barrier` before other ranks read it. There is no communication in here, and no
-process group is needed.
+The caller decides which rank saves (usually ``if dist.get_rank() == 0``) and what the checkpoint contains. The caller
+also calls `barrier` before other ranks read it. This module does not communicate and needs no process group.
 
-Source of the recipe: LWN, "Ensuring data reaches disk" (https://lwn.net/Articles/457667/).
+Source of the method: LWN, "Ensuring data reaches disk" (https://lwn.net/Articles/457667/).
 """
 
 from __future__ import annotations
@@ -37,32 +36,31 @@ __all__ = ["load", "save"]
 PathLike = str | os.PathLike[str]
 
 _SEAL, _DIGITS = b"allranks xxh3 ", 32
-_LENGTH = 2  # bytes at the end of a zip archive: the length of the comment that follows
-_STEP = 1 << 20  # bytes that are read at a time
-# What Python raises of a zip archive that is none.
+_LENGTH = 2  # bytes of the length of a zip archive's comment, stored just before the comment
+_STEP = 1 << 20  # bytes per read
+# Exceptions that Python raises for a damaged zip archive.
 _DAMAGES = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError, IndexError, OverflowError)
 _DAMAGES_OF_PICKLE = (EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError, OverflowError)
 
-# File systems on which flock() is not to be had (NFS without a lock daemon, some FUSE ones).
+# Errors of flock() on file systems without locks (NFS without a lock daemon, some FUSE file systems).
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def save(obj: Any, path: PathLike) -> None:
-    """Writes ``obj`` to ``path``, all of it or not at all.
+    """Write ``obj`` to ``path``, completely or not at all.
 
-    Whatever happens on the way (kill -9, a full disk, an object that cannot be pickled), ``path``
-    holds either what it held before or all of ``obj``. When it returns, the data is on the disk.
-    A killed save leaves its half-written ``.NAME.*.tmp`` beside ``path``; the next save to the
-    same ``path`` removes it.
+    Whatever happens during the call (kill -9, a full disk, an object that cannot be pickled), ``path`` holds either its
+    previous contents or all of ``obj``. When it returns, the data is on the disk. A killed save leaves its incomplete
+    ``.NAME.*.tmp`` in the directory of ``path``; the next save to the same ``path`` removes it.
 
     Args:
-        obj: What `torch.save` takes; state dicts, rather than modules, stay loadable.
-        path: Where to; a symbolic link is followed, its target is replaced.
+        obj: Any object that `torch.save` accepts. State dicts stay loadable for longer than modules.
+        path: The file. A symbolic link is followed, and its target is replaced.
 
     Raises:
         UsageError: ``path`` exists and is not a plain file.
-        OSError: It could not be written (missing directory, full disk, no permission). Says
-            which path; the old file is untouched.
+        OSError: The file could not be written (missing directory, full disk, no permission). The message names the
+            path; the old file is unchanged.
 
     Cost: One more checkpoint's worth of disk space during the call; two fsyncs.
     """
@@ -81,17 +79,17 @@ def save(obj: Any, path: PathLike) -> None:
                     try:
                         torch.save(obj, sink)  # type: ignore[arg-type]
                     except BaseException:
-                        # torch's zip writer turns any OSError of ours into "file write failed".
+                        # torch's zip writer replaces the OSError of the sink with "file write failed".
                         if sink.failure is not None:
                             raise sink.failure from None
                         raise
                     _seal(raw, sink)
                     os.fsync(raw.fileno())
-                    locked.callback(os.close, os.dup(raw.fileno()))  # keeps the lock
-                # A network file system may report an error when the file is closed: so that comes before the rename.
+                    locked.callback(os.close, os.dup(raw.fileno()))  # keeps the lock: the copy shares the open file
+                # A network file system may report an error on close, so the file is closed before the rename.
                 os.replace(temporary, final)
         except BaseException:
-            # Gone already if an interrupt came right after the rename.
+            # The temporary file no longer exists if an interrupt arrived just after the rename.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
             raise
@@ -102,26 +100,26 @@ def save(obj: Any, path: PathLike) -> None:
 
 
 def load(path: PathLike, map_location: Any = "cpu", weights_only: bool = True) -> Any:
-    """Reads what `save` wrote.
+    """Read an object that `save` wrote.
 
     Args:
         path: The file.
-        map_location: Where tensors go, as in `torch.load`; the CPU by default, because the rank
-            that saved may have had another device than the rank that loads.
-        weights_only: Accept only tensors and plain containers. False runs whatever code the file
-            holds: only for files that you trust.
+        map_location: Device of the tensors, as in `torch.load`. The default is the CPU, because the rank that saved may
+            have had another device than the rank that loads.
+        weights_only: Accept only tensors and plain containers. False runs any code that the file contains: use it only
+            for trusted files.
 
     Returns:
         The object.
 
     Raises:
-        OSError: The file cannot be read; FileNotFoundError where there is none.
-        CheckpointError: The file is damaged, or none that `save` or `torch.save` wrote.
-        pickle.UnpicklingError: It holds objects that ``weights_only=True`` refuses.
+        OSError: The file cannot be read; FileNotFoundError if it does not exist.
+        CheckpointError: The file is damaged, or was not written by `save` or `torch.save`.
+        pickle.UnpicklingError: The file holds objects that ``weights_only=True`` rejects.
 
-    Cost: the file is read twice, the first time to check it.
+    Cost: The file is read twice, the first time to check it.
     """
-    with open(path, "rb") as file:  # where there is none, Python's own words
+    with open(path, "rb") as file:  # a missing file raises Python's own error
         if not _is_archive(file):
             raise CheckpointError(f"{os.fspath(path)} is damaged or not a checkpoint ({os.path.getsize(path)} bytes)")
         _check(file, os.fspath(path))
@@ -129,7 +127,7 @@ def load(path: PathLike, map_location: Any = "cpu", weights_only: bool = True) -
         return torch.load(path, map_location=map_location, weights_only=weights_only)
     except _DAMAGES_OF_PICKLE as error:
         if not weights_only:
-            raise  # of a program's own classes
+            raise  # an error of the program's own classes
         raise CheckpointError(f"{os.fspath(path)} is damaged: {error}") from error
     except RuntimeError as error:
         if "PytorchStreamReader" not in str(error):
@@ -140,12 +138,12 @@ def load(path: PathLike, map_location: Any = "cpu", weights_only: bool = True) -
 def _is_archive(file: BinaryIO) -> bool:
     try:
         return zipfile.is_zipfile(file)
-    except zipfile.BadZipFile:  # its end says that it is one of several
+    except zipfile.BadZipFile:  # its last record claims to be one of several archives
         return False
 
 
 def _seal(raw: io.RawIOBase, sink: _Sink) -> None:
-    """Writes a hash of all bytes behind them, as the comment that a zip archive may have. torch checks none."""
+    """Append a hash of all bytes, as the comment of the zip archive. torch writes no comment, and does not check it."""
     seal = _SEAL + sink.hash.hexdigest().encode()
     end = raw.tell()
     raw.seek(end - _LENGTH)
@@ -153,7 +151,7 @@ def _seal(raw: io.RawIOBase, sink: _Sink) -> None:
 
 
 def _check(file: BinaryIO, name: str) -> None:
-    """That a file is what was written. One without a hash, of torch or an older version, has sums of its records."""
+    """Check that a file holds the written bytes. A file without a hash (torch, older versions) has CRCs."""
     size = os.fstat(file.fileno()).st_size
     sealed = size - len(_SEAL) - _DIGITS
     file.seek(max(0, sealed))
@@ -166,7 +164,7 @@ def _check(file: BinaryIO, name: str) -> None:
     while left and (part := file.read(min(left, _STEP))):
         found.update(part)
         left -= len(part)
-    found.update(bytes(_LENGTH))  # of the comment, when there was none
+    found.update(bytes(_LENGTH))  # the length of the comment was 0 when the hash was computed
     if found.hexdigest().encode() != seal[len(_SEAL) :]:
         raise CheckpointError(f"{name} is damaged: its bytes are not what was written")
 
@@ -176,7 +174,7 @@ def _check_records(file: BinaryIO, name: str) -> None:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
     except OSError as error:
-        if error.errno != errno.EINVAL:  # of a place before the file's first byte
+        if error.errno != errno.EINVAL:  # EINVAL: a position before the first byte of the file
             raise
         raise CheckpointError(f"{name} is damaged: a record would be outside of it") from error
     except _DAMAGES as error:
@@ -195,7 +193,7 @@ def _write_all(raw: io.RawIOBase, data: Any) -> None:
 
 
 class _Sink(io.RawIOBase):
-    """Writes all or raises, and remembers why: torch's writer swallows the reason. Hashes what it writes."""
+    """Writes all bytes or raises, and hashes them. It keeps its error, because torch's writer discards the cause."""
 
     def __init__(self, raw: io.RawIOBase) -> None:
         self.raw = raw
@@ -216,13 +214,13 @@ class _Sink(io.RawIOBase):
 
 
 def _create_locked(directory: str, name: str) -> tuple[int, str]:
-    """Opens a new temporary file and locks it: the kernel drops the lock when its writer dies.
+    """Open a new temporary file and lock it: the kernel releases the lock when its writer dies.
 
-    A pid in the name could not distinguish dead processes from living ones: pids come back (always the same
-    ones after a container restarts) and mean nothing on another host of a shared folder.
+    A pid in the name could not distinguish dead processes from living ones. Pids are reused (always the same ones after
+    a container restarts) and are ambiguous between the hosts of a shared folder.
     """
     while True:
-        # The pid is for whoever looks at the folder.
+        # The pid is only for users who inspect the directory.
         temporary = os.path.join(directory, f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -232,29 +230,30 @@ def _create_locked(directory: str, name: str) -> tuple[int, str]:
                 os.close(descriptor)
                 os.unlink(temporary)
                 raise
-        # Between open and lock another save may have taken it for stale and removed it.
+        # Between open and lock, another save may have taken it for stale and removed it.
         if os.fstat(descriptor).st_nlink > 0:
             return descriptor, temporary
         os.close(descriptor)
 
 
 def _remove_stale(directory: str, name: str) -> None:
-    """Removes temporary files of ``name`` whose writer is gone."""
+    """Remove temporary files of ``name`` whose writer has died."""
     pattern = re.compile(rf"\.{re.escape(name)}\.\d+-[0-9a-f]{{8}}\.tmp")
     for entry in os.listdir(directory):
         if not pattern.fullmatch(entry):
             continue
         leftover = os.path.join(directory, entry)
-        with guard:  # a child forked meanwhile would keep the lock, for which the file's writer may be waiting
+        # A child forked here would keep the lock, for which the writer of the file may be waiting.
+        with guard:
             try:
                 descriptor = os.open(leftover, os.O_RDWR | os.O_CLOEXEC)
             except (FileNotFoundError, PermissionError):
-                continue  # another save was faster, or another user's: neither is ours to report
+                continue  # another save has removed it, or another user owns it: not an error of this save
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(leftover)
             except OSError as error:
-                # Its writer lives (EAGAIN), somebody else removed it, or that cannot be determined here.
+                # The writer is alive (EAGAIN), another process has removed the file, or there are no locks.
                 if error.errno not in (errno.EAGAIN, errno.EACCES, errno.ENOENT, *_NO_LOCKS):
                     raise
             finally:
@@ -262,12 +261,12 @@ def _remove_stale(directory: str, name: str) -> None:
 
 
 def _sync_directory(directory: str) -> None:
-    """Makes the rename itself durable."""
+    """Make the rename durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems cannot, and need not
+        if error.errno != errno.EINVAL:  # some file systems do not support it, and do not need it
             raise
     finally:
         os.close(descriptor)

@@ -1,11 +1,11 @@
-"""A state as a tree that JSON can hold, and the tensors in it, by name.
+"""Conversion of a state to a tree that JSON can hold, and to its tensors by name.
 
-No pickle: nothing in a checkpoint can run code, and a reader in another language finds what it needs. In the tree a
-JSON list is a list, and every JSON object is a tag with its value: ``{"tensor": NAME}``, ``{"tuple": [...]}``. What
-JSON cannot hold, and no tag stands for, is an error that says where in the state it is.
+The format has no pickle: a checkpoint cannot run code, and a reader in another language can use it. In the tree, a JSON
+list is a list, and every JSON object is a tag with its value: ``{"tensor": NAME}``, ``{"tuple": [...]}``. If a value
+has neither a JSON representation nor a tag, an error names its position in the state.
 
-A tensor's name is its path in the state: ``model.layer.weight``. The same memory, twice in a state (tied weights), has
-one name.
+The name of a tensor is its path in the state: ``model.layer.weight``. Memory that occurs twice in a state (tied
+weights) has one name.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ __all__ = [
 ]
 
 Tree = Any
-"""What JSON can hold."""
+"""Any value that JSON can represent."""
 
-_DEEPEST = 200  # levels: a state that contains itself would have no end
-_WORD = 1 << 63
+_DEEPEST = 200  # levels; the limit stops at a state that contains itself
+_WORD = 1 << 63  # integers outside of [-2**63, 2**63) are stored as strings
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 _NUMPY = re.compile(r"[<|=]?[biufc]\d{1,2}")
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A part of a tensor, of which other ranks have the rest. torch's DTensors need no such help.
+    """A part of a tensor whose other parts are on other ranks. torch's DTensors do not need it.
 
     Args:
-        tensor: the part.
-        offsets: where it begins in the whole, in each dimension.
-        shape: of the whole.
+        tensor: The part.
+        offsets: Position of the part in the whole tensor, in each dimension.
+        shape: Shape of the whole tensor.
 
     Raises:
-        UsageError: it does not lie in the whole.
+        UsageError: The part is not inside the whole tensor.
     """
 
     tensor: Tensor
@@ -81,11 +81,11 @@ class Shard:
 
 @dataclass
 class Flat:
-    """A state, taken apart.
+    """A state, split into a tree and its tensors.
 
     Attributes:
-        tree: all but the tensors.
-        tensors: those, and shards of them, by name.
+        tree: Everything except the tensors.
+        tensors: Tensors and shards, by name.
     """
 
     tree: Tree = None
@@ -93,7 +93,7 @@ class Flat:
     _names: dict[tuple[object, ...], str] = field(default_factory=dict)
 
     def add(self, path: str, tensor: Tensor | Shard) -> str:
-        """Takes a tensor. Returns its name: that of the same memory, if it was here before."""
+        """Add a tensor. Return its name: the earlier name if the same memory was added before."""
         plain = tensor.tensor if isinstance(tensor, Shard) else tensor
         require_dense(path, plain)
         memory = _memory_of(tensor)
@@ -110,14 +110,17 @@ class Flat:
 
 
 def require_dense(path: str, tensor: Tensor) -> None:
-    """Refuses a tensor whose bytes are not its values."""
+    """Reject a tensor whose values are not stored as plain bytes."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.device.type == "meta" else str(tensor.layout)
         raise UsageError(f"checkpoint: tensor {path!r} is {kind}; only dense tensors with memory can be saved")
 
 
 def _memory_of(tensor: Tensor | Shard) -> tuple[object, ...] | None:
-    """The same for tensors of the same values at the same place in the same whole; None: it has no memory."""
+    """Return a key that is equal for tensors with the same values at the same position of the same whole.
+
+    It is None if the tensor has no memory.
+    """
     plain, whole = (tensor.tensor, (tensor.offsets, tensor.shape)) if isinstance(tensor, Shard) else (tensor, None)
     local: Tensor = getattr(plain, "_local_tensor", plain)
     if not local.numel():
@@ -128,15 +131,15 @@ def _memory_of(tensor: Tensor | Shard) -> tuple[object, ...] | None:
 
 
 def flatten(state: object, path: str = "") -> Flat:
-    """Takes a state apart.
+    """Split a state into a tree and its tensors.
 
     Args:
-        state: nested dicts, lists and tuples of tensors, shards, NumPy arrays, numbers, strings, bytes, None, dtypes,
-            devices; and whatever has ``state_dict``.
-        path: its place in a larger state.
+        state: Nested dicts, lists and tuples of tensors, shards, NumPy arrays, numbers, strings, bytes, None, dtypes,
+            devices; and any object with ``state_dict``.
+        path: Position in a larger state.
 
     Raises:
-        UsageError: there is something else in it.
+        UsageError: The state has a value of another type.
     """
     flat = Flat()
     flat.tree = _encode(state, path, flat, 0)
@@ -144,14 +147,14 @@ def flatten(state: object, path: str = "") -> Flat:
 
 
 def state_of(value: Any) -> Any:
-    """What an object with ``state_dict`` saves; any other value itself."""
+    """Return the state of an object with ``state_dict``; any other value itself."""
     return bare(value).state_dict() if has_state(value) else value
 
 
 def bare(value: Any) -> Any:
-    """The module in a wrapper for data parallelism or of torch.compile, which only changes the names; else the value.
+    """Return the module inside a wrapper for data parallelism or of torch.compile; any other value itself.
 
-    So a checkpoint does not depend on how a model was trained.
+    The wrapper only changes the names. A checkpoint therefore does not depend on how a model was trained.
     """
     while isinstance(value, nn.Module) and type(value).__name__ in _WRAPPERS:
         inner = getattr(value, _WRAPPERS[type(value).__name__], None)
@@ -162,7 +165,7 @@ def bare(value: Any) -> Any:
 
 
 def has_state(value: object) -> bool:
-    """Whether it is a module, an optimizer or anything else that saves and loads its state by itself."""
+    """Return whether a value saves and loads its own state, as a module or an optimizer does."""
     return not isinstance(value, (Tensor, type)) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
@@ -223,7 +226,7 @@ def _encode_scalar(value: Any, path: str, flat: Flat) -> Tree:
 
 
 def _encode_numpy(value: Any, path: str, flat: Flat) -> Tree:
-    """An array, or a scalar of NumPy."""
+    """Encode an array or a scalar of NumPy."""
     if value.dtype.kind not in "biufc" or value.dtype.byteorder == ">":
         raise UsageError(f"checkpoint: {path!r} is a NumPy array of {value.dtype}; expected numbers")
     raw = (
@@ -242,7 +245,7 @@ def _join(path: str, key: object) -> str:
 
 
 def tree_problem(tree: Tree) -> str:
-    """What is wrong with a tree that was read; "" for nothing. What needs torch or NumPy is left to ``unflatten``."""
+    """Return the problem of a tree that was read; "" for none. ``unflatten`` checks values of torch and NumPy."""
     todo: list[tuple[Tree, int]] = [(tree, 0)]
     while todo:
         item, depth = todo.pop()
@@ -258,7 +261,7 @@ def tree_problem(tree: Tree) -> str:
 
 
 def _inside(item: dict[str, Any]) -> list[Tree] | None:
-    """The trees in a value with a tag; None if it is not such a value."""
+    """Return the trees in a value with a tag; None if it is not a valid value with a tag."""
     if len(item) != 1:
         return None
     ((tag, value),) = item.items()
@@ -288,7 +291,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _is_key(key: Any) -> bool:
-    """Of a dict; all numbers are among them."""
+    """Return whether a value is a valid key of a dict. All numbers are valid keys."""
     if isinstance(key, dict):
         return len(key) == 1 and all(tag in ("int", "float") and isinstance(value, str) for tag, value in key.items())
     return not isinstance(key, list)
@@ -303,7 +306,7 @@ def _is_kind(kind: Any) -> bool:
 
 
 def tensors_in(tree: Tree) -> Iterator[str]:
-    """The names of the tensors in a tree."""
+    """Yield the names of the tensors in a tree."""
     if isinstance(tree, list):
         for item in tree:
             yield from tensors_in(item)
@@ -322,14 +325,14 @@ def tensors_in(tree: Tree) -> Iterator[str]:
 
 
 def unflatten(tree: Tree, tensor: Callable[[str], Any]) -> Any:
-    """The opposite of ``flatten``.
+    """Build a state from a tree. It is the inverse of ``flatten``.
 
     Args:
-        tree: that of a manifest.
-        tensor: gives a tensor by name.
+        tree: Tree of a manifest.
+        tensor: Returns a tensor by name.
 
     Raises:
-        CheckpointError: it is not such a tree.
+        CheckpointError: It is not a valid tree.
     """
     if problem := tree_problem(tree):
         raise CheckpointError(f"the manifest is damaged: {problem}")

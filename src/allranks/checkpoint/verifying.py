@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written: every byte of every file is read."""
+"""Verification of a checkpoint: every byte of every file is read."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from allranks.checkpoint.manifest import Manifest, ManifestFile, Piece, Saved, d
 
 __all__ = ["check", "check_files", "verify"]
 
-_STEP = 1 << 20  # bytes that are read at a time
+_STEP = 1 << 20  # bytes per read
 
 
 def verify(path: folders.PathLike) -> list[str]:
-    """Reads all of a checkpoint, or of the share of one that is there.
+    """Read all of a checkpoint, or of the share of it that the folder has.
 
     Args:
-        path: its folder, or a folder of checkpoints: then its newest.
+        path: Folder of the checkpoint, or a folder of checkpoints, of which the newest is read.
 
     Returns:
-        What is wrong with it, a line each, which names the file, the tensor and the rank that wrote it. Empty: nothing.
+        The problems, one line each, with the file, the tensor and the rank that wrote it. Empty: no problem.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
+        FileNotFoundError: There is no such checkpoint.
     """
     folder = Path(path)
     if folders.is_folder_of_checkpoints(folder):
@@ -41,11 +41,11 @@ def verify(path: folders.PathLike) -> list[str]:
 
 
 def check(folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
-    """Reads all of a checkpoint; see ``verify``.
+    """Read all of a checkpoint; see ``verify``.
 
     Args:
-        folder: the checkpoint.
-        progress: is told how many bytes are read, of how many.
+        folder: The checkpoint.
+        progress: Receives the number of bytes that have been read, and the total.
     """
     try:
         manifest = load_manifest(folder, sizes=False)
@@ -57,7 +57,7 @@ def check(folder: Path, progress: Callable[[int, int], None] = lambda done, tota
 def check_files(
     folder: Path, manifest: Manifest, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[str]:
-    """Reads all files that are in a folder by its manifest; see ``check``."""
+    """Read all files of a manifest that are in its folder; see ``check``."""
     problems, total, done = [], manifest.nbytes, 0
     for number, file in enumerate(manifest.files):
         if not manifest.is_here(file):
@@ -74,7 +74,7 @@ def check_files(
                         problems.append(str(error))
                     done += end - begin
                     progress(done, total)
-        except CheckpointError as error:  # it cannot be opened
+        except CheckpointError as error:  # the file cannot be opened
             problems.append(str(error))
     return problems
 
@@ -91,7 +91,7 @@ def _head_problem(source: parts.LocalFile, file: ManifestFile) -> str:
 
 
 def _blocks(manifest: Manifest, number: int) -> Iterator[tuple[Saved, Piece, int, int]]:
-    """What is in a file, a block at a time."""
+    """Yield the contents of a file, one block at a time."""
     for saved in manifest.tensors:
         for piece in saved.pieces:
             if piece.file == number:

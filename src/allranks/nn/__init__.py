@@ -1,4 +1,4 @@
-"""torch.nn's place for things that allranks has its own of: `allranks.nn.parallel`, `allranks.nn.functional`."""
+"""Counterparts of modules of torch.nn: `allranks.nn.parallel`, `allranks.nn.functional`."""
 
 from allranks.nn import functional, parallel
 

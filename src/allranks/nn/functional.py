@@ -1,19 +1,20 @@
-"""Collectives that autograd goes through, with torch.distributed.nn.functional's names and arguments.
+"""Collectives that autograd can differentiate, with the names and arguments of torch.distributed.nn.functional.
 
-They return new tensors (or the ones given as outputs) and never change their inputs.
+They return new tensors (or the ones passed as outputs) and never change their inputs.
 
-The gradient is that of the *sum of all ranks' losses*: a collective is one function from all ranks' inputs to all
-ranks' outputs, and ``backward()``, called by every rank on its own loss, gives each rank the derivative of that sum
-by its own input. Data-parallel training wants the mean of the losses, so that it divides by the number of ranks.
+The gradient is that of the *sum of all ranks' losses*. A collective is one function from all ranks' inputs to all
+ranks' outputs. Every rank calls ``backward()`` on its own loss, and gets the derivative of that sum by its own input.
+Data-parallel training uses the mean of the losses, so it divides by the number of ranks.
 
-Each backward is a collective too, the transposed one: broadcast and reduce, gather and scatter, all_gather and
-reduce_scatter stand for each other, all_to_all and all_reduce for themselves. So all ranks must call ``backward()``,
-with graphs that hold the same collectives, and a tensor must require a gradient on all ranks or on none. Second
-derivatives work.
+Each backward is a collective, too: the transposed one. The pairs are broadcast and reduce, gather and scatter,
+all_gather and reduce_scatter; all_to_all and all_reduce are their own transposes. All ranks must therefore call
+``backward()``, with graphs that have the same collectives. A tensor must require a gradient on all ranks or on none.
+Second derivatives work.
 
-Where torch differs: its MIN, MAX, PRODUCT and (except for all_reduce) AVG have the gradients of SUM or worse; here
-they are right. MIN and MAX divide theirs among equal ranks, as ``torch.amax`` does. They cost P n bytes per rank,
-because each rank needs all of the ranks' elements. Nothing here is differentiable in integers, whatever the op.
+Differences from torch: torch's MIN, MAX, PRODUCT and (except for all_reduce) AVG have the gradients of SUM, or worse.
+Here the gradients are correct. MIN and MAX divide the gradient among ranks with equal elements, as ``torch.amax`` does.
+These ops cost P n bytes per rank, because each rank needs the elements of all ranks. Integer tensors are not
+differentiable, regardless of the op.
 
 Source: torch/distributed/nn/functional.py for the interface.
 """
@@ -47,7 +48,7 @@ __all__ = [
     "scatter",
 ]
 
-# Ops whose derivative needs every rank's elements: from rows, one per rank, to the result.
+# Ops whose derivative needs every rank's elements: functions from rows, one per rank, to the result.
 _FOLDS: dict[ReduceOp, Callable[[Tensor], Tensor]] = {
     ReduceOp.MIN: lambda rows: rows.amin(0),
     ReduceOp.MAX: lambda rows: rows.amax(0),
@@ -56,15 +57,15 @@ _FOLDS: dict[ReduceOp, Callable[[Tensor], Tensor]] = {
 
 
 def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> Tensor:
-    """The tensor of rank ``src``, on every rank.
+    """Return the tensor of rank ``src`` on every rank.
 
     Args:
-        tensor: the data on ``src``; elsewhere of the same shape.
-        src: who has the data, as a rank of the world.
-        group: None is the world.
+        tensor: The data on ``src``; on other ranks, a tensor of the same shape.
+        src: Rank of the world that has the data.
+        group: None: the world.
 
     Gradient:
-        the sum of all ranks' on ``src``, zero elsewhere.
+        The sum of all ranks' gradients on ``src``, zero on other ranks.
     """
     resolved = resolve_group(group)
     return _BroadcastFunction.apply(resolved, root_of(resolved, src, None, "src"), tensor)
@@ -73,16 +74,16 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> Te
 def reduce(
     tensor: Tensor, dst: int, op: ReduceOp | PremulSum = ReduceOp.SUM, group: ProcessGroup | None = None
 ) -> Tensor:
-    """The reduction of all ranks' tensors on rank ``dst``, zeros elsewhere.
+    """Return the reduction of all ranks' tensors on rank ``dst``, zeros on other ranks.
 
     Args:
-        tensor: of the same shape on all ranks.
-        dst: who gets the result, as a rank of the world.
-        op: see ``allranks.all_reduce``.
-        group: None is the world.
+        tensor: A tensor of the same shape on all ranks.
+        dst: Rank of the world that gets the result.
+        op: See ``allranks.all_reduce``.
+        group: None: the world.
 
     Gradient:
-        that of ``dst``, on all ranks; the others' results count for nothing.
+        The gradient on ``dst``, on all ranks. The results of other ranks have no effect.
     """
     resolved, (op, (tensor,)) = resolve_group(group), _applied(op, tensor)
     root = root_of(resolved, dst, None, "dst")
@@ -92,15 +93,15 @@ def reduce(
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp | PremulSum = ReduceOp.SUM, group: ProcessGroup | None = None) -> Tensor:
-    """The reduction of all ranks' tensors, on every rank with the same bits.
+    """Return the reduction of all ranks' tensors, bitwise identical on every rank.
 
     Args:
-        tensor: of the same shape on all ranks.
-        op: see ``allranks.all_reduce``.
-        group: None is the world.
+        tensor: A tensor of the same shape on all ranks.
+        op: See ``allranks.all_reduce``.
+        group: None: the world.
 
     Gradient:
-        the sum of all ranks' (AVG: their mean).
+        The sum of all ranks' gradients (AVG: their mean).
     """
     resolved, (op, (tensor,)) = resolve_group(group), _applied(op, tensor)
     if op in _FOLDS:
@@ -109,44 +110,44 @@ def all_reduce(tensor: Tensor, op: ReduceOp | PremulSum = ReduceOp.SUM, group: P
 
 
 def gather(tensor: Tensor, dst: int = 0, group: ProcessGroup | None = None) -> tuple[Tensor, ...]:
-    """All ranks' tensors on rank ``dst``; elsewhere as many of zeros.
+    """Return all ranks' tensors on rank ``dst``; on other ranks, the same number of zero tensors.
 
     Args:
-        tensor: of the same shape on all ranks.
-        dst: who gets them, as a rank of the world.
-        group: None is the world.
+        tensor: A tensor of the same shape on all ranks.
+        dst: Rank of the world that gets the tensors.
+        group: None: the world.
 
     Gradient:
-        each rank gets its tensor's from ``dst``.
+        Each rank gets the gradient of its tensor from ``dst``.
     """
     resolved = resolve_group(group)
     return _Gather.apply(resolved, root_of(resolved, dst, None, "dst"), tensor)
 
 
 def scatter(tensors: Sequence[Tensor], src: int = 0, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's tensor of rank ``src``'s list.
+    """Return this rank's tensor of the list on rank ``src``.
 
     Args:
-        tensors: one per rank, all of one shape. Of the other ranks' lists only the shape is used.
-        src: whose list it is, as a rank of the world.
-        group: None is the world.
+        tensors: One tensor per rank, all of one shape. Of the lists on other ranks, only the shape is used.
+        src: Rank of the world whose list is distributed.
+        group: None: the world.
 
     Gradient:
-        ``src`` gets each tensor's from its rank; elsewhere zero.
+        ``src`` gets the gradient of each tensor from its rank; on other ranks it is zero.
     """
     resolved = resolve_group(group)
     return _Scatter.apply(resolved, root_of(resolved, src, None, "src"), *tensors)
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, ...]:
-    """All ranks' tensors, on every rank.
+    """Return all ranks' tensors on every rank.
 
     Args:
-        tensor: of the same shape on all ranks.
-        group: None is the world.
+        tensor: A tensor of the same shape on all ranks.
+        group: None: the world.
 
     Gradient:
-        the sum of what all ranks have for this rank's tensor.
+        The sum of all ranks' gradients of this rank's tensor.
     """
     return _AllGather.apply(resolve_group(group), tensor)
 
@@ -157,16 +158,16 @@ def reduce_scatter(
     op: ReduceOp | PremulSum = ReduceOp.SUM,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """This rank's part of the reduction of all ranks' lists.
+    """Return this rank's part of the reduction of all ranks' lists.
 
     Args:
-        output: written; use what is returned.
-        input_list: one tensor per rank.
-        op: see ``allranks.all_reduce``.
-        group: None is the world.
+        output: Receives the result. Use the return value.
+        input_list: One tensor per rank.
+        op: See ``allranks.all_reduce``.
+        group: None: the world.
 
     Gradient:
-        tensor q of each list gets rank q's (AVG: divided by the number of ranks).
+        Tensor q of each list gets the gradient of rank q (AVG: divided by the number of ranks).
     """
     resolved, (op, input_list) = resolve_group(group), _applied(op, *input_list)
     if op in _FOLDS:
@@ -180,15 +181,15 @@ def reduce_scatter(
 def all_to_all(
     output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: ProcessGroup | None = None
 ) -> tuple[Tensor, ...]:
-    """Tensor q of every rank's list, on rank q.
+    """Return tensor q of every rank's list on rank q.
 
     Args:
-        output_tensor_list: written: one tensor per rank, from that rank.
-        input_tensor_list: one tensor per rank, for that rank. Sizes may all differ.
-        group: None is the world.
+        output_tensor_list: Receives one tensor per rank, from that rank.
+        input_tensor_list: One tensor per rank, for that rank. All sizes may differ.
+        group: None: the world.
 
     Gradient:
-        goes back where its tensor came from.
+        Each gradient is returned to the rank that its tensor came from.
     """
     return _AllToAll.apply(resolve_group(group), output_tensor_list, *input_tensor_list)
 
@@ -200,37 +201,38 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Cuts ``input`` along its first dimension, and gives piece q to rank q.
+    """Split ``input`` along its first dimension, and send chunk q to rank q.
 
     Args:
-        output: written: the pieces from rank 0, rank 1, ... one after the other; use what is returned.
-        input: the pieces for rank 0, rank 1, ...
-        output_split_sizes: rows from each rank; None: equal.
-        input_split_sizes: rows for each rank; None: equal.
-        group: None is the world.
+        output: Receives the chunks from rank 0, rank 1, ... in this order. Use the return value.
+        input: The chunks for rank 0, rank 1, ...
+        output_split_sizes: Rows from each rank. None: equal numbers.
+        input_split_sizes: Rows for each rank. None: equal numbers.
+        group: None: the world.
 
     Gradient:
-        goes back where its rows came from.
+        Each gradient is returned to the rank that its rows came from.
     """
     return _AllToAllSingle.apply(resolve_group(group), output, output_split_sizes, input_split_sizes, input)
 
 
 def _all_gather_base(output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """``all_gather`` into one tensor: a name that torch's users use in spite of its underscore."""
+    """Run ``all_gather`` into one tensor. torch's users call it by this name despite its underscore."""
     return _AllGatherSingle.apply(resolve_group(group), output_tensor, input_tensor)
 
 
 def _reduce_scatter_base(
     output: Tensor, input: Tensor, op: ReduceOp | PremulSum = ReduceOp.SUM, group: ProcessGroup | None = None
 ) -> Tensor:
-    """``reduce_scatter`` of one tensor that holds the pieces for all ranks in turn."""
+    """Run ``reduce_scatter`` on one tensor that holds the chunks for all ranks in order."""
     size = resolve_group(group).size()
     return reduce_scatter(output, input.reshape(size, *output.shape).unbind(), op, group)
 
 
-# Each is a linear map from all ranks' tensors to all ranks' results. ``forward`` keeps what the transposed map needs;
-# ``backward`` applies that map, so that it has a derivative too. The engine writes outputs behind autograd's back, so
-# that those which the caller gave are marked: a value that a backward still needs must not be overwritten unseen.
+# Each function is a linear map from all ranks' tensors to all ranks' results. ``forward`` keeps the data that the
+# transposed map needs. ``backward`` applies that map as a function of this kind, so it has a derivative, too. The
+# engine writes outputs without autograd's knowledge. Outputs that the caller passes are therefore marked as changed:
+# autograd then raises if a backward still needs an overwritten value.
 
 
 class _ToOne(Function):
@@ -266,7 +268,7 @@ class _Reduce(_ToOne):
         ctx.group, ctx.root, ctx.op = group, root, op
         output = tensor.clone(memory_format=torch.contiguous_format)
         group.reduce(output, root, op)
-        # Zero elsewhere is what makes it the transpose of broadcast.
+        # The zeros on other ranks make it the transpose of broadcast.
         return output if group.rank() == root else output.zero_()
 
     @staticmethod
@@ -392,12 +394,12 @@ class _AllToAllSingle(_ToOne):
 
 
 def _shared(ctx: Any, grad: Tensor) -> Tensor:
-    """The gradient of a result that is the sum (AVG: the mean) of the ranks' operands, by each of them."""
+    """Return the gradient of each rank's operand, if the result is the sum (AVG: the mean) of the operands."""
     return grad / ctx.group.size() if ctx.op is ReduceOp.AVG else grad
 
 
 def _applied(op: ReduceOp | PremulSum, *tensors: Tensor) -> tuple[ReduceOp, tuple[Tensor, ...]]:
-    """The op and its operands: premul_sum's factor is applied to them, where autograd sees it."""
+    """Return the op and its operands. premul_sum's factor is applied to the operands, so autograd records it."""
     known = as_reduce_op(op)
     if isinstance(known, ReduceOp):
         return known, tensors

@@ -1,4 +1,4 @@
-"""torch.nn.parallel's names: a module trained by all ranks, or by all workers of a master."""
+"""The names of torch.nn.parallel: training of a module by all ranks, or by all workers of a master."""
 
 from __future__ import annotations
 
