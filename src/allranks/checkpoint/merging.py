@@ -133,12 +133,13 @@ def _manifests(candidate: CheckpointCandidate, places: dict[int, Path]) -> dict[
 
 
 def _take(source: Path, target: Path) -> None:
-    """Link a file, or copy it and wait until the copy is on the disk."""
+    """Link or copy a file, and wait until it is on the disk."""
     try:
         os.link(source, target)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         shutil.copyfile(source, target)
-        with open(target, "rb") as file:
-            os.fsync(file.fileno())
+    # Also of a linked file: another program may have just copied it to this host.
+    with open(target, "rb") as file:
+        os.fsync(file.fileno())
