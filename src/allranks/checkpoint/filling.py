@@ -21,7 +21,7 @@ __all__ = ["Filling", "Readable"]
 
 
 class Readable(Protocol):
-    """What a state is filled from; see ``loading.Reader``."""
+    """What a state is filled from; see ``loading.BlockReader``."""
 
     def build(self, tree: Tree, like: Mapping[str, Any] | None = None) -> Any: ...
     def find(self, name: object) -> Saved: ...

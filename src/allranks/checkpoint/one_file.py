@@ -66,7 +66,7 @@ class _Source:
         self.where = where
 
     def find(self, name: object) -> Saved:
-        """See ``loading.Reader``."""
+        """See ``loading.BlockReader``."""
         raise NotImplementedError
 
     def tensor(self, name: str) -> Tensor:
@@ -77,7 +77,7 @@ class _Source:
         """The file is open."""
 
     def build(self, tree: Tree, like: Mapping[str, Any] | None = None) -> Any:
-        """See ``loading.Reader``."""
+        """See ``loading.BlockReader``."""
 
         def made(name: str) -> Tensor:
             whole, model = self.tensor(name), None if like is None else like.get(name)
@@ -90,7 +90,7 @@ class _Source:
         return unflatten(tree, made)
 
     def read(self, saved: Saved, into: Tensor | Shard) -> None:
-        """See ``loading.Reader``."""
+        """See ``loading.BlockReader``."""
         part, offsets, _ = local_part(saved.name, into)
         with torch.no_grad():
             place = tuple(slice(begin, begin + n) for begin, n in zip(offsets, part.shape, strict=True))
