@@ -273,12 +273,22 @@ void PointToPoint::wait(const std::shared_ptr<Message>& message, Caller& caller,
                       .final = timeout_ns < 0};
     const Failure about{.reporter = rank_, .fingerprint = message->about};
     try {
-      shm_.wait(shm_.bell(shm_.rank()), patience, about, [&] {
-        move(caller, message->done);
-        if (message->done.load()) return -1;  // seq_cst: whoever sleeps here has counted itself before (Shm::ring)
+      // seq_cst: a thread that sleeps here has counted itself before (Shm::ring).
+      const auto missing = [&] {
+        if (message->done.load()) return -1;
         const int from = message->peer;
         return from < 0 ? Shm::kAnyRank : from;
-      });
+      };
+      shm_.wait(
+          shm_.bell(shm_.rank()), patience, about,
+          [&] {
+            move(caller, message->done);
+            return missing();
+          },
+          [&] {
+            move_rest(caller, message->done);
+            return missing();
+          });
     } catch (Error& error) {
       if (error.failure.kind == Kind::timeout) {
         waiter.publish();
@@ -326,6 +336,15 @@ void PointToPoint::move(Caller& caller, const std::atomic<bool>& enough) {
   }
 }
 
+// The same, also if another thread is moving. A rank that has written its last message and has left is not lost, so the
+// thread that finds it gone must not overlook that message because the other thread has not finished with it.
+std::unique_lock<std::mutex> PointToPoint::move_rest(Caller& caller, const std::atomic<bool>& enough) {
+  auto lock = lock_releasing(lock_, caller);
+  while (!enough.load(std::memory_order_acquire) && progress(caller)) {
+  }
+  return lock;
+}
+
 void PointToPoint::in_background(Caller& caller) {
   const auto lock = lock_releasing(lock_, caller);
   rouse();
@@ -348,13 +367,19 @@ void PointToPoint::run() {
     }
     Patience patience{.caller = nobody, .timeout_ns = timeout_ns_, .polling = progress_polling_, .final = false};
     try {
-      shm_.wait(shm_.bell(shm_.rank()), patience, Failure{.reporter = rank_}, [&] {
-        move(nobody, stopping_);
-        if (stopping_) return -1;
-        const std::unique_lock lock(lock_, std::try_to_lock);
-        if (!lock.owns_lock()) return Shm::kAnyRank;
-        return idle() ? -1 : awaited();
-      });
+      shm_.wait(
+          shm_.bell(shm_.rank()), patience, Failure{.reporter = rank_},
+          [&] {
+            move(nobody, stopping_);
+            if (stopping_) return -1;
+            const std::unique_lock lock(lock_, std::try_to_lock);
+            if (!lock.owns_lock()) return Shm::kAnyRank;
+            return idle() ? -1 : awaited();
+          },
+          [&] {
+            const auto lock = move_rest(nobody, stopping_);
+            return stopping_ || idle() ? -1 : awaited();
+          });
     } catch (const Error& error) {
       // Whoever waits for a message minds its deadline.
       if (error.failure.kind == Kind::timeout && !shm_.condemned()) continue;

@@ -195,6 +195,7 @@ class PointToPoint {
   class Waiter;
 
   void move(Caller& caller, const std::atomic<bool>& enough);
+  std::unique_lock<std::mutex> move_rest(Caller& caller, const std::atomic<bool>& enough);
   void explain(Error& error, const Message& message, Caller& caller);
 
   // All with lock_ held.

@@ -25,7 +25,7 @@ progress._LONG_S, progress._AGAIN_S = {long}, 0.01
 drawn = threading.Event()
 write = sys.stderr.write
 sys.stderr.write = lambda text: (write(text), "second" in text and drawn.set())
-with progress.Progress("allranks test", {shown}) as shown:
+with progress.TerminalProgress("allranks test", {shown}) as shown:
     shown.at("first")
     shown.at("second" + "!" * 200)
     if {waits}:
