@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     __all__ += multiprocessing.__all__
     __all__ += torchs.__all__  # names that a type checker accepts as public here
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def spawn(

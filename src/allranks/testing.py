@@ -31,7 +31,7 @@ from allranks._store import StoreServer
 __all__ = ["RankError", "run_ranks"]
 
 R = TypeVar("R")
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PRELOADED = [
     "torch",
     "allranks._api.world",
@@ -125,7 +125,7 @@ def _collect(
                     raise EOFError
                 ok, value, text = cloudpickle.loads(pipe.recv_bytes())
             except EOFError:
-                processes[rank].join(5)
+                processes[rank].join(5)  # the pipe may close before the exit code is available
                 if rank in may_die:
                     results[rank] = None
                 else:
@@ -196,7 +196,7 @@ def _rank_main(
             answer = (False, error, traceback.format_exc())
         try:
             data = pickling.dumps(answer)
-            cloudpickle.loads(data)
+            cloudpickle.loads(data)  # the parent must be able to unpickle it, too
         except Exception:  # noqa: BLE001 - an exception (or a result) that cannot be pickled
             text = answer[2] or f"the result cannot be pickled: {answer[1]!r}"
             data = pickling.dumps((False, None, text))

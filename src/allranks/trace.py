@@ -185,13 +185,13 @@ def stragglers(group: ProcessGroup | int | None = None) -> Stragglers:
     at no cost. On several hosts their clocks are compared. A call counts if the difference is larger than the error.
 
     Args:
-        group: None is the world.
+        group: The process group. None: the world.
 
     Returns:
         The ranks, as ranks of the world, including those that were never last.
 
     Raises:
-        NotInitializedError: there is no such group.
+        NotInitializedError: The group does not exist.
         UsageError: This rank is not in the group.
 
     Cost:

@@ -101,7 +101,7 @@ def all_reduce(
 
     Cost:
         P ranks, n bytes. Up to 64 KiB: one latency, P n bytes read per rank. Above: reduce-scatter and all-gather,
-            pipelined through shared memory; about 4 n bytes moved per rank.
+        pipelined through shared memory; about 4 n bytes moved per rank.
 
     Source:
         Rabenseifner, "Optimization of Collective Reduction Operations", 2004, on shared memory. The order of summation
@@ -274,7 +274,7 @@ def all_gather(
     """Gather every rank's ``tensor`` on every rank.
 
     Args:
-        tensor_list: Output: one tensor per rank, in the order of the ranks.
+        tensor_list: Receives one tensor per rank, in the order of the ranks.
         tensor: Input of this rank.
         group: The process group. None: the world.
         async_op: Return immediately, with a Work.
@@ -326,7 +326,7 @@ def all_gather_single(
     """Gather every rank's ``input_tensor`` in one tensor on every rank.
 
     Args:
-        output_tensor: Output: P times the elements of ``input_tensor``, concatenated or stacked.
+        output_tensor: Receives the concatenated or stacked inputs: P times the elements of ``input_tensor``.
         input_tensor: Input of this rank. It may be this rank's part of ``output_tensor``.
         group: The process group. None: the world.
         async_op: Return immediately, with a Work.
@@ -428,7 +428,7 @@ def gather(
 
     Args:
         tensor: Input of this rank.
-        gather_list: Only on ``dst``: output, one tensor per rank.
+        gather_list: Only on ``dst``: receives one tensor per rank.
         dst: Rank of the world that receives them. 0 if neither it nor ``group_dst`` is given.
         group: The process group. None: the world.
         async_op: Return immediately, with a Work.
@@ -559,7 +559,7 @@ def reduce_scatter(
     """Reduce the lists of all ranks, and give each rank its part of the result.
 
     Args:
-        output: Output: the reduction of all ranks' tensors for this rank.
+        output: Receives the reduction of all ranks' tensors for this rank.
         input_list: One tensor per rank.
         op: See ``all_reduce``.
         group: The process group. None: the world.
@@ -579,7 +579,7 @@ def reduce_scatter(
 
     Source:
         pairwise: each rank writes the inputs of the other ranks' reductions into cells of its ring. Between more than 8
-            hosts, along a chain in the order of the ranks.
+        hosts, along a chain in the order of the ranks.
 
     Example:
         >>> mine = torch.empty(1)  # on each of 2 ranks; rank 0 shows:
@@ -614,7 +614,7 @@ def reduce_scatter_single(
     """Reduce ``input`` of all ranks, and give each rank its part of the result.
 
     Args:
-        output: Output: this rank's part.
+        output: Receives this rank's part.
         input: P times the elements of ``output``: the part for rank 0, then for rank 1, and so on.
         op: See ``all_reduce``.
         group: The process group. None: the world.
@@ -710,8 +710,8 @@ def all_to_all(
     """Send tensor q of every rank's list to rank q.
 
     Args:
-        output_tensor_list: Output: one tensor per rank, received from that rank.
-        input_tensor_list: One tensor per rank, sent to that rank. All sizes may differ.
+        output_tensor_list: Receives one tensor from each rank.
+        input_tensor_list: One tensor per rank, which is sent to that rank. All sizes may differ.
         group: The process group. None: the world.
         async_op: Return immediately, with a Work.
 
@@ -783,7 +783,7 @@ def all_to_all_single(
     """Split ``input`` along its first dimension, send part q to rank q, and concatenate the received parts.
 
     Args:
-        output: Output: the parts from rank 0, rank 1, and so on, concatenated.
+        output: Receives the parts from rank 0, rank 1, and so on, concatenated.
         input: The parts for rank 0, rank 1, and so on.
         output_split_sizes: Rows from each rank. None: equal parts.
         input_split_sizes: Rows for each rank. None: equal parts.
@@ -1016,7 +1016,7 @@ def isend(
         as ``send``; the transfer runs concurrently with the program.
     """
     if group is not None and outside(group, "isend"):
-        return None  # type: ignore[return-value]  # to checkers each group is one that this rank is in
+        return None  # type: ignore[return-value]  # type checkers assume that this rank is in the group
     resolved = resolve_group(group)
     return resolved.isend(tensor, root_of(resolved, dst, group_dst, "dst"), tag)
 
@@ -1059,7 +1059,7 @@ def irecv(
         tensor([10.])
     """
     if group is not None and outside(group, "irecv"):
-        return None  # type: ignore[return-value]  # to checkers each group is one that this rank is in
+        return None  # type: ignore[return-value]  # type checkers assume that this rank is in the group
     resolved = resolve_group(group)
     return resolved.irecv(tensor, source_of(resolved, src, group_src), tag)
 
@@ -1210,7 +1210,7 @@ def all_gather_coalesced(
     """Run ``all_gather`` on several tensors.
 
     Args:
-        output_tensor_lists: Output: for each rank, the tensors of its input list.
+        output_tensor_lists: For each rank, receives the tensors of its input list.
         input_tensor_list: Inputs of this rank.
         group: The process group. None: the world.
         async_op: Return immediately, with a Work for all of them.

@@ -167,7 +167,8 @@ def new_subgroups(
     """Divide the world (or ``group``) into groups of consecutive ranks, all of one size. All its ranks call this.
 
     Args:
-        group_size: Ranks in each group. None: the number of ranks on one host (LOCAL_WORLD_SIZE).
+        group_size: Ranks in each group. None: the number of ranks on one host (LOCAL_WORLD_SIZE), or all
+            ranks if it is not set.
         group: The group to divide. None: the world.
         timeout: Timeout of their calls, as a timedelta or in seconds. None: the world's timeout.
         backend: See ``new_group``.

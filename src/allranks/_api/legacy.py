@@ -114,7 +114,7 @@ def gather_recv(tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGro
     """Call ``gather`` on the rank that receives the tensors.
 
     Args:
-        tensor_list: Output: one tensor per rank.
+        tensor_list: Receives one tensor per rank.
         tensor: Input of this rank.
         group: The process group. None: the world.
 
@@ -135,7 +135,7 @@ def scatter_send(tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGr
 
     Args:
         tensor_list: One tensor per rank.
-        tensor: Output: this rank's own tensor.
+        tensor: Receives this rank's own tensor.
         group: The process group. None: the world.
 
     Raises:

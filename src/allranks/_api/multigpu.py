@@ -248,7 +248,7 @@ def all_gather_multigpu(
     """Gather all tensors of all ranks into each of this rank's lists.
 
     Args:
-        output_tensor_lists: Output: for each input tensor a list of (ranks x inputs) tensors: those of rank 0, then of
+        output_tensor_lists: Receives for each input tensor a list of (ranks x inputs) tensors: those of rank 0, then of
             rank 1, and so on.
         input_tensor_list: Tensors of this rank.
         group: The process group. None: the world.
@@ -322,7 +322,7 @@ def reduce_scatter_multigpu(
     """Reduce all lists of all ranks element by element, and distribute the results over the outputs of the ranks.
 
     Args:
-        output_tensor_list: Output: this rank's results.
+        output_tensor_list: Receives this rank's results.
         input_tensor_lists: For each output a list of (ranks x outputs) tensors.
         op: See ``all_reduce_multigpu``.
         group: The process group. None: the world.

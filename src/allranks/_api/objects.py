@@ -45,7 +45,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
     """Gather every rank's ``obj`` on every rank.
 
     Args:
-        object_list: Output: one object per rank, in the order of the ranks.
+        object_list: Receives one object per rank, in the order of the ranks.
         obj: Input of this rank.
         group: The process group. None: the world.
 
@@ -87,7 +87,7 @@ def gather_object(
 
     Args:
         obj: Input of this rank.
-        object_gather_list: Only on ``dst``: output, one object per rank.
+        object_gather_list: Only on ``dst``: receives one object per rank.
         dst: Rank of the world that receives them. 0 if neither it nor ``group_dst`` is given.
         group: The process group. None: the world.
         group_dst: Rank of the group that receives them, instead of ``dst``.
@@ -351,7 +351,7 @@ def _as_plain(obj: Any) -> Any:
     kind = type(obj)  # not isinstance: a subclass would be decoded as its base class
     if kind in _AS_THEY_ARE:
         return obj
-    if kind is int:
+    if kind is int:  # larger ones do not fit into msgpack's 64 bits
         return obj if -(1 << 63) <= obj < 1 << 63 else msgspec.msgpack.Ext(_INT, str(obj).encode())
     if kind is list:
         return [_as_plain(item) for item in obj]

@@ -23,7 +23,7 @@ from allranks._cluster.env import read_int
 
 __all__ = ["is_possible", "is_wanted", "offer", "withdraw"]
 
-_lock = threading.RLock()
+_lock = threading.RLock()  # reentrant: creating the group accesses the default group, too
 _make: Callable[[], object] | None = None
 
 

@@ -271,6 +271,7 @@ def establish(
             address = store.record
 
         def exchange(record: bytes) -> list[bytes]:
+            # One exchange transfers the engine's record, the backend's name, and the address of the store.
             rows = meeting.exchange(record + engine_name.encode() + b"\0" + address, timeout_s)
             tails = [row[len(record) :].partition(b"\0") for row in rows]
             names = [engine.decode() for engine, _, _ in tails]
@@ -322,7 +323,10 @@ def calls_made() -> int:
 
 
 def abort_groups() -> None:
-    """Abort the calls of all groups except the world, on every rank. A rank may wait there for one that is not."""
+    """Abort the calls of all groups except the world, on every rank.
+
+    Otherwise a rank could wait in one of these groups for a rank that makes no further call in it.
+    """
     for other in _groups:
         if other._is_open:
             other.abort()
@@ -490,6 +494,7 @@ def _close_all() -> None:
 
 
 def _at_exit() -> None:
+    # A forked child must not close the groups of its parent.
     if _world is None or not _world.inherited:
         _close_all()
     end_futures()

@@ -6,7 +6,7 @@ groups (DistributedDataParallel, FSDP, DTensor, DCP, ...) then run on the native
     work         torch's Work around allranks's Work
     group        torch's ProcessGroup around allranks's ProcessGroup
     creation     torch's groups on the backend, each around a group of allranks
-    torch_group  the opposite direction: a group of allranks, registered with torch
+    torch_group  registers a group of allranks with torch, the opposite direction
     adapt        torch's functions that support only its own groups
     gloo         groups of allranks in programs that request gloo
     env_rendezvous  torch's env:// in an elastic job

@@ -26,7 +26,7 @@ TORCHS_DDP: tuple[Any, ...] = tuple(
 """torch's class, for isinstance. The program may have assigned another object to its name."""
 
 _c10d: Any = torch.distributed
-_works: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_works: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of reducers
 
 
 @functools.cache

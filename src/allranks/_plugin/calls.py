@@ -1,8 +1,8 @@
 """torch's calls on a group of allranks, as torch's C++ passes them to a backend: lists of tensors, and options.
 
 torch's lists contain one tensor for each device of a process, which is nearly always one. allranks accepts several
-tensors wherever gloo does. These calls complete before they return. So does every call whose options contain ``asyncOp
-= False``.
+tensors wherever gloo does. These calls complete before they return. So does every call whose options contain
+``asyncOp = False``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ assert len(_BY_HASH) == len(OPS)
 assert hash(_c10d._make_nccl_premul_sum(2.0)) not in _BY_HASH
 _LOCALLY: dict[ReduceOp, Callable[[Tensor, Tensor], Any]] = {
     ReduceOp.SUM: Tensor.add_,
-    ReduceOp.AVG: Tensor.add_,  # also for several tensors, gloo divides by the number of ranks
+    ReduceOp.AVG: Tensor.add_,  # gloo divides by the number of ranks, also for several tensors
     ReduceOp.PRODUCT: Tensor.mul_,
     ReduceOp.MIN: lambda a, b: torch.minimum(a, b, out=a),
     ReduceOp.MAX: lambda a, b: torch.maximum(a, b, out=a),

@@ -165,7 +165,7 @@ def _meet(about: Any, rank: int, size: int, timeout_s: float) -> rendezvous.JobM
 def _sub_group(about: Any) -> ProcessGroup:
     ranks, rank, timeout_s = about.global_ranks_in_group, about.group_rank, about.timeout.total_seconds()
     name = f"torch group {about.group_id}"
-    if torch_store() is not None:  # without it, the server may be a rank that does not create this group
+    if torch_store() is not None:  # no exchange through it: its server may not be a member
         world = resolve_group(None)
         members = [world.members[r] for r in ranks]
         exchange = partial(exchange_locally, world, ranks)
@@ -214,7 +214,7 @@ def _met(about: Any, name: str, ranks: Sequence[int]) -> ProcessGroup:
 def _leave(ours: ProcessGroup) -> None:
     """Close a group that torch destroys."""
     if MADE.pop(ours, None) is not None:
-        ours.closing = None
+        ours.closing = None  # torch is already destroying its group
         destroy_process_group(ours)
 
 
@@ -231,6 +231,7 @@ def _shrink(group: TorchGroup, ranks_to_exclude: Sequence[int], flags: int) -> T
     ours = group.allranks_group
     name = group.name()
     MADE.pop(ours, None)
+    # shrink_group closes the old group, which must not destroy torch's group in turn.
     closing, ours.closing = ours.closing, None
     try:
         made = shrink_group(list(ranks_to_exclude), ours, flags)

@@ -40,6 +40,6 @@ def serve_elastic_jobs() -> None:
         given = dict(parse_qsl(urlsplit(url).query))
         rank, size = (int(given.get(name) or os.environ[name.upper()]) for name in ("rank", "world_size"))
         yield BoardStore(board, timeout.total_seconds()), rank, size
-        raise RuntimeError("Unable to perform re-rendezvous using env:// method")  # the text of torch
+        raise RuntimeError("Unable to perform re-rendezvous using env:// method")  # torch's error text
 
     handlers["env"] = env

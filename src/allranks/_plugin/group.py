@@ -209,7 +209,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
             known.pg_group_ranks[self] = {rank: i for i, rank in enumerate(self.allranks_group.ranks)}
 
     def _check_alone(self) -> None:
-        if self._others:  # the text of torch
+        if self._others:  # torch's error text
             raise UsageError("ProcessGroup reconfigure APIs do not support process groups with multiple backends")
 
     @property

@@ -139,7 +139,7 @@ def make_backend(calls: Calls, backend: str, name: str, group: Callable[[], Any]
         calls: The calls of the group.
         backend: Name in profiles.
         name: Name for torch's C++.
-        group: Returns torch's group around the backend.
+        group: Returns torch's group to which the backend belongs.
     """
     return _backend_class()(calls, backend, name, group)
 

@@ -136,7 +136,7 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
 
 
 class _AtEndOfBackward(torch.futures.Future):  # type: ignore[type-arg]
-    """A future that completes when backward ends, or when a thread waits for it before.
+    """A future that completes when backward ends, or when a thread waits for it earlier.
 
     Callbacks then run in this thread, in the order of the calls. Callbacks that make calls themselves (PowerSGD's)
     therefore make them in the same order on every rank. With one thread per callback, the order would differ.

@@ -1,9 +1,9 @@
 """Detects, in the first steps, state of the training that State does not cover.
 
-Everything that a program changes from one step to the next must be a part of the State, a variable of the loop that
-State carries, or declared as ``local``. A repeated step would change anything else twice, and a process that replaces a
-lost rank would lack it. The training would then produce other weights without any error. The audit therefore raises an
-error in the first steps, which names the variable and the line to add.
+A program may change only three kinds of objects from one step to the next: parts of the State, variables of the loop
+that State carries, and objects that it has declared as ``local``. A repeated step would change anything else twice, and
+a process that replaces a lost rank would lack it. The training would then produce other weights without any error. The
+audit therefore raises an error in the first steps, which names the variable and the line to add.
 
 The audit finds objects from the variables of the functions that run the loop and from the globals of the program's
 modules. Values that only one step uses do not count: variables that each step assigns again, and objects that it

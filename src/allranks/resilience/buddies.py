@@ -85,6 +85,7 @@ class Buddies:
             torch.tensor([described, mine.numel()], device="cpu"),
             torch.zeros(2, dtype=torch.int64, device="cpu"),
         )
+        # Every rank sends before it receives, so blocking sends could deadlock.
         sent = [world.isend(head, to, _TAG)]
         if mine.numel():
             sent.append(world.isend(mine, to, _TAG))

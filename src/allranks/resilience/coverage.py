@@ -75,7 +75,7 @@ class Coverage:
         return reach(roots, self._boundary, name_of=lambda tensor: names.get(id(tensor)))
 
     def buffer(self, name: str) -> Tensor | None:
-        """Return a buffer of a module. Reads it anew, because the module may have replaced the tensor."""
+        """Return a buffer of a module. The module may have replaced the tensor since it was last read."""
         owner, key = self.buffers[name]
         found: Tensor | None = owner._buffers.get(key)
         return found
@@ -136,7 +136,7 @@ class Coverage:
         return dict(found.values())
 
     def light(self) -> Reached:
-        """Return what a step often changes: the values of parts other than modules, and the settings of optimizers."""
+        """Return values that steps often change: those of parts other than modules, and settings of optimizers."""
         found = reach(self._others, self._apart)
         for name, part in self.parts.items():
             if isinstance(part, torch.optim.Optimizer):
@@ -397,7 +397,7 @@ def _feed(hasher: Any, value: Any, depth: int, above: set[int]) -> None:
     elif hasattr(value, "__array_interface__"):
         hasher.update(f"{value.dtype}{value.shape}".encode())
         hasher.update(value.tobytes())
-    elif id(value) in above or depth > 20:
+    elif id(value) in above or depth > 20:  # a cycle, or nested too deeply
         return
     elif isinstance(value, Mapping):
         # The order of keys is the order of their first assignment, which load_state_dict() does not preserve.

@@ -269,7 +269,7 @@ def attributes_of(part: object) -> dict[str, Any]:
 def _is_value(value: object, depth: int) -> bool:
     if type(value) in PLAIN or isinstance(value, Tensor) or is_array(value):
         return True
-    if depth > 8:
+    if depth > 8:  # also ends the recursion in a cyclic container
         return False
     if isinstance(value, dict):
         return all(_is_value(each, depth + 1) for each in (*value.keys(), *value.values()))

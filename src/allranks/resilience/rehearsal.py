@@ -65,7 +65,7 @@ class Rehearsal:
         self._hooked = self._fired = 0
 
     def checkpoints(self, wanted: Checkpoints | None) -> Checkpoints | None:
-        """Return where State writes checkpoints: an empty folder, so that the user's files are not read or changed."""
+        """Return checkpoint settings with an empty folder, so that the user's files are not read or changed."""
         if wanted is None:
             return None
         return replace(wanted, folder=self._folder / "checkpoints", every=_EVERY, keep_every=None)

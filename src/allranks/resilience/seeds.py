@@ -25,7 +25,7 @@ from allranks._base.errors import UsageError
 __all__ = ["Seeds", "seeded_iterator"]
 
 _cuda: Any = torch.cuda  # its annotations are incomplete
-_MASK_32 = 0xFFFFFFFF
+_MASK_32 = 0xFFFFFFFF  # NumPy's global seed has 32 bits
 
 
 def _digest(*about: object) -> int:

@@ -161,11 +161,11 @@ class State:
 
     Cost:
         a step: an all_reduce of 8 bytes, the seeding of generators, and a copy of the values that a step changes before
-            it is committed; if ranks have values of their own, messages with them. The first two steps at each place of
-            a program: copies and hashes of everything. Every N steps: a hash of everything, below 0.5 % of the time. A
-            loss: some round trips to the launcher's store, the creation of the group, hashes, and a transfer of the
-            state through shared memory or TCP. A checkpoint: a copy of this rank's share of the state while the loop
-            waits; the rest happens in the background.
+        it is committed; if ranks have values of their own, messages with them. The first two steps at each place of a
+        program: copies and hashes of everything. Every N steps: a hash of everything, below 0.5 % of the time. A loss:
+        some round trips to the launcher's store, the creation of the group, hashes, and a transfer of the state through
+        shared memory or TCP. A checkpoint: a copy of this rank's share of the state while the loop waits; the rest
+        happens in the background.
     """
 
     def __init__(
@@ -469,6 +469,7 @@ class State:
             raise StateLostError(_ABANDONED)
 
     def _end_abandoned(self) -> None:
+        # An exception in an exit handler does not change the exit code, so report the error and exit here.
         if self._abandoned:  # the program has exited without another call that could raise the error
             print(f"allranks.StateLostError: {_ABANDONED}", file=sys.stderr, flush=True)
             os._exit(1)
@@ -533,13 +534,14 @@ class State:
         """Start a checkpoint if one is due. Like a step, it is complete when all ranks agree.
 
         Args:
-            at_once: Also write steps since the last checkpoint before the next one is due, and wait until they are on
-                the disk.
+            at_once: If steps are not on the disk yet, write a checkpoint even if none is due, and wait until it is
+                complete.
         """
         disk, position = self._disk, self._position
         while disk is not None:
             try:
                 if self._recovered:
+                    # The loss may have interrupted the save on some ranks only. All ranks then write it again.
                     if self._agree(_SOME if disk.was_cut_off else _ALL) == _SOME:
                         position.saved = -1
                     self._recovered = False
@@ -573,7 +575,7 @@ class State:
     def _place(self) -> tuple[int, int]:
         return self._world.rank(), self._world.size()
 
-    # --- what a step calls ---
+    # --- methods for a step ---
 
     def _meet_at(self, step: Step) -> None:
         """Restore the variables and compare the ranks' states before the program receives a step.
@@ -848,8 +850,8 @@ class State:
     def _meet_variables(self, step: Step, plan: StepPlan) -> None:
         """Compare, before the first step of a loop, the variables that the loop does not assign.
 
-        A process that has just replaced a lost rank may have computed them from results that it does not have: ``count
-        = train(); evaluate(count)``. It then takes the values of the other ranks.
+        A process that has just replaced a lost rank may have computed them from results that it does not have:
+        ``count = train(); evaluate(count)``. It then takes the values of the other ranks.
 
         Raises:
             StateLostError: The correct value cannot be determined. Raised on every rank.
@@ -1006,6 +1008,8 @@ class State:
             mine |= {name: found for name, found in self._coverage.common().items() if name not in own}
         if after_recovery:
             mine |= self._around(step)
+        # A fast comparison of one hash per rank. The names of shards differ between ranks, so it is not possible for
+        # a sharded state. The shift makes an unsigned 64-bit hash fit into int64.
         if not self._sharded or not everything:
             total = torch.tensor([digest(sorted(mine.items())) >> 1], device="cpu")
             totals = torch.empty(world.size(), dtype=torch.int64, device="cpu")
@@ -1094,7 +1098,7 @@ class State:
     def _take_notice(self, number: int, _: object) -> None:
         self._leaves = True
         self._noticed_at = time.monotonic()
-        if self._aside:
+        if self._aside:  # a waiting process executes no step after which it could leave
             raise SystemExit(0)
 
     def _before_optimizer(self, *_: object) -> None:
@@ -1166,7 +1170,7 @@ class State:
         self._position.loaded = True
 
     def _meet(self) -> None:
-        """Join the other ranks, if this process has a rank slot in an elastic job."""
+        """Switch from the replay log to the group of the loop, and receive the state if this process lacks it."""
         prelude, decision = self._world.engine, self._world.entered
         if not isinstance(prelude, Prelude):
             return
@@ -1216,7 +1220,7 @@ class State:
         while True:
             before = self._world.size()
             progress = NEWCOMER if self._lacks else self._position.done
-            abort_groups()
+            abort_groups()  # a rank that waits there for the lost rank must also reach advance()
             successor = advance(self._world, progress=progress, replaces=True)
             self._aside = False
             full, empty = _full_and_empty(successor.decision)
@@ -1284,6 +1288,7 @@ class State:
                 " has the value of the lost rank. The first steps had not shown such a change.\n  Start the job again"
                 " from a checkpoint (allranks run --restarts does so by itself)"
             )
+        # All ranks iterate in the same order, so that each send meets its receive.
         for rank in empty:
             donors = handover.Donors(rank, full, machines, self._sharded)
             if me == rank:
