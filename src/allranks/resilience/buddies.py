@@ -2,8 +2,8 @@
 
 Parameters are equal on all ranks, so any rank can send them. Other values depend on each rank's own samples: buffers
 such as running means, tensors that a program names (``own=``), and variables such as a running loss. Before a step is
-committed, each rank sends the values that have changed to its backup rank. The backup rank is on another host if
-several hosts exist. It keeps the values of the last committed step.
+committed, each rank sends the values that have changed to its backup rank. On several hosts
+it is on another host if each host has the same number of ranks. It keeps the values of the last committed step.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _unpack(layout: bytes, data: Tensor) -> dict[str, Tensor]:
 def _step(world: ProcessGroup) -> int:
     """Return the distance from a rank to its backup rank: the largest number of ranks on a host, or 1 on a single host.
 
-    With consecutive ranks on each host, this distance puts the backup rank on another host.
+    The backup rank is then on another host if each host has the same number of ranks, with consecutive numbers.
     """
     together = max(Counter(member.machine for member in world.members).values())
     return together if together < world.size() else 1
