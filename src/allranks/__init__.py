@@ -1,34 +1,35 @@
 """allranks: run PyTorch on many processes.
 
-``import allranks as dist`` offers torch.distributed's names, with the same arguments and
-meaning, over allranks' own channel. The map of the package:
+``import allranks as dist`` provides torch.distributed's names, with the same arguments and semantics, over allranks's
+own channel. The map of the package:
 
-    _api           the functions: all_reduce and its kin, init_process_group, new_group, objects, multigpu, legacy names
-    _group         ProcessGroup: what the functions above call
-    _engines       what moves the bytes: native, gloo, nccl, mpi
-    _call          what a call is made of: ReduceOp, Work, futures, its line in the program
+    _api           the functions: all_reduce and related functions, init_process_group, new_group, objects, multigpu,
+                   legacy names
+    _group         ProcessGroup: called by the functions above
+    _engines       the engines that transfer the bytes: native, gloo, nccl, mpi
+    _call          the elements of a call: ReduceOp, Work, futures, its call site in the program
     _rendezvous    how ranks find each other
     _store         TCPStore, FileStore, HashStore, PrefixStore
-    _cluster       where this process runs: launcher or scheduler, host, network, environment variables
-    _base          errors, as a tree, and what else every room stands on
-    _trace         the record of calls, and what is told from it
+    _cluster       the environment of this process: launcher or scheduler, host, network, environment variables
+    _base          errors, as a tree, and other modules that all layers use
+    _trace         the record of calls, and reports from it
     _plugin        torch.distributed's plugin, torch_group
     data           DistributedSampler
-    engines        what a package imports that brings an engine; schedulers: a scheduler
+    engines        the interface for packages that provide an engine; schedulers: for a scheduler
     logging        configure: a log for each rank
-    parallel, nn   DistributedDataParallel, DataParallel, collectives that autograd goes through
-    algorithms     communication hooks for it
+    parallel, nn   DistributedDataParallel, DataParallel, collectives that support autograd
+    algorithms     communication hooks for DistributedDataParallel
     checkpoint     save, load
     multiprocessing  spawn
     launch         allranks run; run: the same from Python; progress: its bar
     resilience     State: a training loop that survives lost ranks
-    remote         init_master_worker: one process drives all others; all_reduce_, broadcast_ on its groups; keep
+    remote         init_master_worker: one process controls all others; all_reduce_, broadcast_ on its groups; keep
     testing        run_ranks: real ranks for tests
     trace          the last calls of this process, stragglers, a file with all calls
     tools          bench, doctor, submit
 
-Names are loaded on first use, so that the launcher starts without importing torch. Some are torch's own, which work on
-this world: ``init_device_mesh``, ``fsdp``, ``tensor``, ... (docs/torch.md).
+Names are loaded on first use, so that the launcher starts without importing torch. Some are torch's own names, which
+work on this world: ``init_device_mesh``, ``fsdp``, ``tensor``, ... (docs/torch.md).
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
-# The public names, by the module that has them. `make format` writes __init__.pyi from this table, which is what type
-# checkers and editors read.
+# The public names, by the module that defines them. `make format` writes __init__.pyi from this table. Type checkers
+# and editors read that file.
 _HOME = {
     "_api.collectives": (
         "P2POp",
@@ -225,7 +226,7 @@ __all__ = sorted([*_MODULE_OF, *_MODULES])
 def _module(name: str) -> Any:
     from allranks._base.forks import guard
 
-    with guard:  # Python's lock of a module would stay held in a child that is forked meanwhile
+    with guard:  # a concurrently forked child would otherwise inherit a held import lock of the module
         return importlib.import_module(f"allranks.{name}")
 
 
@@ -250,7 +251,7 @@ def _load(name: str) -> Any:
     raise AttributeError(f"module 'allranks' has no attribute {name!r}")
 
 
-if not TYPE_CHECKING:  # a checker that saw it would take every name for one that is here
+if not TYPE_CHECKING:  # otherwise a type checker would accept every name
     __getattr__ = _load
 
 

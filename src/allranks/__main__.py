@@ -1,6 +1,6 @@
-"""The ``allranks`` command: finds the subcommand and hands over the rest of the line.
+"""The ``allranks`` command: finds the subcommand and passes it the remaining arguments.
 
-Each subcommand is imported only when it is asked for, so that none pays for another's imports.
+Each subcommand is imported only when it is called, so that the imports of one do not slow down another.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["main", "process"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``allranks``.
+    """Run ``allranks``.
 
     Args:
-        argv: the arguments; the process's own if None.
+        argv: The arguments. None: the process's own arguments.
 
     Returns:
         The exit code.
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def process() -> NoReturn:
-    """Runs ``allranks`` as a process of its own."""
+    """Run ``allranks`` as a separate process."""
     run_process(*_read(sys.argv[1:]))
 
 

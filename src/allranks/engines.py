@@ -1,14 +1,14 @@
-"""What a package imports that brings an engine; docs/extending.md has an example.
+"""The interface for packages that provide an engine. docs/extending.md has an example.
 
-    EngineSpec      describes the engine, and is what the package's entry point names
-    GroupSetup      the group that an engine is made for
-    BytesEngine     an engine that exchanges bytes gets all verbs from it
-    FlatEngine      an engine that has collectives of its own, on flat tensors
-    Engine          what every engine is: all verbs, on tensors as users give them
+    EngineSpec      describes the engine; the package's entry point names it
+    GroupSetup      the group for which an engine is created
+    BytesEngine     base class of engines that exchange bytes; it implements all verbs
+    FlatEngine      base class of engines that have collectives of their own, on flat tensors
+    Engine          the interface of every engine: all verbs, on tensors as users pass them
     Progress        a call that has begun; Pending: one whose end another thread reports
-    INTERFACE       the version of all of this
+    INTERFACE       the version of this interface
 
-``EngineSpec``, ``GroupSetup`` and ``INTERFACE`` come without torch.
+``EngineSpec``, ``GroupSetup`` and ``INTERFACE`` do not import torch.
 """
 
 from __future__ import annotations
@@ -45,5 +45,5 @@ def _load(name: str) -> Any:
     return thing
 
 
-if not TYPE_CHECKING:  # a checker that saw it would take every name for one that is here
+if not TYPE_CHECKING:  # otherwise a type checker would accept every name
     __getattr__ = _load

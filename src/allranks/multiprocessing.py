@@ -1,9 +1,8 @@
-"""``torch.multiprocessing`` with a meeting place: spawned processes can call ``init_process_group`` at once.
+"""``torch.multiprocessing`` with a rendezvous: spawned processes can call ``init_process_group`` immediately.
 
-``import allranks.multiprocessing as mp`` replaces ``import torch.multiprocessing as mp``. Starting and watching the
-processes is left to torch; what is added is a store server in the parent and its address in the children, so that
-no MASTER_ADDR, no port and no file is needed. MASTER_ADDR and MASTER_PORT are left alone, for programs that use
-torch.distributed inside.
+``import allranks.multiprocessing as mp`` replaces ``import torch.multiprocessing as mp``. torch starts and monitors the
+processes. This module adds a store server in the parent, and its address in the children, so no MASTER_ADDR, no port
+and no file is needed. MASTER_ADDR and MASTER_PORT stay unchanged, for programs that use torch.distributed inside.
 
 All other names are torch.multiprocessing's own (``Process``, ``Queue``, ``get_context``, ``set_start_method``, ...),
 loaded on first use.
@@ -36,9 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["spawn", "start_processes"]
 if TYPE_CHECKING:
     __all__ += multiprocessing.__all__
-    __all__ += torchs.__all__  # what a checker takes for ours; the rest it would call private
+    __all__ += torchs.__all__  # names that a type checker accepts as public here
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def spawn(
@@ -49,24 +48,24 @@ def spawn(
     daemon: bool = False,
     start_method: str = "spawn",
 ) -> ProcessContext | None:
-    """Runs ``fn(i, *args)`` in ``nprocs`` new processes, as ``torch.multiprocessing.spawn`` does.
+    """Run ``fn(i, *args)`` in ``nprocs`` new processes, like ``torch.multiprocessing.spawn``.
 
     In ``fn``, ``init_process_group(rank=i, world_size=nprocs)``, or without arguments, joins the processes.
 
     Args:
-        fn: a function that can be pickled.
-        args: its arguments after the process's number.
-        nprocs: number of processes.
-        join: wait for them.
-        daemon: make them daemonic.
-        start_method: "spawn"; any other is taken for it, with a warning, as in torch.
+        fn: A function that can be pickled.
+        args: Its arguments after the process's number.
+        nprocs: Number of processes.
+        join: Wait for the processes.
+        daemon: Make the processes daemonic.
+        start_method: "spawn". Any other value is replaced by it, with a warning, as in torch.
 
     Returns:
-        None if ``join``; otherwise a context whose ``join`` waits for them.
+        None if ``join`` is set. Otherwise a context whose ``join`` waits for the processes.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a process raised; carries its traceback.
-        torch.multiprocessing.ProcessExitedException: a process exited with another code than 0.
+        torch.multiprocessing.ProcessRaisedException: A process raised. The exception contains its traceback.
+        torch.multiprocessing.ProcessExitedException: A process exited with a nonzero code.
     """
     if start_method != "spawn":
         hint = "This method only supports start_method=spawn; for another, use start_processes"
@@ -82,12 +81,15 @@ def start_processes(
     daemon: bool = False,
     start_method: str = "spawn",
 ) -> ProcessContext | None:
-    """As ``spawn``, for any start method ("fork" works in notebooks). See ``torch.multiprocessing.start_processes``."""
+    """Run ``spawn`` with any start method. "fork" works in notebooks.
+
+    See ``torch.multiprocessing.start_processes``.
+    """
     from torch.multiprocessing.spawn import ProcessContext
     from torch.multiprocessing.spawn import start_processes as torch_start
 
     class Context(ProcessContext):
-        """Closes the store when nobody is left who could use it."""
+        """Closes the store when no process remains that could use it."""
 
         def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
             done = True
@@ -108,7 +110,8 @@ def start_processes(
         started = torch_start(  # type: ignore[no-untyped-call]
             start, args, nprocs, join=False, daemon=daemon, start_method=start_method
         )
-        # Processes that outlive an interrupted join may still write theirs; multiprocessing joins them at exit.
+        # Processes that outlive an interrupted join may still write their error files. multiprocessing joins them at
+        # exit.
         clean = multiprocessing.util.Finalize(None, _unlink, (started.error_files,), exitpriority=-1)
         server.start()
     except BaseException:
@@ -123,18 +126,18 @@ def start_processes(
 
 
 class _RankEntry:
-    """What a new process calls: sets its rank in the environment, then calls the user's function."""
+    """The entry function of a new process: sets its rank in the environment, then calls the user's function."""
 
     def __init__(self, fn: Callable[..., object], environ: dict[str, str], nested: bool, parent: int | None) -> None:
         self._fn = fn
         self._environ = environ
         self._nested = nested
-        self._parent = parent  # None: a fork server, which ends with whom it serves
+        self._parent = parent  # None: a fork server, which exits with the process that it serves
 
     def __call__(self, number: int, *args: Any) -> None:
-        # torch asks for SIGINT, which nohup, cron and a shell's background jobs ignore.
+        # torch requests SIGINT at the parent's death, which nohup, cron and a shell's background jobs ignore.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-        if self._parent not in (None, os.getppid()):  # it died before the line above
+        if self._parent not in (None, os.getppid()):  # the parent died before the line above
             os._exit(1)
         if self._nested:
             begin_inner_job(os.environ)
@@ -152,8 +155,8 @@ def _unlink(files: Sequence[str]) -> None:
 
 
 def _is_rank() -> bool:
-    """Whether a launcher has started this process as a rank, so that what it starts is a job within its job."""
-    alone = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") == "1"  # of torchrun
+    """Return whether a launcher has started this process as a rank, so that its children form a nested job."""
+    alone = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") == "1"  # a single rank of torchrun
     return alone or (SEAL in os.environ and belongs(os.environ))
 
 
@@ -161,7 +164,7 @@ def _environ(nprocs: int, store: str, nested: bool) -> dict[str, str]:
     if nested:
         return {"LOCAL_WORLD_SIZE": str(nprocs), "WORLD_SIZE": str(nprocs), "ALLRANKS_STORE": store}
     environ = {"LOCAL_WORLD_SIZE": str(nprocs), "WORLD_SIZE": os.environ.get("WORLD_SIZE", str(nprocs))}
-    # One host of several, started by hand or by torchrun: its ranks meet the other hosts' at MASTER_ADDR.
+    # One host of several, started manually or by torchrun: its ranks connect to those of other hosts at MASTER_ADDR.
     wider = os.environ.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" in os.environ
     if not wider or "ALLRANKS_STORE" in os.environ:
         environ["ALLRANKS_STORE"] = store
@@ -174,7 +177,7 @@ def _load(name: str) -> Any:
     return getattr(importlib.import_module("torch.multiprocessing"), name)
 
 
-if not TYPE_CHECKING:  # a checker that saw it would take every name for one that is here
+if not TYPE_CHECKING:  # otherwise a type checker would accept every name
     __getattr__ = _load
 
 

@@ -1,7 +1,7 @@
-"""For packages that bring a scheduler of their own: the interface, and what helps to implement it.
+"""The interface for packages that provide a scheduler, and helpers to implement it.
 
-Such a package has an entry point in the group ``allranks.schedulers``, whose name is the scheduler's and whose object
-is a ``Scheduler``. ``ALLRANKS_ENV``, ``allranks run --env`` and ``allranks submit --to`` then take that name.
+The package has an entry point in the group ``allranks.schedulers``. Its name is the name of the scheduler, and its
+object is a ``Scheduler``. ``ALLRANKS_ENV``, ``allranks run --env`` and ``allranks submit --to`` then accept that name.
 docs/extending.md has a worked example. Importing this module does not import torch.
 """
 

@@ -1,7 +1,7 @@
 """Real ranks for tests: ``run_ranks(4, fn)`` runs ``fn`` in four processes that form a group.
 
-A test that hangs is the worst kind in this field, so that a hang ends in an error with every rank's
-stack, and a failure is that of the rank which caused it.
+A hanging test is hard to diagnose. A hang therefore ends in an error with every rank's stack, and a failure is reported
+for the rank that caused it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from allranks._store import StoreServer
 __all__ = ["RankError", "run_ranks"]
 
 R = TypeVar("R")
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PRELOADED = [
     "torch",
     "allranks._api.world",
@@ -48,23 +48,23 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     may_die: Collection[int] = (),
 ) -> list[R | None]:
-    """Runs ``fn(*args)`` on ``n`` ranks, each a process of its own on this host.
+    """Run ``fn(*args)`` on ``n`` ranks, each in its own process on this host.
 
     Args:
-        n: the number of ranks.
-        fn: called on every rank; a local function or a lambda will do (cloudpickle).
-        timeout_s: after so many seconds every rank's stack is shown and all are killed.
-        init: call ``init_process_group()`` before and ``destroy_process_group()`` after ``fn``.
-        env: more environment variables for the ranks.
-        may_die: ranks whose death by a signal is part of the test; their result is None.
+        n: Number of ranks.
+        fn: Called on every rank. It may be a local function or a lambda (cloudpickle).
+        timeout_s: Seconds after which every rank's stack is reported and all ranks are killed.
+        init: Call ``init_process_group()`` before and ``destroy_process_group()`` after ``fn``.
+        env: Additional environment variables for the ranks.
+        may_die: Ranks whose death by a signal is part of the test. Their result is None.
 
     Returns:
-        What ``fn`` returned, by rank.
+        The results of ``fn``, by rank.
 
     Raises:
-        RankError: a rank raised, or died; the first that did so for a reason of its own. ``__cause__`` is its
-            exception where that can be pickled.
-        TimeoutError: the ranks did not end in time.
+        RankError: A rank raised or died. If several did, the first one whose failure is not a consequence of another.
+            ``__cause__`` is its exception if it can be pickled.
+        TimeoutError: The ranks did not finish in time.
 
     Cost:
         about 20 ms for each rank, and 1 s once, for the process from which they are forked.
@@ -113,7 +113,7 @@ def _collect(
     failures: list[tuple[int, BaseException | None, str]] = []
     open_pipes = dict(pipes)
     while open_pipes:
-        # A dead rank's pipe may still be held open by a child of its own, so that its end is waited for too.
+        # A child process of a dead rank may still hold its pipe open, so wait for the exit of the rank, too.
         ends = [processes[rank].sentinel for rank in open_pipes.values()]
         ready = connection.wait([*open_pipes, *ends], timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -125,7 +125,7 @@ def _collect(
                     raise EOFError
                 ok, value, text = cloudpickle.loads(pipe.recv_bytes())
             except EOFError:
-                processes[rank].join(5)
+                processes[rank].join(5)  # the pipe may close before the exit code is available
                 if rank in may_die:
                     results[rank] = None
                 else:
@@ -136,9 +136,9 @@ def _collect(
             else:
                 failures.append((rank, value, text))
         if any(not isinstance(error, PeerLostError) for _, error, _ in failures):
-            break  # the others will not get far
+            break  # the other ranks cannot continue without the failed rank
     if failures:
-        # A rank that lost a peer is the echo of another rank's failure.
+        # A PeerLostError is the consequence of another rank's failure, so any other error comes first.
         failures.sort(key=lambda failure: isinstance(failure[1], PeerLostError))
         rank, error, text = failures[0]
         raise RankError(f"rank {rank} of {len(processes)} failed:\n{text}", rank) from error
@@ -157,7 +157,7 @@ def _hang_report(
         pid = processes[rank].pid
         if pid is not None and processes[rank].is_alive():
             os.kill(pid, signal.SIGUSR1)
-    time.sleep(0.5)  # the handler writes the stacks at once, whatever the thread is doing
+    time.sleep(0.5)  # the signal handler writes the stacks immediately, regardless of the thread's activity
     lines = [f"{len(hanging)} of {len(pipes)} ranks have not ended after {timeout_s:g} s"]
     for rank in hanging:
         stacks = folder / f"stacks-{rank}"
@@ -192,12 +192,12 @@ def _rank_main(
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         try:
             answer = (True, _call(payload, init, timeout_s), "")
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
+        except BaseException as error:  # noqa: BLE001 - the parent raises any exception
             answer = (False, error, traceback.format_exc())
         try:
             data = pickling.dumps(answer)
-            cloudpickle.loads(data)
-        except Exception:  # noqa: BLE001 - an exception (or a result) that cannot travel
+            cloudpickle.loads(data)  # the parent must be able to unpickle it, too
+        except Exception:  # noqa: BLE001 - an exception (or a result) that cannot be pickled
             text = answer[2] or f"the result cannot be pickled: {answer[1]!r}"
             data = pickling.dumps((False, None, text))
         sender.send_bytes(data)

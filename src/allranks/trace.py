@@ -1,7 +1,7 @@
-"""The record of this process's calls, as a program reads it: the last calls, stragglers, and files with all calls.
+"""The record of this process's calls, for programs: the last calls, stragglers, and files with all calls.
 
-Calls are always recorded, in a ring in memory (docs/tracing.md). These functions read it; they call no other rank, and
-work in a program that runs on torch.distributed with our plugin, too.
+Calls are always recorded, in a ring in memory (docs/tracing.md). These functions read it and do not communicate with
+other ranks. They also work in a program that runs on torch.distributed with the allranks plugin.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ __all__ = ["Straggler", "Stragglers", "TracedCall", "flight_dump", "last_calls",
 
 @dataclass(frozen=True)
 class TracedCall:
-    """A call of this process: a collective or a message. Ranks are those of the world.
+    """A call of this process: a collective or a message. Ranks are ranks of the world.
 
     Attributes:
-        group: the name of its group.
-        verb: such as ``all_reduce``.
-        number: of the group's collectives, from 1; 0 for a message.
-        tag: of a message.
-        dtype: such as ``float32``; "" for none.
-        op: such as ``SUM``, of verbs that reduce; else "".
-        count: elements.
-        peer: the root, or the other side of a message; None: there is none, or it is any rank.
-        line: in the program, such as ``train.py:12 in step``; "" where it was not looked up.
-        began: when it began, in seconds of ``time.monotonic``.
-        seconds: how long it took, or has taken until now.
-        waited: of these, until the last rank came; None if that is not known.
-        last: who came last; None if that is not known.
-        outcome: "" or how it failed.
-        under_way: it has not ended.
-        async_op: the caller did not wait.
+        group: Name of its group.
+        verb: Verb, such as ``all_reduce``.
+        number: Number among the group's collectives, from 1. 0 for a message.
+        tag: Tag of a message.
+        dtype: Data type, such as ``float32``. "" for none.
+        op: Op of a reduction, such as ``SUM``. "" for other verbs.
+        count: Number of elements.
+        peer: The root, or the other side of a message. None: no peer, or any rank.
+        line: Call site, such as ``train.py:12 in step``. "" if it was not determined.
+        began: Start of the call, in seconds of ``time.monotonic``.
+        seconds: Duration of the call so far, in seconds.
+        waited: Part of ``seconds`` until the last rank entered the call. None if unknown.
+        last: The rank that entered the call last. None if unknown.
+        outcome: "", or the description of its failure.
+        under_way: The call has not ended.
+        async_op: The caller did not wait.
     """
 
     group: str
@@ -66,7 +66,7 @@ class TracedCall:
 
     @property
     def title(self) -> str:
-        """Such as ``all_reduce #42``, ``send to rank 3``."""
+        """Short description, such as ``all_reduce #42`` or ``send to rank 3``."""
         if self.verb in ("send", "recv"):
             way = "to" if self.verb == "send" else "from"
             return f"{self.verb} {way} {'any rank' if self.peer is None else f'rank {self.peer}'}"
@@ -88,16 +88,16 @@ class TracedCall:
 
 @dataclass(frozen=True)
 class Straggler:
-    """How often a rank came last.
+    """Statistics of the calls that a rank entered last.
 
     Attributes:
-        rank: of the world.
-        times: calls in which it came last.
-        share: of all calls that were compared, 0 to 1.
-        seconds: by which it came later than the last but one, on average of these calls.
-        recent_times: the same of the recent calls.
-        recent_share: the same of the recent calls.
-        recent_seconds: the same of the recent calls.
+        rank: Rank of the world.
+        times: Number of calls that it entered last.
+        share: Share of all compared calls, 0 to 1.
+        seconds: Average delay after the last but one rank in these calls, in seconds.
+        recent_times: ``times`` of the recent calls.
+        recent_share: ``share`` of the recent calls.
+        recent_seconds: ``seconds`` of the recent calls.
     """
 
     rank: int
@@ -111,14 +111,14 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """Who came last in the calls of a group, as far as this process knows. Iterates over ``ranks``.
+    """The ranks that entered calls of a group last, as this process has observed. Iterates over ``ranks``.
 
     Attributes:
-        group: its name.
-        compared: calls of which it is known who came last. 0: nothing is known, as with engines that are not native.
-            In a group that spans hosts, calls are missing in which the clocks do not show who was last.
-        recent: how many of these count as recent: the last 512 to 1,024.
-        ranks: the ranks that were compared, the one that cost most time first.
+        group: Name of the group.
+        compared: Number of calls whose last rank is known. 0: no data, for example with other engines than native. In a
+            group that spans hosts, calls are missing if the clocks do not show which rank was last.
+        recent: Number of these calls that count as recent: the last 512 to 1,024.
+        ranks: The compared ranks, in descending order of the lost time.
     """
 
     group: str
@@ -145,19 +145,19 @@ class Stragglers:
 
 
 def last_calls(n: int = 16) -> list[TracedCall]:
-    """The newest calls of this process in all its groups, oldest first.
+    """Return the newest calls of this process in all its groups, oldest first.
 
     Args:
-        n: at most so many; 2,048 calls are kept.
+        n: Maximum number of calls. 2,048 calls are kept.
 
     Returns:
-        The calls. None before the first group, and where calls are not recorded (ALLRANKS_RECORD=0).
+        The calls. Empty before the first group, and if calls are not recorded (ALLRANKS_RECORD=0).
 
     Raises:
         UsageError: n is negative.
 
     Cost:
-        about 10 microseconds for each of them; other ranks are not asked.
+        about 10 microseconds for each call; no communication with other ranks.
 
     Example:
         >>> import torch, allranks as dist
@@ -179,23 +179,23 @@ def last_calls(n: int = 16) -> list[TracedCall]:
 
 
 def stragglers(group: ProcessGroup | int | None = None) -> Stragglers:
-    """Who comes last in the calls of a group, how often, and by how much.
+    """Return which ranks enter the calls of a group last, how often, and with what delay.
 
-    A rank that comes last lets all others wait. In the native engine every rank notices who that is, at no cost. On
-    several hosts their clocks are compared; a call counts if the difference is larger than the error.
+    A rank that enters a call last delays all other ranks. In the native engine every rank observes which rank this is,
+    at no cost. On several hosts their clocks are compared. A call counts if the difference is larger than the error.
 
     Args:
-        group: None is the world.
+        group: The process group. None: the world.
 
     Returns:
-        The ranks, with numbers of the world. Those that never came last are among them.
+        The ranks, as ranks of the world, including those that were never last.
 
     Raises:
-        NotInitializedError: there is no such group.
-        UsageError: this rank is not in the group.
+        NotInitializedError: The group does not exist.
+        UsageError: This rank is not in the group.
 
     Cost:
-        no call of other ranks.
+        no communication with other ranks.
 
     Example:
         >>> import torch, allranks as dist
@@ -216,28 +216,29 @@ def stragglers(group: ProcessGroup | int | None = None) -> Stragglers:
 
 @contextlib.contextmanager
 def record(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Records all calls of this process meanwhile, in a file.
+    """Record all calls of this process in this context in a file.
 
-    Every rank that is to be seen calls it. ``allranks trace timeline PATH`` draws the files of all ranks.
-    ``allranks run --trace DIR`` and ALLRANKS_TRACE do the same for a whole run. In the master of workers it records the
-    workers, too: the commands that they execute, in files of their own.
+    Call it on every rank that should be recorded. ``allranks trace timeline PATH`` draws the files of all ranks.
+    ``allranks run --trace DIR`` and ALLRANKS_TRACE do the same for a whole run. In the master of workers it also
+    records the workers: the commands that they execute, in separate files.
 
     Args:
-        path: a folder, which is made if it is not there. Rank 3 writes ``rank-3.trace`` in it. Where that file is there
-            already it writes ``rank-3.1.trace``, and so on.
+        path: A folder, which is created if it is missing. Rank 3 writes ``rank-3.trace`` in it. If that file exists, it
+            writes ``rank-3.1.trace``, and so on.
 
     Yields:
-        The file of this process. It has 64 bytes per call, and at most the 4,194,304 newest calls.
+        The file of this process. It contains 64 bytes per call, and at most the 4,194,304 newest calls.
 
     Raises:
-        NotInitializedError: there is no group yet.
-        UsageError: the file cannot be made, or this process records its calls in another file already.
+        NotInitializedError: No group exists yet.
+        UsageError: The file cannot be created, or this process already records its calls in another file.
 
     Cost:
         about 100 nanoseconds per call.
 
     Note:
-        If the disk becomes full the program goes on. The file then has the calls until then, and a warning is logged.
+        If the disk becomes full, the program continues. The file then contains the calls until then, and a warning is
+        logged.
 
     Example:
         >>> import tempfile, torch, allranks as dist
@@ -258,24 +259,24 @@ def record(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def flight_dump(folder: str | os.PathLike[str]) -> Path:
-    """Writes the newest calls of this process in the format of torch's Flight Recorder.
+    """Write the newest calls of this process in the format of torch's Flight Recorder.
 
-    Every rank that is to be compared calls it, for example where a timeout is caught. Then ``torchfrtrace FOLDER`` says
-    which rank has not called what the others have. ``allranks trace flight`` makes these files from trace files, which
-    have all calls of all ranks.
+    Call it on every rank that should be compared, for example when a timeout is caught. ``torchfrtrace FOLDER`` then
+    reports which rank has not made the calls of the other ranks. ``allranks trace flight`` creates these files from
+    trace files, which contain all calls of all ranks.
 
     Args:
-        folder: one for all ranks, which is made if it is not there, and has no other files.
+        folder: One folder for all ranks, which is created if it is missing, and contains no other files.
 
     Returns:
-        The file: ``allranks_trace_rank_3`` of rank 3.
+        The file: ``allranks_trace_rank_3`` on rank 3.
 
     Raises:
-        NotInitializedError: there is no group yet, or calls are not recorded (ALLRANKS_RECORD=0).
-        UsageError: the file cannot be written.
+        NotInitializedError: No group exists yet, or calls are not recorded (ALLRANKS_RECORD=0).
+        UsageError: The file cannot be written.
 
     Cost:
-        about 20 microseconds for each call in memory (2,048 at most); other ranks are not asked.
+        about 20 microseconds for each call in memory (2,048 at most); no communication with other ranks.
     """
     reader = memory.reader()
     if reader is None:
@@ -289,7 +290,7 @@ def flight_dump(folder: str | os.PathLike[str]) -> Path:
 
 
 def _world() -> Any:
-    """The world; of a program on torch.distributed, torch's."""
+    """Return the world, or torch's world in a program on torch.distributed."""
     if is_initialized():
         return None
     from torch import distributed
@@ -298,7 +299,7 @@ def _world() -> Any:
 
 
 def _recorded(reader: TraceReader, group: ProcessGroup) -> list[RecordedGroup]:
-    """A group in the record: once for each of its engines."""
+    """Return the group's entries in the record, one for each of its engines."""
     groups = reader.groups()
     return [groups[number] for number in group.record_numbers if number in groups and number != 0]
 

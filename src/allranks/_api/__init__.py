@@ -1,1 +1,1 @@
-"""The functions of process-group mode, as users call them: each resolves its group and calls it."""
+"""The functions of process-group mode that users call. Each one resolves its group and calls the group's method."""

@@ -1,14 +1,14 @@
-"""The collectives and messages as functions, with torch.distributed's names, arguments and in-place meaning.
+"""Collectives and messages as functions, with torch.distributed's names, arguments and in-place semantics.
 
-Each resolves its group, translates the world's ranks to the group's, and leaves the rest to the group.
+Each function resolves its group, translates ranks of the world to ranks of the group, and calls the group's method.
 
-Collectives are called by every rank of the group, in the same order. A call is also a synchronisation: no rank leaves
-it before every rank has entered it. Ranks that call different things (verb, element count, dtype, reduce op, root)
-get a MismatchError, on every rank, with no tensor touched.
+Every rank of the group calls a collective, in the same order. A call also synchronizes: no rank returns before every
+rank has entered the call. If ranks make different calls (verb, element count, dtype, reduce op, root), every rank
+raises a MismatchError and no tensor is changed.
 
-All raise: MismatchError as above; PeerLostError when a rank died or left; TimeoutError when one did not call within
-the group's timeout; UsageError for tensors and arguments that cannot be; NotInitializedError without a group. On a
-rank that is not in the group they warn and do nothing, as torch's do.
+All functions raise: MismatchError as above; PeerLostError if a rank died or left; TimeoutError if a rank did not call
+within the group's timeout; UsageError for invalid tensors and arguments; NotInitializedError without a group. On a rank
+outside the group they warn and do nothing, like torch's functions.
 """
 
 from __future__ import annotations
@@ -78,34 +78,34 @@ def all_reduce(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduces ``tensor`` over all ranks, in place; every rank ends with the same bits.
+    """Reduce ``tensor`` over all ranks, in place. The results of all ranks are bitwise equal.
 
     Args:
-        tensor: a CPU tensor of integers, floating point, bool or complex numbers.
-        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR; see ReduceOp for what takes which.
-        group: None is the world.
-        async_op: return at once, with a Work.
+        tensor: A CPU tensor of integers, floating-point numbers, bools or complex numbers.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR. See ReduceOp for the supported dtypes.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        MismatchError: the ranks' calls differ.
-        PeerLostError: a rank died or left.
-        TimeoutError: a rank did not call within the group's timeout; names it.
-        UsageError: a tensor or an op that cannot be reduced.
+        MismatchError: The ranks' calls differ.
+        PeerLostError: A rank died or left.
+        TimeoutError: A rank did not call within the group's timeout. The error names it.
+        UsageError: A tensor or an op is not supported.
 
     Shape:
-        any, the same element count on all ranks. A non-contiguous tensor is copied and copied back. A sparse COO
-        tensor (SUM only) may have other elements on each rank; it ends coalesced.
+        any, with the same element count on all ranks. A non-contiguous tensor is copied and copied back. A sparse COO
+        tensor (SUM only) may have different elements on each rank. It is coalesced afterwards.
 
     Cost:
-        P ranks, n bytes. Up to 64 KiB: one latency, P n bytes read per rank. Above: reduce-scatter
-        and all-gather, pipelined through shared memory; about 4 n bytes moved per rank.
+        P ranks, n bytes. Up to 64 KiB: one latency, P n bytes read per rank. Above: reduce-scatter and all-gather,
+        pipelined through shared memory; about 4 n bytes moved per rank.
 
     Source:
-        Rabenseifner, "Optimization of Collective Reduction Operations", 2004, on shared memory. The
-        order of summation is rank 0, 1, ..., P-1 for every element, on every rank.
+        Rabenseifner, "Optimization of Collective Reduction Operations", 2004, on shared memory. The order of summation
+        is rank 0, 1, ..., P-1 for every element, on every rank.
 
     Example:
         >>> import torch, allranks as dist
@@ -156,30 +156,30 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Reduces ``tensor`` over all ranks; rank ``dst`` gets the result, in place. The others' tensors stay.
+    """Reduce ``tensor`` over all ranks. Rank ``dst`` receives the result in place; other tensors are unchanged.
 
     Args:
-        tensor: as ``all_reduce``'s.
-        dst: who gets the result, as a rank of the world.
-        op: as ``all_reduce``'s.
-        group: None is the world.
-        async_op: return at once, with a Work.
-        group_dst: who gets the result, as a rank of the group, in place of ``dst``.
+        tensor: See ``all_reduce``.
+        dst: Rank of the world that receives the result.
+        op: See ``all_reduce``.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
+        group_dst: Rank of the group that receives the result, instead of ``dst``.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+        MismatchError, PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
 
     Shape:
-        any, the same element count on all ranks.
+        any, with the same element count on all ranks.
 
     Cost:
-        as ``all_reduce``; the work of reducing is shared by all ranks above 64 KiB.
+        as ``all_reduce``; above 64 KiB all ranks share the work of the reduction.
 
     Source:
-        as ``all_reduce``; only ``dst`` gets the shards.
+        as ``all_reduce``; only ``dst`` receives the shards.
 
     Example:
         >>> t = torch.tensor([dist.get_rank() + 1.0])  # on each of 2 ranks; rank 0 shows:
@@ -220,29 +220,29 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Copies ``tensor`` of rank ``src`` into the ``tensor`` of every rank.
+    """Copy ``tensor`` of rank ``src`` into the ``tensor`` of every rank.
 
     Args:
-        tensor: the data on ``src``; overwritten elsewhere. Any dtype.
-        src: who has the data, as a rank of the world.
-        group: None is the world.
-        async_op: return at once, with a Work.
-        group_src: who has the data, as a rank of the group, in place of ``src``.
+        tensor: Data on ``src``; overwritten on other ranks. Any dtype.
+        src: Rank of the world that has the data.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
+        group_src: Rank of the group that has the data, instead of ``src``.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+        MismatchError, PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
 
     Shape:
-        any, the same element count on all ranks.
+        any, with the same element count on all ranks.
 
     Cost:
-        n bytes written once and read once by each other rank, one latency.
+        n bytes written once, and read once by each other rank; one latency.
 
     Source:
-        a ring in shared memory, written by ``src`` while the others read.
+        a ring in shared memory, which ``src`` writes while the other ranks read.
 
     Example:
         >>> t = torch.tensor([dist.get_rank() + 1.0])  # on each of 2 ranks; rank 0 shows:
@@ -271,31 +271,31 @@ def all_gather(
 def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """Gathers every rank's ``tensor`` on every rank.
+    """Gather every rank's ``tensor`` on every rank.
 
     Args:
-        tensor_list: written: one tensor per rank, in the order of the ranks.
-        tensor: what this rank gives.
-        group: None is the world.
-        async_op: return at once, with a Work.
+        tensor_list: Receives one tensor per rank, in the order of the ranks.
+        tensor: Input of this rank.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+        MismatchError, PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
 
     Shape:
-        every tensor has as many elements as ``tensor``, on all ranks. On the native engine they may differ: tensor i
-        has as many as rank i gives; such a call is an ``all_to_all``.
+        every tensor has as many elements as ``tensor``, on all ranks. On the native engine the counts may differ:
+        tensor i has as many elements as rank i's input. This kind of call is executed as an ``all_to_all``.
 
     Cost:
         n bytes written and (P-1) n read per rank, one latency (large: one per 128 KiB).
 
     Source:
-        each rank writes into its ring in shared memory, and the others read. Between more than 8 hosts a ring of
-        hosts, as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
-        MPICH", 2005.
+        each rank writes into its ring in shared memory, and the other ranks read. Between more than 8 hosts, a ring of
+        hosts, as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
+        2005.
 
     Example:
         >>> parts = [torch.empty(1), torch.empty(1)]  # on each of 2 ranks; rank 0 shows:
@@ -323,19 +323,19 @@ def all_gather_single(
 def all_gather_single(
     output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """Gathers every rank's ``input_tensor`` in one tensor on every rank.
+    """Gather every rank's ``input_tensor`` in one tensor on every rank.
 
     Args:
-        output_tensor: written: P times the elements of ``input_tensor``, concatenated or stacked.
-        input_tensor: what this rank gives; may be its own place in ``output_tensor``.
-        group: None is the world.
-        async_op: return at once, with a Work.
+        output_tensor: Receives the concatenated or stacked inputs: P times the elements of ``input_tensor``.
+        input_tensor: Input of this rank. It may be this rank's part of ``output_tensor``.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+        MismatchError, PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
 
     Shape:
         ``output_tensor`` has P times the elements of ``input_tensor``, the same on all ranks.
@@ -369,16 +369,16 @@ def all_gather_into_tensor(
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """``all_gather_single`` by its name in torch before 2.13.
+    """Call ``all_gather_single``, under its name in torch before 2.13.
 
     Args:
-        output_tensor: see there.
-        input_tensor: see there.
-        group: None is the world.
-        async_op: return at once, with a Work.
+        output_tensor: See ``all_gather_single``.
+        input_tensor: See ``all_gather_single``.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
 
     Raises:
-        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+        MismatchError, PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
 
     Shape:
         as ``all_gather_single``.
@@ -424,30 +424,30 @@ def gather(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Gathers every rank's ``tensor`` on rank ``dst``.
+    """Gather every rank's ``tensor`` on rank ``dst``.
 
     Args:
-        tensor: what this rank gives.
-        gather_list: on ``dst`` only: written, one tensor per rank.
-        dst: who gets them, as a rank of the world; 0 if neither it nor ``group_dst`` is given.
-        group: None is the world.
-        async_op: return at once, with a Work.
-        group_dst: who gets them, as a rank of the group, in place of ``dst``.
+        tensor: Input of this rank.
+        gather_list: Only on ``dst``: receives one tensor per rank.
+        dst: Rank of the world that receives them. 0 if neither it nor ``group_dst`` is given.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
+        group_dst: Rank of the group that receives them, instead of ``dst``.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+        MismatchError, PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
 
     Shape:
-        ``tensor`` and each of ``gather_list`` have as many elements, the same on all ranks.
+        ``tensor`` and each tensor of ``gather_list`` have the same element count, on all ranks.
 
     Cost:
-        n bytes written per rank, (P-1) n read by ``dst``, one latency (large: one per 128 KiB).
+        n bytes written per rank, (P-1) n bytes read by ``dst``, one latency (large: one per 128 KiB).
 
     Source:
-        as ``all_gather``; between more than 8 hosts a binomial tree of hosts (Thakur, Rabenseifner and Gropp, 2005).
+        as ``all_gather``; between more than 8 hosts, a binomial tree of hosts (Thakur, Rabenseifner and Gropp, 2005).
 
     Example:
         >>> rank = dist.get_rank()  # on each of 2 ranks; rank 0 shows:
@@ -498,30 +498,30 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Gives each rank its tensor of rank ``src``'s list.
+    """Send each rank one tensor of rank ``src``'s list.
 
     Args:
-        tensor: written: what this rank gets.
-        scatter_list: on ``src`` only: one tensor per rank.
-        src: who has the list, as a rank of the world; 0 if neither it nor ``group_src`` is given.
-        group: None is the world.
-        async_op: return at once, with a Work.
-        group_src: who has the list, as a rank of the group, in place of ``src``.
+        tensor: Output of this rank.
+        scatter_list: Only on ``src``: one tensor per rank.
+        src: Rank of the world that has the list. 0 if neither it nor ``group_src`` is given.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
+        group_src: Rank of the group that has the list, instead of ``src``.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+        MismatchError, PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
 
     Shape:
-        ``tensor`` and each of ``scatter_list`` have as many elements, the same on all ranks.
+        ``tensor`` and each tensor of ``scatter_list`` have the same element count, on all ranks.
 
     Cost:
-        (P-1) n bytes written by ``src``, n read by each other rank, one latency (large: one per 128 KiB).
+        (P-1) n bytes written by ``src``, n bytes read by each other rank, one latency (large: one per 128 KiB).
 
     Source:
-        pieces of the ring of ``src`` are cut into a cell for each rank. Between more than 8 hosts as ``gather``.
+        chunks of the ring of ``src`` are divided into one cell for each rank. Between more than 8 hosts, as ``gather``.
 
     Example:
         >>> t = torch.empty(1)  # on each of 2 ranks; rank 0 shows:
@@ -556,30 +556,30 @@ def reduce_scatter(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduces every rank's lists, and gives each rank its part of the result.
+    """Reduce the lists of all ranks, and give each rank its part of the result.
 
     Args:
-        output: written: the reduction of all ranks' tensors for this rank.
-        input_list: one tensor per rank.
-        op: as ``all_reduce``'s.
-        group: None is the world.
-        async_op: return at once, with a Work.
+        output: Receives the reduction of all ranks' tensors for this rank.
+        input_list: One tensor per rank.
+        op: See ``all_reduce``.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+        MismatchError, PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
 
     Shape:
-        ``output`` and each of ``input_list`` have as many elements, the same on all ranks.
+        ``output`` and each tensor of ``input_list`` have the same element count, on all ranks.
 
     Cost:
-        (P-1) n bytes written and P n read per rank, one latency (large: one per 128 KiB).
+        (P-1) n bytes written and P n bytes read per rank, one latency (large: one per 128 KiB).
 
     Source:
-        pairwise: each rank writes what the others reduce into cells of its ring. Between more than 8 hosts along a
-        chain, in the order of the ranks.
+        pairwise: each rank writes the inputs of the other ranks' reductions into cells of its ring. Between more than 8
+        hosts, along a chain in the order of the ranks.
 
     Example:
         >>> mine = torch.empty(1)  # on each of 2 ranks; rank 0 shows:
@@ -611,20 +611,20 @@ def reduce_scatter_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduces every rank's ``input``, and gives each rank its part of the result.
+    """Reduce ``input`` of all ranks, and give each rank its part of the result.
 
     Args:
-        output: written: this rank's part.
-        input: P times the elements of ``output``: the part for rank 0, then for rank 1, ...
-        op: as ``all_reduce``'s.
-        group: None is the world.
-        async_op: return at once, with a Work.
+        output: Receives this rank's part.
+        input: P times the elements of ``output``: the part for rank 0, then for rank 1, and so on.
+        op: See ``all_reduce``.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+        MismatchError, PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
 
     Shape:
         ``input`` has P times the elements of ``output``, the same on all ranks.
@@ -662,17 +662,17 @@ def reduce_scatter_tensor(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """``reduce_scatter_single`` by its name in torch before 2.13.
+    """Call ``reduce_scatter_single``, under its name in torch before 2.13.
 
     Args:
-        output: see there.
-        input: see there.
-        op: as ``all_reduce``'s.
-        group: None is the world.
-        async_op: return at once, with a Work.
+        output: See ``reduce_scatter_single``.
+        input: See ``reduce_scatter_single``.
+        op: See ``all_reduce``.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
 
     Raises:
-        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+        MismatchError, PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
 
     Shape:
         as ``reduce_scatter_single``.
@@ -707,30 +707,30 @@ def all_to_all(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Gives tensor q of every rank's list to rank q.
+    """Send tensor q of every rank's list to rank q.
 
     Args:
-        output_tensor_list: written: one tensor per rank, from that rank.
-        input_tensor_list: one tensor per rank, for that rank. Sizes may all differ.
-        group: None is the world.
-        async_op: return at once, with a Work.
+        output_tensor_list: Receives one tensor from each rank.
+        input_tensor_list: One tensor per rank, which is sent to that rank. All sizes may differ.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        MismatchError: two ranks disagree on the size of what goes from one to the other; on every rank.
-        PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+        MismatchError: Two ranks disagree on the size of the data between them. Raised on every rank.
+        PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
 
     Shape:
         tensor q of rank p's inputs has as many elements as tensor p of rank q's outputs.
 
     Cost:
-        what a rank sends is written once, what it gets read once; one latency (large: one per 128 KiB).
+        sent data is written once, received data is read once; one latency (large: one per 128 KiB).
 
     Source:
         pairwise exchange (Thakur, Rabenseifner and Gropp, 2005) through cells of a ring in shared memory, or a TCP
-        connection of each two ranks.
+        connection between each two ranks.
 
     Example:
         >>> rank = dist.get_rank()  # on each of 2 ranks; rank 0 shows:
@@ -780,25 +780,25 @@ def all_to_all_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Cuts ``input`` along its first dimension and gives piece q to rank q; ``output`` is made of what comes.
+    """Split ``input`` along its first dimension, send part q to rank q, and concatenate the received parts.
 
     Args:
-        output: written: the pieces from rank 0, rank 1, ... one after the other.
-        input: the pieces for rank 0, rank 1, ...
-        output_split_sizes: rows from each rank; None: equal.
-        input_split_sizes: rows for each rank; None: equal.
-        group: None is the world.
-        async_op: return at once, with a Work.
+        output: Receives the parts from rank 0, rank 1, and so on, concatenated.
+        input: The parts for rank 0, rank 1, and so on.
+        output_split_sizes: Rows from each rank. None: equal parts.
+        input_split_sizes: Rows for each rank. None: equal parts.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_to_all``.
+        MismatchError, PeerLostError, TimeoutError, UsageError: See ``all_to_all``.
 
     Shape:
-        the first dimensions are cut, evenly or by the sizes; what rank p sends to rank q has as many elements as
-        what q expects from p.
+        the first dimensions are split, evenly or by the sizes; the part that rank p sends to rank q has as many
+        elements as rank q expects from rank p.
 
     Cost:
         as ``all_to_all``.
@@ -846,26 +846,26 @@ def barrier(
     device_ids: Sequence[int] | None = None,
     timeout: timedelta | float | None = None,
 ) -> Work | None:
-    """Returns when every rank of the group has called it.
+    """Return when every rank of the group has called this function.
 
     Args:
-        group: None is the world.
-        async_op: return at once, with a Work.
-        device_ids: for torch's signature; groups are bound to no device.
-        timeout: of this call, a timedelta or seconds; None: the group's.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
+        device_ids: Accepted for compatibility with torch. Groups are not bound to a device.
+        timeout: Timeout of this call, as a timedelta or in seconds. None: the group's timeout.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+        MismatchError, PeerLostError, TimeoutError: See ``all_reduce``.
 
     Cost:
-        one latency: each rank writes one cache line, which the others read.
+        one latency: each rank writes one cache line, which the other ranks read.
 
     Source:
-        each rank writes one line, which all read. Dissemination (Hensgen, Finkel and Manber, "Two Algorithms for
-        Barrier Synchronization", 1988) takes log P latencies where this takes one.
+        each rank writes one cache line, which all ranks read. Dissemination (Hensgen, Finkel and Manber, "Two
+        Algorithms for Barrier Synchronization", 1988) needs log P latencies instead of one.
 
     Example:
         >>> dist.barrier(timeout=60)  # on each rank; a rank that does not come is named
@@ -874,7 +874,7 @@ def barrier(
         return None
     if timeout is None or async_op:
         return resolve_group(group).barrier(async_op)
-    seconds = seconds_of(timeout)  # wrong, it must not begin the call
+    seconds = seconds_of(timeout)  # a wrong value must not start the call
     work = resolve_group(group).barrier(True)
     assert work is not None
     work.wait(seconds)
@@ -886,15 +886,16 @@ def monitored_barrier(
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """A barrier that names the ranks that did not come. (So does every other call here.)
+    """Run a barrier whose error names the missing ranks, as the errors of all calls here do.
 
     Args:
-        group: None is the world.
-        timeout: of this call, a timedelta or seconds; None: the group's.
-        wait_all_ranks: rank 0's error names all missing ranks in torch's words too. In ours all are always named.
+        group: The process group. None: the world.
+        timeout: Timeout of this call, as a timedelta or in seconds. None: the group's timeout.
+        wait_all_ranks: Rank 0's error also names all missing ranks in torch's words. allranks's own text always names
+            all of them.
 
     Raises:
-        MismatchError, PeerLostError, TimeoutError: as ``all_reduce``. The TimeoutError ends with torch's words.
+        MismatchError, PeerLostError, TimeoutError: See ``all_reduce``. The TimeoutError ends with torch's words.
 
     Cost:
         as ``barrier``.
@@ -913,26 +914,27 @@ def send(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> None:
-    """Sends ``tensor`` to rank ``dst``.
+    """Send ``tensor`` to rank ``dst``.
 
-    Returns when the tensor may be changed again, which for up to 256 KiB of unreceived messages (less in groups of
-    more than four) is at once: two ranks may both send first.
+    Returns when the tensor may be changed again. For up to 256 KiB of unreceived messages (less in groups of more than
+    four ranks) this is immediate: two ranks may both send first.
 
     Args:
-        tensor: any CPU tensor.
-        dst: another rank, of the world.
-        group: None is the world.
-        tag: must equal the receiver's. Messages of one tag are received in the order sent.
-        group_dst: another rank, of the group, in place of ``dst``.
+        tensor: Any CPU tensor.
+        dst: Another rank of the world.
+        group: The process group. None: the world.
+        tag: Must equal the receiver's tag. Messages with the same tag are received in the order in which they were
+            sent.
+        group_dst: Another rank of the group, instead of ``dst``.
 
     Raises:
-        PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+        PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
 
     Shape:
-        any; the receiver's tensor has as many elements.
+        any; the receiver's tensor has the same element count.
 
     Cost:
-        n bytes copied into shared memory and n bytes out of it, in pieces that overlap.
+        n bytes copied into shared memory and n bytes out of it, in chunks that overlap.
 
     Example:
         >>> rank = dist.get_rank()  # of 2; rank 0 shows:
@@ -957,24 +959,24 @@ def recv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> int:
-    """Receives a tensor into ``tensor``.
+    """Receive a tensor into ``tensor``.
 
     Args:
-        tensor: overwritten; dtype and element count must be those that were sent.
-        src: the sending rank, of the world; None: whoever sends first.
-        group: None is the world.
-        tag: must equal the sender's.
-        group_src: the sending rank, of the group, in place of ``src``.
+        tensor: Output. Its dtype and element count must be those of the sent tensor.
+        src: Sending rank in the world. None: the rank that sends first.
+        group: The process group. None: the world.
+        tag: Must equal the sender's tag.
+        group_src: Sending rank in the group, instead of ``src``.
 
     Returns:
-        The rank of the world that sent; -1 if this rank is not in the group.
+        The sending rank, as a rank of the world. -1 if this rank is not in the group.
 
     Raises:
-        MismatchError: the message has another dtype or element count. It is dropped.
-        PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+        MismatchError: The message has another dtype or element count. It is discarded.
+        PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
 
     Shape:
-        any, with as many elements as were sent.
+        any, with the element count of the sent tensor.
 
     Cost:
         as ``send``.
@@ -992,29 +994,29 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work:
-    """``send`` that returns at once. The tensor must not be changed before the Work is complete.
+    """Run ``send``, but return immediately. Do not change the tensor before the Work is complete.
 
     Args:
-        tensor: any CPU tensor.
-        dst: another rank, of the world.
-        group: None is the world.
-        tag: must equal the receiver's.
-        group_dst: another rank, of the group, in place of ``dst``.
+        tensor: Any CPU tensor.
+        dst: Another rank of the world.
+        group: The process group. None: the world.
+        tag: Must equal the receiver's tag.
+        group_dst: Another rank of the group, instead of ``dst``.
 
     Returns:
-        A Work (None if this rank is not in the group).
+        A Work. None if this rank is not in the group.
 
     Raises:
-        PeerLostError, UsageError: as ``all_reduce``.
+        PeerLostError, UsageError: See ``all_reduce``.
 
     Shape:
         as ``send``.
 
     Cost:
-        as ``send``, moved beside what the program does.
+        as ``send``; the transfer runs concurrently with the program.
     """
     if group is not None and outside(group, "isend"):
-        return None  # type: ignore[return-value]  # to checkers each group is one that this rank is in
+        return None  # type: ignore[return-value]  # type checkers assume that this rank is in the group
     resolved = resolve_group(group)
     return resolved.isend(tensor, root_of(resolved, dst, group_dst, "dst"), tag)
 
@@ -1026,26 +1028,26 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work:
-    """``recv`` that returns at once. The tensor must not be used before the Work is complete.
+    """Run ``recv``, but return immediately. Do not use the tensor before the Work is complete.
 
     Args:
-        tensor: overwritten.
-        src: the sending rank, of the world; None: whoever sends first (``Work.source_rank`` is which).
-        group: None is the world.
-        tag: must equal the sender's.
-        group_src: the sending rank, of the group, in place of ``src``.
+        tensor: Output.
+        src: Sending rank in the world. None: the rank that sends first (``Work.source_rank``).
+        group: The process group. None: the world.
+        tag: Must equal the sender's tag.
+        group_src: Sending rank in the group, instead of ``src``.
 
     Returns:
-        A Work (None if this rank is not in the group).
+        A Work. None if this rank is not in the group.
 
     Raises:
-        PeerLostError, UsageError: as ``all_reduce``.
+        PeerLostError, UsageError: See ``all_reduce``.
 
     Shape:
         as ``recv``.
 
     Cost:
-        as ``send``, moved beside what the program does.
+        as ``send``; the transfer runs concurrently with the program.
 
     Example:
         >>> other = 1 - dist.get_rank()  # of 2; rank 0 shows:
@@ -1057,7 +1059,7 @@ def irecv(
         tensor([10.])
     """
     if group is not None and outside(group, "irecv"):
-        return None  # type: ignore[return-value]  # to checkers each group is one that this rank is in
+        return None  # type: ignore[return-value]  # type checkers assume that this rank is in the group
     resolved = resolve_group(group)
     return resolved.irecv(tensor, source_of(resolved, src, group_src), tag)
 
@@ -1067,11 +1069,11 @@ class P2POp:
 
     Attributes:
         op: ``isend`` or ``irecv``.
-        tensor: what is sent or overwritten.
-        peer: the other rank, of the world.
-        group: None is the world.
-        tag: must be equal on both sides.
-        group_peer: the other rank, of the group.
+        tensor: The tensor to send, or to overwrite.
+        peer: The other rank, as a rank of the world.
+        group: The process group. None: the world.
+        tag: Must be equal on both sides.
+        group_peer: The other rank, as a rank of the group.
     """
 
     def __init__(
@@ -1098,22 +1100,22 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
-    """Starts messages together, in any order on any rank.
+    """Start several messages together, in any order on any rank.
 
     Args:
-        p2p_op_list: the messages, all of one group.
+        p2p_op_list: The messages, all of one group.
 
     Returns:
         Their Works, in order.
 
     Raises:
-        UsageError: not a list of P2POp, or of different groups.
+        UsageError: The argument is not a list of P2POp, or the groups differ.
 
     Shape:
         as ``send`` and ``recv``, for each message.
 
     Cost:
-        that of its messages.
+        the cost of its messages.
 
     Example:
         >>> other = 1 - dist.get_rank()  # of 2; rank 0 shows:
@@ -1151,19 +1153,19 @@ def all_reduce_coalesced(
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], op: Op = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """``all_reduce`` of several tensors, in place.
+    """Run ``all_reduce`` on several tensors, in place.
 
     Args:
-        tensors: what to reduce; the same sizes on all ranks.
-        op: as ``all_reduce``'s.
-        group: None is the world.
-        async_op: return at once, with a Work for all of them.
+        tensors: Tensors to reduce. Their sizes must be the same on all ranks.
+        op: See ``all_reduce``.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work for all of them.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+        MismatchError, PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
 
     Shape:
         as ``all_reduce``, for each tensor.
@@ -1205,19 +1207,19 @@ def all_gather_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """``all_gather`` of several tensors.
+    """Run ``all_gather`` on several tensors.
 
     Args:
-        output_tensor_lists: written: for each rank the tensors that it gives.
-        input_tensor_list: what this rank gives.
-        group: None is the world.
-        async_op: return at once, with a Work for all of them.
+        output_tensor_lists: For each rank, receives the tensors of its input list.
+        input_tensor_list: Inputs of this rank.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work for all of them.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+        MismatchError, PeerLostError, TimeoutError, UsageError: See ``all_reduce``.
 
     Shape:
         as ``all_gather``, for each tensor of the input list.
@@ -1248,7 +1250,7 @@ def _together(works: Sequence[Work | None], async_op: bool) -> Work | None:
 
 
 def outside(group: ProcessGroup | int | None, verb: str) -> bool:
-    """Whether this rank is not a member of the group; then it warns, as torch does."""
+    """Return whether this rank is not a member of the group. If so, warn, like torch."""
     if type(group) is not type(GroupMember.NON_GROUP_MEMBER) or group != GroupMember.NON_GROUP_MEMBER:
         return False
     callsite.warn(f"{verb}: this rank is not in the given process group; nothing is done")
@@ -1258,10 +1260,10 @@ def outside(group: ProcessGroup | int | None, verb: str) -> bool:
 def root_of(
     group: ProcessGroup, world_rank: int | None, group_rank: int | None, what: str, default: int | None = None
 ) -> int:
-    """The rank in the group that is meant by a rank of the world or of the group.
+    """Return the rank in the group that a rank of the world or of the group denotes.
 
     Raises:
-        UsageError: both are given, or neither, or it is not a member.
+        UsageError: Both are given, or neither, or the rank is not a member.
     """
     if group_rank is None and world_rank is not None and group.in_world_order:
         return world_rank
@@ -1284,7 +1286,7 @@ def root_of(
 
 
 def source_of(group: ProcessGroup, src: int | None, group_src: int | None) -> int | None:
-    """The sending rank in the group; None: any."""
+    """Return the sending rank in the group, or None for any rank."""
     return None if src is None and group_src is None else root_of(group, src, group_src, "src")
 
 

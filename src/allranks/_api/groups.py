@@ -1,7 +1,7 @@
-"""Groups of some of the ranks: new_group and its kin, and who is who in them.
+"""Groups of some of the ranks: new_group and related functions, and the mapping between ranks of groups.
 
-The members of a new group get each other's records through a group that exists: all of its ranks take part in one small
-all_gather, which also compares what they ask for. No store and no port is needed after init_process_group.
+The members of a new group exchange their records through an existing group. All ranks of that group take part in one
+small all_gather, which also compares their requests. No store and no port is needed after init_process_group.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SHRINK_DEFAULT, SHRINK_ABORT = 0, 1
 
 _DIGEST_BYTES = 16
 
-_made = 0  # names groups; the same on all ranks that make the same groups
+_made = 0  # used in the names of groups; the same on all ranks that create the same groups
 
 
 def new_group(
@@ -67,28 +67,28 @@ def new_group(
     device_id: torch.device | None = None,
     sort_ranks: bool = True,
 ) -> ProcessGroup:
-    """Makes a group of some ranks. Called by all ranks of the world, in the same order.
+    """Create a group of some ranks. All ranks of the world call this, in the same order.
 
     Args:
-        ranks: its members, as ranks of the world; None: all.
-        timeout: of its calls, a timedelta or seconds; None: the world's.
-        backend: its engine, see ``init_process_group``; None: the world's.
-        pg_options: none are known.
-        use_local_synchronization: only the members call.
-        group_desc: how errors call it.
-        device_id: for torch's signature; groups are bound to no device.
-        sort_ranks: number the members by their rank in the world, not in the order of ``ranks``.
+        ranks: The members, as ranks of the world. None: all ranks.
+        timeout: Timeout of its calls, as a timedelta or in seconds. None: the world's timeout.
+        backend: Its engine, see ``init_process_group``. None: the world's engine.
+        pg_options: Must be None: no options are supported.
+        use_local_synchronization: Only the members call this.
+        group_desc: Name of the group in error messages.
+        device_id: Accepted for compatibility with torch. Groups are not bound to a device.
+        sort_ranks: Number the members by their rank in the world, not in the order of ``ranks``.
 
     Returns:
-        The group; on other ranks ``GroupMember.NON_GROUP_MEMBER``.
+        The group. On other ranks ``GroupMember.NON_GROUP_MEMBER``.
 
     Raises:
-        UsageError: wrong ranks.
-        MismatchError: the ranks ask for different groups; on every rank.
+        UsageError: The ranks are invalid.
+        MismatchError: The ranks request different groups. Raised on every rank.
 
     Cost:
         one all_gather of 40 bytes, a connection between each two members of a host and between hosts, and a segment of
-        about 4 MiB per member. Connections between members of different hosts are made when they are first needed.
+        about 4 MiB per member. Connections between members of different hosts are created when they are first needed.
 
     Example:
         >>> alone = dist.new_group([0])  # on each of 2 ranks; rank 0 shows:
@@ -119,22 +119,22 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> ProcessGroup | None:
-    """Splits a group into disjoint ones, at once. Called by all its ranks.
+    """Split a group into disjoint groups in one call. All ranks of the group call this.
 
     Args:
-        parent_pg: the group to split; None: the world.
-        split_ranks: the members of each part, as ranks of ``parent_pg``.
-        timeout: of the parts' calls, a timedelta or seconds; None: the parent's.
-        pg_options: none are known.
-        group_desc: how errors call this rank's part.
-        backend: the parts' engine; None: the parent's.
+        parent_pg: The group to split. None: the world.
+        split_ranks: The members of each part, as ranks of ``parent_pg``.
+        timeout: Timeout of the parts' calls, as a timedelta or in seconds. None: the parent's timeout.
+        pg_options: Must be None: no options are supported.
+        group_desc: Name of this rank's part in error messages.
+        backend: The parts' engine. None: the parent's engine.
 
     Returns:
-        The part that this rank is in, or None.
+        The part that contains this rank, or None.
 
     Raises:
-        UsageError: wrong ranks, or one in two parts.
-        MismatchError: the ranks ask for different parts; on every rank.
+        UsageError: The ranks are invalid, or a rank is in two parts.
+        MismatchError: The ranks request different parts. Raised on every rank.
 
     Example:
         >>> part = dist.split_group(split_ranks=[[1], [0]])  # on each of 2 ranks; rank 0 shows:
@@ -164,21 +164,22 @@ def new_subgroups(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup, list[ProcessGroup]]:
-    """Cuts the world (or ``group``) into groups of neighbours, all of one size. Called by all its ranks.
+    """Divide the world (or ``group``) into groups of consecutive ranks, all of one size. All its ranks call this.
 
     Args:
-        group_size: ranks in each; None: those of one host (LOCAL_WORLD_SIZE).
-        group: what is cut; None: the world.
-        timeout: of their calls, a timedelta or seconds; None: the world's.
-        backend: see ``new_group``.
-        pg_options: see ``new_group``.
-        group_desc: see ``new_group``.
+        group_size: Ranks in each group. None: the number of ranks on one host (LOCAL_WORLD_SIZE), or all
+            ranks if it is not set.
+        group: The group to divide. None: the world.
+        timeout: Timeout of their calls, as a timedelta or in seconds. None: the world's timeout.
+        backend: See ``new_group``.
+        pg_options: See ``new_group``.
+        group_desc: See ``new_group``.
 
     Returns:
-        This rank's group, and all of them in order.
+        This rank's group, and all groups in order.
 
     Raises:
-        UsageError: the size does not divide the number of ranks.
+        UsageError: The size does not divide the number of ranks.
 
     Example:
         >>> mine, all_of_them = dist.new_subgroups(group_size=1)  # on each of 2 ranks; rank 0 shows:
@@ -206,20 +207,20 @@ def new_subgroups_by_enumeration(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup | None, list[ProcessGroup]]:
-    """Makes disjoint groups, one after the other.
+    """Create disjoint groups, one after the other.
 
     Args:
-        ranks_per_subgroup_list: the members of each, as ranks of the world.
-        timeout: of their calls, a timedelta or seconds; None: the world's.
-        backend: see ``new_group``.
-        pg_options: see ``new_group``.
-        group_desc: see ``new_group``.
+        ranks_per_subgroup_list: The members of each group, as ranks of the world.
+        timeout: Timeout of their calls, as a timedelta or in seconds. None: the world's timeout.
+        backend: See ``new_group``.
+        pg_options: See ``new_group``.
+        group_desc: See ``new_group``.
 
     Returns:
-        This rank's group (None if it is in none), and all of them in order.
+        This rank's group (None if it is in no group), and all groups in order.
 
     Raises:
-        UsageError: no group, wrong ranks, or one in two groups.
+        UsageError: No group is given, the ranks are invalid, or a rank is in two groups.
 
     Example:
         >>> mine, both = dist.new_subgroups_by_enumeration([[1], [0]])  # on each of 2 ranks; rank 0 shows:
@@ -240,14 +241,14 @@ def new_subgroups_by_enumeration(
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """The rank in ``group`` of a rank of the world.
+    """Return the rank in ``group`` of a rank of the world.
 
     Args:
-        group: the group.
-        global_rank: a rank of the world.
+        group: The group.
+        global_rank: A rank of the world.
 
     Raises:
-        UsageError: it is not a member.
+        UsageError: The rank is not a member.
     """
     resolved, number = resolve_group(group), integer_of(global_rank)
     if number is None:
@@ -258,14 +259,14 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """The rank in the world of a rank of ``group``.
+    """Return the rank in the world of a rank of ``group``.
 
     Args:
-        group: the group.
-        group_rank: a rank of it.
+        group: The group.
+        group_rank: A rank of the group.
 
     Raises:
-        UsageError: there is no such rank.
+        UsageError: The group has no such rank.
     """
     resolved, number = resolve_group(group), integer_of(group_rank)
     if number is None:
@@ -276,10 +277,10 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
-    """The members of a group (None: the world), as ranks of the world, by their rank in it.
+    """Return the members of a group (None: the world) as ranks of the world, in the order of their group ranks.
 
     Raises:
-        NotInitializedError: there is no such group.
+        NotInitializedError: The group does not exist.
 
     Example:
         >>> dist.get_process_group_ranks(None)  # on 2 ranks
@@ -289,13 +290,13 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """This process' number on its host: LOCAL_RANK, else what mpirun, srun or the like have set.
+    """Return this process's number on its host: LOCAL_RANK, or the number that mpirun, srun or the like have set.
 
     Args:
-        fallback_rank: what to return where no launcher has set it.
+        fallback_rank: Result if no launcher has set it.
 
     Raises:
-        ConfigError: it is not set, and there is no fallback.
+        ConfigError: It is not set, and no fallback is given.
     """
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
@@ -331,7 +332,7 @@ def _make(
     description: str | None,
     local: bool,
 ) -> ProcessGroup | None:
-    """The part that this rank is in, if any. The parts' members are ranks of the world."""
+    """Create the part that contains this rank, if any. The parts' members are ranks of the world."""
     global _made
     _made += 1
     timeout_s = parent.timeout_s if timeout is None else seconds_of(timeout)
@@ -356,7 +357,7 @@ def _make(
     def connect() -> Engine | None:
         if not local and (mine is None or len(mine) == 1):
             for _ in range(_engines.meetings(engine_name)):
-                exchange(bytes(RECORD_BYTES))  # this rank takes part for the others' sake
+                exchange(bytes(RECORD_BYTES))  # required for the collective of the other ranks
         if mine is None:
             return None
         through = parent.parent_of(mine)
@@ -380,15 +381,15 @@ def _make(
 
 
 def early_groups(parent: ProcessGroup) -> EarlyGroups | None:
-    """Those to which a group that is made from this one belongs; None where no training loop is to come."""
+    """Return the registry of groups created before the training loop, or None if no such loop will start."""
     return resolve_group(None).early if isinstance(parent.engine, Prelude) else None
 
 
-_of_members: Counter[bytes] = Counter()  # the same on all members, who make their groups in the same order
+_of_members: Counter[bytes] = Counter()  # the same on all members, because they create their groups in the same order
 
 
 def lineage_of(made: ProcessGroup, engine_name: str, ranks: list[int], digest: bytes) -> Lineage | None:
-    """That of a new group of these ranks of the world; None where the world has none."""
+    """Return the group history of a new group of these ranks of the world, or None if the world has none."""
     world = resolve_group(None).lineage
     if world is None or any(rank >= len(world.members) for rank in ranks):
         return None
@@ -405,21 +406,21 @@ def shrink_group(
     shrink_flags: int = SHRINK_DEFAULT,
     pg_options: Any = None,
 ) -> ProcessGroup:
-    """The group of the ranks of a group that are left. Called by all ranks but those that are left out.
+    """Create a group of the remaining ranks of a group. All ranks call this except those that are excluded.
 
-    Unlike torch's, it also leaves out ranks that are lost and not listed, so that the list may be empty.
+    Unlike torch's function, it also excludes lost ranks that are not listed, so the list may be empty.
 
     Args:
-        ranks_to_exclude: ranks of the group to leave out, dead or alive.
-        group: the group, which is closed; None: the world, in whose place the new group comes. All other groups are
-            closed then, as ranks have other numbers.
-        shrink_flags: ``SHRINK_ABORT``: first end the calls that are pending, on every rank.
-        pg_options: none are known.
+        ranks_to_exclude: Ranks of the group to exclude, dead or alive.
+        group: The group, which is closed. None: the world, which the new group replaces. All other groups are then
+            closed, because ranks have other numbers.
+        shrink_flags: ``SHRINK_ABORT``: first abort the pending calls, on every rank.
+        pg_options: Must be None: no options are supported.
 
     Raises:
-        UsageError: wrong ranks; or the ranks have no store that outlives them.
-        ExcludedError: the others have gone on without this rank.
-        StoreLostError: the store is gone, and nobody can decide.
+        UsageError: The ranks are invalid, or no store outlives the ranks.
+        ExcludedError: The other ranks have continued without this rank.
+        StoreLostError: The store is lost, so the ranks cannot agree on a new group.
     """
     old = resolve_group(group)
     if pg_options is not None:

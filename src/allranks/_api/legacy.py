@@ -1,6 +1,6 @@
-"""Names of THD and of earlier torch that still mean something, and questions about what is there.
+"""Names from THD and earlier versions of torch that are still supported, and queries of available features.
 
-THD had no lists in its collectives: one call gathered or scattered on the root, another elsewhere.
+THD's collectives had no lists: the root called one function to gather or scatter, and the other ranks called another.
 """
 
 from __future__ import annotations
@@ -48,19 +48,20 @@ default_pg_timeout = timedelta(seconds=world.DEFAULT_TIMEOUT_S)
 
 
 class Backend(str):
-    """A name of an engine, in small letters: ``Backend("NATIVE") == Backend.NATIVE == "native"``.
+    """Name of an engine, in lower case: ``Backend("NATIVE") == Backend.NATIVE == "native"``.
 
-    The names are torch's and ours; ``is_backend_available`` tests which of them this version has.
+    The names are those of torch and allranks. ``is_backend_available`` tests which of them this version has.
 
     Attributes:
-        backend_list: the names of allranks' engines, and torch's others.
-        default_device_backend_map: the engine by device type.
-        backend_capability: the device types by engine; of the native one, which moves any, the usual ones.
+        backend_list: Names of allranks's engines, and torch's other names.
+        default_device_backend_map: The engine by device type.
+        backend_capability: The device types by engine. For the native engine, which supports any device, the usual
+            types.
     """
 
     UNDEFINED = "undefined"
     NATIVE = "native"
-    ALLRANKS = "allranks"  # the same, as torch.distributed calls it
+    ALLRANKS = "allranks"  # the native engine, as torch.distributed calls it
     TCP = "tcp"
     GLOO = "gloo"
     NCCL = "nccl"
@@ -81,24 +82,24 @@ class Backend(str):
 
 
 def get_num_processes(group: ProcessGroup | None = None) -> int:
-    """``get_world_size`` by THD's name.
+    """Call ``get_world_size``, under its name in THD.
 
     Raises:
-        NotInitializedError: there is no such group.
+        NotInitializedError: The group does not exist.
     """
     return world.get_world_size(group)
 
 
 def gather_send(tensor: Tensor, dst: int, group: ProcessGroup | None = None) -> None:
-    """``gather`` on a rank that is not ``dst``.
+    """Call ``gather`` on a rank other than ``dst``.
 
     Args:
-        tensor: what this rank gives.
-        dst: who gets it, as a rank of the world.
-        group: None is the world.
+        tensor: Input of this rank.
+        dst: Rank of the world that receives it.
+        group: The process group. None: the world.
 
     Raises:
-        UsageError, MismatchError, PeerLostError, TimeoutError: as ``gather``.
+        UsageError, MismatchError, PeerLostError, TimeoutError: See ``gather``.
 
     Shape:
         as ``gather``.
@@ -110,15 +111,15 @@ def gather_send(tensor: Tensor, dst: int, group: ProcessGroup | None = None) -> 
 
 
 def gather_recv(tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None) -> None:
-    """``gather`` on the rank that gets the tensors.
+    """Call ``gather`` on the rank that receives the tensors.
 
     Args:
-        tensor_list: written: one tensor per rank.
-        tensor: what this rank gives.
-        group: None is the world.
+        tensor_list: Receives one tensor per rank.
+        tensor: Input of this rank.
+        group: The process group. None: the world.
 
     Raises:
-        UsageError, MismatchError, PeerLostError, TimeoutError: as ``gather``.
+        UsageError, MismatchError, PeerLostError, TimeoutError: See ``gather``.
 
     Shape:
         as ``gather``.
@@ -130,15 +131,15 @@ def gather_recv(tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGro
 
 
 def scatter_send(tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None) -> None:
-    """``scatter`` on the rank that has the tensors.
+    """Call ``scatter`` on the rank that has the tensors.
 
     Args:
-        tensor_list: one tensor per rank.
-        tensor: written: this rank's own.
-        group: None is the world.
+        tensor_list: One tensor per rank.
+        tensor: Receives this rank's own tensor.
+        group: The process group. None: the world.
 
     Raises:
-        UsageError, MismatchError, PeerLostError, TimeoutError: as ``scatter``.
+        UsageError, MismatchError, PeerLostError, TimeoutError: See ``scatter``.
 
     Shape:
         as ``scatter``.
@@ -150,15 +151,15 @@ def scatter_send(tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGr
 
 
 def scatter_recv(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> None:
-    """``scatter`` on a rank that is not ``src``.
+    """Call ``scatter`` on a rank other than ``src``.
 
     Args:
-        tensor: written: what this rank gets.
-        src: who has the tensors, as a rank of the world.
-        group: None is the world.
+        tensor: Output of this rank.
+        src: Rank of the world that has the tensors.
+        group: The process group. None: the world.
 
     Raises:
-        UsageError, MismatchError, PeerLostError, TimeoutError: as ``scatter``.
+        UsageError, MismatchError, PeerLostError, TimeoutError: See ``scatter``.
 
     Shape:
         as ``scatter``.
@@ -170,56 +171,58 @@ def scatter_recv(tensor: Tensor, src: int, group: ProcessGroup | None = None) ->
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether the engine is here: gloo and nccl are where torch was built with them, mpi where mpi4py is installed, one
-    of another package where that is installed and in order.
+    """Return whether the engine is available.
+
+    gloo and nccl are available if torch was built with them, and mpi if mpi4py is installed. An engine of another
+    package is available if that package is installed and works.
     """
     return _engines.available(backend.lower())
 
 
 def is_gloo_available() -> bool:
-    """Whether the gloo engine is here: torch was built with it."""
+    """Return whether the gloo engine is available: torch was built with it."""
     return is_backend_available("gloo")
 
 
 def is_nccl_available() -> bool:
-    """Whether the nccl engine is here: torch was built with it."""
+    """Return whether the nccl engine is available: torch was built with it."""
     return is_backend_available("nccl")
 
 
 def is_mpi_available() -> bool:
-    """Whether the mpi engine is here: mpi4py is installed. Whether it finds an MPI shows when a group is made."""
+    """Return whether mpi4py is installed. Whether it finds an MPI library becomes known when a group is created."""
     return is_backend_available("mpi")
 
 
 def is_ucc_available() -> bool:
-    """Whether this version of allranks has the ucc engine."""
+    """Return whether this version of allranks has the ucc engine."""
     return is_backend_available("ucc")
 
 
 def is_xccl_available() -> bool:
-    """Whether this version of allranks has the xccl engine."""
+    """Return whether this version of allranks has the xccl engine."""
     return is_backend_available("xccl")
 
 
 def is_torchelastic_launched() -> bool:
-    """Whether torchrun, or a launcher that sets its variables, has started this process."""
+    """Return whether torchrun, or a launcher that sets its variables, has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
-    """The engine by device type: ``cpu:native``, ``cpu:gloo,cuda:nccl``.
+    """Return the engine by device type: ``cpu:native``, ``cpu:gloo,cuda:nccl``.
 
     Raises:
-        NotInitializedError: there is no such group.
+        NotInitializedError: The group does not exist.
     """
     return ",".join(f"{device}:{name}" for device, name in _engines.engines_of(world.get_backend(group)).items())
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """The engine that tensors on a device use, where the group was made without naming any.
+    """Return the engine for tensors on a device, if a group was created without a backend argument.
 
     Raises:
-        ConfigError: this version has none for it.
+        ConfigError: This version has no engine for the device.
     """
     kind = str(device).partition(":")[0]
     usual = _engines.engines_of(DEFAULT_BACKEND)
@@ -230,10 +233,10 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:
-    """Whether the op takes complex numbers.
+    """Return whether the op supports complex numbers.
 
     Raises:
-        UsageError: not a reduce op.
+        UsageError: The argument is not a reduce op.
     """
     return as_reduce_op(reduceOp) in (ReduceOp.SUM, ReduceOp.AVG)
 

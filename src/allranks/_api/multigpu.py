@@ -1,7 +1,8 @@
-"""The ``*_multigpu`` collectives of torch before 2.2: every rank passes a list of tensors, each as if a rank's own.
+"""The ``*_multigpu`` collectives of torch before 2.2: every rank passes a list of tensors, each like a rank's own.
 
-torch meant one tensor per GPU of the rank. Here they are CPU tensors: the list is reduced or copied within the rank,
-and one collective goes between the ranks. All ranks pass lists of one length, of tensors that are alike.
+torch used one tensor per GPU of the rank. Here they are CPU tensors: the list is reduced or copied within the rank, and
+one collective runs between the ranks. All ranks pass lists of the same length, with tensors of the same shape and
+dtype.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
     "reduce_scatter_multigpu",
 ]
 
-_MOST_DIMENSIONS = 64  # of a tensor; torch's own limit for arithmetic, as core/base/types.h has it
+_MOST_DIMENSIONS = 64  # of a tensor: torch's own limit for arithmetic, as in core/base/types.h
 
 
 @overload
@@ -55,22 +56,22 @@ def all_reduce_multigpu(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduces all tensors of all ranks; every one of them becomes the result.
+    """Reduce all tensors of all ranks, and store the result in each of them.
 
     Args:
-        tensor_list: this rank's tensors.
+        tensor_list: Tensors of this rank.
         op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
-        group: None is the world.
-        async_op: return at once, with a Work.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        UsageError, MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+        UsageError, MismatchError, PeerLostError, TimeoutError: See ``all_reduce``.
 
     Shape:
-        the tensors of a rank's list have one shape; lists and tensors are as long on all ranks.
+        the tensors of a rank's list have one shape; the lengths of lists and tensors are equal on all ranks.
 
     Cost:
         an ``all_reduce`` of one tensor, and a copy of each.
@@ -125,27 +126,27 @@ def reduce_multigpu(
     async_op: bool = False,
     dst_tensor: int = 0,
 ) -> Work | None:
-    """Reduces all tensors of all ranks; ``tensor_list[dst_tensor]`` of rank ``dst`` becomes the result.
+    """Reduce all tensors of all ranks into ``tensor_list[dst_tensor]`` of rank ``dst``.
 
     Args:
-        tensor_list: this rank's tensors.
-        dst: a rank of the world.
-        op: as ``all_reduce_multigpu``'s.
-        group: None is the world.
-        async_op: return at once, with a Work.
-        dst_tensor: which of the list.
+        tensor_list: Tensors of this rank.
+        dst: A rank of the world.
+        op: See ``all_reduce_multigpu``.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
+        dst_tensor: Index in the list.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        UsageError, MismatchError, PeerLostError, TimeoutError: as ``reduce``.
+        UsageError, MismatchError, PeerLostError, TimeoutError: See ``reduce``.
 
     Shape:
-        the tensors of a rank's list have one shape; lists and tensors are as long on all ranks.
+        the tensors of a rank's list have one shape; the lengths of lists and tensors are equal on all ranks.
 
     Cost:
-        a ``reduce`` of one tensor; the list is reduced within the rank first.
+        a ``reduce`` of one tensor; the list is first reduced within the rank.
     """
     if outside(group, "reduce_multigpu"):
         return None
@@ -181,23 +182,23 @@ def broadcast_multigpu(
     async_op: bool = False,
     src_tensor: int = 0,
 ) -> Work | None:
-    """Copies ``tensor_list[src_tensor]`` of rank ``src`` to all tensors of all ranks.
+    """Copy ``tensor_list[src_tensor]`` of rank ``src`` to all tensors of all ranks.
 
     Args:
-        tensor_list: this rank's tensors.
-        src: a rank of the world.
-        group: None is the world.
-        async_op: return at once, with a Work.
-        src_tensor: which of the list.
+        tensor_list: Tensors of this rank.
+        src: A rank of the world.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
+        src_tensor: Index in the list.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        UsageError, MismatchError, PeerLostError, TimeoutError: as ``broadcast``.
+        UsageError, MismatchError, PeerLostError, TimeoutError: See ``broadcast``.
 
     Shape:
-        the tensors of a rank's list have one shape; lists and tensors are as long on all ranks.
+        the tensors of a rank's list have one shape; the lengths of lists and tensors are equal on all ranks.
 
     Cost:
         a ``broadcast`` of one tensor, and a copy of each.
@@ -244,22 +245,23 @@ def all_gather_multigpu(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Gathers all tensors of all ranks into each of this rank's lists.
+    """Gather all tensors of all ranks into each of this rank's lists.
 
     Args:
-        output_tensor_lists: written: for each input tensor a list of (ranks x inputs) tensors: rank 0's, rank 1's, ...
-        input_tensor_list: this rank's tensors.
-        group: None is the world.
-        async_op: return at once, with a Work.
+        output_tensor_lists: Receives for each input tensor a list of (ranks x inputs) tensors: those of rank 0, then of
+            rank 1, and so on.
+        input_tensor_list: Tensors of this rank.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        UsageError, MismatchError, PeerLostError, TimeoutError: as ``all_gather``.
+        UsageError, MismatchError, PeerLostError, TimeoutError: See ``all_gather``.
 
     Shape:
-        the tensors of a rank's list have one shape; lists and tensors are as long on all ranks.
+        the tensors of a rank's list have one shape; the lengths of lists and tensors are equal on all ranks.
 
     Cost:
         an ``all_gather`` of the whole list, and a copy of each output.
@@ -317,23 +319,23 @@ def reduce_scatter_multigpu(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduces all lists of all ranks element by element, and deals the results out to the outputs of the ranks in turn.
+    """Reduce all lists of all ranks element by element, and distribute the results over the outputs of the ranks.
 
     Args:
-        output_tensor_list: written: this rank's results.
-        input_tensor_lists: for each output a list of (ranks x outputs) tensors.
-        op: as ``all_reduce_multigpu``'s.
-        group: None is the world.
-        async_op: return at once, with a Work.
+        output_tensor_list: Receives this rank's results.
+        input_tensor_lists: For each output a list of (ranks x outputs) tensors.
+        op: See ``all_reduce_multigpu``.
+        group: The process group. None: the world.
+        async_op: Return immediately, with a Work.
 
     Returns:
-        A Work if ``async_op``, else None.
+        A Work if ``async_op`` is set. Otherwise None.
 
     Raises:
-        UsageError, MismatchError, PeerLostError, TimeoutError: as ``reduce_scatter``.
+        UsageError, MismatchError, PeerLostError, TimeoutError: See ``reduce_scatter``.
 
     Shape:
-        the tensors of a rank's list have one shape; lists and tensors are as long on all ranks.
+        the tensors of a rank's list have one shape; the lengths of lists and tensors are equal on all ranks.
 
     Cost:
         a ``reduce_scatter`` of one list, reduced within the rank first, and a copy of each output.
@@ -374,14 +376,14 @@ def _alike(tensors: Sequence[Tensor], verb: str, index: int = 0) -> list[Tensor]
 
 
 def _combined(tensors: Sequence[Tensor], op: ReduceOp | PremulSum, verb: str) -> tuple[ReduceOp, Tensor]:
-    """What to reduce with between the ranks, and this rank's operand: its own tensors, reduced.
+    """Return the op between the ranks, and this rank's operand: the reduction of its own tensors.
 
-    AVG's is their mean; of integers their sum, for `_share_out`.
+    The operand of AVG is their mean. For integers it is their sum, which `_share_out` divides later.
     """
     import torch
 
     op, dtype = as_reduce_op(op), tensors[0].dtype
-    # As the core does: halves are accumulated in float32, and rounded once.
+    # Like the core: accumulate halves in float32, and round once.
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     operands = [tensor.detach().to(wide) for tensor in tensors]
     if isinstance(op, PremulSum):
@@ -413,21 +415,21 @@ def _combined(tensors: Sequence[Tensor], op: ReduceOp | PremulSum, verb: str) ->
 
 
 def _share_out(op: ReduceOp, averages: Tensor, tensors: int) -> None:
-    """Makes the ranks' averages of sums of so many integers those of the integers."""
+    """Divide the ranks' averages of sums of integers by the number of tensors in each sum."""
     if op is ReduceOp.AVG and is_integer(averages.dtype):
         code = _core.DTYPES[str(averages.dtype).removeprefix("torch.")]
         _core.divide(averages.data_ptr(), averages.numel(), code, tensors)
 
 
 def _counted(combined: Tensor, ours: Sequence[Tensor]) -> Tensor:
-    """The operand in a shape that contains the length of the list: ranks whose lists differ in it get an error."""
+    """Return a view whose shape encodes the length of the list, so that ranks with different lengths raise an error."""
     return combined.view((1,) * ((_MOST_DIMENSIONS + 1) * (len(ours) - 1)) + combined.shape)
 
 
 def _end(work: Work | None, then: Callable[[], None], written: list[Tensor], async_op: bool) -> Work | None:
     import torch
 
-    assert work is not None  # all are started asynchronously
+    assert work is not None  # all calls are started asynchronously
     ended = Then(work, torch.no_grad()(then), written)
     if async_op:
         return ended

@@ -1,10 +1,11 @@
 """Collectives of Python objects, with torch.distributed's names: pickled, sent as bytes, unpickled.
 
-Unpickling runs code that the sender chose. That is safe between ranks of one job, which are connected only after
-they have proved that they belong to it; never unpickle what comes from elsewhere. ALLRANKS_PICKLE=0 does without:
-objects are then plain values and tensors, in msgpack, and a pickle that comes is refused.
+Unpickling runs code that the sender has chosen. This is safe between ranks of one job, which are connected only after
+they have proved that they belong to it. Never unpickle data from other sources. With ALLRANKS_PICKLE=0, objects are
+plain values and tensors in msgpack, and a received pickle is rejected.
 
-Cost: each is a collective of the lengths and one of the bytes, and the pickling, which is most of it.
+Cost: each function takes one collective for the lengths, one for the bytes, and the pickling, which takes most of the
+time.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ __all__ = [
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
-    """Gathers every rank's ``obj`` on every rank.
+    """Gather every rank's ``obj`` on every rank.
 
     Args:
-        object_list: written: one object per rank, in the order of the ranks.
-        obj: what this rank gives.
-        group: None is the world.
+        object_list: Receives one object per rank, in the order of the ranks.
+        obj: Input of this rank.
+        group: The process group. None: the world.
 
     Raises:
-        UsageError: ``object_list`` has another length than the group.
-        MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+        UsageError: The length of ``object_list`` differs from the size of the group.
+        MismatchError, PeerLostError, TimeoutError: See ``all_reduce``.
 
     Cost:
-        two collectives, of the lengths and of the bytes (each as long as the longest), and the
-        pickling, which is most of it.
+        two collectives, one for the lengths and one for the bytes (each padded to the longest), and the
+        pickling, which takes most of the time.
 
     Example:
         >>> found = [None, None]  # on each of 2 ranks; rank 0 shows:
@@ -69,7 +70,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
     mine = _pack(obj, resolved)
     with part_of("all_gather_object"):
         lengths = _all_lengths(resolved, mine)
-        # Padded to the longest: one collective, and the core needs one size.
+        # Padded to the longest, because the core needs one size for the single collective.
         rows = mine.new_empty(resolved.size(), max(lengths))
         resolved.all_gather(rows, _padded(mine, max(lengths)))
     object_list[:] = [_unpack(rows[r, : lengths[r]], resolved, r) for r in range(resolved.size())]
@@ -82,22 +83,22 @@ def gather_object(
     group: ProcessGroup | None = None,
     group_dst: int | None = None,
 ) -> None:
-    """Gathers every rank's ``obj`` on rank ``dst``.
+    """Gather every rank's ``obj`` on rank ``dst``.
 
     Args:
-        obj: what this rank gives.
-        object_gather_list: on ``dst`` only: written, one object per rank.
-        dst: who gets them, as a rank of the world; 0 if neither it nor ``group_dst`` is given.
-        group: None is the world.
-        group_dst: who gets them, as a rank of the group, in place of ``dst``.
+        obj: Input of this rank.
+        object_gather_list: Only on ``dst``: receives one object per rank.
+        dst: Rank of the world that receives them. 0 if neither it nor ``group_dst`` is given.
+        group: The process group. None: the world.
+        group_dst: Rank of the group that receives them, instead of ``dst``.
 
     Raises:
-        UsageError: the list is missing, too many or of another length than the group.
-        MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+        UsageError: The list is missing, is passed on another rank, or its length differs from the size of the group.
+        MismatchError, PeerLostError, TimeoutError: See ``all_reduce``.
 
     Cost:
-        two collectives, of the lengths and of the bytes (each as long as the longest), and the
-        pickling, which is most of it.
+        two collectives, one for the lengths and one for the bytes (each padded to the longest), and the
+        pickling, which takes most of the time.
 
     Example:
         >>> rank = dist.get_rank()  # of 2; rank 0 shows:
@@ -133,21 +134,22 @@ def broadcast_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
 ) -> None:
-    """Copies the objects of rank ``src``'s list into every rank's list.
+    """Copy the objects of rank ``src``'s list into every rank's list.
 
     Args:
-        object_list: the objects on ``src``; overwritten elsewhere. As long on all ranks.
-        src: who has the objects, as a rank of the world; 0 if neither it nor ``group_src`` is given.
-        group: None is the world.
-        device: for torch's signature; the bytes travel on the CPU, or on the one device that the group moves.
-        group_src: who has the objects, as a rank of the group, in place of ``src``.
+        object_list: The objects on ``src``; overwritten on other ranks. Its length must be the same on all ranks.
+        src: Rank of the world that has the objects. 0 if neither it nor ``group_src`` is given.
+        group: The process group. None: the world.
+        device: Accepted for compatibility with torch. The bytes are sent from the CPU, or from the only device that
+            the group supports.
+        group_src: Rank of the group that has the objects, instead of ``src``.
 
     Raises:
-        UsageError: the list is empty, or longer or shorter than ``src``'s.
-        MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+        UsageError: The list is empty, or its length differs from that of ``src``'s list.
+        MismatchError, PeerLostError, TimeoutError: See ``all_reduce``.
 
     Cost:
-        two collectives, of the lengths and of the bytes, and the pickling, which is most of it.
+        two collectives, one for the lengths and one for the bytes, and the pickling, which takes most of the time.
 
     Example:
         >>> found = ["settings", 3] if dist.get_rank() == 1 else [None, None]  # of 2 ranks; rank 0 shows:
@@ -180,22 +182,22 @@ def scatter_object_list(
     group: ProcessGroup | None = None,
     group_src: int | None = None,
 ) -> None:
-    """Gives each rank its object of rank ``src``'s list.
+    """Send each rank one object of rank ``src``'s list.
 
     Args:
-        scatter_object_output_list: its first element is overwritten with this rank's object.
-        scatter_object_input_list: on ``src`` only: one object per rank.
-        src: who has the list, as a rank of the world; 0 if neither it nor ``group_src`` is given.
-        group: None is the world.
-        group_src: who has the list, as a rank of the group, in place of ``src``.
+        scatter_object_output_list: Its first element is overwritten with this rank's object.
+        scatter_object_input_list: Only on ``src``: one object per rank.
+        src: Rank of the world that has the list. 0 if neither it nor ``group_src`` is given.
+        group: The process group. None: the world.
+        group_src: Rank of the group that has the list, instead of ``src``.
 
     Raises:
-        UsageError: a list is missing, empty or of another length than the group.
-        MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+        UsageError: A list is missing or empty, or its length differs from the size of the group.
+        MismatchError, PeerLostError, TimeoutError: See ``all_reduce``.
 
     Cost:
-        two collectives, of the lengths and of the bytes (each as long as the longest), and the
-        pickling, which is most of it.
+        two collectives, one for the lengths and one for the bytes (each padded to the longest), and the
+        pickling, which takes most of the time.
 
     Example:
         >>> mine = [None]  # on each of 2 ranks; rank 0 shows:
@@ -231,22 +233,23 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> None:
-    """Sends the objects of a list to rank ``dst``.
+    """Send the objects of a list to rank ``dst``.
 
     Args:
-        object_list: the objects.
-        dst: another rank, of the world.
-        group: None is the world.
-        device: for torch's signature; the bytes travel on the CPU, or on the one device that the group moves.
-        group_dst: another rank, of the group, in place of ``dst``.
-        use_batch: for torch's signature; there is nothing to batch here.
+        object_list: The objects.
+        dst: Another rank of the world.
+        group: The process group. None: the world.
+        device: Accepted for compatibility with torch. The bytes are sent from the CPU, or from the only device that
+            the group supports.
+        group_dst: Another rank of the group, instead of ``dst``.
+        use_batch: Accepted for compatibility with torch. No effect.
 
     Raises:
-        UsageError: the list is empty, or ``dst`` is no other rank.
-        PeerLostError, TimeoutError: as ``all_reduce``.
+        UsageError: The list is empty, or ``dst`` is not another rank.
+        PeerLostError, TimeoutError: See ``all_reduce``.
 
     Cost:
-        two messages, of the lengths and of the bytes, and the pickling, which is most of it.
+        two messages, one for the lengths and one for the bytes, and the pickling, which takes most of the time.
 
     Example:
         >>> found = [None]  # on each of 2 ranks; rank 0 shows:
@@ -275,22 +278,23 @@ def recv_object_list(
     group_src: int | None = None,
     use_batch: bool = False,
 ) -> int:
-    """Receives what another rank's ``send_object_list`` sends.
+    """Receive a list that another rank has sent with ``send_object_list``.
 
     Args:
-        object_list: overwritten; as long as the sender's.
-        src: the sending rank, of the world; None: whoever sends first.
-        group: None is the world.
-        device: for torch's signature; the bytes travel on the CPU, or on the one device that the group moves.
-        group_src: the sending rank, of the group, in place of ``src``.
-        use_batch: for torch's signature; there is nothing to batch here.
+        object_list: Output. Its length must be that of the sender's list.
+        src: Sending rank in the world. None: the rank that sends first.
+        group: The process group. None: the world.
+        device: Accepted for compatibility with torch. The bytes are sent from the CPU, or from the only device that
+            the group supports.
+        group_src: Sending rank in the group, instead of ``src``.
+        use_batch: Accepted for compatibility with torch. No effect.
 
     Returns:
-        The rank of the world that sent; -1 if this rank is not in the group.
+        The sending rank, as a rank of the world. -1 if this rank is not in the group.
 
     Raises:
-        UsageError: the list is empty, or longer or shorter than the sender's.
-        MismatchError, PeerLostError, TimeoutError: as ``recv``.
+        UsageError: The list is empty, or its length differs from that of the sender's list.
+        MismatchError, PeerLostError, TimeoutError: See ``recv``.
 
     Cost:
         as ``send_object_list``.
@@ -335,19 +339,19 @@ def _pickles() -> bool:
     return read_int(os.environ, "ALLRANKS_PICKLE", 0, 1) != 0
 
 
-# --- objects without pickle: msgpack's own types keep theirs, the others are its extensions
+# --- objects without pickle: msgpack's own types are unchanged, all other types are msgpack extensions
 
-_PLAIN = b"M"  # what they begin with; a pickle of protocol 2 or later begins with 0x80
+_PLAIN = b"M"  # first byte of msgpack data; a pickle of protocol 2 or later begins with 0x80
 _AS_THEY_ARE = (type(None), bool, float, str, bytes)
 _TUPLE, _SET, _FROZENSET, _DICT, _INT, _TENSOR = range(6)
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def _as_plain(obj: Any) -> Any:
-    kind = type(obj)  # a subclass would come out as its base
+    kind = type(obj)  # not isinstance: a subclass would be decoded as its base class
     if kind in _AS_THEY_ARE:
         return obj
-    if kind is int:
+    if kind is int:  # larger ones do not fit into msgpack's 64 bits
         return obj if -(1 << 63) <= obj < 1 << 63 else msgspec.msgpack.Ext(_INT, str(obj).encode())
     if kind is list:
         return [_as_plain(item) for item in obj]

@@ -1,4 +1,4 @@
-"""Tensors in memory that all ranks of a group see."""
+"""Tensors in memory that all ranks of a group share."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ __all__ = ["empty_shared"]
 def empty_shared(
     shape: int | Sequence[int], dtype: torch.dtype | None = None, group: ProcessGroup | None = None
 ) -> torch.Tensor:
-    """An uninitialised CPU tensor in memory that all ranks of the group see, for collectives that copy nothing.
+    """Create an uninitialized CPU tensor in memory that all ranks of the group share, for collectives without copies.
 
-    Every rank gets its own tensor, which behaves like any other. A collective of this group in which every rank
-    passes its tensor of the same ``empty_shared`` call (or a contiguous part of it) reads and writes all of them
-    where they lie; of verbs with an input and an output it is the input that counts, of scatter both.
-    ``stats().shared`` counts such calls. Where the group spans hosts it is an ordinary tensor. With any other
-    tensors the same collectives work as always. Messages (send, recv) gain nothing.
+    Every rank receives its own tensor, which behaves like any other. A collective of this group can read and write
+    these tensors in place. For this, every rank must pass its tensor of the same ``empty_shared`` call, or a contiguous
+    part of it. If a verb has an input and an output, the input must be such a tensor; for scatter, both.
+    ``stats().shared`` counts these calls. If the group spans hosts, the result is an ordinary tensor. With any other
+    tensors the same collectives work unchanged. Messages (send, recv) do not become faster.
 
-    Called by every rank of the group, with sizes of equally many bytes.
+    Every rank of the group must call this, with sizes of the same number of bytes.
 
     Args:
-        shape: its sizes.
-        dtype: None is torch's default.
-        group: None is the world.
+        shape: The sizes.
+        dtype: The dtype. None: torch's default.
+        group: The process group. None: the world.
 
     Returns:
-        The tensor. Its memory goes back when every rank has dropped its own.
+        The tensor. Its memory is released when every rank has dropped its own tensor.
 
     Raises:
-        MismatchError: the ranks ask for different sizes, or call something else.
-        AllranksError: there is no memory on some rank.
-        NotInitializedError: this rank is not in the group.
+        MismatchError: The ranks request different sizes, or make another call.
+        AllranksError: A rank has no memory available.
+        NotInitializedError: This rank is not in the group.
 
     Cost:
-        a few hundred microseconds, and one mapping of every rank's memory in every rank: what is made once and used
-        often (gradient buckets) belongs here. Large calls (from 16 KiB of broadcast to 128 KiB of all_gather on) then
-        copy nothing: an all_reduce moves 2 n bytes per rank in place of about 4 n, in a third (1 to 4 MB) to
+        a few hundred microseconds, and one mapping of every rank's memory in every rank. Use it for tensors that are
+        created once and used often (gradient buckets). Large calls (from 16 KiB of broadcast to 128 KiB of all_gather
+        on) then copy nothing: an all_reduce moves 2 n bytes per rank instead of about 4 n, in a third (1 to 4 MB) to
         two thirds (64 MB) of the time.
 
     Example:

@@ -1,11 +1,12 @@
-"""torch.distributed's default group, made around our world when torch is first asked for one.
+"""torch.distributed's default group, created around the allranks world when torch first requests one.
 
-After ``init_process_group`` torch's own tools find a world: DistributedDataParallel, DistributedSampler, checkpoints,
-meshes. To make it takes some tens of milliseconds, most of them for modules of torch's, which a program that uses
-nothing of torch.distributed does without. Every function of torch's reads the default group from one object
-(``distributed_c10d._world``), whose class is replaced here until the group has been made, or another one by torch.
+After ``init_process_group``, torch's own tools find a world: DistributedDataParallel, DistributedSampler, checkpoints,
+meshes. Creating it takes some tens of milliseconds, most of them for imports of torch modules. A program that does not
+use torch.distributed saves this time. Every function of torch reads the default group from one object
+(``distributed_c10d._world``). This module replaces the class of that object until the group is created, or torch has
+created another one.
 
-Making it sends nothing to other ranks: each does so when it comes to it, or never.
+Creating the group sends nothing to other ranks. Each rank creates it at its first use, or never.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from allranks._cluster.env import read_int
 
 __all__ = ["is_possible", "is_wanted", "offer", "withdraw"]
 
-_lock = threading.RLock()
+_lock = threading.RLock()  # reentrant: creating the group accesses the default group, too
 _make: Callable[[], object] | None = None
 
 
 def is_possible() -> bool:
-    """Whether torch was built with torch.distributed."""
+    """Return whether torch was built with torch.distributed."""
     import torch
 
     return torch.distributed.is_available()
 
 
 def is_wanted() -> bool:
-    """Whether it is to have a default group.
+    """Return whether torch.distributed should receive a default group.
 
     Raises:
         ConfigError: ALLRANKS_TORCH_WORLD is neither 0 nor 1.
@@ -43,12 +44,12 @@ def is_wanted() -> bool:
 
 
 def offer(make: Callable[[], object]) -> None:
-    """Lets torch.distributed call ``make`` when it is asked for its default group and has none."""
+    """Let torch.distributed call ``make`` when its default group is requested and does not exist."""
     from torch.distributed import c10d_logger
 
     global _make
     c10d = _c10d()
-    withdraw()  # a forked child's parent's
+    withdraw()  # in a forked child: the offer of the parent
     with _lock:
         if c10d._world.default_pg is None:
             looking = inspect.unwrap(c10d.init_process_group).__code__, c10d_logger._get_msg_dict.__code__
@@ -57,7 +58,7 @@ def offer(make: Callable[[], object]) -> None:
 
 
 def withdraw() -> None:
-    """Ends an offer that has not been taken."""
+    """Withdraw an offer that has not been used."""
     global _make
     with _lock:
         if _make is not None:
@@ -72,7 +73,7 @@ def _c10d() -> Any:
 
 
 def _offered(torchs: Any, looking: tuple[object, ...]) -> type:
-    """torch's class, whose instance makes a default group when it is asked for one, but by code that only looks."""
+    """Return a subclass of torch's class that creates the default group on demand, except for code in ``looking``."""
 
     class World(torchs):  # type: ignore[misc]
         @property
@@ -92,8 +93,9 @@ def _offered(torchs: Any, looking: tuple[object, ...]) -> type:
 
 
 def _take() -> None:
-    """Makes the group. Other threads that ask meanwhile wait for it."""
+    """Create the group. Other threads that request it concurrently wait for it."""
     global _make
+    # Clear the offer first: make() itself accesses the default group, and must not start another creation.
     make, _make = _make, None
     assert make is not None
     try:
@@ -110,10 +112,11 @@ def _restore() -> None:
 
 
 def _too_early(frame: FrameType | None, looking: tuple[object, ...]) -> bool:
-    """Whether torch only looks, or imports modules of its own.
+    """Return whether torch only checks for a default group, or is importing its own modules.
 
-    It looks in its init_process_group, for the sake of an error, and when it logs errors. Modules of torch's name the
-    default group as the default of an argument, where None means the same; what is imported halfway cannot be used.
+    torch checks it in its init_process_group, to raise an error, and when it logs errors. Modules of torch use the
+    default group as the default value of an argument, for which None is equivalent. A half-imported module cannot be
+    used to create the group.
     """
     while frame is not None:
         importing = frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").startswith("torch.")
@@ -128,5 +131,6 @@ def _renew_lock() -> None:
     _lock = threading.RLock()
 
 
-# A child can ask for its parent's rank: a data loader's worker does. The thread that held the lock may not exist there.
+# A forked child, such as a data loader's worker, may request the rank. The thread that held the lock may not exist in
+# the child.
 os.register_at_fork(after_in_child=_renew_lock)

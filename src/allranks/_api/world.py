@@ -57,11 +57,11 @@ __all__ = [
     "torch_store",
 ]
 
-DEFAULT_TIMEOUT_S = 1800.0  # torch's
+DEFAULT_TIMEOUT_S = 1800.0  # the default of torch
 
 _world: ProcessGroup | None = None
-_groups: list[ProcessGroup] = []  # made by new_group and its kin; they end with the world
-_store: GroupStore | None = None  # for torch's default group, should it be made around ours
+_groups: list[ProcessGroup] = []  # created by new_group and related functions; closed with the world
+_store: GroupStore | None = None  # for torch's default group around the allranks world
 
 
 class _GroupNames(type):
@@ -77,19 +77,19 @@ class group(metaclass=_GroupNames):
 class GroupMember(metaclass=_GroupNames):
     """``GroupMember.WORLD``: torch's other name for ``group.WORLD``.
 
-    ``GroupMember.NON_GROUP_MEMBER`` is what ``new_group`` returns to a rank that is not in the group. To type checkers
-    it fits everywhere, so that what ``new_group`` returns can be used as a group.
+    ``new_group`` returns ``GroupMember.NON_GROUP_MEMBER`` to a rank that is not in the group. For type checkers it is
+    compatible with every type, so the result of ``new_group`` can be used as a group.
     """
 
-    NON_GROUP_MEMBER: Any = -100  # torch's
+    NON_GROUP_MEMBER: Any = -100  # the value of torch
 
 
 def resolve_group(given: ProcessGroup | int | None) -> ProcessGroup:
-    """The group that a call means; None, and THD's 0, are the world.
+    """Return the group that an argument denotes. None, and 0 as in THD, denote the world.
 
     Raises:
-        NotInitializedError: there is no world.
-        UsageError: not a group, or one that this rank is not in.
+        NotInitializedError: The world does not exist.
+        UsageError: The argument is not a group, or this rank is not a member of it.
     """
     if given is None or (type(given) is int and given == 0):
         if _world is None:
@@ -114,7 +114,7 @@ def resolve_group(given: ProcessGroup | int | None) -> ProcessGroup:
 
 
 def behind(given: Any) -> ProcessGroup | None:
-    """The group of ours behind one of torch's, of the plugin."""
+    """Return the allranks group behind a torch group of the plugin, or None."""
     if not hasattr(given, "_get_backend"):
         return None
     import torch
@@ -124,7 +124,7 @@ def behind(given: Any) -> ProcessGroup | None:
 
 
 def register(made: ProcessGroup) -> None:
-    """Lets a group end with the world."""
+    """Register a group that is closed with the world."""
     _groups.append(made)
 
 
@@ -139,44 +139,43 @@ def init_process_group(
     pg_options: Any = None,
     device_id: torch.device | int | None = None,
 ) -> None:
-    """Meets the other ranks and makes the default process group.
+    """Connect with the other ranks and create the default process group.
 
     Args:
-        backend: the engine that moves tensors: ``"native"``, shared memory between the ranks of a host and TCP between
-            hosts, where tensors of GPUs are copied to and from the host; ``"tcp"``, the same without shared memory;
-            ``"gloo"`` and ``"nccl"``, those inside torch; ``"mpi"``, MPI by mpi4py, in a job that mpirun has started;
-            one that an installed package brings (docs/extending.md);
-            or one by type of device, as in ``"cpu:gloo,cuda:nccl"``. None means ``"cpu:native,cuda:nccl"``. Of several,
-            those whose device or library is not here are left out. docs/engines.md has what each can do. Where none is
-            named, ALLRANKS_BACKEND (``allranks run --backend``) is taken if it is set.
-        init_method: how the ranks find each other (with mpi by MPI itself, whatever this is):
+        backend: The engine that transfers tensors: ``"native"``, shared memory between the ranks of a host and TCP
+            between hosts, which copies GPU tensors to and from the host; ``"tcp"``, the same without shared memory;
+            ``"gloo"`` and ``"nccl"``, the backends inside torch; ``"mpi"``, MPI by mpi4py, in a job that mpirun has
+            started; an engine that an installed package provides (docs/extending.md); or one engine per device type, as
+            in ``"cpu:gloo,cuda:nccl"``. None means ``"cpu:native,cuda:nccl"``. In a list, engines whose device or
+            library is missing are ignored. docs/engines.md describes the features of each engine. If no engine is
+            named, ALLRANKS_BACKEND (``allranks run --backend``) is used if it is set.
+        init_method: How the ranks find each other (with mpi, MPI itself does this and the value is ignored):
 
-            - ``env://`` (the default): the launcher's store, or the variables RANK, WORLD_SIZE,
-              MASTER_ADDR and MASTER_PORT. MASTER_ADDR may be ``host:port``. With none of them set,
-              what mpirun, mpiexec, srun or the like have set (docs/launching.md); with nothing of
-              that either, the world is this process alone.
+            - ``env://`` (the default): the launcher's store, or the variables RANK, WORLD_SIZE, MASTER_ADDR and
+              MASTER_PORT. MASTER_ADDR may be ``host:port``. If none of them is set, the variables of mpirun, mpiexec,
+              srun or the like are used (docs/launching.md). If these are missing, too, the world is this process alone.
             - ``tcp://host:port``: rank 0 listens there.
-            - ``file:///path``: rank 0 leaves its address in that file.
-            - a URL whose scheme ``register_rendezvous_handler`` has added.
-        timeout: how long this call and every later one waits for other ranks: a timedelta or
-            seconds; 30 minutes if None.
-        world_size: the number of ranks; -1: from the environment, or MPI's.
-        rank: this process, 0 to world_size - 1; -1: from the environment, or MPI's.
-        store: ``TCPStore``, ``FileStore``, ``HashStore`` or ``PrefixStore``, ours or torch's, or an object with their
-            methods, in place of ``init_method``; rank and world size must then be given.
-        group_name: how errors call the group; ``world`` if empty.
-        pg_options: none are known.
-        device_id: the device that this rank works on, an index or a device: it becomes the current one.
+            - ``file:///path``: rank 0 writes its address into that file.
+            - a URL whose scheme was added with ``register_rendezvous_handler``.
+        timeout: Maximum time for which this call and every later call waits for other ranks, as a timedelta or in
+            seconds. None: 30 minutes.
+        world_size: Number of ranks. -1: from the environment, or from MPI.
+        rank: Rank of this process, 0 to world_size - 1. -1: from the environment, or from MPI.
+        store: ``TCPStore``, ``FileStore``, ``HashStore`` or ``PrefixStore``, of allranks or torch, or an object with
+            their methods, instead of ``init_method``. Rank and world size are then required.
+        group_name: Name of the group in error messages. ``world`` if empty.
+        pg_options: Must be None: no options are supported.
+        device_id: Device on which this rank works, an index or a device. It becomes the current device.
 
     Raises:
-        ConfigError: a setting is missing or wrong; the message names it and gives an example.
-        JoinError: ranks are missing, doubled or disagree, when the timeout ends; names them.
-        UsageError: the process group exists already. (In a forked child it may still be the parent's: a new one then
-            takes its place.)
+        ConfigError: A setting is missing or wrong. The message names it and gives an example.
+        JoinError: At the timeout, ranks are missing, duplicated or inconsistent. The message names them.
+        UsageError: The process group already exists. (In a forked child it may be the parent's group. A new group then
+            replaces it.)
 
     Cost:
-        a few milliseconds between ranks of one host, and a segment of about 1 MiB + 256 KiB per rank
-        of the group in each process. No TCP port is opened when the launcher started the ranks.
+        a few milliseconds between ranks of one host, and a segment of about 1 MiB + 256 KiB per rank of the group in
+        each process. No TCP port is opened if the launcher started the ranks.
 
     Example:
         >>> import allranks as dist
@@ -201,14 +200,14 @@ def init_process_group(
     if device_id is not None:
         _make_current(device_id, engine_name)
     timeout_s = DEFAULT_TIMEOUT_S if timeout is None else seconds_of(timeout)
-    if not timeout_s > 0:  # also nan
+    if not timeout_s > 0:  # also rejects nan
         raise UsageError(f"timeout must be positive, not {timeout!r}")
     if store is not None and init_method is not None:
         raise UsageError("give either store or init_method, not both")
     if store is None and init_method in (None, "env://") and rank == world_size == -1:
         _refuse_workers()
     if _world is not None:
-        _close_all()  # the parent's: of it and torch's groups around it this process knew the names
+        _close_all()  # the parent's groups, and torch's groups around them, whose names this process has inherited
     name = group_name or "world"
     board = rendezvous.elastic_board(init_method, timeout_s=timeout_s, store=store)
     offers = torch_world.is_wanted()
@@ -231,7 +230,7 @@ def init_process_group(
 
 
 def _refuse_workers() -> None:
-    """Refuses a world of a master and its workers, who serve it and would not come."""
+    """Raise in a job of a master and its workers: the workers serve the master and would never join."""
     launched = this_rank()
     if launched is not None and launched.target.mode == "master":
         raise UsageError(
@@ -253,14 +252,14 @@ def establish(
     timeout_s: float,
     torch_store: bool = False,
 ) -> ProcessGroup:
-    """Connects the ranks that have met; they are the world from then on. Closes the meeting.
+    """Connect the ranks of a rendezvous and make their group the world. Closes the meeting.
 
     Args:
-        engine_name: what moves tensors; compared between the ranks.
-        meeting: where they meet.
-        name: of the group.
-        timeout_s: of its calls.
-        torch_store: torch.distributed may be given a default group around it, which needs a store.
+        engine_name: Engine that transfers tensors. The ranks compare it.
+        meeting: The rendezvous.
+        name: Name of the group.
+        timeout_s: Timeout of its calls, in seconds.
+        torch_store: torch.distributed may receive a default group around it, which needs a store.
     """
     global _store, _world
     store, address = None, b""
@@ -272,6 +271,7 @@ def establish(
             address = store.record
 
         def exchange(record: bytes) -> list[bytes]:
+            # One exchange transfers the engine's record, the backend's name, and the address of the store.
             rows = meeting.exchange(record + engine_name.encode() + b"\0" + address, timeout_s)
             tails = [row[len(record) :].partition(b"\0") for row in rows]
             names = [engine.decode() for engine, _, _ in tails]
@@ -300,7 +300,7 @@ def establish(
 
 
 def establish_elastic(board: Board, made: ProcessGroup) -> None:
-    """Makes a group that ``join_elastic`` has made the world."""
+    """Make a group that ``join_elastic`` has created the world."""
     global _store, _world
     _world = made
     if torch_world.is_possible():
@@ -311,32 +311,35 @@ def establish_elastic(board: Board, made: ProcessGroup) -> None:
 
 
 def open_groups() -> bool:
-    """Whether there are groups other than the world that would be missed where other ranks come."""
+    """Return whether any group other than the world could not be recreated if other ranks join."""
     early = resolve_group(None).early
     stays = [] if early is None else early.of_replicas
     return not all(group.is_passing or group in stays for group in _groups)
 
 
 def calls_made() -> int:
-    """How many calls on other ranks this process has finished, in all its groups."""
+    """Return the number of calls on other ranks that this process has finished, in all its groups."""
     return sum(group.stats().calls for group in (resolve_group(None), *_groups) if group._is_open)
 
 
 def abort_groups() -> None:
-    """Ends the calls of all groups but the world, on every rank: a rank in one of them may wait for one that is not."""
+    """Abort the calls of all groups except the world, on every rank.
+
+    Otherwise a rank could wait in one of these groups for a rank that makes no further call in it.
+    """
     for other in _groups:
         if other._is_open:
             other.abort()
 
 
 def renew_groups() -> None:
-    """After a loss: connects the groups that were made before the training loop, and closes all others but the world.
+    """Reconnect, after a loss, the groups created before the training loop. Close all others except the world.
 
     Raises:
-        PeerLostError: a rank was lost meanwhile.
-        AbortedError: another rank has seen that.
-        TimeoutError: a rank did not come.
-        JoinError: members of a group could not connect.
+        PeerLostError: A rank was lost while the groups were connected.
+        AbortedError: Another rank has detected a loss.
+        TimeoutError: A rank did not take part.
+        JoinError: Members of a group could not connect.
     """
     world = resolve_group(None)
     if world.early is not None:
@@ -351,7 +354,7 @@ def renew_groups() -> None:
 
 
 def first_lineage(meeting: Meeting, engine_name: str, name: str, timeout_s: float) -> Lineage | None:
-    """That of the group of those who have met; None where no store outlives the meeting."""
+    """Return the group history of the first group of a rendezvous, or None if no store outlives the rendezvous."""
     board: Board | None = getattr(meeting, "board", None)
     if board is None:
         return None
@@ -360,7 +363,7 @@ def first_lineage(meeting: Meeting, engine_name: str, name: str, timeout_s: floa
 
 
 def replace_world(made: ProcessGroup) -> None:
-    """Makes a group the world. All other groups are closed: they count ranks otherwise."""
+    """Make a group the world. All other groups are closed, because their rank numbers are no longer valid."""
     global _store, _world
     torch_world.withdraw()
     for other in _groups:
@@ -374,18 +377,18 @@ def replace_world(made: ProcessGroup) -> None:
 
 
 def torch_store() -> GroupStore | None:
-    """The store of torch's default group around our world; None where the world is one that torch has begun."""
+    """Return the store of torch's default group around the world, or None if torch created the world."""
     return _store
 
 
 def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
-    """Leaves the group (None: the world). Always returns.
+    """Leave the group (None: the world). Always returns.
 
-    Other ranks that later need this one get a PeerLostError. Calls of this rank that are still
-    pending fail. The world takes all other groups with it.
+    Other ranks that later need this one raise a PeerLostError. Pending calls of this rank fail. Leaving the world also
+    closes all other groups.
 
     Raises:
-        NotInitializedError: there is no such group.
+        NotInitializedError: The group does not exist.
     """
     global _world
     if group == GroupMember.NON_GROUP_MEMBER:
@@ -400,20 +403,20 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
 
 
 def is_available() -> bool:
-    """True: allranks needs nothing that a build of torch may lack."""
+    """Return True: allranks needs nothing that a build of torch may lack."""
     return True
 
 
 def is_initialized() -> bool:
-    """Whether the default process group exists."""
+    """Return whether the default process group exists."""
     return _world is not None
 
 
 def get_rank(group: ProcessGroup | int | None = None) -> int:
-    """This process' rank in the group (None: the world); -1 if it is not a member.
+    """Return this process's rank in the group (None: the world), or -1 if it is not a member.
 
     Raises:
-        NotInitializedError: there is no such group.
+        NotInitializedError: The group does not exist.
 
     Example:
         >>> dist.get_rank(), dist.get_world_size(), dist.get_backend()  # on rank 0 of 2
@@ -423,28 +426,28 @@ def get_rank(group: ProcessGroup | int | None = None) -> int:
 
 
 def get_world_size(group: ProcessGroup | int | None = None) -> int:
-    """The number of ranks in the group (None: the world); -1 if this process is not a member.
+    """Return the number of ranks in the group (None: the world), or -1 if this process is not a member.
 
     Raises:
-        NotInitializedError: there is no such group.
+        NotInitializedError: The group does not exist.
     """
     return -1 if group == GroupMember.NON_GROUP_MEMBER else resolve_group(group).size()
 
 
 def get_backend(group: ProcessGroup | None = None) -> str:
-    """The name of the group's engine (None: the world's).
+    """Return the name of the group's engine (None: the world's engine).
 
     Raises:
-        NotInitializedError: there is no such group.
+        NotInitializedError: The group does not exist.
     """
     return resolve_group(group).backend
 
 
 def stats(group: ProcessGroup | None = None) -> Stats:
-    """What this process has done in the group so far: calls, bytes, seconds (None: the world).
+    """Return this process's statistics of the group so far: calls, bytes, seconds (None: the world).
 
     Raises:
-        NotInitializedError: there is no such group.
+        NotInitializedError: The group does not exist.
     """
     return resolve_group(group).stats()
 
@@ -465,7 +468,7 @@ def _make_current(device_id: torch.device | int, engine_name: str) -> None:
         if device.type == "cpu":
             return
         moved = _engines.moves(engine_name, device.type)
-        if moved and device.type == "worker":  # torch's own guard of a device in Python takes any index
+        if moved and device.type == "worker":  # torch's guard for devices in Python accepts any index
             torch.get_device_module(device).set_device(device)
         elif moved:
             torch.accelerator.set_device_index(device)
@@ -491,14 +494,15 @@ def _close_all() -> None:
 
 
 def _at_exit() -> None:
+    # A forked child must not close the groups of its parent.
     if _world is None or not _world.inherited:
         _close_all()
     end_futures()
 
 
-# A process that just ends leaves on purpose: the others see that, rather than a death.
+# A process that exits normally leaves deliberately: the other ranks detect a departure instead of a death.
 atexit.register(_at_exit)
-# The world stays, so that a data loader's worker can ask for its parent's rank, as with torch.
+# The world is kept, so that a data loader's worker can read its parent's rank, as with torch.
 os.register_at_fork(after_in_child=_groups.clear)
 
 

@@ -1,17 +1,17 @@
 """The plugin: ``torch.distributed.init_process_group("allranks")``.
 
-torch finds it by the entry points in pyproject.toml, with nothing imported by the user. What torch itself builds on its
-groups (DistributedDataParallel, FSDP, DTensor, DCP, ...) then runs on the native engine:
+torch finds it by the entry points in pyproject.toml. The user imports nothing. The features that torch builds on its
+groups (DistributedDataParallel, FSDP, DTensor, DCP, ...) then run on the native engine:
 
-    work         torch's Work around ours
-    group        torch's ProcessGroup around ours
-    creation     torch's groups on the backend, each around one of ours
-    torch_group  the other way: a group of ours, made known to torch
-    adapt        torch's functions that know only its own groups
-    gloo         our groups where a program asks for gloo
+    work         torch's Work around allranks's Work
+    group        torch's ProcessGroup around allranks's ProcessGroup
+    creation     torch's groups on the backend, each around a group of allranks
+    torch_group  registers a group of allranks with torch, the opposite direction
+    adapt        torch's functions that support only its own groups
+    gloo         groups of allranks in programs that request gloo
     env_rendezvous  torch's env:// in an elastic job
 
-This file is loaded whenever torch is, and must cost nothing.
+This file is loaded whenever torch is loaded, so its import must take no measurable time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["INSTEAD_OF_GLOO", "NAME", "register"]
 
 
 def register() -> None:
-    """Tells torch.distributed of the backend. torch calls it."""
+    """Register the backend with torch.distributed. torch calls this."""
     import torch.distributed as c10d
 
     if not c10d.is_available() or hasattr(c10d.Backend, NAME.upper()):

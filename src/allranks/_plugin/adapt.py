@@ -1,6 +1,6 @@
-"""What torch does for its own groups only, by their names or in C++, and which is made to fit ours here.
+"""Adapts functions that torch implements only for its own groups, by name or in C++.
 
-Each function replaces one of torch's by one that first looks whether the group is ours.
+Each function replaces a function of torch by one that first checks whether the group belongs to allranks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ TORCHS_DDP: tuple[Any, ...] = tuple(
     for each in nn.Module.__subclasses__()
     if (each.__module__, each.__name__) == ("torch.nn.parallel.distributed", "DistributedDataParallel")
 )
-"""torch's class, for isinstance: under its name there may be something else that the program has put there."""
+"""torch's class, for isinstance. The program may have assigned another object to its name."""
 
 _c10d: Any = torch.distributed
-_works: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_works: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of reducers
 
 
 @functools.cache
 def adapt() -> None:
-    """Makes torch's functions know our groups; once."""
+    """Adapt torch's functions to groups of allranks, once per process."""
     _let_barrier_be_monitored()
     _let_hooks_be_built_in()
     _let_reducers_hold_works()
@@ -40,7 +40,7 @@ def adapt() -> None:
 
 
 def _let_barrier_be_monitored() -> None:
-    """torch.distributed.monitored_barrier refuses every backend but gloo, by name; ours has one."""
+    """Adapt torch.distributed.monitored_barrier, which rejects every backend except gloo by name."""
     torchs = _c10d.monitored_barrier
 
     @functools.wraps(torchs)
@@ -54,7 +54,7 @@ def _let_barrier_be_monitored() -> None:
 
 
 def _let_hooks_be_built_in() -> None:
-    """C++ hooks of DistributedDataParallel want futures of a type that Python cannot make; the same exist in Python."""
+    """Replace C++ hooks of DistributedDataParallel by Python hooks: Python cannot create their type of future."""
     for wrapper in TORCHS_DDP:
         _replace(wrapper, "_register_builtin_comm_hook", _register_builtin_comm_hook)
 
@@ -70,7 +70,7 @@ def _register_builtin_comm_hook(torchs: Callable[..., None], model: Any, comm_ho
 
 
 def _let_reducers_hold_works() -> None:
-    """DistributedDataParallel.join gives C++ a Work to wait for, and nothing keeps the Python part of it alive."""
+    """Keep Works alive that DistributedDataParallel.join passes to C++, which does not reference their Python part."""
     _replace(_c10d.Reducer, "_set_forward_pass_work_handle", _set_forward_pass_work_handle)
 
 
@@ -80,7 +80,11 @@ def _set_forward_pass_work_handle(torchs: Callable[..., None], reducer: Any, wor
 
 
 def _let_futures_be_waited_for() -> None:
-    """Within a backward our futures are completed by who waits. Who waits for what C++ makes of them does not."""
+    """Complete futures before C++ combines them.
+
+    Within a backward, the waiting thread completes a future of allranks. A thread that waits for a C++ combination does
+    not.
+    """
     _replace(_c10d.Reducer, "_run_allreduce_hook", _run_allreduce_hook)
     _replace(torch.futures, "collect_all", _collect)
     _replace(torch.futures, "wait_all", _collect)
@@ -98,8 +102,8 @@ def _collect(torchs: Callable[..., Any], futures: Any) -> Any:
 
 
 def _let_groups_be_shrunk() -> None:
-    """torch.distributed.shrink_group puts what a backend returns into a group of torch's; ours is a group already."""
-    if hasattr(_c10d.distributed_c10d, "_create_shrunk_process_group"):  # torch from 2.10 on
+    """Adapt torch.distributed.shrink_group: it wraps the backend's result, which is already a group in allranks."""
+    if hasattr(_c10d.distributed_c10d, "_create_shrunk_process_group"):  # torch 2.10 and later
         _replace(_c10d.distributed_c10d, "_create_shrunk_process_group", _create_shrunk_process_group)
 
 
@@ -109,7 +113,8 @@ def _create_shrunk_process_group(
     ours = getattr(made, "allranks_group", None)
     if ours is None:
         return torchs(made, remaining, about, is_default)
-    # torch numbers this list: ranks that were lost meanwhile are left out, too, and those of the world are new.
+    # torch numbers the ranks by this list. The new group also excludes ranks that were lost in the meantime, and ranks
+    # of the world have new numbers.
     remaining[:] = ours.ranks
     made._set_group_name(about["new_group_name"])
     made._set_group_desc("default:shrunken" if is_default else f"{about['original_group_name']}:shrunk")

@@ -1,7 +1,8 @@
-"""torch's calls on a group of ours, as torch's C++ passes them to a backend: lists of tensors, and options.
+"""torch's calls on a group of allranks, as torch's C++ passes them to a backend: lists of tensors, and options.
 
-torch's lists hold one tensor for each device of a process, and nearly always one. Where gloo takes several so do we:
-such a call is carried out before it returns, as is every call whose options say ``asyncOp = False``.
+torch's lists contain one tensor for each device of a process, which is nearly always one. allranks accepts several
+tensors wherever gloo does. These calls complete before they return. So does every call whose options contain
+``asyncOp = False``.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _c10d: Any = torch.distributed
 _NOW = timedelta(0)
 _KINDS = _c10d.ReduceOp.RedOpType
 OPS = {_c10d.ReduceOp(getattr(_KINDS, op.name)): op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM}
-"""Ours, by torch's; without PREMUL_SUM, which has a factor."""
+"""allranks's ops by torch's ops, without PREMUL_SUM, which has a factor."""
 
-_BY_HASH = {hash(kind): op for kind, op in OPS.items()}  # as a comparison of torch's ops takes longer than a small call
+_BY_HASH = {hash(kind): op for kind, op in OPS.items()}  # comparing torch's ops takes longer than a small call
 assert len(_BY_HASH) == len(OPS)
 assert hash(_c10d._make_nccl_premul_sum(2.0)) not in _BY_HASH
 _LOCALLY: dict[ReduceOp, Callable[[Tensor, Tensor], Any]] = {
     ReduceOp.SUM: Tensor.add_,
-    ReduceOp.AVG: Tensor.add_,  # of several tensors, too, gloo divides by the number of ranks
+    ReduceOp.AVG: Tensor.add_,  # gloo divides by the number of ranks, also for several tensors
     ReduceOp.PRODUCT: Tensor.mul_,
     ReduceOp.MIN: lambda a, b: torch.minimum(a, b, out=a),
     ReduceOp.MAX: lambda a, b: torch.maximum(a, b, out=a),
@@ -50,13 +51,13 @@ _LOCALLY: dict[ReduceOp, Callable[[Tensor, Tensor], Any]] = {
 
 
 class Calls:
-    """The calls of a group. Each method takes what the method of that name of a backend of torch's takes.
+    """The calls of a group. Each method takes the arguments of the method with the same name of a torch backend.
 
     Attributes:
-        group: ours.
-        count: of the collectives that were called.
-        coalesced: the works of calls that are to end as one, while torch gathers such calls.
-        failure: the first error after which the group cannot go on; None: there was none here.
+        group: The group of allranks.
+        count: Number of collectives that were called.
+        coalesced: Works of calls that must complete as one, while torch coalesces calls.
+        failure: The first error that broke the group on this rank, or None.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -66,16 +67,16 @@ class Calls:
         self.failure: AllranksError | None = None
 
     def restart(self) -> None:
-        """The group has other members: nothing has been called on it, and nothing has failed."""
+        """Reset the record of calls and failures, because the group has other members."""
         self.count, self.coalesced, self.failure = 0, None, None
 
     def note(self, error: AllranksError) -> None:
-        """Remembers how the group broke, if the error means that."""
+        """Record the error if it means that the group is broken."""
         if self.failure is None and not isinstance(error, UsageError):
             self.failure = error
 
     def started(self, call: Started) -> TorchWork:
-        """An asynchronous call that the core has read and begun."""
+        """Return the Work of an asynchronous call that the core has parsed and started."""
         work = TorchWork.begun(call, self)
         if self.coalesced is not None:
             self.coalesced.append(work._work)
@@ -102,7 +103,7 @@ class Calls:
         _check_distinct("allreduce_coalesced", tensors)
         op, reduce, seen = _op(opts), self.group.all_reduce, set()
         apart = []
-        for tensor in tensors:  # of one that comes again each is reduced as it was given
+        for tensor in tensors:  # if a tensor is listed twice, each entry is reduced from its original value
             apart.append(tensor.clone() if id(tensor) in seen else tensor)
             seen.add(id(tensor))
         return self._calls_of(opts, [lambda t=tensor: reduce(t, op, True) for tensor in apart])  # type: ignore[misc]
@@ -141,7 +142,7 @@ class Calls:
         for row in outputs[1:]:
             for output, gathered in zip(row, outputs[0], strict=True):
                 output.copy_(gathered)
-        return TorchWork.of(Complete([list(row) for row in outputs]))  # type: ignore[misc]  # as gloo's future has them
+        return TorchWork.of(Complete([list(row) for row in outputs]))  # type: ignore[misc]  # like gloo's future
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> TorchWork:
         return self._call(opts, self.group.all_gather, output, input)
@@ -151,7 +152,7 @@ class Calls:
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> TorchWork:
-        """``outputs[r][i]`` is what rank r gives as ``inputs[i]``."""
+        """Gather into ``outputs[r][i]`` the tensor that rank r passes as ``inputs[i]``."""
         if len(outputs) != self.group.size():
             raise UsageError(f"allgather_coalesced: output lists should be equal to world size, not {len(outputs)}")
         for row in outputs:
@@ -232,7 +233,7 @@ class Calls:
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> TorchWork:
         return self._started(self.group.irecv(_only("recv_anysource", "tensor list", tensors), None, tag))
 
-    # --- several as one ---
+    # --- coalesced calls ---
 
     def start_coalescing(self) -> None:
         self.coalesced = []
@@ -241,7 +242,7 @@ class Calls:
         works, self.coalesced = self.coalesced or [], None
         return TorchWork.of(Together(works), self.note)
 
-    # --- how they are made ---
+    # --- execution of calls ---
 
     def _call(self, opts: Any, verb: Callable[..., Work | None], *args: Any) -> TorchWork:
         self.count += 1
@@ -258,7 +259,7 @@ class Calls:
             raise
 
     def tell(self, error: AllranksError, given: Sequence[Any]) -> None:
-        """Adds gloo's words to the error of a wrong call, and remembers any other. ``given`` ends with the options."""
+        """Add gloo's text to the error of an invalid call. Record any other error. ``given`` ends with the options."""
         if isinstance(error, NotInitializedError):
             return
         *args, opts = given
@@ -296,7 +297,7 @@ class Calls:
         return TorchWork.of(work, self.note)
 
     def _of_root(self, verb: str, what: str, lists: Sequence[Sequence[Tensor]], opts: Any) -> Sequence[Tensor] | None:
-        """The list that only the root gives."""
+        """Return the list that only the root passes."""
         if opts.rootRank != self.group.rank():
             if lists:
                 raise UsageError(f"{verb}: requires empty {what} on non-root")
@@ -311,7 +312,7 @@ class Calls:
 
 
 class _CallWithTimeout(Then):
-    """A call with a timeout of its own, which counts from the call on."""
+    """A call with its own timeout, which starts at the call."""
 
     def __init__(self, work: Work, limit: timedelta) -> None:
         super().__init__(work, lambda: None, work._results())
@@ -322,7 +323,7 @@ class _CallWithTimeout(Then):
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors in lists of lists."""
+    """Yield the tensors in nested lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -337,7 +338,7 @@ def _copied(source: Tensor, others: Sequence[Tensor]) -> TorchWork:
 
 
 def _only(verb: str, what: str, listed: Sequence[Any]) -> Any:
-    """What torch's methods take in a list of one."""
+    """Return the only element of a list. torch's methods take a list here."""
     if len(listed) != 1:
         raise UsageError(f"{verb}: requires a single-element {what}, not one of {len(listed)}")
     return listed[0]
@@ -366,7 +367,7 @@ def _check_coalesced(tensors: Sequence[Tensor]) -> None:
 
 
 def _in_gloos_words(size: int, opts: Any, args: Sequence[Any]) -> str:
-    """The text of gloo's error for such arguments, for programs that look for it; empty if gloo takes them."""
+    """Return the text of gloo's error for these arguments, for programs that match it. "" if gloo accepts them."""
     root, op = getattr(opts, "rootRank", 0), getattr(opts, "reduceOp", None)
     if not 0 <= root < size:
         return f"invalid root rank: {root}"
@@ -383,7 +384,7 @@ def _in_gloos_words(size: int, opts: Any, args: Sequence[Any]) -> str:
 
 
 def _check_distinct(verb: str, tensors: Sequence[Tensor]) -> None:
-    """Raises where tensors share memory; the same one may come again."""
+    """Raise if tensors share memory. The same tensor may be listed several times."""
     check_apart(verb, different(tensors))
 
 
@@ -405,5 +406,5 @@ def _op(opts: Any) -> ReduceOp | PremulSum:
     given = opts.reduceOp
     op = _BY_HASH.get(hash(given))
     if op is None:
-        return premul_sum(given.__getstate__()[1])  # the factor: an attribute of its own only from torch 2.11 on
+        return premul_sum(given.__getstate__()[1])  # the factor; it has its own attribute only in torch 2.11 and later
     return op

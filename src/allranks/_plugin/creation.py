@@ -1,6 +1,6 @@
-"""Groups of torch's on the backend: each is also the world, or a group, of ours.
+"""torch's groups on the backend. Each one wraps the world, or a group, of allranks.
 
-torch calls ``create`` for its default group, and for each that new_group makes.
+torch calls ``create`` for its default group, and for each group that new_group creates.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ _c10d: Any = torch.distributed
 _ENGINE = "native"
 
 MADE: dict[ProcessGroup, TorchGroup] = {}
-"""torch's group around each of ours that has one."""
+"""torch's group around each wrapped group of allranks."""
 
-_adopted: ProcessGroup | None = None  # while torch_group has torch make a group around it
+_adopted: ProcessGroup | None = None  # set while torch_group lets torch create a group around it
 
 
 def create(
     about: Any, options: Any, helper: Mapping[str, Any] | None, name: str, is_default: bool = True
 ) -> TorchGroup:
-    """Makes a group of torch's.
+    """Create a group of torch.
 
     Args:
         about: torch's DistributedBackendOptions.
-        options: of init_process_group(pg_options=...); none are known.
-        helper: see ``helper_of``.
-        is_default: see ``asks_for_default``; of a group of given ranks it does not matter.
-        name: by which torch knows the backend.
+        options: Options of init_process_group(pg_options=...). Must be None.
+        helper: See ``helper_of``.
+        is_default: See ``asks_for_default``. Ignored for a group of given ranks.
+        name: torch's name for the backend.
 
     Raises:
-        UsageError: there are options, or the worlds differ.
-        JoinError: ranks are missing.
+        UsageError: Options are given, or the worlds differ.
+        JoinError: Ranks are missing.
     """
     if options is not None:
         raise UsageError(f"pg_options {options!r} is not known to the {name} backend")
@@ -90,17 +90,20 @@ def _wrap(ours: ProcessGroup, name: str, others: Mapping[str, tuple[Any, Any]]) 
 
 
 def helper_of(caller: FrameType | None) -> Mapping[str, Any] | None:
-    """What torch's function that makes groups knows, if that is the caller; it passes only a part of it."""
+    """Return the local variables of torch's function that creates groups, if it is the caller.
+
+    torch passes only part of them to the backend.
+    """
     if caller is None or caller.f_code is not _c10d.distributed_c10d._new_process_group_helper.__code__:
         return None
     return caller.f_locals
 
 
 def asks_for_default(caller: FrameType | None) -> bool:
-    """Whether torch makes its default group, and not a program a group beside it.
+    """Return whether torch creates its default group, and not a program another group in addition.
 
-    Programs that have ranks in two worlds (OpenRLHF, verl, TRL: a trainer and its inference engines) call torch's
-    function that makes groups themselves, with a store of their own and without ranks.
+    Programs whose ranks are in two worlds (OpenRLHF, verl, TRL: a trainer and its inference engines) call torch's
+    function that creates groups themselves. They pass a store of their own and no ranks.
     """
     if helper_of(caller) is None:
         return True
@@ -110,7 +113,7 @@ def asks_for_default(caller: FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def adopting(ours: ProcessGroup) -> Iterator[None]:
-    """Has torch make its next group around one of ours."""
+    """Let torch create its next group around a group of allranks."""
     global _adopted
     _adopted = ours
     try:
@@ -153,7 +156,7 @@ def _the_elastic_world(board: Board, rank: int, size: int, timeout_s: float) -> 
 
 
 def _meet(about: Any, rank: int, size: int, timeout_s: float) -> rendezvous.JobMeeting:
-    # torchrun restarts ranks on the same store, where the last attempt's keys still are.
+    # torchrun restarts ranks on the same store, which still contains the keys of the last attempt.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = _c10d.PrefixStore(f"attempt {attempt}/", about.store)
     return rendezvous.join(None, rank=rank, world_size=size, timeout_s=timeout_s, store=store)
@@ -162,7 +165,7 @@ def _meet(about: Any, rank: int, size: int, timeout_s: float) -> rendezvous.JobM
 def _sub_group(about: Any) -> ProcessGroup:
     ranks, rank, timeout_s = about.global_ranks_in_group, about.group_rank, about.timeout.total_seconds()
     name = f"torch group {about.group_id}"
-    if torch_store() is not None:  # its server may be a rank that is not asked for this group
+    if torch_store() is not None:  # no exchange through it: its server may not be a member
         world = resolve_group(None)
         members = [world.members[r] for r in ranks]
         exchange = partial(exchange_locally, world, ranks)
@@ -183,7 +186,7 @@ def _sub_group(about: Any) -> ProcessGroup:
 
 
 def _alone(about: Any) -> ProcessGroup:
-    """A group that belongs to no world: its ranks meet in the store that the program has given."""
+    """Create a group that belongs to no world. Its ranks connect through the program's store."""
     made = _met(about, f"torch group {about.group_id}", range(about.group_size))
     made.register = register
     register(made)
@@ -191,7 +194,7 @@ def _alone(about: Any) -> ProcessGroup:
 
 
 def _met(about: Any, name: str, ranks: Sequence[int]) -> ProcessGroup:
-    """A group in a world that is not ours."""
+    """Create a group in a world that allranks has not created."""
     rank, timeout_s = about.group_rank, about.timeout.total_seconds()
     meeting = _meet(about, rank, len(ranks), timeout_s)
     members = [replace(member, rank=r) for member, r in zip(meeting.members, ranks, strict=True)]
@@ -209,14 +212,14 @@ def _met(about: Any, name: str, ranks: Sequence[int]) -> ProcessGroup:
 
 
 def _leave(ours: ProcessGroup) -> None:
-    """torch destroys the group."""
+    """Close a group that torch destroys."""
     if MADE.pop(ours, None) is not None:
-        ours.closing = None
+        ours.closing = None  # torch is already destroying its group
         destroy_process_group(ours)
 
 
 def _leave_aborted() -> None:
-    """torch forgets groups that it aborts, without a word to them."""
+    """Close the groups that torch has aborted: it forgets them without calling shutdown."""
     known = _c10d.distributed_c10d._world.pg_map
     for ours, made in list(MADE.items()):
         if made.aborted and made not in known:
@@ -224,10 +227,11 @@ def _leave_aborted() -> None:
 
 
 def _shrink(group: TorchGroup, ranks_to_exclude: Sequence[int], flags: int) -> TorchGroup:
-    """The group of those that are left. torch destroys the old one itself, and puts this in its place."""
+    """Create a group of the remaining ranks. torch itself destroys the old group and replaces it by this one."""
     ours = group.allranks_group
     name = group.name()
     MADE.pop(ours, None)
+    # shrink_group closes the old group, which must not destroy torch's group in turn.
     closing, ours.closing = ours.closing, None
     try:
         made = shrink_group(list(ranks_to_exclude), ours, flags)
@@ -238,14 +242,14 @@ def _shrink(group: TorchGroup, ranks_to_exclude: Sequence[int], flags: int) -> T
 
 
 def _close(ours: ProcessGroup) -> None:
-    """We destroy it."""
+    """Destroy torch's group when allranks closes the wrapped group."""
     group = MADE.pop(ours, None)
-    if group in _c10d.distributed_c10d._world.pg_map:  # else torch failed to make it
+    if group in _c10d.distributed_c10d._world.pg_map:  # otherwise torch failed to create it
         _c10d.destroy_process_group(group)
 
 
 def _other_backends(helper: Mapping[str, Any], about: Any, ours: str) -> dict[str, tuple[Any, Any]]:
-    """torch's backends that are asked for beside ours, by the type of device, each with its BackendType."""
+    """Return the requested backends of torch by device type, each with its BackendType."""
     config, group, others = helper["backend_config"], helper["pg"], {}
     for device, name in config.get_device_backend_map().items():
         if name == ours:
@@ -260,7 +264,7 @@ def _other_backends(helper: Mapping[str, Any], about: Any, ours: str) -> dict[st
 
 
 def _backend(name: str, store: Any, about: Any) -> Any:
-    """One of torch's backends; None where torch was built without it."""
+    """Return one of torch's backends, or None if torch was built without it."""
     rank, size, timeout = about.group_rank, about.group_size, about.timeout
     if name == "nccl":
         if not _c10d.is_nccl_available():
@@ -279,7 +283,7 @@ def _backend(name: str, store: Any, about: Any) -> Any:
 
 
 def _leak_in_child() -> None:
-    """What torch has of the parent's: the destructors of its stores and backends wait for their threads."""
+    """Leak the parent's objects of torch: destructors of its stores and backends wait for threads of the parent."""
     for group, (_, store) in _c10d.distributed_c10d._world.pg_map.items():
         leak(group)
         leak(store)

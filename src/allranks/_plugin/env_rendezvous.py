@@ -1,7 +1,7 @@
-"""torch.distributed's env:// in an elastic job: the launcher's store, in place of a TCPStore in rank 0.
+"""torch.distributed's env:// in an elastic job: the launcher's store instead of a TCPStore in rank 0.
 
-Such a store would be lost with rank 0, and a process that takes a place would find what those before it left there.
-torch has one handler for env://, which is replaced by one that looks first whether the job is elastic.
+A TCPStore in rank 0 would be lost with rank 0, and a replacement process would find the keys of its predecessors in it.
+torch has one handler for env://. This module replaces it by a handler that first checks whether the job is elastic.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ __all__ = ["serve_elastic_jobs"]
 
 
 def serve_elastic_jobs() -> None:
-    """Replaces torch's handler."""
+    """Replace torch's handler."""
     handlers = getattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers", {})
     torchs = handlers.get("env")
     if torchs is None:
-        return  # a torch of later years: programs without --elastic must not notice
+        return  # an unknown future version of torch: programs without --elastic must not be affected
 
     def env(url: str, timeout: timedelta = timedelta(minutes=30), **named: Any) -> Iterator[tuple[Any, int, int]]:
         leave_outer_job(os.environ)
         if os.environ.get("ALLRANKS_ELASTIC") != "1":
             yield from torchs(url, timeout=timeout, **named)
             return
-        from allranks._engines.c10d.store import BoardStore  # torch is loaded by programs without any rank, too
+        from allranks._engines.c10d.store import BoardStore  # late: programs that are not a rank load torch, too
         from allranks._rendezvous.rendezvous import elastic_board
 
         board = elastic_board(None, timeout_s=timeout.total_seconds())
@@ -40,6 +40,6 @@ def serve_elastic_jobs() -> None:
         given = dict(parse_qsl(urlsplit(url).query))
         rank, size = (int(given.get(name) or os.environ[name.upper()]) for name in ("rank", "world_size"))
         yield BoardStore(board, timeout.total_seconds()), rank, size
-        raise RuntimeError("Unable to perform re-rendezvous using env:// method")  # torch's words
+        raise RuntimeError("Unable to perform re-rendezvous using env:// method")  # torch's error text
 
     handlers["env"] = env

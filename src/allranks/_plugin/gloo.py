@@ -1,7 +1,8 @@
-"""Our groups in the place of torch's gloo, for programs that ask for ``"gloo"`` and are not to be changed.
+"""Groups of allranks instead of torch's gloo, for programs that request ``"gloo"`` and must not be changed.
 
-``allranks run --instead-of-gloo`` or the variable ALLRANKS_INSTEAD_OF_GLOO. torch makes a gloo group by calling
-``ProcessGroupGloo``; the class here answers to that name. To torch and to the program the backend stays "gloo".
+Enabled by ``allranks run --instead-of-gloo`` or the variable ALLRANKS_INSTEAD_OF_GLOO. torch creates a gloo group with
+a call of ``ProcessGroupGloo``. The class here replaces it under that name. For torch and for the program the name of
+the backend stays "gloo".
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import torch.distributed as c10d
 __all__ = ["stand_in"]
 
 _c10d: Any = c10d
-_gloo: Any = None  # torch's, once it has been replaced
+_gloo: Any = None  # torch's class, after it has been replaced
 
 
 def stand_in() -> None:
-    """Lets torch make ours where it would make a group on gloo."""
+    """Let torch create a group of allranks whenever it would create a group on gloo."""
     global _gloo
     if _gloo is not None or not _c10d.is_gloo_available():
         return
     _gloo = _c10d.ProcessGroupGloo
-    if hasattr(_c10d.Backend, "_ensure_backend_registered"):  # torch from 2.15 on: whoever registers first
+    if hasattr(_c10d.Backend, "_ensure_backend_registered"):  # torch 2.15 and later: the first registration wins
         _c10d.Backend.register_backend("gloo", _create, extended_api=True, devices=["cpu", "cuda"])
     else:
         _c10d.distributed_c10d.ProcessGroupGloo = _c10d.ProcessGroupGloo = InsteadOfGloo
@@ -50,7 +51,7 @@ class _CalledByTorch(type):
 
         caller = sys._getframe(1)
         helper = helper_of(caller)
-        if helper is None:  # a program that makes groups by hand
+        if helper is None:  # a program that creates groups manually
             return _gloo(store, rank, size, timeout)
         ranks = helper["global_ranks_in_group"]
         _say(rank, ranks)
@@ -74,4 +75,4 @@ class _CalledByTorch(type):
 
 
 class InsteadOfGloo(metaclass=_CalledByTorch):
-    """In the place of torch's ProcessGroupGloo."""
+    """Replacement of torch's ProcessGroupGloo."""

@@ -1,9 +1,9 @@
-"""torch's ProcessGroup around ours.
+"""torch's ProcessGroup around a group of allranks.
 
-Each verb is called in one of two ways. A call as torch's own Python and C++ make it, while nothing looks at operators,
-goes to ``Calls`` at once. Any other call goes to the method of torch's base class. That method knows all forms of the
-arguments and calls one of torch's operators; see ``operators``. It is virtual, and leads back to ours unless the
-Python function that calls it has the name that C++ knows.
+Each verb is called in one of two ways. A plain call from torch's own Python and C++ goes directly to ``Calls``, unless
+a profiler, mode or hook observes operators. Any other call goes to the method of torch's base class. That method
+accepts all forms of the arguments and calls one of torch's operators; see ``operators``. The base method is virtual. It
+calls the override in TorchGroup again, unless the calling Python function has the name that C++ expects.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _modes: Callable[[], int] = _torch._C._len_torch_dispatch_stack
 _functorch: Callable[[], int | None] = _torch._C._functorch.maybe_current_level
 _PLAIN = {Tensor, torch.nn.Parameter}
 
-_OLD = {  # names of torch before 2.12
+_OLD = {  # names in torch before 2.12
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
@@ -53,9 +53,9 @@ _OLD = {  # names of torch before 2.12
 
 
 def _torch_hooks(environ: Mapping[str, str]) -> bool:
-    """Whether somebody asks for what torch, from 2.15 on, does by hooks in C++ that only its operators run.
+    """Return whether a feature is requested that torch 2.15 and later implements by C++ hooks of its operators.
 
-    torch attaches its recorder also where nobody asks for it. A call by the operators takes three times as long.
+    torch also attaches its recorder if it is not requested. A call through the operators takes three times as long.
     """
     sizes = [environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
     asked = next((size for size in sizes if size), "0")
@@ -64,11 +64,11 @@ def _torch_hooks(environ: Mapping[str, str]) -> bool:
 
 
 class TorchGroup(_Base):  # type: ignore[misc]
-    """A group of ours as torch's C++ and Python know one.
+    """A group of allranks in the form that torch's C++ and Python use.
 
     Attributes:
-        allranks_group: ours.
-        aborted: this rank has ended its calls.
+        allranks_group: The group of allranks.
+        aborted: This rank has aborted the group's calls.
     """
 
     _name = _desc = ""
@@ -81,14 +81,15 @@ class TorchGroup(_Base):  # type: ignore[misc]
         shrink: Callable[[TorchGroup, Sequence[int], int], TorchGroup],
         others: Mapping[str, tuple[Any, Any]],
     ) -> None:
-        """Wraps a group.
+        """Wrap a group.
 
         Args:
-            group: ours.
-            backend: the name by which torch knows it.
-            leave: called when torch destroys the group.
-            shrink: makes the group of those that are left; it gets this one, the ranks to exclude, and torch's flags.
-            others: torch's own backends for other devices, by the device's type, with their BackendType.
+            group: The group of allranks.
+            backend: torch's name for the backend.
+            leave: Called when torch destroys the group.
+            shrink: Creates the group of the remaining ranks. Receives this group, the ranks to exclude, and torch's
+                flags.
+            others: torch's own backends for other devices, by device type, with their BackendType.
         """
         super().__init__(group.rank(), group.size())
         self.allranks_group = group
@@ -114,19 +115,19 @@ class TorchGroup(_Base):  # type: ignore[misc]
         self.allranks_group.monitored_barrier(timeout, wait_all_ranks)
 
     def _must_see(self, given: Sequence[Any]) -> bool:
-        """Whether torch's operators are to see the call, for their hooks or because another backend carries it out."""
+        """Return whether the call must use torch's operators: for hooks, or because another backend executes it."""
         first = next(tensors_in(given), None)
         return bool(self._hooks) or first is None or first.device.type in self._others
 
     def _calls_for(self, args: Sequence[Any]) -> Calls | None:
-        """What carries out a call with these arguments; None: another backend."""
+        """Return the object that executes a call with these arguments, or None for another backend."""
         first = next(tensors_in(args), None)
         return None if first is not None and first.device.type in self._others else self._calls
 
-    # --- what torch wants to know of a group ---
+    # --- properties that torch reads ---
 
     def getBackendName(self) -> str:
-        return NAME  # C++ would look for the inside of a backend of another name
+        return NAME  # for another name, C++ would search for the implementation of that backend
 
     def name(self) -> str:
         return self._backend
@@ -155,7 +156,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """None before there are members: torch would note for its recorder which these are."""
+        """Device types of the group. Empty before it has members, because torch would record these for its recorder."""
         return self._kinds() if self.size() >= 0 else []
 
     def _kinds(self) -> list[torch.device]:
@@ -165,9 +166,9 @@ class TorchGroup(_Base):  # type: ignore[misc]
 
     def _get_backend(self, device: torch.device | str) -> Any:
         kind = torch.device(device).type
-        return self._others.get(kind, self)  # the native engine moves tensors of any device
+        return self._others.get(kind, self)  # the native engine transfers tensors of any device
 
-    # --- its members ---
+    # --- members ---
 
     def rank(self) -> int:
         return self.allranks_group.rank()
@@ -189,7 +190,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
         return self.allranks_group.reconfigure_handle()
 
     def reconfigure(self, opts: Any) -> TorchWork:
-        """Carried out when it returns, as gloo's."""
+        """Reconfigure the group. The call is complete when it returns, as in gloo."""
         self._check_alone()
         ours = self.allranks_group
         ours.reconfigure(opts.uuid, opts.handles, opts.timeout)
@@ -200,7 +201,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
         return DONE
 
     def restart(self) -> None:
-        """The group has another engine, and perhaps other members: nothing has been called on it."""
+        """Reset the record of calls, because the group has another engine, and possibly other members."""
         self._calls.restart()
         self.aborted = False
         known = _c10d.distributed_c10d._world
@@ -208,7 +209,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
             known.pg_group_ranks[self] = {rank: i for i, rank in enumerate(self.allranks_group.ranks)}
 
     def _check_alone(self) -> None:
-        if self._others:  # torch's words
+        if self._others:  # torch's error text
             raise UsageError("ProcessGroup reconfigure APIs do not support process groups with multiple backends")
 
     @property
@@ -216,7 +217,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
         return not self._others
 
     def shrink(self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Any = None) -> TorchGroup:
-        """For torch.distributed.shrink_group, which takes what this returns as the new group."""
+        """Return the new group to torch.distributed.shrink_group."""
         if opts_override is not None:
             raise UsageError(f"shrink_group: pg_options {opts_override!r} is not known to the {NAME} backend")
         return self._shrink(self, ranks_to_exclude, shrink_flags)
@@ -242,14 +243,14 @@ class TorchGroup(_Base):  # type: ignore[misc]
     _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Ours are compared in every call."""
+        """Do nothing: allranks compares its sequence numbers in every call."""
 
     def split_group(self, *_: Any, **__: Any) -> Any:
         raise UsageError(f"groups on {NAME} are not made of others by torch: new_group makes them")
 
     merge_remote_group = split_group
 
-    # --- its end ---
+    # --- shutdown ---
 
     def shutdown(self) -> None:
         for other in () if self.allranks_group.inherited else self._others.values():
@@ -257,7 +258,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
         self._leave(self.allranks_group)
 
     def abort(self) -> None:
-        """Ends all calls on every rank. The group stays, for ``reconfigure``; torch may forget it."""
+        """Abort all calls on every rank. The group remains usable for ``reconfigure``. torch may discard it."""
         self.aborted = True
         if self.allranks_group.inherited:
             return
@@ -267,7 +268,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
             self.allranks_group.abort()
 
     def get_error(self) -> Any:
-        """What torch calls the failure of the group: whether this rank, another one or the time ended it."""
+        """Return torch's code for the failure of the group: caused by this rank, by another rank, or by a timeout."""
         failure = self._calls.failure
         if isinstance(failure, TimeoutError):
             return _C.ErrorType.TIMEOUT
@@ -278,8 +279,9 @@ class TorchGroup(_Base):  # type: ignore[misc]
         return _C.ErrorType.REMOTE_ERROR if self.allranks_group.failed_ranks() else _C.ErrorType.SUCCESS
 
 
-# Verbs whose plain calls the core reads, by the method: the verb; which argument is the tensor, and which its pieces
-# (the number, and whether it is the only item of a list there); whether the verb reduces, and whether it has a root.
+# Verbs whose plain calls the core parses, by method: the verb; the position of the tensor, and of its chunks (the
+# argument number, and whether the argument is the only item of a list); whether the verb reduces, and whether it has a
+# root.
 _READ: dict[str, tuple[str, tuple[int, bool] | None, tuple[int, bool] | None, bool, bool]] = {
     "allreduce": ("all_reduce", (0, True), None, True, False),
     "reduce": ("reduce", (0, True), None, True, True),
@@ -293,13 +295,13 @@ _READ: dict[str, tuple[str, tuple[int, bool] | None, tuple[int, bool] | None, bo
 }
 
 
-# torch's functions are called by its logger only.
+# Only the wrappers of torch's logger call these functions.
 _LOGGED = [f for f in vars(_c10d.distributed_c10d).values() if type(f) is FunctionType and hasattr(f, "__wrapped__")]
 _SITES = Sites(line_of, NOWHERE, [inspect.unwrap(f).__code__ for f in _LOGGED])
 
 
 def _reader(verb: str, form: Sequence[type]) -> TorchCall | None:
-    """What reads a plain call of a verb; None: nothing does."""
+    """Return the parser of plain calls of a verb, or None if the core does not parse them."""
     if verb not in _READ:
         return None
     short, tensor, pieces, reduces, rooted = _READ[verb]
@@ -308,7 +310,7 @@ def _reader(verb: str, form: Sequence[type]) -> TorchCall | None:
 
 
 def _verb(verb: str, name: str, *form: type) -> None:
-    """Gives TorchGroup the method ``name`` of a verb; ``form`` are the types of the arguments that torch passes."""
+    """Add the method ``name`` of a verb to TorchGroup. ``form`` contains the argument types that torch passes."""
     torchs, ours, types = getattr(_Base, name), getattr(Calls, name), list(form)
     lists = form[:2].count(list)
     reader = _reader(verb, form)
@@ -339,7 +341,7 @@ def _verb(verb: str, name: str, *form: type) -> None:
         with Operator(*given, *named.values()) as operator:
             return operator.work(torchs(self, *given, **named))
 
-    method.__code__ = method.__code__.replace(co_name=name)  # by which torch's C++ knows that it calls itself
+    method.__code__ = method.__code__.replace(co_name=name)  # by this name, C++ detects that the method calls itself
     method.__name__ = method.__qualname__ = name
     setattr(TorchGroup, name, method)
 
@@ -372,7 +374,7 @@ for _name, *_form in (
 
 
 def _plain(tensors: Sequence[Any]) -> bool:
-    """Whether the tensors in a list, or in lists in it, are of no subclass."""
+    """Return whether all tensors in nested lists are instances of no subclass."""
     for each in tensors:
         kind = type(each)
         if kind not in _PLAIN and (kind is not list or not _plain(each)):
@@ -381,9 +383,9 @@ def _plain(tensors: Sequence[Any]) -> bool:
 
 
 def _old_name(old: str, new: str) -> None:
-    """Gives TorchGroup a method's old name as well.
+    """Add a method's old name to TorchGroup.
 
-    C++ that finds no method of ours under the new name, because that very method calls it, looks under the old one.
+    If C++ finds no override under the new name, because that method is the caller, it searches under the old name.
     """
     torchs = getattr(_Base, old)
     setattr(TorchGroup, old, property(lambda self: torchs.__get__(self) if Operator.is_open() else getattr(self, new)))
@@ -395,7 +397,7 @@ for _new, _name in _OLD.items():
 
 
 def _hook(kind: str) -> None:
-    """Has calls go by torch's operators, which run the hooks that torch from 2.15 on knows, while there are any."""
+    """Route calls through torch's operators while hooks of torch 2.15 and later are registered."""
     name = f"register_{kind}_hook"
     register, unregister = getattr(_Base, name), getattr(_Base, f"un{name}")
 
@@ -418,11 +420,11 @@ for _kind in ("pre", "post"):
         _hook(_kind)
 
 
-# torch.compile looks into every function that runs or is called, and finds nothing here that it could make faster.
+# torch.compile inspects every function that runs or is called. It cannot make anything here faster.
 _eval_frame: Any = torch._C._dynamo.eval_frame
 _SKIP = _eval_frame._FrameExecStrategy(*[_eval_frame._FrameAction.SKIP] * 2)
 for _class in (TorchGroup, TorchWork):
     for _method in filter(inspect.isfunction, vars(_class).values()):
         _eval_frame.set_code_exec_strategy(_method.__code__, _SKIP)
-        if _class is TorchWork:  # what is asked of a group is traced, as its name
+        if _class is TorchWork:  # queries of a group, such as its name, are traced
             setattr(_method, "_torchdynamo_disable", True)  # noqa: B010 - as torch.compiler.disable, which loads it all

@@ -1,4 +1,4 @@
-"""The names by which torch and users know the backend."""
+"""The names of the backend for torch and for users."""
 
 __all__ = ["INSTEAD_OF_GLOO", "NAME"]
 

@@ -1,10 +1,10 @@
-"""torch's operators (``torch.ops.c10d``) on our groups, for all that looks at operators or calls them.
+"""torch's operators (``torch.ops.c10d``) on groups of allranks, for code that observes or calls operators.
 
-Dispatch modes (CommDebugMode), profilers, tensor subclasses and tracing see a call only as an operator. torch's kernels
-for the operators call a backend in C++. From torch 2.15 on that may be one in Python (``make_backend``), for nearly
-all of them. Before, no backend can be made in Python; there ``install`` puts a kernel before each of torch's,
-which passes on what is not for a group of ours. Its place, BackendSelect, comes after all that looks, and nothing else
-uses it for these operators.
+Dispatch modes (CommDebugMode), profilers, tensor subclasses and tracing observe a call only as an operator. torch's
+kernels for the operators call a backend in C++. In torch 2.15 and later, this backend can be in Python
+(``make_backend``) for nearly all operators. Earlier versions do not support this. For them, ``install`` registers a
+kernel before each of torch's kernels, which forwards calls for other groups. Its dispatch key, BackendSelect, comes
+after all observers, and no other kernel uses it for these operators.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AFTER = _torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelec
 
 BACKENDS_IN_PYTHON: bool = hasattr(_C._DistributedBackendOptions, "process_group")
 
-# By operator: the method of Calls, and the options that it takes.
+# By operator: the method of Calls, and its type of options.
 _OPERATORS: dict[str, tuple[str, Any]] = {
     "_allgather_base_": ("all_gather_single", _C.AllgatherOptions),
     "_reduce_scatter_base_": ("reduce_scatter_single", _C.ReduceScatterOptions),
@@ -57,7 +57,7 @@ _OPERATORS: dict[str, tuple[str, Any]] = {
     "scatter_": ("scatter", _C.ScatterOptions),
     "send": ("send", None),
 }
-_NOT_IN_PYTHON = ("gather_into_tensor_",)  # which no backend in Python is asked for
+_NOT_IN_PYTHON = ("gather_into_tensor_",)  # operators that torch never forwards to a backend in Python
 _FIELDS = {
     "reduce_op": "reduceOp",
     "root_rank": "rootRank",
@@ -67,7 +67,7 @@ _FIELDS = {
 }
 _UNUSED = ("process_group", "sparse_indices", "device_ids", "tensor")
 
-# What gloo calls its spans in a profile, by the method.
+# The names of gloo's spans in a profile, by method.
 _SPANS = {
     "all_gather_single": "_all_gather_base",
     "all_gather_single_coalesced": "all_gather",
@@ -92,13 +92,13 @@ _open = _OpenOperators()
 
 
 class Operator:
-    """An operator that one of our group's methods calls.
+    """An operator that a method of TorchGroup calls.
 
-    C++ returns the Work of a call as one of its own kind; what the method returns is the one that was made.
+    C++ returns the Work of a call as an object of its own type. The method returns the original Work instead.
     """
 
     def __init__(self, *given: Any) -> None:
-        """``given`` are the arguments of the method."""
+        """Store the arguments of the method, ``given``."""
         self.given = given
         self.works: list[TorchWork] = []
 
@@ -111,13 +111,13 @@ class Operator:
 
     @staticmethod
     def is_open() -> bool:
-        """Whether this thread is within one."""
+        """Return whether this thread is inside an operator."""
         return bool(_open.operators)
 
     def work(self, returned: Any) -> Any:
-        """The Work of the call; ``returned`` is that of C++."""
+        """Return the Work of the call. ``returned`` is the Work from C++."""
         if not self.works:
-            return returned  # who looks has not called on
+            return returned  # an observer has not forwarded the call
         return self.works[0] if len(self.works) == 1 else TorchWork.of(Together([work._work for work in self.works]))
 
 
@@ -129,17 +129,17 @@ def _carry_out(calls: Calls, backend: str, method: str, *args: Any) -> TorchWork
     return work
 
 
-# --- torch from 2.15 on: a backend in Python ---
+# --- torch 2.15 and later: a backend in Python ---
 
 
 def make_backend(calls: Calls, backend: str, name: str, group: Callable[[], Any]) -> Any:
-    """What torch's kernels call.
+    """Create the backend that torch's kernels call.
 
     Args:
-        calls: those of the group.
-        backend: stands in profiles.
-        name: by which torch's C++ knows it.
-        group: returns torch's group around it.
+        calls: The calls of the group.
+        backend: Name in profiles.
+        name: Name for torch's C++.
+        group: Returns torch's group to which the backend belongs.
     """
     return _backend_class()(calls, backend, name, group)
 
@@ -171,17 +171,17 @@ def _backend_class() -> type:
     for name in ("rank", "size", "get_reconfigure_handle", "reconfigure", "abort", "get_error"):
         setattr(OperatorBackend, name, of_group(name))
     for name in filter(lambda name: name.startswith("supports_"), dir(base)):
-        setattr(OperatorBackend, name, False)  # torch's own properties ask this class again, without end
+        setattr(OperatorBackend, name, False)  # torch's own properties would query this class recursively
     OperatorBackend.supports_reconfigure = True
     return OperatorBackend
 
 
-# --- kernels before torch's ---
+# --- kernels before torch's kernels ---
 
 
 @cache
 def install(ours: type) -> Any:
-    """Makes operators work on groups of the class ``ours``; returns what keeps them so."""
+    """Make operators work on groups of the class ``ours``. Return the libraries that keep the kernels registered."""
     library = _torch.library.Library("c10d", "IMPL")
     for name in filter(partial(hasattr, torch.ops.c10d), _NOT_IN_PYTHON if BACKENDS_IN_PYTHON else _OPERATORS):
         kernel = _kernel(getattr(torch.ops.c10d, name).default, ours, *_OPERATORS[name])
@@ -200,7 +200,7 @@ def install(ours: type) -> Any:
 
 
 def _install_batches(ours: type) -> Any:
-    """The kernel for compiled messages asks a backend in C++ first."""
+    """Register a kernel for compiled messages, because torch's kernel first queries a backend in C++."""
     functional = torch.ops._c10d_functional
     if not hasattr(functional, "batch_p2p_ops"):
         return None
@@ -227,7 +227,7 @@ def _kernel(operator: Any, ours: type, method: str, options: Any) -> Callable[..
         if calls is None:
             return operator.redispatch(keys & _AFTER, *args)
         operands, opts = [], None if options is None else options()
-        for name, value in zip(names, args, strict=False):  # defaults at the end are left out
+        for name, value in zip(names, args, strict=False):  # args lacks trailing arguments with default values
             if name in _FIELDS:
                 setattr(opts, _FIELDS[name], _field(name, value))
             elif name not in _UNUSED:
@@ -255,13 +255,13 @@ def _reduce_op(boxed: Any) -> Any:
     kind = _c10d.ReduceOp.RedOpType(boxed.op())
     if kind != _c10d.ReduceOp.RedOpType.PREMUL_SUM:
         return _c10d.ReduceOp(kind)
-    # The factor cannot be read there. Such an op comes only by a method, which has it.
+    # The factor cannot be read from the boxed op. Only methods pass such an op, and their arguments contain it.
     given = [getattr(value, "reduceOp", value) for operator in _open.operators for value in operator.given]
     return next(op for op in reversed(given) if isinstance(op, _c10d.ReduceOp))
 
 
 class _Holder(_c10d.ProcessGroup):  # type: ignore[misc]
-    """C++ keeps alive the Work that a group's method in Python returns to it, but no other one."""
+    """Keeps a Work alive: C++ keeps only a Work that a Python method of a group returns to it."""
 
     def __init__(self, work: TorchWork) -> None:
         super().__init__(0, 1)

@@ -1,4 +1,4 @@
-"""``torch_group``: a group of ours, made known to torch."""
+"""``torch_group``: registers a group of allranks with torch."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from allranks._plugin.names import NAME
 __all__ = ["torch_group"]
 
 _c10d: Any = torch.distributed
-_KEEPS_ORDER = "sort_ranks" in inspect.signature(_c10d.new_group).parameters  # torch 2.10 sorts
-_FAR = 1 << 40  # beyond the number of torch's groups
+_KEEPS_ORDER = "sort_ranks" in inspect.signature(_c10d.new_group).parameters  # torch 2.10 always sorts
+_FAR = 1 << 40  # larger than any number of torch's groups
 
 
 def torch_group(group: ProcessGroup | int | None = None) -> Any:
-    """The group as a ``torch.distributed.ProcessGroup``, for what PyTorch builds on one: its DDP, FSDP, DTensor, ...
+    """Return the group as a ``torch.distributed.ProcessGroup``, for features of PyTorch: DDP, FSDP, DTensor, ...
 
-    With it torch.distributed is initialized, on this world: its functions, called without a group, mean the same ranks.
-    Of the world torch makes it by itself, when it is asked for its default group.
+    This initializes torch.distributed on this world: its functions, called without a group, refer to the same ranks.
+    For the world, torch calls this itself when its default group is first requested.
 
     Args:
-        group: None: the world.
+        group: The group. None: the world.
 
     Returns:
-        torch's group; the same one in every call.
+        torch's group. All calls return the same object.
 
     Raises:
-        NotInitializedError: there is no such group.
+        NotInitializedError: The group does not exist.
         UsageError: torch.distributed is initialized with other ranks.
 
     Example:
@@ -60,10 +60,10 @@ def torch_group(group: ProcessGroup | int | None = None) -> Any:
     else:
         register()
         store = torch_store()
-        assert store is not None  # else torch has begun this world
+        assert store is not None  # otherwise torch has created this world
         store.serve()
         timeout = timedelta(seconds=world.timeout_s)
-        excepthook = sys.excepthook  # torch's writes ranks before each line of a traceback
+        excepthook = sys.excepthook  # torch's hook prefixes each line of a traceback with the rank
         with adopting(world):
             _c10d.init_process_group(NAME, store=store, rank=world.rank(), world_size=world.size(), timeout=timeout)
         sys.excepthook = excepthook
@@ -82,10 +82,13 @@ def torch_group(group: ProcessGroup | int | None = None) -> Any:
 
 @contextlib.contextmanager
 def _uncounted() -> Iterator[None]:
-    """torch from 2.15 on counts a group that only some ranks ask for, too, and calls later groups by that number."""
+    """Hide a group from torch's count of groups.
+
+    torch 2.15 and later counts a group that only some ranks create, too, and names later groups by that number.
+    """
     torchs = _c10d.distributed_c10d._world
     count = torchs.group_count
-    torchs.group_count = count + _FAR * (1 + len(MADE))  # the name must be new all the same
+    torchs.group_count = count + _FAR * (1 + len(MADE))  # the name must still be new
     try:
         yield
     finally:

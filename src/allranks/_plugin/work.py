@@ -1,9 +1,9 @@
-"""torch's Work around ours.
+"""torch's Work around a Work of allranks.
 
-torch's C++ asks a Work for two things, ``wait`` and ``get_future``. DistributedDataParallel waits for futures at the
-end of backward, in C++, where an error of ours would become a RuntimeError and Ctrl-C would not be noticed. Futures
-that are requested within a backward are therefore completed here, in a callback of that backward, which comes before
-DistributedDataParallel's own.
+torch's C++ calls two methods of a Work, ``wait`` and ``get_future``. DistributedDataParallel waits for futures at the
+end of backward, in C++. There an error of allranks would become a RuntimeError, and Ctrl-C would have no effect.
+Futures that are requested within a backward are therefore completed here, in a callback of that backward, which runs
+before DistributedDataParallel's own callback.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ if TYPE_CHECKING:
 
 __all__ = ["DONE", "TorchWork", "finish_all", "finished_futures"]
 
-# torch's annotations know little of what is used here.
+# torch's annotations cover little of the API that is used here.
 _torch: Any = torch
 _c10d: Any = torch.distributed
 _BACKWARD = _engine_run_backward.__code__
 
 
 class TorchWork(_c10d.Work):  # type: ignore[misc]
-    """A call of ours as torch's C++ and Python know one. Made by ``of`` and ``begun``: a constructor would take longer.
+    """A call of allranks in the form that torch's C++ and Python use.
 
-    Of a call that the core has begun by itself there is no Work of ours until somebody wants more than to wait for it.
+    ``of`` and ``begun`` create it, because a constructor would take longer. If the core has started a call by itself, a
+    Work of allranks is created only when the program needs more than to wait for it.
     """
 
     __slots__ = ("_calls", "_future", "_made", "_note", "_started", "_waited")
@@ -53,7 +54,7 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
 
     @staticmethod
     def of(work: Work, note: Callable[[AllranksError], None] | None = None) -> TorchWork:
-        """``note`` is called with the error of the call."""
+        """Wrap a Work. ``note`` is called with the error of the call."""
         made = TorchWork()
         made._made = work
         made._note = note
@@ -63,7 +64,7 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
 
     @staticmethod
     def begun(call: Started, calls: Any) -> TorchWork:
-        """Of a call among the ``Calls`` of a group."""
+        """Wrap a started call among the ``Calls`` of a group."""
         made = TorchWork()
         made._started = call
         made._calls = calls
@@ -84,7 +85,7 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
             try:
                 self._started.wait(-1.0)
             except AllranksError:
-                pass  # the Work of ours keeps it, and raises it again
+                pass  # the Work of allranks keeps the error, and raises it again
             else:
                 self._waited = True
                 return True
@@ -118,7 +119,7 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
 
     def get_future(self) -> Any:
         if self._future is None:
-            # Within backward nothing is decided by how far the call is, which differs between ranks.
+            # Within a backward, no decision may depend on the progress of the call, which differs between ranks.
             if self._waited or _unfinished.no_more:
                 self._future = _future_of(self._work.result())
             elif _torch._C._current_autograd_node() is not None:
@@ -126,7 +127,7 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
                 _unfinished.futures.append(self._future)
                 Variable._execution_engine.queue_callback(_finish)
             elif _in_callback_of_backward():
-                self._future = _future_of(self._work.result())  # who asks waits next
+                self._future = _future_of(self._work.result())  # the caller waits next
             elif self._work.is_success():
                 self._future = _future_of(self._work.result())
             else:
@@ -135,14 +136,14 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
 
 
 class _AtEndOfBackward(torch.futures.Future):  # type: ignore[type-arg]
-    """Complete when backward ends, or when somebody waits before.
+    """A future that completes when backward ends, or when a thread waits for it earlier.
 
-    Callbacks run then, in this thread and in the order of the calls: those that make calls themselves (PowerSGD's) make
-    them in the same order on every rank. In threads of their own they would not.
+    Callbacks then run in this thread, in the order of the calls. Callbacks that make calls themselves (PowerSGD's)
+    therefore make them in the same order on every rank. With one thread per callback, the order would differ.
     """
 
     def __init__(self, work: Work, first: _AtEndOfBackward | None = None) -> None:
-        """``first`` is the future whose callback completes this one."""
+        """Create a future. ``first`` is the future whose callback completes this one."""
         super().__init__()
         self._work = work
         self._first = first or self
@@ -165,7 +166,7 @@ class _AtEndOfBackward(torch.futures.Future):  # type: ignore[type-arg]
         def run(done: Any) -> None:
             try:
                 following.set_result(callback(done))
-            except Exception as error:  # noqa: BLE001 - whatever it is, the waiting thread gets it
+            except Exception as error:  # noqa: BLE001 - the waiting thread receives any exception
                 self._first._failure = error
                 following.set_exception(error)
 
@@ -183,7 +184,10 @@ _unfinished = _Unfinished()
 
 
 def _finish() -> None:
-    """At the end of a backward; of one within a backward also what the outer one has asked for, as C++ waits there."""
+    """Complete the futures at the end of a backward.
+
+    In a nested backward, this includes futures that the outer backward has requested, because C++ waits there.
+    """
     try:
         for future in _unfinished.futures:
             future.finish()
@@ -193,7 +197,7 @@ def _finish() -> None:
 
 @contextlib.contextmanager
 def finished_futures() -> Iterator[None]:
-    """Futures that C++ asks for in here are complete: what it makes of them would not finish them when waited for."""
+    """Complete futures that C++ requests in this context: waiting for C++'s derived futures would not complete them."""
     before, _unfinished.no_more = _unfinished.no_more, True
     try:
         yield
@@ -202,7 +206,7 @@ def finished_futures() -> Iterator[None]:
 
 
 def finish_all(futures: Iterable[Any]) -> None:
-    """Complete those among these futures that would be complete at the end of backward only."""
+    """Complete those of the futures that would otherwise complete only at the end of backward."""
     for future in futures:
         if isinstance(future, _AtEndOfBackward):
             future.finish()
@@ -216,7 +220,7 @@ def _in_callback_of_backward() -> bool:
 
 
 def _future_of(tensors: list[torch.Tensor]) -> Any:
-    """A complete future, of a list of tensors to C++ too; set_result makes it one of any object."""
+    """Return a complete future that C++ sees as a list of tensors. With set_result it would be of any object."""
     if tensors:
         return _torch._C.fork(lambda: tensors)
     empty: Any = _torch.futures.Future()
@@ -225,7 +229,7 @@ def _future_of(tensors: list[torch.Tensor]) -> Any:
 
 
 class _Done(TorchWork):
-    """One that was complete when its call returned."""
+    """The Work of calls that were complete when they returned."""
 
     __slots__ = ()
 
@@ -237,4 +241,4 @@ DONE = _Done()
 DONE._made = Complete([])
 DONE._started = DONE._future = None
 DONE._waited = True
-"""Of calls that were complete when they returned."""
+"""The Work of calls that were complete when they returned."""

@@ -1,8 +1,8 @@
-"""Training that survives the death of its ranks: `State`, whose loop repeats the step that a loss has cut off.
+"""Training that survives the loss of ranks: the loop of `State` repeats the step that a loss has interrupted.
 
-`state` has the loop: what a step is, when it is done, what is taken back. `handover` brings the state to a process that
-takes a lost rank's place, `disk` writes checkpoints of it and begins with the newest. docs/resilience.md explains them,
-and what the launcher does (``allranks run --elastic``).
+`state` contains the loop: it defines a step, the commit of a step, and the undo of an uncommitted step. `handover`
+sends the state to a process that replaces a lost rank. `disk` writes checkpoints of the state and loads the newest one.
+docs/resilience.md explains them, and the launcher's part (``allranks run --elastic``).
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Looks, in the first steps, for state of the training that State does not cover.
+"""Detects, in the first steps, state of the training that State does not cover.
 
-What a program changes from one step to the next must be a part of the State, a variable of the loop that State carries,
-or declared as ``local``. Anything else would be changed twice by a repeated step, and would be missing in a process
-that replaces a lost rank: the training would end with other weights, and nobody would know. So it is an error, in the
-first steps, that names the variable and the line to add.
+A program may change only three kinds of objects from one step to the next: parts of the State, variables of the loop
+that State carries, and objects that it has declared as ``local``. A repeated step would change anything else twice, and
+a process that replaces a lost rank would lack it. The training would then produce other weights without any error. The
+audit therefore raises an error in the first steps, which names the variable and the line to add.
 
-Objects are found from the variables of the functions that run the loop and from the globals of the program's modules.
-Values that only one step uses do not count: variables that each step assigns anew, and objects that it creates.
+The audit finds objects from the variables of the functions that run the loop and from the globals of the program's
+modules. Values that only one step uses do not count: variables that each step assigns again, and objects that it
+creates.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from allranks.resilience.reachable import PLAIN, Boundary, Reached, is_user_modu
 
 __all__ = ["Audit", "loop_frame", "program_frames", "surroundings"]
 
-_LARGE = 64 << 20  # bytes of an array or tensor whose content is compared; of larger ones only the version
+_LARGE = 64 << 20  # bytes: the content of larger arrays and tensors is not compared, only a tensor's version
 
 
 def loop_frame() -> FrameType:
-    """The function that runs the loop: the innermost one on the stack that is the program's own.
+    """Return the frame of the function that runs the loop: the innermost frame on the stack of the program's own code.
 
-    Of a program that is installed as a package it is the innermost one outside torch and this package.
+    If the program is installed as a package, this is the innermost frame outside allranks, torch, contextlib and tqdm.
     """
     frame: FrameType | None = sys._getframe(1)
     outside: FrameType | None = None
@@ -48,7 +49,7 @@ def loop_frame() -> FrameType:
 
 
 def program_frames(frame: FrameType) -> list[FrameType]:
-    """A function and those of its callers that are the program's own."""
+    """Return a frame, followed by the frames of its callers that are the program's own code."""
     found, outer = [frame], frame.f_back
     while outer is not None:
         if is_user_module(outer.f_globals.get("__name__", "")):
@@ -58,12 +59,12 @@ def program_frames(frame: FrameType) -> list[FrameType]:
 
 
 def _roots(frames: Sequence[FrameType]) -> dict[str, Any]:
-    """The variables of the functions that run the loop, then the globals of the program's modules."""
+    """Return the variables of the functions that run the loop, then the globals of the program's modules."""
     found: dict[str, Any] = {}
     for each in frames:
         if each.f_locals is not each.f_globals:
             for name, value in each.f_locals.items():
-                if found.setdefault(name, value) is not value:  # self is another object in each method
+                if found.setdefault(name, value) is not value:  # each method has its own self
                     found.setdefault(f"{name} of {each.f_code.co_name}()", value)
     for name in sorted(sys.modules):
         if is_user_module(name):
@@ -76,7 +77,7 @@ def _roots(frames: Sequence[FrameType]) -> dict[str, Any]:
 
 
 def surroundings(frame: FrameType, local: Sequence[Any]) -> Reached:
-    """Everything that the variables of a program hold."""
+    """Find everything that the variables of a program reference."""
     return reach(
         _roots(program_frames(frame)),
         Boundary(skip=[each for each in local if not isinstance(each, str)]),
@@ -85,13 +86,13 @@ def surroundings(frame: FrameType, local: Sequence[Any]) -> Reached:
 
 
 class Audit:
-    """What the variables of a program held when a step began.
+    """A record of the values of a program's variables at the start of a step.
 
     Args:
-        frames: of the function that runs the loop, and of its callers. While a step runs, the first may be a generator
-            that has given the step to its caller. Then it no longer knows that caller.
-        covered: objects that are covered, and their contents.
-        local: names and objects that the program has declared as local.
+        frames: Frames of the function that runs the loop, and of its callers. While a step runs, the first frame may be
+            a generator that has yielded the step. A suspended generator has no reference to its caller.
+        covered: Objects that State covers, and their contents.
+        local: Names and objects that the program has declared as local.
     """
 
     def __init__(self, frames: Sequence[FrameType], covered: Sequence[Any], local: Sequence[Any]) -> None:
@@ -99,7 +100,7 @@ class Audit:
         self._local = [each for each in local if not isinstance(each, str)]
         self._names = {each for each in local if isinstance(each, str)}
         reached = self._reach(frames)
-        self._reached = reached  # keeps the objects, so that their identities are not used again
+        self._reached = reached  # keeps the objects alive, so that no new object gets the id of one of them
         self._values = {id(value): _look(value) for value in _values(reached)}
         found = variables.LoopVariables(frames)
         self._carried = found.read(found.assigned)
@@ -114,17 +115,17 @@ class Audit:
         return reach(_roots(frames), Boundary(skip=skip), closures=True)
 
     def around(self, frames: Sequence[FrameType]) -> dict[str, int]:
-        """Hashes of the tensors, arrays and plain values that are not covered, by path."""
+        """Return hashes of the tensors, arrays and plain values that are not covered, by path."""
         reached = self._reach(frames)
         found = {path: digest(t) for path, t in reached.tensors.items() if t.nbytes <= _LARGE and not t.is_meta}
         found |= {path: digest(array) for path, array in reached.arrays.items() if array.nbytes <= _LARGE}
         found |= {path: digest(plain_of(container)) for path, container in reached.containers.items()}
-        # A variable that the loop assigns holds another object in each step.
+        # A variable that the loop assigns references another object in each step.
         skip = self._names | variables.LoopVariables(frames).rebound
         return {path: value for path, value in found.items() if _root(path) not in skip}
 
     def complaints(self, frames: Sequence[FrameType], step: object) -> list[str]:
-        """What has changed since, and is not covered; as sentences for the user."""
+        """Return a sentence for the user about each uncovered object that has changed since the start of the step."""
         reached = self._reach(frames)
         roots, sentences = _roots(frames), dict[str, str]()
         for path, value in _paths(reached):
@@ -145,7 +146,7 @@ class Audit:
         return found
 
     def _plain_changes(self, frames: Sequence[FrameType]) -> Iterator[str]:
-        """Numbers and texts in variables of other functions and modules, which the loop's function does not assign."""
+        """Yield complaints about plain values of globals that functions other than the loop's function assign."""
         now = _plain_values(frames)
         for name in sorted(now.keys() & self._plain.keys()):
             if now[name] != self._plain[name] and name not in self._names:
@@ -156,7 +157,7 @@ class Audit:
                 )
 
     def _rebound(self, frames: Sequence[FrameType], step: object) -> Iterator[str]:
-        """Variables that a step reads and assigns, and whose values cannot be sent to another process."""
+        """Yield complaints about variables that a step reads and assigns, if State cannot send their values."""
         skip = {id(each) for each in (*self._covered, *self._local)}
         found = variables.LoopVariables(frames)
         now = found.read(found.assigned)
@@ -177,7 +178,7 @@ class Audit:
 
 
 def _plain_values(frames: Sequence[FrameType]) -> dict[str, Any]:
-    """The plain values of the globals of the program's modules that functions assign, not the module's own code."""
+    """Return the plain values of globals that functions assign, without those that the module's own code assigns."""
     running = {id(each.f_locals): variables.assigned_by(each.f_code) for each in frames}
     own = variables.assigned_by(frames[0].f_code)
     found: dict[str, Any] = {}
@@ -195,12 +196,12 @@ def _plain_values(frames: Sequence[FrameType]) -> dict[str, Any]:
 
 
 def _first(path: str) -> str:
-    """The key of ``_roots`` that a path begins with."""
+    """Return the key of ``_roots`` at the start of a path."""
     return path.split(".", 1)[0].split("[", 1)[0]
 
 
 def _root(path: str) -> str:
-    """The variable that a path begins with."""
+    """Return the variable at the start of a path."""
     return _first(path).partition(" of ")[0]
 
 
@@ -216,7 +217,7 @@ def _values(reached: Reached) -> Iterator[Any]:
 
 
 def _look(value: Any) -> Any:
-    """What tells whether an object has changed."""
+    """Return a value that differs if the object has changed."""
     if isinstance(value, Tensor):
         if value.nbytes > _LARGE or value.is_meta:
             return 0 if value.is_inference() else value._version
@@ -237,7 +238,7 @@ def _key(value: Any) -> Any:
 
 
 def _token(value: Any) -> Any:
-    """A plain value, or the identity of an object. What is made anew each time has no identity that counts."""
+    """Return a plain value, or the id of an object. An object that each step recreates gets a constant instead."""
     if type(value) in PLAIN:
         return type(value), value
     if isinstance(value, tuple):
@@ -250,7 +251,7 @@ def _token(value: Any) -> Any:
 
 
 def _progress(iterator: Any) -> Any:
-    """How far an iterator is, as far as that can be seen."""
+    """Return the position of an iterator, if it can be determined."""
     frame = getattr(iterator, "gi_frame", None)
     if frame is not None:
         return frame.f_lasti, {name: _token(value) for name, value in frame.f_locals.items()}
@@ -280,7 +281,7 @@ def _sentence(path: str, root: Any, value: Any, before: Any, after: Any, reached
     target = name if whole and hasattr(root, "load_state_dict") else path
     part, declared = name, f'"{name}"'
     if name == "self" and not isinstance(root, type(None)):
-        # The line is written in a method: an attribute of the object is what can be passed there.
+        # The user adds the line inside a method, so the text names an attribute of self that can be passed there.
         attribute = path.split(".")[1].split("[")[0] if "." in path else ""
         part, target = (attribute, f"self.{attribute}") if attribute else (type(root).__name__.lower(), "self")
         declared = target

@@ -1,4 +1,4 @@
-"""The batches of a section on this rank: which one is next, and how it is had again after a loss."""
+"""The batches of a section on this rank: the next batch, and the recovery of a batch after a loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Batches"]
 
 
 class Batches:
-    """The batches of a section, from where the training is."""
+    """The batches of a section, starting at the current position of the training."""
 
     def __init__(
         self,
@@ -34,13 +34,14 @@ class Batches:
     ) -> None:
         """
         Args:
-            source: a number of steps, a DataLoader, or any other iterable.
-            world: the ranks.
-            position: of the training.
-            seeds: of the generators.
-            restore: sets the generators, once, to where they were in a checkpoint: before the iterator is made, which
-                draws random numbers, or where that was made already, after it.
-            places: rank and number of ranks, whatever they have been: a sampler with others deals to some ranks.
+            source: A number of steps, a DataLoader, or any other iterable.
+            world: The process group of all ranks.
+            position: Position of the training.
+            seeds: Seeds of the random number generators.
+            restore: Restores, once, the generator states of a checkpoint. At the start of a section it is called before
+                the iterator is created, which draws random numbers. Otherwise it is called afterwards.
+            places: All pairs of rank and world size that this process has had. A sampler with another pair does not
+                distribute samples to all ranks.
         """
         self._source = source
         self._restore = restore
@@ -51,12 +52,12 @@ class Batches:
         self._iterator: Iterator[Any] | None = None
         self._ready = False
         self._kept: _LoadedBatch | None = None
-        self._changed: list[Tensor] = []  # of a batch that is loaded again, as the step has changed them
+        self._changed: list[Tensor] = []  # changed tensors of a batch that is loaded again
         self.batch: Any = None
         seeds.adopt(loader_generators(source))
 
     def prepare(self) -> bool:
-        """Get the batch of the present step. Returns whether there is one."""
+        """Load the batch of the current step. Return whether one exists."""
         if self._iterator is None:
             if self._position.index == 0:
                 self._restore()
@@ -67,16 +68,17 @@ class Batches:
                 return False
             self._ready = True
             self._check_loaded_again()
-            # A second look at these gives the same objects, as the step has left them.
+            # These sources return the same objects again, with the changes of the step. Their tensors are therefore
+            # copied.
             holds = self._iterator is self._source or isinstance(self._source, (list, tuple, deque))
             self._kept = _LoadedBatch(self.batch, holds)
         return True
 
     def _check_loaded_again(self) -> None:
-        """Refuse a batch that still is as the undone step has left it.
+        """Reject a reloaded batch that still contains the changes of the undone step.
 
         Raises:
-            StateLostError: it lies in the same memory.
+            StateLostError: The batch is in the same memory as the changed batch.
         """
         if not self._changed:
             return
@@ -90,22 +92,22 @@ class Batches:
             )
 
     def take(self) -> None:
-        """The step is done."""
+        """Advance past the batch of the completed step."""
         self._ready, self._kept = False, None
         size = getattr(self._source, "batch_size", None)
         self._position.samples += (size or 0) * self._world.size()
 
     def take_back(self) -> None:
-        """The step is repeated: its batch is as it was loaded, or is loaded again."""
+        """Prepare to repeat the step: restore its batch, or load it again if that is impossible."""
         if self._kept is not None and not self._kept.restore():
             self._changed = self._kept.changed()
             self.begin_again()
 
     def begin_again(self) -> None:
-        """Load the batch of the present step anew: the position has changed, or the batch.
+        """Load the batch of the current step again, because the position or the batch has changed.
 
         Raises:
-            UsageError: the source can be iterated once only.
+            UsageError: The source can be iterated only once.
         """
         if self._iterator is not None and self._iterator is self._source:
             raise UsageError(
@@ -115,7 +117,7 @@ class Batches:
         self._iterator, self._ready, self._kept = None, False, None
 
     def deal_anew(self) -> None:
-        """The ranks are others: the rest of the epoch is dealt to them."""
+        """Distribute the rest of the epoch over the new set of ranks."""
         if self._sampler is not None:
             self.begin_again()
 
@@ -146,8 +148,7 @@ class Batches:
         else:
             self._iterator = iter(source)
         if self._sampler is None:
-            # Each batch that is skipped is loaded with its own seed: an iterable's random numbers follow from all of
-            # them.
+            # Load each skipped batch with its own seed: the random numbers of an iterable depend on all its batches.
             for index in range(position.index):
                 if not self._next(index):
                     break
@@ -155,17 +156,18 @@ class Batches:
 
 
 class _LoadedBatch:
-    """A batch as it was loaded.
+    """A batch in the state in which it was loaded.
 
-    Programs change batches: ``labels = batch.pop("labels")``, ``images.sub_(mean)``. Containers are small and copied.
-    A changed tensor is seen by its version counter; then the batch is loaded again, which takes time only after a loss.
+    Programs change batches: ``labels = batch.pop("labels")``, ``images.sub_(mean)``. Containers are small, so they are
+    copied. The version counter of a tensor reveals a change. The batch is then loaded again, which takes time only
+    after a loss.
     """
 
     def __init__(self, batch: Any, copy: bool) -> None:
         """
         Args:
-            batch: the batch.
-            copy: keep copies of its tensors, as it cannot be loaded again.
+            batch: The batch.
+            copy: Keep copies of its tensors, because it cannot be loaded again.
         """
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, int, Tensor | None]] = []
@@ -173,7 +175,7 @@ class _LoadedBatch:
         self._known = self._look(batch, 0)
 
     def _look(self, value: Any, depth: int) -> bool:
-        """Record a value. Returns whether a change of it is noticed."""
+        """Record a value. Return whether a later change of it can be detected."""
         if isinstance(value, Tensor):
             if value.is_inference():
                 return False
@@ -188,7 +190,7 @@ class _LoadedBatch:
         elif not isinstance(value, tuple):
             return False
         inner = value.values() if isinstance(value, dict) else value
-        known = [self._look(each, depth + 1) for each in inner]  # all of them, also after one that is not
+        known = [self._look(each, depth + 1) for each in inner]  # no short circuit: every element must be recorded
         return all(known)
 
     @property
@@ -196,11 +198,11 @@ class _LoadedBatch:
         return [tensor for tensor, _, _ in self._tensors]
 
     def changed(self) -> list[Tensor]:
-        """The tensors that the step has changed and that are not restored."""
+        """Return the tensors that the step has changed and that have no copy."""
         return [tensor for tensor, version, copy in self._tensors if copy is None and tensor._version != version]
 
     def restore(self) -> bool:
-        """Restore the containers. Returns whether the batch is as it was loaded."""
+        """Restore the containers and the copied tensors. Return whether the batch is as it was loaded."""
         for container, copy in self._containers:
             container.clear()
             container.update(copy) if isinstance(container, dict) else container.extend(copy)
@@ -216,7 +218,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _sampler_of(source: Any, places: Set[tuple[int, int]]) -> DistributedSampler[Any] | None:
-    """The sampler of a DataLoader, where it can deal the rest of an epoch to all ranks."""
+    """Return the sampler of a DataLoader if it can distribute the rest of an epoch over all ranks."""
     if not isinstance(getattr(source, "batch_size", None), int) or not isinstance(source, Sized):
         return None
     sampler = adopt(getattr(source, "sampler", None))

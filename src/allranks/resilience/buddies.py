@@ -1,9 +1,9 @@
-"""What only one rank has, kept by another rank: its backup.
+"""Backups of values that exist on only one rank. Another rank, its backup rank, stores them.
 
-Parameters are the same on all ranks, so any rank can hand them over. Buffers such as running means, tensors that a
-program names (``own=``), and variables such as a running loss follow from each rank's own samples. Before a step is
-committed each rank sends those that have changed to its backup rank, on another host if there is one, which keeps the
-values of the last step that was committed.
+Parameters are equal on all ranks, so any rank can send them. Other values depend on each rank's own samples: buffers
+such as running means, tensors that a program names (``own=``), and variables such as a running loss. Before a step is
+committed, each rank sends the values that have changed to its backup rank. On several hosts
+it is on another host if each host has the same number of ranks. It keeps the values of the last committed step.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Buddies", "Own", "pack", "unpack"]
 
-_TAG = (1 << 31) - 2  # of messages; the highest that no other part of the package uses
+_TAG = (1 << 31) - 2  # tag of the messages; the highest one that no other part of the package uses
 
 Own = Mapping[str, Tensor]
-"""Tensors by name; what is no tensor is pickled into one."""
+"""Tensors by name. Other values are pickled into a tensor."""
 
 
 class Buddies:
-    """What this rank keeps for the rank whose backup it is.
+    """The values that this rank stores for its protected rank.
 
     Attributes:
-        ring: the seats of the ranks at the last commit, by rank; empty before the first.
-        step: how far the backup of a rank is from it, in ranks.
-        kept: by name, of the rank whose backup this one is, as of the last commit.
+        ring: Rank slots of the ranks at the last commit, by rank. Empty before the first commit.
+        step: Distance from a rank to its backup rank, in ranks.
+        kept: Values of the protected rank at the last commit, by name.
     """
 
     def __init__(self) -> None:
@@ -45,22 +45,23 @@ class Buddies:
         self.step = 1
         self.kept: dict[str, Tensor] = {}
         self._pending: dict[str, Tensor] | None = None
-        self._layout = self._new_layout = b""  # that the backup has, and of the message that is being sent
+        self._layout = self._new_layout = b""  # of the backup rank, and of the current message
         self._their_layout = self._their_new_layout = b""
 
     @property
     def is_kept(self) -> bool:
-        """Whether something was exchanged and committed."""
+        """Whether a commit has followed an exchange, so that backups exist."""
         return bool(self.ring)
 
     def exchange(self, world: ProcessGroup, own: Own) -> None:
-        """Send this rank's values to its backup, and receive those of another. Called by all ranks before a commit.
+        """Send this rank's values to its backup rank, and receive those of the protected rank.
 
-        The names, types and shapes are sent only if they differ from those of the last commit.
+        All ranks call this before a commit. The names, types and shapes are sent only if they differ from those of the
+        last commit.
 
         Args:
-            world: the ranks.
-            own: what has changed since the last commit.
+            world: The process group of all ranks.
+            own: Values that have changed since the last commit.
 
         Cost:
             two messages in each direction.
@@ -84,6 +85,7 @@ class Buddies:
             torch.tensor([described, mine.numel()], device="cpu"),
             torch.zeros(2, dtype=torch.int64, device="cpu"),
         )
+        # Every rank sends before it receives, so blocking sends could deadlock.
         sent = [world.isend(head, to, _TAG)]
         if mine.numel():
             sent.append(world.isend(mine, to, _TAG))
@@ -101,7 +103,8 @@ class Buddies:
         return _unpack(self._their_new_layout, came[length:])
 
     def commit(self, world: ProcessGroup, seats: Sequence[int]) -> None:
-        """The step is done: what was exchanged counts."""
+        """Commit the exchanged values: the step is complete."""
+        # Ranks have changed: values that this rank holds may belong to another protected rank.
         if tuple(seats) != self.ring:
             self.kept = {}
         if self._pending is not None:
@@ -111,32 +114,35 @@ class Buddies:
         self.ring, self.step = tuple(seats), _step(world)
 
     def forget(self) -> None:
-        """The ranks are others: a backup knows nothing of its rank any more."""
+        """Discard the pending exchange and the known layouts, because the ranks have changed.
+
+        The next message then contains its layout, which a new backup rank does not have.
+        """
         self._pending = None
         self._layout = self._their_layout = b""
 
     def keeper_of(self, seat: int) -> int | None:
-        """The seat of the backup of a rank; None if that is not known."""
+        """Return the rank slot of the backup rank of a rank slot, or None if it is unknown."""
         if seat not in self.ring or len(self.ring) == 1:
             return None
         return self.ring[(self.ring.index(seat) + self.step) % len(self.ring)]
 
     def ward_of(self, seat: int) -> int | None:
-        """The seat of the rank whose backup a rank is; None if that is not known."""
+        """Return the rank slot of the protected rank of a rank slot, or None if it is unknown."""
         return next((ward for ward in self.ring if self.keeper_of(ward) == seat), None)
 
     def kept_own(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that a program has named, of the rank whose backup this one is, as of the last commit."""
+        """Return the protected rank's ``own`` tensors as of the last commit."""
         return [self.kept[f"own[{number}]"].clone() for number in range(len(own))]
 
 
 def pack(value: Any) -> Tensor:
-    """A value as a tensor of bytes."""
+    """Pickle a value into a tensor of bytes."""
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 def unpack(packed: Tensor) -> Any:
-    """The value that ``pack`` was given."""
+    """Return the value that was passed to ``pack``."""
     return pickle.loads(bytes(view_of(packed.contiguous())))
 
 
@@ -162,6 +168,9 @@ def _unpack(layout: bytes, data: Tensor) -> dict[str, Tensor]:
 
 
 def _step(world: ProcessGroup) -> int:
-    """From a rank to its backup: as far as the ranks of one host reach, where there are several hosts."""
+    """Return the distance from a rank to its backup rank: the largest number of ranks on a host, or 1 on a single host.
+
+    The backup rank is then on another host if each host has the same number of ranks, with consecutive numbers.
+    """
     together = max(Counter(member.machine for member in world.members).values())
     return together if together < world.size() else 1

@@ -1,8 +1,8 @@
-"""What a State covers: the tensors, arrays and plain values of its parts, by name, and how they are restored.
+"""The tensors, arrays and plain values of the parts of a State, by name, and how they are restored.
 
-`Coverage` finds them. `Undo` has copies of them, as they were when a step began, and restores them if the step is
-repeated. How much it copies depends on what the first steps have shown (`StepPlan`): everything, or only what a
-step changes before it is committed.
+`Coverage` finds them. `Undo` copies them at the start of a step, and restores them if the step is repeated. The first
+steps determine how much it copies (`StepPlan`): everything, or only the values that a step changes before it is
+committed.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Coverage", "Undo", "digest", "plain_of"]
 
-_version = operator.attrgetter("_version")  # 35 ns a tensor
+_version = operator.attrgetter("_version")  # 35 ns per tensor
 
 _FLAGS = ("require_forward_param_sync", "require_backward_grad_sync")
-"""What DistributedDataParallel, torch's and ours, remembers from one forward to the next."""
+"""State that DistributedDataParallel, torch's and allranks's, keeps from one forward to the next."""
 
 
 class Coverage:
-    """The parts of a State, and what is in them.
+    """The parts of a State, and their contents.
 
     Args:
-        parts: by name; of a wrapper the module in it.
-        wrappers: the DistributedDataParallel objects around modules of the parts.
-        own: tensors that have other values on each rank.
-        local: objects that the program has declared to be no part of the training's state.
+        parts: The parts by name. For a wrapper, the wrapped module.
+        wrappers: The DistributedDataParallel objects around modules of the parts.
+        own: Tensors whose values differ between ranks.
+        local: Objects that the program has declared not to belong to the training's state.
     """
 
     def __init__(self, parts: Parts, wrappers: Sequence[Any], own: Sequence[Tensor], local: Sequence[Any]) -> None:
@@ -63,31 +63,32 @@ class Coverage:
             for path, owner in part.named_modules()
             for key in owner._buffers
         }
-        # The modules and optimizers that other parts refer to are parts themselves, or are no matter of those.
+        # Modules and optimizers that other parts reference are parts themselves, or do not belong to those parts.
         inner = [module for part in self.modules for module in part.modules()]
         self._apart = Boundary(skip=[*local, *inner, *self.optimizers], roots=parts.values())
 
     def reached(self) -> Reached:
-        """Everything in the parts."""
+        """Return everything that can be reached from the parts."""
         fully_sharded.reshard(self.modules)
         names = {id(p): f"{n}.{q}" for n, part in self.parts.items() for q, p in _named(part)}
         roots = {**self.parts, **{f"own[{n}]": tensor for n, tensor in enumerate(self.own)}}
         return reach(roots, self._boundary, name_of=lambda tensor: names.get(id(tensor)))
 
     def buffer(self, name: str) -> Tensor | None:
-        """A buffer of a module; the module may have put another tensor into its place."""
+        """Return a buffer of a module. The module may have replaced the tensor since it was last read."""
         owner, key = self.buffers[name]
         found: Tensor | None = owner._buffers.get(key)
         return found
 
     def is_light(self, path: str) -> bool:
-        """Whether the container is one of those that are copied in every step; see ``light``."""
+        """Return whether every step copies this container. See ``light``."""
         return _root(path) in self._others or ".param_groups[" in path
 
     def common(self) -> dict[str, int]:
-        """Hashes of what ranks have in common, by name: of tensors and of values. A shard's name says which one it is.
+        """Return hashes of the values that ranks have in common, by name. A shard's name identifies the shard.
 
-        Of an object with a ``state_dict()`` that is what it gives; the rest of its attributes may be made when needed.
+        For an object with a ``state_dict()``, only that dict is hashed. Its other attributes may be created on demand,
+        so ranks may differ in them.
         """
         reached = self.reached()
         described = {n for n, part in self._others.items() if hasattr(part, "state_dict")}
@@ -106,28 +107,28 @@ class Coverage:
         return found
 
     def must_agree(self, name: str) -> bool:
-        """Whether ranks must have the same value. Plain values of modules may differ: caches, counters of calls."""
+        """Return whether ranks must have equal values. Plain values of modules may differ: caches, call counters."""
         part = self._others.get(_root(name.removesuffix("{}")))
-        if hasattr(part, "state_dict"):  # what it gives must agree; other attributes may be made when they are needed
+        if hasattr(part, "state_dict"):  # only state_dict() must agree; other attributes may be created on demand
             return False
         return not name.endswith("{}") or self.is_light(name.removesuffix("{}"))
 
     def described(self) -> dict[str, int]:
-        """Hashes of what parts other than modules and optimizers give as their ``state_dict()``."""
+        """Return hashes of the ``state_dict()`` of parts other than modules and optimizers."""
         return {
             f"{n}: state_dict()": digest(p.state_dict()) for n, p in self._others.items() if hasattr(p, "state_dict")
         }
 
     def is_trained(self, name: str) -> bool:
-        """Whether it is a parameter, or the optimizer's state of one."""
+        """Return whether a name is in a module or an optimizer: a parameter, a buffer, or optimizer state."""
         return isinstance(self.parts.get(_root(name)), (nn.Module, torch.optim.Optimizer))
 
     def is_of_module(self, name: str) -> bool:
-        """Whether it is in a module."""
+        """Return whether a name is in a module."""
         return isinstance(self.parts.get(_root(name)), nn.Module)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of modules, and those that optimizers update, by name."""
+        """Return the parameters of modules, and the parameters that optimizers update, by name."""
         found: dict[int, tuple[str, Any]] = {}
         for name, part in self.parts.items():
             for inner, parameter in _named(part):
@@ -135,7 +136,7 @@ class Coverage:
         return dict(found.values())
 
     def light(self) -> Reached:
-        """What a step often changes: the values of all parts but modules, and the settings of optimizers."""
+        """Return values that steps often change: those of parts other than modules, and settings of optimizers."""
         found = reach(self._others, self._apart)
         for name, part in self.parts.items():
             if isinstance(part, torch.optim.Optimizer):
@@ -143,7 +144,7 @@ class Coverage:
         return found
 
     def keep_light(self) -> Callable[[], None]:
-        """Copy these values. Returns what restores them."""
+        """Copy these values. Return a function that restores them."""
         found = self.light()
         containers = [(each, each.copy()) for each in found.containers.values()]
         arrays = [(each, each.copy()) for each in found.arrays.values()]
@@ -157,23 +158,23 @@ class Coverage:
         return restore
 
     def set_wrappers(self, wrappers: Sequence[Any]) -> None:
-        """The DistributedDataParallel objects around modules of the parts are these."""
+        """Set the DistributedDataParallel objects around modules of the parts."""
         self._wrappers = [vars(wrapper) for wrapper in wrappers]
 
     def flags(self) -> list[tuple[Any, ...]]:
-        """What the wrappers remember from one forward to the next; the same in a replacement process."""
+        """Return the wrappers' state between two forwards. A replacement process receives it."""
         return [tuple(wrapper.get(name) for name in _FLAGS) for wrapper in self._wrappers]
 
     def set_flags(self, flags: Iterable[tuple[Any, ...]]) -> None:
-        """Set what the wrappers remember."""
+        """Set the wrappers' state between two forwards."""
         for wrapper, values in zip(self._wrappers, flags, strict=False):
             wrapper.update((name, value) for name, value in zip(_FLAGS, values, strict=True) if name in wrapper)
 
     def extras(self, grads: bool) -> dict[str, Tensor]:
-        """Tensors that ``state_dict()`` leaves out: buffers that are not persistent, and gradients.
+        """Return tensors that ``state_dict()`` leaves out: buffers that are not persistent, and gradients.
 
         Args:
-            grads: with the gradients.
+            grads: Include the gradients.
         """
         found = {name: tensor for name in self.buffers if (tensor := self.buffer(name)) is not None}
         if grads:
@@ -181,7 +182,7 @@ class Coverage:
         return found
 
     def set_extras(self, came: Mapping[str, Tensor]) -> None:
-        """Put received buffers and gradients into their places."""
+        """Assign received buffers and gradients."""
         for name in self.buffers.keys() & came.keys():
             owner, key = self.buffers[name]
             owner._buffers[key] = assign(owner._buffers.get(key), came[name])
@@ -190,7 +191,7 @@ class Coverage:
             parameter.grad = None if grad is None else grad.to(parameter.device)
 
     def set_own(self, kept: Mapping[str, Tensor]) -> None:
-        """Put what the backup of this rank has kept into its places."""
+        """Assign the values that this rank's backup rank has stored."""
         for number, tensor in enumerate(self.own):
             assign(tensor, kept.get(f"own[{number}]", tensor))
         for name in self.buffers.keys() & kept.keys():
@@ -202,7 +203,7 @@ class Coverage:
             )
 
     def attributes(self) -> dict[str, dict[str, Any]]:
-        """The plain values in the modules' and optimizers' attributes, which ``state_dict()`` leaves out, by path."""
+        """Return the plain attributes of modules and optimizers, which ``state_dict()`` leaves out, by path."""
         found = self.reached()
         return {
             path: {name: value for name, value in vars(owner).items() if is_plain(value)}
@@ -219,12 +220,12 @@ class Coverage:
 
 
 def _root(path: str) -> str:
-    """The name of the part that a path begins with."""
+    """Return the name of the part at the start of a path."""
     return path.split(".", 1)[0].split("[", 1)[0]
 
 
 def plain_of(container: Any) -> Any:
-    """The values in a container that are in no other object."""
+    """Return the plain values in a container."""
     if isinstance(container, dict):
         return {key: value for key, value in container.items() if is_plain(value)}
     return [value for value in container if is_plain(value)] if isinstance(container, (list, deque)) else container
@@ -240,14 +241,14 @@ def _named(part: Any) -> Iterable[tuple[str, nn.Parameter]]:
 
 
 class _Saved(NamedTuple):
-    """A tensor with a copy of what was in it."""
+    """A tensor with a copy of its content."""
 
     tensor: Tensor
     copy: Tensor
 
 
 class Undo:
-    """Copies of what a step may change, as it was when the step began."""
+    """Copies of the values that a step may change, as they were at the start of the step."""
 
     def __init__(self, coverage: Coverage) -> None:
         self._coverage = coverage
@@ -266,7 +267,7 @@ class Undo:
         self.nbytes = 0
 
     def keep_all(self, reached: Reached) -> None:
-        """A step begins that may change anything."""
+        """Copy everything, for a step that may change anything."""
         self._versions = []
         self._containers = [(each, each.copy()) for each in reached.containers.values()]
         self._arrays = [(each, each.copy()) for each in reached.arrays.values()]
@@ -275,9 +276,9 @@ class Undo:
         self._keep_grads()
 
     def keep(self, plan: StepPlan) -> None:
-        """A step begins that is committed early: what it changes before that is copied.
+        """Copy the values that a step changes before its commit, for a step that is committed early.
 
-        The version counters of all other tensors tell, after a loss, whether the step has changed more than it used to.
+        After a loss, the version counters of all other tensors reveal whether the step has changed more than planned.
         """
         if plan.modules or self._plan is not plan:
             self._watch(plan)
@@ -305,7 +306,7 @@ class Undo:
         self._modules = [each for p, each in reached.containers.items() if not light(p)] if plan.modules else []
 
     def forget_plan(self) -> None:
-        """A plan has changed, or the objects in the parts have."""
+        """Choose the tensors again at the next step, because the plan or the objects in the parts have changed."""
         self._plan = None
 
     def _keep_tensors(self, tensors: Collection[Tensor]) -> None:
@@ -322,15 +323,16 @@ class Undo:
             self._grads.append((parameter, grad, None if grad is None else local_of(grad).clone()))
 
     def clear(self) -> None:
-        """A loss has interrupted calls: modules have no pending ones any more."""
+        """Remove the pending calls of modules. A loss has interrupted them."""
         fully_sharded.reset(self._coverage.modules)
 
     def take_back(self) -> list[str]:
-        """Restore what the step has changed.
+        """Restore the values that the step has changed.
 
         Returns:
-            The names of tensors that it has changed and of which there is no copy.
+            The names of tensors that the step has changed and that have no copy.
         """
+        # Compare before anything is restored: restoring also increments version counters.
         now = map(_version, self._watched)
         changed = [n for n, v, w in zip(self._watched_names, now, self._versions, strict=False) if v != w]
         self.clear()
@@ -357,10 +359,10 @@ class Undo:
 
 
 def restore_container(container: Any, values: Any) -> None:
-    """Put the values back into a dict, list, set or deque: in the same object, which others refer to."""
+    """Restore the values of a dict, list, set or deque in the same object, because other objects may reference it."""
     if isinstance(container, dict):
         dict.clear(container)
-        dict.update(container, values)  # that of a Counter would add
+        dict.update(container, values)  # Counter.update would add the values
     elif isinstance(container, set):
         container.clear()
         container.update(values)
@@ -370,7 +372,7 @@ def restore_container(container: Any, values: Any) -> None:
 
 
 def digest(value: Any) -> int:
-    """A hash of the value of a tensor, an array, or a container; the same in every process that has the same value.
+    """Return a hash of the value of a tensor, array, or container. Equal values have equal hashes in every process.
 
     Cost:
         10 GB/s for tensors and arrays.
@@ -395,10 +397,10 @@ def _feed(hasher: Any, value: Any, depth: int, above: set[int]) -> None:
     elif hasattr(value, "__array_interface__"):
         hasher.update(f"{value.dtype}{value.shape}".encode())
         hasher.update(value.tobytes())
-    elif id(value) in above or depth > 20:
+    elif id(value) in above or depth > 20:  # a cycle, or nested too deeply
         return
     elif isinstance(value, Mapping):
-        # The order of keys is that of their first assignment, which load_state_dict() does not keep.
+        # The order of keys is the order of their first assignment, which load_state_dict() does not preserve.
         for key, each in sorted(value.items(), key=lambda item: repr(item[0]) if type(item[0]) in PLAIN else ""):
             hasher.update((repr(key) if type(key) in PLAIN else str(type(key))).encode())
             _feed(hasher, each, depth + 1, above | {id(value)})

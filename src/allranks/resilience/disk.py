@@ -1,7 +1,8 @@
-"""The state of a training on the disk: when it is saved, and how a job that starts goes on from it.
+"""The state of a training on the disk: when it is saved, and how a new job continues from it.
 
-Ranks that are lost get the state from the memory of others. The disk is for the rest: all ranks are lost, the job is
-started again. What is saved is what another process would be given, and where the training is.
+A process that replaces a lost rank receives the state from the memory of other ranks. The disk covers the other cases:
+all ranks are lost, or the job is started again. A checkpoint contains what a replacement process would receive, and the
+position of the training.
 """
 
 from __future__ import annotations
@@ -31,22 +32,23 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoints", "Disk"]
 
 
-_OF_THE_JOB = ("loaded", "saved")  # of a position: what another job finds out by itself
+_OF_THE_JOB = ("loaded", "saved")  # fields of a position that another job determines itself
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where a State keeps its checkpoints on the disk, and how often it writes one.
+    """Where a State stores its checkpoints on the disk, and how often it writes one.
 
     Args:
-        folder: where; all ranks see it.
-        every: steps between two checkpoints; None: only at the end.
-        keep: so many of the newest stay; None: all.
-        keep_every: those whose number of steps is a multiple of it stay, too.
-        on_error: what happens if one cannot be written: ``"raise"`` ends the training, ``"warn"`` goes on without it.
+        folder: Directory of the checkpoints. All ranks must have access to it.
+        every: Steps between two checkpoints. None: only at the end.
+        keep: Number of the newest checkpoints that are kept. None: all.
+        keep_every: Also keep checkpoints whose number of steps is a multiple of it.
+        on_error: Action if a checkpoint cannot be written: ``"raise"`` ends the training, ``"warn"`` continues without
+            the checkpoint.
 
     Raises:
-        UsageError: a number is less than 1.
+        UsageError: A number is less than 1, or ``on_error`` has another value.
     """
 
     folder: str | os.PathLike[str]
@@ -65,38 +67,38 @@ class Checkpoints:
 
 
 class Disk:
-    """Saves and loads the state of a training. All ranks call each of its methods, but where it says otherwise."""
+    """Saves and loads the state of a training. All ranks call each method, except those "on this rank"."""
 
     def __init__(
         self, world: ProcessGroup, wanted: Checkpoints, parts: Parts, own: Sequence[Tensor], random: bool
     ) -> None:
         """
         Args:
-            world: the ranks.
-            wanted: where and how often.
-            parts: of the state.
-            own: tensors that have other values on each rank.
-            random: with the states of the generators.
+            world: The process group of all ranks.
+            wanted: Directory and frequency of checkpoints.
+            parts: Parts of the state.
+            own: Tensors whose values differ between ranks.
+            random: Include the states of the generators.
         """
         self._world = world
         self._wanted = wanted
-        # Generators follow from the position; a checkpoint cannot hold them.
+        # The state of a generator follows from the position, and a checkpoint cannot contain a generator.
         self._tree: dict[str, Any] = {n: _part(n, part) for n, part in parts.items() if not is_generator(part)}
         self._own = list(own)
         self._random = random
         self._saving: Saving | None = None
         self._cut_off = False
-        flatten(self._whole(Position(), 0))  # what cannot be saved is said in the beginning
+        flatten(self._whole(Position(), 0))  # raises now, not at the first save, if a value cannot be saved
 
     def is_due(self, position: Position, ends: bool) -> bool:
-        """Whether a checkpoint is to be written now."""
+        """Return whether a checkpoint must be written now."""
         if position.saved < 0:
             return True
         since, every = position.done - position.saved, self._wanted.every
         return since > 0 and (ends or (every is not None and since >= every))
 
     def save(self, position: Position, seed: int) -> None:
-        """Copies what this rank will write, and writes it in the background."""
+        """Copy this rank's share of the checkpoint, and write it in the background."""
         self.settle()
         self._cut_off = False
         wanted, tree = self._wanted, self._whole(position, seed)
@@ -112,13 +114,13 @@ class Disk:
             )
 
     def settle(self) -> bool:
-        """Waits for the checkpoint that is being written.
+        """Wait for the checkpoint that is being written.
 
         Returns:
-            Whether no loss has cut it off; on this rank.
+            False if a loss has interrupted it. The result applies to this rank.
 
         Raises:
-            CheckpointError: it could not be written, and that ends the training.
+            CheckpointError: It could not be written, and ``on_error`` is ``"raise"``.
         """
         error, self._saving = self._error(), None
         self._cut_off = self._cut_off or isinstance(error, LOSSES)
@@ -129,37 +131,37 @@ class Disk:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is being written; on this rank."""
+        """Whether a checkpoint is being written, on this rank."""
         return self._saving is not None and not self._saving.done()
 
     @property
     def has_failed(self) -> bool:
-        """Whether one could not be written, for another reason than a loss, and nobody was told; on this rank."""
+        """Whether a write failed for a reason other than a loss and is not reported yet, on this rank."""
         ended = self._saving is not None and self._saving.done()
         return ended and not isinstance(self._error(), (*LOSSES, type(None)))
 
     @property
     def was_cut_off(self) -> bool:
-        """Whether a loss has ended the last save; waits for its end. On this rank."""
+        """Whether a loss has interrupted the last save, on this rank. Waits until the save has ended."""
         return self._cut_off or isinstance(self._error(), LOSSES)
 
     def _error(self) -> Exception | None:
         if self._saving is not None:
             try:
                 self._saving.wait()
-            except Exception as error:  # noqa: BLE001 - it is what the caller asks for
+            except Exception as error:  # noqa: BLE001 - returned, not raised
                 return error
         return None
 
     def load(self) -> tuple[Position, int, dict[str, Any] | None] | None:
-        """Fills the state from the newest checkpoint.
+        """Load the state from the newest checkpoint.
 
         Returns:
-            Where the training was, this rank's seed, and the states of its generators, if they are saved. None: there
-            is no checkpoint.
+            The position of the training, this rank's seed, and the states of its generators if they are saved. None: no
+            checkpoint exists.
 
         Raises:
-            CheckpointError: a rank cannot load it; on every rank.
+            CheckpointError: A rank cannot load it. Raised on every rank.
         """
         folder, world = self._wanted.folder, self._world
         newest = _agreed(world, lambda: latest(folder, group=world))[world.rank()]
@@ -168,6 +170,7 @@ class Disk:
         try:
             return self._load(newest)
         except CheckpointError:
+            # The newest checkpoint may be damaged. verify=True finds the newest one whose content is intact.
             whole = _agreed(world, lambda: latest(folder, group=world, verify=True))[world.rank()]
             if whole is None or whole.path == newest.path:
                 raise
@@ -178,17 +181,17 @@ class Disk:
         tree = {**self._whole(Position(), 0), "position": {}}
         if self._random:
             tree["random"] = {}
-        if world.rank() >= newest.ranks:  # rank 0's are not this rank's
+        if world.rank() >= newest.ranks:  # a rank that did not exist at the save must not take rank 0's tensors
             del tree["own"]["tensors"]
         _agreed(world, lambda: load(newest, into=tree, group=world) and None)
         where = tree["position"]
-        position = Position(**{"loop": int(where["epoch"] >= 0), **where})  # before 0.4 there was no loop
+        position = Position(**{"loop": int(where["epoch"] >= 0), **where})  # before 0.4 a position had no loop
         position.saved = position.done
         return position, int(tree["seed"]), tree.get("random")
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """An error ends the training, or is a warning: as the program wants it."""
+        """Raise a checkpoint error, or turn it into a warning, according to ``on_error``."""
         try:
             yield
         except CheckpointError as error:
@@ -201,14 +204,14 @@ class Disk:
         where = {name: value for name, value in asdict(position).items() if name not in _OF_THE_JOB}
         whole: dict[str, Any] = {"parts": self._tree, "position": where}
         whole["own"] = {"tensors": self._own}
-        whole["seed"] = str(seed)  # it may have 64 bits, and a sign
+        whole["seed"] = str(seed)  # a string, because the seed may have 64 bits and a sign
         if self._random:
             whole["random"] = RandomState()
         return whole
 
 
 class _Dict:
-    """A dict among the parts: it gets the keys of the checkpoint, whatever it had."""
+    """A dict among the parts. Loading replaces all its keys by those of the checkpoint."""
 
     def __init__(self, values: dict[Any, Any]) -> None:
         self._values = values
@@ -236,10 +239,10 @@ def _part(name: str, part: Any) -> Any:
 
 
 def _agreed(world: ProcessGroup, act: Callable[[], Any]) -> list[Any]:
-    """What each rank has come to.
+    """Run a function on each rank, and return the results of all ranks.
 
     Raises:
-        CheckpointError: a rank could not do it; on every rank.
+        CheckpointError: The function failed on a rank. Raised on every rank.
     """
     outcome, why = None, ""
     try:

@@ -1,8 +1,9 @@
-"""FSDP2's modules after a step that was cut off: gathered parameters, pending calls, gradients that were not reduced.
+"""FSDP2 modules after an interrupted step: gathered parameters, pending calls, gradients that were not reduced.
 
-torch from 2.13 on has ``FSDPModule.reset_iter_state`` for that. It waits for pending calls, which have failed here, and
-before 2.15 it leaves the gradients of gathered parameters, to which the repeated step would add. Before 2.13 there is
-no such call: what it does is done here, with the names that torch 2.10 to 2.12 have.
+torch 2.13 and later has ``FSDPModule.reset_iter_state`` for this purpose. It waits for pending calls, which have failed
+here. Before torch 2.15 it also keeps the gradients of gathered parameters, to which the repeated step would add. Before
+torch 2.13 this method does not exist. This module then performs the same actions, with the attribute names of torch
+2.10 to 2.12.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["check_not_flat", "param_groups", "reset", "reshard"]
 
 
 def check_not_flat(name: str, module: nn.Module) -> None:
-    """Refuses FSDP1's modules: each rank's part of their flat parameters is a tensor like any other."""
+    """Reject FSDP1 modules: the shard of a flat parameter is a plain tensor, so State cannot recognize it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in module.modules()):
         raise UsageError(
@@ -30,7 +31,7 @@ def check_not_flat(name: str, module: nn.Module) -> None:
 
 
 def param_groups(module: nn.Module) -> Iterator[Any]:
-    """The groups of parameters that FSDP2 gathers together, in a module and those in it."""
+    """Yield the groups of parameters that FSDP2 gathers together, in a module and its submodules."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for each in module.modules() if fsdp is not None else ():
         if isinstance(each, fsdp.FSDPModule):
@@ -38,10 +39,10 @@ def param_groups(module: nn.Module) -> Iterator[Any]:
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Let modules have their shards as parameters again.
+    """Replace gathered parameters of modules by their shards.
 
-    The outermost module keeps its gathered parameters after a forward, for the backward: an evaluation has none. Their
-    memory is freed later, and what State keeps of them would lie there.
+    The outermost module keeps its gathered parameters after a forward, for the backward. An evaluation has no backward.
+    The gathered memory is freed later, so State must not record tensors in it.
     """
     for module in modules:
         for group in param_groups(module):
@@ -49,7 +50,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 
 def reset(modules: Iterable[nn.Module]) -> None:
-    """Brings modules to the state that they have between two steps, without a call on other ranks."""
+    """Return modules to their state between two steps, without communication."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
@@ -60,13 +61,14 @@ def reset(modules: Iterable[nn.Module]) -> None:
 
 
 def _reset(root: Any) -> None:
-    """That of a module that was called, and of those in it."""
+    """Reset a root module that was called, and its submodules."""
     state = root._get_fsdp_state()
+    # Kernels that are still running may use the memory that is released here.
     if state._device.type != "cpu":
         torch.accelerator.synchronize(state._device)
     groups = [group for each in state._state_ctx.all_states for group in _groups(each)]
     for group in groups:
-        group._all_gather_result = None  # its call has failed, or is never waited for
+        group._all_gather_result = None  # its call has failed, or no thread will wait for it
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     else:
@@ -80,7 +82,7 @@ def _reset(root: Any) -> None:
 
 
 def _groups(state: Any) -> Sequence[Any]:
-    """Its parameters that are gathered together; before torch 2.12 there is one such group or none."""
+    """Return the groups of parameters that are gathered together. Before torch 2.12, at most one group exists."""
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups  # type: ignore[no-any-return]
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

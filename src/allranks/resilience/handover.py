@@ -1,8 +1,9 @@
-"""The state of a training on its way to processes that have none: parts, as tensors and as what is not tensors.
+"""Transfer of a training's state to processes that lack it: tensors, and a pickled rest.
 
-Tensors go over the data channel straight into their place where the receiver has the same (modules, plain tensors),
-else into new memory; the rest is pickled. A rank gets its shard of a DTensor from a rank that has the same shard
-(`shards`), all else from one rank, its donor. A process to which not all has come has no state, and must get it again.
+Tensors travel over the data channel. If the receiver has an equal part (modules, plain tensors), they arrive directly
+in its memory, otherwise in new memory. Everything else is pickled. A rank receives its shard of a DTensor from a rank
+that has the same shard (`shards`), and everything else from one rank, its donor. A process that has received only part
+of the state counts as a process without state, and must receive all of it again.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Donors", "assign", "attributes_of", "check_own", "check_part", "receive", "send"]
 
-_PLACE = "tensor"  # in a structure: the place of the next tensor
+_PLACE = "tensor"  # in a structure: placeholder of the next tensor
 
 
 def check_part(name: str, part: object) -> None:
-    """Refuse what cannot be a part of a state.
+    """Reject an object that cannot be a part of a state.
 
     Raises:
-        UsageError: it has no content that could be replaced in the same object.
+        UsageError: The content of the object cannot be replaced in place.
     """
     if isinstance(part, (Tensor, dict, list, set, deque)) or is_array(part) or is_generator(part):
         return
@@ -51,20 +52,20 @@ def check_part(name: str, part: object) -> None:
 
 
 def check_own(own: object) -> None:
-    """Refuses what no other rank could keep."""
+    """Reject ``own`` tensors that another rank could not store."""
     for tensor in own if isinstance(own, (list, tuple)) else [own]:
         if not (isinstance(tensor, Tensor) and tensor.is_cpu and tensor.is_contiguous() and layout_of(tensor) is None):
             raise UsageError(f"State: own={own!r:.80}. Expected a list of contiguous tensors on the CPU")
 
 
 class Donors(NamedTuple):
-    """Who gives a process its state.
+    """The ranks that send a process its state.
 
     Attributes:
-        to: its rank.
-        full: the ranks that have the state.
-        machines: the hosts of all ranks.
-        sharded: there are DTensors.
+        to: Rank of the process.
+        full: The ranks that have the state.
+        machines: The hosts of all ranks.
+        sharded: The state contains DTensors.
     """
 
     to: int
@@ -74,14 +75,14 @@ class Donors(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The rank that gives all but shards that it has not."""
+        """The rank that sends everything except shards that it does not have."""
         return self._nearest(self.full)
 
     def of(self, layouts: Sequence[Layout | None]) -> list[int | None]:
-        """The rank that gives each of some tensors; None if nobody has it any more."""
+        """Return the sending rank of each tensor, or None if no remaining rank has it."""
         known: dict[Any, int | None] = {}
         for layout in layouts:
-            if layout is not None and layout[:4] not in known:  # whatever its shape
+            if layout is not None and layout[:4] not in known:  # the shape does not matter
                 known[layout[:4]] = self._holder(layout)
         return [self.first if layout is None else known[layout[:4]] for layout in layouts]
 
@@ -97,16 +98,16 @@ class Donors(NamedTuple):
 
 
 def send(parts: Parts, head: object, group: ProcessGroup, donors: Donors) -> None:
-    """Sends this rank's share of a state to a rank. Called by all that have the state.
+    """Send this rank's share of a state to a rank. All ranks that have the state call this.
 
     Args:
-        parts: the state.
-        head: what goes before it.
-        group: the world.
-        donors: of that rank.
+        parts: The state.
+        head: An object that is sent before the state.
+        group: The world.
+        donors: The senders for that rank.
 
     Raises:
-        StateLostError: the last rank that had a shard is lost; raised on all ranks.
+        StateLostError: No remaining rank has a required shard. Raised on all ranks.
     """
     me = group.rank()
     if me != donors.first and not donors.sharded:
@@ -128,11 +129,11 @@ def send(parts: Parts, head: object, group: ProcessGroup, donors: Donors) -> Non
 
 
 def receive(parts: Parts, group: ProcessGroup, donors: Donors) -> Any:
-    """Receives a state into these parts. Returns its head.
+    """Receive a state into these parts. Return its head.
 
     Raises:
-        StateLostError: see ``send``.
-        UsageError: this process has other parts.
+        StateLostError: See ``send``.
+        UsageError: The parts of this process differ from those of the sender.
     """
     head, described = _receive_described(group, donors.first)
     if {name for name, _, _ in described} != set(parts):
@@ -141,6 +142,7 @@ def receive(parts: Parts, group: ProcessGroup, donors: Donors) -> Any:
             f" {sorted(name for name, _, _ in described)}. All ranks make it of the same parts"
         )
     incoming = [_Incoming.of(parts[name], structure, donors) for name, structure, _ in described]
+    # Senders run in parallel, but the receiver reads from one after the other: first the donor, then by rank.
     others = {giver for each in incoming for giver in each.givers if giver is not None} - {donors.first}
     for giver in (donors.first, *sorted(others)):
         if giver != donors.first:
@@ -174,11 +176,11 @@ class _Packed(NamedTuple):
     """A part of a state, with its tensors taken out.
 
     Attributes:
-        structure: the rest, with places for them.
-        paths: the name of each in the part.
-        layouts: of each that is a DTensor; None for others.
-        shapes: shape and dtype of what this rank has of each.
-        tensors: that, detached.
+        structure: The rest, with placeholders for the tensors.
+        paths: Name of each tensor in the part.
+        layouts: Layout of each DTensor. None for other tensors.
+        shapes: Shape and dtype of this rank's share of each tensor.
+        tensors: This rank's share of each tensor, detached.
     """
 
     structure: Any
@@ -202,14 +204,14 @@ class _Packed(NamedTuple):
 
 
 class _Incoming(NamedTuple):
-    """A part that is received.
+    """A part that is being received.
 
     Attributes:
-        part: it.
-        structure: of what comes.
-        givers: the rank that gives each of its tensors.
-        own: what the part has now, where that is received into; else None.
-        tensors: what has come, by number.
+        part: The part.
+        structure: Structure of the incoming state.
+        givers: The sending rank of each tensor.
+        own: The current content of the part, if tensors are received into it. Otherwise None.
+        tensors: The received tensors, by number.
     """
 
     part: Any
@@ -226,7 +228,7 @@ class _Incoming(NamedTuple):
         return cls(part, structure, donors.of(list(_layouts(structure))), own if in_place else None, {})
 
     def receive(self, group: ProcessGroup, giver: int, shapes: Sequence[Any]) -> None:
-        """Receives the tensors that a rank gives."""
+        """Receive the tensors that one rank sends."""
         for number, (shape, dtype) in enumerate(shapes):
             if self.givers[number] != giver:
                 continue
@@ -242,7 +244,7 @@ class _Incoming(NamedTuple):
                 tensor.copy_(come)
 
     def put(self, meshes: Mapping[Any, Any]) -> None:
-        """Puts what has come into the part, where it is not there yet."""
+        """Put the received tensors into the part, unless they were received in place."""
         came = [self.tensors[number] for number in range(len(self.givers))]
         if self.own is not None and all(a is b for a, b in zip(came, self.own.tensors, strict=True)):
             return
@@ -260,14 +262,14 @@ class _Incoming(NamedTuple):
 
 
 def attributes_of(part: object) -> dict[str, Any]:
-    """The attributes of an object that are values: no modules, optimizers, functions, or other objects."""
+    """Return the attributes of an object that are values: no modules, optimizers, functions, or other objects."""
     return {name: value for name, value in vars(part).items() if _is_value(value, 0)}
 
 
 def _is_value(value: object, depth: int) -> bool:
     if type(value) in PLAIN or isinstance(value, Tensor) or is_array(value):
         return True
-    if depth > 8:
+    if depth > 8:  # also ends the recursion in a cyclic container
         return False
     if isinstance(value, dict):
         return all(_is_value(each, depth + 1) for each in (*value.keys(), *value.values()))
@@ -277,10 +279,10 @@ def _is_value(value: object, depth: int) -> bool:
 
 
 def assign(old: Any, new: Any) -> Any:
-    """Put a value into the place of another: into the same objects if they can take it, as others may refer to them.
+    """Replace a value. Reuse the old objects if possible, because other objects may reference them.
 
     Returns:
-        What belongs into the place.
+        The object to store.
     """
     if old is new:
         return new
@@ -323,7 +325,7 @@ def _state_of(part: Any) -> Any:
 
 
 def _pack(value: Any, found: list[tuple[str, Tensor]], path: str) -> Any:
-    """The value with its tensors taken out, in order."""
+    """Return the value with placeholders for its tensors, which are appended to ``found`` in order."""
     if isinstance(value, Tensor):
         return _place(value, found, path)
     if type(value) in (dict, OrderedDict):
@@ -332,7 +334,7 @@ def _pack(value: Any, found: list[tuple[str, Tensor]], path: str) -> Any:
         return {type(value).__name__: [_pack(each, found, _join(path, at)) for at, each in enumerate(value)]}
     if type(value) in PLAIN:
         return {"value": value}
-    # What else there is (a namedtuple, a Counter, an object of the program) is rebuilt as pickle rebuilds it.
+    # Pickle rebuilds all other values (a namedtuple, a Counter, an object of the program).
     places: list[Any] = []
     pickler = _StatePickler(buffer := io.BytesIO(), lambda tensor: places.append(_place(tensor, found, path)))
     pickler.dump(value)
@@ -345,7 +347,7 @@ def _place(tensor: Tensor, found: list[tuple[str, Tensor]], path: str) -> Any:
 
 
 class _StatePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles an object without its tensors, which are sent beside it."""
+    """Pickles an object without its tensors, which are sent separately."""
 
     def __init__(self, file: io.BytesIO, take: Callable[[Tensor], None]) -> None:
         super().__init__(file)
@@ -375,7 +377,7 @@ def _join(path: str, key: object) -> str:
 
 
 def _layouts(packed: Any) -> Iterator[Layout | None]:
-    """Of the tensors of a structure, in order."""
+    """Yield the layouts of the tensors of a structure, in order."""
     if isinstance(packed, tuple):
         yield packed[2]
         return

@@ -1,9 +1,9 @@
-"""What the first steps show of a program, so that later steps cost little.
+"""Observation of the first steps of a program, which makes later steps inexpensive.
 
-The first steps in each place of a program are *learning steps*: State copies everything that it covers, commits at the
-end of the ``with`` block, and compares what the ranks have seen. From that follows a `StepPlan` for this place: whether
-a step may be committed before the optimizer runs, and what it changes before that. The plan is the same on all ranks,
-and a process that replaces a lost rank receives it.
+The first steps at each place of a program are *learning steps*. State copies everything that it covers, commits at the
+end of the ``with`` block, and compares the observations of the ranks. The result is a `StepPlan` for this place:
+whether a step may be committed before the optimizer runs, and what it changes before that. The plan is the same on all
+ranks. A process that replaces a lost rank receives it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["Learning", "merge"]
 
 
 class Learning:
-    """What is seen in one learning step, on this rank.
+    """The observations of one learning step on this rank.
 
     Args:
-        coverage: the parts.
-        reached: what is in them.
+        coverage: The parts.
+        reached: The contents of the parts.
 
     Attributes:
-        seconds: that comparing took.
-        live_grads: gradients of a step before are added to.
+        seconds: Duration of the last comparison in seconds.
+        live_grads: The step adds to gradients of an earlier step.
     """
 
     def __init__(self, coverage: Coverage, reached: Reached) -> None:
@@ -65,7 +65,7 @@ class Learning:
         old = parameter.grad
 
         def hook(gradient: Any) -> None:
-            # Before this gradient is added: what is there is of a step before, unless the program has cleared it.
+            # The hook runs before this gradient is added. An unchanged .grad is therefore that of an earlier step.
             if parameter.grad is old and bool(old.any()):
                 self.live_grads = True
 
@@ -73,15 +73,15 @@ class Learning:
 
     @property
     def has_boundary(self) -> bool:
-        """An optimizer has run."""
+        """Whether an optimizer has run."""
         return self._boundary is not None
 
     def at_boundary(self, calls: int, variables: Mapping[str, Any]) -> None:
-        """The first optimizer is about to run.
+        """Record the state immediately before the first optimizer of the step runs.
 
         Args:
-            calls: the number of calls on other ranks so far.
-            variables: that the loop carries, now.
+            calls: Number of calls that this process has finished so far.
+            variables: Current values of the variables that the loop carries.
         """
         if self._boundary is None:
             now = self._coverage.reached()
@@ -90,17 +90,17 @@ class Learning:
             self._variables_then = {name: digest(value) for name, value in variables.items()}
 
     def close(self) -> None:
-        """The step is over."""
+        """Remove the gradient hooks at the end of the step."""
         for hook in self._hooks:
             hook.remove()
 
     def report(self, calls: int, variables: Mapping[str, Any], complaints: Sequence[str]) -> dict[str, Any]:
-        """What the other ranks must know, at the end of the step.
+        """Return the observations for the other ranks, at the end of the step.
 
         Args:
-            calls: the number of calls on other ranks so far.
-            variables: that the loop carries, now.
-            complaints: see ``audit``.
+            calls: Number of calls that this process has finished so far.
+            variables: Current values of the variables that the loop carries.
+            complaints: See ``audit``.
         """
         self.close()
         reached = self._coverage.reached()
@@ -128,7 +128,7 @@ class Learning:
 
 
 def _versions(reached: Reached) -> dict[str, int]:
-    """How often each tensor was written: a step may write the value that is there already, and later steps others."""
+    """Return the version counter of each tensor. It also counts writes that store an equal value."""
     return {
         f"{name}{shard_of(tensor)}": 0 if tensor.is_inference() else tensor._version
         for name, tensor in reached.tensors.items()
@@ -140,21 +140,21 @@ def _changed(before: Mapping[str, int], now: Mapping[str, int]) -> set[str]:
 
 
 def _digests(coverage: Coverage, reached: Reached) -> dict[str, int]:
-    """Of all tensors, arrays, and containers of plain values, by name."""
+    """Return hashes of all tensors, arrays, and containers of plain values, by name."""
     found = {f"{name}{shard_of(tensor)}": digest(tensor) for name, tensor in reached.tensors.items()}
     found |= {name: digest(array) for name, array in reached.arrays.items()}
     found |= {f"{name}{{}}": digest(plain_of(container)) for name, container in reached.containers.items()}
     found |= coverage.described()
-    # A rank has one shard of each tensor, whose name tells which: only equal shards are compared.
+    # The name of a shard identifies it, so only equal shards are compared between ranks.
     found |= {f"grad({n}){shard_of(p)}": digest(p.grad) for n, p in coverage.parameters().items() if p.grad is not None}
     return found
 
 
 def merge(plan: StepPlan, reports: Sequence[Mapping[str, Any]], coverage: Coverage) -> list[str]:
-    """Put what all ranks have seen in a learning step into the plan. The same on all ranks.
+    """Merge the observations of all ranks in a learning step into the plan. The result is the same on all ranks.
 
     Returns:
-        Why State cannot continue, as sentences for the user.
+        The reasons why State cannot continue, as sentences for the user.
     """
     plan.steps += 1
     plan.boundaries += any(each["boundary"] for each in reports)

@@ -1,4 +1,4 @@
-"""Where a training is: what a process needs to know to continue with the others, or from a checkpoint."""
+"""Position of a training: the data that a process needs to continue with other ranks, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ __all__ = ["Position"]
 
 @dataclass
 class Position:
-    """A place in the loops of a training.
+    """A position in the loops of a training.
 
     Attributes:
-        loop: odd in a loop of epochs, even before the first, between two, and after the last.
-        epoch: of ``epochs``; -1 before the first.
-        section: the number of the call of ``steps`` in the epoch.
-        index: of the step in the section.
-        samples: the number of samples that all ranks together have had in the section.
-        done: the number of all steps that are done.
-        loaded: the newest checkpoint, if there is one, is loaded.
-        saved: the number of steps that were done when the last checkpoint was begun; -1: one must be written.
+        loop: Odd in a loop of epochs. Even before the first loop, between two loops, and after the last.
+        epoch: Epoch of ``epochs``. -1 before the first.
+        section: Number of the call of ``steps`` in the epoch.
+        index: Index of the step in the section.
+        samples: Number of samples that all ranks together have processed in the section.
+        done: Number of completed steps in total.
+        loaded: The newest checkpoint is loaded, or none exists.
+        saved: Number of completed steps when the last checkpoint was started. -1: a checkpoint must be written.
     """
 
     loop: int = 0
@@ -33,13 +33,13 @@ class Position:
 
     @property
     def section_key(self) -> tuple[int, int, int]:
-        """The section; sections of a program are in the order of their keys."""
+        """Key of the section. The order of the keys is the order of the sections in the program."""
         return self.loop, self.epoch if self.loop % 2 else 0, self.section
 
     def take(self, other: Position) -> None:
-        """Continue from another position."""
+        """Copy another position."""
         vars(self).update(vars(other))
 
     def move(self, loop: int, epoch: int, section: int = 0) -> None:
-        """Go to the beginning of a section."""
+        """Move to the beginning of a section."""
         self.loop, self.epoch, self.section, self.index, self.samples = loop, epoch, section, 0, 0

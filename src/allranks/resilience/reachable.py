@@ -1,10 +1,11 @@
-"""The objects that can be reached from a value: what the parts of a State consist of, and what variables hold.
+"""Traversal of the objects that can be reached from a value: contents of a State's parts, and of variables.
 
-The same traversal serves three purposes: which tensors and containers must be restored when a step is undone, which
-values a replacement process must receive, and which objects a step changes although State does not cover them.
+The same traversal serves three purposes. It finds the tensors and containers that must be restored when a step is
+undone, the values that a replacement process must receive, and the objects that a step changes although State does not
+cover them.
 
-It stops at objects whose state a training cannot depend on (classes, modules, functions, open files, locks, threads)
-and at objects of foreign packages, whose attributes are not ours to copy. `Boundary` draws that line.
+It stops at objects whose state a training cannot depend on (classes, modules, functions, open files, locks, threads).
+It also stops at objects of foreign packages, whose attributes allranks must not copy. `Boundary` defines both limits.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 """Types of immutable values without references."""
 
 WRAPPERS: tuple[Any, ...] = (*TORCHS_DDP, DistributedDataParallel)
-"""The types of modules that synchronize the gradients of another module, torch's and ours."""
+"""Types of modules that synchronize the gradients of another module: torch's and allranks's."""
 
-_MOST = 200_000  # objects: the traversal of a larger graph would take longer than 0.5 s
-_LONG = 10_000  # elements of a container that are looked at: a data set in a list is not traversed element by element
+_MOST = 200_000  # objects: the traversal of a larger graph would take more than 0.5 s
+_LONG = 10_000  # elements: a longer container, such as a data set in a list, is not traversed
 
-# Packages whose objects report and do not compute: a training does not depend on their state.
+# Packages whose objects only report. A training does not depend on their state.
 _REPORTING = frozenset(
     {
         "tqdm",
@@ -79,18 +80,18 @@ _LIBRARIES = tuple(_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", 
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is immutable and refers to nothing but such values."""
+    """Return whether a value is immutable and references only values of this kind."""
     return type(value) in PLAIN or (isinstance(value, tuple) and type(value) is tuple and all(map(is_plain, value)))
 
 
 def is_array(value: object) -> bool:
-    """Whether a value is a NumPy array."""
+    """Return whether a value is a NumPy array."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def is_generator(value: object) -> bool:
-    """Whether a value is a generator of random numbers that a program has made."""
+    """Return whether a value is a random number generator that a program has created."""
     if isinstance(value, (torch.Generator, random.Random)):
         return True
     numpy = sys.modules.get("numpy")
@@ -99,7 +100,7 @@ def is_generator(value: object) -> bool:
 
 @functools.cache
 def is_user_module(name: str) -> bool:
-    """Whether a module is the program's own: neither a library's, nor the standard library's, nor this package's."""
+    """Return whether a module belongs to the program: not to a library, the standard library, or this package."""
     if name == "__main__":
         return True
     if not name:
@@ -113,20 +114,21 @@ def is_user_module(name: str) -> bool:
 
 
 class Boundary:
-    """Which objects the traversal enters.
+    """The objects that the traversal enters.
 
     Args:
-        skip: objects that are left out, by identity.
-        roots: values whose classes' packages are entered although they are foreign: the parts of a State.
+        skip: Objects that are left out, by identity.
+        roots: The parts of a State. The traversal enters objects of the packages of their classes although these are
+            foreign.
     """
 
     def __init__(self, skip: Iterable[object] = (), roots: Iterable[object] = ()) -> None:
-        self._skipped = list(skip)  # keeps the identities from being used again
+        self._skipped = list(skip)  # keeps the objects alive, so that no new object gets the id of one of them
         self.skip = {id(value) for value in self._skipped}
         self._packages = {_package(type(root)) for root in roots} - {"allranks"}
 
     def enters(self, value: object) -> bool:
-        """Whether the attributes of an object are looked at."""
+        """Return whether the traversal visits the attributes of an object."""
         kind = type(value)
         if isinstance(value, (nn.Module, torch.optim.Optimizer)):
             return True
@@ -146,17 +148,17 @@ def _package(kind: type) -> str:
 
 @dataclass
 class Reached:
-    """What a traversal has found, by path.
+    """The objects that a traversal has found, by path.
 
     Attributes:
-        tensors: leaves and results of no computation graph, which is what survives a step.
-        arrays: of NumPy.
-        generators: of random numbers.
-        containers: dicts, lists, sets, deques, and the attribute dicts of objects; they are what holds plain values.
-        iterators: objects with a position that cannot be read.
-        wrappers: DistributedDataParallel, torch's and ours; the module in it is traversed, the rest is not.
-        owners: of an attribute dict: the object.
-        truncated: the graph was larger than the traversal's limit.
+        tensors: Leaves, which are not results of a computation graph. Only these survive a step.
+        arrays: NumPy arrays.
+        generators: Random number generators.
+        containers: Dicts, lists, sets, deques, and the attribute dicts of objects. They contain the plain values.
+        iterators: Objects with a position that cannot be read.
+        wrappers: DistributedDataParallel objects, torch's and allranks's. Only the wrapped module is traversed.
+        owners: The object of each attribute dict.
+        truncated: The graph was larger than the limit of the traversal.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -168,7 +170,7 @@ class Reached:
     owners: dict[str, Any] = field(default_factory=dict)
     truncated: bool = False
     _seen: set[int] = field(default_factory=set)
-    _alive: list[Any] = field(default_factory=list)  # so that no identity is used again during the traversal
+    _alive: list[Any] = field(default_factory=list)  # so that no id is reused during the traversal
 
 
 def reach(
@@ -182,11 +184,11 @@ def reach(
     """Traverse everything that can be reached from some values, breadth first, each object once.
 
     Args:
-        roots: the values by name.
-        boundary: where the traversal ends.
-        closures: look into the closures of the program's functions, too.
-        name_of: the name of a tensor that is a key of a dict: the state of an optimizer is kept by parameter.
-        into: an earlier result to add to.
+        roots: The values by name.
+        boundary: The limits of the traversal.
+        closures: Also enter the closures of the program's functions.
+        name_of: Returns the name of a tensor that is a key of a dict. The state of an optimizer has parameters as keys.
+        into: An earlier result to extend.
 
     Returns:
         The objects by path: ``model.fc.weight``, ``history['lines']``.
@@ -245,7 +247,7 @@ def _enter(path: str, value: Any, found: Reached, queue: collections.deque[tuple
         found.owners[path] = value
         found._seen.add(id(attributes))
         for name, each in attributes.items():
-            # A module's tensors and modules have the names by which programs know them.
+            # The tensors and submodules of a module get the names that programs use for them.
             if name in ("_parameters", "_buffers", "_modules") and isinstance(each, dict):
                 found.containers[f"{path}.{name}"] = each
                 found._seen.add(id(each))

@@ -1,14 +1,14 @@
-"""A rehearsal of losses on this rank, for ``allranks run --rehearse``: it kills the process, and records the state.
+"""Rehearsal of losses on this rank, for ``allranks run --rehearse``: kills the process, and records the state.
 
-The launcher runs the first steps of a program once undisturbed, and once for each phase of a step with ranks killed in
-that phase. The variable ALLRANKS_REHEARSAL, which only the launcher sets, has the folder for the results and the phase.
-Every rank appends the digests of everything that State covers to a file in that folder after each committed step. The
-launcher compares the files of the runs.
+The launcher runs the first steps of a program once undisturbed. It then runs them once for each phase of a step, and
+ranks are killed in that phase. The variable ALLRANKS_REHEARSAL, which only the launcher sets, contains the folder for
+the results and the phase. After each committed step, every rank appends the digests of everything that State covers to
+a file in that folder. The launcher compares the files of the runs.
 
-Two ranks are killed in a disturbed run. The last rank is killed in the second step: State then still learns what a step
+Two ranks are killed in a disturbed run. The last rank is killed in the second step. State then still learns what a step
 does, commits at its end, and has copies of everything. Rank 0 is killed later, when steps are committed early and only
-some values are copied, and after the first recovery, so that never two ranks are lost simultaneously. Both paths of
-State are rehearsed by one job, which halves the time.
+some values are copied. This happens after the first recovery, so two ranks are never lost simultaneously. One job thus
+rehearses both paths of State, which halves the time.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = ["EPOCHS", "Rehearsal", "rehearsal_of"]
 EPOCHS = 2
 """The number of epochs in a rehearsal. The second one shows whether an epoch begins with the right values."""
 
-_STEPS = 12  # in a section, at least: some before and some after both losses
-_MOST_STEPS = 16  # if no optimizer runs; State learns for at most as many
-_EARLY, _LATE = 1, 5  # the least number of committed steps at the first and the second loss
+_STEPS = 12  # minimum in a section: some steps before and some after both losses
+_MOST_STEPS = 16  # if no optimizer runs: State learns for at most this number of steps
+_EARLY, _LATE = 1, 5  # minimum number of committed steps before the first and the second loss
 _EVERY = 2  # steps between two checkpoints
 
 
@@ -46,8 +46,8 @@ class Rehearsal:
     """Kills this rank in one phase, and records digests of the state.
 
     Args:
-        state: the State that is rehearsed.
-        wanted: the value of ALLRANKS_REHEARSAL: JSON with ``folder`` and ``phase``, which is "" in an undisturbed run.
+        state: The State that is rehearsed.
+        wanted: Value of ALLRANKS_REHEARSAL: JSON with ``folder`` and ``phase``. The phase is "" in an undisturbed run.
     """
 
     def __init__(self, state: State, wanted: str) -> None:
@@ -56,7 +56,7 @@ class Rehearsal:
         self._folder = Path(request["folder"])
         self._phase: str = request["phase"]
         self._rank = int(os.environ["RANK"])
-        # A replacement process has another start, and is never killed.
+        # A replacement process has another start number, and is never killed.
         self._start = int(os.environ.get("ALLRANKS_START") or 0)
         self._ranks = int(os.environ["WORLD_SIZE"])
         self._seen: set[str] = set()
@@ -65,19 +65,19 @@ class Rehearsal:
         self._hooked = self._fired = 0
 
     def checkpoints(self, wanted: Checkpoints | None) -> Checkpoints | None:
-        """Return where State writes checkpoints: an empty folder, so that the user's files are not read or changed."""
+        """Return checkpoint settings with an empty folder, so that the user's files are not read or changed."""
         if wanted is None:
             return None
         return replace(wanted, folder=self._folder / "checkpoints", every=_EVERY, keep_every=None)
 
     def watch(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Find the phases at optimizers. To be called after State has registered its own hooks."""
+        """Hook the phases at optimizers. Call this after State has registered its own hooks."""
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
             optimizer.register_step_post_hook(self._after_optimizer)
 
     def ends_section(self) -> bool:
-        """Whether the section ends before the next step. The same on all ranks, and in all runs."""
+        """Return whether the section ends before the next step. It is the same on all ranks, and in all runs."""
         state = self._state
         trained = [plan for plan in state._plans.values() if plan.boundaries]
         if state._coverage.optimizers and not any(not plan.learns for plan in trained):
@@ -89,16 +89,16 @@ class Rehearsal:
 
     @property
     def is_over(self) -> bool:
-        """Whether a program without a loop of epochs has done enough steps. The same on all ranks, and in all runs."""
+        """Whether a program without a loop of epochs has run enough steps. The same on all ranks, and in all runs."""
         return self._has_trained and self._state._position.done >= _STEPS
 
     @property
     def _has_trained(self) -> bool:
-        """An optimizer has run in some step."""
+        """Whether an optimizer has run in any step."""
         return any(plan.boundaries for plan in self._state._plans.values())
 
     def at(self, phase: str) -> None:
-        """The program is in a phase: note that it occurs, and kill the process if it is to be killed here."""
+        """Record that the program has reached a phase, and kill the process if the rehearsal requires it here."""
         if phase not in self._seen:
             self._seen.add(phase)
             self._append("phases", phase)
@@ -107,7 +107,7 @@ class Rehearsal:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def begin(self, step: Step) -> None:
-        """A step begins."""
+        """Prepare for a step that begins."""
         self._stepped.clear()
         self._hooked = self._fired = 0
         self._unhook()
@@ -118,16 +118,16 @@ class Rehearsal:
             self._forward = torch.nn.modules.module.register_module_forward_hook(self._after_forward)
 
     def finish(self, step: Step) -> None:
-        """A step is committed, and its ``with`` block is left."""
+        """Record a step that is committed, after its ``with`` block."""
         self._unhook()
-        if step.is_last:  # the step without a body at the end of a loop
+        if step.is_last:  # the empty step at the end of a loop
             return
         if not self._state._lacks:
             self._record(step)
         self.at("after the step")
 
     def _is_due(self) -> bool:
-        """Whether this process is to be killed as soon as it is in the phase."""
+        """Return whether this process must be killed when it next reaches the phase."""
         state = self._state
         done, replaced = state._position.done, state.replaced
         if self._start or not self._phase:
@@ -140,7 +140,7 @@ class Rehearsal:
         return False
 
     def _is_evaluation(self, step: Step) -> bool:
-        """Whether an optimizer runs in steps of other places in the program, and not in steps of this one."""
+        """Return whether optimizers run in steps at other places of the program, but not in steps at this place."""
         state = self._state
         if not state._coverage.optimizers:
             return state._position.section > 0
@@ -148,7 +148,7 @@ class Rehearsal:
 
     def _after_forward(self, _module: object, _inputs: object, output: Any) -> None:
         if self._phase == "forward":
-            # The first module that returns: an inner one, so that the forward of the model is not complete.
+            # The first module that returns is an inner one, so the forward of the whole model is not complete.
             self.at("forward")
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -157,7 +157,7 @@ class Rehearsal:
 
     def _in_backward(self, _gradient: Any) -> None:
         self._fired += 1
-        if 2 * self._fired >= self._hooked:  # in the middle: some gradients are on their way to other ranks
+        if 2 * self._fired >= self._hooked:  # in the middle: some gradients are being sent to other ranks
             self.at("backward")
 
     def _before_optimizer(self, optimizer: Any, *_: Any) -> None:
@@ -183,7 +183,8 @@ class Rehearsal:
         found = {f"variable {name.rpartition('.')[2]}": digest(value) for name, value in now.items()}
         values = coverage.common()
         values |= {name: digest(t) for name, t in coverage.reached().tensors.items() if is_dtensor(t)}
-        # What an optimizer trains follows from the rest. So of several names the others are more likely the cause.
+        # Optimizers change trained values as a consequence of the other values. The other values are more likely the
+        # cause of a difference, so they come first.
         order = sorted(values, key=coverage.is_trained)
         found |= {name.removesuffix("{}"): values[name] for name in order}
         record = {
@@ -197,7 +198,7 @@ class Rehearsal:
         self._append(f"rank{state._world.rank()}.{self._start}.jsonl", json.dumps(record))
 
     def _local_values(self, frame: Any) -> dict[str, int]:
-        """Digests of what the program has declared to be no part of the training's state."""
+        """Return digests of the values that the program has declared as local."""
         found: dict[str, int] = {}
         for number, each in enumerate(self._state._local):
             if not isinstance(each, str):
@@ -219,6 +220,6 @@ def _digest_of(value: Any) -> int:
 
 
 def rehearsal_of(state: State) -> Rehearsal | None:
-    """Return the rehearsal that the launcher has requested; None in every other job."""
+    """Return the rehearsal that the launcher has requested, or None in every other job."""
     wanted = os.environ.get("ALLRANKS_REHEARSAL")
     return None if wanted is None else Rehearsal(state, wanted)

@@ -1,8 +1,9 @@
-"""The replicas of a sharded model, which come and go: FSDP2 on a mesh whose first dimension is replicated (HSDP).
+"""Replicas of a sharded model that join and leave: FSDP2 on a mesh whose first dimension is replicated (HSDP).
 
-Groups of the mesh go on in the same objects (`_group/early`), so what torch asks them for is right: FSDP2 divides
-gradients by the sizes of its groups. The mesh is a table of ranks beside them. It gets the table of the ranks that are
-there now, in the same object too: parameters, optimizer states and modules hold it, each in a place of its own.
+Groups of the mesh continue in the same objects (`_group/early`), so they return the current sizes to torch. FSDP2
+divides gradients by the sizes of its groups. The mesh itself is a separate table of ranks. `Replicas` writes the table
+of the current ranks into the same mesh object, because parameters, optimizer states and modules each hold a reference
+to it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Replicas"]
 
-# What a mesh keeps: its groups, and that by which others have found it.
+# Attributes that a mesh keeps: its groups, and the keys under which other objects have found it.
 _KEPT = {"_dim_group_names", "_pg_registry", "_root_mesh", "_flatten_mapping", "_thread_id", "_hash"}
 
 
@@ -34,12 +35,12 @@ class Replicas:
     """The replicas of the sharded parts of a state.
 
     Attributes:
-        obstacle: why there can be no more and no fewer of them; "": there can.
-        size: the number of ranks of one; 1 where there is an obstacle.
+        obstacle: Why the number of replicas cannot change. "": it can.
+        size: Number of ranks in one replica. 1 if an obstacle exists.
     """
 
     def __init__(self, parts: Parts, modules: Sequence[nn.Module], world: ProcessGroup) -> None:
-        """Called before the loop, with the ranks for which the program has made its meshes."""
+        """Inspect the meshes. Called before the loop, with the ranks for which the program has created them."""
         self._parts = parts
         self._modules = modules
         self.size = 1
@@ -48,10 +49,10 @@ class Replicas:
             self.size = math.prod(self._mesh.mesh.shape[1:])
 
     def check(self, claims: Sequence[Claim]) -> None:
-        """Refuses to go on where no replica is whole.
+        """Refuse to continue if no replica is complete.
 
         Raises:
-            AllranksError: nobody has a place in it.
+            AllranksError: No remaining rank has the shards of some place in a replica.
         """
         missing = set(range(self.size)) - {claim.place % self.size for claim in claims}
         if missing:
@@ -61,10 +62,10 @@ class Replicas:
             )
 
     def renumber(self, world: ProcessGroup) -> None:
-        """Gives the mesh the ranks that there are now. Sends nothing.
+        """Write the current ranks into the mesh. Sends nothing.
 
         Raises:
-            UsageError: a part of the mesh cannot be told.
+            UsageError: A part of the mesh cannot be determined.
         """
         mesh = self._mesh
         rows = world.size() // self.size
@@ -83,10 +84,10 @@ class Replicas:
             info.replicate_mesh_size, info.replicate_mesh_rank = rows, world.rank() // self.size
 
     def check_groups(self) -> None:
-        """Refuses a torch whose groups keep the sizes that they had.
+        """Reject a torch version whose groups keep their original sizes.
 
         Raises:
-            UsageError: it is such.
+            UsageError: This torch version is one of them.
         """
         extents = self._mesh.mesh.shape
         sizes = [torch.distributed.ProcessGroup.size(self._mesh.get_group(n)) for n in range(len(extents))]
@@ -135,15 +136,16 @@ def _names(mesh: Any) -> Sequence[str]:
 
 
 def _slices(mesh: Any) -> Iterator[Any]:
-    """The meshes of some dimensions of this one that the program has."""
+    """Yield the submeshes of this mesh that exist in the program."""
     kind = type(mesh)
+    # A root mesh has no list of its submeshes, so search all objects of the process.
     for each in gc.get_objects():
         if type(each) is kind and each is not mesh and _root(each) is mesh:
             yield each
 
 
 def _take(mesh: Any, fresh: Any) -> None:
-    """Gives a mesh the ranks of another one, and leaves it its groups."""
+    """Copy the ranks of another mesh into a mesh, which keeps its own groups."""
     for name, value in vars(fresh).items():
         if name not in _KEPT:
             setattr(mesh, name, value)

@@ -1,11 +1,12 @@
 """Random numbers of a training: every draw follows from the seed of the program, the rank, and the position.
 
-A process that replaces a lost rank cannot receive the states of generators: nobody had a copy. So State seeds all of
-them anew at fixed points (before a batch is loaded, when a step begins, when the program continues after a section).
-Between two such points a program draws the same numbers in every process that takes the same path.
+A process that replaces a lost rank cannot receive the states of generators, because no rank has a copy. State therefore
+seeds all generators again at fixed points: before a batch is loaded, when a step begins, and when the program continues
+after a section. Between two of these points, a program draws the same numbers in every process that takes the same
+path.
 
-The workers of a DataLoader are seeded for each batch: a worker of a replacement process has not loaded the batches
-before, so its generators would be elsewhere.
+The workers of a DataLoader are seeded for each batch. A worker of a replacement process has not loaded the previous
+batches, so its generators would be in another state.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from allranks._base.errors import UsageError
 
 __all__ = ["Seeds", "seeded_iterator"]
 
-_cuda: Any = torch.cuda  # its annotations are few
-_MASK_32 = 0xFFFFFFFF
+_cuda: Any = torch.cuda  # its annotations are incomplete
+_MASK_32 = 0xFFFFFFFF  # NumPy's global seed has 32 bits
 
 
 def _digest(*about: object) -> int:
-    """A seed of 56 bits: torch takes 64 with a sign, and NumPy's generators any number of at least 0."""
+    """Return a seed of 56 bits: torch accepts signed 64-bit integers, and NumPy only numbers of at least 0."""
     return int.from_bytes(hashlib.blake2b(repr(about).encode(), digest_size=7).digest(), "big")
 
 
@@ -36,21 +37,21 @@ class Seeds:
     """The generators of this process, seeded by position.
 
     Attributes:
-        base: the seed of the training: rank 0's, from the first step on.
-        agreed: all ranks have the same one. A program that sets no seed has others in each process.
-        enabled: False: generators are left alone (``State(reseed=False)``).
+        base: Seed of the training. It is rank 0's seed from the first commit on.
+        agreed: All ranks have the same base. Without it, each process of a program that sets no seed has another one.
+        enabled: False: generators are never changed (``State(reseed=False)``).
     """
 
     def __init__(self, enabled: bool) -> None:
         self.base = torch.initial_seed()
         self.agreed = False
         self.enabled = enabled
-        self._own: dict[int, tuple[Any, int]] = {}  # by identity: a generator, and what tells it from the others
+        self._own: dict[int, tuple[Any, int]] = {}  # by id: a generator, and its own origin seed
 
     def adopt(self, generators: Mapping[str, Any]) -> None:
-        """Seed these generators of the program, too. Their seeds follow from the state that they have now.
+        """Also seed these generators of the program. Their seeds follow from their current state.
 
-        They do not depend on the rank: the program's own seeds decide whether ranks draw the same numbers.
+        The seeds do not depend on the rank: the program's own seeds decide whether ranks draw the same numbers.
         """
         if not self.enabled:
             return
@@ -59,28 +60,29 @@ class Seeds:
                 self._own[id(generator)] = (generator, _digest(len(self._own), _origin(generator)))
 
     def of_section(self, *position: object) -> int:
-        """The seed from which the seeds of a section's batches follow."""
+        """Return the seed from which the seeds of a section's batches follow."""
         return _digest(self.base, "batches", *position)
 
     def sow(self, *position: object) -> None:
         """Seed all generators.
 
         Args:
-            position: what the numbers follow from; with the rank.
+            position: Values that determine the seed. The first one is the rank.
 
         Cost:
-            10 us; 15 us where the program uses NumPy.
+            10 us; 15 us if the program uses NumPy.
         """
         if not self.enabled:
             return
         seed = _digest(self.base, *position)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for all kinds of devices: 200 us
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed searches for all device types: 200 us
         if _cuda.is_initialized():
             _cuda.manual_seed_all(seed)
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed & _MASK_32)
         for generator, origin in self._own.values():
+            # position[0] is the rank, on which the program's own generators must not depend.
             _seed(generator, _digest(origin, *position[1:]))
 
 
@@ -106,7 +108,7 @@ def _seed(generator: Any, seed: int) -> None:
 
 
 def loader_generators(source: Any) -> dict[str, Any]:
-    """The generators that a DataLoader, its samplers and its data set draw from."""
+    """Return the generators of a DataLoader and its samplers, by path."""
     found: dict[str, Any] = {}
     for path in ("generator", "sampler.generator", "batch_sampler.generator", "batch_sampler.sampler.generator"):
         value = source
@@ -118,19 +120,19 @@ def loader_generators(source: Any) -> dict[str, Any]:
 
 
 def seeded_iterator(loader: DataLoader[Any], seed_of_section: int, sow: Callable[[], None]) -> Iterator[Any]:
-    """An iterator of a DataLoader with workers, whose batches are loaded with random numbers of their own.
+    """Return an iterator of a DataLoader with workers that seeds the generators for each batch.
 
-    The seed of a batch follows from the section and the indices of its samples: it is the same in whatever worker, and
-    however many batches were loaded before.
+    The seed of a batch follows from the section and the indices of its samples. It does not depend on the worker, or on
+    the number of batches that were loaded before.
 
     Args:
-        loader: the loader.
-        seed_of_section: what the seeds of batches follow from.
-        sow: called before the sampler draws. A DataLoader that keeps its workers has drawn other numbers before that
-            than one that starts them.
+        loader: The loader.
+        seed_of_section: The seed from which the seeds of batches follow.
+        sow: Called before the sampler draws. Before that point, a DataLoader that keeps its workers has drawn other
+            numbers than one that starts them.
 
     Raises:
-        UsageError: the workers outlive the section, and cannot be told its seed.
+        UsageError: The workers outlive the section, and cannot receive its seed.
     """
     batches = loader.batch_sampler
     persistent = bool(loader.persistent_workers)
@@ -142,7 +144,7 @@ def seeded_iterator(loader: DataLoader[Any], seed_of_section: int, sow: Callable
             " process, whose workers are new.\n  Pass persistent_workers=False"
         )
     init = loader.worker_init_fn
-    attributes = vars(loader)  # DataLoader.__setattr__ refuses a new batch_sampler
+    attributes = vars(loader)  # DataLoader.__setattr__ rejects a new batch_sampler
     try:
         if not isinstance(init, _SeedBatches):
             loader.worker_init_fn = _SeedBatches(init, seed_of_section)
@@ -157,7 +159,7 @@ def seeded_iterator(loader: DataLoader[Any], seed_of_section: int, sow: Callable
 
 
 class _Indices(list[Any]):
-    """The indices of a batch, with the seed of the section that they are loaded in."""
+    """The indices of a batch, with the seed of the section for which they are loaded."""
 
     def __init__(self, indices: Any, seed: int) -> None:
         super().__init__(indices)
@@ -168,14 +170,14 @@ class _Indices(list[Any]):
 
 
 class _SeededIndices:
-    """A batch sampler whose batches carry the seed of the present section to the workers."""
+    """A batch sampler whose batches transfer the seed of the current section to the workers."""
 
     def __init__(self, batches: Any, seed: int, sow: Callable[[], None]) -> None:
         self._batches = batches
         self.renew(seed, sow)
 
     def renew(self, seed: int, sow: Callable[[], None]) -> None:
-        """Another section begins."""
+        """Set the seed of a new section."""
         self.seed, self._sow = seed, sow
 
     def __iter__(self) -> Iterator[_Indices]:
@@ -210,5 +212,5 @@ class _SeedBatches:
                 sys.modules["numpy"].random.seed(seed & _MASK_32)
             return load(self, indices)  # type: ignore[no-untyped-call]
 
-        # Of this worker process alone: its main loop makes the fetcher after this call.
+        # This changes only this worker process. Its main loop creates the fetcher after this call.
         fetch._MapDatasetFetcher.fetch = fetch_seeded  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
-"""Which rank has what of a DTensor, so that a process that takes a place gets its shard from a rank with the same one.
+"""Placement of DTensors on ranks. It determines which rank can send a replacement process its shard.
 
-That is a rank with the same coordinates in all dimensions of the mesh in which the tensor is not replicated. A model
-that is sharded without a replicated dimension has one such rank only.
+That rank has the same coordinates in all mesh dimensions in which the tensor is not replicated. If a model is sharded
+without a replicated dimension, only one rank has these coordinates.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ __all__ = ["Layout", "Parts", "dtensors_in", "is_dtensor", "layout_of", "local_o
 
 
 Parts = Mapping[str, Any]
-"""What a state consists of: modules, optimizers, anything with state_dict and load_state_dict, tensors, dicts."""
+"""The contents of a state: modules, optimizers, objects with state_dict and load_state_dict, tensors, dicts."""
 
 
 class Layout(NamedTuple):
-    """How a DTensor lies over ranks. Two ranks' DTensors with one layout are parts of the same tensor.
+    """Distribution of a DTensor over ranks. DTensors with equal layouts on two ranks are parts of the same tensor.
 
     Attributes:
-        device: the type of the mesh's devices.
-        extents: of the mesh.
-        ranks: in the world, of the mesh's places, the last dimension fastest.
-        placements: by dimension of the mesh.
-        shape: of the whole tensor.
-        stride: of the whole tensor.
+        device: Device type of the mesh.
+        extents: Extents of the mesh.
+        ranks: World ranks of the mesh's positions. The last dimension varies fastest.
+        placements: Placement in each dimension of the mesh.
+        shape: Shape of the whole tensor.
+        stride: Stride of the whole tensor.
     """
 
     device: str
@@ -41,23 +41,23 @@ class Layout(NamedTuple):
 
     @property
     def mesh(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """What tells meshes apart."""
+        """Identity of the mesh."""
         return self.device, self.extents, self.ranks
 
     @property
     def is_replicated(self) -> bool:
-        """Whether each rank has the same as another one."""
+        """Whether each rank has the same data as another rank."""
         return any(
             extent > 1 and placement.is_replicate()
             for extent, placement in zip(self.extents, self.placements, strict=True)
         )
 
     def same(self, rank: int, other: int) -> bool:
-        """Whether two ranks have the same of the tensor; those that are not in the mesh have nothing."""
+        """Return whether two ranks have the same shard. Two ranks outside the mesh both have none."""
         return self._shard(rank) == self._shard(other)
 
     def _shard(self, rank: int) -> tuple[int, ...] | None:
-        """A rank's coordinates in the dimensions in which the tensor is not replicated."""
+        """Return a rank's coordinates in the dimensions in which the tensor is not replicated."""
         if rank not in self.ranks:
             return None
         place, found = self.ranks.index(rank), []
@@ -69,7 +69,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(tensor: Tensor) -> Layout | None:
-    """That of a DTensor; None of any other tensor."""
+    """Return the layout of a DTensor, or None for any other tensor."""
     if not is_dtensor(tensor):
         return None
     found: Any = tensor
@@ -85,7 +85,7 @@ def layout_of(tensor: Tensor) -> Layout | None:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The memory that this rank has of a tensor, detached."""
+    """Return this rank's local memory of a tensor, detached."""
     tensor = tensor.detach()
     if not is_dtensor(tensor):
         return tensor
@@ -95,7 +95,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def shard_of(tensor: Tensor) -> str:
-    """Which shard of a DTensor this rank has, as a text; "" for any other tensor."""
+    """Return a text that identifies this rank's shard of a DTensor, or "" for any other tensor."""
     if not is_dtensor(tensor):
         return ""
     found: Any = tensor
@@ -104,7 +104,7 @@ def shard_of(tensor: Tensor) -> str:
 
 
 def restored(local: Tensor, layout: Layout, meshes: Mapping[Any, Any]) -> Tensor:
-    """A DTensor of which this rank has ``local``. The meshes are those of ``meshes_in``."""
+    """Return a DTensor with the local shard ``local``. ``meshes`` is the result of ``meshes_in``."""
     from torch.distributed.tensor import DTensor
 
     made: Any = DTensor
@@ -119,7 +119,7 @@ def restored(local: Tensor, layout: Layout, meshes: Mapping[Any, Any]) -> Tensor
 
 
 def dtensors_in(parts: Parts) -> Iterator[tuple[str, Tensor]]:
-    """The DTensors among the parts of a state and in its modules, with their names."""
+    """Yield the DTensors among the parts of a state and in its modules, with their names."""
     for name, part in parts.items():
         found: Iterable[tuple[str, Any]] = ()
         if isinstance(part, nn.Module):
@@ -134,7 +134,7 @@ def dtensors_in(parts: Parts) -> Iterator[tuple[str, Tensor]]:
 
 
 def meshes_in(parts: Parts) -> dict[Any, Any]:
-    """The meshes of these DTensors, by ``Layout.mesh``."""
+    """Return the meshes of these DTensors, by ``Layout.mesh``."""
     found = {}
     for _, tensor in dtensors_in(parts):
         layout = layout_of(tensor)
@@ -144,5 +144,5 @@ def meshes_in(parts: Parts) -> dict[Any, Any]:
 
 
 def is_dtensor(value: object) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # where it is not imported there are none
+    module = sys.modules.get("torch.distributed.tensor")  # without this module, no DTensor can exist
     return module is not None and isinstance(value, module.DTensor)

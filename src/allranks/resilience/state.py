@@ -1,14 +1,16 @@
 """The loop of a training that survives losses.
 
-A step is done when all ranks agree that it is: its *commit*. A loss before the commit undoes the step on every
-survivor, and it is repeated; a loss after it does not touch the step. So the survivors are always at the same step,
-with the same values, and a process that replaces a lost rank gets them from the memory of one of them.
+A step is complete when all ranks agree that it is: its *commit*. A loss before the commit undoes the step on every
+survivor, and the step is repeated. A loss after the commit does not affect the step. The survivors are therefore always
+at the same step with the same values, and a process that replaces a lost rank receives them from the memory of a
+survivor.
 
-Where the commit is follows from the first steps (`learning`): before the first optimizer runs, if nothing after that
-needs another rank, so that only little has to be copied; else at the end of the step, with copies of all that it
-changes. What a State covers is in `coverage`, what only one rank has in `buddies`, what it refuses in `audit`.
+The first steps determine the position of the commit (`learning`). If nothing after the first optimizer call needs
+another rank, the commit comes before that call, and few values have to be copied. Otherwise it comes at the end of the
+step, with copies of everything that the step changes. `coverage` finds what a State covers, `buddies` stores values
+that only one rank has, and `audit` rejects uncovered state.
 
-Random numbers need not be restored: they follow from the position of the step (`seeds`).
+Random numbers are not restored: they follow from the position of the step (`seeds`).
 """
 
 from __future__ import annotations
@@ -72,34 +74,34 @@ from allranks.resilience.step_plan import StepPlan
 
 __all__ = ["State", "Step"]
 
-# A rank's vote at the commit of a step; the outcome is the least of all. After _SENDS values are sent to the backups,
-# and the ranks vote again.
+# A rank's vote at the commit of a step. The outcome is the lowest vote of all ranks. After _SENDS, the ranks send
+# values to their backup ranks and vote again.
 _UNDONE, _SENDS, _LEAVES, _UNSAVED, _CHANGES, _LATE, _STAYS = range(7)
-_SOME, _ALL = 1, 2  # what ranks say to other questions
-_LOOK_S = 0.25  # between two looks at whether others wait to join
-_TOGETHER_S = 5.0  # after a signal, for others to get it
-_VERIFY_LEAST = 50  # steps between two comparisons of the ranks, at least
+_SOME, _ALL = 1, 2  # votes on other questions
+_LOOK_S = 0.25  # between two checks for processes that wait to join
+_TOGETHER_S = 5.0  # after a signal: the other ranks may receive it within this time
+_VERIFY_LEAST = 50  # minimum number of steps between two comparisons of the ranks
 _ABANDONED = (
     "State: the program has left the loop after a step that a loss has undone, so that the step is missing.\n  Leave"
     " it only if the step is done: `if step.committed and ...: break`"
 )
-# Programs ask for `index == n`, `index % n == 0` and `(index + 1) % n == 0`. The number is prime, and half of the one
-# after it, too: no n but 1 and 2 that anybody uses divides either.
+# Programs test `index == n`, `index % n == 0` and `(index + 1) % n == 0`. The absolute value is prime, and index + 1 is
+# twice a prime, so none of these tests is true for a realistic n other than 1 and 2.
 _UNDONE_INDEX = -1_000_000_007
 _NOTHING = object()
 _NO_VARIABLES = variables.LoopVariables(())
 _loops_entered = itertools.count()
-_EXTRAS = "(buffers and gradients)"  # a part of what is handed over, besides those of the program
-_VARIABLE = "variable "  # before the name of one, where it is compared
-_VAIN = 5  # so many attempts to connect all groups are enough
+_EXTRAS = "(buffers and gradients)"  # an additional part that is transferred with those of the program
+_VARIABLE = "variable "  # prefix of a variable's name in comparisons
+_VAIN = 5  # attempts to connect all groups before the error is raised
 
 
 class _Undone(Exception):
-    """The step is not done, because a rank was lost. Internal: a step's ``with`` takes it."""
+    """The step is undone, because a rank was lost. Internal: the step's ``with`` block catches it."""
 
 
 class State:
-    """What a training consists of, and its loop, which survives the loss of ranks.
+    """State of a training, and its loop, which survives the loss of ranks.
 
     ::
 
@@ -113,57 +115,57 @@ class State:
                     F.cross_entropy(model(images), labels).backward()
                     optimizer.step()
 
-    When a rank is lost in a step, the others take back what they did of it. Under ``allranks run --elastic`` the
-    launcher starts another process in its place, which runs the program from the top, gets the state from another
-    rank's memory when it reaches the loop, and the step is repeated: the weights at the end are, to the last bit, those
-    of a run without a loss. Where nobody takes the place the others go on without it: ranks have other numbers then,
-    ``get_rank()`` and ``get_world_size()`` say which, and an ``allranks.data.DistributedSampler`` deals what is left of
-    the epoch to those that are left. Hosts that come later join after a step, in the same way.
+    If a rank is lost in a step, the other ranks undo their part of it. Under ``allranks run --elastic`` the launcher
+    starts a replacement process, which runs the program from the top. When it reaches the loop, it receives the state
+    from another rank's memory, and the step is repeated. The final weights are bitwise equal to those of a run without
+    a loss. If no process replaces the rank, the other ranks continue without it. They then have other numbers, which
+    ``get_rank()`` and ``get_world_size()`` return, and an ``allranks.data.DistributedSampler`` distributes the rest of
+    the epoch over the remaining ranks. Hosts that join later do so after a step, in the same way.
 
-    Whatever is called on other ranks must be in a step: a loss outside of it ends the program. A section of one step is
-    ``for step in state.steps(1): with step: evaluate()``.
+    All communication with other ranks must be in a step: a loss outside a step ends the program. A section of one step
+    is ``for step in state.steps(1): with step: evaluate()``.
 
     Args:
-        reseed: seed torch's generators, and ``random``, at the beginning of each step, so that a repeated step draws
-            the same numbers, on the process that takes a place, too.
-        own: tensors on the CPU that have other values on each rank, such as a sum of losses. Another rank keeps them,
-            as of the commit of each step.
-        inherit: called with the tensors of ``own`` of a rank that is gone for good, because it has left or because
-            nobody takes its place. It is called once, on the rank that has kept them, before the next step, to add them
-            to its own ones: ``lambda theirs: loss_sum.add_(theirs[0])``. Without it they are gone; a warning says so.
-        leave_on: signals that announce the end of this process, such as ``signal.SIGTERM`` of a cloud that takes a host
-            back. After one the rank finishes its step, leaves, and ends with exit code 0; the others go on without it
-            and repeat nothing. Given in the main thread.
-        checkpoints: where the state is written to the disk, and how often. The loop begins with the newest checkpoint
-            in the folder, if there is one: the step after it is the next, and the weights at the end are those of a run
-            that was never stopped. None: the state is in memory alone.
-        local: objects, and names of variables, that may differ between ranks, are not restored, and are lost with their
+        reseed: Seed torch's generators, and ``random``, at the beginning of each step. A repeated step then draws the
+            same numbers, also on a replacement process.
+        own: Tensors on the CPU whose values differ between ranks, such as a sum of losses. Another rank stores a copy
+            of them as of the commit of each step.
+        inherit: Called with the ``own`` tensors of a rank that is permanently lost, because it has left or is not
+            replaced. It is called once, on the rank that stores them, before the next step. It can add them to its own
+            tensors: ``lambda theirs: loss_sum.add_(theirs[0])``. Without it the tensors are lost, with a warning.
+        leave_on: Signals that announce the end of this process, such as ``signal.SIGTERM`` of a cloud that reclaims a
+            host. After such a signal the rank finishes its step, leaves, and exits with code 0. The other ranks
+            continue without it and repeat nothing. Create the State in the main thread if signals are given.
+        checkpoints: Directory and frequency of checkpoints on the disk. The loop begins with the newest checkpoint in
+            the folder if one exists: the training continues with the step after it. The final weights are those of a
+            run that was never stopped. None: the state is only in memory.
+        local: Objects, and names of variables, that may differ between ranks, are not restored, and are lost with their
             rank: a progress bar, a list that is only printed. The training must not depend on them.
-        parts: modules, optimizers, schedulers, anything with ``state_dict`` and ``load_state_dict``, tensors, NumPy
-            arrays, generators, dicts, lists, and objects with attributes. The same values on all ranks.
+        parts: Modules, optimizers, schedulers, objects with ``state_dict`` and ``load_state_dict``, tensors, NumPy
+            arrays, generators, dicts, lists, and objects with attributes. Their values must be equal on all ranks.
 
     Attributes:
-        parts: the parts, by name; of a wrapper such as DistributedDataParallel the module in it.
-        replaced: how often another process has taken the place of a lost rank.
-        lost: how many ranks have been lost, with those that were lost before they got the state.
-        joined: how many ranks have come later. These three are the same on all ranks, in each step.
-        observing_s: seconds that this process has spent on observing the first steps.
+        parts: The parts, by name. For a wrapper such as DistributedDataParallel, the wrapped module.
+        replaced: Number of times that another process has replaced a lost rank.
+        lost: Number of ranks that have been lost, including those that were lost before they received the state.
+        joined: Number of ranks that have joined later. These three are the same on all ranks, in each step.
+        observing_s: Seconds that this process has spent on observing the first steps.
 
     Raises:
-        NotInitializedError: there is no process group yet.
-        UsageError: a part cannot be one, or a checkpoint cannot hold it. In the first steps, on every rank: the program
-            changes something that is not covered; names it, and the line to add.
-        CheckpointError: in the loop: a checkpoint cannot be loaded, or was not written; on every rank.
-        StateLostError: in the loop, on every rank: no rank has the state, or a part of it, any more; or the ranks have
-            come to differ.
+        NotInitializedError: No process group is initialized.
+        UsageError: An object cannot be a part, or a checkpoint cannot contain it. In the first steps, on every rank:
+            the program changes something that is not covered. The error names it, and the line to add.
+        CheckpointError: In the loop: a checkpoint cannot be loaded, or was not written. Raised on every rank.
+        StateLostError: In the loop, on every rank: no remaining rank has the state, or a part of it, or the ranks'
+            values have diverged.
 
     Cost:
-        a step: an all_reduce of 8 bytes, the seeding of generators, and a copy of what a step changes before it is
-        committed; if ranks have values of their own, messages with them. The first two steps at each place of a
+        a step: an all_reduce of 8 bytes, the seeding of generators, and a copy of the values that a step changes before
+        it is committed; if ranks have values of their own, messages with them. The first two steps at each place of a
         program: copies and hashes of everything. Every N steps: a hash of everything, below 0.5 % of the time. A loss:
-        some round trips to the launcher's store, making the group, hashes, and the size of the state through shared
-        memory or TCP. A checkpoint: a copy of this rank's share of the state, while the loop waits; the rest happens in
-        the background.
+        some round trips to the launcher's store, the creation of the group, hashes, and a transfer of the state through
+        shared memory or TCP. A checkpoint: a copy of this rank's share of the state while the loop waits; the rest
+        happens in the background.
     """
 
     def __init__(
@@ -208,45 +210,45 @@ class State:
         self._seeds = Seeds(reseed)
         self._generators: dict[str, Any] | None = None
         self._entered = False
-        # Where the program is; that of a process that replaces another lags behind the training.
+        # Position of the program. In a replacement process it is behind the position of the training.
         self._loop, self._epoch, self._section = 0, -1, 0
         self._batches: Batches | None = None
         self._step: Step | None = None
-        self._undone: Step | None = None  # to be repeated
+        self._undone: Step | None = None  # must be repeated
         self._abandoned = False
         self._plans: dict[str, StepPlan] = {}
         self._audits: dict[str, Audit] = {}
-        self._complaints: list[str] = []  # for the next learning step, in which all ranks hear them
-        self._late = False  # everywhere, as a step has called other ranks after its commit
+        self._complaints: list[str] = []  # for the next learning step, which reports them to all ranks
+        self._late = False  # on all ranks, because a step has made calls after its commit
         self._wants_late = False
-        # The variables of a place when its last step began, each with a copy of its value.
+        # The variables of a place at the start of its last step, each with a copy of its value.
         self._begin_values: dict[str, dict[str, tuple[Any, Any]]] = {}
-        self._differing: set[str] = set()  # what ranks have come to differ in, until the next commit
-        self._kept_at = ""  # the place whose variables have been copied since the program could change them
-        self._loop_variables = _NO_VARIABLES  # of the loop that runs
-        self._at_entry: dict[str, Any] = {}  # plain variables when the first loop began
+        self._differing: set[str] = set()  # names whose values have diverged between ranks, until the next commit
+        self._kept_at = ""  # the place whose variables are copied; "" if the program may have changed them since
+        self._loop_variables = _NO_VARIABLES  # variables of the current loop
+        self._at_entry: dict[str, Any] = {}  # plain variables at the start of the first loop
         self._at_entry_by_name: dict[str, Any] = {}  # the same, without the names of functions
-        self._covered_ids: set[int] = set()  # of tensors that variables may hold, too
-        self._pending_values: dict[str, dict[str, Any]] = {}  # received, for the first step there
+        self._covered_ids: set[int] = set()  # of tensors that variables may also reference
+        self._pending_values: dict[str, dict[str, Any]] = {}  # received, for the first step at each place
         self._pending_kept: dict[str, Tensor] = {}
-        self._reset: dict[str, set[str]] = {}  # variables that the program has begun anew with since the last commit
-        self._last_variables: dict[str, Tensor] = {}  # what the backup has, by place
+        self._reset: dict[str, set[str]] = {}  # variables that the program has reset since the last commit
+        self._last_variables: dict[str, Tensor] = {}  # packed variables that the backup rank has, by place
         self._sent_variables: dict[str, int] = {}  # their hashes
         self._local_names = {each for each in local if isinstance(each, str)}
         self._verifies = self._received = False
-        self._arrived: Callable[[], None] | None = None  # restores values as they came from the other ranks
+        self._arrived: Callable[[], None] | None = None  # restores values as the other ranks have sent them
         self._verify_every = self._verified_at = 0
         self._began_at = 0.0
         self._buddies = Buddies()
-        self._sent: dict[str, int] = {}  # versions of what the backup has
-        self._unsent = ""  # what has changed since the backup got it, for the first time at such a moment
+        self._sent: dict[str, int] = {}  # version counters of the tensors that the backup rank has
+        self._unsent = ""  # changed after it was sent, although the first steps did not show such a change
         self._inherit = inherit
-        self._inherited: set[int] = set()  # seats, since the last commit
+        self._inherited: set[int] = set()  # rank slots, since the last commit
         self._first_own = [tensor.clone() for tensor in own]
         self._aside = self._was_aside = self._returned = False
         self.replaced = self.lost = self.joined = 0
         self.observing_s = 0.0
-        self._not_counted = Tally()  # of that of the world
+        self._not_counted = Tally()  # part of the group history's count that State does not report
         self._leaves = False
         self._noticed_at = 0.0
         self._outcome = _STAYS
@@ -261,20 +263,21 @@ class State:
 
     @property
     def leaving(self) -> bool:
-        """Whether this process was told to leave, and does so after the present step."""
+        """Whether this process has received a signal to leave, and will leave after the current step."""
         return self._leaves
 
     @property
     def steps_done(self) -> int:
-        """How many steps are done, in all epochs."""
+        """Number of completed steps in all epochs."""
         return self._position.done
 
     def epochs(self, count: int, first: int = 0) -> Iterator[int]:
-        """The epochs, beginning with the one in which the training is.
+        """Iterate over the epochs, beginning with the current epoch of the training.
 
         Args:
-            count: the number after the last one's.
-            first: the one with which a training begins that goes on from a checkpoint.
+            count: One more than the number of the last epoch.
+            first: Number of the first epoch. No effect if the training is already in a later one, for example from a
+                checkpoint.
         """
         self._enter()
         if self._rehearsal is not None:
@@ -286,7 +289,7 @@ class State:
         try:
             while position.loop == loop and position.epoch < count:
                 self._epoch, self._section = position.epoch, 0
-                # What the program draws before the first step of an epoch follows from the epoch, too.
+                # Random numbers that the program draws before the first step of an epoch also follow from the epoch.
                 self._seeds.sow(self._world.rank(), "epoch", loop, self._epoch)
                 yield self._epoch
                 self._end_step(self._step, self._batches)
@@ -297,17 +300,17 @@ class State:
                 self._end_loop(count)
                 if self._rehearsal is not None:  # before the program saves a result
                     raise SystemExit(0)
-        finally:  # also where the program leaves the loop by `break`
+        finally:  # also if the program leaves the loop by `break`
             self._end_step(self._step, self._batches)
             self._loop, self._section = loop + 1, 0
             if position.loop == loop:
                 position.move(self._loop, position.epoch)
 
     def _end_loop(self, count: int) -> None:
-        """The last step of a loop of epochs, in which nothing is done."""
+        """Run the empty last step of a loop of epochs."""
         self._epoch, self._section, self._ends = count, 0, True
         self._write_checkpoint(at_once=True)
-        for step in self.steps(1):  # so that no rank is past the loop while another may still need it
+        for step in self.steps(1):  # no rank leaves the loop while another rank may still need its state
             with step:
                 pass
         self._ends = False
@@ -315,7 +318,7 @@ class State:
         self._announce(OVER, b"1")
 
     def _begin_loop(self) -> int:
-        """The number of the loop of epochs that begins; before it, between two, and after the last are others."""
+        """Return the number of the loop of epochs that begins. It is odd; numbers outside of loops are even."""
         if self._batches is not None or self._loop % 2:
             raise UsageError(
                 "State.epochs: called within another loop of epochs, or within a section of steps.\n  Write one loop of"
@@ -331,14 +334,14 @@ class State:
             lineage.board.write(key, value)
 
     def steps(self, source: Any) -> Iterator[Step]:
-        """The steps of a section, each again until it is done.
+        """Iterate over the steps of a section. Each step is repeated until it is committed.
 
         Args:
-            source: a DataLoader or any other iterable: a step has one batch of it; or a number of steps. A process that
-                replaces another skips the batches that are done: at no cost with allranks' DistributedSampler.
+            source: A DataLoader or any other iterable, of which each step receives one batch, or a number of steps. A
+                replacement process skips the batches of completed steps, at no cost with allranks's DistributedSampler.
 
         Raises:
-            UsageError: called in the middle of another section.
+            UsageError: Called in the middle of another section.
         """
         count = integer_of(source)
         source = source if count is None else count
@@ -366,7 +369,7 @@ class State:
             self._end_rehearsal()
 
     def _end_rehearsal(self) -> None:
-        """End a program that has trained without a loop of epochs, on all ranks."""
+        """End the rehearsal of a program that trains without a loop of epochs, on all ranks."""
         self._ends = True
         self._write_checkpoint(at_once=True)
         for step in self.steps(1):
@@ -376,7 +379,7 @@ class State:
         raise SystemExit(0)
 
     def _is_in(self, key: tuple[int, int, int]) -> bool:
-        """Whether the training is in this section: not if the others have ended it while this process waited."""
+        """Return whether the training is in this section. False if the others have finished it during a recovery."""
         return self._position.section_key == key
 
     def _run_section(self, batches: Batches, key: tuple[int, int, int]) -> Iterator[Step]:
@@ -396,7 +399,7 @@ class State:
                     place = self._place
                     self._places.add(place)
                     batches.deal_anew()
-                if self._pending_values:  # also where no step is left: the program may read them after the loop
+                if self._pending_values:  # also if no step remains: the program may read them after the loop
                     self._fill_variables(loop_frame())
                 if not batches.prepare():
                     return
@@ -411,13 +414,14 @@ class State:
                 self._step = step
                 try:
                     yield step
-                finally:  # also where the program leaves the loop by `break`
+                finally:  # also if the program leaves the loop by `break`
                     self._end_step(step, batches)
                 self._check_used(step, batches)
                 if step.committed:
                     if step.frame is not None:
-                        # A loss before the next step here (in this commit on another rank, in a checkpoint, in another
-                        # section) makes a process that needs the variables as they are after this step.
+                        # A replacement process may be started before the next step here: after a loss in this commit on
+                        # another rank, in a checkpoint, or in another section. It needs the variables as they are after
+                        # this step.
                         self._keep_variables(step)
                     self._find_unsent()
                     self._follow(step)
@@ -432,13 +436,13 @@ class State:
         finally:
             if self._batches is batches:
                 self._batches = None
-                self._loop_variables = _NO_VARIABLES  # let go of the program's functions
+                self._loop_variables = _NO_VARIABLES  # releases the program's functions
 
     def _end_step(self, step: Step | None, batches: Batches | None) -> None:
-        """Count a step that the program has left; once only.
+        """Count a step that the program has left. It is counted only once.
 
-        A program that leaves a loop by ``break`` may still hold the generator of its steps. Then the generator does not
-        see that, and the next section or epoch calls this.
+        A program that leaves a loop by ``break`` may still hold the generator of its steps. The generator is then not
+        closed, so the next section or epoch calls this method.
         """
         if step is None or batches is None or self._step is not step:
             return
@@ -449,7 +453,7 @@ class State:
             self._position.done += not self._ends
 
     def _check_used(self, step: Step, batches: Batches) -> None:
-        """The program has used a step as it should."""
+        """Raise if the program has not used a step correctly."""
         if not step.entered:
             raise UsageError("a step of State.steps() was not used: write `with step:` around its body")
         if self._batches is not batches:
@@ -459,18 +463,19 @@ class State:
             )
 
     def _check_abandoned(self) -> None:
-        """Refuse to continue where the program has left a loop although its last step must be repeated."""
+        """Raise if the program has left a loop although its last step must be repeated."""
         if self._abandoned:
             self._abandoned = False
             raise StateLostError(_ABANDONED)
 
     def _end_abandoned(self) -> None:
-        if self._abandoned:  # the program has ended without another call, in which this would have been raised
+        # An exception in an exit handler does not change the exit code, so report the error and exit here.
+        if self._abandoned:  # the program has exited without another call that could raise the error
             print(f"allranks.StateLostError: {_ABANDONED}", file=sys.stderr, flush=True)
             os._exit(1)
 
     def _follow(self, step: Step) -> None:
-        """Does what ranks have asked for at the commit of a step."""
+        """Perform the action on which the ranks have agreed at the commit of a step."""
         if self._outcome in (_STAYS, _LATE):
             return
         if self._outcome == _LEAVES:
@@ -485,10 +490,11 @@ class State:
         step.broken = step.broken or self._outcome in (_LEAVES, _CHANGES)
 
     def _wait_for_others(self, step: Step) -> None:
-        """Lets a rank that is to leave stay for one more step, unless all leave now.
+        """Delay the leaving of a rank by one step if necessary, unless all ranks leave now.
 
-        That is where the rank leaves for which it keeps tensors, or where too few would be left, to whom the same may
-        have been sent: a signal reaches the ranks of a job one after the other.
+        The rank stays if its protected rank leaves in the same step, because it stores that rank's tensors. It also
+        stays if too few ranks would remain shortly after the signal. A signal reaches the ranks of a job one after the
+        other, so the remaining ranks may be about to receive it.
         """
         leave = torch.zeros(self._world.size(), dtype=torch.uint8, device="cpu")
         try:
@@ -506,13 +512,13 @@ class State:
             step.leaves = False
 
     def _least(self) -> int:
-        """The number of ranks without which the job ends."""
+        """Return the minimum number of ranks with which the job continues."""
         lineage = self._world.lineage
         table = lineage.board.table() if lineage is not None and lineage.board.launched else None
         return 0 if table is None else table.least
 
     def _write_last(self, step: Step) -> None:
-        """Writes a checkpoint if all ranks leave: nobody is left who has the state."""
+        """Write a checkpoint if all ranks leave, because no remaining rank has the state."""
         assert self._disk is not None
         try:
             outcome = _UNDONE if step.broken else self._world.agree(_ALL if step.leaves else _SOME)
@@ -525,15 +531,17 @@ class State:
             self._write_checkpoint(at_once=True)
 
     def _write_checkpoint(self, at_once: bool = False) -> None:
-        """Begins a checkpoint where one is due. That is done when all ranks agree, as a step is.
+        """Start a checkpoint if one is due. Like a step, it is complete when all ranks agree.
 
         Args:
-            at_once: whatever is not on the disk is due, and this returns when it is there.
+            at_once: If steps are not on the disk yet, write a checkpoint even if none is due, and wait until it is
+                complete.
         """
         disk, position = self._disk, self._position
         while disk is not None:
             try:
                 if self._recovered:
+                    # The loss may have interrupted the save on some ranks only. All ranks then write it again.
                     if self._agree(_SOME if disk.was_cut_off else _ALL) == _SOME:
                         position.saved = -1
                     self._recovered = False
@@ -551,13 +559,13 @@ class State:
                 self._recover()
 
     def _agree(self, value: int) -> int:
-        """The least value of all ranks.
+        """Return the lowest value of all ranks.
 
         Raises:
-            _Undone: that is 0, or a loss has hit a rank in another call.
+            _Undone: The lowest value is 0, or a loss has interrupted another call of a rank.
         """
         if value == _UNDONE:
-            abort_groups()  # a rank may wait there for this one, which makes no further call in this step
+            abort_groups()  # a rank may wait in such a group for this rank, which makes no further call in this step
         outcome = self._world.agree(value)
         if outcome == _UNDONE:
             raise _Undone
@@ -567,13 +575,13 @@ class State:
     def _place(self) -> tuple[int, int]:
         return self._world.rank(), self._world.size()
 
-    # --- what a step calls ---
+    # --- methods for a step ---
 
     def _meet_at(self, step: Step) -> None:
-        """Before the program gets a step: its variables are what they were, and ranks have the same state.
+        """Restore the variables and compare the ranks' states before the program receives a step.
 
         Raises:
-            StateLostError: they have not; on every rank.
+            StateLostError: The states differ. Raised on every rank.
         """
         step.is_last = self._ends
         frame = step.frame = loop_frame()
@@ -582,14 +590,15 @@ class State:
             step.variables = self._loop_variables
         else:
             step.variables = variables.LoopVariables(program_frames(frame))
-            # A generator of the program ends when the program drops it, which a reference to its frame would prevent.
+            # A generator of the program is closed when its last reference disappears. A reference to its frame would
+            # prevent that.
             self._loop_variables = step.variables if variables.is_plain_function(frame) else _NO_VARIABLES
         if self._arrived is not None:
             self._arrived()
             self._arrived, self._kept_at = None, ""
         plan = self._plans.setdefault(step.place, StepPlan())
         if not plan.met:
-            # If a rank is lost in the comparison below, the process in its place gets these values.
+            # If a rank is lost in the comparison below, the replacement process receives these values.
             own = {name for each in self._plans.values() for name in each.variables}
             self._begin_values[step.place] = {
                 name: (value, _copied(value)) for name, value in self._variables_now(step).items() if name not in own
@@ -603,14 +612,14 @@ class State:
         self._verify(step)
 
     def _keep_variables(self, step: Step) -> None:
-        """Copy the variables that the loop carries, as the next step finds them."""
+        """Copy the variables that the loop carries, in the state in which the next step finds them."""
         self._begin_values[step.place] = {
             name: (value, _copied(value)) for name, value in self._variables_now(step, after=True).items()
         }
         self._kept_at = step.place
 
     def _begin(self, step: Step) -> None:
-        """A step begins: what it may change is copied, and the generators are seeded."""
+        """Copy the values that the step may change, and seed the generators."""
         step.losses = losses_seen()
         if self._ends:
             return
@@ -636,11 +645,14 @@ class State:
             self._rehearsal.begin(step)
 
     def _take_back(self, step: Step) -> None:
-        """Restore what an undone step has changed. Called again before the step is repeated: code after it has run."""
+        """Restore the values that an undone step has changed.
+
+        Called again immediately before the step is repeated, because code after the step has run in between.
+        """
         if step.frame is None or step.is_last:
             return
         changed = self._undo.take_back()
-        self._sent.clear()  # these versions
+        self._sent.clear()  # the version counters have changed
         if changed:
             self._lacks = True
             self._why_lacks = (
@@ -658,21 +670,21 @@ class State:
             self._batches.take_back()
 
     def _unseen(self, step: Step) -> str:
-        """What the program changes after the commit, so that neither a copy nor a version counter tells of it."""
+        """Return the name of a value that the program changes after the commit without a copy or a version counter."""
         plan = self._plans[step.place]
         unseen = {n for n in plan.unseen - plan.saved if not (plan.modules and n.endswith("{}"))}
         return min(unseen, default="")
 
     def _fill_variables(self, frame: FrameType) -> None:
-        """Assign what other ranks have sent for the variables of a loop."""
+        """Assign the received values to the variables of a loop."""
         place = _place_of(frame)
         values, kept = self._pending_values.get(place), _latest(self._pending_kept)
         self._kept_at = ""
         self._pending_values, self._pending_kept = {}, {}  # those of other places are older
         if values is None:
             return
-        # Those that are this rank's own, unless the program has begun anew with them. Until a place has shown which
-        # these are, the backup has all of them.
+        # The rank's own variables come from its backup rank, unless the program has reset them. Until the steps at a
+        # place have shown which variables these are, the backup rank has all of them.
         mine = {name for plan in self._plans.values() for name in (kept if plan.learns else plan.variables)}
         mine -= self._reset.get(place, set())
         values |= {n: v for n, v in kept.items() if n in values and n in mine}
@@ -688,9 +700,9 @@ class State:
             step.at_commit = self._own_digests(step)
 
     def _find_unsent(self) -> None:
-        """Notice a tensor of this rank's own that has changed after the commit, which the first steps did not do.
+        """Detect a change of one of this rank's own tensors after the commit that the first steps did not show.
 
-        Its backup lacks that change until the next commit. Later steps are committed at their end.
+        The backup rank lacks that change until the next commit. Later steps are therefore committed at their end.
         """
         if not self._sent:
             return
@@ -708,12 +720,12 @@ class State:
         return name in self._coverage.buffers or name.startswith("own[")
 
     def _own_digests(self, step: Step) -> dict[str, int]:
-        """Hashes of what ranks keep for each other."""
+        """Return hashes of the values that ranks store for each other."""
         found = {name: digest(value) for name, value in self._variables_now(step).items()}
         return found | {name: digest(tensor) for name, tensor in self._all_own().items()}
 
     def _check_what_follows(self, step: Step) -> None:
-        """What changes after ``step.commit()`` is not kept by another rank; a learning step shows it."""
+        """Report values that change after ``step.commit()``, which no other rank stores. Only in a learning step."""
         if not step.at_commit:
             return
         plan, now = self._plans[step.place], self._own_digests(step)
@@ -725,15 +737,15 @@ class State:
                 )
 
     def _commit(self) -> None:
-        """Returns when all ranks agree that the step is done.
+        """Return when all ranks agree that the step is complete.
 
         Raises:
-            _Undone: it is not.
+            _Undone: The ranks have not agreed.
         """
         world, lineage, step = self._world, self._world.lineage, self._step
         assert step is not None
         if losses_seen() != step.losses:
-            # The program may have caught the error; a call has not happened all the same.
+            # The program may have caught the error. The interrupted call is still incomplete.
             self._agree(_UNDONE)
         plan = self._plans[step.place]
         differing = {name.removeprefix(_VARIABLE) for name in self._differing}
@@ -766,25 +778,25 @@ class State:
         if self._outcome == _LATE:
             self._late = True
         if lineage is not None and lineage.decided is not None:
-            step.broken = True  # the group; the step is done
+            step.broken = True  # the group is broken, but the step is complete
         step.losses = losses_seen()
 
     def _commit_early(self) -> None:
-        """Commit within the step: no call may follow in it, as nothing would undo the step if that is interrupted."""
+        """Commit within the step. No call may follow in it: a loss in that call could no longer undo the step."""
         self._commit()
         assert self._step is not None
         self._step.calls = calls_made()
 
     def _finish(self, step: Step) -> None:
-        """The end of a ``with`` block without an error.
+        """Finish a ``with`` block that has ended without an error.
 
         Raises:
-            UsageError: the first steps have shown that a loss could not be repaired; on every rank.
-            _Undone: the step is not done.
+            UsageError: The first steps have shown that State could not recover from a loss. Raised on every rank.
+            _Undone: The step is undone.
         """
         if step.committed:
             if calls_made() != step.calls:
-                self._wants_late = True  # a loss in those calls would have cut the rest of the step off
+                self._wants_late = True  # a loss in those calls would have interrupted the rest of the step
             if losses_seen() != step.losses:
                 self._cut_off(step)  # the program has caught the error
             self._check_what_follows(step)
@@ -805,7 +817,7 @@ class State:
         if plan.audits and audit is not None:
             complaints += audit.complaints(step.variables.frames, step)
         report = step.learning.report(calls_made(), self._variables_now(step), complaints)
-        # So seldom that comparing the ranks takes less than 0.5 % of the time.
+        # Choose an interval at which comparing the ranks takes less than 0.5 % of the time.
         report["base"] = self._seeds.base
         report["around"] = {} if not plan.audits or audit is None else audit.around(step.variables.frames)
         report["every"] = min(int(step.learning.seconds / (0.005 * max(body_s, 1e-6))) + _VERIFY_LEAST, 1 << 20)
@@ -820,12 +832,12 @@ class State:
         if complaints and self._audits_steps:
             raise UsageError(_refusal(complaints))
         if not plan.audits:
-            self._audits.pop(step.place, None)  # it holds what the variables held in the first step
+            self._audits.pop(step.place, None)  # it references the values of the variables in the first step
         if not plan.learns:
             self._settle(step)
 
     def _settle(self, step: Step) -> None:
-        """The plan of a place is complete."""
+        """Apply the complete plan of a place."""
         plan = self._plans[step.place]
         self._undo.forget_plan()
         if plan.late and self._world.rank() == 0 and self._audits_steps:
@@ -836,13 +848,13 @@ class State:
             )
 
     def _meet_variables(self, step: Step, plan: StepPlan) -> None:
-        """The ranks compare variables that a loop does not assign, before its first step.
+        """Compare, before the first step of a loop, the variables that the loop does not assign.
 
         A process that has just replaced a lost rank may have computed them from results that it does not have:
-        ``count = train(); evaluate(count)``. Then it takes those of the others.
+        ``count = train(); evaluate(count)``. It then takes the values of the other ranks.
 
         Raises:
-            StateLostError: nobody can tell which value is right; on every rank.
+            StateLostError: The correct value cannot be determined. Raised on every rank.
         """
         known = {name for each in self._plans.values() for name in each.varying}
         common = {name for each in self._plans.values() for name in each.common} - known
@@ -853,7 +865,7 @@ class State:
         full = [found for received, found in reports if not received] or [found for _, found in reports]
         for name in sorted(set().union(*(found for _, found in reports))):
             theirs = {digest(found[name]) for found in full if name in found}
-            # A replacement process that has not computed it has skipped the loop that does.
+            # A replacement process that has not computed it has skipped the loop that computes it.
             lacked = bool(theirs) and any(received and name not in found for received, found in reports)
             if not lacked and len({digest(found[name]) for _, found in reports if name in found}) == 1:
                 plan.common.add(name)
@@ -869,10 +881,10 @@ class State:
         plan.met = True
 
     def _computed(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Plain values that the program has computed since its first loop began.
+        """Return the plain values that the program has computed since its first loop began.
 
-        What a variable held before that, each process computes itself: options, and what depends on the process, such
-        as ``os.environ["ALLRANKS_START"]``. An argument of a function that has been called since is known by its name.
+        Each process computes earlier values of a variable itself: options, and values that depend on the process, such
+        as ``os.environ["ALLRANKS_START"]``. An argument of a function that was called later is recognized by its name.
         """
         return {key: value for key, value in values.items() if self._is_computed(key, value)}
 
@@ -883,7 +895,7 @@ class State:
         return value is not before and variables.is_plain(value) and not _same(value, before)
 
     def _without_covered(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Without the variables that are declared as local or covered by a part."""
+        """Return the variables that are neither declared as local nor covered by a part."""
         local, covered = self._local_names, self._covered_ids
         return {
             name: value
@@ -892,12 +904,12 @@ class State:
         }
 
     def _variables_now(self, step: Step, after: bool = False) -> dict[str, Any]:
-        """The variables that the loop assigns, and reads before.
+        """Return the variables that the loop assigns, and reads before it assigns them.
 
         Args:
-            step: the present one.
-            after: with those that only the program after the loop reads, detached from their computation, and those
-                that the loop does not assign and that are the same on all ranks.
+            step: The current step.
+            after: Also return variables that only the program after the loop reads, and variables that the loop does
+                not assign and that are the same on all ranks. Copies of tensors are detached from their computation.
         """
         there, varying = step.variables, self._plans[step.place].varying
         found: dict[str, Any] = {}
@@ -916,22 +928,22 @@ class State:
 
     @property
     def _audits_steps(self) -> bool:
-        """Whether a loss could be repaired: only then a program must keep to what State covers."""
+        """Whether recovery from a loss is possible. Only then must a program observe the limits of State's coverage."""
         return self._world.lineage is not None or self._disk is not None
 
     def _covered(self) -> list[Any]:
-        """All objects that the parts consist of, and those of the State itself."""
+        """Return all objects of the parts, and those of the State itself."""
         reached = self._coverage.reached()
         found = [*reached.tensors.values(), *reached.arrays.values(), *reached.containers.values()]
         found += [*reached.owners.values(), *reached.generators.values(), *reached.wrappers.values()]
         return [*found, *self._wrappers, *self._local, *self.parts.values(), *self._own]
 
     def _own_values(self, step: Step, differing: Set[str]) -> dict[str, Tensor]:
-        """What only this rank has, and its backup does not have yet.
+        """Return the values that only this rank has, and that its backup rank does not have yet.
 
         Args:
-            step: the present one.
-            differing: buffers and variables that belong to it from this step on.
+            step: The current step.
+            differing: Buffers and variables that belong to these values from this step on.
         """
         plan = self._plans[step.place]
         changing = {name for each in self._plans.values() for name in each.changing}
@@ -953,7 +965,7 @@ class State:
         return found
 
     def _all_own(self, differing: Set[str] = frozenset()) -> dict[str, Tensor]:
-        """All that only this rank has, as of the last commit, for a backup that keeps nothing yet."""
+        """Return all values that only this rank has, as of the last commit, for a backup rank without any of them."""
         plans = self._plans.values()
         names = {name for plan in plans for name in plan.own} | differing
         learnt = any(plan.steps for plan in plans)
@@ -968,7 +980,7 @@ class State:
         return found | self._last_variables
 
     def _cut_off(self, step: Step) -> None:
-        """A loss has interrupted a step after its commit: this rank does not have what the step should have left."""
+        """Record that a loss has interrupted a step after its commit, so this rank lacks results of the step."""
         step.broken = True
         self._lacks = True
         self._why_lacks = (
@@ -977,10 +989,10 @@ class State:
         )
 
     def _verify(self, step: Step) -> None:
-        """Compare what all ranks must have in common: after a recovery, and from time to time.
+        """Compare the values that must be equal on all ranks: after a recovery, and periodically.
 
         Raises:
-            StateLostError: they differ; on every rank.
+            StateLostError: They differ. Raised on every rank.
         """
         done, every = self._position.done, self._verify_every
         is_due = every and done and done % every == 0 and done != self._verified_at
@@ -996,6 +1008,8 @@ class State:
             mine |= {name: found for name, found in self._coverage.common().items() if name not in own}
         if after_recovery:
             mine |= self._around(step)
+        # A fast comparison of one hash per rank. The names of shards differ between ranks, so it is not possible for
+        # a sharded state. The shift makes an unsigned 64-bit hash fit into int64.
         if not self._sharded or not everything:
             total = torch.tensor([digest(sorted(mine.items())) >> 1], device="cpu")
             totals = torch.empty(world.size(), dtype=torch.int64, device="cpu")
@@ -1006,7 +1020,7 @@ class State:
         objects.all_gather_object(gathered, mine, world)
         names = sorted(set().union(*gathered))
         differ = [name for name in names if len({each[name] for each in gathered if name in each}) > 1]
-        if not after_recovery:  # ranks have come to differ in buffers or variables: each one's is kept from now on
+        if not after_recovery:  # diverged buffers and variables: backup ranks store them from now on
             self._differing = {n for n in differ if n in self._coverage.buffers or n.startswith(_VARIABLE)}
             differ = [name for name in differ if name not in self._differing]
         if differ:
@@ -1020,9 +1034,9 @@ class State:
             )
 
     def _around(self, step: Step) -> dict[str, int]:
-        """Of the objects around the parts that were the same on all ranks in the first steps.
+        """Return hashes of the objects around the parts that were the same on all ranks in the first steps.
 
-        If a replacement process has others, the program has changed them: between two steps, or later.
+        If those of a replacement process differ, the program has changed them: between two steps, or later.
         """
         common = set().union(*(plan.around for plan in self._plans.values()))
         if not common or step.frame is None:
@@ -1031,7 +1045,7 @@ class State:
         return {f"{n} (no part of the State)": d for n, d in audit.around(step.variables.frames).items() if n in common}
 
     def _variable_digests(self, step: Step) -> dict[str, int]:
-        """Of the variables that ranks have in common when a step begins."""
+        """Return hashes of the variables that ranks have in common when a step begins."""
         plans, reset = self._plans.values(), self._reset_names(step.place)
         known = {name for plan in plans for name in plan.known}  # a variable has one name at all places of a function
         own = {name for plan in plans for name in plan.variables} - reset
@@ -1042,6 +1056,7 @@ class State:
         }
 
     def _wish(self) -> int:
+        # The checks are in the order of the votes: the lowest vote of all ranks decides.
         if self._leaves:
             return _LEAVES
         if self._disk is not None and self._disk.has_failed:
@@ -1051,7 +1066,7 @@ class State:
         return _LATE if self._wants_late and not self._late else _STAYS
 
     def _somebody_comes(self) -> bool:
-        """Whether processes wait to join, and can. Rank 0 looks, from time to time."""
+        """Return whether processes wait to join, and can. Rank 0 polls periodically."""
         lineage, now = self._world.lineage, time.monotonic()
         if self._world.rank() or lineage is None or not lineage.board.launched or now < self._look_at:
             return False
@@ -1076,14 +1091,14 @@ class State:
         return list(self._members())
 
     def _members(self) -> dict[int, int]:
-        """The start of each seat's process, by rank."""
+        """Return the start number of each rank slot's process, by rank."""
         lineage = self._world.lineage
         return {} if lineage is None else dict(lineage.members)
 
     def _take_notice(self, number: int, _: object) -> None:
         self._leaves = True
         self._noticed_at = time.monotonic()
-        if self._aside:
+        if self._aside:  # a waiting process executes no step after which it could leave
             raise SystemExit(0)
 
     def _before_optimizer(self, *_: object) -> None:
@@ -1100,7 +1115,7 @@ class State:
     # --- losses ---
 
     def _enter(self) -> None:
-        """The loop begins: what was called before is over."""
+        """Enter the loop for the first time: connect with the other ranks, and load a checkpoint if one exists."""
         if self._entered:
             return
         self._entered = True
@@ -1124,7 +1139,7 @@ class State:
             self._load()
 
     def _look_around(self) -> None:
-        """Find what the program has around its parts: wrappers of their modules, and generators of random numbers."""
+        """Find objects around the parts: wrappers of their modules, and random number generators."""
         covered = {id(module) for part in self._coverage.modules for module in part.modules()}
         found = surroundings(loop_frame(), self._local)
         for wrapper in found.wrappers.values():
@@ -1140,7 +1155,7 @@ class State:
         self._covered_ids = set(map(id, self._coverage.reached().tensors.values()))
 
     def _load(self) -> None:
-        """Goes on from the newest checkpoint. That is done when all ranks agree, as a step is."""
+        """Continue from the newest checkpoint. Like a step, this is complete when all ranks agree."""
         assert self._disk is not None
         try:
             found = self._disk.load()
@@ -1155,7 +1170,7 @@ class State:
         self._position.loaded = True
 
     def _meet(self) -> None:
-        """Joins the others, where this process takes a place."""
+        """Switch from the replay log to the group of the loop, and receive the state if this process lacks it."""
         prelude, decision = self._world.engine, self._world.entered
         if not isinstance(prelude, Prelude):
             return
@@ -1183,7 +1198,7 @@ class State:
             self._recover()
 
     def _complete(self, lacks: bool) -> None:
-        """Gives those their state that were given only a part of what the calls before the loop had brought."""
+        """Send the state to ranks that have replayed only part of the calls before the loop."""
         flags = torch.zeros(self._world.size(), dtype=torch.uint8, device="cpu")
         self._world.all_gather(flags, torch.tensor([lacks], dtype=torch.uint8, device="cpu"))
         empty = flags.nonzero().flatten().tolist()
@@ -1191,25 +1206,27 @@ class State:
             self._hand_over([rank for rank in range(len(flags)) if rank not in empty], empty)
 
     def _recover(self) -> None:
-        """Goes on with those that are left, and with those that have taken the places of others.
+        """Continue with the remaining ranks, and with the processes that have replaced lost ranks.
 
-        That is done when all ranks agree, as a step is: no rank begins a step while another still waits for its state.
+        Like a step, this is complete when all ranks agree: no rank begins a step while another still waits for its
+        state.
         """
         vain = 0
         self._kept_at = ""
         self._differing.clear()
         if self._undone is not None:
-            self._take_back(self._undone)  # once more: the program has run what is after the step
+            self._take_back(self._undone)  # once more: the program has run code after the step
             self._undone = None
         while True:
             before = self._world.size()
             progress = NEWCOMER if self._lacks else self._position.done
-            abort_groups()
+            abort_groups()  # a rank that waits there for the lost rank must also reach advance()
             successor = advance(self._world, progress=progress, replaces=True)
             self._aside = False
             full, empty = _full_and_empty(successor.decision)
             if not full or (self._lacks and successor.rank in full):
-                # The second: the loss was decided on before this rank saw that it cannot undo the step.
+                # In the second case, the ranks decided on the loss before this rank detected that it cannot undo the
+                # step.
                 raise self._nobody_left()
             if self._replicas is not None and not self._replicas.obstacle:
                 self._replicas.check(successor.decision.claims)
@@ -1223,10 +1240,10 @@ class State:
                     else:
                         wrapper.renew()
                 self._count()
-            self._lacks = self._lacks or successor.rank in empty  # it has waited
+            self._lacks = self._lacks or successor.rank in empty  # it has waited for its replica
             if before == 1 < self._world.size():
                 for plan in self._plans.values():
-                    plan.steps = plan.boundaries = 0  # a rank alone has learnt nothing of what differs between ranks
+                    plan.steps = plan.boundaries = 0  # a single rank has not learned which values differ between ranks
             self._verifies = True
             try:
                 renew_groups()
@@ -1235,7 +1252,7 @@ class State:
                 self._hand_over(full, empty)
             except (*LOSSES, _Undone):
                 continue
-            except JoinError:  # of members of a group, of whom one may be lost
+            except JoinError:  # from members of a group, one of which may be lost
                 vain += 1
                 if vain == _VAIN:
                     raise
@@ -1244,21 +1261,21 @@ class State:
             return
 
     def _count(self) -> None:
-        """As of the present generation. All ranks come to the same."""
+        """Update the counts for the current generation. The result is the same on all ranks."""
         lineage = self._world.lineage
         assert lineage is not None
         counted = lineage.tally - self._not_counted
         self.replaced, self.lost, self.joined = counted.replaced, counted.lost, counted.joined
 
     def _follow_count(self, counted: Tally) -> None:
-        """Goes on from what a rank in the same generation has counted."""
+        """Continue from the counts of a rank in the same generation."""
         lineage = self._world.lineage
         assert lineage is not None
         self._not_counted = lineage.tally - counted
         self._count()
 
     def _hand_over(self, full: list[int], empty: list[int]) -> None:
-        """Give the state to the ranks that have none. Done when all ranks agree that it is."""
+        """Send the state to the ranks that have none. This is complete when all ranks agree."""
         if not full:
             raise self._nobody_left()
         world, seats = self._world, self._seats()
@@ -1271,6 +1288,7 @@ class State:
                 " has the value of the lost rank. The first steps had not shown such a change.\n  Start the job again"
                 " from a checkpoint (allranks run --restarts does so by itself)"
             )
+        # All ranks iterate in the same order, so that each send meets its receive.
         for rank in empty:
             donors = handover.Donors(rank, full, machines, self._sharded)
             if me == rank:
@@ -1287,7 +1305,7 @@ class State:
         gone = self._take_over(seats, full)
         self._lacks, self._why_lacks = False, ""
         renewed = bool(empty or gone) and self._keeps_own
-        if renewed:  # a new process keeps nothing yet; all are as of the last commit
+        if renewed:  # a new process stores no backup yet; all values are as of the last commit
             self._buddies.forget()
             self._sent.clear()
             self._unsent = ""
@@ -1299,23 +1317,23 @@ class State:
             self._inherited.clear()
 
     def _unsent_anywhere(self) -> bool:
-        """Whether ranks have changed what is theirs since their backups got it: then the lost rank had, too."""
+        """Return whether any rank's own values have changed since it sent them. If so, the lost rank's have, too."""
         found = torch.tensor(bool(self._unsent), dtype=torch.uint8, device="cpu")
         self._world.all_reduce(found, ReduceOp.MAX)
         return bool(found)
 
     def _share_plans(self, source: int) -> None:
-        """All ranks continue with what one of them has learnt: a loss may have hit them at different moments."""
+        """Distribute one rank's plans to all ranks, because a loss may have interrupted them at different moments."""
         buddies, seeds = self._buddies, self._seeds
         mine = (self._plans, self._late, self._verify_every, seeds.base if seeds.agreed else None)
         message: list[Any] = [mine, (buddies.ring, buddies.step)]
         objects.broadcast_object_list(message, source, self._world)
         self._plans, self._late, self._verify_every, base = message[0]
-        buddies.ring, buddies.step = message[1]  # all must agree on who is whose backup
+        buddies.ring, buddies.step = message[1]  # all ranks must agree on the backup ranks
         if base is not None:
             self._seeds.base, self._seeds.agreed = base, True
         for plan in self._plans.values():
-            plan.met = False  # a new process may have computed other values
+            plan.met = False  # a replacement process may have computed other values
         self._undo.forget_plan()
 
     def _send(self, donors: handover.Donors, keeper: int | None) -> None:
@@ -1335,7 +1353,7 @@ class State:
         handover.send({**self.parts, _EXTRAS: self._coverage.extras(self._has_grads)}, shared, self._world, donors)
 
     def _receive(self, donors: handover.Donors) -> dict[str, Tensor]:
-        """Receive the state, and what the backup of this rank has kept. Returns that."""
+        """Receive the state, and this rank's values from its backup rank. Return the latter."""
         world, extras = self._world, self._coverage.extras(False)
         shared = handover.receive({**self.parts, _EXTRAS: extras}, world, donors)
         self._position.take(shared["position"])
@@ -1345,8 +1363,8 @@ class State:
         self._coverage.set_flags(shared["flags"])
         self._pending_values, self._reset = shared["variables"], shared["reset"]
         self._received = True
-        # Before its first step a replacement process runs what the program does when an epoch begins:
-        # `scheduler.step()`. The others have done that before.
+        # Before its first step, a replacement process runs the code at the start of an epoch, such as
+        # `scheduler.step()`. The other ranks have already run it, so its effect must be undone.
         self._arrived = self._coverage.keep_light()
         self._last_variables, self._sent_variables = {}, {}
         if shared["keeper"] is None:
@@ -1356,15 +1374,17 @@ class State:
         kept: dict[str, Tensor] = {n: tensor for n, tensor in message[0].items() if self._belongs_to_rank(n)}
         self._coverage.set_own(kept)
         self._pending_kept = {name: value for name, value in kept.items() if name.startswith("variables(")}
-        # This process has its predecessor's backup. What it lacks of that, nobody would be told to begin anew.
+        # This process has its predecessor's backup rank. Without this copy, a variable that the backup rank has but
+        # this process lacks would not be reported as reset.
         self._last_variables = dict(self._pending_kept)
         self._sent_variables = {name: digest(value) for name, value in _latest(self._pending_kept).items()}
         return kept
 
     def _belongs_to_rank(self, name: str) -> bool:
-        """Whether a rank gets from its backup what is kept under this name, and not from any other rank.
+        """Return whether a rank receives the value with this name from its backup rank instead of its donor.
 
-        The backup may have more, from a time when it was not known yet what differs between ranks.
+        The backup rank may have more values, from a time before the first steps had shown which values differ between
+        ranks.
         """
         plans = self._plans.values()
         if name in self._coverage.buffers:
@@ -1372,7 +1392,7 @@ class State:
         return not name.startswith("grad") or any(plan.own_grads for plan in plans)
 
     def _reset_names(self, place: str) -> set[str]:
-        """The variables of this rank that are not what its backup has: the program has begun anew with them."""
+        """Return this rank's variables that differ from its backup rank's, because the program has reset them."""
         begin = self._begin_values.get(place, {})
         return {name for name, sent in self._sent_variables.items() if name in begin and digest(begin[name][1]) != sent}
 
@@ -1382,14 +1402,14 @@ class State:
 
     @property
     def _keeps_own(self) -> bool:
-        """Whether ranks keep something for each other; the same on all ranks."""
+        """Whether ranks store values for each other. The same on all ranks."""
         return bool(self._own or self._coverage.buffers or any(plan.exchanges for plan in self._plans.values()))
 
     def _take_over(self, seats: list[int], full: list[int]) -> bool:
-        """Gives the program what ranks had that are gone for good. Whether there are such ranks.
+        """Pass the ``own`` tensors of permanently lost ranks to the program. Return whether such ranks exist.
 
         Raises:
-            StateLostError: nobody has it, and the program wants it.
+            StateLostError: No remaining rank has them, and the program has passed ``inherit``.
         """
         buddies = self._buddies
         gone = [seat for seat in buddies.ring if seat not in seats] if self._own else []
@@ -1415,10 +1435,10 @@ class State:
         )
 
     def _miss(self, seat: int, keeper: int, first: bool) -> None:
-        """A rank is lost together with the one that kept what only it had.
+        """Handle the loss of a rank together with its backup rank.
 
         Raises:
-            StateLostError: that are tensors that the program has named, variables, or gradients.
+            StateLostError: The lost values include ``own`` tensors, variables, or gradients.
         """
         plans = self._plans.values()
         if self._own:
@@ -1432,7 +1452,7 @@ class State:
             )
 
     def _warn_of_shards(self) -> None:
-        """Says in the beginning what a loss would show: that nobody else has a rank's shards."""
+        """Warn at the start if a lost rank could not be replaced, because no other rank has its shards."""
         lineage, me = self._world.lineage, self._world.rank()
         if me or lineage is None or not lineage.replaces:
             return
@@ -1446,7 +1466,7 @@ class State:
                 return
 
     def _check_ranks(self, size: int) -> None:
-        """Refuses to go on with another number of ranks where a part is made for so many."""
+        """Raise if the number of ranks has changed and a part requires a fixed number."""
         if self._world.size() == size:
             return
         for wrapper in self._torchs:
@@ -1458,15 +1478,15 @@ class State:
             )
 
     def _wait_aside(self) -> None:
-        """This process waits until others come with which it forms a replica again, and has nothing till then."""
+        """Wait until other ranks complete this rank's replica again. Until then this process has no state."""
         self._aside = self._was_aside = self._returned = True
         if self._disk is not None:
-            self._disk.settle()  # a save that the loss has cut off is no failure of this process
+            self._disk.settle()  # a save that the loss has interrupted is not a failure of this process
         if self._leaves:
             raise SystemExit(0)
         with torch.no_grad():
             for tensor, first in zip(self._own, self._first_own, strict=True):
-                tensor.copy_(first)  # another rank has given the program what was in it
+                tensor.copy_(first)  # another rank has passed their content to the program
         callsite.warn(
             f"State: rank {self._world.rank()} waits. A rank of its replica of the model is lost, and nobody takes its"
             " place; it goes on when one comes"
@@ -1489,7 +1509,7 @@ class State:
         )
 
     def _restore(self) -> None:
-        """Sets the generators to where they were in the checkpoint with which this job began."""
+        """Set the generators to their state in the checkpoint from which this job started."""
         if self._generators is not None:
             RandomState().load_state_dict(self._generators)
             self._generators = None
@@ -1499,10 +1519,10 @@ class Step:
     """One step: a context in which a loss does not end the program.
 
     Attributes:
-        batch: of the source; the index, where the source is a number.
-        index: the number of the step in its section; below zero after the ``with`` block of a step that was undone, so
-            that ``if step.index == 99: break`` and ``if (step.index + 1) % 100 == 0: save()`` do nothing then.
-        committed: all ranks have agreed that it is done.
+        batch: A batch of the source. If the source is a number: the index.
+        index: Number of the step in its section. It is negative after the ``with`` block of a step that was undone, so
+            that ``if step.index == 99: break`` and ``if (step.index + 1) % 100 == 0: save()`` have no effect.
+        committed: Whether all ranks have agreed that the step is complete.
     """
 
     def __init__(self, state: State, batch: Any, index: int) -> None:
@@ -1510,29 +1530,29 @@ class Step:
         self.index = index
         self.committed = False
         self.entered = self.running = self.broken = self.leaves = False
-        self.is_copied = False  # all that it may change
-        self.went_on = False  # after a call that a loss had interrupted
+        self.is_copied = False  # everything that it may change
+        self.went_on = False  # after a call that a loss has interrupted
         self.place = ""
         self.frame: FrameType | None = None
         self.variables = _NO_VARIABLES
         self.learning: Learning | None = None
         self.losses = self.calls = 0
-        self.is_last = False  # of a loop of epochs: nothing is done in it
+        self.is_last = False  # the empty last step of a loop of epochs
         self.at_commit: dict[str, int] = {}
-        self.sent: dict[str, int] = {}  # hashes of the variables that the backup has when the step is done
+        self.sent: dict[str, int] = {}  # hashes of the variables that the backup rank has after the commit
         self.base: int | None = None
         self._state = state
 
     def forget(self) -> None:
-        """Let go of the program's functions: their variables refer to the step, and a cycle would keep its tensors."""
+        """Release the program's functions. Their variables reference the step, and the cycle would keep its tensors."""
         self.frame, self.variables = None, _NO_VARIABLES
 
     def commit(self) -> None:
-        """End the part of the step that is undone after a loss.
+        """End the part of the step that a loss undoes.
 
-        To be called after the last communication of the step, and before anything is changed that is not restored.
-        Optimizers of the state call it before their ``step()`` where that is possible; a step without it is committed
-        at its end.
+        Call it after the last communication of the step, and before the program changes anything that is not restored.
+        Optimizers of the state call it before their ``step()`` if possible. A step without a call is committed at its
+        end.
         """
         if not self.committed:
             self._state._commit_by_hand(self)
@@ -1570,7 +1590,7 @@ class Step:
         return True
 
     def _is_loss(self, error: BaseException) -> bool:
-        """Whether an error is that of a lost rank, or one that the program has raised because of it."""
+        """Return whether a lost rank has caused the error, directly or through an exception of the program."""
         seen: BaseException | None = error if isinstance(error, Exception) else None
         while seen is not None:
             if isinstance(seen, (*LOSSES, _Undone)):
@@ -1580,18 +1600,18 @@ class Step:
 
 
 def _full_and_empty(decision: Decision) -> tuple[list[int], list[int]]:
-    """The ranks that have the state of the training, and those that have none."""
+    """Return the ranks that have the state of the training, and those that have none."""
     full = [rank for rank, claim in enumerate(decision.claims) if claim.progress >= 0]
     return full, [rank for rank in range(len(decision.claims)) if rank not in full]
 
 
 def _unwrapped(part: Any) -> Any:
-    """The module in a DistributedDataParallel, whose process may have another wrapper."""
+    """Return the module in a DistributedDataParallel. A replacement process may have another wrapper."""
     return part.module if isinstance(part, WRAPPERS) else part
 
 
 def _latest(packed: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The variables that a backup has for all places, each as of the last commit that sent it."""
+    """Return the variables in a backup for all places, each as of the last commit that sent it."""
     found: dict[str, Any] = {}
     for _, values in sorted((unpack(each) for each in packed.values()), key=lambda each: int(each[0])):
         found |= values
@@ -1599,7 +1619,7 @@ def _latest(packed: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _place_of(frame: FrameType) -> str:
-    """A place in the program, which has the same name in all processes."""
+    """Return the name of a place in the program. It is the same in all processes."""
     return _place(frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -1610,17 +1630,17 @@ def _place(file: str, line: int) -> str:
 
 @functools.cache  # of a program's variables
 def _plain_name(key: str) -> str:
-    """The name of a variable, without that of its function."""
+    """Return the name of a variable without the name of its function."""
     return key.rpartition(".")[2]
 
 
 def _same(value: object, other: object) -> bool:
-    # By their texts: a NaN is the same as itself.
+    # Compare texts, because a NaN is not equal to itself.
     return value is other or (type(value) is type(other) and repr(value) == repr(other))
 
 
 def _copied(value: Any) -> Any:
-    """The value of a variable, with copies of its tensors."""
+    """Return the value of a variable, with copies of its tensors."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return tuple(map(_copied, value)) if type(value) is tuple else value

@@ -1,4 +1,4 @@
-"""What the first steps in one place of a program have shown (`learning`), and later steps rely on."""
+"""The plan that the first steps at one place of a program produce (`learning`), and that later steps follow."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from dataclasses import dataclass, field
 
 __all__ = ["StepPlan"]
 
-_STEPS = 2  # in which a program is observed, at least
-_BOUNDARIES = 2  # of them with an optimizer
-_MOST = 16  # steps to wait for those: an evaluation has none
+_STEPS = 2  # minimum number of observed steps
+_BOUNDARIES = 2  # minimum number of observed steps with an optimizer
+_MOST = 16  # maximum number of steps to wait for those: an evaluation has none
 
 
 @dataclass
 class StepPlan:
-    """How the steps in one place of the program are done.
+    """How State executes the steps at one place of the program.
 
     Attributes:
-        steps: the number of learning steps that are done.
-        boundaries: the number of those in which an optimizer ran.
-        late: commit at the end of the step, and copy all that it may change.
-        why_late: what it does after the first optimizer's step that needs that.
-        saved: the names of tensors that a step changes before the commit.
-        modules: a step changes plain values of modules, or of optimizers' states, before the commit.
-        unseen: the names of what a step changes after the commit, where no version counter would show it.
-        grads: a step adds to gradients of the step before.
-        own: the names of tensors whose values differ between ranks.
-        grads_differ: gradients differ between ranks when a step ends.
-        changing: the names of those of ``own`` that a step changes.
-        around: the paths of objects that are no part, and were the same on all ranks.
-        variables: the names of variables that the loop assigns and whose values differ between ranks.
-        known: the names of all variables that the ranks have compared when a step ended. Others may be left over from a
-            step that was undone: ``if warm: scale = f(x)`` assigns one that the next step assigns anew.
-        met: the ranks have compared the variables that the loop does not assign.
-        common: the names of those of them that are the same on all ranks.
-        varying: the names of those that differ between ranks, such as the rank.
+        steps: Number of completed learning steps.
+        boundaries: Number of learning steps in which an optimizer ran.
+        late: Commit at the end of the step, and copy everything that it may change.
+        why_late: The action after the first optimizer's step that requires ``late``.
+        saved: Names of tensors that a step changes before the commit.
+        modules: A step changes plain values of modules, or of optimizers' states, before the commit.
+        unseen: Names of values that a step changes after the commit without a change of a version counter.
+        grads: A step adds to gradients of the previous step.
+        own: Names of tensors whose values differ between ranks.
+        grads_differ: Gradients differ between ranks when a step ends.
+        changing: Names of tensors of ``own``, and of buffers, that a step changes.
+        around: Paths of objects that are not parts, and that were the same on all ranks.
+        variables: Names of variables that the loop assigns and whose values differ between ranks.
+        known: Names of all variables that the ranks have compared when a step ended. Other variables may remain from a
+            step that was undone: ``if warm: scale = f(x)`` assigns one that the next step assigns again.
+        met: The ranks have compared the variables that the loop does not assign.
+        common: Names of those variables that are the same on all ranks.
+        varying: Names of those variables that differ between ranks, such as the rank.
     """
 
     steps: int = 0
@@ -56,29 +56,29 @@ class StepPlan:
 
     @property
     def audits(self) -> bool:
-        """The next step looks for state that is not covered."""
+        """Whether the next step searches for state that is not covered."""
         return self.steps < _STEPS
 
     @property
     def own_grads(self) -> bool:
-        """Each rank has gradients of its own that the next step needs; also while that is not known yet."""
+        """Whether the next step needs gradients that differ between ranks. Assumed while the plan is incomplete."""
         return self.grads_differ and (self.grads or self.learns)
 
     @property
     def exchanges(self) -> bool:
-        """Ranks keep values for each other, as of each commit."""
+        """Whether ranks store values for each other, as of each commit."""
         return bool(self.own or self.variables or self.own_grads)
 
     @property
     def sends_always(self) -> bool:
-        """Each step changes some of these values."""
+        """Whether each step changes some of these values."""
         return self.learns or bool(self.changing) or self.own_grads
 
     @property
     def learns(self) -> bool:
-        """The next step is committed at its end, whatever it does, and compares all values between the ranks.
+        """Whether the next step is a learning step: it is committed at its end, and the ranks compare all values.
 
-        A step with an optimizer may change more than one without: where gradients are accumulated over k steps, only
-        every k-th has one.
+        A step with an optimizer may change more than a step without one. If gradients are accumulated over k steps,
+        only every k-th step has one.
         """
         return self.steps < _STEPS or (self.boundaries < _BOUNDARIES and self.steps < _MOST)

@@ -1,10 +1,10 @@
-"""torch's DistributedDataParallel after a loss: another Reducer, for the ranks that there are now.
+"""torch's DistributedDataParallel after a loss: a new Reducer for the current ranks.
 
-The wrapper itself keeps nothing of its ranks but the group, which goes on in the same object. Its Reducer does: it
-divides by the size that the group had in its first backward, its buckets follow the order of gradients that it has
-seen, and after a backward that was cut off it refuses the next one. torch has a call for the first and the last of
-these (``_update_process_group``), which keeps the buckets. A process that takes a place has other buckets, those of a
-wrapper that has seen nothing. So every rank makes a new Reducer, as the constructor does.
+The wrapper itself keeps only the group, which continues in the same object. Its Reducer keeps more state. It divides by
+the size that the group had in its first backward. Its buckets follow the order of the gradients that it has seen. After
+an interrupted backward, it rejects the next one. torch's ``_update_process_group`` fixes the first and the last of
+these, but keeps the buckets. A replacement process has other buckets: those of a wrapper that has seen no gradient.
+Every rank therefore creates a new Reducer, as the constructor does.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _c10d: Any = torch.distributed
 
 
 def check(name: str, wrapper: Any) -> None:
-    """Refuse a wrapper, torch's or ours, that cannot go on after a loss.
+    """Reject a wrapper, torch's or allranks's, that cannot continue after a loss.
 
     Raises:
-        UsageError: it is such.
+        UsageError: The group belongs to another backend, or optimizers run in backward.
     """
     if isinstance(wrapper, TORCHS_DDP) and behind(wrapper.process_group) is None:
         raise UsageError(
@@ -44,10 +44,10 @@ def check(name: str, wrapper: Any) -> None:
 
 
 def check_renumbered(wrapper: Any, world: ProcessGroup) -> None:
-    """Refuses a wrapper that cannot go on with another number of ranks.
+    """Reject a wrapper that cannot continue with another number of ranks.
 
     Raises:
-        UsageError: it is on a group other than the world, or this torch keeps the group's size.
+        UsageError: It is on a group other than the world, or this torch version keeps the group's size.
     """
     if behind(wrapper.process_group) is not world:
         raise UsageError(
@@ -62,7 +62,7 @@ def check_renumbered(wrapper: Any, world: ProcessGroup) -> None:
 
 
 def renew(wrapper: Any) -> None:
-    """Gives a wrapper the Reducer that it would have if it were made now. Sends nothing."""
+    """Give a wrapper the Reducer that a new wrapper would have. Sends nothing."""
     hook = wrapper._get_ddp_logging_data().get("comm_hook", "")
     wrapper.reducer._remove_autograd_hooks()
     parameters, sparse = wrapper._build_params_for_reducer()
@@ -70,7 +70,7 @@ def renew(wrapper: Any) -> None:
     wrapper._ddp_init_helper(parameters, sparse, names, wrapper.static_graph)
     wrapper._has_rebuilt_buckets = False
     if wrapper.static_graph:
-        wrapper._static_graph_delay_allreduce_enqueued = False  # again in its first backward
+        wrapper._static_graph_delay_allreduce_enqueued = False  # set again in its first backward
         wrapper.reducer._set_static_graph()
         wrapper.logger._set_static_graph()
     for call, state in wrapper._comm_hooks:

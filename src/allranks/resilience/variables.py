@@ -1,9 +1,9 @@
 """The variables that a loop carries from one step to the next: ``total += loss.item()``.
 
-A step that is repeated must find them as they were, and a process that replaces a lost rank must get them. Which ones
-they are follows from the bytecode of the function that runs the loop: a variable is carried if a step may read it
-before the loop assigns it anew, and the loop assigns it somewhere. That is liveness analysis (Aho, Lam, Sethi, Ullman:
-Compilers, 2nd edition, section 9.2.5), at the place where the loop gets the next step.
+A repeated step must find their previous values, and a process that replaces a lost rank must receive them. The bytecode
+of the function that runs the loop determines these variables. A variable is carried if a step may read it before the
+loop assigns it, and the loop assigns it somewhere. This is liveness analysis (Aho, Lam, Sethi, Ullman: Compilers, 2nd
+edition, section 9.2.5), at the instruction where the loop gets the next step.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _JUMP_ALWAYS = {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "
 
 
 class _Flow:
-    """The instructions of a function: which follow on which, and the variables that each reads and assigns."""
+    """The control flow of a function: successors of each instruction, and variables that each reads and assigns."""
 
     def __init__(self, code: CodeType) -> None:
         listed: list[dis.Instruction] = []
         self.at: dict[int, int] = {}
         for each in dis.get_instructions(code):
-            # An EXTENDED_ARG belongs to the instruction after it; jumps lead to the first of them.
+            # An EXTENDED_ARG belongs to the instruction after it. Jumps lead to the first EXTENDED_ARG.
             self.at[each.offset] = len(listed)
             if each.opname not in ("CACHE", "EXTENDED_ARG"):
                 listed.append(each)
-        # The caches of an instruction belong to it: f_lasti of a caller is the last one of its CALL.
+        # The cache entries of an instruction belong to it. f_lasti of a caller is the last cache entry of its CALL.
         for offset in range(0, len(code.co_code), 2):
             self.at.setdefault(offset, self.at.get(offset - 2, 0))
         self.listed = listed
@@ -88,7 +88,7 @@ class _Flow:
         return found
 
     def loop_around(self, start: int) -> set[int]:
-        """The instructions that lie on a way from one back to it."""
+        """Return the instructions on any path from an instruction back to itself."""
         before: dict[int, list[int]] = {}
         for number, after in enumerate(self.following):
             for each in after:
@@ -106,10 +106,10 @@ class Carried(NamedTuple):
     """The variables that a loop carries.
 
     Attributes:
-        rebound: all names that the loop assigns.
-        within: the program may read them before it assigns them.
-        assigned: of those, the ones that the loop assigns.
-        after: the loop assigns them, and only what follows it reads them: ``print(loss)`` after the last step.
+        rebound: All names that the loop assigns.
+        within: Names that the program may read before it assigns them.
+        assigned: Names in ``within`` that the loop assigns.
+        after: Names that the loop assigns and that only code after the loop reads: ``print(loss)`` after the last step.
     """
 
     rebound: frozenset[str] = frozenset()
@@ -122,10 +122,10 @@ _known: dict[tuple[CodeType, int], Carried] = {}
 
 
 def carried(frame: FrameType) -> Carried:
-    """The variables that the loop around the present instruction carries.
+    """Return the variables that the loop around the current instruction carries.
 
     Args:
-        frame: of the function that runs the loop, where it gets the next step.
+        frame: Frame of the function that runs the loop, at the instruction that gets the next step.
 
     Cost:
         some milliseconds for a function of 1,000 lines, once for each loop in the source.
@@ -142,7 +142,7 @@ def _carried(flow: _Flow, offset: int) -> Carried:
         return Carried()
     loop = flow.loop_around(start)
     assigned = {name for number in loop for name in flow.writes(number)}
-    # A variable is live where some way leads to a read without an assignment. The sets only grow, so this ends.
+    # A variable is live if any path leads to a read without an assignment. The sets only grow, so the loop terminates.
     live: list[set[str]] = [set() for _ in flow.listed]
     changed = True
     while changed:
@@ -152,7 +152,7 @@ def _carried(flow: _Flow, offset: int) -> Carried:
             new = (after - set(flow.writes(number))) | set(flow.reads(number))
             if new != live[number]:
                 live[number], changed = new, True
-    # FOR_ITER is followed by the body of the loop, then by what is after it.
+    # The successors of FOR_ITER are the body of the loop, then the code after the loop.
     first, *others = flow.following[start] or [start]
     within = live[first]
     after = set[str]().union(*(live[each] for each in others))
@@ -165,10 +165,10 @@ def _carried(flow: _Flow, offset: int) -> Carried:
 
 
 def miscounted(frame: FrameType, step: object) -> str | None:
-    """The counter of ``for i, step in enumerate(state.steps(...))``, which begins at 0 in a replacement process.
+    """Find the counter of ``for i, step in enumerate(state.steps(...))``, which starts at 0 in a replacement process.
 
     Returns:
-        Its name; None if the loop has none.
+        Its name. None if the loop has none.
     """
     flow, values = _Flow(frame.f_code), frame.f_locals
     for number, each in enumerate(flow.listed):
@@ -181,7 +181,7 @@ def miscounted(frame: FrameType, step: object) -> str | None:
 
 
 def line_of(frame: FrameType, name: str) -> int:
-    """The last line in a function that assigns a variable; its first line if none does."""
+    """Return the last line in a function that assigns a variable, or its first line if no line does."""
     code = frame.f_code
     lines = [(start, end, line) for start, end, line in code.co_lines() if line is not None]
     found = code.co_firstlineno
@@ -192,12 +192,12 @@ def line_of(frame: FrameType, name: str) -> int:
 
 
 def is_plain_function(frame: FrameType) -> bool:
-    """Whether this is no generator or coroutine, which other functions resume."""
+    """Return whether this is not a generator or coroutine, which other functions can resume."""
     return not frame.f_code.co_flags & _RESUMED
 
 
 def can_be_carried(value: object) -> bool:
-    """Whether State can restore a variable with this value, and send it to another process."""
+    """Return whether State can restore a variable with this value, and send it to another process."""
     import torch
 
     if type(value) is tuple:
@@ -215,18 +215,18 @@ class LoopVariables:
     A caller's variables count, too: ``for epoch in state.epochs(9): best = min(best, train_epoch(epoch))``.
 
     Attributes:
-        frames: of the function that runs the loop, then of its callers.
-        within: those that the program may read before it assigns them, as ``function.name``.
-        assigned: of those, the ones that the loop assigns. The others keep their value as long as the function runs,
-            but may have been computed from the result of an earlier loop, which a replacement process has not run.
-        after: those that only what follows the innermost loop reads.
-        rebound: the plain names of all variables that a loop assigns.
+        frames: Frame of the function that runs the loop, then frames of its callers.
+        within: Variables that the program may read before it assigns them, as ``function.name``.
+        assigned: Variables in ``within`` that the loop assigns. The others keep their value while the function runs.
+            They may still depend on the result of an earlier loop, which a replacement process has not run.
+        after: Variables that only code after the innermost loop reads.
+        rebound: Plain names of all variables that a loop assigns.
     """
 
     def __init__(self, frames: Sequence[FrameType]) -> None:
         """
         Args:
-            frames: of the function that runs the loop, then of its callers.
+            frames: Frame of the function that runs the loop, then frames of its callers.
         """
         self.frames = list(frames)
         self._at = frames[0].f_lasti if frames else -1
@@ -250,15 +250,15 @@ class LoopVariables:
         ]
 
     def is_of(self, frame: FrameType) -> bool:
-        """Whether these are the variables of the loop that this function runs at present.
+        """Return whether these are the variables of the loop that this function is currently running.
 
-        Its callers are suspended in their calls and stay the same, unless it is a generator, which any function may
+        Its callers are suspended in their calls and do not change, unless it is a generator, which any function may
         resume.
         """
         return bool(self.frames) and frame is self.frames[0] and frame.f_lasti == self._at and is_plain_function(frame)
 
     def read(self, names: Container[str]) -> dict[str, Any]:
-        """The values of those variables that have one.
+        """Return the values of those of the named variables that have one.
 
         Cost:
             1 us for each function, and 0.1 us for each of its variables.
@@ -273,17 +273,17 @@ class LoopVariables:
                     elif name in outer:
                         found[key] = outer[name]
             if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-                values.clear()  # a copy that the frame would keep: with it, the tensors of the step before
+                values.clear()  # the frame would keep this copy, and with it the tensors of the previous step
         return found
 
     def read_all(self) -> dict[str, Any]:
-        """The values of all variables that have one: those in ``within`` and ``after``."""
+        """Return the values of all variables in ``within`` and ``after`` that have one."""
         return self.read(self._where)
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Assign variables of functions that are running.
 
-        Before Python 3.13 ``f_locals`` of a function is a copy, which PyFrame_LocalsToFast writes back (PEP 667).
+        Before Python 3.13, ``f_locals`` of a function is a copy, which PyFrame_LocalsToFast writes back (PEP 667).
         """
         for frame, known in self._by_frame(values):
             inner = frame.f_locals
@@ -296,7 +296,7 @@ class LoopVariables:
                 ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
     def line(self, key: str) -> int:
-        """The last line that assigns a variable."""
+        """Return the last line that assigns a variable."""
         return line_of(*self._where[key])
 
     def _by_frame(self, keys: Iterable[str]) -> Iterable[tuple[FrameType, dict[str, str]]]:
@@ -309,5 +309,5 @@ class LoopVariables:
 
 
 def assigned_by(code: CodeType) -> set[str]:
-    """The names that a function, or the body of a module, assigns itself."""
+    """Return the names that a function, or the body of a module, assigns itself."""
     return {str(each.argval) for each in dis.get_instructions(code) if each.opname in _WRITE}
