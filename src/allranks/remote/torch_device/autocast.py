@@ -79,8 +79,7 @@ POLICIES = {
 """The casts, by kind of device."""
 
 _casts: dict[int, tuple[Any, Any]] = {}
-"""Casts within the outermost `autocast`: the parameter and the result, by the parameter's id. torch caches the same
-ones."""
+"""Casts within the outermost `autocast`, as (parameter, result) by the parameter's id. torch caches the same."""
 
 _registered: dict[str, torch.library.Library] = {}
 """The registered library of the current workers, by kind of device."""

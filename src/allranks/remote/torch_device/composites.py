@@ -46,8 +46,10 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 KEPT: dict[int, tuple[Any, Any]] = {}
-"""Replacements of parameters on the CPU, within the outermost `torch.autocast`, by the id of the parameter. Each use
-has the same replacement, so that its cast can be cached, see `autocast`."""
+"""Replacements of parameters on the CPU, by the id of the parameter.
+
+They exist within the outermost `torch.autocast`. Each use of a parameter has the same replacement, so that its cast can
+be cached, see `autocast`."""
 
 
 def _nearer(far: DeviceTarget) -> _Near | None:

@@ -130,8 +130,7 @@ def _pin(x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
 
 
 def _point_to_ours() -> None:
-    """Make torch's DataParallel refuse workers, because it takes indices for those of CUDA devices, which begin with 0.
-    """
+    """Make torch's DataParallel refuse workers. It takes indices for those of CUDA devices, from 0 on."""
     made = torch.nn.DataParallel.__init__
     torchs: Any = sys.modules[torch.nn.DataParallel.__module__]
 

@@ -60,8 +60,10 @@ def dispatch(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any
 
 
 _known: dict[int, tuple[Any, SignatureFacts, Any]] = {}
-"""By the id of an operator: its replacement on the master, its facts, and the operator itself. The id is the key
-because the operator's own hash is a Python function. The operator is stored so that the id is not reused."""
+"""By the id of an operator: its replacement on the master, its facts, and the operator itself.
+
+The id is the key because the operator's own hash is a Python function. The operator is stored so that its id is not
+reused."""
 
 
 class _Plain(Exception):
@@ -69,9 +71,7 @@ class _Plain(Exception):
 
 
 def _is_foreign(value: Any) -> bool:
-    """Return whether a tensor is of another class that handles operators itself, such as nested tensors of layout
-    jagged.
-    """
+    """Return whether a tensor is of another class that handles operators itself, such as jagged nested tensors."""
     return (
         isinstance(value, torch.Tensor)
         and not isinstance(value, Handle)

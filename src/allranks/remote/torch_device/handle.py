@@ -1,5 +1,4 @@
-"""The state of a tensor on a worker: a handle, its place, the calls that create handles, and the interface of the
-master.
+"""The state of a tensor on a worker: handles, their places, their calls, and the interface of the master.
 
 These types refer to each other, so they are in one file.
 

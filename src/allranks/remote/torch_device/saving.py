@@ -90,9 +90,7 @@ def reduce(x: Handle) -> tuple[Any, ...]:
 
 
 class _Copying:
-    """One call of `copy.deepcopy`. Its memo holds it, and workers hold the memory that they have copied, until it
-    returns.
-    """
+    """One call of `copy.deepcopy`. Its memo holds this object, and workers hold the copied memory until it returns."""
 
     def __init__(self) -> None:
         self.number = next(_copyings)
@@ -194,8 +192,7 @@ _validate = torch.jit._serialization.validate_map_location
 
 
 def _validated(map_location: Any = None) -> Any:
-    """Refuse workers. TorchScript sets the data that it reads without an operator, so no data would reach the worker.
-    """
+    """Refuse workers. TorchScript sets data without an operator, so no data would reach the worker."""
     device = _validate(map_location)  # type: ignore[no-untyped-call]
     if device is not None and device.type == "worker":
         raise UsageError(
