@@ -333,9 +333,7 @@ def _copies(tensors: Sequence[Any], worker: torch.device) -> list[Any]:
 
 
 def _kind(device: Device) -> str:
-    """Return the type of a device. A number is a CUDA device if CUDA is available or there are no workers, else a
-    worker.
-    """
+    """Return the type of a device. A number is a worker if CUDA is not available and workers exist, else CUDA."""
     if isinstance(device, int):
         return "cuda" if torch.cuda.is_available() or _all_workers() is None else "worker"
     return device.type if isinstance(device, torch.device) else device.partition(":")[0]

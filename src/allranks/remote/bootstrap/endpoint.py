@@ -19,8 +19,8 @@ __all__ = [
     "is_closed", "receive_message", "send_message",
 ]  # fmt: skip
 
-TIMEOUT_S = 300.0
-_LIMIT = 1 << 20
+TIMEOUT_S = 300.0  # default time limit, in seconds, for the workers to connect
+_LIMIT = 1 << 20  # maximum bytes of a message
 
 T = TypeVar("T")
 

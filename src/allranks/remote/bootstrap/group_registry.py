@@ -117,6 +117,7 @@ class GroupRegistry:
             ) from None
         if verdict.lost >= 0:
             raise PeerLostError(f"group '{name}': {verdict.why}", ranks.index(verdict.lost))
+        # The last reader deletes the keys, which the other members need before.
         if store.add(f"{place}/read", 1) == len(ranks):
             for key in (*records, f"{place}/came", f"{place}/verdict", f"{place}/read"):
                 store.delete_key(key)

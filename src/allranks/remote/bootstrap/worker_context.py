@@ -118,6 +118,7 @@ def _connect(endpoint: MasterEndpoint, me: Member, local_rank: int, timeout_s: f
     secret, until = endpoint.secret(), time.monotonic() + timeout_s
     near = endpoint.machine == machine()
     groups = GroupRegistry(_connect_store(endpoint, near, secret, timeout_s), me)
+    # Before the master admits this worker, so that no group uses the record of a previous process of its rank.
     groups.enter()
     hosts = nearest_first(endpoint.addresses)
     sock = dial(

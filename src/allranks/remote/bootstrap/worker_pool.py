@@ -28,7 +28,7 @@ __all__ = ["WorkerPool", "describe_end", "read_status"]
 
 # Longer than the 1 s after which a worker exits by itself when its connection is closed (`worker_context`).
 _END_S = 1.5
-_LOOK_S = 0.01
+_LOOK_S = 0.01  # seconds between two checks
 
 
 class WorkerPool:
@@ -80,7 +80,7 @@ class WorkerPool:
     def _run(self) -> None:
         try:
             self._job.run()
-        except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits for the workers
+        except BaseException as error:  # noqa: BLE001 - the thread that waits for the workers raises it
             self.trouble = error
         finally:
             self._job.close()

@@ -61,9 +61,9 @@ __all__ = ["Workers", "gather_workers"]
 
 SERVE = "allranks.remote.worker.interpreter:serve"
 
-_RESPAWN_S = 60.0
-_LOOK_S = 0.1
-_HELLO_S = 10.0
+_RESPAWN_S = 60.0  # default time limit, in seconds, for the start of a replacement
+_LOOK_S = 0.1  # seconds of one wait for a connection
+_HELLO_S = 10.0  # time limit, in seconds, for the first message of a connected worker
 _KNOWN_S = 1.0  # seconds to wait, after a connection has ended, for the exit status of its process
 
 
@@ -153,6 +153,7 @@ class Workers:
             )
         until = time.monotonic() + timeout_s
         old = self.connections[rank - 1]
+        # The watcher must record the loss before the new worker is admitted. A later record would fail its groups.
         with contextlib.suppress(OSError):  # the connection is already closed
             old.socket.shutdown(socket.SHUT_RDWR)
         with self._changed:

@@ -281,8 +281,7 @@ class Captured(Generic[P, R]):
         return result
 
     def _changed(self, recording: Recording, changes: list[tuple[str, Any, Any]], drawn: Any) -> str:
-        """Describe a change of values that the step reads, which a replay would not make. Return "" if there is none.
-        """
+        """Describe a change of values that the step reads, which a replay would not make; "" if there is none."""
         if self._reach.iterators:
             return f"it uses the iterator {self._reach.iterators[0]}, whose next value cannot be known"
         made = {id(each()) for each in recording.made.values()}

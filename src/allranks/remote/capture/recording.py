@@ -74,9 +74,7 @@ class Recording:
         )
 
     def is_placed(self, master: Driver) -> bool:
-        """Return whether it contains offsets of tensors in storages. The arguments of each call must then have the same
-        offsets.
-        """
+        """Return whether it depends on offsets in storages, which must then be the same in each call."""
         strided = {
             str(master.operators.templates[each.template][0]).partition("as_strided")[1] for each in self.entries
         }

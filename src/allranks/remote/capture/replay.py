@@ -1,4 +1,6 @@
-"""A recording that the workers have. Each has its part as a `RemoteProgram`, and a call is a small frame for each part.
+"""A recording that the workers have, with a part for each.
+
+Each worker has its part as a `RemoteProgram`, and a call is a small frame for each part.
 """
 
 from __future__ import annotations

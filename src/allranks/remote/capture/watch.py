@@ -41,7 +41,7 @@ __all__ = ["Reach", "random_state"]
 Description = tuple[Any, ...]
 
 _MOST = 200_000  # maximum number of containers and objects
-_DEEPEST = 100
+_DEEPEST = 100  # maximum depth of nested values
 _SMALL = 1024  # maximum elements of a tensor of the master whose data is compared, in addition to its version
 _NOTHING: Description = ("is", ..., ())
 _ANY: Description = ("all", None, ())
@@ -299,8 +299,7 @@ class Reach:
         return ("all", None, parts) if len(parts) > 1 else _weakly(value) or ("is", value, ())
 
     def _is_computed(self, kind: type) -> bool:
-        """Return whether names of its attributes are computed, by a method of its own or a function outside of classes.
-        """
+        """Return whether names of its attributes are computed, by its own method or outside of classes."""
         own = {each for klass in kind.__mro__ for member in vars(klass).values() for each in _codes(member)}
         return any(each in own or each.co_varnames[:1] != ("self",) for each in self._computing)
 
@@ -361,8 +360,9 @@ class Reach:
     # Tensors, and numbers that do not come from the program.
 
     def _tensor(self, x: torch.Tensor) -> Description:
-        """Describe the identity of a tensor, and its gradient. A handle reports changes of other properties when they
-        are set.
+        """Describe the identity of a tensor, and its gradient.
+
+        A handle reports changes of its other properties when they are set (`Handle._leave`).
         """
         parts: list[Description] = [("is", x, ())]
         if x.requires_grad and x.is_leaf:
@@ -464,8 +464,7 @@ def _is_programs(module: str | None) -> bool:
 
 
 def _own_names(kind: type, names: set[str]) -> frozenset[str]:
-    """Return the attributes that torch's code reads from an object of its own class, such as an optimizer or a module.
-    """
+    """Return the attributes that torch's code reads from an object of torch's own classes, such as an optimizer."""
     of_torch = tuple(
         each for each in kind.__mro__ if (each.__module__ or "").partition(".")[0] in ("torch", "allranks")
     )

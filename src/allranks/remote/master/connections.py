@@ -51,10 +51,10 @@ _WITHOUT_EFFECT = (
 """Commands that a captured step can omit."""
 
 _END_S = 0.2  # seconds to wait, when a process has ended, until its connection is closed
-_LOOK_S = 0.5
+_LOOK_S = 0.5  # seconds of one receive, after which a wait checks its time limit
 _CAUSE_S = 2.0  # seconds to wait, after a worker's fault that a loss has caused, until the loss is detected
 _OF_LOSSES = ("PeerLostError", "AbortedError")
-_CHUNK = 1 << 18
+_CHUNK = 1 << 18  # bytes of one receive
 CPU = "What the child needs is fetched before it is forked, with .cpu()"
 
 _decode = msgspec.msgpack.Decoder(Answer).decode
@@ -273,7 +273,7 @@ class Connections:
         for rank in place.ranks:
             try:
                 found.append((rank, self.wait(number, rank, what)))
-            except Exception as error:  # noqa: BLE001 - the first is raised when all have answered
+            except Exception as error:  # noqa: BLE001 - the first error is raised when all have answered
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -363,6 +363,7 @@ class Connections:
             if seconds < _LOOK_S:
                 with contextlib.suppress(OSError):  # another thread has closed it
                     _set_receive_timeout(worker, _LOOK_S)
+        # No bytes: the connection has ended. This is not a loss if the worker has been replaced since.
         if part:
             received += part
         elif self.by_rank[rank] is worker:
@@ -567,7 +568,7 @@ def _category(warned: wire.Warned) -> type[Warning]:
 
 
 def has_ended(sock: socket.socket) -> bool:
-    """Return whether the other end of a connection is closed."""
+    """Return whether the other end of a connection is closed. Wait up to 0.2 s for that."""
     poll = select.poll()
     poll.register(sock, select.POLLRDHUP)
     return bool(poll.poll(_END_S * 1e3))

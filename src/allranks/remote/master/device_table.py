@@ -96,7 +96,7 @@ class DeviceTable:
                 each.calls = each.learnt.setdefault(state, {})
 
     def forget_calls(self) -> None:
-        """Forget all calls. No worker knows its templates any longer."""
+        """Forget all calls. The workers' templates are no longer used."""
         for each in self.all():
             for calls in (each.calls, *each.learnt.values()):
                 calls.clear()

@@ -97,7 +97,7 @@ class Future(concurrent.futures.Future[Any]):
         self._settle(timeout)
         try:
             self.result()
-        except Exception as error:  # noqa: BLE001 - that is what it is asked for
+        except Exception as error:  # noqa: BLE001 - the caller requests the exception
             return error
         return None
 
@@ -163,7 +163,7 @@ class Future(concurrent.futures.Future[Any]):
             self._answer = connections.wait(self._number, place.ranks[0], _NAME, timeout_s=timeout)
         except TimeoutError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, result() raises it, also the next time
+        except Exception as error:  # noqa: BLE001 - `result` raises it, also on later calls
             self._error = error
         self._answered = True
 
@@ -181,7 +181,7 @@ class Future(concurrent.futures.Future[Any]):
             self._add_gradients(dict(zip(leaves, tensors[len(tensors) - len(leaves) :], strict=True)))
             result = cloudpickle.loads(pickled)
             self._result = tree_map(lambda each: tensors[each.number] if isinstance(each, Given) else each, result)
-        except Exception as error:  # noqa: BLE001 - also the next time
+        except Exception as error:  # noqa: BLE001 - `result` raises it, also on later calls
             self._error = error
 
     def _add_gradients(self, found: dict[int, torch.Tensor]) -> None:

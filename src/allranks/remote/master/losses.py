@@ -34,7 +34,7 @@ __all__ = ["Losses", "OnLost"]
 
 OnLost = Literal["raise", "respawn"] | Callable[[int, int], None]
 
-_TRIES = 5
+_TRIES = 5  # attempts to replace lost workers; one fails if another worker dies during it
 
 
 class Losses:

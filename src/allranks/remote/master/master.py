@@ -1,7 +1,7 @@
 """`Master`: the interface of a program to its workers.
 
 It consists of four parts, which other code calls directly: `connections` (commands and answers), `operators` (the calls
-that workers know), `transfers` (tensors that move) and `devices` (the workers and groups that devices stand for). This
+with templates on workers), `transfers` (tensors that move) and `devices` (the workers and groups that devices stand for). This
 module contains the operations that concern several of them.
 """
 

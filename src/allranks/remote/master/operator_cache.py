@@ -1,4 +1,4 @@
-"""The calls that workers know. A call is sent once, as a template, and is then a frame of a few bytes.
+"""The calls with templates on workers. A call is sent once, as a template, and is then a frame of a few bytes.
 
 The results of a new call must be known before it has run. torch's meta kernels compute them if they have been right
 before (`protocol.signature`). Otherwise a worker is asked, and its answer is cached.
@@ -40,7 +40,7 @@ _PROGRAMS = range(0xF000, 0x10000)  # the template numbers that captured steps u
 # continually. After this number of definitions all templates are forgotten. The next ones use other numbers, because
 # another thread may be about to call an old one. A worker therefore holds at most twice this number.
 _TEMPLATES = 8192
-_KINDS = 1 << 16
+_KINDS = 1 << 16  # limit of `_trusted`, which is checked when the templates are forgotten
 # The results of these operators follow from their arguments alone. An upload consists of them, and must never wait for
 # a busy worker, not even on the first call.
 _CERTAIN = (torch.ops.aten.empty_strided.default, torch.ops.aten.copy_.default)
@@ -64,7 +64,7 @@ class OperatorCache:
         self._end = wire.CALL + _TEMPLATES
         self._trusted: dict[Any, bool] = {}  # whether a meta kernel is right, by kind of call
         self._known: dict[Any, tuple[Any, ...]] = {}
-        self._shared: dict[Any, tuple[KnownCall, set[int]]] = {}  # calls, and the ranks of the workers that know them
+        self._shared: dict[Any, tuple[KnownCall, set[int]]] = {}  # calls, and the ranks of the workers that have their templates
 
     @exclusive
     def define(
@@ -122,7 +122,7 @@ class OperatorCache:
         if trust is not False:
             try:
                 foreseen = _foresee(op, about, args, kwargs)
-            except Exception:  # noqa: BLE001 - the worker reports what is wrong, or executes it all the same
+            except Exception:  # noqa: BLE001 - the worker reports the error, or executes the call nevertheless
                 trust = False
         if trust:
             assert foreseen is not None
@@ -184,7 +184,7 @@ class OperatorCache:
         checked: Any,
         guessed: bool = False,
     ) -> KnownCall:
-        """Send a call to some workers. Workers that know it from another group receive only its number."""
+        """Send a call to some workers. Workers that have its template from another group keep it."""
         connections = self.connections
         with connections.lock:
             if (connections.state, key, guessed) not in self._shared:

@@ -94,8 +94,9 @@ _SETTERS |= {"_set_default_tensor_type", "_set_fp32_precision_setter"}
 
 
 def read() -> Flags:
-    """Return all flags of this process, except those that torch refuses to return. It refuses if some of its older and
-    newer functions for precision have been mixed.
+    """Return all flags of this process that torch returns.
+
+    torch refuses to return some flags after some of its older and newer functions for precision have been mixed.
     """
     found = []
     for name, flag in _FLAGS.items():

@@ -31,8 +31,7 @@ tensors that `autocast` must cast."""
 
 
 class Signature:
-    """A dtype, a shape, strides and `bits_of`. There is one object for each combination, so they compare by identity.
-    """
+    """A dtype, a shape, strides and `bits_of`. Each combination has one object, so they compare by identity."""
 
     __slots__ = ("__weakref__", "bits", "dtype", "kind", "looks", "meta", "odd", "shape", "strides")
 
@@ -82,8 +81,9 @@ def signature(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], 
 
 @dataclass(frozen=True, eq=False)
 class SignatureFacts:
-    """Properties of an operator that its schema defines. There is one object for each operator, so they compare by
-    identity.
+    """Properties of an operator that its schema defines.
+
+    There is one object for each operator, so they compare by identity.
 
     Attributes:
         name: For example ``aten::add.Tensor``.
@@ -92,7 +92,8 @@ class SignatureFacts:
         returns: For each returned value: ``new``, ``view`` (of the first tensor), or the name of the argument that is
             written to and returned. A ``*`` precedes it if the value is a list.
         writes: It changes an argument.
-        resizes: The argument that it returns may have another shape afterwards. This follows from the operator's name.
+        resizes: The argument that it returns may have another shape afterwards. This follows from the operator's name,
+            or from an ``out`` argument.
         dynamic: The shape or value of its result depends on the data.
         checks: It raises an error or does nothing. The caller continues with other values, so the master waits for the
             answer.

@@ -35,7 +35,7 @@ SMALL = 1 << 16
 channel."""
 
 LARGE = 8 << 20
-"""Tensors of at least this number of bytes also travel to a worker on the native channel."""
+"""Tensors of more than this number of bytes also travel to a worker on the native channel."""
 
 LARGEST = (1 << 32) - (1 << 16)
 """Tensors of at least this number of bytes cannot be a message: its length is a u32, which includes the header."""
@@ -131,8 +131,10 @@ class Fault(msgspec.Struct, array_like=True):
 
 
 class Warned(msgspec.Struct, array_like=True):
-    """A Python warning of a worker: the number of the call site on the master, the class of the warning, its builtin
-    base class, and its text.
+    """A Python warning of a worker.
+
+    It contains the number of the call site on the master, the class of the warning, its builtin base class, and its
+    text.
     """
 
     line: int

@@ -1,7 +1,7 @@
 """The device ``worker`` of torch, on the master: handles, and how operations on them are queued.
 
 - device: registers the device with torch.  torch_worker: the module ``torch.worker``, and ``torch.accelerator``.
-- tensor: `RemoteTensor`.  handle: its state, and the calls that workers know.  devices: the workers of a device.
+- tensor: `RemoteTensor`.  handle: its state, and its calls.  devices: the workers of a device.
 - dispatch: queues an operation.  special: the operators that are not simply queued.
 - exchange: a group's tensor and its workers' tensors, as autograd sees them.
 - call_site: the line of the program that an operation comes from.

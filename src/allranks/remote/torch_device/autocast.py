@@ -1,6 +1,6 @@
 """`torch.autocast("worker")`: operands are cast as `torch.autocast` casts them on the device of the workers.
 
-torch's own casts are C++ for devices that it knows. They run above autograd, which must record them. torch reports
+torch's own casts are C++ for devices that it supports. They run above autograd, which must record them. torch reports
 which operators have a cast. The cast of each operator is defined here, as in torch/include/ATen/autocast_mode.h and,
 for CPUs, in aten/src/ATen/autocast_mode.cpp.
 """

@@ -190,7 +190,7 @@ def _tensor_split(x: Any, places: torch.Tensor, dim: int = 0) -> Any:
 
 
 def _one_hot(x: Any, classes: int = -1) -> Any:
-    """Check the classes as torch does on a CPU. torch skips the check on devices that it does not know."""
+    """Check the classes as torch does on a CPU. torch skips the check on other devices."""
     if classes != -1:
         return run(aten.one_hot.default, (x, classes), {})
     if x.numel() and x.min().item() < 0:

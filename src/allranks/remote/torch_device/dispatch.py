@@ -1,7 +1,7 @@
 """Queues operations on handles.
 
 Autograd and nn see ordinary tensors. The operations below them arrive at `dispatch`, which looks them up among the
-calls that the workers know (`KnownCall`) and sends each as a frame of a few bytes. The core does the same in C++ for
+calls with templates on the workers (`KnownCall`) and sends each as a frame of a few bytes. The core does the same in C++ for
 known and ordinary calls (core/python/bind_calls.cc).
 """
 

@@ -56,7 +56,7 @@ class HandleConnections(Protocol):
 
 
 class Operators(Protocol):
-    """The calls that workers know."""
+    """The calls with templates on workers."""
 
     templates: dict[int, tuple[Any, Any, Any, KnownCall]]
     programs: list[int]
@@ -119,7 +119,7 @@ class DeviceTarget:
         index: The index of its device. A worker's index is its rank.
         ranks: Its workers.
         target: The outbox's number for its workers.
-        calls: The calls that its workers know, by key.
+        calls: The calls with templates on its workers, by key.
         learnt: `calls` for each state of torch's flags, by the state's number.
         call: Queues a call: the outbox's method, or the recorder's while a step is captured.
         links: Native groups that were created for it, by their ranks. They end with it.
@@ -255,7 +255,7 @@ def operands(args: Any, kwargs: Any) -> list[Handle]:
 
 
 class KnownCall:
-    """A call with operands of given signatures. The workers know its template.
+    """A call with operands of given signatures. The workers have its template.
 
     Attributes:
         number: The number of the template.

@@ -593,7 +593,7 @@ class Event(torch.Event):
 streams = SimpleNamespace(Stream=Stream, Event=Event)
 
 
-# torch.accelerator. Its functions call functions of torch._C, which only know devices with a C++ backend.
+# torch.accelerator. Its functions call functions of torch._C, which only support devices with a C++ backend.
 
 
 def _converts(dtype: torch.dtype) -> bool:
@@ -619,7 +619,7 @@ def _exchange(index: int) -> int:
 
 
 def register() -> None:
-    """Make ``torch.accelerator`` use these functions. Its accelerator is ``worker`` once torch knows that device."""
+    """Make ``torch.accelerator`` use these functions. Its accelerator is ``worker`` once that device is registered."""
     answers: dict[str, Callable[..., Any]] = {
         "getDeviceIndex": current_device,
         "setDeviceIndex": set_device,

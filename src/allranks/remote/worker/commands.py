@@ -129,7 +129,7 @@ def group(
     assert worker.context is not None
     try:
         worker.groups[number] = worker.context.make_group(name, ranks, timeout_s)
-    except Exception as error:  # noqa: BLE001 - whatever uses the link raises it; the master may have given it up
+    except Exception as error:  # noqa: BLE001 - operations on the link raise it; the master may have dropped it
         worker.groups[number] = worker.fault(wire.LINKING, error)
 
 
@@ -278,7 +278,7 @@ def function(worker: WorkerState, data: memoryview, name: int, tensors: list[int
         worker.functions[name], worker.held[name] = _unpickle(worker, data, tensors)
     except Poisoned as poisoned:
         worker.functions[name] = poisoned.fault
-    except Exception as error:  # noqa: BLE001 - it is raised where the result of a call is asked for
+    except Exception as error:  # noqa: BLE001 - a request for the result of a call raises it
         worker.functions[name] = worker.fault("remote function", error)
 
 
@@ -323,7 +323,7 @@ def _run(worker: WorkerState, data: memoryview, call: int, function: int, tensor
         worker.outcomes[call] = (outcome, gradients)
     except Poisoned as poisoned:
         worker.outcomes[call] = poisoned.fault
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the result is asked for
+    except Exception as error:  # noqa: BLE001 - a request for the result raises it
         worker.outcomes[call] = worker.fault("remote function", error)
 
 

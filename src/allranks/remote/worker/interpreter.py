@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Interpreter", "serve"]
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 18  # bytes of the receive buffer, which grows for larger messages
 _COUNTED = 64  # commands after which the count that other processes read is updated
 _WATCHED = {"mkldnn_rnn_layer"}
 
@@ -93,7 +93,7 @@ class Interpreter(WorkerState):
                     break
                 try:
                     template.run(slots, buffer, at + 2)
-                except Exception as error:  # noqa: BLE001 - it goes to whoever uses the result
+                except Exception as error:  # noqa: BLE001 - operations that use the result report it
                     self.fail(template, slots, buffer, at + 2, error)
                 at = after
                 executed += 1
@@ -188,14 +188,14 @@ class Interpreter(WorkerState):
                     self._recorded.pop(message.number, None)
                 try:
                     self._table[message.number] = self._compile(message)
-                except Exception as error:  # noqa: BLE001 - whoever calls it gets the error
+                except Exception as error:  # noqa: BLE001 - each call of the template raises it
                     self._table[message.number] = self._refuse(message, error)
             case Ask():
                 self._ask(message)
             case Hold(id, meta):
                 try:
                     self.slots[id] = self._unpack(meta, data)
-                except Exception as error:  # noqa: BLE001 - out of memory, most likely: it goes to whoever uses it
+                except Exception as error:  # noqa: BLE001 - usually out of memory; operations on the tensor report it
                     self.slots[id] = Poison(self.fault("a tensor of the master's", error))
                     self.unreported.append(self.slots[id].fault)
             case RemoteProgram():
@@ -273,7 +273,7 @@ class Interpreter(WorkerState):
                     counts,
                 ]
                 self.kept[ask.number] = results
-            except Exception as error:  # noqa: BLE001 - the master raises it at once, where it was called
+            except Exception as error:  # noqa: BLE001 - the master raises it immediately, at the call site
                 self.answer(ask.number, "now", self.fault(ask.op, error))
                 return
         self.answer(ask.number, answer, poison.fault if poison else None)
@@ -321,8 +321,9 @@ class Interpreter(WorkerState):
         return wrapped
 
     def _refuse(self, define: Define, error: Exception) -> CallTemplate:
-        """Return a template that raises an error: this worker cannot create it, for example with another version of
-        torch.
+        """Return a template that raises an error, because this worker cannot create the requested one.
+
+        A possible reason is another version of torch than the master's.
         """
         forms = [*define.args, *define.kwargs.values()]
         inputs, outputs = count_tensors(forms), sum(each is not None for each in define.results)
@@ -428,6 +429,8 @@ def serve(context: WorkerContext) -> None:
             buffer.extend(bytes(need - len(buffer)))
         elif len(buffer) > 4 * _CHUNK and end < _CHUNK:
             buffer = buffer[:_CHUNK]
+        # The core may answer an ECHO itself only if all before it is done and no fault or warning must be reported. Work on
+        # a GPU must be synchronized first.
         quiet = start == end and not (interpreter.unreported or interpreter.warned) and device.type == "cpu"
         count = _core.receive(line.fileno(), buffer, end, quiet)
         if count == 0:

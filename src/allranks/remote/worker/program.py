@@ -73,7 +73,7 @@ def compile_program(worker: WorkerState, program: wire.RemoteProgram, table: dic
         ids = layout.unpack_from(buffer, at)
         try:
             made = fast(slots, *[slots[each] for each in ids[:inputs]])
-        except Exception as error:  # noqa: BLE001 - it goes to whoever uses the result
+        except Exception as error:  # noqa: BLE001 - operations that use the result report it
             own = _resume(worker, error, fast.__code__, before, steps, frames)
             made = [own[each] for each in (*program.outputs, *program.kept)]
         slots.update(zip((*ids[inputs:], *kept), made, strict=True))
@@ -106,7 +106,7 @@ def _resume(worker: WorkerState, error: Exception, code: Any, before: int, steps
         if number:
             try:
                 step.template.run(own, frames, step.at)
-            except Exception as another:  # noqa: BLE001 - it goes to whoever uses the result
+            except Exception as another:  # noqa: BLE001 - operations that use the result report it
                 worker.fail(step.template, own, frames, step.at, another)
         else:
             worker.fail(step.template, own, frames, step.at, error)

@@ -21,7 +21,7 @@ from allranks.remote.worker.state import WorkerState, describe
 
 __all__ = ["SNAPSHOTS", "Snapshot", "Snapshots"]
 
-_ALIGNED = 64
+_ALIGNED = 64  # bytes; the start of each memory in a snapshot
 _CHUNK = 1 << 30  # bytes of an answer, whose length has 32 bits
 _OF_LOSSES = {"PeerLostError", "AbortedError"}
 
@@ -89,7 +89,7 @@ def snapshot(worker: WorkerState, data: memoryview, number: int, ids: list[int],
         snapshots.held[worker.rank, number] = _take(worker, snapshots, ids)
     except Poisoned as poisoned:
         snapshots.held[worker.rank, number] = poisoned.fault
-    except Exception as error:  # noqa: BLE001 - out of memory, most likely: the buddy, or the master, gets it instead
+    except Exception as error:  # noqa: BLE001 - usually out of memory; reported to the backup worker or the master
         snapshots.held[worker.rank, number] = worker.fault("keep", error)
 
 

@@ -165,7 +165,7 @@ class WorkerState:
         kind, pickled = type(error).__name__, pack_error(error) if name == "remote function" else b""
         try:
             text = str(error)
-        except Exception as another:  # noqa: BLE001 - of a class of the program's
+        except Exception as another:  # noqa: BLE001 - the program defines the class of the error
             text = f"(its text cannot be had: {type(another).__name__})"
         return Fault(self.rank, self._faults, name, self.line, kind, text, "".join(frames), pickled)
 
