@@ -5,9 +5,9 @@ The calls are only queued, so a simple loop runs them in parallel. A copy that w
 (``.item()``) delays the others. Parameters and buffers travel as one command for each worker, and so do the gradients
 on their way back.
 
-The functions are those of torch.nn.parallel. They and the class pass all devices except workers to torch.
-One result differs: a parameter that no part of the batch has used has no gradient, as in a module that is not
-parallel. torch's DataParallel returns zeros for it.
+The functions are those of torch.nn.parallel. They and the class pass all devices except workers to torch. One result
+differs: a parameter that no part of the batch has used has no gradient, as in a module that is not parallel. torch's
+DataParallel returns zeros for it.
 
 Source: torch/nn/parallel/{data_parallel,replicate,scatter_gather}.py for the interface and the meaning.
 """
@@ -38,8 +38,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
     """Splits each batch among workers.
 
     The module keeps its parameters on the first worker, where the gradients are added up. It processes parts of the
-    batch,
-    so batch normalization uses the statistics of each part. ``state_dict`` has torch's names (``module.``).
+    batch, so batch normalization uses the statistics of each part. ``state_dict`` has torch's names (``module.``).
 
     Args:
         module: A module with all parameters and buffers on ``device_ids[0]``.
@@ -53,8 +52,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
 
     Cost:
         Each forward sends parameters and buffers once to each other worker, and each backward returns the gradients
-        once.
-        ``mw.group()`` with ``all_reduce_`` avoids the former.
+        once. ``mw.group()`` with ``all_reduce_`` avoids the former.
     """
 
     def __init__(

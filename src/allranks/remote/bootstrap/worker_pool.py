@@ -130,8 +130,7 @@ def read_status(pid: int) -> int | None:
     """Return the exit code, or minus the signal number, of a zombie process of this host. Otherwise return None.
 
     A process is a zombie until its parent has waited for it. Agents wait for ranks when a job ends. Source: proc(5);
-    the
-    exit code is the last field.
+    the exit code is the last field.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -91,8 +91,7 @@ class Captured(Generic[P, R]):
         """Return the captured function itself for a class, and a captured method for an object.
 
         A method is recorded for each object separately. Only the latest objects are held, because a program may create
-        trainers
-        in a loop. If an object is used again later, its method is recorded again.
+        trainers in a loop. If an object is used again later, its method is recorded again.
         """
         if owner is None or not hasattr(self._function, "__get__"):
             return self
@@ -379,19 +378,15 @@ def capture(function: Callable[P, R] | None = None, *, max_recordings: int = 8) 
     """Make each call of a training step one small command for the workers (master-worker mode).
 
     The step's first calls run normally. When two in a row have queued the same operations, all further calls are
-    replays:
-    the workers repeat the recorded operations on the tensors of the call, and the function's Python code does not run.
+    replays: the workers repeat the recorded operations on the tensors of the call, and the function's Python code does
+    not run.
 
     The values that this Python code reads are compared before each replay. These are the variables that it names and
-    the
-    values that can be reached from them: ``param_groups``, attributes and flags of modules, hooks, numbers in
-    containers.
-    After a change the step is recorded again. A step runs without capture, and a warning names the reason, if it
-    changes
-    values that it reads (a counter, a list that it appends to), draws random numbers of the master, or reads from an
-    iterator. A number that changes from call to call, such as a learning rate, can be a tensor on the worker. Changes
-    of
-    clocks, files, the environment, and the contents of extension objects are not detected.
+    the values that can be reached from them: ``param_groups``, attributes and flags of modules, hooks, numbers in
+    containers. After a change the step is recorded again. A step runs without capture, and a warning names the reason,
+    if it changes values that it reads (a counter, a list that it appends to), draws random numbers of the master, or
+    reads from an iterator. A number that changes from call to call, such as a learning rate, can be a tensor on the
+    worker. Changes of clocks, files, the environment, and the contents of extension objects are not detected.
 
     Args:
         function: A function that takes and returns tensors on workers, in any nesting. Other arguments are part of the
@@ -410,8 +405,7 @@ def capture(function: Callable[P, R] | None = None, *, max_recordings: int = 8) 
     Cost:
         On the master about 10 us per call, and 20 ns for each value that is compared (about 200 values for a network of
         three layers and its optimizer). 2 bytes, and 4 for each tensor passed or returned, for each set of workers that
-        do
-        the same.
+        do the same.
 
     Example:
         @allranks.capture

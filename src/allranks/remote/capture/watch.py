@@ -307,8 +307,7 @@ class Reach:
         """Describe the variables of these names.
 
         If an object lacks an attribute, its absence is part of the description. The attribute may later hide one of the
-        class,
-        or be accessed by a string.
+        class, or be accessed by a string.
         """
         keys = sorted(name for name in names if name in found)
         if of is not None:

@@ -43,8 +43,7 @@ class Future(concurrent.futures.Future[Any]):
     """The future result of a function on a worker.
 
     It is a ``concurrent.futures.Future``: `concurrent.futures.wait`, ``as_completed`` and ``asyncio.wrap_future``
-    accept
-    it, and a coroutine can await it. A queued call cannot be cancelled: ``cancel()`` returns False.
+    accept it, and a coroutine can await it. A queued call cannot be cancelled: ``cancel()`` returns False.
     """
 
     def __init__(self, place: DeviceTarget, call: int, given: Sequence[Handle], held: Sequence[Handle]) -> None:

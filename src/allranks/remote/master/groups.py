@@ -32,8 +32,7 @@ class Group:
     """Several workers that are driven as one: ``mw.group([1, 2, 3, 4])``.
 
     Within ``with group:`` factories create tensors on all of them. The group ends when no reference to it, or to a
-    tensor
-    on it, is left (`Master.group` keeps the last few alive).
+    tensor on it, is left (`Master.group` keeps the last few alive).
 
     Attributes:
         ranks: The workers.
@@ -354,8 +353,7 @@ def all_reduce_(tensors: torch.Tensor | Iterable[torch.Tensor], op: str = "sum")
 
     Cost:
         The call is queued. The tensors of one dtype are reduced together, like ``all_reduce`` of the native channel.
-        Before
-        that, the workers exchange one message of 8 bytes each to check that no worker has a poisoned tensor.
+        Before that, the workers exchange one message of 8 bytes each to check that no worker has a poisoned tensor.
     """
     group, listed = _group_of(tensors)
     group.all_reduce_(listed, op)

@@ -190,10 +190,8 @@ class Kept:
 
         Cost:
             One command, and one per transfer, for each worker. A worker copies its kept tensors twice: in its memory
-            and to its
-            backup worker. The memory of the workers then contains the kept bytes four times: two snapshots, with two
-            copies of
-            each.
+            and to its backup worker. The memory of the workers then contains the kept bytes four times: two snapshots,
+            with two copies of each.
         """
         connections = self.connections
         if self.closed:

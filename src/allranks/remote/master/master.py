@@ -1,8 +1,8 @@
 """`Master`: the interface of a program to its workers.
 
 It consists of four parts, which other code calls directly: `connections` (commands and answers), `operators` (the calls
-with templates on workers), `transfers` (tensors that move) and `devices` (the workers and groups that devices stand for). This
-module contains the operations that concern several of them.
+with templates on workers), `transfers` (tensors that move) and `devices` (the workers and groups that devices stand
+for). This module contains the operations that concern several of them.
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ class Master:
         """Start a new worker in place of a lost one.
 
         The tensors of the old worker are lost: its handles, and those of its groups, continue to raise `WorkerLost`.
-        Kept
-        objects (`keep`) are restored if no other worker is lost.
+        Kept objects (`keep`) are restored if no other worker is lost.
 
         Args:
             rank: The rank of the worker.
@@ -121,8 +120,7 @@ class Master:
 
         Cost:
             0.03 s, because it is forked from a process that has imported torch. An import of torch with ``allranks run
-            --start
-            spawn``, or if that process was killed.
+            --start spawn``, or if that process was killed.
         """
         connections = self.connections
         connections.check_open()

@@ -64,7 +64,7 @@ class OperatorCache:
         self._end = wire.CALL + _TEMPLATES
         self._trusted: dict[Any, bool] = {}  # whether a meta kernel is right, by kind of call
         self._known: dict[Any, tuple[Any, ...]] = {}
-        self._shared: dict[Any, tuple[KnownCall, set[int]]] = {}  # calls, and the ranks of the workers that have their templates
+        self._shared: dict[Any, tuple[KnownCall, set[int]]] = {}  # calls, and the ranks that have their templates
 
     @exclusive
     def define(

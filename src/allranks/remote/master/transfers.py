@@ -67,8 +67,8 @@ class Transfers:
         """Send a tensor's data. Large data uses the native channel, which waits until the worker reaches the command.
 
         With `non_blocking` the data is copied into the worker's queue instead. The call then waits only if 1 GiB of
-        such data
-        is already queued for the worker. The worker may be busy, and the caller may change the tensor immediately.
+        such data is already queued for the worker. The worker may be busy, and the caller may change the tensor
+        immediately.
         """
         non_blocking = non_blocking and dense.nbytes < wire.LARGEST
         if dense.nbytes > wire.LARGE and len(place.ranks) == 1 and not non_blocking:

@@ -1,7 +1,7 @@
 """The device ``worker``: registers the hooks that make ``torch.randn(3, device="worker:1")`` use this package.
 
-PyTorch has one device type for external backends, PrivateUse1. A process can rename it once. This is done
-when the first master of the process starts, not at import.
+PyTorch has one device type for external backends, PrivateUse1. A process can rename it once. This is done when the
+first master of the process starts, not at import.
 """
 
 from __future__ import annotations

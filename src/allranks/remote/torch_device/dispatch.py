@@ -1,8 +1,8 @@
 """Queues operations on handles.
 
 Autograd and nn see ordinary tensors. The operations below them arrive at `dispatch`, which looks them up among the
-calls with templates on the workers (`KnownCall`) and sends each as a frame of a few bytes. The core does the same in C++ for
-known and ordinary calls (core/python/bind_calls.cc).
+calls with templates on the workers (`KnownCall`) and sends each as a frame of a few bytes. The core does the same in
+C++ for known and ordinary calls (core/python/bind_calls.cc).
 """
 
 from __future__ import annotations
@@ -275,8 +275,7 @@ def unshare(given: Sequence[Handle]) -> list[Any]:
     """Give handles ids of their own for the same memory, and return their new Refs.
 
     A handle that is passed twice, as an input and as the result, keeps one id. The worker then refuses the call, as
-    torch
-    does locally.
+    torch does locally.
     """
     own: dict[int, Any] = {}
     for operand in given:

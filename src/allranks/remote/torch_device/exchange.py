@@ -102,8 +102,7 @@ def as_view(base: Handle, view: Handle) -> Handle:
     """Make torch treat a handle as a view of another one, although it has not created the view.
 
     Used if the two are on different workers. Autograd then detects if a change of one changes the other, and refuses
-    the
-    change if it would need its derivative.
+    the change if it would need its derivative.
     """
     _awaited.view = view
     try:

@@ -1,7 +1,7 @@
 """`torch.Generator(device="worker:1")`: a random number generator on a worker.
 
-torch only creates generators of devices that it supports. To torch's C++, this one is therefore a CPU generator of which
-only the address is used. Operations find the worker's generator by this address (`dispatch.GENERATORS`).
+torch only creates generators of devices that it supports. To torch's C++, this one is therefore a CPU generator of
+which only the address is used. Operations find the worker's generator by this address (`dispatch.GENERATORS`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ These types refer to each other, so they are in one file.
 
 A handle is a tensor subclass without data. To torch's C++ it is on ``lazy:R``: backward runs such tensors in the
 caller's thread, and its inner factories keep R. To Python it is on ``worker:R``. `RemoteTensor` in `tensor` is the
-class
-of all handles; `Handle` is the part of it that other modules of this package need.
+class of all handles; `Handle` is the part of it that other modules of this package need.
 """
 
 from __future__ import annotations

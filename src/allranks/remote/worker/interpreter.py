@@ -399,8 +399,7 @@ def _keep_memory() -> None:
     """Make malloc keep up to 1 GiB of freed memory, as torch does on GPUs.
 
     By default, the memory of each tensor of more than 32 MiB, and often of smaller ones, comes from the kernel. Its
-    pages
-    are faulted in one by one, which takes longer than writing them.
+    pages are faulted in one by one, which takes longer than writing them.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -429,8 +428,8 @@ def serve(context: WorkerContext) -> None:
             buffer.extend(bytes(need - len(buffer)))
         elif len(buffer) > 4 * _CHUNK and end < _CHUNK:
             buffer = buffer[:_CHUNK]
-        # The core may answer an ECHO itself only if all before it is done and no fault or warning must be reported. Work on
-        # a GPU must be synchronized first.
+        # The core may answer an ECHO itself only if all before it is done and no fault or warning must be reported.
+        # Work on a GPU must be synchronized first.
         quiet = start == end and not (interpreter.unreported or interpreter.warned) and device.type == "cpu"
         count = _core.receive(line.fileno(), buffer, end, quiet)
         if count == 0:
