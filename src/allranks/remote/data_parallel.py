@@ -312,7 +312,7 @@ class _Sum(_Function):
             moved = _copies(tensors[start : start + count], workers[0])
             both = [i for i in range(count) if total[i] is not None and moved[i] is not None]
             if both:
-                # these copies have no other owner, so they can be changed in place
+                # These copies have no other owner, so they can be changed in place.
                 torch._foreach_add_([moved[i] for i in both], [total[i] for i in both])
             total = [here if there is None else there for here, there in zip(total, moved, strict=True)]
         return tuple(total)

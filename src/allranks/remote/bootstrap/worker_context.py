@@ -113,7 +113,7 @@ def join_master(meeting: rendezvous.JobMeeting, timeout_s: float) -> WorkerConte
 
 
 def _connect(endpoint: MasterEndpoint, me: Member, local_rank: int, timeout_s: float) -> WorkerContext:
-    # the endpoint is known, so the master has already started; a longer wait cannot succeed
+    # The endpoint is known, so the master has already started; a longer wait cannot succeed.
     timeout_s = min(timeout_s, TIMEOUT_S)
     secret, until = endpoint.secret(), time.monotonic() + timeout_s
     near = endpoint.machine == machine()

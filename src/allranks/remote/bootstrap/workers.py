@@ -89,7 +89,7 @@ class Workers:
         self.on_lost: Callable[[int], None] | None = None
         self._server = server
         self._pool = pool
-        # the launcher's store, in which the launcher publishes exit statuses of workers on all hosts
+        # The launcher's store, in which the launcher publishes exit statuses of workers on all hosts.
         self._launcher_store = launcher_store
         self._forks = forks()
         self._lost: set[int] = set()
@@ -446,7 +446,7 @@ class MasterServer:
                 if member.rank not in missing or member.rank in found:
                     raise ConnectionError(f"no worker is expected as {member}")
                 send_message(sock, welcome)
-            # it has died or is not expected; if it was expected, `gather` reports it as missing
+            # It has died or is not expected; if it was expected, `gather` reports it as missing.
             except (OSError, msgspec.MsgspecError):
                 sock.close()
                 continue

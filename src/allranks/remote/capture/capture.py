@@ -244,7 +244,7 @@ class Captured(Generic[P, R]):
             result = self._function(*args, **kwargs)
             recording = recorder.recording
             self._take_result(recorder, result)
-        # frees handles that only a reference cycle keeps alive, so that they do not seem to outlive the step
+        # Frees handles that only a reference cycle keeps alive, so that they do not seem to outlive the step.
         gc.collect()
         returned = {each.number for each in recording.returned if each is not None}
         for number, made in recording.made.items():
@@ -383,10 +383,10 @@ def capture(function: Callable[P, R] | None = None, *, max_recordings: int = 8) 
 
     The values that this Python code reads are compared before each replay. These are the variables that it names and
     the values that can be reached from them: ``param_groups``, attributes and flags of modules, hooks, numbers in
-    containers. After a change the step is recorded again. A step runs without capture, and a warning names the reason,
-    if it changes values that it reads (a counter, a list that it appends to), draws random numbers of the master, or
-    reads from an iterator. A number that changes from call to call, such as a learning rate, can be a tensor on the
-    worker. Changes of clocks, files, the environment, and the contents of extension objects are not detected.
+    containers. After a change the step is recorded again. Some steps run without capture, and a warning names the
+    reason: a step that changes values that it reads (a counter, a list that it appends to), draws random numbers of the
+    master, or reads from an iterator. A number that changes from call to call, such as a learning rate, can be a tensor
+    on the worker. Changes of clocks, files, the environment, and the contents of extension objects are not detected.
 
     Args:
         function: A function that takes and returns tensors on workers, in any nesting. Other arguments are part of the

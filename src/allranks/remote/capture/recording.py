@@ -50,7 +50,7 @@ class Recording:
 
     entries: list[Entry] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
-    # by target; held, because the targets must outlive the recording
+    # By target; held, because the targets must outlive the recording.
     places: dict[int, DeviceTarget] = field(default_factory=dict)
     fixed: dict[int, Any] = field(default_factory=dict)  # Refs, by number
     made: dict[int, Any] = field(default_factory=dict)  # weak references to Refs, by number
@@ -124,7 +124,7 @@ class Recorder:
         made = self._master.connections.outbox.call(target, line, template, refs, outputs, values)
         if threading.get_ident() == self._thread:
             found: Any = [] if not outputs else [made] if outputs == 1 else made
-            # results whose ids the caller passes
+            # Results whose ids the caller passes.
             if given := self._master.operators.templates[template][3].outputs - outputs:
                 refs, found = refs[:-given], refs[-given:]
             inputs = tuple([self._number(each) for each in refs])
@@ -148,7 +148,7 @@ class Recorder:
     def _make(self, ref: Any) -> int:
         whole = ref.whole
         known = self._numbers.get(ref.id)
-        # another worker has created its part
+        # Another worker has created its part.
         if known in self.recording.made and self.recording.made[known]() is whole:
             return known
         number = self._numbers[ref.id] = self._next

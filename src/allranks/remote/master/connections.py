@@ -126,7 +126,7 @@ class Connections:
         self._answers: dict[tuple[int, int], Answer] = {}
         self._received: dict[int, bytearray] = {}
         self._receiving: set[int] = set()  # the workers from which a thread is receiving now
-        # protects _answers, _received and _receiving; released while a thread waits for a worker
+        # Protects _answers, _received and _receiving; released while a thread waits for a worker.
         self._guard = threading.RLock()
         self._arrivals = threading.Condition(self._guard)
         self._others = 0  # number of threads that wait for data that another thread receives

@@ -84,7 +84,7 @@ class Future(concurrent.futures.Future[Any]):
         with self._asking:
             if not self._made and self._error is None:
                 self._make()
-        # the watcher's thread does not replace lost workers, so this thread does
+        # The watcher's thread does not replace lost workers, so this thread does.
         if isinstance(self._error, WorkerLost) and self._watched:
             raise self._place.master.connections.gone(self._error.rank, str(self._error))
         if self._error is not None:

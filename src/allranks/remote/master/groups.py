@@ -285,7 +285,7 @@ class Group:
     def _mine(self, tensor: torch.Tensor) -> RemoteTensor:
         if not isinstance(tensor, RemoteTensor) or tensor._place is not self._place:
             if isinstance(tensor, RemoteTensor):
-                # its worker may be lost, which is then the better error
+                # Its worker may be lost, which is then the better error.
                 tensor._place.master.connections.check(tensor._place)
             where = tensor._place if isinstance(tensor, RemoteTensor) else tensor.device
             raise UsageError(f"expected a tensor on {self._place}, not on {where}")

@@ -169,7 +169,7 @@ class Kept:
         self._begun = 0
         self._complete: _Record | None = None
         self._running: _Record | None = None
-        # snapshots of a single worker, which the master stores itself, by number
+        # Snapshots of a single worker, which the master stores itself, by number.
         self._here: dict[int, tuple[Any, list[bytes]]] = {}
         _Record(0, things)  # raises if an object cannot be kept
 
@@ -277,7 +277,7 @@ class Kept:
         if record is None:
             return
         error: RemoteError | None = None
-        # an answered request is removed, so that a retry after an exception does not wait for it again
+        # An answered request is removed, so that a retry after an exception does not wait for it again.
         while record.answers:
             number, rank = record.answers[0]
             try:

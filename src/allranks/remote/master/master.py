@@ -1,8 +1,13 @@
 """`Master`: the interface of a program to its workers.
 
-It consists of four parts, which other code calls directly: `connections` (commands and answers), `operators` (the calls
-with templates on workers), `transfers` (tensors that move) and `devices` (the workers and groups that devices stand
-for). This module contains the operations that concern several of them.
+It has four parts, which other code calls directly:
+
+- `connections`: commands and answers.
+- `operators`: the calls with templates on workers.
+- `transfers`: tensors that move.
+- `devices`: the workers and groups that devices stand for.
+
+This module contains the operations that concern several of them.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ _FLAGS: dict[str, _Flag] = {
         "deterministic_fill_uninitialized_memory", "mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled",
         "qengine", "cpu_allow_fp16_reduced_precision_reduction", "math_sdp_allow_fp16_bf16_reduction",
         "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cublas_allow_fp16_accumulation",
-        # before the finer settings, which they overwrite
+        # Before the finer settings, which they overwrite.
         "cudnn_allow_tf32", "cublas_allow_tf32", "float32_matmul_precision",
     ),
     *_plain("_get_{}_sdp_enabled", "_set_sdp_use_{}", "flash", "mem_efficient", "math", "cudnn", "overrideable"),

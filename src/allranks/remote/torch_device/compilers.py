@@ -1,6 +1,6 @@
 """Excludes handles from compilation and tracing by torch.
 
-`torch.compile` compiles code without handles, and leaves the rest to Python: operations on handles are queued one by
+`torch.compile` compiles code without handles, and leaves the rest to Python. Operations on handles are queued one by
 one, and `capture` makes one command of a whole step. Without this module, torch would trace into the attributes of a
 handle, and would treat this package as a part of the program.
 """

@@ -60,7 +60,7 @@ def _nearer(far: DeviceTarget) -> _Near | None:
 def choose_by_kind() -> None:
     """Make torch's chunked `linear_cross_entropy` use the kind of device that workers compute on.
 
-    By the name of the device it chooses the precision of its sums.
+    torch chooses the precision of its sums by the name of the device.
     """
     name = "torch.nn.modules.linear_cross_entropy_options"
     if importlib.util.find_spec(name) is None:  # before torch 2.13
@@ -190,7 +190,7 @@ def _tensor_split(x: Any, places: torch.Tensor, dim: int = 0) -> Any:
 
 
 def _one_hot(x: Any, classes: int = -1) -> Any:
-    """Check the classes as torch does on a CPU. torch skips the check on other devices."""
+    """Encode classes, and check them as torch does on a CPU. torch skips the check on other devices."""
     if classes != -1:
         return run(aten.one_hot.default, (x, classes), {})
     if x.numel() and x.min().item() < 0:

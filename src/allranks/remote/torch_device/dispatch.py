@@ -1,6 +1,6 @@
 """Queues operations on handles.
 
-Autograd and nn see ordinary tensors. The operations below them arrive at `dispatch`, which looks them up among the
+Autograd and nn see ordinary tensors. The operations below them arrive at `dispatch`. It looks them up among the
 calls with templates on the workers (`KnownCall`) and sends each as a frame of a few bytes. The core does the same in
 C++ for known and ordinary calls (core/python/bind_calls.cc).
 """
@@ -232,7 +232,7 @@ def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     def lift(value: Any, lenient: bool, name: str) -> Any:
         if isinstance(value, torch.Tensor) and not isinstance(value, Handle):
-            # a composite operator has created it next to handles that are CPU tensors to torch
+            # A composite operator has created it next to handles that are CPU tensors to torch.
             lenient |= value.device == there.lazy
             if value.device.type == "cpu" and name not in written and (value.dim() == 0 or lenient):
                 return there.master.transfers.upload(there, value)

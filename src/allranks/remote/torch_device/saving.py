@@ -40,7 +40,7 @@ class SavedMemory(torch.UntypedStorage):
         return self.whole.numel()
 
     def data_ptr(self) -> int:
-        # torch identifies a storage by this number, and refuses views of one storage with different dtypes
+        # torch identifies a storage by this number, and refuses views of one storage with different dtypes.
         return int(self._cdata)
 
     def cpu(self) -> torch.UntypedStorage:

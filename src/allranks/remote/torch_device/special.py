@@ -88,13 +88,13 @@ def _copy_from(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @special(aten._sparse_compressed_tensor_unsafe.default)
 def _refuse(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    # torch would fail with an internal assertion
+    # torch would fail with an internal assertion.
     raise TypeError(f"the result is {kwargs['layout']}: {wire.ONLY_STRIDED}")
 
 
 @special(aten._efficientzerotensor.default)
 def _zeros(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    # autograd creates zeros without memory for itself; they cannot be sent or printed
+    # Autograd creates zeros without memory for itself; they cannot be sent or printed.
     return run(aten.zeros.default, args, kwargs)
 
 
@@ -105,7 +105,7 @@ def _is_pinned(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @special(aten._has_compatible_shallow_copy_type.default)
 def _is_like(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    # the check of ``.data = ``; it must also work for lost tensors
+    # The check of ``.data = ``; it must also work for lost tensors.
     return isinstance(args[0], Handle) and isinstance(args[1], Handle)
 
 

@@ -146,7 +146,7 @@ class RemoteTensor(Handle):
                 " at the moment."
             )
         made: Any
-        # torch copies a parameter without the rest of its storage and without its gradient
+        # torch copies a parameter without the rest of its storage and without its gradient.
         if isinstance(self, torch.nn.Parameter):
             made = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
         else:

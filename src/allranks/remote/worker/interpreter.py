@@ -414,7 +414,7 @@ def serve(context: WorkerContext) -> None:
     line = context.socket
 
     interpreter = Interpreter(context.rank, device, line.sendall, context)
-    # all warnings are sent, and the filters of the master's program select those that are shown
+    # All warnings are sent, and the filters of the master's program select those that are shown.
     warnings.simplefilter("default")
     warnings.showwarning = interpreter.warn  # type: ignore[assignment]
     torch.set_grad_enabled(False)

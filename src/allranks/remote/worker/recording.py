@@ -86,7 +86,7 @@ class RecordedTemplates(dict[int, CallTemplate]):
         def run(slots: Slots, buffer: object, at: int) -> None:
             began = _now()
             try:
-                # looked up on each call, because a template may replace itself in the table
+                # Looked up on each call, because a template may replace itself in the table.
                 table[number].run(slots, buffer, at)
             finally:
                 add(site, began, _now())
