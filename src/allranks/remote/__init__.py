@@ -1,11 +1,11 @@
-"""Master-worker mode: one process drives all others, as one drives a GPU. docs/master_worker.md is for users.
+"""Master-worker mode: one process drives all others like GPUs. The user guide is docs/master_worker.md.
 
 - capture: a whole step as one command.  data_parallel: `torch.nn.DataParallel` on workers.
 - master: the process that drives the others.
-- torch_device: what makes ``worker:1`` a device of torch.
-- worker: executes what the master has queued.
-- bootstrap: how the processes come together, and how they end.
-- protocol: what master and workers share.
+- torch_device: registers ``worker:1`` as a device of torch.
+- worker: executes the commands that the master has queued.
+- bootstrap: how the processes connect, and how they terminate.
+- protocol: the definitions that master and workers share.
 
-Each package imports only those below it; ``.importlinter`` has the order inside the packages, too.
+Each package imports only those below it in this list. ``.importlinter`` also defines the order inside the packages.
 """

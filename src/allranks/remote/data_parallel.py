@@ -1,13 +1,13 @@
-"""`torch.nn.DataParallel` on workers: one program, each worker computes a part of the batch.
+"""`torch.nn.DataParallel` on workers: one program, and each worker computes a part of the batch.
 
-Each forward scatters the inputs, copies the module to the other workers, calls the copies and gathers what they return.
-The calls are only queued, so that a simple loop runs them side by side; what waits for a value in its forward
-(``.item()``) holds up the others. Parameters and buffers travel as one command for each worker, and so do the gradients
+Each forward scatters the inputs, copies the module to the other workers, calls the copies and gathers their outputs.
+The calls are only queued, so a simple loop runs them in parallel. A copy that waits for a value in its forward
+(``.item()``) delays the others. Parameters and buffers travel as one command for each worker, and so do the gradients
 on their way back.
 
-The functions are those of torch.nn.parallel and leave all devices but workers to them, and so does the class.
-Where they differ: a parameter that no worker's part of the batch has used has no gradient, as in a module that is not
-parallel; torch's has zeros there.
+The functions are those of torch.nn.parallel. They and the class pass all devices except workers to torch. One result
+differs: a parameter that no part of the batch has used has no gradient, as in a module that is not parallel. torch's
+DataParallel returns zeros for it.
 
 Source: torch/nn/parallel/{data_parallel,replicate,scatter_gather}.py for the interface and the meaning.
 """
@@ -37,22 +37,22 @@ Device = int | str | torch.device
 class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
     """Splits each batch among workers.
 
-    The module keeps its parameters on the first of them, where the gradients are added up; it sees parts of the batch,
-    so that batch normalisation is of each part. ``state_dict`` has torch's names (``module.``).
+    The module keeps its parameters on the first worker, where the gradients are added up. It processes parts of the
+    batch, so batch normalization uses the statistics of each part. ``state_dict`` has torch's names (``module.``).
 
     Args:
-        module: with all parameters and buffers on ``device_ids[0]``.
-        device_ids: the workers, ``["worker:1", "worker:2"]``; None for all that there are. CUDA devices make it
-            torch's own, ``"cpu"`` leaves the module as it is.
-        output_device: where outputs are gathered; None for ``device_ids[0]``. ``"cpu"`` waits for them.
-        dim: along which tensors are cut and gathered.
+        module: A module with all parameters and buffers on ``device_ids[0]``.
+        device_ids: The workers, ``["worker:1", "worker:2"]``. None: all existing workers. With CUDA devices the object
+            behaves like torch's own, and with ``"cpu"`` the module is not changed.
+        output_device: The device on which outputs are gathered. None: ``device_ids[0]``. ``"cpu"`` waits for them.
+        dim: The dimension along which tensors are split and gathered.
 
     Raises:
-        UsageError: there is no such worker, or the devices are not all of one kind.
+        UsageError: A worker does not exist, or the devices are of different kinds.
 
     Cost:
-        each forward sends parameters and buffers once to each other worker, each backward the gradients once back;
-        ``mw.group()`` with ``all_reduce_`` does without the former.
+        Each forward sends parameters and buffers once to each other worker, and each backward returns the gradients
+        once. ``mw.group()`` with ``all_reduce_`` avoids the former.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
             if len(workers) == 1:
                 self.module.to(workers[0])
 
-    # torch's forward calls these.
+    # The forward of torch.nn.DataParallel calls these methods.
 
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[T]:
         return replicate(module, device_ids, not torch.is_grad_enabled())
@@ -100,18 +100,18 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: Any | None = None,
 ) -> Any:
-    """Calls a module once as `DataParallel` does.
+    """Call a module once as `DataParallel` does.
 
     Args:
-        module: with all parameters and buffers on ``device_ids[0]``.
-        inputs: a tuple of arguments, or one.
-        device_ids: see `DataParallel`.
-        output_device: see `DataParallel`.
-        dim: see `DataParallel`.
-        module_kwargs: further arguments, by name.
+        module: A module with all parameters and buffers on ``device_ids[0]``.
+        inputs: A tuple of arguments, or one argument.
+        device_ids: See `DataParallel`.
+        output_device: See `DataParallel`.
+        dim: See `DataParallel`.
+        module_kwargs: Further arguments, by name.
 
     Returns:
-        What the copies of the module return, gathered.
+        The gathered outputs of the copies of the module.
     """
     if (_all_workers() if device_ids is None else _workers(device_ids)) is None:
         return nn.parallel.data_parallel(module, inputs, device_ids, output_device, dim, module_kwargs)  # type: ignore[arg-type]
@@ -121,16 +121,16 @@ def data_parallel(
 
 
 def scatter(inputs: Any, target_gpus: Sequence[Device], dim: int = 0) -> Any:
-    """Cuts the tensors in any nesting of tuples, lists and dicts, and puts the parts on devices.
+    """Split the tensors in any nesting of tuples, lists and dicts, and move the parts to devices.
 
     Args:
-        inputs: what is no tensor goes to all devices as it is.
-        target_gpus: the devices.
-        dim: along which to cut, as ``torch.chunk`` does: the last part may be smaller, and there may be fewer parts
-            than devices.
+        inputs: Nested values. Values that are not tensors go unchanged to all devices.
+        target_gpus: The devices.
+        dim: The dimension along which to split, as ``torch.chunk`` does. The last part may be smaller, and there may be
+            fewer parts than devices.
 
     Returns:
-        What `inputs` is, once for each device that gets a part.
+        The nesting of `inputs`, once for each device that gets a part.
     """
     workers = _workers(target_gpus)
     if workers is None:
@@ -152,7 +152,7 @@ def scatter(inputs: Any, target_gpus: Sequence[Device], dim: int = 0) -> Any:
 
 
 def _scatter_kwargs(inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, devices: Sequence[Any], dim: int) -> Any:
-    """Both, as often as the longer of the two."""
+    """Scatter positional and named arguments, and pad the shorter list with empty ones."""
     if _workers(devices) is None:
         return nn.parallel.scatter_gather.scatter_kwargs(inputs, kwargs, devices, dim)
     positional = [*scatter(inputs, devices, dim)] if inputs else []
@@ -163,14 +163,15 @@ def _scatter_kwargs(inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, devi
 
 
 def replicate(network: T, devices: Sequence[Device], detach: bool = False) -> list[T]:
-    """Copies a module to devices; the gradients of the copies are added up in the module's own parameters.
+    """Copy a module to devices. The gradients of the copies are added up in the module's own parameters.
 
-    The copies have no parameters, but tensors that depend on the module's; the first shares its memory with the module.
+    The copies have no parameters, but tensors that depend on the module's. The first copy shares its memory with the
+    module.
 
     Args:
-        network: on ``devices[0]``.
-        devices: the devices.
-        detach: no gradients are wanted.
+        network: A module on ``devices[0]``.
+        devices: The devices.
+        detach: The copies need no gradients.
 
     Returns:
         A copy for each device.
@@ -187,11 +188,12 @@ def replicate(network: T, devices: Sequence[Device], detach: bool = False) -> li
         for module, twin in twins.items():
             for name, child in module._modules.items():
                 twin._modules[name] = None if child is None else twins[child]
-            # No longer leaves, so that they are not parameters. By setattr, as RNNs keep a list of theirs.
+            # These tensors are not leaves, so they cannot be parameters. setattr, because RNNs keep their own list of
+            # them.
             former = OrderedDict((name, copies.get(each)) for name, each in module._parameters.items())
             for name, copy in former.items():
                 setattr(twin, name, copy)
-            twin.__dict__["_former_parameters"] = former  # some look there for what a torch's replica has
+            twin.__dict__["_former_parameters"] = former  # attribute of torch's replicas that other code reads
             if number:
                 twin._buffers.update((name, copies.get(each)) for name, each in module._buffers.items())
         replicas.append(twins[network])
@@ -204,16 +206,16 @@ def parallel_apply(
     kwargs_tup: Sequence[dict[str, Any]] | None = None,
     devices: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """Calls each module with its inputs, on its device.
+    """Call each module with its inputs, on its device.
 
     Args:
-        modules: one for each device.
-        inputs: a tuple or list of arguments for each, or one argument.
-        kwargs_tup: further arguments of each, by name.
-        devices: of the modules; None for where the inputs are.
+        modules: One module for each device.
+        inputs: A tuple or list of arguments for each module, or one argument.
+        kwargs_tup: Further arguments of each module, by name.
+        devices: The devices of the modules. None: the devices of the inputs.
 
     Returns:
-        What each returned.
+        The output of each module.
     """
     devices = [_device_of(each) for each in inputs] if devices is None else devices
     workers = _workers(devices)
@@ -228,15 +230,15 @@ def parallel_apply(
 
 
 def gather(outputs: Any, target_device: Device, dim: int = 0) -> Any:
-    """Puts tensors of several devices together on one, in any nesting of tuples, lists and dicts.
+    """Gather tensors of several devices on one device, in any nesting of tuples, lists and dicts.
 
     Args:
-        outputs: one for each device, all of the same nesting.
-        target_device: where to.
-        dim: along which; tensors without dimensions make a vector.
+        outputs: One value for each device, all of the same nesting.
+        target_device: The device that receives the tensors.
+        dim: The dimension along which they are concatenated. Tensors without dimensions form a vector.
 
     Returns:
-        What each of `outputs` is.
+        One value of the same nesting as each of `outputs`.
     """
     if not isinstance(_tensor_in(outputs), RemoteTensor):
         return nn.parallel.gather(outputs, target_device, dim)  # type: ignore[arg-type]
@@ -273,7 +275,7 @@ class _Function(Function):
 
 
 class _BroadcastToReplicas(_Function):
-    """Tensors of the first worker, on each worker: all of the first, then all of the second, ..."""
+    """Copies tensors of the first worker to each worker. Returns all of the first, then all of the second, ..."""
 
     @staticmethod
     def forward(ctx: Any, workers: list[torch.device], *tensors: Any) -> tuple[Any, ...]:
@@ -298,7 +300,7 @@ class _BroadcastToReplicas(_Function):
 
 
 class _Sum(_Function):
-    """The transposed map: adds up the workers' tensors on the first, in the order of the workers."""
+    """The transposed operation: adds up the workers' tensors on the first worker, in the order of the workers."""
 
     @staticmethod
     def forward(ctx: Any, workers: list[torch.device], *tensors: Any) -> tuple[Any, ...]:
@@ -310,7 +312,8 @@ class _Sum(_Function):
             moved = _copies(tensors[start : start + count], workers[0])
             both = [i for i in range(count) if total[i] is not None and moved[i] is not None]
             if both:
-                torch._foreach_add_([moved[i] for i in both], [total[i] for i in both])  # nobody else has these copies
+                # These copies have no other owner, so they can be changed in place.
+                torch._foreach_add_([moved[i] for i in both], [total[i] for i in both])
             total = [here if there is None else there for here, there in zip(total, moved, strict=True)]
         return tuple(total)
 
@@ -320,7 +323,7 @@ class _Sum(_Function):
 
 
 def _copies(tensors: Sequence[Any], worker: torch.device) -> list[Any]:
-    """Copies on a worker; of None, None."""
+    """Return copies on a worker. The copy of None is None."""
     there: list[Any] = [each for each in tensors if each is not None]
     place = place_of(worker)
     made: Iterator[Any] = iter(there[0]._place.master.transfers.copies(there, place) if there else ())
@@ -328,14 +331,14 @@ def _copies(tensors: Sequence[Any], worker: torch.device) -> list[Any]:
 
 
 def _kind(device: Device) -> str:
-    """The type of a device. A number is of a CUDA device where there are any, and of a worker elsewhere."""
+    """Return the type of a device. A number is a worker if CUDA is not available and workers exist, else CUDA."""
     if isinstance(device, int):
         return "cuda" if torch.cuda.is_available() or _all_workers() is None else "worker"
     return device.type if isinstance(device, torch.device) else device.partition(":")[0]
 
 
 def _all_workers() -> list[torch.device] | None:
-    """Those of this process' master; None if there is none."""
+    """Return the workers of this process's master, or None if it has no master."""
     try:
         return [torch.device("worker", rank) for rank in master_of_this_process().ranks]
     except NotInitializedError:
@@ -343,17 +346,17 @@ def _all_workers() -> list[torch.device] | None:
 
 
 def _workers(devices: Sequence[Device]) -> list[torch.device] | None:
-    """Devices that are workers; None if they are others.
+    """Return devices that are workers, or None if they are other devices.
 
     Raises:
-        UsageError: there is no such worker, or some are workers and others are not.
+        UsageError: A worker does not exist, or only some of the devices are workers.
     """
     kinds = {*map(_kind, devices)}
     if "worker" not in kinds:
         return None
     if len(kinds) > 1:
         raise UsageError(f"device_ids: workers, or devices of this process, but not both: {[*map(str, devices)]}")
-    master_of_this_process()  # without one torch does not know the word
+    master_of_this_process()  # without a master, torch does not have a device named worker
     places = [
         place_of(torch.device("worker", each) if isinstance(each, int) else torch.device(each)) for each in devices
     ]
@@ -370,7 +373,7 @@ def _output_device(given: Device | None, workers: list[torch.device]) -> torch.d
 
 
 def _tensor_in(value: Any) -> Tensor | None:
-    """The first tensor in a nesting."""
+    """Return the first tensor in a nesting, or None."""
     if isinstance(value, Tensor):
         return value
     nested: Iterable[Any] = (

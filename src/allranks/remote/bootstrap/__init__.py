@@ -1,6 +1,6 @@
-"""How the master and its workers come together, and how they end.
+"""How the master and its workers connect, and how they terminate.
 
-- workers: the master gathers its workers.  worker_pool: those that it starts itself.
-- worker_context: a worker finds the master.  endpoint: what the two send to each other first.
-- group_registry: native groups among any of them.
+- workers: the master gathers its workers.  worker_pool: the workers that it starts itself.
+- worker_context: a worker finds the master.  endpoint: the first messages between master and worker.
+- group_registry: native groups among any of the processes.
 """

@@ -1,4 +1,4 @@
-"""What the master and its workers send to each other before the first command: where the master is, and who comes."""
+"""Messages between the master and its workers before the first command: addresses and identities."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ __all__ = [
     "is_closed", "receive_message", "send_message",
 ]  # fmt: skip
 
-TIMEOUT_S = 300.0
-_LIMIT = 1 << 20
+TIMEOUT_S = 300.0  # default time limit, in seconds, for the workers to connect
+_LIMIT = 1 << 20  # maximum bytes of a message
 
 T = TypeVar("T")
 
 
 class MasterEndpoint(msgspec.Struct, frozen=True):
-    """Where a master is to be found.
+    """The addresses of a master.
 
     Attributes:
-        machine: its host, see ``_cluster.network.machine``.
-        store: its store, for workers of its host.
-        listener: the unix socket on which it listens, for the same.
-        stores: its store, for workers of other hosts.
-        addresses: on which it listens, for the same.
-        port: of these addresses.
-        size: how many processes there are.
-        token: what proves that a process belongs to the job; "" where that follows from the salt and the job's secret.
-        salt: text of this job only.
+        machine: Its host, see ``_cluster.network.machine``.
+        store: The address of its store, for workers on its host.
+        listener: The unix socket on which it listens for workers on its host.
+        stores: The addresses of its store, for workers on other hosts.
+        addresses: The addresses on which it listens for workers on other hosts.
+        port: The port of these addresses.
+        size: The number of processes.
+        token: The secret that proves that a process belongs to the job; "" if it is derived from the salt and the job's
+            secret.
+        salt: A string that only this job has.
     """
 
     machine: str
@@ -51,25 +52,25 @@ class MasterEndpoint(msgspec.Struct, frozen=True):
     salt: str
 
     def secret(self) -> bytes:
-        """What proves that a process belongs to the job."""
+        """Return the secret that proves that a process belongs to the job."""
         return self.token.encode() or store_secret(load_secret(), self.salt)
 
 
 class WorkerHello(msgspec.Struct, frozen=True):
-    """A worker's first message."""
+    """The first message of a worker."""
 
     member: Member
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """The master's answer: on what device to work, and what function is the worker's program."""
+    """The master's answer: the device on which to work, and the function that is the worker's program."""
 
     device: str
     serve: str
 
 
 class WorkerReady(msgspec.Struct, frozen=True):
-    """The worker's last message before its program begins. ``trouble``: why it cannot."""
+    """The last message of a worker before its program starts. ``trouble``: the reason why it cannot start."""
 
     trouble: str = ""
 
@@ -79,10 +80,10 @@ class WorkerConnection:
     """The master's connection with one worker.
 
     Attributes:
-        rank: the worker's.
-        host: where it is.
-        pid: its process there.
-        socket: a connected stream.
+        rank: The rank of the worker.
+        host: Its host.
+        pid: Its process id on this host.
+        socket: A connected stream.
     """
 
     rank: int
@@ -99,7 +100,7 @@ def send_message(sock: socket.socket, message: msgspec.Struct) -> None:
 
 
 def receive_message(sock: socket.socket, kind: type[T], until: float) -> T:
-    """Takes one message, and nothing of what follows it."""
+    """Receive one message, and leave the bytes after it in the socket."""
     try:
         payload = read_frame(sock, FrameDecoder(_LIMIT), until)
     except WireError as error:
@@ -109,7 +110,7 @@ def receive_message(sock: socket.socket, kind: type[T], until: float) -> T:
 
 
 def close_connection(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the other side was quicker
+    with contextlib.suppress(OSError):  # the peer has already closed the connection
         sock.shutdown(socket.SHUT_RDWR)
     sock.close()
 

@@ -1,9 +1,9 @@
-"""Groups among any of a master and its workers, made at any time.
+"""Native groups among any of a master and its workers, created at any time.
 
-A group's members find each other in a store that the master serves: each writes who it is there
-when it comes; the members of a group give each other what its engine needs (``native.connect``) under the group's
-name. Nobody else takes part, so that groups are independent of each other. Where a member dies meanwhile the master
-writes that there, and who waits for it gets that at once.
+The members of a group find each other in a store that the master serves. Each process writes its identity there when
+it connects. The members of a group exchange the records that its engine needs (``native.connect``) under the group's
+name. Other processes take no part, so groups are independent of each other. If a member dies during the exchange, the
+master writes this to the store, and the waiting members receive it immediately.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["GroupRegistry"]
 
 
 class _GroupVerdict(msgspec.Struct, frozen=True):
-    """How an exchange ended: all members' records, or who was lost and how."""
+    """The outcome of an exchange: the records of all members, or the lost rank and the reason."""
 
     records: list[bytes] = []
     lost: int = -1
@@ -30,11 +30,11 @@ class _GroupVerdict(msgspec.Struct, frozen=True):
 
 
 class GroupRegistry:
-    """What a process sees of it.
+    """The view of one process of the groups.
 
     Args:
-        store: what master and workers share.
-        me: this process; its rank is 0 on the master.
+        store: The store that master and workers share.
+        me: This process. Its rank is 0 on the master.
     """
 
     def __init__(self, store: Store, me: Member) -> None:
@@ -43,15 +43,15 @@ class GroupRegistry:
         self._groups: set[ProcessGroup] = set()
 
     def enter(self) -> None:
-        """Tells the others who this process is, in place of the one before it that had its rank."""
+        """Publish the identity of this process. It replaces a previous process of the same rank."""
         self._store.set(f"member/{self._me.rank}", msgspec.msgpack.encode(self._me))
 
     def admit(self, rank: int) -> None:
-        """A new process may take a lost one's place."""
+        """Allow a new process to replace a lost one."""
         self._store.delete_key(f"lost/{rank}")
 
     def lose(self, rank: int, why: str) -> None:
-        """A process is gone: breaks the groups that are being made with it. For the master only."""
+        """Fail the groups that are being created with a lost process. Only the master calls this."""
         self._store.set(f"lost/{rank}", why)
         making = [key for key in self._store.list_keys() if key.startswith("making/")]
         for key, packed in zip(making, self._store.peek(making), strict=True):
@@ -59,23 +59,23 @@ class GroupRegistry:
                 self._settle(f"group/{key.removeprefix('making/')}/verdict", _GroupVerdict(lost=rank, why=why))
 
     def make_group(self, name: str, ranks: Sequence[int], timeout_s: float) -> ProcessGroup:
-        """Makes a group. Called by its members only.
+        """Create a group. All its members call this, and no other process.
 
         Args:
-            name: unlike that of any other group of the job.
-            ranks: the members, in the group's order.
-            timeout_s: how long to wait for the others now, and in each of the group's calls.
+            name: A name that no other group of the job has.
+            ranks: The members, in the group's order.
+            timeout_s: Time limit for the other members to join now, and for each call of the group, in seconds.
 
         Returns:
-            The group, which the caller closes; at the latest it ends with the process.
+            The group. The caller closes it. It ends with the process at the latest.
 
         Raises:
-            UsageError: wrong ranks.
-            PeerLostError: a member died; ``rank`` is its number in the group.
-            TimeoutError: a member did not come in time.
+            UsageError: The ranks are wrong.
+            PeerLostError: A member died. ``rank`` is its number in the group.
+            TimeoutError: A member did not join in time.
 
         Cost:
-            a few milliseconds among two processes of a host.
+            A few milliseconds for two processes of a host.
         """
         ranks = list(ranks)
         if self._me.rank not in ranks or len(set(ranks)) < len(ranks):
@@ -97,7 +97,8 @@ class GroupRegistry:
     def _exchange(self, name: str, ranks: Sequence[int], mine: int, record: bytes, timeout_s: float) -> list[bytes]:
         store, place = self._store, f"group/{name}"
         records = [f"{place}/{number}" for number in range(len(ranks))]
-        # In this order: whoever is lost from here on is looked for under making/, and before it under lost/.
+        # The order matters. A rank lost after this write is found by `lose` under making/, and a rank lost before it is
+        # found below under lost/.
         store.multi_set([f"making/{name}", records[mine]], [msgspec.msgpack.encode(ranks), record])
         for rank, why in zip(ranks, store.peek([f"lost/{rank}" for rank in ranks]), strict=True):
             if why is not None:
@@ -116,17 +117,18 @@ class GroupRegistry:
             ) from None
         if verdict.lost >= 0:
             raise PeerLostError(f"group '{name}': {verdict.why}", ranks.index(verdict.lost))
+        # The last reader deletes the keys, which the other members need before.
         if store.add(f"{place}/read", 1) == len(ranks):
             for key in (*records, f"{place}/came", f"{place}/verdict", f"{place}/read"):
                 store.delete_key(key)
         return verdict.records
 
     def _settle(self, key: str, verdict: _GroupVerdict) -> None:
-        """The first verdict counts."""
+        """Publish a verdict. Only the first verdict of a group counts."""
         self._store.compare_set(key, b"", msgspec.msgpack.encode(verdict))
 
     def close(self) -> None:
-        """Leaves all groups, and the store. Idempotent."""
+        """Leave all groups, and close the store. Idempotent."""
         for made in tuple(self._groups):
             made.close()
         self._store.close()

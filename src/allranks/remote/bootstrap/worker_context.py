@@ -1,6 +1,7 @@
-"""A worker's side of the meeting: it finds the master, connects, and serves until the master ends the connection.
+"""The worker's side of the start: it finds the master, connects, and serves until the master closes the connection.
 
-A worker ends when its connection does: by itself where it receives, else by a thread that watches the connection.
+A worker terminates when its connection is closed. A worker that is receiving detects this itself. Otherwise a thread
+that watches the connection ends the process.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerContext", "connect_to_master", "join_master", "serve_here"]
 
-_PATIENCE_S = 1e6  # the master's script may take long before it calls; a worker ends with its launcher
-_GRACE_S = 1.0  # from the end of its connection to that of a worker that does not notice
+_PATIENCE_S = 1e6  # the master's script may run for long before it calls; a worker ends with its launcher
+_GRACE_S = 1.0  # seconds between the end of the connection and the exit of a worker that has not detected it
 
 
 class WorkerContext:
-    """A worker's place: its connection with the master, and the groups that it is in.
+    """The connection of a worker with the master, and the groups that it has joined.
 
     Attributes:
-        rank: this worker, 1 to n.
-        socket: the connection with the master, a stream.
-        device: where it keeps its tensors.
+        rank: The rank of this worker, 1 to n.
+        socket: The connection with the master, a stream.
+        device: The device of its tensors.
     """
 
     def __init__(self, rank: int, sock: socket.socket, device: str, serve: str, groups: GroupRegistry) -> None:
@@ -67,11 +68,11 @@ class WorkerContext:
         atexit.register(self.leave)
 
     def make_group(self, name: str, ranks: Sequence[int], timeout_s: float) -> ProcessGroup:
-        """Makes a group together with its other members; see ``GroupRegistry.make_group``."""
+        """Create a group together with its other members. See ``GroupRegistry.make_group``."""
         return self._groups.make_group(name, ranks, timeout_s)
 
     def serve(self) -> NoReturn:
-        """Runs the worker's program, and then ends this process."""
+        """Run the worker's program, and then exit this process."""
         module, _, name = self._serve.partition(":")
         program: Callable[[WorkerContext], None] = getattr(importlib.import_module(module), name)
         try:
@@ -83,15 +84,15 @@ class WorkerContext:
 
 
 def connect_to_master(timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] = os.environ) -> WorkerContext:
-    """Connects to the master, as a worker that runs no program of the user's.
+    """Connect to the master, as a worker that does not run a user program.
 
     Args:
-        timeout_s: how long to wait for it.
-        environ: says where it is, or which rank of a job this process is.
+        timeout_s: Time limit for the connection, in seconds.
+        environ: The variables that contain the master's address, or the rank of this process in a job.
 
     Raises:
-        ConfigError: it cannot be found.
-        JoinError: it did not come in time.
+        ConfigError: The master cannot be found.
+        JoinError: The master did not connect in time.
     """
     if packed := environ.get(MASTER):
         rank, local_rank = read_int(environ, "RANK", 1), read_int(environ, "LOCAL_RANK", 0)
@@ -112,10 +113,12 @@ def join_master(meeting: rendezvous.JobMeeting, timeout_s: float) -> WorkerConte
 
 
 def _connect(endpoint: MasterEndpoint, me: Member, local_rank: int, timeout_s: float) -> WorkerContext:
-    timeout_s = min(timeout_s, TIMEOUT_S)  # it is there, or it is gone
+    # The endpoint is known, so the master has already started; a longer wait cannot succeed.
+    timeout_s = min(timeout_s, TIMEOUT_S)
     secret, until = endpoint.secret(), time.monotonic() + timeout_s
     near = endpoint.machine == machine()
     groups = GroupRegistry(_connect_store(endpoint, near, secret, timeout_s), me)
+    # Before the master admits this worker, so that no group uses the record of a previous process of its rank.
     groups.enter()
     hosts = nearest_first(endpoint.addresses)
     sock = dial(
@@ -130,9 +133,9 @@ def _connect(endpoint: MasterEndpoint, me: Member, local_rank: int, timeout_s: f
         device, trouble = _choose_device(welcome.device, local_rank)
         send_message(sock, WorkerReady(trouble))
     except OSError as error:
-        raise SystemExit(0) from error  # the master has ended, and says why
+        raise SystemExit(0) from error  # the master has terminated, and reports the reason
     if trouble:
-        raise SystemExit(0)  # the master says so
+        raise SystemExit(0)  # the master raises this error
     sock.settimeout(None)
     return WorkerContext(me.rank, sock, device, welcome.serve, groups)
 
@@ -153,7 +156,7 @@ def _connect_store(endpoint: MasterEndpoint, near: bool, secret: bytes, timeout_
 
 
 def _choose_device(wanted: str, local_rank: int) -> tuple[str, str]:
-    """The device that is meant by a name, and why it cannot be used; "" if it can."""
+    """Return the device for a name, and the reason why it cannot be used, or ""."""
     import torch
 
     try:
@@ -170,28 +173,28 @@ def _choose_device(wanted: str, local_rank: int) -> tuple[str, str]:
 
 
 def serve_here() -> NoReturn:
-    """What a process does that was started as a worker."""
+    """Run the process of a worker. It connects to the master and serves it."""
     try:
         context = connect_to_master(_PATIENCE_S)
     except (ConfigError, JoinError) as error:
         print(f"allranks: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    os.environ.pop(MASTER, None)  # what the worker starts is none
+    os.environ.pop(MASTER, None)  # processes that the worker starts are not workers
     try:
         context.serve()
-    except SystemExit as error:  # a function of the user's may raise it, too
+    except SystemExit as error:  # a user function may raise it, too
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if not isinstance(error.code, int | None):
             print(error.code, file=sys.stderr)
         context.leave()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code & 0xFF)  # taking torch apart takes 0.2 s
+        os._exit(code & 0xFF)  # the regular shutdown of torch takes 0.2 s
     raise AssertionError
 
 
 def _end_with(sock: socket.socket) -> None:
-    """Ends this process when the master is gone, where the worker's program does not."""
+    """Exit this process when the master has terminated, even if the worker's program does not return."""
     poll = select.poll()
     poll.register(sock, select.POLLRDHUP)
     poll.poll()

@@ -1,7 +1,8 @@
-"""Workers that a master has started itself: on this host, or by ssh on others.
+"""Workers that the master has started itself, on this host or by ssh on others.
 
-The launcher does it, in a thread of this process: agents import torch once and fork the workers, show what they write
-behind their numbers, and kill them when this process is gone. Unlike a job's ranks, workers die one by one.
+The launcher runs in a thread of this process. Its agents import torch once and fork the workers, print their output
+with a prefix, and kill them when this process has terminated. Unlike the ranks of a job, workers terminate
+independently of each other.
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ from allranks.launch.spec.target import SERVE, Target
 
 __all__ = ["WorkerPool", "describe_end", "read_status"]
 
+# Longer than the 1 s after which a worker exits by itself when its connection is closed (`worker_context`).
 _END_S = 1.5
-_LOOK_S = 0.01
+_LOOK_S = 0.01  # seconds between two checks
 
 
 class WorkerPool:
-    """Some workers, ranks 1 to n.
+    """Workers with the ranks 1 to n.
 
     Args:
-        hosts: where, and how many on each.
-        environ: variables for them.
-        threads: of each; None for a fair share of the CPUs.
-        timeout_s: how long to wait for the hosts.
+        hosts: The hosts, and the number of workers on each.
+        environ: Environment variables for the workers.
+        threads: The threads of each worker. None: a fair share of the CPUs.
+        timeout_s: Time limit for the hosts to connect, in seconds.
 
     Attributes:
-        size: how many they are.
-        trouble: why they could not be started.
+        size: The number of workers.
+        trouble: The error that prevented their start.
     """
 
     def __init__(
@@ -59,14 +61,14 @@ class WorkerPool:
             signals=(),
         )
         self._job = SpreadJob(options, len(hosts), len(hosts), streams=output_streams(), first=1)
-        # A daemon: python joins others before it calls what is registered with atexit.
+        # A daemon thread, because Python joins other threads before it calls functions registered with atexit.
         self._thread = threading.Thread(target=self._run, name="allranks-workers", daemon=True)
 
     def start(self) -> None:
-        """Starts them.
+        """Start the workers.
 
         Raises:
-            ConfigError: a host cannot be reached.
+            ConfigError: A host cannot be reached.
         """
         try:
             self._job.open_by(SSH, self._hosts)
@@ -78,22 +80,22 @@ class WorkerPool:
     def _run(self) -> None:
         try:
             self._job.run()
-        except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits for the workers
+        except BaseException as error:  # noqa: BLE001 - the thread that waits for the workers raises it
             self.trouble = error
         finally:
             self._job.close()
 
     @property
     def ended(self) -> dict[int, int | str]:
-        """The workers whose process has ended: its exit code, minus its signal, or why its host was lost."""
+        """The workers whose process has ended: exit code, minus the signal number, or the reason of a lost host."""
         return {} if self._job.loop is None else dict(self._job.loop.ended)
 
     def respawn(self, rank: int, until: float) -> None:
-        """Starts a worker in the place of one, which is killed if it has not ended.
+        """Start a new worker for a rank. The old worker is killed if it has not terminated.
 
         Raises:
-            ConfigError: its host is lost.
-            TimeoutError: the host did not do so in time.
+            ConfigError: Its host is lost.
+            TimeoutError: The host did not start it in time.
         """
         loop = self._job.loop
         assert loop is not None
@@ -107,14 +109,14 @@ class WorkerPool:
             time.sleep(_LOOK_S)
 
     def close(self) -> None:
-        """Waits a moment for the workers to end, which have been asked to, and kills those that have not."""
+        """Wait briefly until the workers, which have been asked to exit, have terminated. Kill the rest."""
         if self._thread.ident is None:
             return
         until = time.monotonic() + _END_S
         while self._thread.is_alive() and len(self.ended) < self.size and time.monotonic() < until:
             time.sleep(_LOOK_S)
         while self._thread.is_alive() and self._job.loop is None:
-            for host in self._job.pool:  # which the thread waits for
+            for host in self._job.pool:  # the job has no loop yet, and its thread waits for them
                 if host.process is not None:
                     host.process.terminate()
             time.sleep(_LOOK_S)
@@ -125,24 +127,25 @@ class WorkerPool:
 
 
 def read_status(pid: int) -> int | None:
-    """The exit code of a process of this host, or minus its signal, until its parent has taken note; else None.
+    """Return the exit code, or minus the signal number, of a zombie process of this host. Otherwise return None.
 
-    Agents take note of ranks when a job ends. Source: proc(5), whose last field it is.
+    A process is a zombie until its parent has waited for it. Agents wait for ranks when a job ends. Source: proc(5);
+    the exit code is the last field.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it is gone
+    except OSError:  # the process no longer exists
         return None
     return os.waitstatus_to_exitcode(int(fields[-1])) if fields[0] == "Z" else None
 
 
 def describe_end(status: int | str) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     if isinstance(status, str):
         return status
     if status >= 0:
         return f"exit code {status}"
     try:
         return f"killed by signal {-status} ({signal.Signals(-status).name})"
-    except ValueError:  # a real-time signal
+    except ValueError:  # a real-time signal has no name
         return f"killed by signal {-status}"

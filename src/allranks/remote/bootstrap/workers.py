@@ -1,9 +1,9 @@
-"""The master's side of the meeting: it gathers the workers, watches them and ends them.
+"""The master's side of the start: it gathers the workers, watches them and terminates them.
 
-Either all processes are started as the ranks of a job are, and meet as ranks do (``_rendezvous``). Or the master starts
-the workers itself (`worker_pool`) and tells them where it is. In both cases the master then serves a store, on which
-groups are made (`group_registry`), and listens for workers. Each worker connects once, and commands travel on that
-connection. A worker proves that it knows a token of this job. On one host all connections are unix sockets.
+Either all processes are started as the ranks of a job, and meet like ranks (``_rendezvous``). Or the master starts the
+workers itself (`worker_pool`) and passes its address to them. In both cases the master then serves a store, in which
+groups are created (`group_registry`), and listens for workers. Each worker connects once, and commands travel on that
+connection. A worker proves that it has a token of this job. On one host all connections are unix sockets.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ __all__ = ["Workers", "gather_workers"]
 
 SERVE = "allranks.remote.worker.interpreter:serve"
 
-_RESPAWN_S = 60.0
-_LOOK_S = 0.1
-_HELLO_S = 10.0
-_KNOWN_S = 1.0  # between the end of a connection and word of how its process ended
+_RESPAWN_S = 60.0  # default time limit, in seconds, for the start of a replacement
+_LOOK_S = 0.1  # seconds of one wait for a connection
+_HELLO_S = 10.0  # time limit, in seconds, for the first message of a connected worker
+_KNOWN_S = 1.0  # seconds to wait, after a connection has ended, for the exit status of its process
 
 
 class Workers:
-    """What a master has: its workers.
+    """The workers of a master.
 
     Attributes:
-        connections: the connections with them, by rank from 1 on.
-        on_lost: called with a worker's rank, in another thread, when it is gone.
+        connections: The connections with the workers, by rank from 1 on.
+        on_lost: Called with a worker's rank, in another thread, when the worker is lost.
     """
 
     def __init__(
@@ -85,11 +85,12 @@ class Workers:
     ) -> None:
         self.connections = connections
         self._welcome = welcome
-        self._new: deque[WorkerConnection] = deque()  # to be watched
+        self._new: deque[WorkerConnection] = deque()  # connections that the watcher must still register
         self.on_lost: Callable[[int], None] | None = None
         self._server = server
         self._pool = pool
-        self._launcher_store = launcher_store  # the launcher's store, where it says how workers of any host have ended
+        # The launcher's store, in which the launcher publishes exit statuses of workers on all hosts.
+        self._launcher_store = launcher_store
         self._forks = forks()
         self._lost: set[int] = set()
         self._closed = False
@@ -100,11 +101,11 @@ class Workers:
         atexit.register(self.close)
 
     def make_group(self, name: str, ranks: Sequence[int], timeout_s: float) -> ProcessGroup:
-        """Makes a group together with its other members; see ``GroupRegistry.make_group``."""
+        """Create a group together with its other members. See ``GroupRegistry.make_group``."""
         return self._server.groups.make_group(name, ranks, timeout_s)
 
     def how_ended(self, rank: int) -> str:
-        """How a worker's process ended, as ``killed by signal 9 (SIGKILL)`` or ``exit code 3``; "" if not known."""
+        """Return how a worker's process ended: ``exit code 3``, ``killed by signal 9 (SIGKILL)``, or ""."""
         connection = self.connections[rank - 1]
         if self._pool is None and self._launcher_store is None and connection.socket.family != socket.AF_UNIX:
             return ""
@@ -120,26 +121,27 @@ class Workers:
             return read_status(connection.pid)
         packed = self._launcher_store.peek([Ended.key(connection.rank)])[0]
         ended = msgspec.json.decode(packed, type=Ended) if packed is not None else None
-        # Of the rank's last process, it may be.
+        # The record may be of a previous process of this rank.
         return ended.status if ended is not None and ended.pid in (0, connection.pid) else None
 
     def respawn(self, rank: int, timeout_s: float = _RESPAWN_S) -> WorkerConnection:
-        """Starts a new worker in the place of one, which is killed if it still lives.
+        """Start a new worker in place of another one, which is killed if it is still running.
 
         Args:
-            rank: the worker's.
-            timeout_s: how long to wait for it.
+            rank: The rank of the worker.
+            timeout_s: Time limit, in seconds.
 
         Returns:
-            The connection with it, which also takes the old one's place in ``connections``.
+            The connection with the new worker, which also replaces the old one in ``connections``.
 
         Raises:
-            UsageError: there is no such worker, or nobody is there who could start one.
-            ConfigError: it ended while it was started.
-            TimeoutError: it did not come in time.
+            UsageError: The worker does not exist, or no launcher is available to start another one.
+            ConfigError: The new worker exited during its start.
+            TimeoutError: The new worker did not connect in time.
 
         Cost:
-            0.03 s, as it is forked where torch is imported; an import of torch with ``--start spawn``.
+            0.03 s, because it is forked from a process that has imported torch. An import of torch with ``--start
+            spawn``.
         """
         if not isinstance(rank, int) or not 1 <= rank <= len(self.connections):
             raise UsageError(f"respawn: rank {rank!r} is no worker; expected 1 to {len(self.connections)}")
@@ -151,7 +153,8 @@ class Workers:
             )
         until = time.monotonic() + timeout_s
         old = self.connections[rank - 1]
-        with contextlib.suppress(OSError):  # it is gone
+        # The watcher must record the loss before the new worker is admitted. A later record would fail its groups.
+        with contextlib.suppress(OSError):  # the connection is already closed
             old.socket.shutdown(socket.SHUT_RDWR)
         with self._changed:
             if not self._changed.wait_for(lambda: rank in self._lost, timeout_s):
@@ -177,7 +180,7 @@ class Workers:
         return connection
 
     def close(self) -> None:
-        """Ends all workers: asks them, waits a moment, and kills those that this process has started. Idempotent."""
+        """Close the workers' connections, wait briefly, and kill workers that this process started. Idempotent."""
         global _workers
         if self._closed or self._forks != forks():
             return
@@ -186,6 +189,7 @@ class Workers:
             _workers = None
         atexit.unregister(self.close)
         os.eventfd_write(self._wake, 1)
+        # The watcher stops first, because it would report the connections that are closed below as lost workers.
         self._watcher.join()
         os.close(self._wake)
         for connection in self.connections:
@@ -237,27 +241,28 @@ def gather_workers(
     rank: int = -1,
     serve: str = SERVE,
 ) -> Workers:
-    """Meets the workers; in a worker, serves the master and does not return.
+    """Gather the workers. In a worker, serve the master and do not return.
 
     Args:
-        init_method: how master and workers find each other where all have been started, see ``init_process_group``.
-        workers: starts so many on this host.
-        hosts: starts workers on these hosts by ssh: ``"node1:2,node2"`` or ``["node1:2", "node2"]``.
-        timeout_s: how long to wait for them.
-        worker_device: where they keep their tensors; where a host has several of a kind, each takes another.
-        threads: of each worker that is started; None for a fair share of the CPUs.
-        world_size: of all processes, where none is started; -1: from the environment.
-        rank: this process; -1: from the environment.
-        serve: the worker's program, ``module:function``; called with its ``WorkerContext``.
+        init_method: How master and workers find each other if all have been started, see ``init_process_group``.
+        workers: The number of workers to start on this host.
+        hosts: The hosts on which to start workers by ssh: ``"node1:2,node2"`` or ``["node1:2", "node2"]``.
+        timeout_s: Time limit for the workers to connect, in seconds.
+        worker_device: The device of their tensors. If a host has several devices of this type, each worker uses another
+            one.
+        threads: The threads of each worker that is started. None: a fair share of the CPUs.
+        world_size: The number of processes, if no process is started. -1: from the environment.
+        rank: The rank of this process. -1: from the environment.
+        serve: The worker's program, ``module:function``. It is called with the worker's ``WorkerContext``.
 
     Raises:
-        UsageError: the arguments contradict each other, or there are workers already.
-        ConfigError: a worker cannot be had: says where and why.
-        JoinError: some did not come in time.
-        SystemExit: this is a worker, and the master has ended.
+        UsageError: The arguments contradict each other, or this process already has workers.
+        ConfigError: A worker cannot be started. The message names the place and the reason.
+        JoinError: Some workers did not connect in time.
+        SystemExit: This is a worker, and the master has terminated.
 
     Cost:
-        one import of torch, in parallel on all hosts, and about 30 ms for each worker.
+        One import of torch, in parallel on all hosts, and about 30 ms for each worker.
     """
     global _workers
     _check(init_method, workers, hosts, timeout_s, worker_device, threads, world_size, rank)
@@ -342,7 +347,7 @@ def _gather_ranks(
 
 
 def _launchers_store() -> StoreClient | None:
-    """That of ``allranks run --mode master``; None where something else has started this process."""
+    """Return the store of ``allranks run --mode master``, or None if another program has started this process."""
     launched = this_rank()
     if launched is None or launched.target.mode != "master":
         return None
@@ -357,7 +362,7 @@ def _start_workers(hosts: Sequence[Slots], timeout_s: float, device: str, thread
     server = MasterServer(this_member(0, size), far)
     environ = {MASTER: msgspec.json.encode(server.endpoint).decode()}
     if far:
-        environ["ALLRANKS_SECRET"] = load_secret().decode()  # groups that span hosts prove it
+        environ["ALLRANKS_SECRET"] = load_secret().decode()  # groups that span hosts prove this secret
     pool = WorkerPool(hosts, environ, threads, timeout_s)
     try:
         pool.start()
@@ -372,12 +377,12 @@ def _start_workers(hosts: Sequence[Slots], timeout_s: float, device: str, thread
 
 
 class MasterServer:
-    """What a master opens: a store for groups, and a listener.
+    """The servers of a master: a store for groups, and a listener.
 
     Args:
-        me: the master.
-        far: other hosts have workers.
-        derived: the token follows from the job's secret, and need not be sent.
+        me: The master.
+        far: Some workers are on other hosts.
+        derived: The token is derived from the job's secret, and is not sent.
     """
 
     def __init__(self, me: Member, far: bool, derived: bool = False) -> None:
@@ -403,11 +408,11 @@ class MasterServer:
     def gather(
         self, ranks: Sequence[int], until: float, welcome: Welcome, pool: WorkerPool | None = None
     ) -> list[WorkerConnection]:
-        """Waits for these workers.
+        """Wait until the workers of these ranks are ready.
 
         Raises:
-            ConfigError: one cannot work; says why.
-            JoinError: some did not come in time.
+            ConfigError: A worker cannot work. The message contains the reason.
+            JoinError: Some workers did not connect in time.
         """
         began = time.monotonic()
         connections: dict[int, WorkerConnection] = {}
@@ -432,7 +437,7 @@ class MasterServer:
         return [connections[rank] for rank in sorted(connections)]
 
     def accept(self, welcome: Welcome, missing: Sequence[int]) -> dict[int, WorkerConnection]:
-        """The workers that have connected; waits a moment for one."""
+        """Return the missing workers that have connected. Wait up to 0.1 s for one."""
         found: dict[int, WorkerConnection] = {}
         select.select([self._listener.wake], [], [], _LOOK_S)
         for sock in self._listener.take():
@@ -441,14 +446,15 @@ class MasterServer:
                 if member.rank not in missing or member.rank in found:
                     raise ConnectionError(f"no worker is expected as {member}")
                 send_message(sock, welcome)
-            except (OSError, msgspec.MsgspecError):  # it has died, or is of no use: it is missed if it was awaited
+            # It has died or is not expected; if it was expected, `gather` reports it as missing.
+            except (OSError, msgspec.MsgspecError):
                 sock.close()
                 continue
             found[member.rank] = WorkerConnection(member.rank, member.host, member.pid, sock)
         return found
 
     def close(self) -> None:
-        """Closes all of it."""
+        """Close the store and the listener."""
         self._opened.close()
 
 
@@ -466,7 +472,7 @@ def _raise_trouble(pool: WorkerPool | None, missing: Sequence[int]) -> None:
 
 
 def _await_ready(connection: WorkerConnection, until: float) -> str:
-    """What keeps a worker from working; "" if nothing does."""
+    """Return the reason why a worker cannot work, or ""."""
     try:
         return receive_message(connection.socket, WorkerReady, until).trouble
     except builtins.TimeoutError:

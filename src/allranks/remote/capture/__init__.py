@@ -1,5 +1,6 @@
 """A whole step as one command.
 
-- capture: records a step, verifies it and replays it.  recording: what a call has queued.  replay: what workers know.
-- watch: what a step reads from Python.
+- capture: records a step, verifies it and replays it.  recording: the calls that a step has queued.  replay: the
+  workers' programs.
+- watch: the values that a step reads from Python.
 """

@@ -1,8 +1,9 @@
 """A whole step as one command: recorded, verified, then replayed by the workers without the master's Python.
 
-The first calls of a captured function run as ever, and what they queue is written down. When two calls in a row have
-queued the same (the first may differ: optimisers make their state in it), each worker gets its part of it, as a
-`Program`, and from then on a call is one small frame for each set of workers that do the same.
+The first calls of a captured function run normally, and the operations that they queue are recorded. When two calls in
+a row have queued the same operations, each worker receives its part as a `RemoteProgram`. (The first call may differ,
+because optimizers create their state in it.) From then on a call is one small frame for each set of workers that do the
+same.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ __all__ = ["Captured", "capture"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ATTEMPTS = 4  # calls that may differ before the step is said not to repeat
-_PATIENCE = 8  # calls in a row that are not replayed, as something has changed before each, until that is said
-_OBJECTS = 8  # of which the captured method is known at a time
-_FORGIVEN = 1  # times that tensors which outlive the step may be dropped
+_ATTEMPTS = 4  # calls that may differ before an error states that the step does not repeat
+_PATIENCE = 8  # calls in a row after a change, which are not replayed, before a warning
+_OBJECTS = 8  # objects for which the captured method is kept
+_FORGIVEN = 1  # times that tensors which must outlive the step may be dropped
 
 
 def _is_same(watch: _core.Watch, seen: Any) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():  # else to read a gradient takes twice as long
+    with torch._C.DisableTorchFunctionSubclass():  # otherwise reading a gradient takes twice as long
         return watch.same(seen)
 
 
 @dataclass
 class _Past:
-    """The calls of one kind of arguments since the last replay.
+    """The calls with one kind of arguments since the last replay.
 
     Attributes:
-        watch: what the step could see after the last of them.
-        recording: what the last has queued; None where something has changed since.
-        calls: how many in a row were recorded.
-        changes: before how many in a row something had changed.
-        unrecorded: that the step changes what it reads is known: its calls are ordinary ones.
+        watch: The values that the step could read after the last call.
+        recording: The operations that the last call has queued; None if a value has changed since.
+        calls: The number of calls in a row that were recorded.
+        changes: The number of calls in a row before which a value had changed.
+        unrecorded: The step changes values that it reads, so its calls are no longer recorded.
     """
 
     watch: _core.Watch | None = None
@@ -68,10 +69,10 @@ class _Past:
 
 
 class Captured(Generic[P, R]):
-    """A function whose calls become one command each; see `capture`.
+    """A function whose calls become one command each. See `capture`.
 
     Attributes:
-        recordings: how many recordings it has: one for each kind of arguments, and of what else it reads.
+        recordings: The number of recordings: one for each kind of arguments, and of other values that the step reads.
     """
 
     def __init__(self, function: Callable[P, R], max_recordings: int) -> None:
@@ -79,18 +80,18 @@ class Captured(Generic[P, R]):
         self._function = function
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._most = max_recordings
-        self._replays: dict[Any, list[Replay]] = {}  # by key, the last one that was used first
+        self._replays: dict[Any, list[Replay]] = {}  # by key; the first is the last one that was used
         self._past: dict[Any, _Past] = {}
-        self._placed: set[Any] = set()  # keys of arguments whose place in their storage matters, too
+        self._placed: set[Any] = set()  # keys of arguments whose offset in their storage matters, too
         self._reach = Reach()
         self._dropped = 0
         self._bound: OrderedDict[int, tuple[Any, Captured[..., Any]]] = OrderedDict()  # methods of objects, by id
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
-        """As of a function: of a class, itself; of an object, a method, which is recorded for each object apart.
+        """Return the captured function itself for a class, and a captured method for an object.
 
-        The latest objects are held, not all: a program may make trainers in a loop. The method of one that is used
-        again is recorded anew.
+        A method is recorded for each object separately. Only the latest objects are held, because a program may create
+        trainers in a loop. If an object is used again later, its method is recorded again.
         """
         if owner is None or not hasattr(self._function, "__get__"):
             return self
@@ -107,7 +108,7 @@ class Captured(Generic[P, R]):
         return sum(map(len, self._replays.values()))
 
     def reset(self) -> None:
-        """Forgets what is recorded: the next calls are recorded anew."""
+        """Forget all recordings. The next calls are recorded again."""
         for replays in self._replays.values():
             for each in replays:
                 each.close()
@@ -147,7 +148,7 @@ class Captured(Generic[P, R]):
                     )
             break
         for replay in self._replays.get(key, ()):
-            # A tensor that is no longer where it was is not held here.
+            # A replay whose tensors have been replaced is dropped, so that it does not keep the old tensors alive.
             replay.stale |= any(isinstance(each[1], torch.Tensor) for each in replay.watch.changes(seen))
         self._drop_stale(key)
         return self._call_unreplayed(key, placed, tensors, seen, args, kwargs)
@@ -160,7 +161,7 @@ class Captured(Generic[P, R]):
             del self._replays[key]
 
     def _drop_lost(self) -> None:
-        """Drops what was recorded on workers that are lost. Those in their places are other kinds of arguments."""
+        """Drop recordings on lost workers. Their replacements are other kinds of arguments."""
         for key in [each for each in self._replays if _is_lost(each)]:
             for replay in self._replays.pop(key):
                 replay.close()
@@ -168,7 +169,7 @@ class Captured(Generic[P, R]):
             del self._past[key]
 
     def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[RemoteTensor], Any]:
-        """What arguments have in common with those of other calls, the tensors in them, and what the step can see."""
+        """Return the key of a call's arguments, their tensors, and the values that the step can read."""
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, RemoteTensor)]
         parts: list[Any] = [spec, *_state(tensors)]
@@ -182,7 +183,7 @@ class Captured(Generic[P, R]):
                 raise UsageError(
                     f"capture: {self._name} is given a tensor of the master's; send it first, with .to() or scatter()"
                 )
-            elif isinstance(each, float):  # of which some compare equal that differ
+            elif isinstance(each, float):  # different floats may compare equal, such as 0.0 and -0.0
                 parts.append((type(each), each.hex()))
             else:
                 parts.append((type(each), each))
@@ -243,7 +244,8 @@ class Captured(Generic[P, R]):
             result = self._function(*args, **kwargs)
             recording = recorder.recording
             self._take_result(recorder, result)
-        gc.collect()  # handles that only a cycle holds do not outlive the step
+        # Frees handles that only a reference cycle keeps alive, so that they do not seem to outlive the step.
+        gc.collect()
         returned = {each.number for each in recording.returned if each is not None}
         for number, made in recording.made.items():
             if made() is not None and number not in returned:
@@ -278,7 +280,7 @@ class Captured(Generic[P, R]):
         return result
 
     def _changed(self, recording: Recording, changes: list[tuple[str, Any, Any]], drawn: Any) -> str:
-        """What a call has changed of what it reads, in words: a replay would not. "" where nothing."""
+        """Describe a change of values that the step reads, which a replay would not make; "" if there is none."""
         if self._reach.iterators:
             return f"it uses the iterator {self._reach.iterators[0]}, whose next value cannot be known"
         made = {id(each()) for each in recording.made.values()}
@@ -287,7 +289,7 @@ class Captured(Generic[P, R]):
             ref = found._ref if isinstance(found, RemoteTensor) else found
             return type(ref) is _core.Ref and id(ref.whole) in made
 
-        # A tensor of which the step makes another each time is that of the last recording, and replays write to it.
+        # A tensor that the step recreates on each call is the one of the last recording, and replays write to it.
         changes = [each for each in changes if each[1] is None or not is_made(each[2])]
 
         if changes:
@@ -314,7 +316,7 @@ class Captured(Generic[P, R]):
 
 
 def _key_of(args: Sequence[Any]) -> Any:
-    """The key of arguments that are different tensors on workers; None for others."""
+    """Return the key of arguments that are different tensors on workers, or None for other arguments."""
     if not all(type(each) is RemoteTensor for each in args):
         return None
     key: list[Any] = _state(args)
@@ -337,8 +339,10 @@ def _master_of(tensors: Sequence[RemoteTensor]) -> Driver:
 
 
 def _state(tensors: Sequence[RemoteTensor]) -> list[Any]:
-    """What of torch's state a recording depends on: its flags, what `torch.autocast` casts to, what autograd follows,
-    and where factories make tensors."""
+    """Return the state of torch that a recording depends on.
+
+    It contains torch's flags, the dtype of `torch.autocast`, the modes of autograd, and the device of factories.
+    """
     dtype = torch.get_autocast_dtype("worker") if torch.is_autocast_enabled("worker") else None
     modes = None
     if torch._C._len_torch_function_stack():
@@ -354,7 +358,7 @@ _SHORT = 60
 
 
 def _described(changes: list[tuple[str, Any, Any]]) -> str:
-    """One of several changes, in words: of a number, if one is among them."""
+    """Describe one of several changes. A number is preferred."""
     numbers = [each for each in changes if isinstance(each[1], int | float | str) and type(each[2]) is type(each[1])]
     path, before, after = (numbers or changes)[0]
     told = f" ({before!r}, then {after!r})"
@@ -364,42 +368,44 @@ def _described(changes: list[tuple[str, Any, Any]]) -> str:
 
 
 def _is_lost(key: Any) -> bool:
-    """Whether a kind of arguments is of workers of which one is lost, or was before it was replaced."""
+    """Return whether a key contains a target with a worker that is lost or has been replaced."""
     if isinstance(key, tuple):
         return any(map(_is_lost, key))
     return isinstance(key, DeviceTarget) and isinstance(key.calls, WorkerGone)
 
 
 def capture(function: Callable[P, R] | None = None, *, max_recordings: int = 8) -> Any:
-    """Makes each call of a training step one small command for the workers (master-worker mode).
+    """Make each call of a training step one small command for the workers (master-worker mode).
 
-    The step's first calls run as they are; as soon as two in a row have queued the same, all further ones are replays:
-    the workers repeat what was recorded, on the tensors that are given, and none of the function's Python runs.
+    The step's first calls run normally. When two in a row have queued the same operations, all further calls are
+    replays: the workers repeat the recorded operations on the tensors of the call, and the function's Python code does
+    not run.
 
-    What that Python reads is compared before each replay: variables that it names and what can be reached from them,
-    as ``param_groups``, attributes and flags of modules, hooks, numbers in containers. After a change the step is
-    recorded anew. A step that changes itself what it reads (a counter, a list that it appends to), draws random numbers
-    of the master's, or reads from an iterator, runs as without capture, and a warning names what it is. A number that
-    changes from call to call, as a learning rate, can be a tensor on the worker. What cannot be seen: clocks, files,
-    the environment, what objects of extensions hold.
+    The values that this Python code reads are compared before each replay. These are the variables that it names and
+    the values that can be reached from them: ``param_groups``, attributes and flags of modules, hooks, numbers in
+    containers. After a change the step is recorded again. Some steps run without capture, and a warning names the
+    reason: a step that changes values that it reads (a counter, a list that it appends to), draws random numbers of the
+    master, or reads from an iterator. A number that changes from call to call, such as a learning rate, can be a tensor
+    on the worker. Changes of clocks, files, the environment, and the contents of extension objects are not detected.
 
     Args:
-        function: takes and returns tensors on workers, in any nesting; other arguments are part of what is recorded.
-        max_recordings: for so many kinds of arguments (shapes, dtypes, places, other values) it is recorded, and for so
-            many states of what it reads with each.
+        function: A function that takes and returns tensors on workers, in any nesting. Other arguments are part of the
+            recording.
+        max_recordings: The maximum number of kinds of arguments (shapes, dtypes, places, other values) that are
+            recorded, and of states of the values that the step reads for each kind.
 
     Returns:
-        The function, captured, with ``recordings`` and ``reset()``; or, with ``function`` left out, a decorator.
+        The captured function, with ``recordings`` and ``reset()``. Without ``function``, a decorator.
 
     Raises:
-        UsageError: when it is called: the step fetches a value, sends tensors of the master's, depends on data for a
-            shape, returns what requires grad, or does not repeat itself; says what, and at which line. Or it can see
-            more than 200,000 objects.
+        UsageError: Raised by a call: the step fetches a value, sends tensors of the master, has a shape that depends on
+            data, returns a tensor that requires grad, or does not repeat itself. The message contains the reason and
+            the line. Also raised if the step can read more than 200,000 objects.
 
     Cost:
-        on the master some 10 us a call, 20 ns for each value that is compared (some 200 for a network of three layers
-        and its optimizer), and 2 bytes and 4 for each tensor given or returned, for each set of workers
-        that do the same.
+        On the master about 10 us per call, and 20 ns for each value that is compared (about 200 values for a network of
+        three layers and its optimizer). 2 bytes, and 4 for each tensor passed or returned, for each set of workers that
+        do the same.
 
     Example:
         @allranks.capture

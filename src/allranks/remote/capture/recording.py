@@ -1,9 +1,9 @@
-"""What a call of a captured function has queued.
+"""The operations that a call of a captured function has queued.
 
-A recording knows tensors by numbers of its own: those that the function is given, those that were there before
-(``fixed``: parameters, states), and those that the step makes. Of these some are returned, and get new ids at each
-call. Some outlive the step (``kept``: gradients that are not set to None), and keep their ids. The others are freed on
-the worker right behind their last use.
+A recording identifies tensors by its own numbers: tensors that are passed to the function, tensors that existed before
+(``fixed``: parameters, states), and tensors that the step creates. Some of the last are returned, and get new ids on
+each call. Some outlive the step (``kept``: gradients that are not set to None), and keep their ids. The worker frees
+all others immediately after their last use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Entry", "Recorder", "Recording", "RecordedResult", "difference"]
 
 
 class Entry(NamedTuple):
-    """A call, its tensors by the recording's numbers."""
+    """A call, with the recording's numbers of its tensors."""
 
     target: int
     template: int
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 
 class RecordedResult(NamedTuple):
-    """A tensor that the step returns: which number, and how it looks."""
+    """A tensor that the step returns: its number, place, signature and offset."""
 
     number: int
     place: DeviceTarget
@@ -46,23 +46,24 @@ class RecordedResult(NamedTuple):
 
 @dataclass
 class Recording:
-    """What one call has queued."""
+    """The operations that one call has queued."""
 
     entries: list[Entry] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
-    places: dict[int, DeviceTarget] = field(default_factory=dict)  # by target: they must not end before this does
+    # By target; held, because the targets must outlive the recording.
+    places: dict[int, DeviceTarget] = field(default_factory=dict)
     fixed: dict[int, Any] = field(default_factory=dict)  # Refs, by number
     made: dict[int, Any] = field(default_factory=dict)  # weak references to Refs, by number
-    owners: dict[int, int] = field(default_factory=dict)  # the targets of these
+    owners: dict[int, int] = field(default_factory=dict)  # the targets of the tensors in `made`, by number
     kept: dict[int, Any] = field(default_factory=dict)  # weak references to Refs, by number
     inputs: int = 0
     returned: list[RecordedResult | None] = field(default_factory=list)
-    leaves: list[Any] = field(default_factory=list)  # what is returned beside tensors
+    leaves: list[Any] = field(default_factory=list)  # returned values other than tensors
     spec: Any = None
-    unsettled: str = ""  # why this call cannot be replayed, though the next may
+    unsettled: str = ""  # the reason why this call cannot be replayed, although the next one may
 
     def same(self, other: Recording) -> bool:
-        """Whether another call has queued the same."""
+        """Return whether another call has queued the same operations."""
         return (
             self.entries == other.entries
             and self.fixed.keys() == other.fixed.keys()
@@ -73,7 +74,7 @@ class Recording:
         )
 
     def is_placed(self, master: Driver) -> bool:
-        """Whether it tells where in a storage tensors are: the arguments must then be there at each call."""
+        """Return whether it depends on offsets in storages, which must then be the same in each call."""
         strided = {
             str(master.operators.templates[each.template][0]).partition("as_strided")[1] for each in self.entries
         }
@@ -81,7 +82,7 @@ class Recording:
 
 
 class Recorder:
-    """Stands in the place of the outbox's call while a step runs."""
+    """Replaces the outbox's call while a step runs."""
 
     def __init__(self, master: Driver, name: str, inputs: Sequence[RemoteTensor]) -> None:
         self.recording = Recording(inputs=len(inputs))
@@ -106,10 +107,10 @@ class Recorder:
             place.call = call
 
     def refuse(self, why: str, always: bool) -> None:
-        """Hears of what a captured step cannot do.
+        """Handle an action that a captured step cannot contain.
 
         Raises:
-            UsageError: it can never.
+            UsageError: The action is never allowed.
         """
         if threading.get_ident() != self._thread:
             return
@@ -123,7 +124,8 @@ class Recorder:
         made = self._master.connections.outbox.call(target, line, template, refs, outputs, values)
         if threading.get_ident() == self._thread:
             found: Any = [] if not outputs else [made] if outputs == 1 else made
-            if given := self._master.operators.templates[template][3].outputs - outputs:  # results that have an id
+            # Results whose ids the caller passes.
+            if given := self._master.operators.templates[template][3].outputs - outputs:
                 refs, found = refs[:-given], refs[-given:]
             inputs = tuple([self._number(each) for each in refs])
             self.recording.entries.append(Entry(target, template, inputs, tuple(map(self._make, found)), values))
@@ -137,7 +139,7 @@ class Recorder:
     def _number(self, ref: Any) -> int:
         whole = ref.whole
         number = self._numbers.get(whole.id)
-        if number is None:  # it was there before
+        if number is None:  # it existed before the step
             number = self._numbers[whole.id] = self._next
             self.recording.fixed[number] = whole
             self._next += 1
@@ -146,7 +148,8 @@ class Recorder:
     def _make(self, ref: Any) -> int:
         whole = ref.whole
         known = self._numbers.get(ref.id)
-        if known in self.recording.made and self.recording.made[known]() is whole:  # by another worker
+        # Another worker has created its part.
+        if known in self.recording.made and self.recording.made[known]() is whole:
             return known
         number = self._numbers[ref.id] = self._next
         self.recording.made[number] = weakref.ref(whole)
@@ -156,7 +159,7 @@ class Recorder:
 
 
 def difference(master: Driver, before: Recording, after: Recording) -> str:
-    """The first difference between two calls, in words."""
+    """Describe the first difference between two calls."""
     if after.unsettled or before.unsettled:
         return f"{after.unsettled or before.unsettled}, at each call"
 

@@ -1,4 +1,7 @@
-"""A recording that the workers know: each has got its part as a `Program`, and a call is a small frame for each."""
+"""A recording that the workers have, with a part for each.
+
+Each worker has its part as a `RemoteProgram`, and a call is a small frame for each part.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _ID = struct.Struct("<I")
 
 
 class _ReplayPart(NamedTuple):
-    """What some workers do of a step, all the same."""
+    """The part of a step that some workers execute in the same way."""
 
     target: int
     program: int
@@ -35,7 +38,7 @@ class _ReplayPart(NamedTuple):
 
 
 class Replay:
-    """A recording that the workers know."""
+    """A recording that the workers have."""
 
     def __init__(self, master: Driver, recording: Recording, watch: _core.Watch) -> None:
         self.stale = False
@@ -60,7 +63,7 @@ class Replay:
         self.stale = True
 
     def dropped(self) -> int | None:
-        """The line that made a tensor that was to outlive the step and has not; None where all have."""
+        """Return the line that made a tensor which was dropped but must outlive the step, or None."""
         for number, ref in self._recording.kept.items():
             if ref() is None:
                 makers = zip(self._recording.entries, self._recording.lines, strict=True)
@@ -68,7 +71,7 @@ class Replay:
         return None
 
     def close(self) -> None:
-        """Gives the numbers of its programs back. Idempotent."""
+        """Return the numbers of its programs to the cache. Idempotent."""
         self.master.operators.programs.extend(part.program for part in self._parts)
         self._parts = []
 
@@ -76,7 +79,7 @@ class Replay:
         self.close()
 
     def __call__(self, tensors: Sequence[RemoteTensor]) -> Any:
-        """Has the workers run the step."""
+        """Make the workers run the step."""
         recording, master = self._recording, self.master
         for place, calls in self._known:
             if place.calls is not calls:
@@ -125,7 +128,7 @@ class Replay:
         return found
 
     def _divide(self) -> list[_ReplayPart]:
-        """Tells each worker its part; those with the same part together."""
+        """Send each worker its part. Workers with the same part share a program."""
         master, recording = self.master, self._recording
         ranks_of = {target: place.ranks for target, place in recording.places.items()}
         self._ranks_of = ranks_of
@@ -146,7 +149,8 @@ class Replay:
             entries = [recording.entries[each] for each in own]
             used = {each for entry in entries for each in entry.inputs}
             made = [each for entry in entries for each in entry.outputs]
-            # More than one part: the ids of all results are given, as those of a group's may be made in several.
+            # With several parts, the master passes the ids of all results, because a group's result may be created in
+            # several parts.
             outputs = [each for each in made if each in returned and each not in recording.kept]
             inputs = [each for each in range(recording.inputs) if each in used or len(together) == 1]
             program = wire.RemoteProgram(
@@ -162,7 +166,7 @@ class Replay:
         return parts
 
     def _frames(self, indices: Sequence[int], returned: set[int]) -> bytes:
-        """The frames of some of the recording's calls, with a FREE behind each last use."""
+        """Return the frames of some of the recording's calls, with a FREE after each last use."""
         recording = self._recording
         last: dict[int, int] = {}
         for index in indices:
@@ -190,9 +194,9 @@ class Replay:
         return bytes(frames)
 
     def _find_written(self) -> tuple[list[RemoteTensor], list[int]]:
-        """The handles whose data a replay changes, and which of the step's arguments are among them.
+        """Return the handles whose data a replay changes, and the positions of the step's arguments that it changes.
 
-        Their versions must go up, or a graph that was made before would run backward on data that have changed.
+        Their versions must increase. Otherwise the backward of an earlier graph would use changed data.
         """
         written: set[int] = set()
         for entry in self._recording.entries:

@@ -1,14 +1,14 @@
-"""What a captured step reads from Python: described once, and compared at every replay.
+"""The values that a captured step reads from Python: described once, and compared before every replay.
 
-A replay runs none of the step's Python. So whatever that Python reads must be as it was when the step was recorded:
-learning rates in ``param_groups``, flags of modules, attributes, globals, closures, hooks, `requires_grad`. From the
-function this goes wherever its code can go: to the variables that the code names, and from each object to the
-attributes that any code on the way names. Containers are described entirely. The description is compared by
-``core/python/bind_watch.cc``.
+A replay does not run the step's Python code. The values that this code reads must therefore be the same as in the
+recording: learning rates in ``param_groups``, flags of modules, attributes, globals, closures, hooks, `requires_grad`.
+The description starts at the function and follows its code: to the variables that the code names, and from each object
+to the attributes that any code on the way names. Containers are described completely. ``core/python/bind_watch.cc``
+compares the description.
 
-It ends at tensors, of which it is only seen which they are, and at what has no Python inside: locks, files, sockets.
-Code of torch, of Python's own library and of this package reads from nothing but what it is given, and its flags, which
-are part of a recording's key.
+The description ends at tensors, of which only the identity is compared, and at objects without Python contents: locks,
+files, sockets. Code of torch, of Python's standard library and of this package only reads its arguments, and its flags,
+which are part of a recording's key.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = ["Reach", "random_state"]
 
 Description = tuple[Any, ...]
 
-_MOST = 200_000  # containers and objects
-_DEEPEST = 100
-_SMALL = 1024  # elements of a tensor of the master's whose data is compared, beside its version
+_MOST = 200_000  # maximum number of containers and objects
+_DEEPEST = 100  # maximum depth of nested values
+_SMALL = 1024  # maximum elements of a tensor of the master whose data is compared, in addition to its version
 _NOTHING: Description = ("is", ..., ())
 _ANY: Description = ("all", None, ())
 
@@ -55,20 +55,20 @@ _UNREAD = {
         "weakref", "dict", "doc", "module",
     )
 }  # fmt: skip
-"""Methods that do not run in a step, though nothing names those that do."""
+"""Methods that a step does not run implicitly. The other special methods may run although no code names them."""
 
 _CONTAINERS = (dict, list, tuple, collections.OrderedDict, collections.defaultdict, collections.Counter, torch.Size)
 _READERS = {"getattr", "hasattr", "setattr", "attrgetter", "vars", "__dict__", "__getattribute__", "__getattr__"}
 
 
 class _Reads(NamedTuple):
-    """The names in a code object, and in those of functions that are defined in it."""
+    """The names in a code object, and in the functions that are defined in it."""
 
-    variables: frozenset[str]  # globals
-    modules: frozenset[str]  # that it imports
+    variables: frozenset[str]  # global variables
+    modules: frozenset[str]  # imported modules
     attributes: frozenset[str]
-    texts: frozenset[str]  # that may be the names of attributes
-    computes: bool  # names of attributes: getattr(self, f"layer{n}")
+    texts: frozenset[str]  # strings that may be names of attributes
+    computes: bool  # names of attributes are computed: getattr(self, f"layer{n}")
 
 
 @functools.lru_cache(maxsize=8192)
@@ -111,30 +111,30 @@ def _is_name(value: Any) -> bool:
 
 
 class Reach:
-    """What a function can see.
+    """The values that a function can read.
 
     Attributes:
-        iterators: the names of those that it can see: none can tell what they give next.
+        iterators: The names of iterators that it can read. Their next values cannot be predicted.
     """
 
     def __init__(self) -> None:
         self.iterators: list[str] = []
         self._names: set[str] = set()  # attributes that the code on the way names
-        self._texts: set[str] = set()  # of these, those that it may ask for by text
-        self._computing: set[types.CodeType] = set()  # the code that computes them
+        self._texts: set[str] = set()  # those attributes that the code may access by a string
+        self._computing: set[types.CodeType] = set()  # code objects that compute names of attributes
         self._seen: dict[int, Any] = {}
         self._above: set[int] = set()
         self._label = ""
         self._count = 0
 
     def watch(self, value: Any) -> _core.Watch:
-        """Describes a value, and what can be seen from it.
+        """Describe a value, and the values that can be reached from it.
 
         Raises:
-            UsageError: that is too much.
+            UsageError: There are too many values.
 
         Cost:
-            some 5 us for each value. Comparing it takes some 15 ns for each.
+            About 5 us for each value. The comparison takes about 15 ns for each.
         """
         while True:
             before = len(self._names), len(self._computing)
@@ -150,7 +150,7 @@ class Reach:
         if type(value) in _PLAIN:
             return ("is", value, ())
         number = id(value)
-        if number in self._above:  # around a circle of what cannot be known by a weak reference
+        if number in self._above:  # a reference cycle of objects; not all of them support weak references
             return _weakly(value) or _ANY
         if number in self._seen:
             if isinstance(value, torch.Tensor):
@@ -213,7 +213,7 @@ class Reach:
     def _cell(self, cell: Any) -> Description:
         try:
             contents = cell.cell_contents
-        except ValueError:  # it is empty
+        except ValueError:  # the cell is empty
             return _NOTHING
         return self._describe(contents)
 
@@ -262,7 +262,7 @@ class Reach:
         return self._variables(vars(module), self._names, f"{module.__name__}.")
 
     def _class(self, kind: type) -> Description:
-        """A class, of which the methods that the code on the way names may run, and those that Python calls."""
+        """Describe a class: the methods that the code on the way names, and those that Python calls implicitly."""
         if not _is_programs(kind.__module__) or issubclass(kind, enum.Enum):
             return ("weak", weakref.ref(kind), ())
         parts: list[Description] = [("weak", weakref.ref(kind), ())]
@@ -299,13 +299,16 @@ class Reach:
         return ("all", None, parts) if len(parts) > 1 else _weakly(value) or ("is", value, ())
 
     def _is_computed(self, kind: type) -> bool:
-        """Whether names of its attributes are computed: by a method of its own, or by a function outside of classes."""
+        """Return whether names of its attributes are computed, by its own method or outside of classes."""
         own = {each for klass in kind.__mro__ for member in vars(klass).values() for each in _codes(member)}
         return any(each in own or each.co_varnames[:1] != ("self",) for each in self._computing)
 
     def _variables(self, found: dict[str, Any], names: Iterable[str], prefix: str = "", of: Any = None) -> Description:
-        """Those of these names. Where an object has none of its own, one may come to hide its class's, or be asked
-        for by text."""
+        """Describe the variables of these names.
+
+        If an object lacks an attribute, its absence is part of the description. The attribute may later hide one of the
+        class, or be accessed by a string.
+        """
         keys = sorted(name for name in names if name in found)
         if of is not None:
             may_come = {name for name in (*self._names, "forward") if hasattr(of, name)}
@@ -330,7 +333,7 @@ class Reach:
         return self._with_own(value, parts)
 
     def _with_own(self, value: Any, parts: Description) -> Description:
-        """A container of a class that has attributes, too."""
+        """Describe a container of a class that also has attributes."""
         if type(value) in _CONTAINERS or not _has_dict(value):
             return parts
         return ("all", None, (parts, self._object(value)))
@@ -353,10 +356,13 @@ class Reach:
     def _plain(self, value: Any) -> Description:
         return ("is", value, ())
 
-    # Tensors, and numbers that come of no program.
+    # Tensors, and numbers that do not come from the program.
 
     def _tensor(self, x: torch.Tensor) -> Description:
-        """Which tensor it is, and its gradient; a handle's other properties are told when they are set."""
+        """Describe the identity of a tensor, and its gradient.
+
+        A handle reports changes of its other properties when they are set (`Handle._leave`).
+        """
         parts: list[Description] = [("is", x, ())]
         if x.requires_grad and x.is_leaf:
             grad = x.grad
@@ -398,7 +404,7 @@ def _data_of(x: torch.Tensor) -> bytes:
 
 
 def _contents(array: Any) -> bytes:
-    """An array's, with its dtype and shape."""
+    """Return the contents of an array, with its dtype and shape."""
     data = pickle.dumps(array) if array.dtype.hasobject else array.tobytes()
     return f"{array.dtype.str}{array.shape}".encode() + data
 
@@ -412,7 +418,7 @@ def _pickled_state(generator: Any) -> bytes:
 
 
 def random_state() -> tuple[Any, ...]:
-    """That of the random numbers that the master draws itself: Python's, numpy's, and torch's on its CPU."""
+    """Return the states of the master's random generators: Python's, numpy's, and torch's on the CPU."""
     numpy: Any = sys.modules.get("numpy")
     drawn = pickle.dumps(numpy.random.get_state()) if numpy is not None else b""
     return random.getstate(), drawn, _state_of(torch.default_generator)
@@ -423,7 +429,7 @@ def _attribute(name: str, description: Description) -> Description:
 
 
 def _weak_ref(x: RemoteTensor) -> Description:
-    """Which tensor it is, without that it lives on for it."""
+    """Describe the identity of a tensor without keeping it alive."""
     return _attribute("_ref", ("weak", weakref.ref(x._ref), ()))
 
 
@@ -448,7 +454,7 @@ def _module(name: str, _: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _is_programs(module: str | None) -> bool:
-    """Whether a module is the program's, or of a package that it uses: not torch, not Python's own, not this one."""
+    """Return whether a module belongs to the program or a package that it uses, not to torch, Python or allranks."""
     name = module or ""
     if name.partition(".")[0] == "numpy":
         return False
@@ -457,7 +463,7 @@ def _is_programs(module: str | None) -> bool:
 
 
 def _own_names(kind: type, names: set[str]) -> frozenset[str]:
-    """The attributes that torch's code reads of an object of a class of its own, as of an optimizer or a module."""
+    """Return the attributes that torch's code reads from an object of torch's own classes, such as an optimizer."""
     of_torch = tuple(
         each for each in kind.__mro__ if (each.__module__ or "").partition(".")[0] in ("torch", "allranks")
     )
@@ -477,7 +483,7 @@ def _methods(kinds: tuple[type, ...]) -> dict[str, list[types.CodeType]]:
 
 
 def _codes(member: Any) -> Iterator[types.CodeType]:
-    """The code of a method, and of what its decorators have put into it."""
+    """Yield the code of a method, and of the functions that its decorators have wrapped."""
     if isinstance(member, staticmethod | classmethod):
         member = member.__func__
     if isinstance(member, property):
@@ -487,7 +493,7 @@ def _codes(member: Any) -> Iterator[types.CodeType]:
         for cell in member.__closure__ or ():
             try:
                 inner = cell.cell_contents
-            except ValueError:  # it is empty
+            except ValueError:  # the cell is empty
                 continue
             if inner is not member and isinstance(inner, types.FunctionType):
                 yield from _codes(inner)

@@ -1,11 +1,11 @@
-"""The connections of the master with its workers: commands go out in order, and answers come back where one is needed.
+"""The connections of the master with its workers. Commands are sent in order, and workers answer only if requested.
 
-There is one order of everything that a master does. For each worker the order is the same. An answer is waited for only
-where a value, or a shape that depends on one, is needed here.
+All commands of a master have one order. For each worker the order is the same. The master waits for an answer only if
+it needs a value, or a shape that depends on one.
 
-Threads share the connections. `Connections.lock` keeps commands together that belong together. No thread holds it while
-it waits for an answer, except to replace workers and to make snapshots. So a slow worker does not stop threads that use
-other workers. Of the threads that wait for one worker, one receives, and what it receives is for all of them.
+Threads share the connections. `Connections.lock` keeps the commands of one operation together. No thread holds it while
+it waits for an answer, except to replace workers and to make snapshots. A slow worker therefore does not block threads
+that use other workers. If several threads wait for one worker, one of them receives for all of them.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ __all__ = ["CPU", "Connections", "WorkerGone", "Inherited", "exclusive", "has_en
 _WITHOUT_EFFECT = (
     "keep", "drop", "forget", "forget_generator", "unmark", "copied", "group", "ungroup", "kind",
 )  # fmt: skip
-"""Commands that a captured step can do without."""
+"""Commands that a captured step can omit."""
 
-_END_S = 0.2  # between the end of a process and that of its connection
-_LOOK_S = 0.5
-_CAUSE_S = 2.0  # between the fault of a worker that has met a loss and word of the loss
+_END_S = 0.2  # seconds to wait, when a process has ended, until its connection is closed
+_LOOK_S = 0.5  # seconds of one receive, after which a wait checks its time limit
+_CAUSE_S = 2.0  # seconds to wait, after a worker's fault that a loss has caused, until the loss is detected
 _OF_LOSSES = ("PeerLostError", "AbortedError")
-_CHUNK = 1 << 18
+_CHUNK = 1 << 18  # bytes of one receive
 CPU = "What the child needs is fetched before it is forked, with .cpu()"
 
 _decode = msgspec.msgpack.Decoder(Answer).decode
 
 
 class Inherited(dict[Any, Any]):
-    """Takes the place of the calls of the parent's workers, in a forked child."""
+    """Replaces the calls of the parent's workers in a forked child. Each look-up raises."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         raise refusal("a tensor on a worker", CPU)
 
 
 class WorkerGone(dict[Any, Any]):
-    """Takes the place of the calls of a lost worker. Every operation looks one up, and raises."""
+    """Replaces the calls of a lost worker. Every operation looks one up, and the look-up raises."""
 
     def __init__(self, why: str, rank: int, error: Callable[[int, str], WorkerLost] | None = None) -> None:
         self.why = why
@@ -83,22 +83,22 @@ class Connections:
     """The connections with all workers, and the state of the master that all commands depend on.
 
     Attributes:
-        workers: starts, watches and ends them.
-        timeout_s: how long to wait for an answer.
-        outbox: queues frames.
-        by_rank: the connection with each worker, by rank.
-        indices: of workers in the outbox, by rank.
-        lock: held while commands are queued that belong together (`exclusive`).
-        recorder: of the step that is captured at this moment; None otherwise.
-        lost: why workers are gone, by rank.
-        closed: that the workers have been shut down.
+        workers: Starts, watches and terminates the workers.
+        timeout_s: Time limit for an answer, in seconds.
+        outbox: Queues frames.
+        by_rank: The connection with each worker, by rank.
+        indices: Indices of the workers in the outbox, by rank.
+        lock: Held while the commands of one operation are queued (`exclusive`).
+        recorder: The recorder of the step that is being captured, or None.
+        lost: The reasons why workers are lost, by rank.
+        closed: Whether the workers have been shut down.
         flags: torch's flags on the workers, which follow the master's.
-        state: the number of these flags.
-        seed: of workers to come.
-        on_lost: called with a lost worker's rank and the reason, by any thread.
-        recover: called where a worker is needed that is gone: replaces it, and returns what is to be raised; None where
-            programs do that.
-        unrecovered: workers whose replacement was begun, and has not come to its end; why they were lost.
+        state: The number of this combination of flags.
+        seed: The random seed of workers that are added later.
+        on_lost: Called with a lost worker's rank and the reason, by any thread.
+        recover: Called if a lost worker is needed. It replaces the worker and returns the exception to raise. None:
+            programs replace workers themselves.
+        unrecovered: Workers whose replacement has started and not finished, with the reasons of their loss.
     """
 
     def __init__(self, workers: Workers, timeout_s: float, on_lost: Callable[[int, str], None]) -> None:
@@ -115,8 +115,8 @@ class Connections:
         self.flags = flags.read()
         self.state = 0
         self.seed = torch.initial_seed()
-        self._own = threading.local()  # of each thread: the last fault, and whether it wants no worker to be replaced
-        self._shown: dict[str, dict[Any, Any]] = {}  # which warnings have been shown, by file
+        self._own = threading.local()  # per thread: the last fault, and whether the thread must not replace workers
+        self._shown: dict[str, dict[Any, Any]] = {}  # the warnings that have been shown, by file
         self._states = {self.flags: 0}
         self.recover: Callable[[], WorkerLost | None] | None = None
         self.unrecovered: dict[int, str] = {}
@@ -125,17 +125,18 @@ class Connections:
         self._numbers = itertools.count(1)
         self._answers: dict[tuple[int, int], Answer] = {}
         self._received: dict[int, bytearray] = {}
-        self._receiving: set[int] = set()  # the workers from which a thread receives at this moment
-        self._guard = threading.RLock()  # of these three; not held while a thread waits for a worker
+        self._receiving: set[int] = set()  # the workers from which a thread is receiving now
+        # Protects _answers, _received and _receiving; released while a thread waits for a worker.
+        self._guard = threading.RLock()
         self._arrivals = threading.Condition(self._guard)
-        self._others = 0  # threads that wait for what another one receives
-        self._raised: set[tuple[int, int]] = set()  # the faults of which an exception has been raised
+        self._others = 0  # number of threads that wait for data that another thread receives
+        self._raised: set[tuple[int, int]] = set()  # the faults for which an exception has been raised
         self._waits = LongWaits()
-        self._interrupted: dict[int, float] = {}  # when Ctrl-C has ended a wait for a worker, by rank
+        self._interrupted: dict[int, float] = {}  # time at which Ctrl-C interrupted a wait for a worker, by rank
         _core.while_waiting(self._receive_while_full)
 
     def admit(self, worker: WorkerConnection) -> None:
-        """Adds a worker, or replaces one that is lost."""
+        """Add a worker, or replace a lost one."""
         worker.socket.settimeout(None)
         _set_receive_timeout(worker, _LOOK_S)
         self.by_rank[worker.rank] = worker
@@ -149,11 +150,11 @@ class Connections:
 
     @property
     def ranks(self) -> list[int]:
-        """The workers that are there."""
+        """The ranks of the workers that are not lost."""
         return [each for each in self.by_rank if each not in self.lost]
 
     def read_flags(self) -> tuple[Any, ...]:
-        """Reads torch's flags again, and returns those that have changed."""
+        """Read torch's flags again, and return those that have changed."""
         now, before = flags.read(), set(self.flags)
         changed = tuple([each for each in now if each not in before])
         if changed:
@@ -163,21 +164,21 @@ class Connections:
     # Commands.
 
     def next_number(self) -> int:
-        """A new number, for an answer."""
+        """Return a new number for an answer."""
         return next(self._numbers)
 
     def put(self, place: DeviceTarget, message: Any, data: Any = None, bulk: bool = False) -> None:
-        """Queues a message. `bulk`: it waits for no room, see `Outbox::put` in core/remote/outbox.h."""
+        """Queue a message. `bulk`: it does not wait for space, see `Outbox::put` in core/remote/outbox.h."""
         self.outbox.put(place.target, wire.pack(message), data, bulk)
 
     def command(self, place: DeviceTarget, name: str, /, **arguments: Any) -> None:
-        """Queues a command that is not answered."""
+        """Queue a command that has no answer."""
         if name not in _WITHOUT_EFFECT:
             self.refuse_recording(f"workers are given the command {name!r}")
         self.put(place, Command(name, 0, arguments))
 
     def request(self, place: DeviceTarget, name: str, /, **arguments: Any) -> Any:
-        """Queues a command and waits for the answer of the first worker."""
+        """Queue a command for the first worker of a place, and wait for its answer."""
         if name not in _WITHOUT_EFFECT:
             self.refuse_recording(f"an answer of a worker's is waited for, {name!r}")
         self.check(place)
@@ -188,12 +189,12 @@ class Connections:
     # Answers.
 
     def wait(self, number: int, rank: int, what: str, timeout_s: float | None = None) -> Any:
-        """Waits for an answer.
+        """Wait for an answer.
 
         Raises:
-            RemoteError: the operation, or one before that it depends on, has failed on the worker.
-            WorkerLost: the worker is gone.
-            TimeoutError: it does not answer.
+            RemoteError: The operation, or a previous one that it depends on, has failed on the worker.
+            WorkerLost: The worker is lost.
+            TimeoutError: The worker does not answer in time.
         """
         self.check_process()
         self.outbox.flush()
@@ -210,10 +211,10 @@ class Connections:
         return answer.result
 
     def _pass_on(self, rank: int, answer: Answer) -> None:
-        """Prints what a function has printed, and gives the program the worker's warnings, at the line they are of.
+        """Print the output of a user function, and issue the worker's warnings at their call sites.
 
         Raises:
-            Warning: the program's filters make errors of such warnings.
+            Warning: The program's filters turn such a warning into an error.
         """
         for text, stream in zip(answer.printed, (sys.stdout, sys.stderr), strict=False):
             stream.write(text)
@@ -226,7 +227,7 @@ class Connections:
 
     @property
     def poisoned(self) -> wire.Fault | None:
-        """The fault of this thread's last failed answer, if it was about an operand; None: about the operation."""
+        """The fault of this thread's last failed answer if it came from an operand, or None if it did not."""
         found: wire.Fault | None = self._own.poisoned
         return found
 
@@ -257,22 +258,22 @@ class Connections:
         return answer
 
     def take_answer(self, number: int, rank: int) -> Answer | None:
-        """An answer, if it has come. Nobody waits for it any more."""
+        """Return an answer if it has arrived. No thread may still be waiting for it."""
         with self._guard:
             return self._answers.pop((rank, number), None)
 
     def wait_for_all(self, number: int, place: DeviceTarget, what: str) -> Any:
-        """Waits for the one answer of all workers of a group.
+        """Wait for the same answer from all workers of a group.
 
         Raises:
-            UsageError: their answers differ, and no handle could stand for all of them.
+            UsageError: The answers differ, so no handle can represent all results.
         """
         found: list[tuple[int, Any]] = []
         errors: list[Exception] = []
         for rank in place.ranks:
             try:
                 found.append((rank, self.wait(number, rank, what)))
-            except Exception as error:  # noqa: BLE001 - the first is raised when all have answered
+            except Exception as error:  # noqa: BLE001 - the first error is raised when all have answered
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -285,20 +286,21 @@ class Connections:
         return found[0][1]
 
     def forget_raised(self, fault: wire.Fault) -> None:
-        """An exception was raised of a fault, and caught here: the program has not seen it."""
+        """Unmark a fault whose exception was caught internally, so that it is reported to the program later."""
         self._raised.discard((fault.rank, fault.serial))
 
     def synchronize(self, place: DeviceTarget) -> None:
-        """Waits until all that is queued for some workers is done.
+        """Wait until some workers have executed all queued commands.
 
         Raises:
-            RemoteError: something has failed of which no exception has been raised yet.
+            RemoteError: An operation has failed for which no exception has been raised yet.
         """
         number = self.next_number()
         self.outbox.echo(place.target, number)
         plain = wire.ECHOED.pack(0, number)
         answers: list[Any] = []
-        # Backwards: when the last has answered most others have too, and the master has slept meanwhile.
+        # In reverse order: when the last worker has answered, most others have too, and the master has slept until
+        # then.
         for rank in reversed(place.ranks):
             if memory.records_in_file() or not self._has_echoed(rank, plain):
                 answers += self.wait(number, rank, "synchronize") or []
@@ -309,7 +311,7 @@ class Connections:
             raise self._cause(new[0], error_of(new[0], line_of(new[0].line), False, len(new) - 1))
 
     def _has_echoed(self, rank: int, plain: bytes) -> bool:
-        """Whether a worker's next bytes are those of a bare echo, which is what most synchronizations get."""
+        """Receive once, and return whether the bytes are a bare echo, which most synchronizations receive."""
         with self._guard:
             received = self._received[rank]
             if received or rank in self._receiving:
@@ -317,18 +319,18 @@ class Connections:
             try:
                 self._receive(self.by_rank[rank], _LOOK_S)
             except WorkerLost:
-                return False  # the wait that follows raises it
+                return False  # `wait` raises it next
             if found := received == plain:
                 received.clear()
             return found
 
     def _receive(self, worker: WorkerConnection, seconds: float) -> bool:
-        """Waits for more from a worker, `_LOOK_S` at most. Returns whether some has come; to any thread.
+        """Wait for bytes from a worker, for `_LOOK_S` at most. Return whether any thread has received some.
 
-        `_guard` must be held. It is not held during the wait.
+        The caller must hold `_guard`, which is released during the wait.
 
         Raises:
-            WorkerLost: the worker is gone.
+            WorkerLost: The worker is lost.
         """
         rank = worker.rank
         if self.by_rank[rank] is not worker:  # another thread has replaced it
@@ -345,6 +347,7 @@ class Connections:
         if seconds < _LOOK_S:
             _set_receive_timeout(worker, max(seconds, 1e-3))
         self._receiving.add(rank)
+        # Other threads can take answers, and receive from other workers, during the wait.
         self._guard.release()
         try:
             part = worker.socket.recv(_CHUNK)
@@ -360,6 +363,7 @@ class Connections:
             if seconds < _LOOK_S:
                 with contextlib.suppress(OSError):  # another thread has closed it
                     _set_receive_timeout(worker, _LOOK_S)
+        # No bytes: the connection has ended. This is not a loss if the worker has been replaced since.
         if part:
             received += part
         elif self.by_rank[rank] is worker:
@@ -367,7 +371,7 @@ class Connections:
         return bool(part)
 
     def unanswered(self, rank: int, timeout_s: float, what: str) -> TimeoutError:
-        """What is to be raised where a worker has not answered in time."""
+        """Return the exception for a worker that has not answered in time."""
         worker = self.by_rank[rank]
         return TimeoutError(
             f"{what}: worker {rank} ({worker.host}, pid {worker.pid}) has not answered for {timeout_s:g} s"
@@ -375,7 +379,7 @@ class Connections:
         )
 
     def _warn_of_interrupted(self, rank: int) -> None:
-        """Warns, once, that a worker still executes what a wait was interrupted for."""
+        """Warn once if a worker is still executing a command for which Ctrl-C interrupted the wait."""
         since = self._interrupted.pop(rank, None)
         if since is None:
             return
@@ -399,10 +403,10 @@ class Connections:
             del received[: 4 + (length or 4)]
 
     def _receive_while_full(self, seconds: float) -> None:
-        """While a worker's queue is full: receives answers, as the worker may wait until they are taken.
+        """Receive answers while a worker's queue is full, because the worker may wait until they are taken.
 
         Raises:
-            TimeoutError: it takes too long.
+            TimeoutError: The queue stays full for too long.
         """
         full = [rank for rank, index in self.indices.items() if self.outbox.pending(index) and rank not in self.lost]
         for rank in full:
@@ -420,11 +424,12 @@ class Connections:
                 f"{stuck} has not taken what is queued for {seconds:.0f} s.\n  Longer: init_master_worker(timeout=...)"
             )
 
-    # What may not be there.
+    # Lost workers, other processes and captured steps.
 
     def lose(self, rank: int, how: str | None = None) -> None:
-        """A worker is gone: its handles, and its groups', raise `WorkerLost` from now on. Called by any thread."""
+        """Mark a worker as lost, so that its handles, and its groups', raise `WorkerLost`. Any thread may call this."""
         worker = self.by_rank[rank]
+        # `how_ended` may wait for up to 1 s, so `_losing` is not held yet.
         if how is None:
             how = self.workers.how_ended(rank)
         with self._losing:
@@ -438,7 +443,7 @@ class Connections:
             self.on_lost(rank, self.lost[rank])
 
     def gone(self, rank: int, why: str) -> WorkerLost:
-        """What is to be raised where a worker is needed that is gone. It has been replaced then, if that is wanted."""
+        """Return the exception for a lost worker that is needed. Replace it first, if the policy requires that."""
         if self.recover is not None and not self._in_recovery:
             with self.lock, self.without_recovery():
                 found = self.recover()
@@ -448,7 +453,7 @@ class Connections:
 
     @contextlib.contextmanager
     def without_recovery(self) -> Iterator[None]:
-        """Meanwhile this thread replaces no lost workers: what meets one is no step of the program, or replaces it."""
+        """Disable the replacement of lost workers in this thread, for calls that are not a step of the program."""
         before, self._own.recovering = self._in_recovery, True
         try:
             yield
@@ -460,8 +465,9 @@ class Connections:
         return getattr(self._own, "recovering", False)
 
     def _cause(self, fault: wire.Fault, error: Exception) -> Exception:
-        """What is to be raised of a fault: where lost workers are replaced, the loss that it follows from."""
-        # Where a worker dies while a link is made with it, the other one may see only that the meeting has failed.
+        """Return the exception for a fault. If lost workers are replaced, this is the loss that caused the fault."""
+        # If a worker dies while a link is created with it, the other worker may only detect that the exchange has
+        # failed.
         of_loss = fault.kind in _OF_LOSSES or fault.op == wire.LINKING
         if self.recover is None or self._in_recovery or not of_loss:
             return error
@@ -474,9 +480,10 @@ class Connections:
         return self.gone(rank, self.lost[rank])
 
     def check(self, place: DeviceTarget) -> None:
-        """
+        """Check that all workers of a place are available.
+
         Raises:
-            WorkerLost: a worker of the place is gone.
+            WorkerLost: A worker of the place is lost.
         """
         self.check_open()
         if isinstance(place.calls, WorkerGone):
@@ -485,9 +492,10 @@ class Connections:
             self.check_worker(rank)
 
     def check_worker(self, rank: int) -> None:
-        """
+        """Check that a worker is available.
+
         Raises:
-            WorkerLost: it is gone.
+            WorkerLost: It is lost.
         """
         if rank not in self.lost and self.outbox.failure(self.indices[rank]):
             self.lose(rank)
@@ -497,29 +505,31 @@ class Connections:
             raise self.gone(rank, self.unrecovered[rank])
 
     def check_process(self) -> None:
-        """
+        """Check that this is the master's process.
+
         Raises:
-            NotInitializedError: this is a forked child of the master's process.
+            NotInitializedError: This is a forked child of the master's process.
         """
         if self._forks != forks():
             raise refusal("the master of the workers", CPU)
 
     def check_open(self) -> None:
-        """
+        """Check that the workers have not been shut down.
+
         Raises:
-            WorkerLost: the workers have been shut down.
+            WorkerLost: The workers have been shut down.
         """
         self.check_process()
         if self.closed:
             raise WorkerLost("the workers have been shut down", 0)
 
     def refuse_recording(self, why: str, always: bool = True) -> None:
-        """Reports to a recorder what a captured step cannot do; `always`: not in its first calls either."""
+        """Report to a recorder an action that a captured step cannot contain. `always`: not even in its first calls."""
         if self.recorder is not None:
             self.recorder.refuse(why, always)
 
     def close(self) -> None:
-        """Ends the outbox. The workers end with their connections, which `workers` closes."""
+        """Close the outbox. The workers terminate with their connections, which `workers` closes."""
         self.closed = True
         _core.while_waiting(None)
         self.outbox.close()
@@ -536,7 +546,7 @@ R = TypeVar("R")
 
 
 def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """One thread at a time: for what consists of several commands. It must not wait for an answer."""
+    """Run a method with several commands in one thread at a time. Only snapshots may wait for an answer in it."""
 
     @functools.wraps(method)
     def called(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -549,7 +559,7 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
 
 
 def _category(warned: wire.Warned) -> type[Warning]:
-    """The class of a worker's warning, if the program here knows it; else the builtin one that it is of."""
+    """Return the class of a worker's warning if this program has imported it, else its builtin base class."""
     module, _, name = warned.kind.rpartition(".")
     for found in (getattr(sys.modules.get(module), name, None), getattr(builtins, warned.builtin, None)):
         if isinstance(found, type) and issubclass(found, Warning):
@@ -558,21 +568,21 @@ def _category(warned: wire.Warned) -> type[Warning]:
 
 
 def has_ended(sock: socket.socket) -> bool:
-    """Whether the other end of a connection is closed."""
+    """Return whether the other end of a connection is closed. Wait up to 0.2 s for that."""
     poll = select.poll()
     poll.register(sock, select.POLLRDHUP)
     return bool(poll.poll(_END_S * 1e3))
 
 
 def _set_receive_timeout(worker: WorkerConnection, seconds: float) -> None:
-    """How long a receive blocks: the kernel's own timeout, as Python's costs a poll before each."""
+    """Set the time limit of a receive: the kernel's, because Python's costs a poll before each receive."""
     worker.socket.setsockopt(
         socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", *divmod(int(seconds * 1e6), 10**6))
     )
 
 
 def _process_state(worker: WorkerConnection) -> str:
-    """What the kernel reports of a worker of this host that does not answer."""
+    """Return the state of a local worker that does not answer, as the kernel reports it."""
     if worker.host != socket.gethostname():
         return ""
     try:

@@ -1,4 +1,4 @@
-"""The workers and groups of one master: what their devices mean, and the outbox's numbers for them."""
+"""The workers and groups of one master: their devices, and their numbers in the outbox."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from allranks.remote.torch_device.handle import DeviceTarget, Driver
 
 __all__ = ["DeviceTable", "Link"]
 
-_LAST_INDEX = 127  # torch keeps a device's index in a signed byte
-_LATEST = 4  # groups that do not end
+_LAST_INDEX = 127  # torch stores a device's index in a signed byte
+_LATEST = 4  # number of recent groups that are kept alive
 
 Link = tuple[tuple[int, ...], int]
 """A native group of workers: its ranks, and its number."""
@@ -25,9 +25,9 @@ class DeviceTable:
     """The devices of one master.
 
     Attributes:
-        connections: with the workers.
-        groups: all targets, of workers and of groups that are still in use, by their ranks.
-        ended_links: links that not all of their workers know to have ended.
+        connections: The connections with the workers.
+        groups: All targets, of workers and of groups that are still in use, by their ranks.
+        ended_links: Links that have ended, and that some of their workers must still leave.
     """
 
     def __init__(self, connections: Connections, master: Driver) -> None:
@@ -35,18 +35,18 @@ class DeviceTable:
         self.groups: weakref.WeakValueDictionary[tuple[int, ...], DeviceTarget] = weakref.WeakValueDictionary()
         self.ended_links: list[Link] = []
         self._master = master
-        self._workers: dict[int, DeviceTarget] = {}  # these last
+        self._workers: dict[int, DeviceTarget] = {}  # strong references, unlike those to groups
         self._targets: dict[tuple[int, ...], int] = {}
         self._everyone: DeviceTarget | None = None
-        # A device's name does not hold its group, and a loop may make the same one again.
+        # The name of a device does not keep its group alive, and a loop may create the same group again.
         self._latest: deque[DeviceTarget] = deque(maxlen=_LATEST)
-        self._index = _LAST_INDEX + 1  # of the last group
-        self._gone: weakref.WeakSet[DeviceTarget] = weakref.WeakSet()  # those that have had a lost worker
+        self._index = _LAST_INDEX + 1  # the index of the newest group
+        self._gone: weakref.WeakSet[DeviceTarget] = weakref.WeakSet()  # targets that contain a lost worker
 
     def admit(self, rank: int) -> DeviceTarget:
-        """Makes the device of a worker that is new."""
+        """Create the device of a new worker."""
         self._everyone = None
-        # It must not get commands about the tensors of the worker before it.
+        # The new worker must not receive commands about the tensors of the worker that it replaces.
         self._targets = {ranks: target for ranks, target in self._targets.items() if rank not in ranks}
         made = self._workers[rank] = self._make((rank,), rank)
         return made
@@ -55,10 +55,10 @@ class DeviceTable:
         return self._workers[rank]
 
     def group(self, ranks: tuple[int, ...]) -> DeviceTarget:
-        """The workers of these ranks, with a device of their own; a group that is still in use is given again.
+        """Return the workers of these ranks as one target with its own device. A group that is still in use is reused.
 
         Raises:
-            UsageError: there are too many groups.
+            UsageError: Too many groups are in use.
         """
         if len(ranks) == 1:
             return self._workers[ranks[0]]
@@ -68,12 +68,12 @@ class DeviceTable:
         return found
 
     def keep(self, group: DeviceTarget) -> None:
-        """Keeps a group that has just been given, and the few before it."""
+        """Keep a returned group alive, together with the few before it."""
         if len(group.ranks) > 1:
             self._latest.append(group)
 
     def everyone(self) -> DeviceTarget:
-        """All workers that are there."""
+        """Return all workers that are not lost, as one target."""
         ranks = tuple(self.connections.ranks)
         if self._everyone is None or self._everyone.ranks != ranks or isinstance(self._everyone.calls, WorkerGone):
             indices = [self.connections.indices[each] for each in ranks]
@@ -81,28 +81,28 @@ class DeviceTable:
         return self._everyone
 
     def all(self) -> list[DeviceTarget]:
-        """Those of this master that devices mean."""
+        """Return the targets of this master that have a device."""
         return [each for each in places() if each.master is self._master]
 
     def target(self, ranks: Sequence[int]) -> int:
-        """The outbox's number for some workers, in any order."""
+        """Return the outbox's number for some workers, in any order."""
         found = [each.target for each in self.groups.values() if set(each.ranks) == set(ranks)]
         return found[0] if found else self._target(tuple(ranks))
 
     def use_state(self, state: int) -> None:
-        """From now on the calls are those that were learnt under a state of torch's flags."""
+        """Select the calls that were learned under this state of torch's flags."""
         for each in self.all():
             if not isinstance(each.calls, WorkerGone):
                 each.calls = each.learnt.setdefault(state, {})
 
     def forget_calls(self) -> None:
-        """No worker knows a call any more."""
+        """Forget all calls. The workers' templates are no longer used."""
         for each in self.all():
             for calls in (each.calls, *each.learnt.values()):
                 calls.clear()
 
     def lose(self, rank: int, why: str) -> list[Link]:
-        """Ends the groups that a worker was in. Returns the links that it was in, which end too."""
+        """End the groups of a lost worker. Return the links that it was in, which end, too."""
         ended: list[Link] = []
         for each in self.all():
             if rank in each.ranks:
@@ -114,7 +114,7 @@ class DeviceTable:
         return ended
 
     def successor(self, old: DeviceTarget) -> DeviceTarget:
-        """The same workers, where lost ones have been replaced; of the same device, if no other has it by now."""
+        """Return the target that replaces one with lost workers, with the same device if that is still free."""
         if not isinstance(old.calls, WorkerGone):
             return old
         if len(old.ranks) == 1:
@@ -125,21 +125,21 @@ class DeviceTable:
         return found
 
     def revive(self) -> None:
-        """Groups that have lost a worker which has been replaced are groups again. Their tensors are not."""
+        """Restore groups whose lost workers have all been replaced. Their tensors stay lost."""
         for old in list(self._gone):
             if not any(rank in self.connections.lost for rank in old.ranks):
                 old.successor = self.successor(old)
                 self._gone.discard(old)
 
     def close(self) -> None:
-        """Ends all devices."""
+        """End all devices."""
         self._latest.clear()
         for each in self.all():
             each.calls = WorkerGone("the workers have been shut down", 0)
             end_device(each.index)
 
     def abandon(self) -> None:
-        """In a forked child: the workers are the parent's."""
+        """Refuse all calls. Used in a forked child, because the workers belong to the parent."""
         for each in self.all():
             each.calls = Inherited()
 
@@ -148,7 +148,8 @@ class DeviceTable:
         made = DeviceTarget(self._master, index, ranks, self._target(ranks))
         make_device(made)
         self.groups[ranks] = made
-        # Whatever thread it dies in: the commands are left to the thread that gives them.
+        # The finalizer may run in any thread. It only stores the links, and the thread that issues commands leaves
+        # them.
         weakref.finalize(made, _end, made.links, self.ended_links).atexit = False
         return made
 
@@ -159,16 +160,12 @@ class DeviceTable:
         return self._targets[ranks]
 
     def _spare_index(self) -> int:
-        """An index for a group: the one that has been free for longest, as programs may still name the others.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """Return an index for a group: the one that has been free for longest. Programs may still name the others."""
         indices = range(_LAST_INDEX, max(self.connections.by_rank), -1)
         free = list(filter(index_is_free, indices))
         if not free:
             self._latest.clear()
-            gc.collect()  # handles that only a cycle holds
+            gc.collect()  # frees handles that only a reference cycle keeps alive
             free = list(filter(index_is_free, indices))
         if not free:
             raise UsageError(
@@ -180,5 +177,5 @@ class DeviceTable:
 
 
 def _end(links: dict[tuple[int, ...], int], ended: list[Link]) -> None:
-    """The links of a target that nothing uses have ended."""
+    """Store the links of a target that is no longer used, so that the workers leave them."""
     ended += links.items()

@@ -1,7 +1,7 @@
 """Any Python function on a worker: data loading, logging, models of other libraries.
 
-A function and its arguments are pickled, as nothing else in this mode is; tensors on the worker are passed as they are,
-and those that it returns stay there.
+A function and its arguments are pickled. All other messages of this mode contain data only. Tensors on the worker are
+passed without a copy, and the tensors that the function returns stay there.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _NAME = "remote function"
 
 
 class Future(concurrent.futures.Future[Any]):
-    """What a function on a worker will return.
+    """The future result of a function on a worker.
 
-    It is a ``concurrent.futures.Future``: `concurrent.futures.wait`, ``as_completed`` and ``asyncio.wrap_future`` take
-    it, and a coroutine can await it. What is queued cannot be taken back: ``cancel()`` returns False.
+    It is a ``concurrent.futures.Future``: `concurrent.futures.wait`, ``as_completed`` and ``asyncio.wrap_future``
+    accept it, and a coroutine can await it. A queued call cannot be cancelled: ``cancel()`` returns False.
     """
 
     def __init__(self, place: DeviceTarget, call: int, given: Sequence[Handle], held: Sequence[Handle]) -> None:
@@ -67,69 +67,70 @@ class Future(concurrent.futures.Future[Any]):
         return asyncio.wrap_future(self).__await__()
 
     def result(self, timeout: float | None = None) -> Any:
-        """Waits for what the function returns; its tensors are handles on the worker.
+        """Wait for the function's result. Its tensors are handles on the worker.
 
-        Gradients that the function has computed are added to those of the tensors that it was given.
+        Gradients that the function has computed are added to those of the tensors that were passed to it.
 
         Args:
-            timeout: seconds; None for that of `init_master_worker`.
+            timeout: Time limit in seconds. None: that of `init_master_worker`.
 
         Raises:
-            RemoteError: the function raised, or a tensor that it was given is what a failed operation left.
-            WorkerLost: the worker is gone.
-            TimeoutError: it takes longer. The future can be asked again.
+            RemoteError: The function raised, or a tensor passed to it is the result of a failed operation.
+            WorkerLost: The worker is lost.
+            TimeoutError: The time limit has passed. The caller may wait again.
         """
         self._place.master.connections.refuse_recording("the result of a function is waited for")
         self._settle(timeout)
         with self._asking:
             if not self._made and self._error is None:
                 self._make()
-        if isinstance(self._error, WorkerLost) and self._watched:  # whose thread has not replaced the worker
+        # The watcher's thread does not replace lost workers, so this thread does.
+        if isinstance(self._error, WorkerLost) and self._watched:
             raise self._place.master.connections.gone(self._error.rank, str(self._error))
         if self._error is not None:
             raise self._error
         return self._result
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits, and returns what `result` would raise; None where that is nothing."""
+        """Wait, and return the exception that `result` would raise, or None."""
         self._settle(timeout)
         try:
             self.result()
-        except Exception as error:  # noqa: BLE001 - that is what it is asked for
+        except Exception as error:  # noqa: BLE001 - the caller requests the exception
             return error
         return None
 
     def done(self) -> bool:
-        """Whether the function has returned, or raised. Does not wait."""
+        """Return whether the function has returned or raised. Does not wait."""
         if not super().done() and not self._watched:
             with contextlib.suppress(TimeoutError):
                 self._settle(0.0)
         return super().done()
 
     def running(self) -> bool:
-        """Whether it is not done: the worker comes to it, whatever happens."""
+        """Return whether it is not done. A queued call always counts as running."""
         return not self.done()
 
     def cancel(self) -> bool:
-        """Returns False: what is queued cannot be taken back."""
+        """Return False: a queued call cannot be cancelled."""
         return False
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Has a function called with the future when it is done, by another thread; at once, if it is done already."""
+        """Call a function with the future when it is done, in another thread, or immediately if it is already done."""
         super().add_done_callback(fn)
         self._watch()
 
     def _watch(self) -> None:
-        """Has a thread wait for the answer."""
+        """Make a thread wait for the answer."""
         if not self._watched and not super().done():
             self._watched = True
             self._place.master.watch(self)
 
     def _settle(self, timeout: float | None) -> None:
-        """Waits for the answer.
+        """Wait for the answer.
 
         Raises:
-            TimeoutError: it does not come in time.
+            TimeoutError: It does not arrive in time.
         """
         if self._answered:
             return
@@ -145,9 +146,9 @@ class Future(concurrent.futures.Future[Any]):
             raise connections.unanswered(self._place.ranks[0], patience, _NAME) from None
         finally:
             self._asking.release()
-        # Not while the lock is held: this calls callbacks, which ask for the result.
+        # After the lock is released, because this runs callbacks, which request the result.
         if self._error is None:
-            self.set_result(None)  # `result` makes it of the answer
+            self.set_result(None)  # `result` computes the value from the answer
         else:
             self.set_exception(self._error)
 
@@ -161,12 +162,12 @@ class Future(concurrent.futures.Future[Any]):
             self._answer = connections.wait(self._number, place.ranks[0], _NAME, timeout_s=timeout)
         except TimeoutError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, result() raises it, also the next time
+        except Exception as error:  # noqa: BLE001 - `result` raises it, also on later calls
             self._error = error
         self._answered = True
 
     def _make(self) -> None:
-        """Makes the result of the answer: in the thread that asks, as the gradients come with it."""
+        """Build the result from the answer. This runs in the thread that requests it, because it adds gradients."""
         place, connections = self._place, self._place.master.connections
         metas, pickled, leaves = self._answer
         self._made, self._answer = True, None
@@ -179,7 +180,7 @@ class Future(concurrent.futures.Future[Any]):
             self._add_gradients(dict(zip(leaves, tensors[len(tensors) - len(leaves) :], strict=True)))
             result = cloudpickle.loads(pickled)
             self._result = tree_map(lambda each: tensors[each.number] if isinstance(each, Given) else each, result)
-        except Exception as error:  # noqa: BLE001 - also the next time
+        except Exception as error:  # noqa: BLE001 - `result` raises it, also on later calls
             self._error = error
 
     def _add_gradients(self, found: dict[int, torch.Tensor]) -> None:
@@ -205,7 +206,7 @@ class Future(concurrent.futures.Future[Any]):
 
 
 class _Waiters(list[Any]):
-    """Where ``concurrent.futures`` puts what waits for a future: something must wait for its answer then."""
+    """The waiters that ``concurrent.futures`` adds to a future. A new waiter makes a thread wait for the answer."""
 
     def __init__(self, future: Future) -> None:
         super().__init__()
@@ -218,14 +219,14 @@ class _Waiters(list[Any]):
 
 
 class Watcher:
-    """Waits for the answers that futures' callbacks are to be called with: a thread for each worker, in order."""
+    """Waits for the answers of futures that have callbacks. One thread for each worker waits for them in order."""
 
     def __init__(self) -> None:
         self._queues: dict[int, queue.SimpleQueue[Future]] = {}
         self._lock = threading.Lock()
 
     def watch(self, future: Future) -> None:
-        """Waits for one more."""
+        """Wait for the answer of one more future."""
         rank = future._place.ranks[0]
         with self._lock:
             if rank not in self._queues:
@@ -244,7 +245,7 @@ class Watcher:
 
 
 class _FunctionPickler(pickling.Pickler):
-    """Leaves tensors on workers where they are: also those within objects, as a module's parameters."""
+    """Pickles references to tensors on workers, including those inside objects, such as a module's parameters."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -271,15 +272,15 @@ def _pickle(value: Any) -> tuple[bytes, list[Handle]]:
 class RemoteFunction:
     """A function that runs on workers: ``mw.remote(fn)(args)`` queues a call and returns a `Future`.
 
-    It runs where the first tensor among its arguments is, or on the worker that `on` says, else on the current one;
-    on each worker of a group, with a list of their results, where that is a group.
+    It runs on the worker or group that `on` names. If `on` is None, it runs on the worker of the first tensor among its
+    arguments, or else on the current worker. On a group it runs on each worker, and the results are a list.
     """
 
     def __init__(self, master: Driver, function: Callable[..., Any], on: Any) -> None:
         if not callable(function):
             raise UsageError(f"remote: expected a function, not {type(function).__name__}")
         self._master = master
-        self._pickled, self._held = _pickle(function)  # with the tensors on workers that it has
+        self._pickled, self._held = _pickle(function)  # and the tensors on workers that the function holds
         self._on = on
         self._number = master.connections.next_number()
         self._known: dict[int, DeviceTarget] = {}
@@ -324,7 +325,7 @@ class RemoteFunction:
             "function": self._number,
             "tensors": [each._ref.id for each in tensors],
             "line": here(1),
-            # What replaces these here, as a notebook does, is to get what the function prints.
+            # A program that replaces these streams here, such as a notebook, must receive the function's output.
             "prints_there": sys.stdout is not sys.__stdout__ or sys.stderr is not sys.__stderr__,
         }
         connections.outbox.put(place.target, wire.pack(Command("start", 0, arguments)), pickled)
@@ -332,7 +333,7 @@ class RemoteFunction:
 
 
 def _place_on(on: Any) -> DeviceTarget:
-    """The workers that a device, a rank or a group means."""
+    """Return the workers that a device, a rank or a group names."""
     if isinstance(on, Group):
         return on._place
     return place_of(torch.device("worker", on) if isinstance(on, int) else torch.device(on))
@@ -345,10 +346,10 @@ class Futures(list[Future]):
         return asyncio.gather(*map(asyncio.wrap_future, self)).__await__()
 
     def done(self) -> bool:
-        """Whether all are done."""
+        """Return whether all are done."""
         return all(each.done() for each in self)
 
     def result(self, timeout: float | None = None) -> list[Any]:
-        """Waits for all: their results, by the order of the ranks."""
+        """Wait for all, and return their results in the order of the ranks."""
         until = None if timeout is None else time.monotonic() + timeout
         return [each.result(None if until is None else max(0.0, until - time.monotonic())) for each in self]

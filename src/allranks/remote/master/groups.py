@@ -1,9 +1,9 @@
-"""One handle for many workers: each holds a tensor under the same id, and a command is encoded once for all.
+"""One handle for many workers: each worker stores a tensor under the same id, and a command is encoded once for all.
 
-What the workers do alone is queued for a group as for one worker. What they do together, and how tensors come to them
-in parts and go back, is here.
+Operations that each worker executes alone are queued for a group as for one worker. This module contains collective
+operations, and the distribution and collection of tensors.
 
-What autograd sees of it is in `torch_device.exchange`.
+Their autograd side is in `torch_device.exchange`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ _LINEAR = ("sum", "avg", "mean")
 
 
 class Group:
-    """Some workers, driven as one: ``mw.group([1, 2, 3, 4])``.
+    """Several workers that are driven as one: ``mw.group([1, 2, 3, 4])``.
 
-    Within ``with group:`` factories make tensors on all of them. It ends when nothing holds it, or a tensor on it, any
-    more (`Master.group` holds the last few).
+    Within ``with group:`` factories create tensors on all of them. The group ends when no reference to it, or to a
+    tensor on it, is left (`Master.group` keeps the last few alive).
 
     Attributes:
-        ranks: the workers.
-        device: for ``device=`` and ``.to()``; its index is a number of this process only, and does not hold the group.
+        ranks: The workers.
+        device: The device for ``device=`` and ``.to()``. Its index is a number of this process only, and does not keep
+            the group alive.
     """
 
     def __init__(self, place: DeviceTarget) -> None:
@@ -70,13 +71,13 @@ class Group:
         return f"Group(ranks={list(self.ranks)}, device='{self.device}')"
 
     def scatter(self, tensor: torch.Tensor, dim: int = 0) -> RemoteTensor:
-        """Gives each worker its part of a tensor of the master's or of one worker's, in the order of the ranks.
+        """Send each worker its part of a tensor of the master or of one worker, in the order of the ranks.
 
         Raises:
-            UsageError: it cannot be cut into as many equal parts.
+            UsageError: The tensor cannot be split into equal parts for all workers.
 
         Shape:
-            ``[n, ...]`` here, ``[n / len(group), ...]`` on each.
+            ``[n, ...]`` here, ``[n / len(group), ...]`` on each worker.
         """
         self._share("scatter", tensor.shape, dim)
         if not isinstance(tensor, RemoteTensor):
@@ -94,9 +95,10 @@ class Group:
         )
 
     def join(self, tensors: Sequence[torch.Tensor]) -> RemoteTensor:
-        """Makes one handle of tensors of the same shape, one on each worker, in the order of the ranks.
+        """Combine tensors of the same shape, one on each worker in the order of the ranks, into one handle.
 
-        The memory stays shared with them. What autograd has to follow cannot be changed in place until backward.
+        The handle shares memory with them. If autograd records the join, they must not be changed in place until the
+        backward.
         """
         if len(tensors) != len(self.ranks):
             raise UsageError(f"join: expected {len(self.ranks)} tensors, one for each worker, not {len(tensors)}")
@@ -117,15 +119,15 @@ class Group:
         return made
 
     def gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """The workers' tensors, one behind the other along a dimension, on the master. Waits for them.
+        """Concatenate the workers' tensors along a dimension, on the master. Waits for them.
 
-        Those without dimensions make a vector, here and in `all_gather`.
+        Tensors without dimensions form a vector, here and in `all_gather`.
         """
         made: torch.Tensor = through(partial(self._collect, dim), partial(self._deal, dim), _as_row(self._mine(tensor)))
         return made
 
     def all_reduce_(self, tensors: torch.Tensor | Iterable[torch.Tensor], op: str = "sum") -> None:
-        """Reduces tensors over the workers, in place: ``sum``, ``avg``, ``product``, ``min`` or ``max``."""
+        """Reduce tensors over the workers, in place: ``sum``, ``avg``, ``product``, ``min`` or ``max``."""
         reduction = _op("all_reduce_", op)
 
         def reduce(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -134,7 +136,7 @@ class Group:
         self._together("all_reduce", reduction, tensors, reduce, reduce if op in _LINEAR else None)
 
     def broadcast_(self, tensors: torch.Tensor | Iterable[torch.Tensor], src: int) -> None:
-        """Makes all workers' tensors, or parameters, those of worker `src`, in place."""
+        """Copy the tensors, or parameters, of worker `src` to all workers, in place."""
         if src not in self.ranks:
             raise UsageError(f"broadcast_: src={src} is not in the group, which has {list(self.ranks)}")
         root = self.ranks.index(src)
@@ -149,13 +151,13 @@ class Group:
         self._together("broadcast", root, tensors, spread, add)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = 0) -> RemoteTensor:
-        """All workers' tensors, one behind the other along a dimension, on each of them."""
+        """Concatenate all workers' tensors along a dimension, on each worker."""
         row = _as_row(self._mine(tensor))
         made: RemoteTensor = through(partial(self._all_gather, dim), partial(self._reduce_scatter, "SUM", dim), row)
         return made
 
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", dim: int = 0) -> RemoteTensor:
-        """Each worker's part, along a dimension, of the reduced tensor."""
+        """Reduce the workers' tensors, and return each worker its part along a dimension."""
         reduction = _op("reduce_scatter", op)
         handle = self._mine(tensor)
         self._share("reduce_scatter", handle.shape, dim)
@@ -167,10 +169,10 @@ class Group:
         )
         return made
 
-    # What autograd does not look into.
+    # Functions that run below autograd.
 
     def _deal(self, dim: int, tensor: torch.Tensor) -> Handle:
-        """Sends each worker its part."""
+        """Send each worker its part."""
         place, master = self._place, self._place.master
         master.connections.refuse_recording("a tensor of the master's is sent to workers")
         master.connections.check(place)
@@ -183,7 +185,7 @@ class Group:
         return make(place, sig, ref)
 
     def _collect(self, dim: int, handle: Handle) -> torch.Tensor:
-        """Fetches the parts."""
+        """Fetch the parts."""
         return torch.cat([part(handle, rank).cpu() for rank in self.ranks], dim)
 
     def _join(self, *handles: Handle) -> Handle:
@@ -199,7 +201,7 @@ class Group:
                 call = master.operators.define(
                     own, key, torch.ops.aten.alias.default, [["t"]], {}, [], [new], [], False
                 )
-            # The id of its result is given, as that is the same for all.
+            # The id of the result is passed explicitly, because it is the same on all workers.
             own.call(own.target, here(1), call.number, (handle._ref, outbox.view(ref, own.target)), 0)
         return as_view(first, make(place, first._sig, ref, first._off))
 
@@ -231,14 +233,14 @@ class Group:
         there: Callable[..., Any],
         back: Callable[..., Any] | None,
     ) -> None:
-        """Changes tensors in place. Autograd sees it where they are results, and not where they are parameters.
+        """Change tensors in place. Autograd records this for results of operations, and not for parameters.
 
         Args:
-            name: of the operation.
-            argument: of it.
-            tensors: all of this group.
-            there: does the same to copies.
-            back: its transpose; None where it has none.
+            name: The name of the operation.
+            argument: Its argument.
+            tensors: Tensors of this group.
+            there: Applies the operation to copies of tensors.
+            back: The transpose of `there`, or None if it has none.
         """
         listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         handles = [self._mine(each) for each in listed]
@@ -267,10 +269,10 @@ class Group:
         return self._place.master.transfers.link(self._place, *self.ranks)
 
     def _share(self, name: str, shape: torch.Size, dim: int) -> int:
-        """How long a worker's part is.
+        """Return the length of a worker's part.
 
         Raises:
-            UsageError: parts would not be equal.
+            UsageError: The parts would not be equal.
         """
         count = len(self.ranks)
         if not -len(shape) <= dim < len(shape) or shape[dim] % count:
@@ -283,16 +285,18 @@ class Group:
     def _mine(self, tensor: torch.Tensor) -> RemoteTensor:
         if not isinstance(tensor, RemoteTensor) or tensor._place is not self._place:
             if isinstance(tensor, RemoteTensor):
-                tensor._place.master.connections.check(tensor._place)  # it may be what a lost worker has left
+                # Its worker may be lost, which is then the better error.
+                tensor._place.master.connections.check(tensor._place)
             where = tensor._place if isinstance(tensor, RemoteTensor) else tensor.device
             raise UsageError(f"expected a tensor on {self._place}, not on {where}")
         return tensor
 
 
 def _see_unchanged(joined: list[RemoteTensor], versions: list[int], grads: Any) -> None:
-    """
+    """Check that no joined tensor has changed since the join.
+
     Raises:
-        RuntimeError: the memory of a joined tensor is not what it was.
+        RuntimeError: The memory of a joined tensor has changed.
     """
     if [each._version for each in joined] != versions:
         raise RuntimeError(
@@ -306,9 +310,10 @@ def _as_row(x: Handle) -> torch.Tensor:
 
 
 def _op(name: str, op: str) -> str:
-    """
+    """Return the reduction of the native channel for a name.
+
     Raises:
-        UsageError: there is none of this name.
+        UsageError: The name is unknown.
     """
     if op not in _OPS:
         raise UsageError(f"{name}: op={op!r}: expected one of {', '.join(_OPS)}")
@@ -333,43 +338,43 @@ def _group_of(tensors: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Group, li
 
 
 def all_reduce_(tensors: torch.Tensor | Iterable[torch.Tensor], op: str = "sum") -> None:
-    """Reduces tensors over the workers of their group, in place (master-worker mode).
+    """Reduce tensors over the workers of their group, in place (master-worker mode).
 
     Args:
-        tensors: handles of one group, of any dtypes that can be reduced.
+        tensors: Handles of one group, of any dtypes that can be reduced.
         op: ``"sum"``, ``"avg"``, ``"product"``, ``"min"`` or ``"max"``.
 
     Raises:
-        UsageError: they are not of one group, or there is no such op.
-        WorkerLost: a worker of the group is gone.
+        UsageError: The tensors are of different groups, or the op is unknown.
+        WorkerLost: A worker of the group is lost.
 
     Shape:
-        any, the same afterwards.
+        Any. It does not change.
 
     Cost:
-        queued. The tensors of a dtype are reduced together, as by ``all_reduce`` of the native channel, after one
-        message of 8 bytes to each worker by which they agree that nobody's tensors are spoilt.
+        The call is queued. The tensors of one dtype are reduced together, like ``all_reduce`` of the native channel.
+        Before that, the workers exchange one message of 8 bytes each to check that no worker has a poisoned tensor.
     """
     group, listed = _group_of(tensors)
     group.all_reduce_(listed, op)
 
 
 def broadcast_(tensors: torch.Tensor | Iterable[torch.Tensor], src: int) -> None:
-    """Makes tensors on all workers of their group those of one of them, in place (master-worker mode).
+    """Copy tensors of one worker to all workers of their group, in place (master-worker mode).
 
     Args:
-        tensors: handles of one group, for example a module's parameters.
-        src: the worker whose tensors they become.
+        tensors: Handles of one group, for example a module's parameters.
+        src: The worker whose tensors are copied.
 
     Raises:
-        UsageError: they are not of one group, or `src` is not in it.
-        WorkerLost: a worker of the group is gone.
+        UsageError: The tensors are of different groups, or `src` is not in the group.
+        WorkerLost: A worker of the group is lost.
 
     Shape:
-        any, the same afterwards.
+        Any. It does not change.
 
     Cost:
-        queued; as ``broadcast`` of the native channel, and the agreement of `all_reduce_`.
+        The call is queued. It costs one ``broadcast`` of the native channel, and the check of `all_reduce_`.
     """
     group, listed = _group_of(tensors)
     group.broadcast_(listed, src)

@@ -1,11 +1,11 @@
-"""`keep`: tensors on workers that are there again, as they were, when another worker has taken a lost one's place.
+"""`keep`: tensors on workers that are restored when another worker has replaced a lost one.
 
-A snapshot is a command to each worker at the same place of the program: each copies its kept tensors, and sends the
-copy to its buddy, another worker. It is complete when all buddies have answered. The one before is dropped only then,
-so that a loss at any moment leaves a complete one. Two are never under way at a time.
+A snapshot is a command to each worker at the same point of the program. Each worker copies its kept tensors, and sends
+the copy to its backup worker. The snapshot is complete when all backup workers have answered. The previous one is
+dropped only then, so a complete snapshot exists at any time. At most one snapshot is in progress.
 
-What is restored is the newest snapshot of which every worker's part is on some worker that is there. All workers go
-back to it, also those that live. docs/master_worker.md describes it for users.
+A restoration uses the newest snapshot of which every worker's part is on some running worker. All workers return to
+it, including those that were not lost. The user guide is docs/master_worker.md.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 
 class NothingLeft(WorkerLost):
-    """A worker is gone, and with it, and its buddy, what was kept."""
+    """A worker and its backup worker are lost, and the kept tensors with them."""
 
 
 class _SnapshotTensor(NamedTuple):
-    """A tensor on workers as a snapshot has it."""
+    """A tensor on workers, as a snapshot contains it."""
 
     handle: Handle
-    like: Handle  # on the same data: what the handle was at that time
+    like: Handle  # a second handle for the same data: the state of the handle at the time of the snapshot
 
 
 class _Record:
-    """What the master has of one snapshot.
+    """The master's record of one snapshot.
 
     Attributes:
-        number: from 1 on.
-        tensors: on workers.
-        answers: that are awaited: the number of the request, and the worker.
+        number: Its number, from 1 on.
+        tensors: The kept tensors on workers.
+        answers: The outstanding answers: the number of the request, and the worker.
     """
 
     def __init__(self, number: int, things: Iterable[Any]) -> None:
         self.number = number
         self.tensors: list[_SnapshotTensor] = []
         self.answers: list[tuple[int, int]] = []
-        self._here: list[tuple[torch.Tensor, torch.Tensor]] = []  # the master's, and copies
+        self._here: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors of the master, and their copies
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._objects: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
-        self._grown: list[Any] = list(things)  # also so that no id becomes another's
+        self._grown: list[Any] = list(things)  # keeps the objects alive, so that no id in `_seen` is reused
         for each in self._grown:
             self._add(each, strict=True)
 
@@ -108,15 +108,15 @@ class _Record:
         self.tensors.append(_SnapshotTensor(tensor, make(tensor._place, tensor._sig, tensor._ref, tensor._off)))
 
     def ranks(self) -> list[int]:
-        """The workers that have kept tensors."""
+        """Return the workers that have kept tensors."""
         return sorted({rank for each in self.tensors for rank in each.like._place.ranks})
 
     def of(self, rank: int) -> list[_SnapshotTensor]:
-        """Those on one worker."""
+        """Return the kept tensors on one worker."""
         return [each for each in self.tensors if rank in each.like._place.ranks]
 
     def restore(self) -> None:
-        """Makes of the master's objects what they were. The handles' data is on the workers again."""
+        """Restore the master's objects. The data of the handles has already been restored on the workers."""
         for container, was in self._containers:
             _refill(container, was)
         with torch.no_grad():
@@ -126,7 +126,7 @@ class _Record:
                 if handle._ref is not like._ref or handle._sig is not like._sig or handle._off != like._off:
                     handle.data = like
                 else:
-                    torch.autograd.graph.increment_version(handle)  # so that a backward from before does not go on
+                    torch.autograd.graph.increment_version(handle)  # a backward of an earlier graph then fails
             for tensor, was in self._here:
                 if tensor.shape == was.shape:
                     tensor.copy_(was)
@@ -139,7 +139,7 @@ class _Record:
 
 
 def _refill(container: Any, was: Any) -> None:
-    """Gives a dict or list its items of that time, where they differ."""
+    """Restore the items of a dict or list, if they differ from the recorded ones."""
     if isinstance(container, dict):
         if len(container) != len(was) or any(
             mine is not key or container[mine] is not was[key] for mine, key in zip(container, was, strict=True)
@@ -151,10 +151,10 @@ def _refill(container: Any, was: Any) -> None:
 
 
 class Kept:
-    """What `keep` has been given: `refresh` at the end of a step makes a snapshot of it.
+    """The objects that `keep` has received. `refresh` at the end of a step makes a snapshot of them.
 
     Attributes:
-        snapshot: the number of the snapshot that was begun or restored last; 0 for none.
+        snapshot: The number of the last snapshot that was started or restored; 0 for none.
     """
 
     def __init__(
@@ -169,27 +169,29 @@ class Kept:
         self._begun = 0
         self._complete: _Record | None = None
         self._running: _Record | None = None
-        self._here: dict[int, tuple[Any, list[bytes]]] = {}  # what the master keeps of an only worker, by number
-        _Record(0, things)  # refuses what cannot be kept
+        # Snapshots of a single worker, which the master stores itself, by number.
+        self._here: dict[int, tuple[Any, list[bytes]]] = {}
+        _Record(0, things)  # raises if an object cannot be kept
 
     @exclusive
     def refresh(self) -> int:
-        """Makes a snapshot of all that is kept, as it is at this place of the program. Returns its number.
+        """Make a snapshot of all kept objects at this point of the program, and return its number.
 
-        Workers copy, and send, when they come to it. The call waits only for the snapshot before, if that is not
-        complete yet. Gradients belong to the tensors, and the state of each worker's random generator to the worker.
+        Workers copy and send when they reach the command. The call waits only for the previous snapshot, if that is not
+        complete yet. Gradients are part of the tensors, and the state of each worker's random generator is part of the
+        worker's snapshot.
 
         Raises:
-            WorkerReplaced: a worker was lost, and all is as in the snapshot before (`Master.on_lost`).
-            WorkerLost: a worker is gone.
-            RemoteError: a kept tensor is what a failed operation left. The snapshot is dropped, this one or the one
-                before; the last complete one remains.
+            WorkerReplaced: A worker was lost, and the state is that of the previous snapshot (`Master.on_lost`).
+            WorkerLost: A worker is lost.
+            RemoteError: A kept tensor is the result of a failed operation. This snapshot or the previous one is
+                dropped; the last complete one remains.
             UsageError: `close` was called.
 
         Cost:
-            one command, and one per transfer, for each worker. A worker copies its kept tensors twice: in its memory
-            and to its buddy. The kept bytes are four times in the memory of workers then: two snapshots, each of them
-            twice.
+            One command, and one per transfer, for each worker. A worker copies its kept tensors twice: in its memory
+            and to its backup worker. The memory of the workers then contains the kept bytes four times: two snapshots,
+            with two copies of each.
         """
         connections = self.connections
         if self.closed:
@@ -215,13 +217,14 @@ class Kept:
             record.answers = [(self._ask(rank, "give", number=record.number, begin=0), rank) for rank in ranks]
             return record.number
         pairs = [(rank, self._buddy(rank)) for rank in ranks]
-        # Those that have no worker in common first: each transfer waits for those before of its two workers.
+        # Pairs without a common worker first, because each transfer waits for the previous transfers of its two
+        # workers.
         for rank, buddy in sorted(pairs, key=lambda pair: pair[0] % 2):
             record.answers.append((self._send(rank, rank, buddy, record.number, complete), buddy))
         return record.number
 
     def close(self) -> None:
-        """Keeps nothing any more. The workers' memory for it is free again."""
+        """Stop keeping. The workers free the memory of the snapshots."""
         if self.closed:
             return
         self.closed = True
@@ -233,11 +236,11 @@ class Kept:
 
     @exclusive
     def restore(self) -> int:
-        """Restores the newest snapshot that is whole, and returns its number; 0 where none was begun.
+        """Restore the newest snapshot that is complete on the workers, and return its number; 0 if none was started.
 
         Raises:
-            NothingLeft: a part of it is on no worker.
-            WorkerLost: a worker has died meanwhile. It can be called again when it has been replaced.
+            NothingLeft: No worker has a part of the snapshot.
+            WorkerLost: A worker has died during the restoration. The caller can retry after it has been replaced.
         """
         if self.closed or (self._complete is None and self._running is None):
             return 0
@@ -265,16 +268,17 @@ class Kept:
     # Steps of a snapshot.
 
     def _finish(self) -> None:
-        """Waits until the snapshot that has been begun is complete.
+        """Wait until the snapshot in progress is complete.
 
         Raises:
-            RemoteError: a kept tensor is what a failed operation left, or a worker has no memory for it.
+            RemoteError: A kept tensor is the result of a failed operation, or a worker has no memory for it.
         """
         record = self._running
         if record is None:
             return
         error: RemoteError | None = None
-        while record.answers:  # of which none is waited for twice, whatever ends this
+        # An answered request is removed, so that a retry after an exception does not wait for it again.
+        while record.answers:
             number, rank = record.answers[0]
             try:
                 answer = self.connections.wait(number, rank, "keep")
@@ -296,7 +300,7 @@ class Kept:
         return list(parts)
 
     def _take_given(self) -> None:
-        """Takes what an only worker has sent of its snapshot before it was lost, if that is all."""
+        """Store the snapshot that a single worker sent before it was lost, if it is complete."""
         if self._running is not None and len(self.connections.by_rank) == 1:
             for number, rank in self._running.answers:
                 answer = self.connections.take_answer(number, rank)
@@ -304,7 +308,7 @@ class Kept:
                     self._here[self._running.number] = (answer.result[0], [answer.result[1]])
 
     def _buddy(self, rank: int) -> int:
-        """The next worker on another host; if there is none, the next worker."""
+        """Return the backup worker: the next worker on another host, or else the next worker."""
         workers = self.connections.by_rank
         following = [each for each in sorted(workers) if each > rank] + [
             each for each in sorted(workers) if each < rank
@@ -313,7 +317,7 @@ class Kept:
         return (elsewhere or following)[0]
 
     def _send(self, owner: int, sender: int, receiver: int, number: int, complete: int) -> int:
-        """Has a worker send a worker's snapshot to another. Returns the number of the answer."""
+        """Make a worker send a snapshot to another worker. Return the number of the answer."""
         pair = (min(sender, receiver), max(sender, receiver))
         link = self._transfers.link(self._devices.worker(pair[0]), *pair)
         to, of = int(receiver > sender), int(sender > receiver)
@@ -350,7 +354,7 @@ class Kept:
         )
 
     def _return_parts(self, record: _Record, holdings: dict[int, set[tuple[int, int]]]) -> None:
-        """Gives workers that are new their part."""
+        """Send new workers their parts."""
         answers = []
         for rank in record.ranks():
             if (rank, record.number) in holdings[rank]:
@@ -368,7 +372,7 @@ class Kept:
         self._wait_for(answers)
 
     def _restore_tensors(self, record: _Record) -> None:
-        """Has the workers make the tensors what they were, and the handles mean these."""
+        """Restore the tensors on the workers, and let the handles refer to them."""
         places: dict[DeviceTarget, DeviceTarget] = {}
         refs: dict[int, Any] = {}
         new: list[_SnapshotTensor] = []
@@ -390,7 +394,7 @@ class Kept:
         record.restore()
 
     def _protect(self, record: _Record, holdings: dict[int, set[tuple[int, int]]]) -> None:
-        """Gives buddies that are new the part that they are to keep."""
+        """Send the parts to backup workers that do not have them, because they are new."""
         if len(self.connections.by_rank) == 1:
             return
         answers = []

@@ -1,7 +1,7 @@
-"""The record of a master's waits for its workers: of those only that take long, so that others cost nothing; of all
-where they are recorded in a file.
+"""The record of a master's waits for its workers. Only long waits are recorded, so that short ones cost nothing.
 
-It is what lets a launcher tell that the master waits, for which worker, and at which line.
+If waits are recorded in a file, all are recorded. The record shows a launcher that the master waits, for which worker,
+and at which call site.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ class LongWaits:
         self._group: int | None = None
 
     def begin(self, worker: int, size: int) -> _core.OtherCall | None:
-        """A wait for a worker has begun to take long, or is to be recorded. Returns its record, whose ``end`` is to be
-        called with whether it succeeded; None where nothing is recorded.
+        """Record a wait for a worker that has become long, or that a file must contain.
+
+        Returns the record, or None if nothing is recorded. The caller calls its ``end`` with whether the wait
+        succeeded.
 
         Args:
-            worker: its rank.
-            size: the number of ranks, with the master.
+            worker: The rank of the worker.
+            size: The number of ranks, including the master.
         """
         recorder = memory.recorder(0, size, socket.gethostname())
         if recorder is None:

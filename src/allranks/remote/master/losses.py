@@ -1,8 +1,8 @@
-"""What happens when a worker is lost: `Master.on_lost`.
+"""The reaction to the loss of a worker: `Master.on_lost`.
 
-A loss is met by the thread that drives the workers, where it needs a worker that is gone. That thread starts another in
-its place, has what was kept restored, and only then is `WorkerReplaced` raised, so that the step in which it happens
-does not go on with tensors of two different moments.
+The thread that drives the workers handles a loss when it needs the lost worker. It starts a replacement and restores
+the kept tensors. Only then it raises `WorkerReplaced`, so that the interrupted step does not continue with tensors of
+two different points in time.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ __all__ = ["Losses", "OnLost"]
 
 OnLost = Literal["raise", "respawn"] | Callable[[int, int], None]
 
-_TRIES = 5
+_TRIES = 5  # attempts to replace lost workers; one fails if another worker dies during it
 
 
 class Losses:
-    """The policy, and its execution.
+    """The policy for lost workers, and its execution.
 
     Attributes:
-        kept: what is kept; None for nothing.
-        action: as given to `Master.on_lost`.
+        kept: The kept objects, or None.
+        action: The policy, as passed to `Master.on_lost`.
     """
 
     def __init__(
@@ -55,9 +55,10 @@ class Losses:
         self._admit = admit
 
     def choose(self, action: OnLost) -> None:
-        """
+        """Set the policy.
+
         Raises:
-            UsageError: there is no such action.
+            UsageError: The action is unknown.
         """
         if action not in ("raise", "respawn") and not callable(action):
             raise UsageError(
@@ -67,10 +68,10 @@ class Losses:
         self._connections.recover = None if action == "raise" else self.recover
 
     def recover(self) -> WorkerLost | None:
-        """Replaces workers that are lost. Returns what is to be raised then; None where nothing is to be done.
+        """Replace lost workers. Return the exception to raise, or None if no worker is lost.
 
         Raises:
-            WorkerLost: they could not be replaced, or what was kept is lost.
+            WorkerLost: The workers could not be replaced, or the kept tensors are lost.
         """
         connections = self._connections
         lost = {**connections.unrecovered, **connections.lost}
@@ -112,13 +113,13 @@ class Losses:
             lost.update(connections.lost)
 
     def restore(self) -> int:
-        """Restores what is kept, when lost workers have been replaced. Returns the number of the snapshot; 0: none."""
+        """Restore the kept objects after lost workers have been replaced. Return the snapshot's number, or 0."""
         self._devices.revive()
         return self.kept.restore() if self.kept is not None else 0
 
 
 def _may_pass(error: AllranksError) -> bool:
-    """Whether another try may succeed: another worker has died meanwhile, as far as can be told."""
+    """Return whether a retry can succeed: probably another worker has died since the last attempt."""
     if isinstance(error, RemoteError):
         return error.operation in ("shelter", LINKING)
     return isinstance(error, WorkerLost | ConfigError)

@@ -1,8 +1,13 @@
-"""`Master`: what a program has of its workers.
+"""`Master`: the interface of a program to its workers.
 
-It consists of four parts, which other code calls directly: `connections` (commands and answers), `operators` (the calls
-that workers know), `transfers` (tensors that move) and `devices` (the workers and groups that devices mean). What
-concerns several of them is here.
+It has four parts, which other code calls directly:
+
+- `connections`: commands and answers.
+- `operators`: the calls with templates on workers.
+- `transfers`: tensors that move.
+- `devices`: the workers and groups that devices stand for.
+
+This module contains the operations that concern several of them.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ _OFFERED = ("closed", "group", "keep", "lost", "on_lost", "ranks", "remote", "re
 
 
 class Master:
-    """What the process that drives the workers holds of them."""
+    """The interface of the process that drives the workers."""
 
     def __init__(self, workers: Workers, timeout_s: float) -> None:
         self.connections = Connections(workers, timeout_s, self._lose)
@@ -45,7 +50,8 @@ class Master:
         self.watch = Watcher().watch
         self._losses = Losses(self.connections, self.devices, self._admit)
         self._recorded_in: Path | None = None
-        # So that its waits are recorded from now on, and its workers with it, where a file is asked for.
+        # Creates the record now, so that the master's waits are recorded from here on. If a file is requested, workers
+        # record, too.
         memory.recorder(0, len(workers.connections) + 1, socket.gethostname())
         memory.followers.append(self.record)
         for worker in workers.connections:
@@ -55,14 +61,14 @@ class Master:
 
     @exclusive
     def group(self, ranks: Sequence[int]) -> Group:
-        """One handle for several workers.
+        """Return one handle for several workers.
 
         Args:
-            ranks: of the workers, each once.
+            ranks: The ranks of the workers, each once.
 
         Raises:
-            UsageError: there are no such workers, or too many groups.
-            WorkerLost: one of them is gone.
+            UsageError: A worker does not exist, or too many groups are in use.
+            WorkerLost: One of them is lost.
         """
         self.connections.check_open()
         wanted, there = tuple(ranks), self.connections.by_rank
@@ -75,19 +81,19 @@ class Master:
         return Group(place)
 
     def remote(self, function: Callable[..., Any], on: Any = None) -> RemoteFunction:
-        """Makes a function run on workers, see `RemoteFunction`.
+        """Return a function that runs on workers. See `RemoteFunction`.
 
         Args:
-            function: pickled, with what it refers to, by cloudpickle.
-            on: ``"worker:2"``, 2, a group, or None: where its arguments are.
+            function: A function. cloudpickle pickles it and the objects that it refers to.
+            on: ``"worker:2"``, 2, a group, or None: the place of its arguments.
         """
         return RemoteFunction(self, function, on)
 
     def synchronize(self, place: DeviceTarget | None = None) -> None:
-        """Waits until everything that is queued is done.
+        """Wait until all queued commands are done.
 
         Raises:
-            RemoteError: something has failed, and nothing has reported it yet.
+            RemoteError: An operation has failed that has not been reported yet.
         """
         connections = self.connections
         connections.refuse_recording("the workers are waited for")
@@ -102,24 +108,24 @@ class Master:
         connections.synchronize(place)
 
     def respawn(self, rank: int, force: bool = False) -> None:
-        """Starts a new worker in the place of one that is gone.
+        """Start a new worker in place of a lost one.
 
-        What was on it is lost: its handles, and its groups', go on to raise `WorkerLost`. What is kept (`keep`) is
-        restored, when no other worker is lost.
+        The tensors of the old worker are lost: its handles, and those of its groups, continue to raise `WorkerLost`.
+        Kept objects (`keep`) are restored if no other worker is lost.
 
         Args:
-            rank: the worker's.
-            force: kills it if it still lives.
+            rank: The rank of the worker.
+            force: Kill the worker if it is still running.
 
         Raises:
-            UsageError: there is no such worker, or it lives, or nobody is there who could start another.
-            ConfigError: it ended while it was started.
-            JoinError: it did not come in time.
-            WorkerLost: it is there, and what was kept is lost.
+            UsageError: The worker does not exist or is still running, or no launcher is available to start another one.
+            ConfigError: The new worker exited during its start.
+            JoinError: The new worker did not connect in time.
+            WorkerLost: The new worker is running, and the kept objects are lost.
 
         Cost:
-            0.03 s, as it is forked where torch is imported; an import of torch with ``allranks run --start spawn``, or
-            where that process was killed.
+            0.03 s, because it is forked from a process that has imported torch. An import of torch with ``allranks run
+            --start spawn``, or if that process was killed.
         """
         connections = self.connections
         connections.check_open()
@@ -141,22 +147,22 @@ class Master:
                     raise WorkerLost(str(nothing), rank) from None
 
     def on_lost(self, action: OnLost) -> None:
-        """Chooses what happens when a worker is lost.
+        """Set the reaction to the loss of a worker.
 
         Args:
-            action: ``"raise"``: `WorkerLost`, and the program calls `respawn`; this is so at the beginning.
-                ``"respawn"``: where the program needs the worker next, the master starts another in its place and
-                restores what is kept (`keep`), on all workers; then it raises `WorkerReplaced`. A function: the same,
-                and it is called before that is raised, with the rank and the number of the snapshot, 0 for none.
+            action: ``"raise"``, the default: raise `WorkerLost`, and the program calls `respawn`. ``"respawn"``: when
+                the program next needs the worker, the master starts another in its place, restores kept objects
+                (`keep`) on all workers, and raises `WorkerReplaced`. A function: the same, but the master calls it
+                before it raises, with the rank and the number of the snapshot, 0 for none.
 
         Raises:
-            UsageError: there is no such action.
+            UsageError: The action is unknown.
         """
         self._losses.choose(action)
 
     @exclusive
     def keep(self, *things: Any) -> Kept:
-        """Marks tensors that outlive their workers, see `allranks.keep`."""
+        """Mark tensors that must outlive their workers. See `allranks.keep`."""
         self.connections.check_open()
         if (before := self._losses.kept) is not None and not before.closed:
             raise UsageError("keep: there is one already: name all in one call, or end that one with its close()")
@@ -165,12 +171,12 @@ class Master:
 
     @property
     def ranks(self) -> list[int]:
-        """The workers that are there."""
+        """The ranks of the workers that are not lost."""
         return self.connections.ranks
 
     @property
     def lost(self) -> dict[int, str]:
-        """Why workers are gone, by rank."""
+        """The reasons why workers are lost, by rank."""
         return self.connections.lost
 
     @property
@@ -180,9 +186,9 @@ class Master:
 
     @exclusive
     def follow_flags(self) -> None:
-        """Sends workers the flags of torch that have changed here.
+        """Send the workers the flags of torch that have changed here.
 
-        Calls are learnt anew: flags may decide what a result looks like.
+        Calls are learned again, because flags may decide the shape or dtype of a result.
         """
         if changed := self.connections.read_flags():
             self.devices.use_state(self.connections.state)
@@ -190,10 +196,10 @@ class Master:
                 self.operators.invoke(self.devices.worker(rank), "flags", 0, [], [changed])
 
     def record(self, folder: Path) -> Callable[[], None]:
-        """Has the workers record their commands in files in a folder. Returns what ends that.
+        """Make the workers record their commands in files in a folder. Return a function that stops this.
 
         Raises:
-            UsageError: a worker cannot make its file.
+            UsageError: A worker cannot create its file.
         """
         self._recorded_in = folder
         try:
@@ -211,10 +217,10 @@ class Master:
             self.connections.command(self.devices.worker(rank), "record", folder="")
 
     def shutdown(self) -> None:
-        """Ends the workers, when they have done what is queued. Idempotent.
+        """Terminate the workers when they have executed all queued commands. Idempotent.
 
         Raises:
-            RemoteError: something has failed, and nothing has reported it yet.
+            RemoteError: An operation has failed that has not been reported yet.
         """
         if self.closed:
             return
@@ -225,7 +231,7 @@ class Master:
             self.close()
 
     def close(self) -> None:
-        """Ends the workers at once."""
+        """Terminate the workers immediately."""
         if self.closed:
             return
         memory.followers.remove(self.record)
@@ -235,12 +241,12 @@ class Master:
         self.devices.close()
 
     def abandon(self) -> None:
-        """In a forked child: the workers are the parent's."""
+        """Mark the master as closed. Used in a forked child, because the workers belong to the parent."""
         self.connections.closed = True
         self.devices.abandon()
 
     def _admit(self, worker: WorkerConnection) -> None:
-        """Takes up a worker: one of the first, or one in the place of a lost one."""
+        """Add a worker: one of the first workers, or the replacement of a lost one."""
         self.connections.admit(worker)
         self.operators.forget_worker(worker.rank)
         place = self.devices.admit(worker.rank)
@@ -266,7 +272,7 @@ class Master:
         return f"Master({'; '.join(there + gone)})"
 
     def __dir__(self) -> list[str]:
-        """What programs call; the rest is of this package's own use."""
+        """The public attributes; the rest is internal to this package."""
         return sorted([*_OFFERED, *(each for each in object.__dir__(self) if each.startswith("_"))])
 
     def __enter__(self) -> Master:

@@ -1,7 +1,7 @@
-"""The calls that workers know: a call is described to them once, as a template, and is then a frame of a few bytes.
+"""The calls with templates on workers. A call is sent once, as a template, and is then a frame of a few bytes.
 
-What a new call returns must be known before it has run. torch's meta kernels compute it where they have been right
-before (`protocol.signature`). Elsewhere a worker is asked, and the answer is kept.
+The results of a new call must be known before it has run. torch's meta kernels compute them if they have been right
+before (`protocol.signature`). Otherwise a worker is asked, and its answer is cached.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from allranks.remote.torch_device.handle import AnsweredHandle, DeviceTarget, Ha
 
 __all__ = ["OperatorCache"]
 
-_PROGRAMS = range(0xF000, 0x10000)  # of all numbers of templates
-# A template takes 4 KiB of a worker's memory and 3 KiB here, and a program whose shapes change always defines new ones.
-# When so many are defined all are forgotten, and the next have other numbers: another thread may be about to call one.
-# So a worker has twice as many at most.
+_PROGRAMS = range(0xF000, 0x10000)  # the template numbers that captured steps use
+# A template takes 4 KiB of a worker's memory and 3 KiB here, and a program with changing shapes defines new ones
+# continually. After this number of definitions all templates are forgotten. The next ones use other numbers, because
+# another thread may be about to call an old one. A worker therefore holds at most twice this number.
 _TEMPLATES = 8192
-_KINDS = 1 << 16
-# What these return is known from their arguments alone. An upload consists of them, and is not to wait for a busy
-# worker, not even the first.
+_KINDS = 1 << 16  # limit of `_trusted`, which is checked when the templates are forgotten
+# The results of these operators follow from their arguments alone. An upload consists of them, and must never wait for
+# a busy worker, not even on the first call.
 _CERTAIN = (torch.ops.aten.empty_strided.default, torch.ops.aten.copy_.default)
 
 
 class OperatorCache:
-    """Templates, by what is called and what the operands look like.
+    """Templates, by the operator and the signatures of the operands.
 
     Attributes:
-        connections: with the workers.
-        templates: operator, forms of its arguments and call, by number.
-        programs: numbers that no captured step has.
+        connections: The connections with the workers.
+        templates: Operator, forms of its arguments and call, by number.
+        programs: Numbers that are free for captured steps.
     """
 
     def __init__(self, connections: Connections, devices: DeviceTable) -> None:
@@ -64,24 +64,24 @@ class OperatorCache:
         self._end = wire.CALL + _TEMPLATES
         self._trusted: dict[Any, bool] = {}  # whether a meta kernel is right, by kind of call
         self._known: dict[Any, tuple[Any, ...]] = {}
-        self._shared: dict[Any, tuple[KnownCall, set[int]]] = {}  # calls that some workers know, and which
+        self._shared: dict[Any, tuple[KnownCall, set[int]]] = {}  # calls, and the ranks that have their templates
 
     @exclusive
     def define(
         self, place: DeviceTarget, key: Any, op: Any, args: list[Form], kwargs: dict[str, Form],
         values: list[Any], results: list[Any], resized: list[tuple[int, Signature]], checked: bool,
     ) -> KnownCall:  # fmt: skip
-        """Sends a template to some workers.
+        """Send a template to some workers.
 
         Args:
-            place: the workers.
-            key: of the call among their calls.
-            op: the operator, or the name of an operation of allranks.
-            args, kwargs: the forms of its arguments.
-            values: the numbers of this call, in order.
-            results: as `KnownCall.results`.
-            resized: as `KnownCall.resized`.
-            checked: the workers compare what it returns with `results` each time.
+            place: The workers.
+            key: The key of the call among their calls.
+            op: The operator, or the name of an operation of allranks.
+            args, kwargs: The forms of its arguments.
+            values: The numbers of this call, in order.
+            results: See `KnownCall.results`.
+            resized: See `KnownCall.resized`.
+            checked: The workers compare the results with `results` on each call.
         """
         known = (op, args, kwargs, values, results, resized, checked)
         self._known[self.connections.state, key] = known
@@ -97,7 +97,7 @@ class OperatorCache:
         refs: list[Any],
         values: list[Any],
     ) -> KnownCall | AnsweredHandle:
-        """A call that these workers have not executed before, or its result where that cannot be foreseen."""
+        """Return a call that is new to these workers, or its result if it cannot be inferred."""
         connections = self.connections
         connections.check(place)
         state = connections.state
@@ -122,7 +122,7 @@ class OperatorCache:
         if trust is not False:
             try:
                 foreseen = _foresee(op, about, args, kwargs)
-            except Exception:  # noqa: BLE001 - the worker reports what is wrong, or executes it all the same
+            except Exception:  # noqa: BLE001 - the worker reports the error, or executes the call nevertheless
                 trust = False
         if trust:
             assert foreseen is not None
@@ -132,7 +132,7 @@ class OperatorCache:
         except RemoteError:
             if (fault := connections.poisoned) is None or foreseen is None:
                 raise
-            # An operand is poisoned: so is the result, and that is reported only when the result is looked at.
+            # The result is poisoned like the operand. The error is reported only when the program uses the result.
             connections.forget_raised(fault)
             return self._describe(place, key, op, forms, named, values, *foreseen, True, guessed=True)
         if foreseen is None:
@@ -154,7 +154,7 @@ class OperatorCache:
         arguments: Sequence[Any],
         results: Sequence[Signature] = (),
     ) -> list[Handle]:
-        """Queues an operation of allranks (`worker.commands.OPERATIONS`); of one that needs no link that is 0."""
+        """Queue an operation of allranks (`worker.commands.OPERATIONS`). `link` is 0 if it needs none."""
         key = (name, *arguments, len(tensors), *(each._sig for each in tensors), *results)
         call = place.calls.get(key)
         if call is None:
@@ -167,7 +167,7 @@ class OperatorCache:
         return [make(place, sig, ref) for sig, ref in zip(results, made, strict=True)]
 
     def forget_worker(self, rank: int) -> None:
-        """A worker of this rank is new, and knows no template."""
+        """Mark that the new worker of this rank has no templates."""
         for _, known_by in self._shared.values():
             known_by.discard(rank)
 
@@ -184,7 +184,7 @@ class OperatorCache:
         checked: Any,
         guessed: bool = False,
     ) -> KnownCall:
-        """Makes a call known to some workers. Those that know it as members of another group get its number only."""
+        """Send a call to some workers. Workers that have its template from another group keep it."""
         connections = self.connections
         with connections.lock:
             if (connections.state, key, guessed) not in self._shared:
@@ -205,7 +205,7 @@ class OperatorCache:
         return call
 
     def _number(self) -> int:
-        """A number for a template."""
+        """Return a number for a template."""
         if self._next == self._end:
             self.connections.refuse_recording("all numbers of templates are given anew", always=False)
             self.forget()
@@ -213,7 +213,7 @@ class OperatorCache:
         return self._next - 1
 
     def forget(self) -> None:
-        """Forgets all templates. The next have the numbers of the other half."""
+        """Forget all templates. The next ones use the numbers of the other half."""
         self._devices.forget_calls()
         self._known.clear()
         self._shared.clear()
@@ -234,7 +234,7 @@ class OperatorCache:
         refs: Any,
         values: Any,
     ) -> tuple[Any, Any]:
-        """Has an operator executed at once. Returns its result, and how that looks."""
+        """Make workers execute an operator immediately. Return its result, and the description of the result."""
         connections = self.connections
         connections.refuse_recording(f"{about.name} needs an answer from the workers", always=False)
         packed = struct.pack(f"<{packed_as(values)}", *values)
@@ -278,7 +278,7 @@ class OperatorCache:
 
 
 def _foresee(op: Any, about: SignatureFacts, args: Any, kwargs: Any) -> tuple[list[Any], list[tuple[int, Signature]]]:
-    """What an operator returns, and which operands it reshapes, by torch's meta kernel."""
+    """Infer the results of an operator, and the operands that it reshapes, with torch's meta kernel."""
     result, after = infer(op, args, kwargs)
     metas = [
         (each.dtype, each.shape, each.stride(), each.storage_offset(), wire.bits_of(each))
@@ -296,15 +296,18 @@ def _foresee(op: Any, about: SignatureFacts, args: Any, kwargs: Any) -> tuple[li
 
 
 def _kind(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What a call has in common with those of other shapes: a meta kernel may be right for one kind only, as that of
-    batch_norm is in training, and that of embedding_bag in one of its modes."""
-    sized = not operands(args, kwargs)  # by its integers, as arange
+    """Return the properties that a call shares with calls of other shapes.
+
+    A meta kernel may be right for one kind of call only. The one of batch_norm is right in training, and the one of
+    embedding_bag in one of its modes.
+    """
+    sized = not operands(args, kwargs)  # integers define the size, as in arange
 
     def look(value: Any) -> Any:
         if isinstance(value, Handle):
             return value._sig.kind
         if isinstance(value, list | tuple) and value and all(type(each) is bool for each in value):
-            return type(value), tuple(value)  # a mask of the results that are wanted
+            return type(value), tuple(value)  # a mask of the requested results
         if isinstance(value, list | tuple | float | torch.Generator) or (sized and type(value) is int):
             return type(value)
         return type(value), value
@@ -319,14 +322,14 @@ def _entries(results: list[Any]) -> list[Any]:
 def _arrange(
     about: SignatureFacts, counts: list[int], metas: list[Any], changed: dict[int, Any], base: int = 0
 ) -> tuple[list[Any], list[tuple[int, Signature]]]:
-    """What a call returns, in the words of `KnownCall.results`, and which operands it reshapes.
+    """Return the results of a call, in the form of `KnownCall.results`, and the operands that it reshapes.
 
     Args:
-        about: the operator.
-        counts: for each value returned how many tensors are in it; -1 where it is no list.
-        metas: dtype, shape, strides and offset of each tensor; anything else that is returned as it is.
-        changed: the same of operands that look different afterwards.
-        base: where the first operand begins in its storage.
+        about: The facts of the operator.
+        counts: For each returned value the number of tensors in it; -1 if it is not a list.
+        metas: dtype, shape, strides and offset of each tensor; any other returned value as it is.
+        changed: The same properties of operands that have changed.
+        base: The offset of the first operand in its storage.
     """
     following, made = iter(metas), [0]
 
@@ -354,6 +357,6 @@ def _arrange(
 
 
 def _counts(about: SignatureFacts, result: Any) -> list[int]:
-    """For each value that an operator has returned how many there are in it; -1 where it is no list."""
+    """Return the number of elements in each returned value of an operator; -1 if it is not a list."""
     values = [] if not about.returns else [result] if len(about.returns) == 1 else result
     return [len(each) if isinstance(each, list | tuple) else -1 for each in values]

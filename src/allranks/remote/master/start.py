@@ -1,4 +1,4 @@
-"""Where a program becomes a master: `init_master_worker`."""
+"""The start of a master: `init_master_worker`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["init_master_worker", "keep", "master_of_this_process", "shutdown"]
 
-_TIMEOUT_S = 1800.0  # as of a process group
+_TIMEOUT_S = 1800.0  # the same default as for a process group
 
 _master: Master | None = None
 
@@ -36,35 +36,36 @@ def init_master_worker(
     world_size: int = -1,
     rank: int = -1,
 ) -> Master:
-    """Makes this process the master of the others: from now on there are the devices ``worker:1``, ``worker:2``, ...
+    """Make this process the master of the others. It then has the devices ``worker:1``, ``worker:2``, ...
 
-    In a process of another rank than 0 it serves the master, and ends the process (``SystemExit``) when the master
-    ends. Everything ends with the master, however that ends.
+    In a process with another rank than 0, the call serves the master, and exits the process (``SystemExit``) when the
+    master terminates. All processes terminate with the master, for whatever reason it terminates.
 
     Args:
-        backend: ``"tcp"`` or ``"native"``, which are one here: master and workers use memory that they share on one
-            host, and TCP between hosts. In its place an `init_method` may be given.
-        init_method: how the processes of a job find each other, as in ``init_process_group``; ``env://`` by default.
-        workers: starts so many on this host instead. For a notebook, or a script without a launcher.
-        hosts: starts workers on other hosts instead, by ssh: ``"node1:2,node2"``.
-        worker_device: where workers keep their tensors: ``"cpu"``, ``"cuda"``, ``"cuda:0"``.
-        threads: of each worker that is started here; a fair share of the CPUs if None.
-        timeout: how long to wait for the workers now, and for each answer later: a timedelta or seconds; 30 minutes
-            if None.
-        world_size: the number of processes, where they are there already; -1: from the environment.
-        rank: this process, 0 for the master; -1: from the environment.
+        backend: ``"tcp"`` or ``"native"``, which have the same effect here: master and workers use shared memory on one
+            host, and TCP between hosts. An `init_method` may be passed in its place.
+        init_method: How the processes of a job find each other, as in ``init_process_group``. The default is
+            ``env://``.
+        workers: The number of workers to start on this host instead. For a notebook, or a script without a launcher.
+        hosts: The hosts on which to start workers by ssh instead: ``"node1:2,node2"``.
+        worker_device: The device of the workers' tensors: ``"cpu"``, ``"cuda"``, ``"cuda:0"``.
+        threads: The threads of each worker that is started here. None: a fair share of the CPUs.
+        timeout: Time limit for the start of the workers, and for each answer: a timedelta or seconds. None: 30 minutes.
+        world_size: The number of processes, if they already exist. -1: from the environment.
+        rank: The rank of this process, 0 for the master. -1: from the environment.
 
     Returns:
-        The master: ``mw.group``, ``mw.remote``, ``mw.synchronize``, ``mw.respawn``, ``mw.shutdown``; also a context.
+        The master: ``mw.group``, ``mw.remote``, ``mw.synchronize``, ``mw.respawn``, ``mw.shutdown``; also a context
+        manager.
 
     Raises:
-        UsageError: the arguments contradict each other; there is a master already; the name of torch's device for
-            others is taken in this process.
-        ConfigError: a worker cannot be had: says where and why.
-        JoinError: some did not come in time.
+        UsageError: The arguments contradict each other, this process already has a master, or another library uses
+            torch's device for extensions in this process.
+        ConfigError: A worker cannot be started. The message names the place and the reason.
+        JoinError: Some workers did not connect in time.
 
     Cost:
-        one import of torch on each host, and about 30 ms for each worker.
+        One import of torch on each host, and about 30 ms for each worker.
     """
     from allranks.remote.bootstrap.workers import gather_workers
 
@@ -79,7 +80,7 @@ def init_master_worker(
     launched = this_rank()
     elsewhere = (init_method or "").startswith(("tcp://", "file://"))
     if elsewhere and launched is not None and launched.target.mode == "master":
-        init_method = "env://"  # the workers that the launcher has started wait there, and nowhere else
+        init_method = "env://"  # the workers that the launcher has started only wait there
     seconds = _TIMEOUT_S if timeout is None else seconds_of(timeout)
     gathered = gather_workers(
         init_method,
@@ -108,7 +109,7 @@ def init_master_worker(
 
 
 def _end(made: Master) -> None:
-    """At the end of the program: what is queued is done, unless an exception has ended it."""
+    """Finish at the exit of the program: execute queued commands, unless an exception has ended the program."""
     if getattr(sys, "last_value", None) is None:
         made.shutdown()
     else:
@@ -116,10 +117,10 @@ def _end(made: Master) -> None:
 
 
 def master_of_this_process() -> Master:
-    """The master that `init_master_worker` has made.
+    """Return the master that `init_master_worker` has created.
 
     Raises:
-        NotInitializedError: there is none.
+        NotInitializedError: This process has no master.
     """
     if _master is not None:
         _master.connections.check_process()
@@ -129,31 +130,32 @@ def master_of_this_process() -> Master:
 
 
 def keep(*things: Any) -> Kept:
-    """Marks what outlives the workers that it is on (master-worker mode).
+    """Mark objects that must outlive the workers that store them (master-worker mode).
 
-    `Kept.refresh` makes a snapshot. When a worker is lost and has been replaced (`Master.on_lost`, `Master.respawn`),
-    everything is as in the last complete snapshot, on all workers and on the master, in the same Python objects.
+    `Kept.refresh` makes a snapshot. When a lost worker has been replaced (`Master.on_lost`, `Master.respawn`), all kept
+    objects have the state of the last complete snapshot. This applies to all workers and to the master, and the Python
+    objects stay the same.
 
     Args:
-        things: modules (their parameters and buffers), optimizers (their state and options), tensors on workers or on
-            the master, dicts and lists of these; numbers in dicts come back, too. Other objects by their `state_dict`
-            and `load_state_dict`, as schedulers of learning rates.
+        things: Modules (their parameters and buffers), optimizers (their state and options), tensors on workers or on
+            the master, dicts and lists of these. Numbers in dicts are restored, too. Other objects, such as learning
+            rate schedulers, are kept by their `state_dict` and `load_state_dict`.
 
     Returns:
-        What makes snapshots: ``refresh()``, ``close()``. There is one at a time.
+        The object that makes snapshots: ``refresh()``, ``close()``. Only one can exist at a time.
 
     Raises:
-        UsageError: something cannot be kept, or there is another one.
-        NotInitializedError: there are no workers.
+        UsageError: An object cannot be kept, or another `Kept` exists.
+        NotInitializedError: This process has no workers.
 
     Cost:
-        none before the first `refresh`.
+        None before the first `refresh`.
     """
     return master_of_this_process().keep(*things)
 
 
 def shutdown() -> None:
-    """Ends the workers; see `Master.shutdown`."""
+    """Terminate the workers. See `Master.shutdown`."""
     master_of_this_process().shutdown()
 
 

@@ -1,7 +1,7 @@
 """Tensors that move between the master and its workers, and among workers.
 
-What is small travels on the connection of the master with the worker. What is large, and what goes from worker to
-worker, travels on native groups: a link is the number of such a group, which is made when it is used first.
+Small tensors travel on the connection of the master with the worker. Large tensors, and those between workers, travel
+on native groups. A link is the number of such a group, which is created on first use.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class Transfers:
     """Moves tensors.
 
     Attributes:
-        connections: with the workers.
+        connections: The connections with the workers.
     """
 
     def __init__(self, connections: Connections, devices: DeviceTable, operators: OperatorCache) -> None:
         self.connections = connections
         self._devices = devices
         self._operators = operators
-        self._groups: dict[int, ProcessGroup] = {}  # those that the master is in, by link
-        self._turns: dict[int, threading.Lock] = {}  # held by the thread that uses such a link
+        self._groups: dict[int, ProcessGroup] = {}  # the groups that the master is in, by link
+        self._turns: dict[int, threading.Lock] = {}  # held by the thread that uses this link
         self._made = 0
 
     # Between the master and workers.
 
     def upload(self, place: DeviceTarget, plain: torch.Tensor, non_blocking: bool = False) -> Handle:
-        """Sends a tensor of the master's to a place. `non_blocking`: see `hold`."""
+        """Send a tensor of the master to a place. `non_blocking`: see `hold`."""
         connections = self.connections
         connections.refuse_recording("a tensor of the master's is sent to a worker")
         connections.check(place)
@@ -64,10 +64,11 @@ class Transfers:
     def hold(
         self, place: DeviceTarget, ref: Any, sig: Signature, dense: torch.Tensor, non_blocking: bool = False
     ) -> None:
-        """Sends a tensor's data: what is large by the native channel, which waits until the worker comes to it.
+        """Send a tensor's data. Large data uses the native channel, which waits until the worker reaches the command.
 
-        With `non_blocking` the data is copied into the worker's queue instead, and nothing is waited for, unless 1 GiB
-        of such data is queued for the worker. The worker may be busy meanwhile, and the tensor may change.
+        With `non_blocking` the data is copied into the worker's queue instead. The call then waits only if 1 GiB of
+        such data is already queued for the worker. The worker may be busy, and the caller may change the tensor
+        immediately.
         """
         non_blocking = non_blocking and dense.nbytes < wire.LARGEST
         if dense.nbytes > wire.LARGE and len(place.ranks) == 1 and not non_blocking:
@@ -79,13 +80,13 @@ class Transfers:
         self.connections.put(place, Hold(ref.id, sig.meta), data, bulk=non_blocking)
 
     def item(self, x: Handle) -> Any:
-        """The value of a tensor that has one element."""
+        """Return the value of a tensor with one element."""
         self.connections.refuse_recording("a value is fetched: .item(), or an if or while on a tensor")
         value = self.connections.request(single(x), "item", id=x._ref.id)
         return complex(*value) if isinstance(value, list) else value
 
     def fetch(self, x: Handle) -> torch.Tensor:
-        """A tensor's data, here."""
+        """Return a tensor's data as a tensor of the master."""
         self.connections.refuse_recording("a tensor is fetched")
         place = single(x)
         dense = _dense(x)
@@ -101,17 +102,13 @@ class Transfers:
 
     @contextlib.contextmanager
     def _turn(self, place: DeviceTarget) -> Iterator[int]:
-        """Gives a thread the master's link with a worker: what two threads send on it must not be mixed.
-
-        Raises:
-            WorkerLost: the worker is gone.
-        """
+        """Reserve the master's link with a worker for one thread: the data of two threads must not be mixed."""
         pair = (0, place.ranks[0])
         while True:
             link = self.link(place, *pair)
             with self._turns.setdefault(link, threading.Lock()):
                 if place.links.get(pair) != link:
-                    continue  # another thread has met an error on it
+                    continue  # another thread has had an error on this link and dropped it
                 if link not in self._groups:
                     with self._all_or_none(place, pair):
                         self._groups[link] = self._meet(_name(link, pair), pair)
@@ -119,10 +116,10 @@ class Transfers:
                 return
 
     def _start(self, place: DeviceTarget, link: int, name: str, **arguments: Any) -> None:
-        """Has a worker begin to send or receive on a link as soon as it has answered.
+        """Make a worker start to send or receive on a link after its answer.
 
         Raises:
-            RemoteError: it cannot, and will not.
+            RemoteError: It cannot, and will not start.
         """
         (rank,) = place.ranks
         try:
@@ -131,21 +128,21 @@ class Transfers:
             if not isinstance(error, RemoteError):
                 self._unlink(place, (0, rank))
             raise
-        except BaseException:  # Ctrl-C: the worker will begin all the same
+        except BaseException:  # Ctrl-C: the worker starts nevertheless, so the link cannot be reused
             self._unlink(place, (0, rank))
             raise
 
     def _move(self, place: DeviceTarget, link: int, move: Callable[[ProcessGroup], Any]) -> None:
-        """Sends or receives on a link with a worker.
+        """Send or receive on a link with a worker.
 
         Raises:
-            WorkerLost: it is gone.
+            WorkerLost: The worker is lost.
         """
         (rank,) = place.ranks
         lost = self.connections.lost
         try:
             move(self._groups[link])
-        except BaseException as error:  # also Ctrl-C: the two ends do not stand at the same place any more
+        except BaseException as error:  # also Ctrl-C: the two ends are no longer at the same position of the stream
             self._unlink(place, (0, rank))
             if isinstance(error, PeerLostError) or rank in lost:
                 self.connections.lose(rank)
@@ -155,17 +152,17 @@ class Transfers:
     # Among workers.
 
     def copy(self, x: Handle, place: DeviceTarget) -> Handle:
-        """Copies a tensor to another worker, or to all of a group, directly."""
+        """Copy a tensor to another worker, or to all workers of a group, directly."""
         return self.copies([x], place)[0]
 
     def copies(self, tensors: Sequence[Handle], place: DeviceTarget) -> list[Handle]:
-        """Copies tensors of one worker, as one command for each of the two."""
+        """Copy tensors of one worker, with one command for each of the two workers."""
         source = single(tensors[0])
         self.connections.check(source)
         self.connections.check(place)
         tensors = [_dense(each) for each in tensors]
         (sender,) = source.ranks
-        if place.ranks != (receiver := place.ranks[0],) or sender == receiver:  # a group, maybe of one
+        if place.ranks != (receiver := place.ranks[0],) or sender == receiver:  # a group, possibly of one worker
             return [self._spread(each, place) for each in tensors]
         pair = (min(sender, receiver), max(sender, receiver))
         meeting = self._devices.worker(pair[0])
@@ -197,9 +194,9 @@ class Transfers:
 
     @exclusive
     def link(self, place: DeviceTarget, *ranks: int) -> int:
-        """The number of a place's native group of these ranks, where there is none yet a new one.
+        """Return the number of a place's native group of these ranks. Create the group if it does not exist.
 
-        The workers meet when they come to it. The master, if it is one of the ranks, meets them in `_turn`.
+        The workers connect when they reach the command. If the master is one of the ranks, it connects in `_turn`.
         """
         if (number := place.links.get(ranks)) is not None:
             return number
@@ -234,7 +231,7 @@ class Transfers:
 
     @exclusive
     def leave_ended(self) -> None:
-        """Has workers leave the links that have ended: with a place that nothing uses, or with a lost worker."""
+        """Make workers leave links that have ended, because their place is no longer used or a worker is lost."""
         while self._devices.ended_links:
             ranks, number = self._devices.ended_links.pop()
             for rank in ranks:
@@ -242,7 +239,7 @@ class Transfers:
                     self.connections.command(self._devices.worker(rank), "ungroup", number=number)
 
     def end(self, links: Iterable[Link]) -> None:
-        """Ends links. Another thread than the master's may call this: the commands to workers are left to that one."""
+        """End links. Any thread may call this. The master's thread sends the commands to the workers later."""
         for ranks, number in links:
             if (group := self._groups.pop(number, None)) is not None:
                 group.close()
@@ -250,13 +247,13 @@ class Transfers:
             self._devices.ended_links.append((ranks, number))
 
     def close(self) -> None:
-        """Ends the groups that the master is in."""
+        """Close the groups that the master is in."""
         for group in self._groups.values():
             group.close()
         self._groups.clear()
 
     def _unlink(self, place: DeviceTarget, ranks: tuple[int, ...]) -> None:
-        """Drops a link on whose ends something else may be under way; the next use makes another."""
+        """Drop a link whose ends may be in different states. The next use creates another one."""
         number = place.links.pop(ranks, None)
         if number is not None:
             self.end([(ranks, number)])
@@ -264,7 +261,7 @@ class Transfers:
 
     @contextlib.contextmanager
     def _all_or_none(self, place: DeviceTarget, ranks: tuple[int, ...]) -> Iterator[None]:
-        """Around commands to several workers: all get theirs, or they do not use that link again."""
+        """Drop a link if its commands do not reach all its workers, so that they do not use it again."""
         try:
             yield
         except BaseException:
@@ -277,14 +274,14 @@ def _name(link: int, ranks: tuple[int, ...]) -> str:
 
 
 def _dense(x: Handle) -> Handle:
-    """The tensor, or a copy of it without gaps in its memory."""
+    """Return the tensor, or a copy of it without gaps in its memory."""
     if not x._sig.bits and _is_dense(x._sig.shape, x._sig.strides):
         return x
     return run(torch.ops.aten.clone.default, (x,), None)  # type: ignore[no-any-return]
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a tensor's memory has no gaps and no overlaps."""
+    """Return whether a tensor's memory has no gaps and no overlaps."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
         if stride != expected:
@@ -294,7 +291,7 @@ def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _flat(dense: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor without gaps, in the order of its memory."""
+    """Return the bytes of a tensor without gaps, in the order of its memory."""
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 

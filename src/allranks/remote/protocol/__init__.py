@@ -1,6 +1,6 @@
-"""What master and workers share.
+"""Definitions that master and workers share.
 
 - arguments: the grammar of a call's arguments.  wire: the messages.
-- signature: what tensors look like, and results before they are there.
-- flags: torch's own.  faults: what stands for a tensor that could not be made.
+- signature: the shape, dtype and strides of tensors, and of results before they exist.
+- flags: the flags of torch.  faults: the placeholder for a tensor that could not be computed.
 """

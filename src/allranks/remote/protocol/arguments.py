@@ -1,19 +1,19 @@
-"""The grammar of a call's arguments: how values are told apart, and how a template describes them.
+"""The grammar of a call's arguments: how values are classified, and how a template describes them.
 
-A template has a form for each argument. It is a list that begins with one of the codes below. Tensors and numbers are
-gaps in the template: each call gives the identifiers of the tensors and the values of the numbers, in the order of the
+A template has a form for each argument. A form is a list that begins with one of the codes below. Tensors and numbers
+are gaps in the template: each call passes the ids of the tensors and the values of the numbers, in the order of the
 arguments. All other values are part of the template.
 
-The master, its fast path in C++ and the workers read the same tables. `kind_of` tells values apart, and `visit` reads a
+The master, its fast path in C++ and the workers read the same tables. `kind_of` classifies values, and `visit` reads a
 form.
 
 ==================  ==================================================================
-``["t"]``           a tensor, given with each call
-``["i"]``           an integer, given with each call
-``["f"]``           a float, given with each call
-``["g"]``           a generator, whose number is given with each call
+``["t"]``           a tensor, passed with each call
+``["i"]``           an integer, passed with each call
+``["f"]``           a float, passed with each call
+``["g"]``           a generator, whose number is passed with each call
 ``["l", ...]``      a list of forms
-``["c", value]``    None, a bool, an integer, a float or a text
+``["c", value]``    None, a bool, an integer, a float or a string
 ``["z", re, im]``   a complex number
 ``["d", name]``     a dtype
 ``["m", name]``     a memory format
@@ -42,7 +42,7 @@ TENSOR, INTEGER, FLOAT, GENERATOR, LIST, CONSTANT, COMPLEX = "t", "i", "f", "g",
 DTYPE, MEMORY_FORMAT, LAYOUT, DEVICE = "d", "m", "y", "w"
 
 NUMBERS = {INTEGER: "q", FLOAT: "d", GENERATOR: "q"}
-"""What is given with each call as a number, and its code in `struct`."""
+"""The kinds of values that each call passes as a number, and their codes in `struct`."""
 
 KINDS: dict[type, str] = {
     int: INTEGER,
@@ -59,13 +59,13 @@ KINDS: dict[type, str] = {
     torch.Generator: GENERATOR,
     complex: COMPLEX,
 }
-"""By type of a value. `kind_of` looks at subclasses, too."""
+"""Codes by the exact type of a value. `kind_of` also handles subclasses."""
 
 CODES = (TENSOR, LIST, INTEGER, FLOAT, CONSTANT, DTYPE, MEMORY_FORMAT, LAYOUT)
-"""The kinds of values that the fast path in C++ takes. It leaves calls with others to Python."""
+"""The kinds of values that the fast path in C++ accepts. It leaves calls with other kinds to Python."""
 
 _NAMED = (DTYPE, MEMORY_FORMAT, LAYOUT)
-_BEYOND = 1 << 63  # a number of a call has 64 bits
+_BEYOND = 1 << 63  # a number of a call has 64 bits; a larger integer is part of the template
 _IN_PLACE = frozenset({"all_reduce", "broadcast"})
 
 T = TypeVar("T")
@@ -73,12 +73,12 @@ T_co = TypeVar("T_co")
 
 
 def kind_of(value: Any, is_number: bool, floats_matter: bool) -> str:
-    """The code of a value; "" if no template can have it.
+    """Return the code of a value, or "" if no template can contain it.
 
     Args:
-        value: an argument, or an element of one.
-        is_number: integers are given with each call, as no shape depends on them.
-        floats_matter: floats are part of the template, as a shape may depend on them.
+        value: An argument, or an element of one.
+        is_number: Integers are passed with each call, because no shape depends on them.
+        floats_matter: Floats are part of the template, because a shape may depend on them.
     """
     code = KINDS.get(type(value))
     if code is None:
@@ -101,10 +101,10 @@ def _kind_of_subclass(value: Any) -> str:
 
 
 def form_of(value: Any, is_number: bool = False, floats_matter: bool = True) -> Form:
-    """The form of a value.
+    """Return the form of a value.
 
     Raises:
-        TypeError: no template can have it.
+        TypeError: No template can contain it.
     """
     code = kind_of(value, is_number, floats_matter)
     if code == LIST:
@@ -121,11 +121,11 @@ def form_of(value: Any, is_number: bool = False, floats_matter: bool = True) -> 
 
 
 def constant_of(form: Form, device: torch.device) -> Any:
-    """The value of a form that has no gaps and is no list.
+    """Return the value of a form that has no gaps and is not a list.
 
     Args:
-        form: of the value.
-        device: of the worker.
+        form: The form of the value.
+        device: The device of the worker.
     """
     code, *parts = form
     if code == CONSTANT:
@@ -141,7 +141,7 @@ def constant_of(form: Form, device: torch.device) -> Any:
 
 
 class Visitor(Protocol[T]):
-    """What is made of a form, by its kind."""
+    """Converts each kind of form to a value of the visitor's type."""
 
     def tensor(self) -> T: ...
     def number(self, code: str) -> T: ...
@@ -150,7 +150,7 @@ class Visitor(Protocol[T]):
 
 
 def visit(form: Form, visitor: Visitor[T]) -> T:
-    """Reads a form, in the order in which calls give tensors and numbers."""
+    """Read a form, in the order in which calls pass tensors and numbers."""
     code = form[0]
     if code == TENSOR:
         return visitor.tensor()
@@ -178,32 +178,32 @@ class _Gaps:
 
 
 def count_tensors(forms: Iterable[Form]) -> int:
-    """How many tensors a call gives."""
+    """Return the number of tensors that a call passes."""
     return sum(visit(each, _Gaps()).count(TENSOR) for each in forms)
 
 
 def number_codes(forms: Iterable[Form]) -> str:
-    """How the numbers that a call gives are packed, in the codes of `struct`."""
+    """Return the format in which the numbers of a call are packed, in the codes of `struct`."""
     gaps = "".join(visit(each, _Gaps()) for each in forms)
     return "".join(NUMBERS[each] for each in gaps if each != TENSOR)
 
 
 def packed_as(values: Sequence[Any]) -> str:
-    """The same of the numbers themselves, as the master has them."""
+    """Return the `struct` format of the numbers themselves, as the master has them."""
     return "".join(NUMBERS[FLOAT if type(each) is float else INTEGER] for each in values)
 
 
 def is_in_place(operation: str) -> bool:
-    """Whether an operation of allranks (``allranks::all_reduce``) changes its tensors."""
+    """Return whether an operation of allranks (``allranks::all_reduce``) changes its tensors."""
     return operation.partition("::")[2] in _IN_PLACE
 
 
 def written_by(op: Any, args: Sequence[Form], kwargs: dict[str, Form]) -> list[int]:
-    """Which of the tensors that a call gives are changed by it.
+    """Return the positions, among the tensors of a call, of those that the call changes.
 
     Args:
-        op: an operator of torch's, or the name of an operation of allranks.
-        args, kwargs: the forms of its arguments.
+        op: An operator of torch, or the name of an operation of allranks.
+        args, kwargs: The forms of its arguments.
     """
     if isinstance(op, str):
         return list(range(count_tensors([*args, *kwargs.values()]))) if is_in_place(op) else []

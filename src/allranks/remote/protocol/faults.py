@@ -1,4 +1,4 @@
-"""What goes wrong on a worker: what stands there for a tensor, and what the master raises."""
+"""Errors on a worker: the placeholder for a missing tensor, and the exception that the master raises."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ __all__ = ["GIVEN", "LEAVES", "Given", "Poison", "Poisoned", "error_of", "given"
 
 
 class Poison(NamedTuple):
-    """Stands where a tensor would be, had nothing gone wrong."""
+    """The placeholder for a tensor that could not be computed."""
 
     fault: Fault
 
 
 class Poisoned(Exception):
-    """A poisoned tensor was asked for."""
+    """A command has used a poisoned tensor."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
 
 
 GIVEN: list[torch.Tensor] = []
-"""On a worker, the tensors of the arguments that are being unpickled."""
+"""On a worker, the tensors among the arguments that are being unpickled."""
 
 
 LEAVES: dict[int, torch.Tensor] = {}
-"""Those of them whose gradient the master holds, by number."""
+"""The tensors of `GIVEN` whose gradients the master holds, by their number."""
 
 
 def given(number: int, parameter: bool, is_leaf: bool) -> torch.Tensor:
-    """A tensor among the arguments of a function, where they are unpickled.
+    """Return a tensor among the arguments of a function. Called when a worker unpickles them.
 
     Args:
-        number: among them.
-        parameter: it is a parameter.
-        is_leaf: it requires a gradient, and is no result.
+        number: Its position in `GIVEN`.
+        parameter: It is a parameter.
+        is_leaf: It requires a gradient, and is not the result of an operation.
     """
     tensor = GIVEN[number]
     if parameter:
@@ -56,19 +56,20 @@ def given(number: int, parameter: bool, is_leaf: bool) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Given:
-    """Stands for a tensor in the pickled result of a function."""
+    """The placeholder for a tensor in the pickled result of a function."""
 
     number: int
 
 
 def error_of(fault: Fault, line: str, raw: bool, more: int = 0) -> Exception:
-    """The exception for a fault.
+    """Return the exception for a fault.
 
     Args:
-        fault: what the worker has reported.
-        line: of the program.
-        raw: the call that is waited for has raised it: as it would here, where the type is torch's or Python's.
-        more: how many others there are.
+        fault: The fault that the worker has reported.
+        line: The call site, or "".
+        raw: The call that the caller waits for has raised it. Its original exception is returned, as in a local call,
+            if its type is one of torch or Python or if it could be pickled.
+        more: The number of other faults.
     """
     original = unpack_error(fault.pickled) or _original(fault)
     if raw and original is not None:
@@ -85,24 +86,24 @@ def error_of(fault: Fault, line: str, raw: bool, more: int = 0) -> Exception:
 
 
 def _original(fault: Fault) -> Exception | None:
-    """What was raised there, where the type is Python's or torch's."""
+    """Return the original exception, if its type is one of Python or torch."""
     for space in (builtins, torch, torch.linalg, torch._C):
         kind = getattr(space, fault.kind, None)
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
                 return kind(fault.error)
-            except TypeError:  # it is made of something else than a text
+            except TypeError:  # its constructor needs more than a message
                 return None
     return None
 
 
 def _caught_as(kind: type[Exception]) -> type[RemoteError]:
-    """`RemoteError` that is caught as another type, too."""
+    """Return a type of `RemoteError` that ``except kind`` also catches."""
     if issubclass(RemoteError, kind):
         return RemoteError
     try:
         both = type("RemoteError", (RemoteError, kind), {"__module__": "allranks"})
         both("", 0)
-    except TypeError:  # they cannot be one object
+    except TypeError:  # the two types have incompatible memory layouts or constructors
         return RemoteError
     return both

@@ -1,7 +1,8 @@
-"""What torch keeps once for a process and its kernels look at: what is set on the master is set on the workers.
+"""Process-wide flags of torch that its kernels read. The workers use the same values as the master.
 
-A flag must change between the operations before and those behind it. So whatever sets one on the master is noticed when
-it does, and an operation costs nothing. All flags together are read then, as setting one may change others.
+A flag must change between the operations before its assignment and those after it. The setters on the master are
+therefore wrapped and report each assignment, so that an operation costs nothing. After an assignment all flags are
+read, because setting one may change others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from allranks.remote.protocol import wire
 __all__ = ["Flags", "apply", "read", "watch"]
 
 Flags = tuple[tuple[str, Any], ...]
-"""Names and values: numbers, strings and tuples of them."""
+"""Names and values. Values are numbers, strings and tuples of them."""
 
 _C: Any = torch._C
 _TINY = 5e-324
@@ -30,20 +31,20 @@ class _Flag(NamedTuple):
 
 
 def _plain(getter: str, setter: str, *names: str) -> Iterator[tuple[str, _Flag]]:
-    """Flags of a value; not those that this version of torch has not yet."""
+    """Yield flags with a single value. Flags that this version of torch lacks are skipped."""
     for name in names:
         if hasattr(_C, getter.format(name)) and hasattr(_C, setter.format(name)):
             yield name, _Flag(getattr(_C, getter.format(name)), getattr(_C, setter.format(name)))
 
 
 def _kind(name: str, of: type) -> tuple[str, _Flag]:
-    """A flag that is one of an enumeration."""
+    """Return a flag whose value is a member of an enumeration."""
     getter, setter = getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}")
     return name, _Flag(lambda: int(getter()), lambda value: setter(of(value)))
 
 
 def _many(name: str) -> tuple[str, _Flag]:
-    """A flag of several values, of one in older versions of torch."""
+    """Return a flag of several values, which has one value in older versions of torch."""
     getter, setter = getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}")
     return name, _Flag(getter, lambda value: setter(*value) if isinstance(value, tuple) else setter(value))
 
@@ -69,7 +70,7 @@ _priority = _Flag(
 _FLAGS: dict[str, _Flag] = {
     "default_dtype": _default_dtype,
     "deterministic_algorithms": _deterministic,
-    "flush_denormal": _Flag(lambda: _TINY * 1.0 == 0.0, _C.set_flush_denormal),  # torch tells nobody
+    "flush_denormal": _Flag(lambda: _TINY * 1.0 == 0.0, _C.set_flush_denormal),  # torch has no getter
     "sdp_priority_order": _priority,
 } | dict([
     *_plain(
@@ -77,7 +78,8 @@ _FLAGS: dict[str, _Flag] = {
         "deterministic_fill_uninitialized_memory", "mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled",
         "qengine", "cpu_allow_fp16_reduced_precision_reduction", "math_sdp_allow_fp16_bf16_reduction",
         "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cublas_allow_fp16_accumulation",
-        "cudnn_allow_tf32", "cublas_allow_tf32", "float32_matmul_precision",  # before what is more precise than they
+        # Before the finer settings, which they overwrite.
+        "cudnn_allow_tf32", "cublas_allow_tf32", "float32_matmul_precision",
     ),
     *_plain("_get_{}_sdp_enabled", "_set_sdp_use_{}", "flash", "mem_efficient", "math", "cudnn", "overrideable"),
     *map(_many, ("cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction")),
@@ -92,8 +94,10 @@ _SETTERS |= {"_set_default_tensor_type", "_set_fp32_precision_setter"}
 
 
 def read() -> Flags:
-    """All flags as they are here; not those that torch refuses to tell, as it does after some of its older and newer
-    functions for precision have been mixed."""
+    """Return all flags of this process that torch returns.
+
+    torch refuses to return some flags after some of its older and newer functions for precision have been mixed.
+    """
     found = []
     for name, flag in _FLAGS.items():
         try:
@@ -104,10 +108,10 @@ def read() -> Flags:
 
 
 def apply(wanted: Sequence[Any]) -> None:
-    """Sets those that are not yet so.
+    """Set the flags whose values differ.
 
     Raises:
-        RuntimeError: this host cannot do what the flag asks for.
+        RuntimeError: This host does not support the value of a flag.
     """
     own = dict(read())
     for name, value in wanted:
@@ -117,7 +121,7 @@ def apply(wanted: Sequence[Any]) -> None:
 
 
 def watch(changed: Callable[[], None]) -> None:
-    """Has something called whenever a flag may have been set in this process, not in one that it forks."""
+    """Call a function whenever a flag may have been set in this process, but not in its forked children."""
     process = os.getpid()
 
     def reporting(setter: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,6 +137,6 @@ def watch(changed: Callable[[], None]) -> None:
     for name in _SETTERS:
         setattr(_C, name, reporting(getattr(_C, name)))
     torch.set_flush_denormal = reporting(torch.set_flush_denormal)
-    # torch.backends.cudnn and others hold their setters themselves.
+    # torch.backends.cudnn and others hold references to the setters, so their attribute descriptor is wrapped, too.
     attribute: Any = type(vars(type(torch.backends.mkldnn))["enabled"])
     attribute.__set__ = reporting(attribute.__set__)

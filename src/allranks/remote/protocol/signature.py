@@ -1,9 +1,10 @@
-"""What an operation returns, known before it has run.
+"""Infers the results of an operation before it has run.
 
-A handle must know its shape at once, and the master must not wait for it. The answer is kept by operator and by what
-its operands look like (`Signature`). Where it is not known yet torch's meta kernels give it, which costs 85 us, against
-5 us for the rest. A meta kernel is believed after it has once agreed with what a worker really returned; where it is
-wrong, or there is none, a worker is asked about new shapes, and checks its results each time.
+A handle needs its shape immediately, and the master must not wait for it. The inferred results are cached by operator
+and by the signatures of its operands (`Signature`). On a cache miss, torch's meta kernels compute them, which costs
+85 us; the rest of the call costs 5 us. A meta kernel is trusted after it has agreed once with the real results of a
+worker. If it is wrong or missing, the master asks a worker for each new shape, and the worker checks its results on
+each call.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ __all__ = [
 ]  # fmt: skip
 
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
-"""Handles have this key, as torch gives ``lazy`` none by which to know where `autocast` is to cast."""
+"""The dispatch key that handles have in addition. torch has no autocast key for ``lazy``, and needs one to find the
+tensors that `autocast` must cast."""
 
 
 class Signature:
-    """A dtype, a shape, strides and `bits_of`. There is one object for each, so they compare by identity."""
+    """A dtype, a shape, strides and `bits_of`. Each combination has one object, so they compare by identity."""
 
     __slots__ = ("__weakref__", "bits", "dtype", "kind", "looks", "meta", "odd", "shape", "strides")
 
@@ -38,17 +40,18 @@ class Signature:
         self.shape = shape
         self.strides = strides
         self.bits = bits
-        # Of dimensions without a second element the stride is arbitrary, and meta kernels choose another than others.
+        # The stride of a dimension of size 0 or 1 is arbitrary, and meta kernels choose other values than real kernels.
         self.odd = 0 in shape or (1 in shape and strides != torch.empty(shape, device="meta").stride())
-        # What a meta kernel may be right or wrong for: strides decide on those of its result.
+        # The properties on which the correctness of a meta kernel depends. The order of the strides decides the
+        # result's.
         self.kind = (dtype, len(shape), tuple(sorted(range(len(shape)), key=lambda each: -strides[each])), 0 in strides)
-        # What `_core.make_handle` gives to torch.
+        # The arguments that `_core.make_handle` passes to torch.
         self.looks = (shape, strides, None, dtype, torch.strided, False, False, None, False, False, AUTOCAST)
         self.meta = (str(dtype).removeprefix("torch."), list(shape), list(strides), 0, bits)
 
     @property
     def look(self) -> tuple[torch.Size, tuple[int, ...], int]:
-        """What operators can change in place."""
+        """The properties that operators can change in place."""
         return self.shape, self.strides, self.bits
 
     def on_meta(self) -> torch.Tensor:
@@ -56,7 +59,7 @@ class Signature:
 
 
 def marked(tensor: torch.Tensor, bits: int) -> torch.Tensor:
-    """The tensor, of which `bits_of` are these from now on."""
+    """Set the bits of a tensor (see `bits_of`), and return it."""
     if tensor.is_conj() != bool(bits & wire.CONJ):
         torch._C._set_conj(tensor, not tensor.is_conj())
     if tensor.is_neg() != bool(bits & wire.NEG):
@@ -64,12 +67,12 @@ def marked(tensor: torch.Tensor, bits: int) -> torch.Tensor:
     return tensor
 
 
-# Weak: a program that meets new shapes all the time would fill the memory.
+# Weak references, because a program that uses new shapes continually would fill the memory.
 _signatures: weakref.WeakValueDictionary[tuple[Any, ...], Signature] = weakref.WeakValueDictionary()
 
 
 def signature(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], bits: int = 0) -> Signature:
-    """The one of these."""
+    """Return the one signature with these properties."""
     key = (dtype, tuple(shape), tuple(strides), bits)
     if (found := _signatures.get(key)) is None:
         found = _signatures[key] = Signature(dtype, torch.Size(shape), tuple(strides), bits)
@@ -78,23 +81,28 @@ def signature(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], 
 
 @dataclass(frozen=True, eq=False)
 class SignatureFacts:
-    """What an operator's schema says. There is one object for each, so they compare by identity.
+    """Properties of an operator that its schema defines.
+
+    There is one object for each operator, so they compare by identity.
 
     Attributes:
-        name: as in ``aten::add.Tensor``.
-        numbers: positions, and names, of the arguments that are numbers, of which no shape depends.
-        floats_matter: a shape may depend on a float.
-        returns: for each value that is returned ``new``, ``view`` (of the first tensor), or the name of the argument
-            that is written to and returned; with a ``*`` before it where it is a list.
-        writes: it changes an argument.
-        resizes: by name, that argument may have another shape afterwards.
-        dynamic: what it returns depends on the data.
-        checks: it raises an error or does nothing. Its caller goes on with other results, so the answer is waited for.
-        random: it draws random numbers.
-        composite: it is made of others, which are queued.
-        factory: its operands only say what the result looks like.
-        believed: its meta kernel may be believed.
-        python: its body, where it is an operator of ``torch.library.custom_op``: workers know torch's only.
+        name: For example ``aten::add.Tensor``.
+        numbers: Positions and names of the arguments that are numbers and that no shape depends on.
+        floats_matter: A shape may depend on a float.
+        returns: For each returned value: ``new``, ``view`` (of the first tensor), or the name of the argument that is
+            written to and returned. A ``*`` precedes it if the value is a list.
+        writes: It changes an argument.
+        resizes: The argument that it returns may have another shape afterwards. This follows from the operator's name,
+            or from an ``out`` argument.
+        dynamic: The shape or value of its result depends on the data.
+        checks: It raises an error or does nothing. The caller continues with other values, so the master waits for the
+            answer.
+        random: It draws random numbers.
+        positions: Positions of the positional arguments, by name.
+        composite: It consists of other operators, which are queued instead.
+        factory: Its operands only define the properties of the result.
+        believed: Its meta kernel may be trusted.
+        python: Its body, if it is an operator of ``torch.library.custom_op``. Workers only have torch's operators.
     """
 
     name: str
@@ -114,7 +122,7 @@ class SignatureFacts:
 
 
 OURS = SignatureFacts("", frozenset(), False, (), False, False, False, False, False, {})
-"""Of operations that are not torch's."""
+"""The facts of operations that are not torch's."""
 
 _facts: dict[Any, SignatureFacts] = {}
 WHOLE = {f"{each}.input" for each in ("lstm", "gru", "rnn_tanh", "rnn_relu")} | {
@@ -122,22 +130,22 @@ WHOLE = {f"{each}.input" for each in ("lstm", "gru", "rnn_tanh", "rnn_relu")} | 
     "linalg_matrix_rank.out", "linalg_matrix_rank.out_tol_tensor",
     "linalg_matrix_rank.atol_rtol_float_out", "linalg_matrix_rank.atol_rtol_tensor_out", "one_hot",
 }  # fmt: skip
-"""Composite operators that are queued as they are, where autograd does not look."""
+"""Composite operators that are queued whole if autograd does not record them."""
 _SIZED_BY_NUMBERS = {"arange", "range"}
 _DISBELIEVED = {
     "_batch_norm_with_update", "_embedding_bag", "_fft_c2c", "_fft_c2r", "_fft_r2c", "_linalg_eigh", "_linalg_slogdet",
     "_linalg_svd", "_native_batch_norm_legit", "linalg_eig", "linalg_lu_solve", "max_unpool2d", "native_batch_norm",
     "native_layer_norm", "nonzero_static",
 }  # fmt: skip
-"""Operators whose meta kernels, in torch 2.13, are right for some operands and not for others (found by comparing them
-with the CPU's for all samples of torch's operator database)."""
+"""Operators whose meta kernels, in torch 2.13, are right for some operands and wrong for others. They were found by a
+comparison with the CPU kernels for all samples of torch's operator database."""
 
 _RESIZING = {"resize_", "resize_as_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "set_"}
 _INDEX = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_", "_unsafe_index_put"}
 
 
 def facts(op: Any) -> SignatureFacts:
-    """What an operator's schema says."""
+    """Return the properties that an operator's schema defines."""
     if (found := _facts.get(op)) is None:
         found = _facts[op] = _read(op)
     return found
@@ -190,7 +198,7 @@ def _body(name: str) -> Any:
 
 
 def believable(about: SignatureFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a meta kernel that has agreed once with a worker is right about these operands too."""
+    """Return whether a meta kernel that has agreed once with a worker is also right for these operands."""
     return about.believed and not any(
         each._sig.odd for each in flatten([*args, *kwargs.values()]) if hasattr(each, "_sig")
     )
@@ -204,19 +212,19 @@ def _is_composite(op: Any) -> bool:
 
 
 def indexes_by_mask(op: Any, args: Sequence[Any]) -> bool:
-    """Whether it is indexing whose result's shape the mask's data decides."""
+    """Return whether this is an indexing operation with a mask, whose data decides the shape of the result."""
     if op._schema.name.partition("::")[2] not in ("index", "_unsafe_index"):
         return False
     return any(map(_is_mask, args[1]))
 
 
 def indexes(op: Any) -> bool:
-    """Whether it is an operator that takes tensors as indexes."""
+    """Return whether this operator takes tensors as indexes."""
     return op._schema.name.partition("::")[2] in _INDEX
 
 
 def infer(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
-    """Runs an operator on tensors without data: what it returns, and its operands afterwards."""
+    """Run an operator on tensors without data. Return its results, and its operands after the call."""
     operands: list[torch.Tensor] = []
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         given = [_on_meta(each, operands) for each in args]
@@ -226,10 +234,11 @@ def infer(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, li
 
 
 def _compare_shapes(op: Any, given: Sequence[Any]) -> None:
-    """Raises what torch's kernels raise of shapes that do not fit, and its meta kernels do not: nothing is written yet.
+    """Check shapes that torch's kernels check and its meta kernels do not, before anything is written.
 
     Raises:
-        RuntimeError, IndexError: then a worker is asked, which raises it at the program's line.
+        RuntimeError, IndexError: The shapes do not match. The master then asks a worker, whose error names the call
+            site.
     """
     base = op._schema.name.partition("::")[2]
     if base in ("put", "put_") and given[1].numel() != given[2].numel():
@@ -256,7 +265,7 @@ def _on_meta(value: Any, operands: list[torch.Tensor]) -> Any:
 
 
 def flatten(result: Any) -> Iterator[Any]:
-    """What an operator returned, one after the other."""
+    """Yield the tensors and other values that an operator returned, one by one."""
     if isinstance(result, list | tuple):
         for each in result:
             yield from flatten(each)

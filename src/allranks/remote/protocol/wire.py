@@ -1,8 +1,8 @@
-"""What master and workers send to each other: data only, never code.
+"""Messages between master and workers: data only, never code.
 
-Operations travel as frames of a few bytes (`_core.Outbox` says how they look): the number of a template and the ids of
-tensors. A template is sent once: the operator by its name in `torch.ops`, and its arguments with gaps for tensors and
-numbers that change from call to call. The rest are messages, one letter and msgpack.
+Operations travel as frames of a few bytes: the number of a template and the ids of tensors. `_core.Outbox` documents
+the format. A template is sent once. It contains the name of the operator in `torch.ops` and its arguments, with gaps
+for tensors and for numbers that change from call to call. All other messages are a length and a msgpack structure.
 """
 
 from __future__ import annotations
@@ -24,38 +24,39 @@ __all__ = [
 
 HEAD = struct.Struct("<H")
 FREE, MESSAGE, LINE, ECHO, CALL = 0, 1, 2, 3, 16
-"""What a frame begins with: ids to forget, a message, the program's line, a number to be sent back; from CALL on, the
-number of a template."""
+"""The first number of a frame: ids to free, a message, the call site, a number to be sent back. CALL and larger numbers
+are the number of a template."""
 
 ECHOED = struct.Struct("<II")
-"""The answer to an ECHO: 0, where others have their length, and the number. See core/remote/inbox.h."""
+"""The answer to an ECHO: 0 in the position of the length of other answers, and the number. See core/remote/inbox.h."""
 
 SMALL = 1 << 16
-"""Up to so many bytes a tensor comes back on the line between master and worker, beyond that on the native channel."""
+"""Largest tensor, in bytes, that a worker returns on the connection with the master. Larger ones use the native
+channel."""
 
 LARGE = 8 << 20
-"""From so many bytes on a tensor goes to a worker on the native channel, too."""
+"""Tensors of more than this number of bytes also travel to a worker on the native channel."""
 
 LARGEST = (1 << 32) - (1 << 16)
-"""From so many bytes on a tensor cannot be a message. Its length is a u32, of what is beside the data too."""
+"""Tensors of at least this number of bytes cannot be a message: its length is a u32, which includes the header."""
 
 LINKING = "a link between workers"
-"""What has failed, in a fault, where a native group could not be made."""
+"""The operation that a fault names if a native group could not be created."""
 
 Meta = tuple[str, list[int], list[int], int, int]
-"""A tensor without its data: dtype, shape, strides, offset into its storage, and `CONJ` and `NEG` added up.
+"""A tensor without its data: dtype, shape, strides, offset into its storage, and the sum of `CONJ` and `NEG`.
 
-A tensor with one of these reads its memory as conjugated, or negated: `x.conj()` copies nothing."""
+A tensor with one of these bits reads its memory as conjugated, or negated: `x.conj()` copies nothing."""
 
 CONJ, NEG = 1, 2
 
 
 class Define(msgspec.Struct, tag="define", array_like=True):
-    """A template.
+    """Defines a template.
 
     Attributes:
-        results: for each value returned: a meta where it is a new tensor, None where nothing is kept.
-        checked: compare with the metas each time, not only the first.
+        results: For each returned value: a meta if it is a new tensor, None if it is not kept.
+        checked: Compare the results with the metas on each call, not only on the first.
     """
 
     number: int
@@ -67,7 +68,7 @@ class Define(msgspec.Struct, tag="define", array_like=True):
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True):
-    """Run an operator and answer with the metas, or values, of what it returns, which gets the ids."""
+    """Requests one operator call and the metas, or values, of its results, which get the ids."""
 
     number: int
     op: str
@@ -78,17 +79,17 @@ class Ask(msgspec.Struct, tag="ask", array_like=True):
 
 
 class Hold(msgspec.Struct, tag="hold", array_like=True):
-    """Here is a tensor's data: what follows the message."""
+    """Sends a tensor. Its data follows the message."""
 
     id: int
     meta: Meta
 
 
 class Command(msgspec.Struct, tag="cmd", array_like=True):
-    """A command, by name: what is none of the others."""
+    """A command, identified by its name: all requests that the other messages do not cover."""
 
     name: str
-    number: int  # of the answer that is awaited, 0 for none
+    number: int  # of the answer that the master waits for; 0: no answer
     arguments: dict[str, Any] = {}
 
 
@@ -96,12 +97,12 @@ class RemoteProgram(msgspec.Struct, tag="program", array_like=True):
     """A captured step: frames whose ids are numbers within the program.
 
     Attributes:
-        number: its template. A call of it takes the ids of the inputs, then those of the outputs.
+        number: Its template. A call of it passes the ids of the inputs, then those of the outputs.
         frames: LINE, calls and FREE, in order.
-        inputs: the numbers of the tensors that a call gives.
-        outputs: what gets the ids that a call gives.
-        fixed: tensors that are there before it begins, and their ids. A FREE of one frees its id too.
-        kept: what gets the same id at each call.
+        inputs: The numbers of the tensors that a call passes.
+        outputs: The numbers of the tensors that get the ids that a call passes.
+        fixed: Tensors that exist before the program runs, and their ids. A FREE of one also frees its id.
+        kept: The numbers of the tensors that get the same id on each call, and these ids.
     """
 
     number: int
@@ -113,10 +114,10 @@ class RemoteProgram(msgspec.Struct, tag="program", array_like=True):
 
 
 class Fault(msgspec.Struct, array_like=True):
-    """What went wrong on a worker: the operation, the master's line (by number), the error and its traceback.
+    """An error on a worker: the operation, the number of the call site on the master, the error and its traceback.
 
-    `serial` tells it from the worker's others, as it is reported wherever it has spread to. `pickled` is what a
-    function of the user's has raised, where it can be.
+    `serial` distinguishes it from other faults of the worker, because each command that depends on it reports it again.
+    `pickled` is the exception of a user function, if it can be pickled.
     """
 
     rank: int
@@ -130,8 +131,11 @@ class Fault(msgspec.Struct, array_like=True):
 
 
 class Warned(msgspec.Struct, array_like=True):
-    """A Python warning of a worker's: the master's line (by number), the warning's class and the builtin one that it is
-    of, and its text."""
+    """A Python warning of a worker.
+
+    It contains the number of the call site on the master, the class of the warning, its builtin base class, and its
+    text.
+    """
 
     line: int
     kind: str
@@ -144,15 +148,15 @@ class Answer(msgspec.Struct, array_like=True):
     result: Any = None
     fault: Fault | None = None
     warned: list[Warned] = []
-    printed: list[str] = []  # to stdout and stderr, by a function
+    printed: list[str] = []  # to stdout and stderr, by a user function
 
 
 Message = Define | Ask | Hold | Command | RemoteProgram
-"""What a master sends beside calls of templates."""
+"""Messages that a master sends in addition to calls of templates."""
 
 
 def frame(answer: Answer) -> bytes:
-    """An answer as it travels."""
+    """Encode an answer, with its length."""
     packed = _encode(answer)
     return _LENGTH.pack(len(packed)) + packed
 
@@ -172,13 +176,13 @@ _LENGTH = struct.Struct("<I")
 
 
 def pack(message: Message) -> bytes:
-    """A message, with its length, as data may follow it."""
+    """Encode a message, with its length because data may follow it."""
     packed = _encode(message)
     return _LENGTH.pack(len(packed)) + packed
 
 
 def unpack(payload: memoryview) -> tuple[Message, memoryview]:
-    """A message and what follows it."""
+    """Decode a message. Return it and the data that follows it."""
     (length,) = _LENGTH.unpack_from(payload)
     return _decode(payload[4 : 4 + length]), payload[4 + length :]
 
@@ -190,9 +194,10 @@ ONLY_STRIDED = (
 
 
 def refuse_odd(tensor: torch.Tensor, what: str) -> None:
-    """
+    """Refuse a tensor whose memory a dtype, a shape and strides do not describe.
+
     Raises:
-        TypeError: a dtype, a shape and strides do not say how the tensor's memory is to be read.
+        TypeError: The tensor is nested, quantized or not strided.
     """
     kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
     if kind != "torch.strided":
@@ -200,7 +205,7 @@ def refuse_odd(tensor: torch.Tensor, what: str) -> None:
 
 
 def bits_of(tensor: torch.Tensor) -> int:
-    """How its memory is to be read, as in `Meta`."""
+    """Return how the tensor's memory must be read, as in `Meta`."""
     return CONJ * tensor.is_conj() + NEG * tensor.is_neg()
 
 

@@ -1,8 +1,8 @@
-"""`torch.autocast("worker")`: operands are cast as `torch.autocast` casts them for what the workers compute on.
+"""`torch.autocast("worker")`: operands are cast as `torch.autocast` casts them on the device of the workers.
 
-torch's own casts are C++ for devices that it knows, above autograd, which must see them. Which operators they are for
-can be asked of torch; what is done for which stands here, as in torch/include/ATen/autocast_mode.h and, for CPUs, in
-aten/src/ATen/autocast_mode.cpp.
+torch's own casts are C++ for devices that it supports. They run above autograd, which must record them. torch reports
+which operators have a cast. The cast of each operator is defined here, as in torch/include/ATen/autocast_mode.h and,
+for CPUs, in aten/src/ATen/autocast_mode.cpp.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _RECURRENT = {name for name in COMPOSITES if name.partition(".")[0] in ("lstm", 
 
 
 class _Policy(NamedTuple):
-    """For one kind of device. Operators of torch's that are in none of the sets compute in float32.
+    """The casts for one kind of device. Operators of torch that are in none of the sets compute in float32.
 
     Attributes:
-        key: torch's, which has a kernel for each of the operators.
-        lower: those that compute in the lower precision.
-        promoted: those whose operands are brought to the most precise dtype among them.
-        refused: those that overflow in the lower precision.
-        apart: those that are else queued whole, and whose parts are cast.
+        key: torch's dispatch key, which has a kernel for each of the operators.
+        lower: Operators that compute in the lower precision.
+        promoted: Operators whose operands are cast to the most precise dtype among them.
+        refused: Operators that overflow in the lower precision.
+        apart: Operators that are otherwise queued whole, and whose parts are cast.
     """
 
     key: str
@@ -76,20 +76,20 @@ POLICIES = {
         _RECURRENT,
     ),
 }  # fmt: skip
-"""By kind of device."""
+"""The casts, by kind of device."""
 
 _casts: dict[int, tuple[Any, Any]] = {}
-"""By id of a parameter, it, and what it was cast to within the outermost `autocast`, as torch keeps such casts."""
+"""Casts within the outermost `autocast`, as (parameter, result) by the parameter's id. torch caches the same."""
 
 _registered: dict[str, torch.library.Library] = {}
-"""By kind of device, that of the present workers."""
+"""The registered library of the current workers, by kind of device."""
 
 
 def register(kind: str) -> None:
-    """Makes the casts known to torch.
+    """Register the casts with torch.
 
     Args:
-        kind: of device that the workers compute on.
+        kind: The kind of device that the workers compute on.
     """
     if kind in _registered:
         return
@@ -106,20 +106,20 @@ def register(kind: str) -> None:
 
 
 def _kernel(name: str, policy: _Policy) -> Callable[..., Any] | None:
-    """What stands for an operator where autocast is on; None where there is nothing to do."""
+    """Return the kernel that replaces an operator in autocast, or None."""
     has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, f"aten::{name}")
     if has(policy.key):
         return _casting(name, policy)
     if name in policy.apart:
         return functools.partial(_take_apart, operator(name))
-    # Also in inference mode, where without autograd they would go apart below the level of autocast.
+    # Also in inference mode: without autograd, these operators would be decomposed below autocast.
     if has("CompositeImplicitAutograd") and not has("CPU") and name not in COMPOSITES:
         return functools.partial(operator(name)._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
     return None
 
 
 def _clearing(clear: Callable[[], None]) -> Callable[[], None]:
-    """What `torch.autocast` calls where the outermost one ends."""
+    """Wrap the function that `torch.autocast` calls when the outermost context ends."""
 
     @functools.wraps(clear)
     def cleared() -> None:
@@ -135,7 +135,7 @@ def _take_apart(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _casting(name: str, policy: _Policy) -> Callable[..., Any]:
-    """Casts the operands."""
+    """Return a kernel that casts the operands."""
     op = operator(name)
     if name in policy.refused:
 
@@ -159,7 +159,7 @@ def _casting(name: str, policy: _Policy) -> Callable[..., Any]:
             def cast(x: RemoteTensor) -> torch.Tensor:
                 return _cast(x, to, lower)
 
-            # The last first, as in torch's: the order is also that in which backward adds up.
+            # The last operand first, as in torch. This order is also the order in which the backward adds up gradients.
             named = {each: each_handle(kwargs[each], cast) for each in reversed(kwargs)}
             return op(*[each_handle(each, cast) for each in reversed(args)][::-1], **named)
 

@@ -1,6 +1,6 @@
-"""Which line of the user's program an operation comes from, as a small number.
+"""The line of the user's program that an operation comes from, as a small number.
 
-A worker that meets a fault says this number, and the master the line: nothing is kept for each operation.
+A worker reports this number with a fault, and the master converts it to the line. No record is kept per operation.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from allranks._call.callsite import is_program
 
 __all__ = ["called", "here", "line_of"]
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # of master-worker mode
-_GENERATED = ("<__array_function__", "<string>")  # code that libraries make
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the package of master-worker mode
+_GENERATED = ("<__array_function__", "<string>")  # code that libraries generate
 
 _numbers: dict[int, dict[int, int] | None] = {}
-"""By id of a code object the numbers of its lines, by instruction; None for code that is not the program's."""
-_kept: list[CodeType] = []  # so that an id stays one code object's; a code's own hash costs a microsecond
+"""The numbers of the lines of a code object, by its id and the instruction; None for code that is not the program's."""
+_kept: list[CodeType] = []  # keeps code objects alive, so that no id is reused; hashing a code object costs 1 us
 _lines: list[tuple[CodeType, int]] = []
 
 
 def here(depth: int = 3) -> int:
-    """The number of the program's line that runs (`_call.callsite` tells what the program is). 0 where none is.
+    """Return the number of the program's line that is running, or 0 if there is none.
+
+    `_call.callsite` defines which code is part of the program.
 
     Args:
-        depth: so many frames, this one included, are known to be this package's.
+        depth: The number of innermost frames, including this one, that are known to belong to this package.
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
@@ -57,7 +59,7 @@ def _is_inside(file: str) -> bool:
 
 
 def line_of(number: int) -> str:
-    """``file:line`` of a number."""
+    """Return ``file:line`` for a number."""
     if number == 0:
         return ""
     code, line = _lines[number - 1]
@@ -65,9 +67,11 @@ def line_of(number: int) -> str:
 
 
 def called() -> tuple[str, frozenset[str]]:
-    """The name of the function that the innermost frame calls which is not this package's, and the texts in that call:
-    constants, texts and devices of variables, and those of attributes that can be read without running code.
-    "" and none where that is not known: without the source, and before Python 3.11."""
+    """Return the function that the innermost frame outside this package calls, and the strings in that call.
+
+    The strings are constants, the strings and devices of variables, and those of attributes that can be read without
+    running code. Without the source, and before Python 3.11, the result is "" and no strings.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
@@ -92,11 +96,11 @@ def _call_at(code: CodeType, at: int) -> tuple[str, frozenset[str], tuple[tuple[
     lines = [each.encode() for each in linecache.getlines(code.co_filename)[(first or 1) - 1 : last]]
     if not lines:
         return "", frozenset(), ()
-    lines[-1] = lines[-1][:end]  # before the first, which may be the same
+    lines[-1] = lines[-1][:end]  # before lines[0], which may be the same line
     lines[0] = lines[0][begin:]
     try:
         call = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
-    except SyntaxError:  # the file has changed
+    except SyntaxError:  # the file has changed since it was imported
         return "", frozenset(), ()
     function = call.func if isinstance(call, ast.Call) else None
     given = [*call.args, *(each.value for each in call.keywords)] if isinstance(call, ast.Call) else []
@@ -107,7 +111,7 @@ def _call_at(code: CodeType, at: int) -> tuple[str, frozenset[str], tuple[tuple[
 
 
 def _path(node: ast.AST) -> tuple[str, ...]:
-    """The names of ``a.b.c``; none of anything else."""
+    """Return the names of ``a.b.c``, or an empty tuple for another expression."""
     if isinstance(node, ast.Name):
         return (node.id,)
     if isinstance(node, ast.Attribute) and (before := _path(node.value)):

@@ -1,8 +1,8 @@
-"""What torch compiles and traces, and handles.
+"""Excludes handles from compilation and tracing by torch.
 
-`torch.compile` compiles what has nothing to do with handles, and leaves the rest as it is: operations on handles are
-queued one by one, and what makes one command of a whole step is `capture`. Untold, torch would take a handle for an
-object of some class that it can look into, and what this package does for a part of the program.
+`torch.compile` compiles code without handles, and leaves the rest to Python. Operations on handles are queued one by
+one, and `capture` makes one command of a whole step. Without this module, torch would trace into the attributes of a
+handle, and would treat this package as a part of the program.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _PACKAGE = "allranks.remote."
 
 
 def register() -> None:
-    """Keeps `torch.compile` out of this package, and of what it calls; and handles out of what is compiled."""
+    """Exclude this package, and the functions that it calls, from `torch.compile`, and handles from compiled code."""
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     for name, module in list(sys.modules.items()):
         if name.startswith(_PACKAGE):
             for code in _codes(vars(module)):
                 frames.set_code_exec_strategy(code, skip)
-    # Others than these have, torch believes, tensors of their own within, whose operations it would see.
+    # torch assumes that other tensor subclasses contain tensors, whose operations it could trace.
     proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, RemoteTensor)  # type: ignore[assignment]
     if "torch._dynamo" in sys.modules:
         _leave_handles()
@@ -40,14 +40,14 @@ def register() -> None:
 
     @functools.wraps(torch_compile)
     def compile(*args: Any, **kwargs: Any) -> Any:
-        _leave_handles()  # not before: the import takes seconds
+        _leave_handles()  # not earlier, because the import takes seconds
         return torch_compile(*args, **kwargs)
 
     torch.compile = compile
 
 
 def _codes(space: Any) -> Iterator[CodeType]:
-    """Of the functions of a module or class, and of those within them."""
+    """Yield the code objects of the functions of a module or class, including nested functions."""
     for each in list(space.values()):
         if isinstance(each, type) and each.__module__.startswith(_PACKAGE):
             yield from _codes(vars(each))
@@ -65,7 +65,7 @@ def _within(code: CodeType) -> Iterator[CodeType]:
 
 @functools.cache
 def _leave_handles() -> None:
-    """Has Dynamo leave to Python each line that takes a handle, or makes one."""
+    """Make Dynamo leave to Python each line that takes or creates a handle."""
     from torch._dynamo import symbolic_convert
     from torch._dynamo.exc import unimplemented
     from torch._dynamo.variables.builder import VariableBuilder

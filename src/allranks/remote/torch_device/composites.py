@@ -1,9 +1,9 @@
-"""Composite operators that choose their parts by the kind of device, as they choose on the worker's.
+"""Composite operators that choose their parts by the kind of device.
 
-torch takes `lstm` and its like apart above the level at which operations are queued, and asks there whether the tensors
-are on a CPU: of handles, which are on none, it would make other sums than of the tensors that they stand for. Where
-autograd does not look such an operator is queued whole. Where it does, and workers compute on their CPUs, the operator
-is given handles that are on the CPU to torch's C++, so that it goes apart as it would there.
+torch decomposes `lstm` and similar operators above the level at which operations are queued, and checks there whether
+the tensors are on a CPU. Handles are on no CPU, so torch would compute other sums than for tensors on the worker. If
+autograd does not record such an operator, it is queued whole. If it does, and workers compute on their CPUs, the
+operator receives handles that torch's C++ sees as CPU tensors. It is then decomposed as on the worker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 class _Near(DeviceTarget):
-    """A place whose handles are on the CPU to torch's C++."""
+    """A place whose handles are CPU tensors to torch's C++."""
 
     __slots__ = ("far",)
 
@@ -46,20 +46,24 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 KEPT: dict[int, tuple[Any, Any]] = {}
-"""Within the outermost `torch.autocast`, by id of a parameter, it and what stands for it on the CPU: each time the
-same, so that what it is cast to can be kept, see `autocast`."""
+"""Replacements of parameters on the CPU, by the id of the parameter.
+
+They exist within the outermost `torch.autocast`. Each use of a parameter has the same replacement, so that its cast can
+be cached, see `autocast`."""
 
 
 def _nearer(far: DeviceTarget) -> _Near | None:
-    """The same place on the CPU; None where the workers compute elsewhere."""
+    """Return the same place on the CPU, or None if the workers do not compute on CPUs."""
     return _Near(far) if far.kind == "cpu" else None
 
 
 def choose_by_kind() -> None:
-    """Has torch's chunked `linear_cross_entropy`, which adds up as precisely as the device's name says, see the kind of
-    device that workers compute on instead of their name."""
+    """Make torch's chunked `linear_cross_entropy` use the kind of device that workers compute on.
+
+    torch chooses the precision of its sums by the name of the device.
+    """
     name = "torch.nn.modules.linear_cross_entropy_options"
-    if importlib.util.find_spec(name) is None:  # of torch 2.13
+    if importlib.util.find_spec(name) is None:  # before torch 2.13
         return
     options: Any = importlib.import_module(name).LinearCrossEntropyOptions
     adjust = options._adjust
@@ -78,7 +82,7 @@ def _at(place: DeviceTarget, x: Any) -> Any:
 
 
 class _Approach(torch.autograd.Function):
-    """The same tensor, on the CPU to torch's C++."""
+    """Converts a handle to one that is a CPU tensor to torch's C++."""
 
     @staticmethod
     def forward(x: Any, near: _Near) -> Any:
@@ -94,7 +98,7 @@ class _Approach(torch.autograd.Function):
 
 
 class _Depart(torch.autograd.Function):
-    """The way back."""
+    """The opposite of `_Approach`."""
 
     @staticmethod
     def forward(x: Any, near: _Near) -> Any:
@@ -110,7 +114,7 @@ class _Depart(torch.autograd.Function):
 
 
 def each_handle(value: Any, change: Callable[[RemoteTensor], Any]) -> Any:
-    """A value in which each handle, in any nesting, is changed."""
+    """Return a value with each handle, in any nesting, replaced by the result of a function."""
     if isinstance(value, RemoteTensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -121,11 +125,11 @@ def each_handle(value: Any, change: Callable[[RemoteTensor], Any]) -> Any:
 
 
 def _as_there(op: Any) -> Callable[..., Any]:
-    """What stands for a composite operator above autograd."""
+    """Return the kernel that replaces a composite operator above autograd."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         tensors = [each for each in flatten([*args, *kwargs.values()]) if isinstance(each, torch.Tensor)]
-        # There is nothing to derive a rank by; and taken apart, torch would not write it to the tensor that is given.
+        # A rank has no derivative. A decomposed operator would not write it to the tensor that the caller passes.
         derived = torch.is_grad_enabled() and "rank" not in op._schema.name
         looked_at = derived and any(each.requires_grad for each in tensors)
         plain = not all(isinstance(each, RemoteTensor) for each in tensors)
@@ -137,7 +141,7 @@ def _as_there(op: Any) -> Callable[..., Any]:
 
 
 def take_apart(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator's parts, of which it chooses those that it would choose on the worker."""
+    """Run the parts of an operator, and choose the parts that it would choose on the worker."""
     handle: Any = next(each for each in flatten([*args, *kwargs.values()]) if isinstance(each, RemoteTensor))
     near = _nearer(handle._place)
     if near is None:
@@ -153,15 +157,15 @@ def take_apart(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             KEPT[id(x)][1].is_parameter = True
         return KEPT[id(x)][1]
 
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):  # torch.autocast("cpu") is not for these
-        # Not by decompose(), which prefers a decomposition in Python where there is one, of other operators.
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):  # torch.autocast("cpu") does not apply to these handles
+        # Not `decompose`, which prefers a Python decomposition into other operators, if one exists.
         key = _COMPOSITE if op.has_kernel_for_dispatch_key(_COMPOSITE) else torch._C.DispatchKey.CPU
         result = op._op_dk(key, *each_handle(args, there), **each_handle(kwargs, there))
     return each_handle(result, lambda x: _Depart.apply(x, near))  # type: ignore[no-untyped-call]
 
 
 def _dropout(x: Any, p: float, train: bool) -> Any:
-    """As on a CPU: the mask is rounded to the tensor's dtype before it is multiplied with."""
+    """Apply dropout as on a CPU: the mask is rounded to the tensor's dtype before the multiplication."""
     if not train or p == 0 or x.numel() == 0:
         return x
     if not 0 < p < 1:
@@ -170,7 +174,7 @@ def _dropout(x: Any, p: float, train: bool) -> Any:
 
 
 def _ctc_loss(log_probs: Any, targets: Any, lengths: Any, target_lengths: Any, *rest: Any) -> Any:
-    """The lengths may be the master's, as they may be the CPU's where the rest is on a GPU."""
+    """Accept lengths on the master, as torch accepts lengths on the CPU for tensors on a GPU."""
     op = aten.ctc_loss.Tensor.decompose
     if not isinstance(lengths, RemoteTensor) and not isinstance(target_lengths, RemoteTensor):
         op, lengths, target_lengths = (
@@ -181,12 +185,12 @@ def _ctc_loss(log_probs: Any, targets: Any, lengths: Any, target_lengths: Any, *
 
 
 def _tensor_split(x: Any, places: torch.Tensor, dim: int = 0) -> Any:
-    """The sizes of the results are in the data."""
+    """Split a tensor. The data contains the sizes of the results, so the master fetches it."""
     return x.tensor_split(places.tolist(), dim)
 
 
 def _one_hot(x: Any, classes: int = -1) -> Any:
-    """torch compares the classes with their number on a CPU, and on devices that it does not know does without."""
+    """Encode classes, and check them as torch does on a CPU. torch skips the check on other devices."""
     if classes != -1:
         return run(aten.one_hot.default, (x, classes), {})
     if x.numel() and x.min().item() < 0:
@@ -195,7 +199,7 @@ def _one_hot(x: Any, classes: int = -1) -> Any:
 
 
 def operator(name: str) -> Any:
-    """Of torch's own, by its name without ``aten::``."""
+    """Return an operator of torch by its name without ``aten::``."""
     base, _, overload = name.partition(".")
     return getattr(getattr(aten, base), overload or "default")
 
@@ -208,7 +212,7 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
     "ctc_loss.Tensor": _ctc_loss,
     "tensor_split.tensor_indices_or_sections": _tensor_split,
 }
-"""By name, without ``aten::``."""
+"""Kernels by the name of the operator without ``aten::``."""
 
 
 @special(aten.dropout.default)
@@ -218,9 +222,9 @@ def _dropout_below(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @special(aten._pack_padded_sequence.default)
 def _pack(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The lengths, and what follows from them, are of the master's, as torch has it for every device."""
+    """Pack a sequence. The lengths and the sizes are tensors of the master, as torch requires for every device."""
     x, lengths, batch_first = args
-    if isinstance(lengths, RemoteTensor):  # torch's words for those on a GPU
+    if isinstance(lengths, RemoteTensor):  # torch's message for lengths on a GPU
         raise RuntimeError(
             f"'lengths' argument should be a 1D CPU int64 tensor, but got {lengths.dim()}D {lengths.device} tensor"
         )

@@ -1,7 +1,7 @@
-"""The device ``worker``: what makes ``torch.randn(3, device="worker:1")`` come here.
+"""The device ``worker``: registers the hooks that make ``torch.randn(3, device="worker:1")`` use this package.
 
-PyTorch has one name for backends that it does not know, PrivateUse1, which a process can rename once. That is done when
-the first master of the process starts, not at import.
+PyTorch has one device type for external backends, PrivateUse1. A process can rename it once. This is done when the
+first master of the process starts, not at import.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ aten = torch.ops.aten
 
 
 def register() -> None:
-    """Makes the device known to torch.
+    """Register the device with torch.
 
     Raises:
-        UsageError: another package has given PrivateUse1 a name.
+        UsageError: Another package has already named PrivateUse1.
     """
     if _registered:
         return
@@ -63,10 +63,10 @@ def register() -> None:
         explicit.impl("_copy_from", _copy_from, key)  # type: ignore[no-untyped-call]
     for name, kernel in COMPOSITES.items():
         explicit.impl(name, kernel, "AutogradLazy")  # type: ignore[no-untyped-call]
-    # torch.tensor([x.sum(), y.sum()]) asks for values where operations do not pass by `dispatch`.
+    # torch.tensor([x.sum(), y.sum()]) requests values in a context where operations bypass `dispatch`.
     for op in (*_both(), aten._local_scalar_dense.default):
         explicit.impl(op, partial(_fallback, op), "Lazy")  # type: ignore[no-untyped-call]
-    # There it makes memory, too; and within a TorchDispatchMode torch does not find the fallback.
+    # In this context it also creates memory, and within a TorchDispatchMode torch does not find the fallback.
     for op in (aten.empty.memory_format, aten.empty_strided.default):
         for key in ("PrivateUse1", "Lazy"):
             explicit.impl(op, partial(_make_memory, op), key)  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ _of_torch = _foreach_utils._get_foreach_kernels_supported_devices
 
 
 def _with_foreach() -> list[str]:
-    """The types of devices with ``torch._foreach`` operators: in torch's C++ handles are of another type."""
+    """Return the device types with ``torch._foreach`` operators. Handles have the type ``lazy`` in torch's C++."""
     return [*_of_torch(), "lazy"]
 
 
@@ -103,7 +103,11 @@ _CONVERSIONS = {"tensor", "as_tensor", "asarray"}
 
 
 def _make_memory(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Where a tensor comes from the CPU to a device without an index, torch gives it index 0, which nobody may mean."""
+    """Create a tensor on the current worker if torch added index 0 itself.
+
+    torch adds index 0 to a device without an index when it converts a CPU tensor. Index 0 is the master and not a
+    worker.
+    """
     device = kwargs.get("device")
     if device is not None and device.index == 0:
         name, texts = called()
@@ -121,12 +125,12 @@ def _copy_from(*args: Any, **kwargs: Any) -> Any:
 
 
 def _pin(x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Pinned memory is of no use to workers; loaders that ask for it on every accelerator get ordinary memory."""
+    """Return ordinary memory. Pinned memory is useless for workers, but loaders request it on every accelerator."""
     return x.clone()
 
 
 def _point_to_ours() -> None:
-    """Has torch's DataParallel refuse workers: it takes indices for those of CUDA devices, which begin with 0."""
+    """Make torch's DataParallel refuse workers. It takes indices for those of CUDA devices, from 0 on."""
     made = torch.nn.DataParallel.__init__
     torchs: Any = sys.modules[torch.nn.DataParallel.__module__]
 
@@ -144,7 +148,7 @@ def _point_to_ours() -> None:
 
 
 def _refuse_index_0() -> None:
-    """In ``x.worker(0)``: later it could not be told from ``x.worker()``."""
+    """Refuse ``x.worker(0)``. Later code could not distinguish it from ``x.worker()``."""
     made = torch.Tensor.worker  # type: ignore[attr-defined]
 
     @functools.wraps(made)
@@ -157,7 +161,7 @@ def _refuse_index_0() -> None:
 
 
 def _refuse_memory() -> None:
-    """Of ``torch.UntypedStorage(4, device="worker:1")``: there is no memory here, and torch would write to none."""
+    """Refuse ``torch.UntypedStorage(4, device="worker:1")``. It has no memory here, and torch would write to it."""
     made = torch.UntypedStorage.__new__
 
     def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
@@ -174,7 +178,7 @@ def _refuse_memory() -> None:
 
 
 def _both() -> list[Any]:
-    """Operators that torch takes apart for devices of which it knows no kernel, though the workers' have one."""
+    """Return operators that torch decomposes for unknown devices, although the workers have a kernel for them."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     found = []
     for full in torch._C._dispatch_get_all_op_names():
@@ -185,14 +189,14 @@ def _both() -> list[Any]:
 
 
 def prove(place: DeviceTarget) -> None:
-    """Tries what torch does not promise: a backward on a worker, in this thread, with gradients that stay there.
+    """Test undocumented behavior of torch: a backward on a worker, in this thread, with gradients that stay there.
 
     Raises:
-        ConfigError: this version of torch does something else.
+        ConfigError: This version of torch behaves differently.
     """
     threads: list[int] = []
     try:
-        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller has chosen
+        with torch.inference_mode(False), torch.enable_grad():  # independent of the caller's modes
             x = torch.ones(2, device=place.device, requires_grad=True)
             x.register_hook(lambda grad: threads.append(threading.get_ident()))  # type: ignore[no-untyped-call]
             (x * 3).sum().backward()  # type: ignore[no-untyped-call]

@@ -1,6 +1,7 @@
-"""Which workers a device means, by the index of the device.
+"""The workers that a device stands for, by the index of the device.
 
-torch knows a device by its type and its index, in the whole process. So the table is the process's, not a master's.
+torch identifies a device by its type and its index, in the whole process. The table therefore belongs to the process,
+not to a master.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ def _nowhere() -> None:
 
 
 CURRENT = [1]
-"""The worker that ``device="worker"`` means."""
+"""The worker that ``device="worker"`` stands for."""
 
 _places: list[Callable[[], DeviceTarget | None]] = [_nowhere] * 128
-"""By index of device: weak references, as a group ends when nothing uses it any more."""
+"""Weak references by the index of a device. They are weak because a group ends when it is no longer used."""
 
 
 def places() -> list[DeviceTarget]:
-    """Those that devices mean."""
+    """Return the targets that devices stand for."""
     return [found for each in list(_places) if (found := each()) is not None]
 
 
 def place_of(device: torch.device | None) -> DeviceTarget:
-    """The workers that a device means; the current one's where it has no index.
+    """Return the workers of a device. Without an index, return the current worker.
 
     Raises:
-        UsageError: there are none of that index, as of 0.
+        UsageError: No worker has this index. This includes index 0.
     """
     index = device.index if device is not None else None
     if index == 0:
@@ -46,7 +47,7 @@ def place_of(device: torch.device | None) -> DeviceTarget:
         )
     if index is None:
         index = CURRENT[0]
-    if index < 0:  # torch keeps it in eight bits
+    if index < 0:  # torch stores the index in a signed byte
         index += 256
     place = _places[index]() if index < len(_places) else None
     if place is None:
@@ -60,15 +61,15 @@ def place_of(device: torch.device | None) -> DeviceTarget:
 
 
 def make_device(target: DeviceTarget) -> None:
-    """From now on the device of its index means these workers, as long as something uses them."""
+    """Assign workers to the device of their index, until they are no longer used."""
     _places[target.index] = weakref.ref(target)
 
 
 def end_device(index: int) -> None:
-    """From now on the device of an index means no workers."""
+    """Remove the workers of a device."""
     _places[index] = _nowhere
 
 
 def index_is_free(index: int) -> bool:
-    """Whether the device of an index means no workers."""
+    """Return whether the device of an index has no workers."""
     return _places[index]() is None

@@ -1,8 +1,8 @@
-"""How an operation on handles is queued.
+"""Queues operations on handles.
 
-Autograd and nn see ordinary tensors. What comes out below them arrives at `dispatch`, is looked up among the calls that
-the workers know (`KnownCall`) and is sent as a frame of a few bytes. The core does the same in C++ for what is known
-and ordinary (core/python/bind_calls.cc).
+Autograd and nn see ordinary tensors. The operations below them arrive at `dispatch`. It looks them up among the
+calls with templates on the workers (`KnownCall`) and sends each as a frame of a few bytes. The core does the same in
+C++ for known and ordinary calls (core/python/bind_calls.cc).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["GENERATORS", "MARKS", "SPECIAL", "apart", "dispatch", "run", "specia
 _TRUE, _FALSE, _FLOAT, _INT, _DEVICE, _GENERATOR = object(), object(), object(), object(), object(), object()
 _MARK_OF = {INTEGER: _INT, FLOAT: _FLOAT}
 MARKS = (_TRUE, _FALSE, _INT, _FLOAT)
-"""What stands in a key for such values."""
+"""The entries of a key that stand for such values."""
 
 aten = torch.ops.aten
 
 GENERATORS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Those of workers, by the address of what is a generator to torch's C++: Python's object is not the one given."""
+"""Generators of workers, by the address of the C++ generator. torch passes another Python object than the original."""
 
 Special = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 SPECIAL: dict[Any, Special] = {}
@@ -48,7 +48,7 @@ def special(*ops: Any) -> Callable[[Special], Special]:
 
 
 def dispatch(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-    """Queues an operation, or does what stands for it here."""
+    """Queue an operation, or execute its replacement on the master."""
     known = _known.get(id(op))
     if known is None:
         known = _known[id(op)] = (SPECIAL.get(op), facts(op), op)
@@ -60,15 +60,18 @@ def dispatch(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any
 
 
 _known: dict[int, tuple[Any, SignatureFacts, Any]] = {}
-"""By id of an operator, whose own hash is Python: what stands for it here, its facts, and it, so that it stays."""
+"""By the id of an operator: its replacement on the master, its facts, and the operator itself.
+
+The id is the key because the operator's own hash is a Python function. The operator is stored so that its id is not
+reused."""
 
 
 class _Plain(Exception):
-    """An operand is on no worker."""
+    """An operand is not on a worker."""
 
 
 def _is_foreign(value: Any) -> bool:
-    """Whether it is a tensor of a class that has its own way with operators, as nested ones of layout jagged."""
+    """Return whether a tensor is of another class that handles operators itself, such as jagged nested tensors."""
     return (
         isinstance(value, torch.Tensor)
         and not isinstance(value, Handle)
@@ -77,11 +80,11 @@ def _is_foreign(value: Any) -> bool:
 
 
 class _OnAnotherDevice(Exception):
-    """The result is wanted on another device than that of the operands."""
+    """The result is requested on another device than that of the operands."""
 
 
 def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: SignatureFacts | None = None) -> Any:
-    """Queues an operation: as `_core.dispatch`, which does only what is known and ordinary."""
+    """Queue an operation. `_core.dispatch` does the same, but only for known and ordinary calls."""
     known = known or facts(op)
     key: list[Any] = [known]
     refs: list[Any] = []
@@ -108,7 +111,7 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Sign
     if call is None:
         prepared = place.master.operators.prepare(op, args, kwargs or {}, tuple(key), place, refs, values)
         if not isinstance(prepared, KnownCall):
-            return prepared.result  # it had to be asked for
+            return prepared.result  # the workers have already executed it
         call = prepared
     if call.resized:
         _unshare(call, args, kwargs or {}, refs)
@@ -125,7 +128,7 @@ def _scan(
     value: Any, key: list[Any], refs: list[Any], values: list[Any], place: DeviceTarget | None,
     is_number: bool, floats_matter: bool,
 ) -> DeviceTarget | None:  # fmt: skip
-    """Adds an argument to a call's key, operands and numbers. Returns where the first operand is.
+    """Add an argument to a call's key, operands and numbers. Return the place of the first operand.
 
     `_core.dispatch` makes the same keys.
     """
@@ -149,9 +152,9 @@ def _scan(
     elif code == GENERATOR:
         place = _scan_generator(value, values, place)
         key.append(_GENERATOR)
-    elif value is True or value is False:  # which are equal to 1 and 0
+    elif value is True or value is False:  # True and False are equal to 1 and 0, so they need keys of their own
         key.append(_TRUE if value else _FALSE)
-    elif isinstance(value, float | complex):  # of which some are equal that differ
+    elif isinstance(value, float | complex):  # different values may compare equal, such as 0.0 and -0.0
         key.append((type(value), repr(value)))
     else:
         key.append(value)
@@ -159,10 +162,10 @@ def _scan(
 
 
 def _scan_device(device: torch.device, key: list[Any], place: DeviceTarget | None) -> DeviceTarget:
-    """The workers that a device among the arguments means.
+    """Return the workers of a device among the arguments.
 
     Raises:
-        _Elsewhere: they are not those of the operands.
+        _OnAnotherDevice: They are not the workers of the operands.
     """
     if device.type not in ("worker", "lazy"):
         if place is None or device != place.lazy:
@@ -177,7 +180,7 @@ def _scan_device(device: torch.device, key: list[Any], place: DeviceTarget | Non
 
 
 def _scan_generator(value: torch.Generator, values: list[Any], place: DeviceTarget | None) -> DeviceTarget:
-    """The workers of a generator, whose number is given with the call."""
+    """Return the workers of a generator, whose number the call passes."""
     generator = GENERATORS.get(value._cdata)  # type: ignore[attr-defined]
     if generator is None or (place is not None and generator._place.index != place.index):
         of = generator.device if generator is not None else value.device
@@ -185,13 +188,13 @@ def _scan_generator(value: torch.Generator, values: list[Any], place: DeviceTarg
         raise UsageError(f"expected a generator of {device}, not of {of}: torch.Generator(device='{device}')")
     there: DeviceTarget = generator._place
     if place is not there:
-        there.master.connections.check(there)  # one of that index may have been lost
+        there.master.connections.check(there)  # the previous worker of this index may have been lost
     values.append(generator._number)
     return place or there
 
 
 def _make_elsewhere(op: Any, args: Any, kwargs: Any) -> Any:
-    """Runs what takes only their looks from its operands: on others that look like them, on the wished device."""
+    """Run an operator that only uses the properties of its operands, with similar operands on the requested device."""
     known = facts(op)
     device = kwargs.get("device")
     if not known.factory or device is None:
@@ -208,7 +211,7 @@ def _make_elsewhere(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Puts operands of the master's where the others are: numbers in a tensor and indexes, as CUDA has it."""
+    """Upload operands of the master that CUDA also accepts on the CPU: tensors without dimensions, and indexes."""
     place: DeviceTarget | None = None
     for each in flatten([*args, *kwargs.values()]):
         if isinstance(each, Handle):
@@ -229,7 +232,8 @@ def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     def lift(value: Any, lenient: bool, name: str) -> Any:
         if isinstance(value, torch.Tensor) and not isinstance(value, Handle):
-            lenient |= value.device == there.lazy  # a composite operator has made it beside handles that are near
+            # A composite operator has created it next to handles that are CPU tensors to torch.
+            lenient |= value.device == there.lazy
             if value.device.type == "cpu" and name not in written and (value.dim() == 0 or lenient):
                 return there.master.transfers.upload(there, value)
             raise apart(facts(op).name, args, kwargs)
@@ -245,7 +249,7 @@ def apart(name: str, args: Any, kwargs: Any) -> RuntimeError:
     found: list[str] = []
     for each in flatten([*args, *kwargs.values()]):
         if isinstance(each, Handle):
-            each._place.master.connections.check(each._place)  # it may be what a lost worker has left
+            each._place.master.connections.check(each._place)  # its worker may be lost, which is then the better error
         where = str(each._place) if isinstance(each, Handle) else None
         if where is None and isinstance(each, torch.Tensor):
             where = str(each.device)
@@ -260,7 +264,7 @@ def apart(name: str, args: Any, kwargs: Any) -> RuntimeError:
 
 
 def _unshare(call: KnownCall, args: Any, kwargs: Any, refs: list[Any]) -> None:
-    """Gives operands that the call reshapes ids of their own: detached handles share one."""
+    """Give each operand that the call reshapes an id of its own, because detached handles share one."""
     found = operands(args, kwargs)
     resized = [found[index] for index, _ in call.resized]
     own = dict(zip(map(id, resized), unshare(resized), strict=True))
@@ -268,9 +272,10 @@ def _unshare(call: KnownCall, args: Any, kwargs: Any, refs: list[Any]) -> None:
 
 
 def unshare(given: Sequence[Handle]) -> list[Any]:
-    """Gives handles ids of their own, of the same memory; their Refs then.
+    """Give handles ids of their own for the same memory, and return their new Refs.
 
-    A handle that is given twice, as an input and the result, has one: the worker refuses that as torch does here.
+    A handle that is passed twice, as an input and as the result, keeps one id. The worker then refuses the call, as
+    torch does locally.
     """
     own: dict[int, Any] = {}
     for operand in given:

@@ -1,8 +1,9 @@
 """Tensors of a group and of its workers, as autograd sees them.
 
-To autograd a group's tensor is one tensor of which each worker has a row: its gradient is each worker's own, and a
-backward that begins with a group's tensor is that of the sum over its workers. What goes between workers is a linear
-map, whose backward is its transpose: that of a part is zeros elsewhere, that of a copy to all is the sum.
+To autograd a group's tensor is one tensor, and each worker has a row of it. Its gradient is each worker's own. A
+backward that starts from a group's tensor is the backward of the sum over its workers. A transfer between workers is a
+linear map, and its backward is the transpose. The transpose of one worker's part is zeros on the other workers. The
+transpose of a copy to all workers is the sum.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ aten = torch.ops.aten
 
 
 class Exchange(torch.autograd.Function):
-    """A linear map. Backward is its transpose, which is one as well, so that derivatives have derivatives."""
+    """A linear map. Its backward is its transpose, again as such a map, so that higher derivatives exist."""
 
     @staticmethod
     def forward(ctx: Any, there: Callable[..., Any], back: Callable[..., Any], *tensors: Any) -> Any:
@@ -43,12 +44,12 @@ class Exchange(torch.autograd.Function):
 
 
 def through(there: Callable[..., Any], back: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """Applies a linear map, which autograd follows where it has to.
+    """Apply a linear map. Autograd records it if necessary.
 
     Args:
-        there: the map.
-        back: its transpose.
-        tensors: what it is applied to.
+        there: The map.
+        back: Its transpose.
+        tensors: The arguments of the map.
     """
     followed = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
     if followed or forward_ad._current_level >= 0:
@@ -58,15 +59,15 @@ def through(there: Callable[..., Any], back: Callable[..., Any], *tensors: torch
 
 
 def has_tangent(x: Handle) -> bool:
-    """Whether forward-mode differentiation follows the tensor."""
+    """Return whether forward-mode differentiation follows the tensor."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def shard(x: Handle, rank: int) -> Handle:
-    """One worker's tensor of a group's; backward, the others' gradients are zeros.
+    """Return one worker's part of a group's tensor. In the backward, the gradients of the others are zeros.
 
     Raises:
-        UsageError: the worker is not in the group.
+        UsageError: The worker is not in the group.
     """
     if rank not in x._place.ranks:
         raise UsageError(f"the tensor is on {x._place}, not on worker:{rank}")
@@ -75,7 +76,7 @@ def shard(x: Handle, rank: int) -> Handle:
 
 
 def part(x: Any, rank: int) -> Handle:
-    """One worker's tensor of a group's, unseen by autograd."""
+    """Return one worker's part of a group's tensor. Autograd does not record this."""
     place, master = x._place, x._place.master
     master.connections.check(place)
     own = master.devices.worker(rank)
@@ -83,7 +84,7 @@ def part(x: Any, rank: int) -> Handle:
 
 
 def widen(place: DeviceTarget, rank: int, x: Handle) -> Handle:
-    """A tensor of one worker's on all of a group: zeros on the others."""
+    """Return a group's tensor that has one worker's tensor on this worker, and zeros on the others."""
     place.master.connections.check(place)
     made: Any = torch.zeros(x.shape, dtype=x.dtype, device=place.device)
     part(made, rank).copy_(x)
@@ -91,16 +92,17 @@ def widen(place: DeviceTarget, rank: int, x: Handle) -> Handle:
 
 
 def total(x: Handle) -> Handle:
-    """The sum of the workers' tensors, which become it, on the first; unseen by autograd."""
+    """Sum the workers' tensors in place, and return the first worker's. Autograd does not record this."""
     place, master = x._place, x._place.master
     master.operators.invoke(place, "all_reduce", master.transfers.link(place, *place.ranks), [x], ["SUM"])
     return part(x, place.ranks[0])
 
 
 def as_view(base: Handle, view: Handle) -> Handle:
-    """Has torch take a handle for a view of another: one that it has not made, as where the two are on other workers.
+    """Make torch treat a handle as a view of another one, although it has not created the view.
 
-    Autograd then sees where a change of one changes the other, and refuses it where it would have to know how.
+    Used if the two are on different workers. Autograd then detects if a change of one changes the other, and refuses
+    the change if it would need its derivative.
     """
     _awaited.view = view
     try:

@@ -1,7 +1,7 @@
-"""`torch.Generator(device="worker:1")`: a source of random numbers that is on a worker.
+"""`torch.Generator(device="worker:1")`: a random number generator on a worker.
 
-torch makes generators only of devices that it knows. So here one is, to torch's C++, a generator of the CPU of which
-nothing but the address is used: it is by that, that operations find the worker's (`dispatch.GENERATORS`).
+torch only creates generators of devices that it supports. To torch's C++, this one is therefore a CPU generator of
+which only the address is used. Operations find the worker's generator by this address (`dispatch.GENERATORS`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _MASK = (1 << 64) - 1
 
 
 class Generator(torch.Generator):
-    """A generator of a worker's, or of each worker of a group; as `torch.Generator`, with the same numbers.
+    """A generator of a worker, or of each worker of a group. It behaves like `torch.Generator`, with the same numbers.
 
     Args:
-        device: of tensors that it is to fill.
+        device: The device of the tensors that it fills.
 
     Raises:
-        UsageError: there is no such worker.
+        UsageError: The worker does not exist.
 
     Cost:
-        queued, but for what reads a state, which waits.
+        Calls are queued, except those that read a state, which wait.
 
     Example:
         g = torch.Generator(device="worker:1").manual_seed(0)
@@ -38,7 +38,7 @@ class Generator(torch.Generator):
     """
 
     def __new__(cls, device: Any = "worker") -> Generator:
-        return super().__new__(cls)  # of the CPU
+        return super().__new__(cls)  # a CPU generator
 
     def __init__(self, device: Any = "worker") -> None:
         self._place = place_of(torch.device(device))
@@ -91,9 +91,9 @@ def _rebuild(device: str, state: torch.Tensor) -> Generator:
 
 
 def register() -> None:
-    """Has `torch.Generator` make these for workers, where it has a metaclass of Python, as since torch 2.13.
+    """Make `torch.Generator` return these for workers, if it has a Python metaclass, as since torch 2.13.
 
-    Elsewhere there is `torch.worker.Generator`.
+    In older versions only `torch.worker.Generator` is available.
     """
     meta: Any = type(torch.Generator)
     if meta is type:
@@ -106,5 +106,5 @@ def register() -> None:
                 return Generator(*args, **kwargs)
             return super().__call__(*args, **kwargs)
 
-    # As `torch.Generator.__class__ = Meta`, which Python refuses for what C has made, whatever its metaclass.
+    # Like `torch.Generator.__class__ = Meta`, which Python refuses for every class that is created in C.
     object.__dict__["__class__"].__set__(torch.Generator, Meta)

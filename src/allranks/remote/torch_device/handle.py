@@ -1,10 +1,10 @@
-"""What is known of a tensor on a worker: a handle, where it is, the calls that make handles, and what drives them.
+"""The state of a tensor on a worker: handles, their places, their calls, and the interface of the master.
 
 These types refer to each other, so they are in one file.
 
-A handle is a tensor subclass without data. To torch's C++ it is on ``lazy:R``, which backward runs in the caller's
-thread and whose inner factories keep R; to Python it is on ``worker:R``. `RemoteTensor` in `tensor` is the class of all
-handles; `Handle` is the part of it that other modules of this package need.
+A handle is a tensor subclass without data. To torch's C++ it is on ``lazy:R``: backward runs such tensors in the
+caller's thread, and its inner factories keep R. To Python it is on ``worker:R``. `RemoteTensor` in `tensor` is the
+class of all handles; `Handle` is the part of it that other modules of this package need.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HandleConnections(Protocol):
 
 
 class Operators(Protocol):
-    """The calls that workers know."""
+    """The calls with templates on workers."""
 
     templates: dict[int, tuple[Any, Any, Any, KnownCall]]
     programs: list[int]
@@ -94,7 +94,7 @@ class Devices(Protocol):
 
 
 class Driver(Protocol):
-    """What handles need of their master. `master.Master` is one; this module does not import it."""
+    """The interface of the master that handles need. `master.Master` implements it; this module does not import it."""
 
     @property
     def connections(self) -> HandleConnections: ...
@@ -111,18 +111,18 @@ class Driver(Protocol):
 
 
 class DeviceTarget:
-    """One worker, or a group of them: what a device of a handle means.
+    """One worker, or a group of workers: the target of a handle's device.
 
     Attributes:
-        master: what drives its workers.
-        index: of its device; a worker's is its rank.
-        ranks: its workers.
-        target: the outbox's number for its workers.
-        calls: the calls that its workers know, by key.
+        master: The driver of its workers.
+        index: The index of its device. A worker's index is its rank.
+        ranks: Its workers.
+        target: The outbox's number for its workers.
+        calls: The calls with templates on its workers, by key.
         learnt: `calls` for each state of torch's flags, by the state's number.
-        call: queues a call: the outbox's method, or the recorder's while a step is captured.
-        links: native groups that were made for it, by their ranks; they end with it.
-        successor: what its group is since a lost worker has been replaced; None before.
+        call: Queues a call: the outbox's method, or the recorder's while a step is captured.
+        links: Native groups that were created for it, by their ranks. They end with it.
+        successor: The target of the group after a lost worker has been replaced; None before.
     """
 
     __slots__ = (
@@ -147,7 +147,7 @@ class DeviceTarget:
 
     @property
     def kind(self) -> str:
-        """Of the device that its workers compute on: "cpu" or "cuda"."""
+        """The kind of device that its workers compute on: "cpu" or "cuda"."""
         if not self._kind:
             self._kind = self.master.connections.request(self, "kind")
         return self._kind
@@ -165,10 +165,10 @@ def _set_requires_grad(self: Handle, requires_grad: bool) -> None:
 class Handle(torch.Tensor):
     """A tensor whose data is on a worker, or on each worker of a group.
 
-    What changes what autograd does with a tensor ends the captured steps that use it.
+    A change that alters how autograd treats the tensor invalidates the captured steps that use it.
     """
 
-    # No slots: `torch.utils.swap_tensors` has to make a handle of a parameter.
+    # No slots: `torch.utils.swap_tensors` must be able to turn a parameter into a handle.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     _ref: Any
@@ -211,18 +211,18 @@ class Handle(torch.Tensor):
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _leave(self) -> None:
-        """Tells captured steps, which know a tensor by its Ref, that this handle gets another, or another use."""
+        """Invalidate captured steps that use this handle, because it gets another Ref or another use in autograd."""
         for watch in weakref.getweakrefs(self._ref.whole):
             if watch.__callback__ is not None:
                 watch.__callback__(watch)
 
     def _notes(self) -> dict[str, Any]:
-        """What its user has put on it."""
+        """Return the attributes that the user has set."""
         return {name: each for name, each in self.__dict__.items() if name not in _STATE}
 
 
 def view(base: Handle, sig: Signature, ref: Any, offset: int) -> Handle:
-    """A handle of a tensor that shares the base's memory, and like it is of inference mode or not."""
+    """Return a handle that shares the base's memory, and is an inference tensor if the base is one."""
     if _is_inference_mode_enabled() and not base.is_inference():
         with torch.inference_mode(False):
             return make(base._place, sig, ref, offset)
@@ -230,7 +230,7 @@ def view(base: Handle, sig: Signature, ref: Any, offset: int) -> Handle:
 
 
 def make(place: DeviceTarget, sig: Signature, ref: Any, offset: int = 0) -> Handle:
-    """A handle."""
+    """Return a new handle."""
     made: Handle = _core.make_handle(place, sig, ref, offset)
     if sig.bits:
         marked(made, sig.bits)
@@ -238,10 +238,10 @@ def make(place: DeviceTarget, sig: Signature, ref: Any, offset: int = 0) -> Hand
 
 
 def single(x: Handle) -> DeviceTarget:
-    """The worker that has the tensor.
+    """Return the worker that has the tensor.
 
     Raises:
-        UsageError: it is on the workers of a group.
+        UsageError: The tensor is on the workers of a group.
     """
     if len(x._place.ranks) > 1:
         raise UsageError(f"the tensor is on {x._place}: choose whose data is meant, x.shard({x._place.ranks[0]})")
@@ -249,23 +249,25 @@ def single(x: Handle) -> DeviceTarget:
 
 
 def operands(args: Any, kwargs: Any) -> list[Handle]:
-    """The handles in a call, in order."""
+    """Return the handles in a call, in order."""
     return [each for each in flatten([*args, *(kwargs or {}).values()]) if isinstance(each, Handle)]
 
 
 class KnownCall:
-    """A call with operands of given looks, whose template the workers know.
+    """A call with operands of given signatures. The workers have its template.
 
     Attributes:
-        number: of the template.
-        outputs: how many new tensors it makes.
-        only: what the one new tensor that it returns looks like; None where it returns something else.
-        view: that shares its operand's memory, `shift` elements further.
-        results: what it returns otherwise: ("new", looks, which output, view, shift), ("same", argument), None, lists.
-        resized: operands that look different afterwards.
-        pack: what turns the call's numbers into bytes.
-        brief: for `_core.dispatch` the number, the outputs, what is returned (a tensor that looks so, the position of
-            an argument, None, or True: what `build` builds), the shift and `view`; None where only `run` can do it.
+        number: The number of the template.
+        outputs: The number of new tensors that it creates.
+        only: The signature of the one new tensor that it returns; None if it returns anything else.
+        view: This tensor shares its operand's memory, `shift` elements further.
+        results: The returned values: ("new", signature, output index, view, shift), ("same", argument), None, or lists
+            of these.
+        resized: Operands whose shape, strides or bits differ after the call: their positions and signatures.
+        pack: Converts the call's numbers to bytes.
+        brief: The data for `_core.dispatch`: the number, the outputs, the result, the shift and `view`. The result is
+            the signature of a tensor, the position of an argument, None, or True if `build` must build it. None if only
+            `run` can execute the call.
     """
 
     __slots__ = ("brief", "known", "number", "only", "outputs", "pack", "resized", "results", "shift", "view")
@@ -295,7 +297,7 @@ class KnownCall:
         return True
 
     def build(self, place: DeviceTarget, made: Any, args: Any, kwargs: Any) -> Any:
-        """The handles that the call returns."""
+        """Return the handles that the call returns."""
         made = [made] if self.outputs == 1 else made
         for index, sig in self.resized:
             operand: Any = marked(operands(args, kwargs)[index], sig.bits)
@@ -307,7 +309,7 @@ class KnownCall:
         return found[0] if len(found) == 1 else tuple(found)
 
     def _built(self, result: Any, place: DeviceTarget, made: Any, args: Any, kwargs: Any) -> Any:
-        # No function within `build`: one that calls itself is a cycle, which would keep the operands until it is found.
+        # Not a nested function of `build`: if it calls itself, it is a reference cycle that keeps the operands alive.
         if result is None:
             return None
         if type(result) is list:
@@ -324,7 +326,7 @@ def _argument(which: str, known: SignatureFacts, args: Any, kwargs: Any) -> Any:
 
 
 class AnsweredHandle:
-    """What an operator has returned that could not be queued."""
+    """The result of an operator that could not be queued."""
 
     __slots__ = ("result",)
 

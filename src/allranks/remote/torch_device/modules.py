@@ -1,12 +1,12 @@
-"""Modules that move between the master and its workers keep their parameters, as those do that move to a GPU.
+"""Modules that move between the master and its workers keep their parameters, like modules that move to a GPU.
 
-torch changes the data of a parameter that moves to CUDA and leaves the object; where that cannot be it makes another,
-which unties weights that are shared and leaves optimizers behind with the old ones, both without a word.
+When a parameter moves to CUDA, torch changes its data and keeps the object. If this is impossible, torch creates
+another object. This unties shared weights and leaves optimizers with the old ones, both without an error.
 
-Here the two objects are swapped (`torch.utils.swap_tensors`). That is impossible where something else holds the
-parameter: a graph that has not run backward, or a weak reference, as those of exported modules. The module gets new
-parameters then, shared where the old ones were, and whoever still uses an old one gets an error: a backward that would
-give it a gradient, and an optimizer that would step it.
+Here the two objects are swapped (`torch.utils.swap_tensors`). This fails if something else holds the parameter: a graph
+before its backward, or a weak reference, as in exported modules. The module then gets new parameters, which are shared
+like the old ones. Further uses of an old parameter raise an error: a backward that would give it a gradient, and an
+optimizer that would step it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["apply", "swap_tensors"]
 
 _torch_apply = torch.nn.Module._apply
 _torch_swap = torch.utils.swap_tensors
-_applying = threading.local()  # inner: that a call for a module which contains this one has begun
+_applying = threading.local()  # inner: a call for a module that contains this one is running
 _replaced: Any = WeakIdKeyDictionary()
-"""The parameters that have taken the place of others, by these."""
+"""The replacements of parameters, by the replaced parameters."""
 
 
 def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
-    """`torch.utils.swap_tensors`, of which captured steps are told."""
+    """Swap two tensors like `torch.utils.swap_tensors`, and invalidate captured steps that use them."""
     _torch_swap(t1, t2)  # type: ignore[no-untyped-call]
     for each in (t1, t2):
         if isinstance(each, RemoteTensor):
@@ -43,7 +43,7 @@ def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
 
 
 def apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
-    """`torch.nn.Module._apply`, after which each parameter is the object that it was, where that can be.
+    """Apply `torch.nn.Module._apply`, and keep each parameter's object if possible.
 
     Raises:
         RuntimeError: TorchScript holds a parameter. No parameter has moved then.
@@ -69,7 +69,7 @@ def apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = Tru
         if old is not new and isinstance(old, RemoteTensor) != isinstance(new, RemoteTensor):
             try:
                 _become(old, new)
-            except RuntimeError:  # something holds it
+            except RuntimeError:  # a graph or a weak reference holds it
                 module._parameters[name] = _replacement(old, new)
             else:
                 module._parameters[name] = old
@@ -90,7 +90,7 @@ def _refuse_scripted(module: torch.nn.Module, fn: Callable[[Any], Any], recurse:
 
 
 def _move_when_known(module: torch.nn.Module, fn: Callable[[Any], Any]) -> None:
-    """Moves a lazy module when its first input has told its shapes, behind torch's own hook that gives it these."""
+    """Move a lazy module at its first forward, after torch's own hook has set its shapes from the input."""
 
     def move(module: torch.nn.Module, inputs: Any) -> None:
         hook.remove()
@@ -100,7 +100,7 @@ def _move_when_known(module: torch.nn.Module, fn: Callable[[Any], Any]) -> None:
 
 
 def _replacement(old: Any, new: Any) -> Any:
-    """What takes the place of a parameter that something else holds: for all modules that share it, the same."""
+    """Return the replacement of a parameter that is held elsewhere. All modules that share it get the same one."""
     if old in _replaced and _replaced[old].device == new.device:
         return _replaced[old]
     _watch_optimizers()
@@ -120,14 +120,15 @@ def _replacement(old: Any, new: Any) -> Any:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Has each step of each optimizer checked, from the first parameter on that was replaced: others cost nothing."""
+    """Check each step of each optimizer, from the first replaced parameter on. Before that, steps cost nothing more."""
     register_optimizer_step_pre_hook(_refuse_replaced)
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """
+    """Refuse the step of an optimizer that holds a replaced parameter.
+
     Raises:
-        RuntimeError: an optimizer would step a parameter that is no module's any more.
+        RuntimeError: The optimizer would step a parameter that no module uses any longer.
     """
     for group in optimizer.param_groups:
         for each in group["params"]:
@@ -140,7 +141,7 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
 
 def _refuse_master(fn: Callable[..., Any]) -> None:
-    """Refuses ``module.to("worker:0")``: in each parameter's ``to`` it could not be told from ``"worker"``."""
+    """Refuse ``module.to("worker:0")``. The ``to`` of a parameter cannot distinguish it from ``"worker"``."""
     function: Any = fn
     code = getattr(fn, "__code__", None)
     if code is not None and "device" in code.co_freevars:
@@ -150,7 +151,7 @@ def _refuse_master(fn: Callable[..., Any]) -> None:
 
 
 def _become(old: Any, new: Any) -> None:
-    """Makes one parameter the other, but for what its user has put on it."""
+    """Swap one parameter for another, but keep the attributes and hooks that the user has set."""
     notes = RemoteTensor._notes(old)
     hooks, after = old._backward_hooks, old._post_accumulate_grad_hooks
     swap_tensors(old, new)

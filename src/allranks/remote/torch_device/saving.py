@@ -1,9 +1,9 @@
-"""Tensors that share memory on a worker share it when they are saved, loaded and deep-copied, as those of a CPU do.
+"""Tensors that share memory on a worker also share it after they are saved, loaded or deep-copied, like CPU tensors.
 
-torch saves a tensor as a view of its storage, which is written once; it reads the data into a storage, asks for one on
-the wished device instead, and makes the views. Handles have no storage. `SavedMemory` stands for the one on the worker,
-and is fetched when it is written; `Cargo` is one of the master's that says that it is the worker's, until a tensor is
-made.
+torch saves a tensor as a view of its storage, which is written once. To load it, torch reads the data into a storage,
+requests a storage on the target device, and creates the views. Handles have no storage. `SavedMemory` represents the
+storage on the worker, and is fetched when it is written. `Cargo` is a storage of the master that reports the worker's
+device until a tensor is created from it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class SavedMemory(torch.UntypedStorage):
         return self.whole.numel()
 
     def data_ptr(self) -> int:
-        return int(self._cdata)  # torch tells by it which storages are one, to refuse views of different dtypes
+        # torch identifies a storage by this number, and refuses views of one storage with different dtypes.
+        return int(self._cdata)
 
     def cpu(self) -> torch.UntypedStorage:
         return self.whole.cpu().untyped_storage()
@@ -50,7 +51,7 @@ class SavedMemory(torch.UntypedStorage):
 
 
 _memories: weakref.WeakValueDictionary[tuple[DeviceTarget, int], SavedMemory] = weakref.WeakValueDictionary()
-"""By what the worker calls it. One that is here has a tensor there, so that no other memory gets its name."""
+"""Memory by the worker's name for it. Each entry holds a tensor on the worker, so the name is not reused."""
 
 
 def _memory(x: Handle) -> SavedMemory:
@@ -65,11 +66,11 @@ def _memory(x: Handle) -> SavedMemory:
 
 
 def reduce(x: Handle) -> tuple[Any, ...]:
-    """How a handle is pickled: as torch pickles tensors that have a storage.
+    """Pickle a handle as torch pickles tensors that have a storage.
 
     Raises:
-        UsageError: it is a group's.
-        RemoteError: it is what a failed operation left.
+        UsageError: It is a tensor of a group.
+        RemoteError: It is the result of a failed operation.
     """
     if isinstance(x, torch.nn.Parameter):
         hooks: OrderedDict[Any, Any] = OrderedDict()
@@ -81,7 +82,7 @@ def reduce(x: Handle) -> tuple[Any, ...]:
     plain: Any = x.detach().resolve_conj().resolve_neg()
     view = (plain._off, tuple(plain.shape), plain.stride())
     memory = _memory(plain)
-    new = x.dtype in torch.storage._new_dtypes()  # those that no class of storages is for
+    new = x.dtype in torch.storage._new_dtypes()  # dtypes without a typed storage class
     typed = torch.storage.TypedStorage(wrap_storage=memory, dtype=torch.uint8 if new else x.dtype, _internal=True)  # type: ignore[no-untyped-call]
     if new:
         return torch._utils._rebuild_tensor_v3, (typed, *view, x.requires_grad, OrderedDict(), x.dtype)
@@ -89,7 +90,7 @@ def reduce(x: Handle) -> tuple[Any, ...]:
 
 
 class _Copying:
-    """A call of `copy.deepcopy`: its memo holds it, and workers what they have copied, until it returns."""
+    """One call of `copy.deepcopy`. Its memo holds this object, and workers hold the copied memory until it returns."""
 
     def __init__(self) -> None:
         self.number = next(_copyings)
@@ -105,11 +106,11 @@ _copyings = itertools.count(1)
 
 
 def twin(x: Handle, memo: dict[Any, Any]) -> Handle:
-    """A deep copy of a tensor and all its memory.
+    """Return a deep copy of a tensor and all its memory.
 
     Args:
-        x: the tensor.
-        memo: of `copy.deepcopy`: tensors that share memory get copies that do.
+        x: The tensor.
+        memo: The memo of `copy.deepcopy`. Copies of tensors that share memory share memory, too.
     """
     place, connections = x._place, x._place.master.connections
     if x._sig.bits:
@@ -139,7 +140,7 @@ class Cargo(torch.UntypedStorage):
 
     def _set_from_file(self, *args: Any, **kwargs: Any) -> None:
         super()._set_from_file(*args, **kwargs)  # type: ignore[no-untyped-call]
-        if self.there is not None:  # torch's old format has the data behind the tensors
+        if self.there is not None:  # in torch's old format the data follows the tensors
             self.there.copy_(self.bytes())
 
 
@@ -174,9 +175,9 @@ def _set(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def register(handle: type[Handle]) -> None:
-    """Makes the memory of workers known to `torch.save`, and ``map_location="worker:1"`` to `torch.load`.
+    """Register the memory of workers with `torch.save`, and ``map_location="worker:1"`` with `torch.load`.
 
-    `torch.jit.load` and multiprocessing, which would make something else of it, refuse it.
+    `torch.jit.load` and multiprocessing cannot handle it, and refuse it.
     """
     torch.serialization.register_package(9, _locate, _deserialize)
     torch.jit._serialization.validate_map_location = _validated
@@ -191,7 +192,7 @@ _validate = torch.jit._serialization.validate_map_location
 
 
 def _validated(map_location: Any = None) -> Any:
-    """What TorchScript reads it puts in place without an operator: on a worker nothing would arrive."""
+    """Refuse workers. TorchScript sets data without an operator, so no data would reach the worker."""
     device = _validate(map_location)  # type: ignore[no-untyped-call]
     if device is not None and device.type == "worker":
         raise UsageError(

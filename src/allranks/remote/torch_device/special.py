@@ -1,6 +1,6 @@
 """Operators that are not simply queued: data that moves between the master and workers, and views.
 
-A view's shape does not depend on where it begins, so the position is a number of the call and not part of its key.
+A view's shape does not depend on its offset, so the offset is a number of the call and not part of its key.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _to_copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     device = kwargs.get("device")
     if not isinstance(x, Handle):
-        # torch gives a device without an index that of 0 where a tensor comes from the CPU.
+        # torch adds index 0 to a device without an index when it converts a CPU tensor.
         place = place_of(None if device is not None and device.index == 0 else device)
         plain = op(x, **{**kwargs, "device": torch.device("cpu")})
         return place.master.transfers.upload(place, plain, bool(kwargs.get("non_blocking")))
@@ -51,7 +51,7 @@ def _to_copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return run(op, args, kwargs)
     rest = {name: each for name, each in kwargs.items() if name not in ("device", "non_blocking", "pin_memory")}
     if len(x._place.ranks) > 1 and torch._C._current_graph_task_id() >= 0:
-        # Backward brings a gradient to where a tensor is of which all workers had copies.
+        # The backward sends a gradient to the source of a tensor that was copied to all workers, so it is their sum.
         x = total(run(op, args, {**rest, "device": x._place.lazy}))
         return x if device == x._place.lazy else x.to(device)
     if device.type in ("worker", "lazy"):
@@ -61,7 +61,7 @@ def _to_copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     fetched = master.transfers.fetch(x)
     as_it_is = {None, torch.preserve_format, torch.strided, x.dtype}
     if device.type == "cpu" and as_it_is.issuperset(rest.values()):
-        return fetched  # nobody else has it: another copy would take as long as the transfer
+        return fetched  # no other reference exists, and another copy would take as long as the transfer
     return op(fetched, **rest, device=device)
 
 
@@ -88,12 +88,14 @@ def _copy_from(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @special(aten._sparse_compressed_tensor_unsafe.default)
 def _refuse(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    raise TypeError(f"the result is {kwargs['layout']}: {wire.ONLY_STRIDED}")  # torch would fail at its own assertion
+    # torch would fail with an internal assertion.
+    raise TypeError(f"the result is {kwargs['layout']}: {wire.ONLY_STRIDED}")
 
 
 @special(aten._efficientzerotensor.default)
 def _zeros(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return run(aten.zeros.default, args, kwargs)  # zeros without memory are of autograd's own, not to be sent or shown
+    # Autograd creates zeros without memory for itself; they cannot be sent or printed.
+    return run(aten.zeros.default, args, kwargs)
 
 
 @special(aten.is_pinned.default)
@@ -103,7 +105,8 @@ def _is_pinned(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @special(aten._has_compatible_shallow_copy_type.default)
 def _is_like(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return isinstance(args[0], Handle) and isinstance(args[1], Handle)  # as `.data = ` asks; also of what is lost
+    # The check of ``.data = ``; it must also work for lost tensors.
+    return isinstance(args[0], Handle) and isinstance(args[1], Handle)
 
 
 @special(aten.select.int)
@@ -113,7 +116,7 @@ def _select(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return run(op, args, kwargs)
     sig = x._sig
     if not -len(sig.shape) <= dim < len(sig.shape) or not -sig.shape[dim] <= index < sig.shape[dim]:
-        return op(sig.on_meta(), dim, index)  # which raises
+        return op(sig.on_meta(), dim, index)  # raises the error
     if index < 0:
         index += sig.shape[dim]
     place = x._place
@@ -136,7 +139,7 @@ def _slice(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x, dim, start, end, step = (*args, *defaults[len(args) - 1 :])
     sig = x._sig
     if not -len(sig.shape) <= dim < len(sig.shape) or step <= 0:
-        return op(sig.on_meta(), dim, start, end, step)  # which raises
+        return op(sig.on_meta(), dim, start, end, step)  # raises the error
     start, end, step = slice(start, end, step).indices(sig.shape[dim])
     end = max(start, end)
     length = (end - start + step - 1) // step

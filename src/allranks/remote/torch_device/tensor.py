@@ -1,4 +1,4 @@
-"""`RemoteTensor`: what a program has of a tensor on a worker."""
+"""`RemoteTensor`: the interface of a program to a tensor on a worker."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ aten = torch.ops.aten
 class RemoteTensor(Handle):
     """A tensor whose data is on a worker, or on each worker of a group."""
 
-    # It queues what is known, and leaves all else to `dispatch` below.
+    # It queues known calls, and passes all others to `dispatch` in `dispatch.py`.
     __torch_dispatch__ = staticmethod(_core.dispatch)  # type: ignore[assignment]
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As `torch.Tensor.to`; to another worker directly, not through the master."""
+        """Convert the tensor like `torch.Tensor.to`. A transfer to another worker does not pass the master."""
         copy = kwargs.pop("copy", False)
         if len(args) > 1 and type(args[-1]) is bool and len(args) == (3 if isinstance(args[0], _LOOKS) else 4):
             *args, copy = args  # type: ignore[assignment]
@@ -53,7 +53,7 @@ class RemoteTensor(Handle):
         )  # fmt: skip
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-        """The tensor's data, here. Waits for it."""
+        """Return the tensor's data as a CPU tensor of the master. Waits for it."""
         return self.to("cpu", memory_format=memory_format)
 
     def tolist(self) -> Any:
@@ -87,7 +87,7 @@ class RemoteTensor(Handle):
 
     def data_ptr(
         self,
-    ) -> int:  # NotImplementedError as of meta tensors, which is a RuntimeError: safetensors expects it
+    ) -> int:  # NotImplementedError as for meta tensors: it is a RuntimeError, which safetensors expects
         raise NotImplementedError(
             f"the data is on {self._place}: there is no pointer to it here. Use Tensor.cpu() first"
         )
@@ -98,7 +98,7 @@ class RemoteTensor(Handle):
         raise NotImplementedError("a tensor on a worker has no storage here. Use Tensor.cpu() to look into one")
 
     def record_stream(self, stream: Any) -> None:
-        """Nothing: memory is freed in the order of the one queue."""
+        """Do nothing, because memory is freed in the order of the single queue."""
 
     def share_memory_(self) -> RemoteTensor:
         raise RuntimeError(
@@ -114,7 +114,7 @@ class RemoteTensor(Handle):
         return False
 
     def shard(self, rank: int) -> RemoteTensor:
-        """One worker's tensor of a group's: the same memory, on device ``worker:rank``."""
+        """Return one worker's part of a group's tensor: the same memory, on device ``worker:rank``."""
         return shard(self, rank)  # type: ignore[return-value]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -129,7 +129,7 @@ class RemoteTensor(Handle):
         return reduce(self)
 
     def __copy__(self) -> Any:
-        made: Any = make(self._place, self._sig, self._ref, self._off)  # the same memory
+        made: Any = make(self._place, self._sig, self._ref, self._off)  # shares the memory
         if isinstance(self, torch.nn.Parameter):
             made = torch.nn.Parameter(made, self.requires_grad)
         else:
@@ -146,18 +146,19 @@ class RemoteTensor(Handle):
                 " at the moment."
             )
         made: Any
-        if isinstance(self, torch.nn.Parameter):  # to torch it is all of its memory, and its gradient is not copied
+        # torch copies a parameter without the rest of its storage and without its gradient.
+        if isinstance(self, torch.nn.Parameter):
             made = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
         else:
             made = twin(self, memo).requires_grad_(self.requires_grad)
             made.grad = copy.deepcopy(self.grad, memo)
-            made.__dict__.update(copy.deepcopy(self._notes(), memo))  # which torch does not for parameters
+            made.__dict__.update(copy.deepcopy(self._notes(), memo))  # torch does not copy these for parameters
         memo[id(self)] = made
         return made
 
 
 def _show(x: RemoteTensor) -> str:
-    """How a handle is printed."""
+    """Return the printed form of a handle."""
     if len(x._place.ranks) > 1:
         each = ",\n".join(f"  worker {rank}: {shard(x, rank).detach()!r}" for rank in x._place.ranks)
         return f"group tensor(\n{each})"

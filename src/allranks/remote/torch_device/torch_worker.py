@@ -1,7 +1,7 @@
-"""``torch.worker``: what programs written for an accelerator ask of ``torch.cuda``, for workers.
+"""``torch.worker``: the functions of ``torch.cuda`` that programs for accelerators use, for workers.
 
-The names are those that ``torch.cuda`` and ``torch.xpu`` share. Figures are what the worker measures; what nobody
-measures is refused. `register` gives ``torch.accelerator`` the same answers.
+The names are those that ``torch.cuda`` and ``torch.xpu`` share. The worker measures all values. Values that cannot be
+measured are refused. `register` makes ``torch.accelerator`` use the same functions.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _REFUSED = {
 
 
 def __getattr__(name: str) -> Any:
-    """An attribute that is missing, and not a function that raises: programs ask with ``hasattr`` what there is."""
+    """Raise AttributeError for a missing function, because programs test with ``hasattr`` which ones exist."""
     why = f": {_REFUSED[name]}" if name in _REFUSED else ""
     raise AttributeError(f"torch.worker has no {name!r}{why}", name=name)
 
@@ -68,7 +68,7 @@ def masters() -> list[Driver]:
 
 
 def _workers() -> list[DeviceTarget]:
-    """All workers, in the order of their ranks. None in a forked child: they are the parent's."""
+    """Return all workers, in the order of their ranks. In a forked child there are none: they belong to the parent."""
     return [
         each
         for each in places()
@@ -77,7 +77,7 @@ def _workers() -> list[DeviceTarget]:
 
 
 def _place(given: Any) -> DeviceTarget:
-    """The workers that a device, an index, a tensor or None means."""
+    """Return the workers of a device, an index, a tensor or None."""
     if isinstance(given, int):
         given = torch.device("worker", given)
     elif isinstance(given, RemoteTensor):
@@ -90,10 +90,10 @@ def _place(given: Any) -> DeviceTarget:
 
 
 def _worker(given: Any) -> DeviceTarget:
-    """One worker.
+    """Return one worker.
 
     Raises:
-        UsageError: the device is a group's.
+        UsageError: The device is a group.
     """
     place = _place(given)
     if len(place.ranks) > 1:
@@ -110,7 +110,7 @@ def _ask(given: Any, name: str, **arguments: Any) -> Any:
 
 
 def device_count() -> int:
-    """How many workers there are. Their indices begin with 1."""
+    """Return the number of workers. Their indices begin with 1."""
     return len(_workers())
 
 
@@ -123,23 +123,23 @@ def is_initialized() -> bool:
 
 
 def init() -> None:
-    """Nothing where there are workers.
+    """Do nothing if workers exist.
 
     Raises:
-        UsageError: there are none.
+        UsageError: No workers exist.
     """
     place_of(None).master.connections.check_process()
 
 
-_initialized = True  # else checkpointing does not restore the workers' random state
+_initialized = True  # otherwise checkpointing does not restore the workers' random state
 
 
 def _lazy_init() -> None:
-    """torch calls it before it makes a tensor."""
+    """Do nothing. torch calls this before it creates a tensor."""
 
 
 def _is_in_bad_fork() -> bool:
-    """Whether all workers are those of the process from which this one was forked."""
+    """Return whether all workers belong to the process from which this one was forked."""
     return bool(places()) and not _workers()
 
 
@@ -148,13 +148,13 @@ def current_device() -> int:
 
 
 def set_device(device: Any) -> None:
-    """Makes a worker, or a group, the one that ``device="worker"`` means. A negative index: nothing."""
+    """Set the worker, or group, that ``device="worker"`` stands for. A negative index has no effect."""
     if not isinstance(device, int) or device >= 0:
         CURRENT[0] = _place(device).index
 
 
 class device:
-    """A context in which a worker, or a group, is the current one. None, or a negative index: nothing."""
+    """A context in which a worker, or a group, is the current one. None, or a negative index, has no effect."""
 
     def __init__(self, device: Any) -> None:
         self.idx = -1 if device is None or (isinstance(device, int) and device < 0) else _place(device).index
@@ -170,18 +170,18 @@ class device:
 
 
 class device_of(device):
-    """A context in which a tensor's worker is the current one; nothing for a tensor that is on none."""
+    """A context in which a tensor's worker is the current one. A tensor that is not on a worker has no effect."""
 
     def __init__(self, obj: Any) -> None:
         super().__init__(obj.device if isinstance(obj, RemoteTensor) else None)
 
 
 def synchronize(device: Any = None) -> None:
-    """Waits until a worker, or all workers, have done what is queued. Nothing where there are no workers.
+    """Wait until a worker, or all workers, have executed all queued commands. Does nothing if no workers exist.
 
     Raises:
-        RemoteError: something has failed, and nothing has reported it yet.
-        NotInitializedError: this is a forked child.
+        RemoteError: An operation has failed that has not been reported yet.
+        NotInitializedError: This is a forked child.
     """
     if device is not None:
         place = _place(device)
@@ -193,17 +193,19 @@ def synchronize(device: Any = None) -> None:
 
 @dataclass(frozen=True)
 class Properties:
-    """What a worker says of itself.
+    """The properties that a worker reports.
 
     Attributes:
-        name: of the processor that it computes on.
+        name: The name of the processor that it computes on.
         type: "cpu" or "cuda".
-        host: its host's name.
-        total_memory: in bytes: its GPU's, or its host's.
-        multi_processor_count: of a GPU; on a CPU the threads that the worker computes with.
-        capability: of a GPU [major, minor]; of a CPU the instructions that torch uses, as "AVX512".
-        arch_list: for which GPUs the worker's torch is compiled.
-        has_bfloat16, has_tf32: what the worker's kernels support.
+        host: The name of its host.
+        total_memory: The memory of its GPU, or of its host, in bytes.
+        multi_processor_count: The number of multiprocessors of a GPU. On a CPU: the threads that the worker computes
+            with.
+        capability: The compute capability of a GPU, [major, minor]. On a CPU: the instruction set that torch uses, such
+            as "AVX512".
+        arch_list: The GPUs for which the worker's torch is compiled.
+        has_bfloat16, has_tf32: Support of these types by the worker's kernels.
     """
 
     name: str
@@ -218,7 +220,7 @@ class Properties:
 
 
 def get_device_properties(device: Any = None) -> Properties:
-    """What a worker computes on. Waits for its answer."""
+    """Return the properties of a worker's processor. Waits for its answer."""
     return Properties(**_ask(device, "properties"))
 
 
@@ -227,10 +229,10 @@ def get_device_name(device: Any = None) -> str:
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    """A GPU's.
+    """Return the compute capability of a worker's GPU.
 
     Raises:
-        UsageError: the worker computes on a CPU.
+        UsageError: The worker computes on a CPU.
     """
     found = get_device_properties(device)
     if found.type != "cuda":
@@ -243,12 +245,12 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
 
 
 def get_arch_list() -> list[str]:
-    """The GPUs for which the current worker's torch is compiled; [] where it computes on a CPU."""
+    """Return the GPUs for which the current worker's torch is compiled; [] if it computes on a CPU."""
     return get_device_properties().arch_list
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """Of the current worker; on a CPU always, by kernels that may be slow."""
+    """Return whether the current worker supports bfloat16. A CPU always does, with kernels that may be slow."""
     return get_device_properties().has_bfloat16
 
 
@@ -257,19 +259,19 @@ def is_tf32_supported() -> bool:
 
 
 def can_device_access_peer(device: Any, peer_device: Any) -> bool:
-    """Whether two devices exchange tensors directly: any two workers do."""
+    """Return whether two devices exchange tensors directly. Any two workers do."""
     return _worker(device) is not _worker(peer_device)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    for master in masters():  # torch.autocast asks first
+    for master in masters():  # torch.autocast calls this first
         for rank in master.connections.ranks[:1]:
             autocast.register(master.devices.worker(rank).kind)
     return [torch.bfloat16, torch.float16]
 
 
 class amp:
-    """``torch.worker.amp``, as ``torch.cuda.amp``."""
+    """``torch.worker.amp``, the counterpart of ``torch.cuda.amp``."""
 
     class autocast(torch.amp.autocast):
         def __init__(self, enabled: bool = True, dtype: torch.dtype | None = None, cache_enabled: bool = True) -> None:
@@ -284,13 +286,13 @@ class amp:
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """What a worker counts, in bytes. Waits for its answer.
+    """Return memory statistics of a worker, in bytes. Waits for its answer.
 
     Returns:
-        ``tensors``: how many it holds. ``allocated``: the bytes of their memory. ``resident``: of the worker's process
-        in its host's memory. On a GPU, besides, all of `torch.cuda.memory_stats`; on a CPU
+        ``tensors``: the number of its tensors. ``allocated``: the bytes of their memory. ``resident``: the resident
+        memory of the worker's process on its host. On a GPU also all of `torch.cuda.memory_stats`. On a CPU also
         ``allocated_bytes.all.current``, which is ``allocated``, ``reserved_bytes.all.current``, which is ``resident``,
-        and ``reserved_bytes.all.peak``, the most that was resident.
+        and ``reserved_bytes.all.peak``, the maximum of ``resident``.
     """
     return OrderedDict(sorted(_ask(device, "memory").items()))
 
@@ -304,20 +306,20 @@ def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
 
 
 def memory_allocated(device: Any = None) -> int:
-    """Bytes of the tensors that live there."""
+    """Return the bytes of the worker's tensors."""
     return memory_stats(device)["allocated_bytes.all.current"]
 
 
 def memory_reserved(device: Any = None) -> int:
-    """Bytes that the worker holds: of a GPU's memory its allocator's; of its host's all of its process."""
+    """Return the bytes that the worker holds: those of its allocator on a GPU, those of its process on a CPU."""
     return memory_stats(device)["reserved_bytes.all.current"]
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """On a GPU, the most bytes of tensors since the start, or `reset_peak_memory_stats`.
+    """Return the maximum bytes of tensors on a GPU, since the start or `reset_peak_memory_stats`.
 
     Raises:
-        UsageError: the worker computes on a CPU, where nobody counts them.
+        UsageError: The worker computes on a CPU, where this is not measured.
     """
     stats = memory_stats(device)
     if "allocated_bytes.all.peak" not in stats:
@@ -329,7 +331,7 @@ def max_memory_allocated(device: Any = None) -> int:
 
 
 def max_memory_reserved(device: Any = None) -> int:
-    """The most that `memory_reserved` was since the start, or `reset_peak_memory_stats`."""
+    """Return the maximum of `memory_reserved` since the start or `reset_peak_memory_stats`."""
     return memory_stats(device)["reserved_bytes.all.peak"]
 
 
@@ -338,30 +340,30 @@ def reset_peak_memory_stats(device: Any = None) -> None:
 
 
 def reset_accumulated_memory_stats(device: Any = None) -> None:
-    """On a CPU nothing is accumulated."""
+    """Reset accumulated statistics. On a CPU there are none."""
     _ask(device, "reset_accumulated")
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Bytes that are free, and all there are: of a worker's GPU, or of its host (what Linux calls available)."""
+    """Return the free and the total bytes of a worker's GPU, or of its host (Linux's available memory)."""
     free, total = _ask(device, "memory_info")
     return free, total
 
 
 def device_memory_used(device: Any = None) -> int:
-    """Bytes of the GPU's, or of the host's, that any process uses."""
+    """Return the bytes of the GPU, or of the host, that all processes use."""
     free, total = mem_get_info(device)
     return total - free
 
 
 def empty_cache() -> None:
-    """Has all workers give memory that no tensor uses back to their GPU, or host."""
+    """Make all workers return unused memory to their GPU, or host."""
     for place in _workers():
         place.master.connections.command(place, "empty_cache")
 
 
 def ipc_collect() -> None:
-    """Nothing: no other process holds a worker's tensors."""
+    """Do nothing, because no other process holds a worker's tensors."""
 
 
 # Random numbers.
@@ -384,7 +386,7 @@ def _random() -> int:
 
 
 def seed() -> None:
-    """Seeds the current worker's generator with a number that differs each time."""
+    """Seed the current worker's generator with a number that differs each time."""
     manual_seed(_random())
 
 
@@ -393,7 +395,7 @@ def seed_all() -> None:
 
 
 def initial_seed() -> int:
-    """What the current worker's generator was seeded with."""
+    """Return the seed of the current worker's generator."""
     return int(_ask(None, "initial_seed", generator=0))
 
 
@@ -403,7 +405,7 @@ def get_rng_state(device: Any = "worker") -> torch.Tensor:
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """The workers', in the order of their ranks."""
+    """Return the random states of the workers, in the order of their ranks."""
     return [get_rng_state(each.device) for each in _workers()]
 
 
@@ -423,11 +425,11 @@ _TYPE = int(torch._C._autograd.DeviceType.PrivateUse1.value)
 
 
 class Stream(torch.Stream):
-    """The queue of a worker, or of a group: there is one, and whatever stream is made is that.
+    """The queue of a worker, or of a group. There is only one, and every stream object represents it.
 
     Args:
-        device: None for the current worker.
-        priority: without effect.
+        device: The worker or group. None: the current worker.
+        priority: Has no effect.
     """
 
     def __new__(cls, device: Any = None, priority: int = 0, **_: Any) -> Stream:
@@ -438,11 +440,11 @@ class Stream(torch.Stream):
         self._entered: list[int] = []
 
     def synchronize(self) -> None:
-        """Waits until what is queued is done."""
+        """Wait until all queued commands are done."""
         self._place.master.synchronize(self._place)
 
     def query(self) -> bool:
-        """True when it is done; waits for that."""
+        """Wait until all queued commands are done, and return True."""
         self.synchronize()
         return True
 
@@ -452,10 +454,10 @@ class Stream(torch.Stream):
         return event
 
     def wait_event(self, event: Any) -> None:
-        """Nothing, see `Event.wait`."""
+        """Do nothing, see `Event.wait`."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing, see `Event.wait`."""
+        """Do nothing, see `Event.wait`."""
 
     def is_capturing(self) -> bool:
         return self._place.master.connections.recorder is not None
@@ -470,7 +472,7 @@ class Stream(torch.Stream):
 
 
 class StreamContext:
-    """A context in which a stream's worker is the current one; None: nothing."""
+    """A context in which a stream's worker is the current one. None has no effect."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
@@ -499,18 +501,18 @@ def default_stream(device: Any = None) -> Stream:
 
 
 def set_stream(stream: Any) -> None:
-    """Makes a stream's worker the current one."""
+    """Make a stream's worker the current one."""
     if stream is not None:
         set_device(stream.device)
 
 
 def is_current_stream_capturing() -> bool:
-    """Whether a step is being recorded, by `allranks.capture`."""
+    """Return whether `allranks.capture` is recording a step."""
     return any(each.connections.recorder is not None for each in masters())
 
 
 class Event(torch.Event):
-    """A moment in a worker's work, as `torch.cuda.Event`.
+    """A point in a worker's queue, like `torch.cuda.Event`.
 
     Example:
         start, end = torch.worker.Event(), torch.worker.Event()
@@ -535,7 +537,7 @@ class Event(torch.Event):
         return (self._place or _place(self._given)).device
 
     def record(self, stream: Any = None) -> None:
-        """Notes the time when the worker, that of the stream where one is given, comes here."""
+        """Record the time at which the worker, or the stream's worker, reaches this point."""
         place = _place(self._given if stream is None else stream.device)
         if self._place is not place:
             self._forget()
@@ -543,23 +545,24 @@ class Event(torch.Event):
         place.master.connections.command(place, "mark", event=self._number)
 
     def synchronize(self) -> None:
-        """Waits until the worker has come here; an event that was not recorded is over."""
+        """Wait until the worker has reached this point. An event that was not recorded is complete."""
         if self._place is not None:
             self._when()
 
     def query(self) -> bool:
-        """True once it has; waits, as all that is before it is done when the worker answers."""
+        """Wait until the worker has reached this point, and return True. Its answer implies that all before is done."""
         self.synchronize()
         return True
 
     def wait(self, stream: Any = None) -> None:
-        """Workers wait for each other where they exchange tensors: there is nothing to do."""
+        """Do nothing, because workers wait for each other when they exchange tensors."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this event to another of the same worker.
+        """Return the milliseconds from this event to another one of the same worker.
 
         Raises:
-            UsageError: the events are of two workers, or one was not recorded, or made with ``enable_timing=False``.
+            UsageError: The events are of two workers, one was not recorded, or one was made with
+                ``enable_timing=False``.
         """
         if not (self._timed and end._timed):
             raise UsageError("both events must be made with enable_timing=True")
@@ -590,21 +593,21 @@ class Event(torch.Event):
 streams = SimpleNamespace(Stream=Stream, Event=Event)
 
 
-# torch.accelerator. Its functions call those of torch._C, which know devices of C++ only.
+# torch.accelerator. Its functions call functions of torch._C, which only support devices with a C++ backend.
 
 
 def _converts(dtype: torch.dtype) -> bool:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of types that few operators have
+            warnings.simplefilter("ignore")  # warnings about dtypes that few operators support
             torch.zeros(1, device="cpu").to(dtype).to(torch.complex64)
-    except RuntimeError:  # torch has types of which it has no kernels
+    except RuntimeError:  # torch has no kernels for some dtypes
         return False
     return True
 
 
 def _capability(index: int) -> dict[str, set[torch.dtype]]:
-    """Workers have the types that the CPU has."""
+    """Return the dtypes that workers support, which are those of the CPU."""
     dtypes = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
     return {"supported_dtypes": {each for each in dtypes if _converts(each)}}
 
@@ -616,7 +619,7 @@ def _exchange(index: int) -> int:
 
 
 def register() -> None:
-    """Has ``torch.accelerator``, whose accelerator is ``worker`` as soon as torch knows that device, ask here."""
+    """Make ``torch.accelerator`` use these functions. Its accelerator is ``worker`` once that device is registered."""
     answers: dict[str, Callable[..., Any]] = {
         "getDeviceIndex": current_device,
         "setDeviceIndex": set_device,
@@ -636,7 +639,7 @@ def register() -> None:
     }
     for name, answer in answers.items():
         setattr(torch._C, f"_accelerator_{name}", answer)
-    # torch's says 0 where nobody counts.
+    # torch's own function returns 0 if the value is not measured.
     if hasattr(torch.accelerator, "max_memory_allocated"):
         torch.accelerator.max_memory_allocated = torch.accelerator.memory.max_memory_allocated = _max_memory_allocated
 
@@ -650,7 +653,7 @@ def _max_memory_allocated(device_index: Any = None, /) -> int:
 
 
 def _also(torchs: type, ours: type, **defaults: Any) -> Any:
-    """torch's class, whose objects for workers are ours: torch's own would do nothing."""
+    """Return a class like torch's whose objects for workers are of another class. torch's own would do nothing."""
 
     class Also(type(torchs)):  # type: ignore[misc]
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -672,7 +675,7 @@ def _also(torchs: type, ours: type, **defaults: Any) -> Any:
 
 
 def _fork_rng(fork_rng: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's takes indices for those that begin with 0."""
+    """Wrap torch's `fork_rng`, which assumes that indices begin with 0."""
 
     @functools.wraps(fork_rng)
     def forked(devices: Any = None, *args: Any, device_type: str | None = None, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""A worker: executes what the master has queued, in order, and answers where it is asked.
+"""A worker: executes the commands that the master has queued, in order, and answers if requested.
 
-- main: a worker that runs no program of the user's.
-- interpreter: decodes frames, and executes operators.  template: what a worker knows of a call.
-- generated: the functions that are made of templates.
-- commands: what it does beside operators.  program: a captured step.
-- state: what all of these read and change.  recording: what has been executed, for the timeline.
+- main: a worker that does not run a user program.
+- interpreter: decodes frames, and executes operators.  template: the worker's description of a call.
+- generated: the functions that are generated from templates.
+- commands: commands other than operators.  program: a captured step.
+- state: the state that all of these read and change.  recording: executed commands, for the timeline.
 """

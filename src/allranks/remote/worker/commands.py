@@ -1,4 +1,4 @@
-"""What a worker does beside torch's operators: hand tensors over, make groups, tell how it is doing."""
+"""Commands of a worker other than torch's operators: transfers, groups, functions and status reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def item(worker: WorkerState, data: memoryview, id: int) -> Any:
 
 
 def fetch(worker: WorkerState, data: memoryview, id: int, link: int) -> bytes | None:
-    """A tensor's bytes; over a link, where there is one, after this answer."""
+    """Return a tensor's bytes, or send them over a link, if there is one, after this answer."""
     plain = _flat(worker.take(id))
     if not link:
         return bytes_of(plain)
@@ -47,13 +47,13 @@ def fetch(worker: WorkerState, data: memoryview, id: int, link: int) -> bytes | 
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor without gaps, in the order of its memory, on this host."""
+    """Return the bytes of a tensor without gaps, in the order of its memory, on this host."""
     plain = tensor.resolve_conj().resolve_neg().cpu()
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def upload(worker: WorkerState, data: memoryview, outputs: list[int], meta: wire.Meta, link: int) -> None:
-    """Makes room for a large tensor of the master's, and takes it when that is answered: it is sent only then."""
+    """Allocate memory for a large tensor of the master, and receive it after the answer. The master only sends then."""
     dtype, shape, strides = meta[:3]
     made = in_huge_pages(torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype), device="cpu"))
     there = made if worker.device.type == "cpu" else torch.empty_like(made, device=worker.device)
@@ -62,7 +62,7 @@ def upload(worker: WorkerState, data: memoryview, outputs: list[int], meta: wire
         worker.link(link).recv(_flat(made), 0)
         worker.slots[outputs[0]] = there if there is made else there.copy_(made)
 
-    worker.link(link)  # which may not have come about
+    worker.link(link)  # raises if the link could not be created
     worker.afterwards = take
 
 
@@ -76,7 +76,7 @@ def spread(
     sends: bool,
     outputs: list[int],
 ) -> None:
-    """A tensor of one worker to all of a group; the sender may be none of them."""
+    """Broadcast a tensor of one worker to all workers of a group. The sender may be outside the group."""
     held = worker.slots[id] if sends else None
     dtype, shape, strides, *_ = meta
     made = in_huge_pages(torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype), device="cpu"))
@@ -93,7 +93,7 @@ def spread(
 
 
 def generator(worker: WorkerState, data: memoryview, name: int) -> None:
-    """Makes a generator."""
+    """Create a generator."""
     worker.generators[name] = torch.Generator(worker.device)
 
 
@@ -105,7 +105,7 @@ def seed(worker: WorkerState, data: memoryview, seed: int, generator: int = 0) -
     if generator:
         worker.generators[generator].manual_seed(seed)
     else:
-        torch.manual_seed(seed)  # also what is not of the worker's device, for functions of the user's
+        torch.manual_seed(seed)  # seeds the generators of other devices, too, for user functions
 
 
 def initial_seed(worker: WorkerState, data: memoryview, generator: int) -> int:
@@ -113,7 +113,7 @@ def initial_seed(worker: WorkerState, data: memoryview, generator: int) -> int:
 
 
 def state(worker: WorkerState, data: memoryview, generator: int = 0) -> bytes:
-    """A random generator's state."""
+    """Return the state of a random generator."""
     return bytes_of(worker.generator(generator).get_state())
 
 
@@ -125,11 +125,11 @@ def set_state(worker: WorkerState, data: memoryview, state: bytes, generator: in
 def group(
     worker: WorkerState, data: memoryview, number: int, name: str, ranks: Sequence[int], timeout_s: float
 ) -> None:
-    """Makes a native group, with which this worker meets others."""
+    """Create a native group, in which this worker connects to others."""
     assert worker.context is not None
     try:
         worker.groups[number] = worker.context.make_group(name, ranks, timeout_s)
-    except Exception as error:  # noqa: BLE001 - whatever uses the link raises it; the master may have given it up
+    except Exception as error:  # noqa: BLE001 - operations on the link raise it; the master may have dropped it
         worker.groups[number] = worker.fault(wire.LINKING, error)
 
 
@@ -140,7 +140,7 @@ def ungroup(worker: WorkerState, data: memoryview, number: int) -> None:
 
 
 def mark(worker: WorkerState, data: memoryview, event: int) -> None:
-    """Notes the time, for `Event`."""
+    """Record the time, for `Event`."""
     if worker.device.type == "cuda":
         torch.cuda.synchronize(worker.device)
     worker.marks[event] = time.perf_counter()
@@ -155,7 +155,7 @@ def unmark(worker: WorkerState, data: memoryview, event: int) -> None:
 
 
 def memory(worker: WorkerState, data: memoryview) -> dict[str, int]:
-    """Bytes of the tensors that live here, and of the whole process; on a GPU what its allocator counts, too."""
+    """Return the bytes of the tensors here and of the whole process. On a GPU also the statistics of its allocator."""
     storages = {
         held.untyped_storage()._cdata: held.untyped_storage().nbytes()
         for held in worker.slots.values()
@@ -174,13 +174,13 @@ def memory(worker: WorkerState, data: memoryview) -> dict[str, int]:
 
 
 def _kernel_table(path: str) -> dict[str, int]:
-    """What Linux counts in kB, in bytes, by name."""
+    """Return the values of a kernel file that are in kB, in bytes, by name."""
     rows = [line.partition(":") for line in Path(path).read_text().splitlines()]
     return {name: int(value.split()[0]) << 10 for name, _, value in rows if value.endswith(" kB")}
 
 
 def memory_info(worker: WorkerState, data: memoryview) -> tuple[int, int]:
-    """Bytes that are free, and all, of the GPU or the host."""
+    """Return the free and the total bytes of the GPU or the host."""
     if worker.device.type == "cuda":
         return torch.cuda.mem_get_info(worker.device)
     host = _kernel_table("/proc/meminfo")
@@ -191,7 +191,7 @@ def reset_peak(worker: WorkerState, data: memoryview) -> None:
     if worker.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(worker.device)
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak of the resident set
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak of the resident set
 
 
 def reset_accumulated(worker: WorkerState, data: memoryview) -> None:
@@ -200,16 +200,16 @@ def reset_accumulated(worker: WorkerState, data: memoryview) -> None:
 
 
 def empty_cache(worker: WorkerState, data: memoryview) -> None:
-    """Gives memory that no tensor uses back."""
+    """Return unused memory to the system."""
     if worker.device.type == "cuda":
         torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # a function of glibc
     if trim is not None:
         trim(0)
 
 
 def properties(worker: WorkerState, data: memoryview) -> dict[str, Any]:
-    """What tensors here are computed on; see `torch_worker.Properties`."""
+    """Return the properties of the processor that computes here. See `torch_worker.Properties`."""
     found = {"type": worker.device.type, "host": socket.gethostname()}
     if worker.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(worker.device)
@@ -234,7 +234,10 @@ def properties(worker: WorkerState, data: memoryview) -> dict[str, Any]:
 
 
 def storage(worker: WorkerState, data: memoryview, id: int, outputs: list[int]) -> list[int]:
-    """All of a tensor's memory as bytes: a name for it, which is no other's while a tensor is there, and how many."""
+    """Make a tensor's whole memory available as bytes. Return its name and its size.
+
+    The name is unique as long as a tensor uses the memory.
+    """
     held = worker.take(id)
     memory = held.untyped_storage()
     worker.slots[outputs[0]] = torch.empty(0, dtype=torch.uint8, device=held.device).set_(memory)
@@ -242,45 +245,45 @@ def storage(worker: WorkerState, data: memoryview, id: int, outputs: list[int]) 
 
 
 def twin(worker: WorkerState, data: memoryview, copying: int, id: int, outputs: list[int]) -> None:
-    """A copy of a tensor, in a copy of its memory that is one for all that are copied together."""
+    """Copy a tensor. Tensors that are copied together and share memory share one copy of the memory."""
     held = worker.take(id)
     memory = held.untyped_storage()
     copies = worker.copies.setdefault(copying, {})
     if memory._cdata not in copies:
         own = memory.clone()  # type: ignore[no-untyped-call]
-        copies[memory._cdata] = own, memory  # which is held, so that no other gets its name
+        copies[memory._cdata] = own, memory  # the original is held, so that no other memory gets its address
     into, _ = copies[memory._cdata]
     made = torch.empty(0, dtype=held.dtype, device=held.device)
     worker.slots[outputs[0]] = made.set_(into, held.storage_offset(), held.shape, held.stride())
 
 
 def copied(worker: WorkerState, data: memoryview, copying: int) -> None:
-    """All that was to be copied together is."""
+    """Finish a set of copies. The copied memory is released."""
     worker.copies.pop(copying, None)
 
 
 def record(worker: WorkerState, data: memoryview, folder: str) -> None:
-    """Records the commands from here on in a file in a folder; "" ends it."""
+    """Start to record commands in a file in a folder. "" stops the recording."""
     worker.record(Path(folder) if folder else None)
 
 
 def kind(worker: WorkerState, data: memoryview) -> str:
-    """The kind of device on which tensors live here."""
+    """Return the kind of device on which the tensors are stored."""
     return worker.device.type
 
 
 def function(worker: WorkerState, data: memoryview, name: int, tensors: list[int]) -> None:
-    """A function of the user's, with the tensors that it has."""
+    """Store a user function, with the tensors that it holds."""
     try:
         worker.functions[name], worker.held[name] = _unpickle(worker, data, tensors)
     except Poisoned as poisoned:
         worker.functions[name] = poisoned.fault
-    except Exception as error:  # noqa: BLE001 - it is raised where the result of a call is asked for
+    except Exception as error:  # noqa: BLE001 - a request for the result of a call raises it
         worker.functions[name] = worker.fault("remote function", error)
 
 
 def _unpickle(worker: WorkerState, data: memoryview, tensors: list[int]) -> tuple[Any, dict[int, torch.Tensor]]:
-    """What the master has pickled; and those of its tensors whose gradient the master holds, by number."""
+    """Unpickle data of the master. Also return those of its tensors whose gradients the master holds, by number."""
     try:
         GIVEN[:] = [worker.take(each) for each in tensors]
         return cloudpickle.loads(data), dict(LEAVES)
@@ -292,7 +295,10 @@ def _unpickle(worker: WorkerState, data: memoryview, tensors: list[int]) -> tupl
 def start(
     worker: WorkerState, data: memoryview, call: int, function: int, tensors: list[int], prints_there: bool
 ) -> None:
-    """Runs one. Its result, or what it raised, is kept for `result`; and what it prints, if that is printed there."""
+    """Run a user function.
+
+    Its result, or its exception, is kept for `result`. Its output is kept, too, if the master prints it.
+    """
     if not prints_there:
         _run(worker, data, call, function, tensors)
         return
@@ -317,15 +323,15 @@ def _run(worker: WorkerState, data: memoryview, call: int, function: int, tensor
         worker.outcomes[call] = (outcome, gradients)
     except Poisoned as poisoned:
         worker.outcomes[call] = poisoned.fault
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the result is asked for
+    except Exception as error:  # noqa: BLE001 - a request for the result raises it
         worker.outcomes[call] = worker.fault("remote function", error)
 
 
 def result(worker: WorkerState, data: memoryview, call: int) -> Any:
-    """What a function returned: the metas of tensors, which stay here, and the rest pickled.
+    """Return the result of a function: the metas of its tensors, which stay here, and the rest pickled.
 
-    The last of these tensors are gradients, of those tensors of the call that the numbers name; below zero, those of
-    the function.
+    The last of these tensors are gradients. The returned numbers identify the tensors of the call that they belong to;
+    numbers below 0 identify tensors that the function holds.
     """
     worker.printing = worker.printed.pop(call, [])
     outcome = worker.outcomes[call]
@@ -348,13 +354,13 @@ def result(worker: WorkerState, data: memoryview, call: int) -> Any:
 
 
 def forget(worker: WorkerState, data: memoryview, function: int) -> None:
-    """The master has no way left to call the function."""
+    """Forget a function that the master can no longer call."""
     worker.functions.pop(function, None)
     worker.held.pop(function, None)
 
 
 def drop(worker: WorkerState, data: memoryview, call: int) -> None:
-    """Nobody wants the result any more; if it is a fault, somebody should."""
+    """Discard a result that is no longer needed. A fault is kept, so that the next synchronization reports it."""
     outcome = worker.outcomes.pop(call, None)
     for text, stream in zip(worker.printed.pop(call, []), (sys.stdout, sys.stderr), strict=False):
         stream.write(text)
@@ -362,11 +368,12 @@ def drop(worker: WorkerState, data: memoryview, call: int) -> None:
         worker.unreported.append(outcome)
 
 
-# Operations between workers. Whoever is to take part in one and has only poison says so first: the others would wait.
+# Operations between workers. A participant that only has poison first sends the fault to the others, which would
+# otherwise wait forever.
 
 
 def send(worker: WorkerState, tensors: Sequence[Any], link: int, peer: int) -> None:
-    """Sends tensors without gaps to a link's other end."""
+    """Send tensors without gaps to the other end of a link."""
     group = worker.link(link)
     poison = next((each for each in tensors if type(each) is Poison), None)
     trouble = wire.pack_fault(poison.fault) if poison else b""
@@ -380,7 +387,7 @@ def send(worker: WorkerState, tensors: Sequence[Any], link: int, peer: int) -> N
 
 
 def recv(worker: WorkerState, tensors: Sequence[Any], link: int, peer: int, metas: Sequence[Any]) -> Any:
-    """Receives them: one, or a list."""
+    """Receive tensors. Return one tensor, or a list."""
     group = worker.link(link)
     trouble = torch.empty(1, dtype=torch.int64, device="cpu")
     group.recv(trouble, peer)
@@ -398,10 +405,10 @@ def recv(worker: WorkerState, tensors: Sequence[Any], link: int, peer: int, meta
 
 
 def _agree(group: ProcessGroup, *held: Any) -> None:
-    """Raises on all members what one of them has instead of a tensor.
+    """Exchange the faults of poisoned tensors, and raise the first one on all members.
 
     Raises:
-        Poisoned: a member has poison.
+        Poisoned: A member has a poisoned tensor.
     """
     poison = next((each for each in held if type(each) is Poison), None)
     trouble = wire.pack_fault(poison.fault) if poison else b""
@@ -418,7 +425,7 @@ def _agree(group: ProcessGroup, *held: Any) -> None:
 
 
 def _together(tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor], Any]) -> None:
-    """Applies what works in place on one tensor to many: those of a dtype in one piece."""
+    """Apply an in-place operation on one tensor to many tensors. Those of one dtype are concatenated."""
     kinds: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault(tensor.dtype, []).append(tensor)
@@ -446,7 +453,7 @@ def broadcast(worker: WorkerState, tensors: Sequence[Any], link: int, root: int)
 
 
 def all_gather(worker: WorkerState, tensors: Sequence[Any], link: int, dim: int) -> torch.Tensor:
-    """The members' tensors, one behind the other along a dimension."""
+    """Concatenate the members' tensors along a dimension."""
     group, (tensor,) = worker.link(link), tensors
     _agree(group, tensor)
     parts = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(group.size())]
@@ -455,7 +462,7 @@ def all_gather(worker: WorkerState, tensors: Sequence[Any], link: int, dim: int)
 
 
 def reduce_scatter(worker: WorkerState, tensors: Sequence[Any], link: int, op: str, dim: int) -> torch.Tensor:
-    """Each member's part, along a dimension, of the sum."""
+    """Return each member's part of the sum, along a dimension."""
     group, (tensor,) = worker.link(link), tensors
     _agree(group, tensor)
     parts = [each.contiguous() for each in tensor.chunk(group.size(), dim)]
@@ -471,7 +478,7 @@ def flags(worker: WorkerState, tensors: Sequence[Any], link: int, changed: Seque
 OPERATIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each for each in (flags, send, recv, all_reduce, broadcast, all_gather, reduce_scatter)
 }
-"""By name. `protocol.arguments.is_in_place` tells those that change their tensors."""
+"""Operations by name. `protocol.arguments.is_in_place` identifies those that change their tensors."""
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     each.__name__: each

@@ -1,8 +1,8 @@
 """Python functions that are generated from templates: all code of this package that is executed as text.
 
-A template's function reads its tensors from the slots, calls the operator and stores the results. It is generated and
-not put together from closures, as the text has no loop over the arguments: benchmarks/worker_calls.py measures both.
-The text contains numbers, and names that this module makes, but nothing that the master has sent.
+A template's function reads its tensors from the slots, calls the operator and stores the results. It is generated, and
+not composed of closures, because the text has no loop over the arguments: benchmarks/worker_calls.py measures both. The
+text contains numbers, and names that this module creates, but no text that the master has sent.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["GeneratedSource", "call_function", "call_source", "flatten", "progra
 
 
 class GeneratedSource:
-    """The text of a call's arguments. Tensors are ``{i[0]}``, numbers ``{n[0]}``, as in `Code`.
+    """Builds the text of a call's arguments. Tensors are ``{i[0]}``, numbers ``{n[0]}``, as in `Code`.
 
     Attributes:
-        inputs: how many tensors there are so far.
-        codes: of the numbers so far, in those of `struct`.
-        space: what the text refers to, by name.
+        inputs: The number of tensors so far.
+        codes: The codes of the numbers so far, as in `struct`.
+        space: The values that the text refers to, by name.
     """
 
     def __init__(self, own: str, device: torch.device, space: dict[str, Any]) -> None:
@@ -57,8 +57,8 @@ class CallSource(NamedTuple):
     """A call as text.
 
     Attributes:
-        plain: without a look at what it returns.
-        checked: each result is compared with what the master believes it to be.
+        plain: Does not check the results.
+        checked: Compares each result with the master's expectation.
     """
 
     plain: Code
@@ -76,18 +76,18 @@ def call_source(
     device: torch.device,
     space: dict[str, Any],
 ) -> CallSource:
-    """The text of a call.
+    """Return the text of a call.
 
     Args:
-        number: of the template, which keeps names of different templates apart.
-        args, kwargs: the forms of its arguments.
-        results: for each value returned None where it is not kept.
-        op: the operator.
-        device: of the worker.
-        space: what the text of any call refers to: ``settle`` and ``generators``.
+        number: The number of the template. It distinguishes the names of different templates.
+        args, kwargs: The forms of its arguments.
+        results: For each returned value None if it is not kept.
+        op: The operator.
+        device: The device of the worker.
+        space: The values that the text of every call refers to: ``settle`` and ``generators``.
 
     Raises:
-        ValueError: an argument's name is none.
+        ValueError: The name of an argument is not an identifier.
     """
     if not all(each.isidentifier() for each in kwargs):
         raise ValueError(f"{list(kwargs)} are no names")
@@ -118,9 +118,9 @@ def call_source(
 
 
 def call_function(code: Code, inputs: int, outputs: int, site: int = 0) -> Callable[[Slots, Any, int], None]:
-    """A function of slots, a buffer, and where in the buffer the ids of a call begin.
+    """Return a function of slots, a buffer, and the position in the buffer of a call's ids.
 
-    ``site`` is the number under which it notes that it runs; 0: it notes nothing.
+    ``site`` is the number that it stores while it runs; 0: it stores none.
     """
     numbers = len(code.layout.unpack(bytes(code.layout.size))) - inputs - outputs
     ids = [f"i{each}" for each in range(inputs)], [f"o{each}" for each in range(outputs)]
@@ -135,20 +135,20 @@ def call_function(code: Code, inputs: int, outputs: int, site: int = 0) -> Calla
 
 
 def program_function(inputs: Sequence[int], lines: Sequence[str], results: str, space: dict[str, Any]) -> Any:
-    """A function of slots and of a captured step's inputs, whose tensors are local variables.
+    """Return a function of slots and of a captured step's inputs, whose tensors are local variables.
 
     Args:
-        inputs: their numbers in the step.
-        lines: of its body.
-        results: what it returns.
-        space: what the lines refer to.
+        inputs: The numbers of the inputs in the step.
+        lines: The lines of its body.
+        results: The expression that it returns.
+        space: The values that the lines refer to.
     """
     body = "\n  ".join([*lines, f"return ({results})"])
     return _execute(f"def run({', '.join(['S', *(f'v{each}' for each in inputs)])}):\n  {body}", space)
 
 
 def flatten(result: Any) -> list[Any]:
-    """What an operator returned, in one list."""
+    """Return the values that an operator returned, in one list."""
     if isinstance(result, list | tuple):
         return [one for each in result for one in (each if isinstance(each, list | tuple) else (each,))]
     return [result]

@@ -1,8 +1,9 @@
-"""A worker: runs what the master has queued, in order, and answers where it is asked.
+"""A worker: runs the commands that the master has queued, in order, and answers if requested.
 
-Each template has a function (`generated`), so a queued operation costs the worker little beside the operator itself. An
-operation that fails leaves a `Poison` where its results would be, and in every tensor that shares memory with one that
-it should have changed. Whatever uses a poisoned tensor is poisoned by the same fault. The worker goes on.
+Each template has a function (`generated`), so a queued operation costs little more than the operator itself. An
+operation that fails stores a `Poison` in place of its results. It also poisons each tensor that shares memory with a
+tensor that it should have changed. An operation on a poisoned tensor is poisoned by the same fault. The worker
+continues.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Interpreter", "serve"]
 
-_CHUNK = 1 << 18
-_COUNTED = 64  # commands, after which their number is shown to others
+_CHUNK = 1 << 18  # bytes of the receive buffer, which grows for larger messages
+_COUNTED = 64  # commands after which the count that other processes read is updated
 _WATCHED = {"mkldnn_rnn_layer"}
 
 
 def _said(value: Any) -> Any:
-    """What is sent to the master of a value that an operator has returned."""
+    """Return the form in which a returned value of an operator is sent to the master."""
     if isinstance(value, torch.Tensor):
         return describe(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -65,12 +66,13 @@ class Interpreter(WorkerState):
     def __init__(
         self, rank: int, device: torch.device, send: Callable[[bytes], None], context: WorkerContext | None = None
     ) -> None:
-        """
+        """Create an interpreter.
+
         Args:
-            rank: of this worker.
-            device: where its tensors live.
-            send: sends an encoded answer to the master.
-            context: its connection with the master, and its groups.
+            rank: The rank of this worker.
+            device: The device of its tensors.
+            send: Sends an encoded answer to the master.
+            context: Its connection with the master, and its groups.
         """
         super().__init__(rank, device, context)
         self._send = send
@@ -79,7 +81,7 @@ class Interpreter(WorkerState):
         self._recorded: RecordedTemplates | None = None
 
     def execute(self, buffer: bytearray | bytes, start: int, end: int, slots: Slots) -> int:
-        """Runs the complete frames in a buffer: where the first incomplete one begins."""
+        """Run the complete frames in a buffer. Return the position of the first incomplete one."""
         at, executed, head = start, 0, wire.HEAD.unpack_from
         table = self._table if self.slices is None else self._recorded_templates(self.slices)
         while end - at >= 2:
@@ -91,7 +93,7 @@ class Interpreter(WorkerState):
                     break
                 try:
                     template.run(slots, buffer, at + 2)
-                except Exception as error:  # noqa: BLE001 - it goes to whoever uses the result
+                except Exception as error:  # noqa: BLE001 - operations that use the result report it
                     self.fail(template, slots, buffer, at + 2, error)
                 at = after
                 executed += 1
@@ -129,25 +131,25 @@ class Interpreter(WorkerState):
         return at
 
     def _recorded_templates(self, slices: CommandSlices) -> RecordedTemplates:
-        """The templates, as they record their calls."""
+        """Return the templates in the form that records their calls."""
         if self._recorded is None or self._recorded.slices is not slices:
             self._recorded = RecordedTemplates(self._table, slices, self.site)
         return self._recorded
 
     def missing(self, buffer: bytearray, start: int, end: int) -> int:
-        """How long the incomplete frame is that begins there, as far as its head tells."""
+        """Return the length of an incomplete frame, or 0 if its head does not contain the length."""
         if end - start >= 6 and wire.HEAD.unpack_from(buffer, start)[0] == wire.MESSAGE:
             return 6 + int.from_bytes(buffer[start + 2 : start + 6], "little")
         return 0
 
     def answer(self, number: int, result: Any = None, fault: Fault | None = None) -> None:
-        """Answers the master."""
+        """Send an answer to the master."""
         warned, self.warned = self.warned, []
         printed, self.printing = self.printing, []
         self._send(wire.frame(Answer(number, result, fault, warned, printed)))
 
     def _echo(self, number: int) -> None:
-        """All before is done: sends the number back, and the faults that are not reported yet."""
+        """Answer a synchronization: send the number back, and the faults that have not been reported yet."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         faults, self.unreported = self.unreported, []
@@ -165,7 +167,7 @@ class Interpreter(WorkerState):
             self.slices.add(self.site(self._name_of(message)), began, time.monotonic_ns())
 
     def _name_of(self, message: wire.Message) -> str:
-        """What a message is recorded as."""
+        """Return the name under which a message is recorded."""
         match message:
             case Ask():
                 return message.op
@@ -186,14 +188,14 @@ class Interpreter(WorkerState):
                     self._recorded.pop(message.number, None)
                 try:
                     self._table[message.number] = self._compile(message)
-                except Exception as error:  # noqa: BLE001 - whoever calls it gets the error
+                except Exception as error:  # noqa: BLE001 - each call of the template raises it
                     self._table[message.number] = self._refuse(message, error)
             case Ask():
                 self._ask(message)
             case Hold(id, meta):
                 try:
                     self.slots[id] = self._unpack(meta, data)
-                except Exception as error:  # noqa: BLE001 - out of memory, most likely: it goes to whoever uses it
+                except Exception as error:  # noqa: BLE001 - usually out of memory; operations on the tensor report it
                     self.slots[id] = Poison(self.fault("a tensor of the master's", error))
                     self.unreported.append(self.slots[id].fault)
             case RemoteProgram():
@@ -216,7 +218,8 @@ class Interpreter(WorkerState):
         try:
             if name == "keep":
                 results, ids = self.kept.pop(arguments["of"], []), arguments["ids"]
-                if ids is not None:  # else the master has raised what another worker answered
+                # None: another worker of the group has failed, so the master does not use the results
+                if ids is not None:
                     self.slots.update((id, each) for id, each in zip(ids, results, strict=True) if id is not None)
                 return
             self.answering = number
@@ -239,13 +242,13 @@ class Interpreter(WorkerState):
                 self.answer(number, result)
             if (afterwards := self.afterwards) is not None:
                 self.afterwards = None
-                with contextlib.suppress(PeerLostError):  # the master has given up, and dropped the link
+                with contextlib.suppress(PeerLostError):  # the master has given up and dropped the link
                     afterwards()
         finally:
             self.line = line
 
     def _ask(self, ask: Ask) -> None:
-        """Runs an operator whose results only the data can tell."""
+        """Run an operator immediately, and answer with the description of its results."""
         self.doing[0] = self.site(ask.op)
         inputs: list[Any] = [self.slots.get(each) for each in ask.inputs]
         poison = next((each for each in inputs if type(each) is Poison), None)
@@ -270,7 +273,7 @@ class Interpreter(WorkerState):
                     counts,
                 ]
                 self.kept[ask.number] = results
-            except Exception as error:  # noqa: BLE001 - the master raises it at once, where it was called
+            except Exception as error:  # noqa: BLE001 - the master raises it immediately, at the call site
                 self.answer(ask.number, "now", self.fault(ask.op, error))
                 return
         self.answer(ask.number, answer, poison.fault if poison else None)
@@ -292,7 +295,7 @@ class Interpreter(WorkerState):
         return _Watched(op) if base in _WATCHED else op
 
     def _compile(self, define: Define) -> CallTemplate:
-        """A function for a template, of slots, a buffer and where in it the ids begin."""
+        """Return the function of a template. Its arguments are slots, a buffer and the position of the ids in it."""
         op = self._resolve(define.op)
         space = {"settle": self._settle, "generators": self.generators, "doing": self.doing}
         call = call_source(define.number, define.args, define.kwargs, define.results, op, self.device, space)
@@ -309,7 +312,8 @@ class Interpreter(WorkerState):
         def first(slots: Slots, buffer: Any, at: int) -> None:
             mended = self._mended
             made.run(slots, buffer, at)
-            # What had to be brought into the strides that the master believes in has to be each time.
+            # The unchecked function replaces this one only if the strides of the result were already as the master
+            # expects. Otherwise each result must be converted.
             if self._mended == mended and self._table.get(define.number) is wrapped:
                 self._table[define.number] = plain
 
@@ -317,7 +321,10 @@ class Interpreter(WorkerState):
         return wrapped
 
     def _refuse(self, define: Define, error: Exception) -> CallTemplate:
-        """Stands for a template that this worker cannot make: it may have another torch than the master."""
+        """Return a template that raises an error, because this worker cannot create the requested one.
+
+        A possible reason is another version of torch than the master's.
+        """
         forms = [*define.args, *define.kwargs.values()]
         inputs, outputs = count_tensors(forms), sum(each is not None for each in define.results)
         layout = struct.Struct(f"<{inputs + outputs}I{number_codes(forms)}")
@@ -329,7 +336,7 @@ class Interpreter(WorkerState):
         return CallTemplate(define.op, inputs, outputs, layout.size, (), refuse, code)
 
     def _settle(self, result: Any, which: int, metas: list[Meta]) -> Any:
-        """Sees to it that a result is what the master believes it to be."""
+        """Return a result in the form that the master expects, or raise an error."""
         dtype, shape, strides, _, bits = metas[which]
         if not isinstance(result, torch.Tensor):
             raise TypeError(f"result {which} is {result!r}, where the master expects a tensor")
@@ -346,7 +353,7 @@ class Interpreter(WorkerState):
 
 
 class _Watched:
-    """An operator that keeps what its backward needs only where autograd is on."""
+    """An operator that computes the data for its backward only if autograd is enabled."""
 
     def __init__(self, op: Any) -> None:
         self._schema = op._schema
@@ -358,7 +365,7 @@ class _Watched:
 
 
 class _Values:
-    """The arguments of a call that is executed once, from its forms."""
+    """The arguments of a call that is executed once, built from its forms."""
 
     def __init__(self, worker: Interpreter, inputs: Sequence[Any], values: Sequence[Any]) -> None:
         self._worker = worker
@@ -380,19 +387,19 @@ class _Values:
 
 
 def _named(op: Any) -> Any:
-    """An operator of torch's as it is; an operation of allranks by its name."""
+    """Return an operator of torch unchanged, and the name of an operation of allranks."""
     return f"allranks::{op.func.__name__}" if isinstance(op, functools.partial) else op
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 _KEPT = 1 << 30
 
 
 def _keep_memory() -> None:
-    """Has malloc keep up to 1 GiB of what is freed, as torch does on GPUs.
+    """Make malloc keep up to 1 GiB of freed memory, as torch does on GPUs.
 
-    By default each tensor of more than 32 MiB, and often smaller ones, comes from the kernel as pages that are
-    faulted in one by one: that takes longer than to fill them.
+    By default, the memory of each tensor of more than 32 MiB, and often of smaller ones, comes from the kernel. Its
+    pages are faulted in one by one, which takes longer than writing them.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -401,13 +408,14 @@ def _keep_memory() -> None:
 
 
 def serve(context: WorkerContext) -> None:
-    """Runs what the master sends until it ends the connection."""
+    """Run the commands that the master sends, until it closes the connection."""
     _keep_memory()
     device = torch.device(context.device)
     line = context.socket
 
     interpreter = Interpreter(context.rank, device, line.sendall, context)
-    warnings.simplefilter("default")  # what of it is shown the filters of the master's program decide
+    # All warnings are sent, and the filters of the master's program select those that are shown.
+    warnings.simplefilter("default")
     warnings.showwarning = interpreter.warn  # type: ignore[assignment]
     torch.set_grad_enabled(False)
     buffer, start, end = bytearray(_CHUNK), 0, 0
@@ -420,6 +428,8 @@ def serve(context: WorkerContext) -> None:
             buffer.extend(bytes(need - len(buffer)))
         elif len(buffer) > 4 * _CHUNK and end < _CHUNK:
             buffer = buffer[:_CHUNK]
+        # The core may answer an ECHO itself only if all before it is done and no fault or warning must be reported.
+        # Work on a GPU must be synchronized first.
         quiet = start == end and not (interpreter.unreported or interpreter.warned) and device.type == "cpu"
         count = _core.receive(line.fileno(), buffer, end, quiet)
         if count == 0:

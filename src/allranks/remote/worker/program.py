@@ -1,8 +1,8 @@
 """A captured step on a worker: its frames become one Python function, whose tensors are local variables.
 
-A step is many small operations, and what they cost beside the operators is the decoding of frames and the look-up of
-ids. Both is done once here. Each operation is one line of the function; so when one fails, the number of the line says
-which it was, and from there on the frames are run one by one, as those that come from the master are.
+A step consists of many small operations. Their cost, in addition to the operators, is the decoding of frames and the
+look-up of ids. Both are done once here. Each operation is one line of the function. If an operation fails, the line
+number identifies it, and the remaining frames are run one by one, like frames from the master.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ __all__ = ["compile_program"]
 
 class _Step(NamedTuple):
     template: CallTemplate
-    at: int  # where in the frames the ids are
+    at: int  # position of the ids in the frames
     line: int
     frees: list[int]
 
 
 def compile_program(worker: WorkerState, program: wire.RemoteProgram, table: dict[int, CallTemplate]) -> CallTemplate:
-    """A captured step as a template of its own.
+    """Return a captured step as a template.
 
     Args:
-        worker: runs it.
-        program: the step.
-        table: the templates that it uses, as they are now; the master may give their numbers to others later.
+        worker: The worker that runs it.
+        program: The step.
+        table: The current templates, which the step uses. The master may reuse their numbers later.
     """
     space: dict[str, Any] = {}
     lines = [f"v{each} = S[{id}]" for each, id in program.fixed.items()]
@@ -73,7 +73,7 @@ def compile_program(worker: WorkerState, program: wire.RemoteProgram, table: dic
         ids = layout.unpack_from(buffer, at)
         try:
             made = fast(slots, *[slots[each] for each in ids[:inputs]])
-        except Exception as error:  # noqa: BLE001 - it goes to whoever uses the result
+        except Exception as error:  # noqa: BLE001 - operations that use the result report it
             own = _resume(worker, error, fast.__code__, before, steps, frames)
             made = [own[each] for each in (*program.outputs, *program.kept)]
         slots.update(zip((*ids[inputs:], *kept), made, strict=True))
@@ -91,13 +91,13 @@ def _line(template: CallTemplate, code: Code, frames: bytes, at: int, space: dic
 
 
 def _resume(worker: WorkerState, error: Exception, code: Any, before: int, steps: list[_Step], frames: bytes) -> Slots:
-    """Goes on behind an operation that has failed: the program's tensors, and poison, at its end."""
+    """Continue after a failed operation. Return the program's tensors, and poison, at its end."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:
         trace = trace.tb_next
     if trace is None or trace.tb_lineno < before + 2:
         raise error
-    failed = trace.tb_lineno - before - 2  # behind `def`, and what is before the first operation
+    failed = trace.tb_lineno - before - 2  # subtracts the `def` line, and the lines before the first operation
     own: Slots = {int(name[1:]): each for name, each in trace.tb_frame.f_locals.items() if name[0] == "v"}
     trace.tb_frame.clear()
     line = worker.line
@@ -106,7 +106,7 @@ def _resume(worker: WorkerState, error: Exception, code: Any, before: int, steps
         if number:
             try:
                 step.template.run(own, frames, step.at)
-            except Exception as another:  # noqa: BLE001 - it goes to whoever uses the result
+            except Exception as another:  # noqa: BLE001 - operations that use the result report it
                 worker.fail(step.template, own, frames, step.at, another)
         else:
             worker.fail(step.template, own, frames, step.at, error)

@@ -1,8 +1,8 @@
-"""What a worker has executed, for the timeline: its commands with their times, where they are recorded in a file.
+"""Executed commands of a worker, for the timeline. They are recorded with their times if a file is requested.
 
-A worker executes several hundred thousand commands in a second. A record of each would fill a file in seconds, and
-nobody could see them. So short ones that follow each other are recorded together. Nothing here runs where no file is
-recorded: the templates of `RecordedTemplates` take the place of the others only then.
+A worker executes several hundred thousand commands per second. A record of each would fill a file within seconds, and
+would be too small to see. Consecutive short commands are therefore recorded together. If no file is recorded, no code
+of this module runs: only then the templates of `RecordedTemplates` replace the others.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from allranks.remote.worker.template import CallTemplate, Slots
 __all__ = ["ALONE_NS", "TOGETHER_NS", "CommandSlices", "RecordedTemplates"]
 
 ALONE_NS = 20_000
-"""A command that takes so long is recorded alone; a pause of that length separates those that are not."""
+"""Commands of at least this duration, in ns, are recorded alone. A pause of this length separates short ones."""
 
 TOGETHER_NS = 100_000
-"""Short commands are recorded together for so long at most."""
+"""The longest time, in ns, for which short commands are recorded together."""
 
 _now = time.monotonic_ns
 
 
 class CommandSlices:
-    """Puts short commands that follow each other together.
+    """Combines consecutive short commands.
 
     Args:
-        write: records commands: the number of a name, how many, when the first began, when the last ended.
+        write: Records commands: the number of a name, their count, the start of the first and the end of the last.
     """
 
     def __init__(self, write: Callable[[int, int, int, int], None]) -> None:
         self._write = write
         self._count = 0
         self._began = self._ended = 0
-        self._site = 0  # of the one that took longest
+        self._site = 0  # the site of the command that took longest
         self._longest = 0
 
     def add(self, site: int, began: int, ended: int) -> None:
-        """A command has been executed."""
+        """Add an executed command."""
         took = ended - began
         if took >= ALONE_NS:
             self.flush()
@@ -54,22 +54,22 @@ class CommandSlices:
             self._site, self._longest = site, took
 
     def flush(self) -> None:
-        """Records those that are put together so far."""
+        """Record the commands that have been combined so far."""
         if self._count:
             self._write(self._site, self._count, self._began, self._ended)
             self._count = 0
 
 
 class RecordedTemplates(dict[int, CallTemplate]):
-    """Templates whose calls are recorded, each made of that in a table when it is called first.
+    """Templates whose calls are recorded. Each is created from a table on its first call.
 
     Args:
-        table: the templates.
-        slices: where calls are recorded.
-        site: the number of a name.
+        table: The templates.
+        slices: Receives the calls.
+        site: Returns the number of a name.
 
     Attributes:
-        slices: where calls are recorded.
+        slices: Receives the calls.
     """
 
     def __init__(self, table: Mapping[int, CallTemplate], slices: CommandSlices, site: Callable[[str], int]) -> None:
@@ -86,7 +86,8 @@ class RecordedTemplates(dict[int, CallTemplate]):
         def run(slots: Slots, buffer: object, at: int) -> None:
             began = _now()
             try:
-                table[number].run(slots, buffer, at)  # which may replace itself there
+                # Looked up on each call, because a template may replace itself in the table.
+                table[number].run(slots, buffer, at)
             finally:
                 add(site, began, _now())
 

@@ -1,7 +1,8 @@
-"""Snapshots of kept tensors on a worker: its own, and those of the worker whose buddy it is. `master.keeping` decides.
+"""Snapshots of kept tensors on a worker: its own, and those of the worker that it is the backup of.
 
-A snapshot has the whole memory of each kept tensor once, however many of them share it, in one piece of the host's
-memory. Tensors that are restored share memory as they did. The state of the worker's random generator belongs to it.
+`master.keeping` decides when snapshots are made. A snapshot has the whole memory of each kept tensor once, however many
+tensors share it, in one block of the host's memory. Restored tensors share memory as before. A snapshot includes the
+state of the worker's random generator.
 """
 
 from __future__ import annotations
@@ -20,56 +21,59 @@ from allranks.remote.worker.state import WorkerState, describe
 
 __all__ = ["SNAPSHOTS", "Snapshot", "Snapshots"]
 
-_ALIGNED = 64
-_CHUNK = 1 << 30  # of an answer, whose length has 32 bits
+_ALIGNED = 64  # bytes; the start of each memory in a snapshot
+_CHUNK = 1 << 30  # bytes of an answer, whose length has 32 bits
 _OF_LOSSES = {"PeerLostError", "AbortedError"}
 
 Layout = tuple[list[tuple[int, Meta]], list[tuple[int, int]], int]
-"""Of each tensor the number of its memory, and how it looks; of each memory where it begins, and how long it is; the
-length of all. Memory 0 is the random generator's state."""
+"""The layout of a snapshot.
+
+For each tensor the number of its memory, and its meta. For each memory its offset and its length. The total length.
+Memory 0 is the random generator's state."""
 
 
 class Snapshot(NamedTuple):
-    """One worker's kept tensors at one moment."""
+    """One worker's kept tensors at one point in time."""
 
     layout: Layout
     memory: torch.Tensor
 
     def part(self, which: int) -> torch.Tensor:
-        """The bytes of one memory."""
+        """Return the bytes of one memory."""
         begin, nbytes = self.layout[1][which]
         return self.memory[begin : begin + nbytes]
 
 
 class Snapshots:
-    """Those that a worker has.
+    """The snapshots that a worker stores.
 
     Attributes:
-        held: by the worker that they are of, and their number; a fault where one could not be made.
+        held: The snapshots by their owner's rank and their number; a fault if one could not be made.
     """
 
     def __init__(self) -> None:
         self.held: dict[tuple[int, int], Snapshot | Fault] = {}
-        self._spare: dict[int, torch.Tensor] = {}  # memory of what was dropped, by the worker that it was of
+        self._spare: dict[int, torch.Tensor] = {}  # memory of dropped snapshots, by the owner's rank
 
     def drop(self, complete: int) -> None:
-        """Drops those before the newest that all workers have. Their memory is used again."""
+        """Drop snapshots before the newest complete one. Their memory is reused."""
         for key in [each for each in self.held if each[1] < complete]:
             dropped = self.held.pop(key)
             if isinstance(dropped, Snapshot):
                 self._spare[key[0]] = dropped.memory
 
     def room(self, owner: int, nbytes: int) -> torch.Tensor:
-        """Memory for a new one: pages that have been used before cost a third of new ones."""
+        """Return memory for a new snapshot. Reused pages cost a third of new ones."""
         spare = self._spare.pop(owner, None)
         if spare is not None and spare.numel() == nbytes:
             return spare
         return in_huge_pages(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
     def find(self, owner: int, number: int) -> Snapshot:
-        """
+        """Return a snapshot.
+
         Raises:
-            Poisoned: it could not be made.
+            Poisoned: It could not be made.
         """
         found = self.held[owner, number]
         if isinstance(found, Fault):
@@ -78,19 +82,19 @@ class Snapshots:
 
 
 def snapshot(worker: WorkerState, data: memoryview, number: int, ids: list[int], complete: int) -> None:
-    """Copies the kept tensors as they are at this place of the queue."""
+    """Copy the kept tensors as they are at this point of the queue."""
     snapshots = _of(worker)
     snapshots.drop(complete)
     try:
         snapshots.held[worker.rank, number] = _take(worker, snapshots, ids)
     except Poisoned as poisoned:
         snapshots.held[worker.rank, number] = poisoned.fault
-    except Exception as error:  # noqa: BLE001 - out of memory, most likely: the buddy, or the master, gets it instead
+    except Exception as error:  # noqa: BLE001 - usually out of memory; reported to the backup worker or the master
         snapshots.held[worker.rank, number] = worker.fault("keep", error)
 
 
 def hand(worker: WorkerState, data: memoryview, owner: int, number: int, link: int, peer: int) -> None:
-    """Sends a snapshot over a link."""
+    """Send a snapshot over a link."""
     group, found = worker.link(link), _of(worker).held[owner, number]
     head = msgspec.msgpack.encode((found, None) if isinstance(found, Fault) else (None, found.layout))
     group.send(torch.tensor([len(head)], device="cpu"), peer)
@@ -102,7 +106,7 @@ def hand(worker: WorkerState, data: memoryview, owner: int, number: int, link: i
 def shelter(
     worker: WorkerState, data: memoryview, owner: int, number: int, link: int, peer: int, complete: int
 ) -> None:
-    """Receives a snapshot over a link."""
+    """Receive a snapshot over a link."""
     snapshots, group = _of(worker), worker.link(link)
     if owner != worker.rank:
         snapshots.drop(complete)
@@ -120,13 +124,13 @@ def shelter(
 
 
 def give(worker: WorkerState, data: memoryview, number: int, begin: int) -> tuple[Layout, bytes]:
-    """A part of a snapshot, for a master that keeps it itself."""
+    """Return a part of a snapshot, for a master that stores it itself."""
     found = _of(worker).find(worker.rank, number)
     return found.layout, bytes_of(found.memory[begin : begin + _CHUNK])
 
 
 def accept(worker: WorkerState, data: memoryview, number: int, layout: Any, begin: int) -> None:
-    """Takes back a part of a snapshot that the master has kept."""
+    """Receive a part of a snapshot that the master has stored."""
     snapshots, layout = _of(worker), msgspec.convert(layout, Layout)
     if begin == 0:
         snapshots.held[worker.rank, number] = Snapshot(layout, snapshots.room(worker.rank, layout[2]))
@@ -135,20 +139,21 @@ def accept(worker: WorkerState, data: memoryview, number: int, layout: Any, begi
 
 
 def holdings(worker: WorkerState, data: memoryview) -> list[tuple[int, int]]:
-    """The snapshots that are here, when all before is done. What has failed by a loss need not be reported any more."""
+    """Return the snapshots that are stored here. Faults caused by a lost worker are no longer reported."""
     worker.unreported = [each for each in worker.unreported if each.kind not in _OF_LOSSES]
     return [key for key, each in _of(worker).held.items() if isinstance(each, Snapshot)]
 
 
 def restore(worker: WorkerState, data: memoryview, number: int, ids: list[int], outputs: list[int]) -> None:
-    """Makes tensors what they were. All other snapshots are dropped.
+    """Restore tensors. All other snapshots are dropped.
 
     Args:
-        worker: this one.
-        data: none.
-        number: of the snapshot.
-        ids: of the tensors then. Where they are still there, in the same memory, that memory is written.
-        outputs: what they are called from now on.
+        worker: This worker.
+        data: Not used.
+        number: The number of the snapshot.
+        ids: The ids of the tensors at the time of the snapshot. If they still exist in the same memory, it is
+            overwritten.
+        outputs: The new ids of the tensors.
     """
     snapshots = _of(worker)
     found = snapshots.find(worker.rank, number)
@@ -171,7 +176,7 @@ def restore(worker: WorkerState, data: memoryview, number: int, ids: list[int], 
 
 
 def discard(worker: WorkerState, data: memoryview) -> None:
-    """Nothing is kept any more."""
+    """Drop all snapshots."""
     worker.snapshots = None
 
 
@@ -204,7 +209,7 @@ def _take(worker: WorkerState, snapshots: Snapshots, ids: list[int]) -> Snapshot
 
 
 def _memory_of(held: Sequence[Any], metas: Sequence[Meta], nbytes: int) -> torch.UntypedStorage | None:
-    """The memory of tensors, if they are there, look as they did, and share it."""
+    """Return the shared memory of tensors, or None if a tensor is missing, has changed, or has other memory."""
     found: torch.UntypedStorage | None = None
     for tensor, meta in zip(held, metas, strict=True):
         if not isinstance(tensor, torch.Tensor) or describe(tensor) != meta:

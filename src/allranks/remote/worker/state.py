@@ -1,4 +1,4 @@
-"""What a worker holds: tensors, groups, functions, clocks, and the faults of operations that have failed."""
+"""The state of a worker: tensors, groups, functions, clocks, and the faults of failed operations."""
 
 from __future__ import annotations
 
@@ -32,43 +32,43 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerState", "describe"]
 
-_WARNINGS = 100  # that are passed on with one answer
+_WARNINGS = 100  # maximum number of warnings in one answer
 
 
 def _recorder(rank: int) -> _core.Recorder | None:
-    """The recorder of a worker's process."""
-    if os.environ.get("RANK") != str(rank):  # the memory is for the calls of the process that has started this one
+    """Return the recorder of a worker's process."""
+    if os.environ.get("RANK") != str(rank):  # the shared record belongs to the process that has started this one
         os.environ.pop(memory.MEMORY, None)
     return memory.recorder(rank, int(os.environ.get("WORLD_SIZE", rank + 1)), socket.gethostname())
 
 
 class WorkerState:
-    """What operations and orders read and change.
+    """The state that operations and commands read and change.
 
     Attributes:
-        rank: of this worker.
-        device: where its tensors live.
-        context: its connection with the master, and its groups; None for a worker without any.
-        slots: tensors, and poison, by id.
-        unreported: faults that no answer has reported.
-        warned: Python's warnings that no answer has passed on.
-        printed: what functions have printed that the master prints, by call; to stdout and stderr.
-        printing: of that, what goes with the next answer.
-        line: of the master's program that the next calls come from.
-        answering: the number of the request that is being answered; 0 for none.
-        kept: the results of a request, by its number, until the master says under which ids.
-        groups: by number; a fault where the group could not be made.
-        functions: the user's, by number.
-        held: the tensors that they have, and whose gradient the master holds.
-        outcomes: what calls of these have returned, by number.
-        afterwards: what an order does when it has been answered.
-        marks: times, by the number of an event.
-        copies: copied storages by address, for each deep copy under way.
-        generators: random number generators, by number.
-        snapshots: of kept tensors (`snapshots.Snapshots`); None where nothing is kept.
-        doing: its only element is the number of what is executed, for others to see; 0 is nothing.
-        since: from when on the time in commands is not counted in the record yet, in ns.
-        slices: where commands are recorded with their times; None where no file is recorded.
+        rank: The rank of this worker.
+        device: The device of its tensors.
+        context: Its connection with the master, and its groups; None for a worker without any.
+        slots: Tensors, and poison, by id.
+        unreported: Faults that no answer has reported.
+        warned: Python warnings that no answer has reported.
+        printed: The output of functions that the master prints, by call: stdout and stderr.
+        printing: The part of this output that the next answer contains.
+        line: The call site on the master of the next calls.
+        answering: The number of the request that is being answered; 0 for none.
+        kept: The results of a request, by its number, until the master assigns ids to them.
+        groups: Groups by number; a fault if a group could not be created.
+        functions: The user's functions, by number.
+        held: The tensors that functions hold, and whose gradients the master holds.
+        outcomes: The results of calls of functions, by number.
+        afterwards: A function that a command runs after its answer has been sent.
+        marks: Times, by the number of an event.
+        copies: Copied storages by address, for each deep copy in progress.
+        generators: Random number generators, by number.
+        snapshots: Snapshots of kept tensors (`snapshots.Snapshots`); None if no tensors are kept.
+        doing: Its only element is the number of the running operation, for other processes to read; 0 is none.
+        since: The time, in ns, from which the time in commands has not been counted yet.
+        slices: Records commands with their times; None if no file is recorded.
     """
 
     def __init__(self, rank: int, device: torch.device, context: WorkerContext | None = None) -> None:
@@ -105,10 +105,10 @@ class WorkerState:
         self._follow_file()
 
     def record(self, folder: Path | None) -> None:
-        """Begins to record commands in a file in a folder; None: ends it.
+        """Start to record commands in a file in a folder. None stops the recording.
 
         Raises:
-            UsageError: the file cannot be made, or commands are recorded already.
+            UsageError: The file cannot be created, or commands are already being recorded.
         """
         if folder is not None:
             self._recording = memory.record_in(folder)
@@ -125,20 +125,20 @@ class WorkerState:
             self.slices = CommandSlices(partial(self._recorder.add_commands, self._commands))
 
     def count_executed(self, commands: int) -> None:
-        """Counts commands in the record, and the time since the last were counted."""
+        """Add commands to the record, and the time since the last call."""
         if self._recorder is not None:
             before, self.since = self.since, time.monotonic_ns()
             self._recorder.count_commands(self._commands, commands, self.since - before)
 
     def site(self, name: str) -> int:
-        """The number under which an operation is recorded."""
+        """Return the number under which an operation is recorded."""
         number = self._sites.get(name)
         if number is None:
             number = self._sites[name] = 0 if self._recorder is None else self._recorder.site(name)
         return number
 
     def generator(self, number: int) -> torch.Generator:
-        """A generator by its number; 0 is that of all operations that are given none."""
+        """Return a generator by its number. 0 is the default generator."""
         if number:
             return self.generators[number]
         if self.device.type == "cpu":
@@ -148,10 +148,10 @@ class WorkerState:
         return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
 
     def link(self, number: int) -> ProcessGroup:
-        """A group by its number.
+        """Return a group by its number.
 
         Raises:
-            Poisoned: it could not be made.
+            Poisoned: It could not be created.
         """
         found = self.groups[number]
         if isinstance(found, Fault):
@@ -159,20 +159,21 @@ class WorkerState:
         return found
 
     def fault(self, name: str, error: BaseException) -> Fault:
-        """What went wrong, from an exception."""
+        """Return the fault for an exception."""
         frames = traceback.format_exception(error)
         self._faults += 1
         kind, pickled = type(error).__name__, pack_error(error) if name == "remote function" else b""
         try:
             text = str(error)
-        except Exception as another:  # noqa: BLE001 - of a class of the program's
+        except Exception as another:  # noqa: BLE001 - the program defines the class of the error
             text = f"(its text cannot be had: {type(another).__name__})"
         return Fault(self.rank, self._faults, name, self.line, kind, text, "".join(frames), pickled)
 
     def warn(self, message: Warning | str, category: type[Warning], *where: Any) -> None:
-        """Takes the place of ``warnings.showwarning``: the master gives its program the warning, with its next answer.
+        """Store a warning, which the next answer passes to the master. This replaces ``warnings.showwarning``.
 
-        The line is that of the master's program: the one in torch, or in a function's file, tells little there.
+        The reported line is the call site on the master. The line in torch, or in a function's file, is not helpful
+        there.
         """
         builtin = next(each for each in category.__mro__ if each.__module__ == "builtins")
         if len(self.warned) < _WARNINGS:
@@ -180,10 +181,10 @@ class WorkerState:
             self.warned.append(Warned(self.line, kind, builtin.__name__, str(message)))
 
     def take(self, id: int) -> torch.Tensor:
-        """A tensor by its id.
+        """Return a tensor by its id.
 
         Raises:
-            Poisoned: it is poisoned.
+            Poisoned: It is poisoned.
         """
         held = self.slots[id]
         if type(held) is Poison:
@@ -192,11 +193,11 @@ class WorkerState:
         return held
 
     def keep(self, results: list[Any]) -> None:
-        """Holds results, of what is being answered, until the master says under which ids."""
+        """Store the results of the current request until the master assigns ids to them."""
         self.kept[self.answering] = results
 
     def poison_memory(self, tensors: Sequence[Any], slots: Slots, poison: Poison) -> None:
-        """Poisons whatever shares memory with tensors."""
+        """Poison all tensors that share memory with some tensors."""
         storages = {each.untyped_storage()._cdata for each in tensors if isinstance(each, torch.Tensor)}
         for where in {id(slots): slots, id(self.slots): self.slots}.values():
             for number, held in where.items():
@@ -221,7 +222,7 @@ class WorkerState:
 
 
 def describe(tensor: torch.Tensor) -> Meta:
-    """A tensor without its data."""
+    """Return the meta of a tensor."""
     wire.refuse_odd(tensor, "the result")
     dtype = str(tensor.dtype).removeprefix("torch.")
     return (dtype, list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset()), wire.bits_of(tensor))
