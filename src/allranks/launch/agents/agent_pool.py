@@ -161,9 +161,8 @@ class AgentPool:
         self._elastic = elastic
         self._starters: list[SharedStarter] = []
         self._listener = listener
-        self._callers: list[
-            Host
-        ] = []  # agents that have connected or are retried, and are not among the hosts yet
+        # Agents that have connected or are retried, and are not among the hosts yet.
+        self._callers: list[Host] = []
         self._absent: dict[str, Callable[[], Host]] = {}  # commands that restart lost agents
         self._try_at = 0.0
         self._vet: Callable[[Host], str] | None = None

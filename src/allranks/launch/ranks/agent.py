@@ -325,7 +325,7 @@ class Agent:
         self._template = None
 
     def _reap(self, process: _Process) -> None:
-        """Reap an exited rank and kill its group, which may hold a GPU, a port or a lock that its next process needs."""
+        """Reap an exited rank and kill its group, which may hold a GPU, port or lock that its next process needs."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         os.waitpid(process.pid, 0)
@@ -352,9 +352,7 @@ class Agent:
         shown = 0 if plan.ranks.virtual_local_rank else local_rank
         environ = plan.environ | place_environ(plan.first + local_rank, shown, role_first + local_rank)
         environ[MEMORY] = memory
-        if (
-            target.mode == "master"
-        ):  # a torch group would wait forever; without these, its env:// fails immediately
+        if target.mode == "master":  # a torch group would wait forever; without these, its env:// fails immediately
             environ = {name: value for name, value in environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
         if plan.seats:
             seat = plan.seats[local_rank]

@@ -99,8 +99,7 @@ class RankTemplate:
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             die_with(parent)
             new = _serve(theirs, prepare())
-        # noqa: BLE001 - the error must not propagate into the agent's code; the agent detects the exit
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - it must not propagate into the agent's code; the agent detects the exit
             traceback.print_exc()
             os._exit(1)
         return new
