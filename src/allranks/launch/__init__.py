@@ -1,20 +1,21 @@
-"""``allranks run``: starts the ranks of a job, shows what they print, and stops all when one fails.
+"""``allranks run``: starts the ranks of a job, shows their output, and stops all ranks if one fails.
 
-The map, from words to processes. Nothing here imports torch: ``--help`` and errors are instant, and the launcher
-works where torch is broken. Only ``ranks.preload`` imports it, by name, in the process that ranks are forked from.
+This list leads from words to processes. No module of this package imports torch, so ``--help`` and errors are instant,
+and the launcher works if torch is broken. Only ``ranks.preload`` imports it, by name, in the process that ranks are
+forked from.
 
 - ``cli``, ``torchrun``  command lines -> an exit code
-- ``call``        ``allranks.run``: a function in the place of a command line
-- ``jobs``        what happens to a job when: started, watched, stopped, blamed, started again
-- ``arguments``   words -> ``Options``, ours and torchrun's; how many ranks that means for each host
-- ``agents``      what starts and watches the ranks of other hosts, and the connections to them
+- ``call``        ``allranks.run``: a function instead of a command line
+- ``jobs``        the life of a job: its ranks are started, watched, stopped, blamed, restarted
+- ``arguments``   words -> ``Options``, of allranks and of torchrun; number of ranks of each host
+- ``agents``      starts and watches the ranks of other hosts, and connects to their agents
 - ``output``      bytes of many ranks -> one screen and many files
-- ``ranks``       what runs on one host: an agent, its ranks, and all that is between them
-- ``spec``        a job as data: ``Options``, what is run, messages between launcher and agents
+- ``ranks``       the code of one host: an agent, its ranks, and the channels between them
+- ``spec``        a job as data: ``Options``, the target, messages between launcher and agents
 - ``stacks``      where ranks are, from their tracebacks (pure)
 - ``signals``     handlers of launcher and agents
-- ``reporter``       what the launcher reports to the user
+- ``reporter``    the launcher's own lines for the user
 
-``allranks._rendezvous`` and ``allranks._store`` decide how ranks find each other. The launcher only keeps a store
+``allranks._rendezvous`` and ``allranks._store`` decide how ranks connect to each other. The launcher only runs a store
 server for them.
 """

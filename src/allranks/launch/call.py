@@ -1,7 +1,8 @@
-"""``allranks.run``: a job of which every rank calls one function; what they return comes back to the caller.
+"""``allranks.run``: a job in which every rank calls one function, and whose results return to the caller.
 
-The caller's process only drives: it never forks itself, as torch, threads and GPUs may be in use there. An agent, its
-own process on this host or one on each of several, imports torch once and forks the ranks, as for ``allranks run``.
+The caller's process only controls the job. It never forks itself, because torch, threads and GPUs may be in use there.
+An agent imports torch once and forks the ranks, as for ``allranks run``. It is a separate process on this host, or one
+on each of several hosts.
 """
 
 from __future__ import annotations
@@ -51,48 +52,49 @@ def run(
     quiet: bool = False,
     progress: bool = False,
 ) -> list[R]:
-    """Calls ``fn(*args, **kwargs)`` on ``n`` ranks, each a process of its own, and returns what they return.
+    """Call ``fn(*args, **kwargs)`` on ``n`` ranks, each a separate process, and return the results.
 
     In ``fn``, ``init_process_group()`` without arguments joins the ranks; the environment is that of ``allranks run``.
-    Works in scripts (which need no ``if __name__ == "__main__"``), in notebooks and in threads. ``fn`` may be defined
-    there, be a lambda or have a closure; modules that it uses are found where the caller finds them. What ranks print
-    appears in ``sys.stdout`` and ``sys.stderr`` behind their numbers. Ctrl-C stops all ranks; so does the end of this
-    process, however it ends.
+    It works in scripts (which need no ``if __name__ == "__main__"``), in notebooks and in threads. ``fn`` may be
+    defined there, be a lambda or have a closure. The ranks find the modules of ``fn`` in the caller's search path. The
+    output of the ranks appears in ``sys.stdout`` and ``sys.stderr``, with their numbers as prefixes. Ctrl-C stops all
+    ranks. If this process exits for any reason, the ranks stop, too.
 
     Args:
-        fn: the function. The ranks get copies of it, of its arguments and of the globals that it uses.
+        fn: the function. The ranks receive copies of it, of its arguments and of the globals that it uses.
         args: its arguments.
         kwargs: its keyword arguments.
-        n: ranks in all. If None, as many as ``hosts`` or the allocation have; without them one for each GPU of this
-            host, or for each CPU that may be used where there is no GPU.
-        hosts: where to run: ``"node0:2,node1"`` or ``["node0:2", "node1"]``, at most so many ranks on each, reached by
-            ssh. If None, the hosts of the allocation that this process is in, where there are several; else this host.
-        timeout: seconds for all of it, starting included; None for no limit. Ranks that do not end by a
-            KeyboardInterrupt are killed 10 s later.
-        env: more environment variables for the ranks.
+        n: number of ranks. If None, as many as ``hosts`` or the allocation have. Without these, one for each GPU of
+            this host, or for each usable CPU if there is no GPU.
+        hosts: the hosts: ``"node0:2,node1"`` or ``["node0:2", "node1"]``, with the greatest number of ranks on each,
+            reached by ssh. If None, the hosts of this process's allocation, if it has several hosts; else this host.
+        timeout: seconds for the whole call, including the start; None for no limit. Ranks that a KeyboardInterrupt does
+            not stop are killed 10 s later.
+        env: additional environment variables for the ranks.
         threads: threads per rank; if None, OMP_NUM_THREADS or a fair share of the CPUs.
-        bind: ``"core"`` or ``"numa"`` gives each rank CPUs of its own.
-        show: whose output is shown: ``"all"``, ``"0"`` (rank 0's, without a number) or ``"none"``.
-        quiet: leave out the launcher's own remarks.
-        progress: show a bar in a notebook or on a terminal: how long the job runs, how many ranks still run, and where
-            ``fn`` has a loop of ``allranks.progress``, how far the slowest rank is in it. Elsewhere nothing is shown.
+        bind: ``"core"`` gives each rank its own cores; ``"numa"`` gives it the cores of a NUMA node.
+        show: the ranks whose output is shown: ``"all"``, ``"0"`` (rank 0, without a number) or ``"none"``.
+        quiet: omit the launcher's own remarks.
+        progress: show a bar in a notebook or on a terminal. It shows the run time of the job and the number of running
+            ranks. If ``fn`` has a loop of ``allranks.progress``, it also shows the progress of the slowest rank.
+            Elsewhere no bar is shown.
 
     Returns:
-        What ``fn`` returned, by rank. Tensors on GPUs come back on the CPU.
+        The result of ``fn``, by rank. Tensors on GPUs are returned on the CPU.
 
     Raises:
-        Exception: what ``fn`` raised on the rank that failed first, if it can be pickled; its ``__cause__`` is a
-            RankError with rank, host and traceback.
-        RankError: that rank raised something else, or exited, or was killed; or its host was lost.
-        TimeoutError: not all ranks ended in time; with the lines where they were.
-        ConfigError: a host or the number of ranks cannot be had.
-        UsageError: ``fn`` or an argument cannot be pickled, or what it returned.
-        OSError: what ranks print cannot be written.
+        Exception: the exception that ``fn`` raised on the rank that failed first, if it can be pickled. Its
+            ``__cause__`` is a RankError with rank, host and traceback.
+        RankError: that rank raised another exception, or exited, or was killed; or its host was lost.
+        TimeoutError: some ranks did not finish in time; with the source lines that they were executing.
+        ConfigError: a host or the number of ranks is not available.
+        UsageError: ``fn``, an argument or a result cannot be pickled.
+        OSError: the output of the ranks cannot be written.
         KeyboardInterrupt: Ctrl-C.
 
     Cost:
-        one import of torch, then about 10 ms for each rank. A result is copied about ten times on its way: 100 MB
-        take about 1 s.
+        one import of torch, then about 10 ms for each rank. A result is copied about ten times on its way: 100 MB take
+        about 1 s.
 
     Example:
         >>> import allranks, os
@@ -100,7 +102,7 @@ def run(
         [0, 1, 4]
 
     Source:
-        cloudpickle for what is sent; concurrent.futures.process for how an exception carries a remote traceback.
+        cloudpickle for the pickled data; concurrent.futures.process for an exception that carries a remote traceback.
     """
     began = time.monotonic()
     until = None if timeout is None else began + timeout
@@ -130,7 +132,7 @@ def run(
         exports=tuple(f"{name}={value}" for name, value in (env or {}).items()),
         join_timeout_s=_JOIN_S if timeout is None else min(timeout, _JOIN_S),
         reporter=Reporter("allranks.run", quiet),
-        signals=(),  # others than those that stop the job are the caller's own
+        signals=(),  # the caller itself handles all signals that do not stop the job
         bind=bind,
     )
     if options.per_host is None:
@@ -150,14 +152,14 @@ def run(
 
 
 def _outcome(job: SpreadJob, code: int, timeout: float | None) -> list[Any]:
-    """What the ranks returned, by rank; or raises what became of them."""
+    """Return the results, by rank, or raise the error of the job."""
     loop, name = job.loop, job.options.target.name
     assert loop is not None
     if loop.late:
         places = "".join(f"\n  {rank_list(ranks)}: at {where}" for where, ranks in loop.places.items())
         raise TimeoutError(f"{name} did not end on all ranks within {timeout:g} s{places}")
     if loop.caught is not None:
-        signal.raise_signal(loop.caught)  # to the handler before ours; this mostly does not return
+        signal.raise_signal(loop.caught)  # for the previous handler; this usually does not return
     if loop.signalled == signal.SIGPIPE:
         raise BrokenPipeError(f"the output of the ranks of {name} is not read any more")
     if loop.signalled is not None:
@@ -180,7 +182,7 @@ def _outcome(job: SpreadJob, code: int, timeout: float | None) -> list[Any]:
 
 
 def _hosts(hosts: str | Sequence[str] | None) -> tuple[tuple[Slots, ...], RemoteCommand | None]:
-    """Where to run, and how these hosts are reached; None for this one alone."""
+    """Return the hosts, and the command that starts agents on them; None for this host alone."""
     if hosts is not None:
         return parse_hosts(hosts if isinstance(hosts, str) else ",".join(hosts), "hosts"), SSH
     place = detect(os.environ, launcher=True)
@@ -190,7 +192,7 @@ def _hosts(hosts: str | Sequence[str] | None) -> tuple[tuple[Slots, ...], Remote
 
 
 def output_streams() -> tuple[TextIO | None, TextIO | None] | None:
-    """Where output goes: None for this process's own descriptors, which can do more."""
+    """Return the streams for output; None for this process's own descriptors, which support more."""
     streams = (sys.stdout, sys.stderr)
     try:
         own = tuple(stream.fileno() for stream in streams) == (1, 2) and streams == (sys.__stdout__, sys.__stderr__)

@@ -1,6 +1,6 @@
-"""``allranks run``: from the command line to an exit code; one clear line where the command line is wrong.
+"""``allranks run``: from the command line to an exit code; a wrong command line prints one clear line.
 
-What runs a job is imported only once it is known what to run, so that help and errors are instant.
+The modules that run a job are imported only after the command line is parsed, so that help and errors are instant.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ __all__ = ["main", "run"]
 
 
 def main(argv: Sequence[str] | None = None) -> int | Program:
-    """Runs ``allranks run``.
+    """Run ``allranks run``.
 
     Args:
         argv: the arguments; the process's own if None.
 
     Returns:
         The exit code: that of the rank that failed first, 128 + N after a signal, 2 for wrong arguments. In a forked
-        rank, the rank, which ``run_command`` lets run.
+        rank, the rank, which ``run_command`` runs.
     """
     return run(partial(parse, sys.argv[1:] if argv is None else argv), "allranks run")
 
 
 def run(read: Callable[[], Options], name: str) -> int | Program:
-    """Runs a job.
+    """Run a job.
 
     Args:
-        read: reads the command line.
-        name: of the command.
+        read: parses the command line.
+        name: name of the command.
 
     Returns:
-        As ``main``.
+        The same as ``main``.
     """
     try:
         options = read()

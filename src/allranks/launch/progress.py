@@ -1,6 +1,6 @@
-"""``allranks.progress``: a loop of a function that ``allranks.run`` calls, whose progress the caller's bar shows.
+"""``allranks.progress``: a loop in a function of ``allranks.run``, whose progress the caller's bar shows.
 
-A rank draws nothing itself. It sends a few bytes on the pipe on which it also returns its result, at most five times a
+A rank draws nothing itself. It sends a few bytes through the pipe that also returns its result, at most five times per
 second.
 """
 
@@ -23,7 +23,7 @@ _outermost: Loop[object] | None = None
 
 
 class Loop(Generic[T]):
-    """What ``progress`` returns: iterate over it."""
+    """The result of ``progress``: an iterable."""
 
     def __init__(self, iterable: Iterable[T], total: int | None, name: str) -> None:
         self._iterable = iterable
@@ -34,7 +34,7 @@ class Loop(Generic[T]):
         self._sent = 0.0
 
     def note(self, text: str) -> None:
-        """Sets what the bar shows at its end, for example the loss. It is sent with the next item."""
+        """Set the text at the end of the bar, for example the loss. It is sent with the next item."""
         self._note = text
 
     def __iter__(self) -> Iterator[T]:
@@ -63,24 +63,24 @@ class Loop(Generic[T]):
 
 
 def progress(iterable: Iterable[T], total: int | None = None, name: str = "") -> Loop[T]:
-    """Iterates, and moves the bar of ``allranks.run(..., progress=True)``.
+    """Iterate, and report the progress to the bar of ``allranks.run(..., progress=True)``.
 
-    The bar shows the slowest rank of those that report. Of loops within each other the outermost moves it. Outside of
-    ``allranks.run`` it only iterates.
+    The bar shows the slowest rank that reports. In nested loops, only the outermost loop reports. Outside of
+    ``allranks.run``, it only iterates.
 
     Args:
-        iterable: what to iterate over.
-        total: how many items there will be; if None, ``len(iterable)`` where there is one.
-        name: what the bar calls the loop.
+        iterable: the items.
+        total: number of items; if None, ``len(iterable)`` if it has a length.
+        name: name of the loop in the bar.
 
     Returns:
         An iterable of the same items. Its ``note(text)`` adds a text to the bar.
 
     Raises:
-        Exception: what the iterable raises.
+        Exception: any exception of the iterable.
 
     Cost:
-        a comparison for each item, and a message of a few bytes at most five times a second.
+        a comparison for each item, and a message of a few bytes at most five times per second.
 
     Example:
         >>> import allranks
@@ -94,7 +94,7 @@ def progress(iterable: Iterable[T], total: int | None = None, name: str = "") ->
         [10, 10]
 
     Source:
-        tqdm, for a loop that is wrapped.
+        tqdm, for the wrapper around a loop.
     """
     if total is None and isinstance(iterable, Sized):
         total = len(iterable)

@@ -1,7 +1,7 @@
-"""The launcher's own lines: each begins with the command that was typed, and goes to stderr.
+"""The launcher's own lines: each begins with the name of the command, and goes to stderr.
 
-The user chooses how much is printed. The cause of a failure and the outcome of the job are always printed. Remarks are
-left out with ``-q``. With ``-v`` the launcher prints each step with its time.
+The user selects how much is printed. The cause of a failure and the outcome of the job are always printed. ``-q`` omits
+remarks. With ``-v``, the launcher prints each step with its time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Reporter:
     """Prints the launcher's own lines.
 
     Attributes:
-        name: of the command.
-        quiet: leave out remarks.
+        name: name of the command.
+        quiet: omit remarks.
         verbose: print details.
-        put: takes the lines.
-        began: when the command began (``time.monotonic``).
+        put: receives the lines.
+        began: start time of the command (``time.monotonic``).
     """
 
     name: str = "allranks run"
@@ -37,23 +37,23 @@ class Reporter:
     began: float = field(default_factory=time.monotonic, repr=False, compare=False)
 
     def through(self, put: Callable[[bytes], object]) -> Reporter:
-        """The same, with another destination: while ranks write, their screen takes the lines."""
+        """Return a copy with another destination: while ranks write, their screen receives the lines."""
         return replace(self, put=put)
 
     def line(self, text: str) -> str:
-        """A line as it is printed."""
+        """Return a line as it is printed."""
         return f"{self.name}: {text}"
 
     def report(self, text: str) -> None:
-        """Prints what is essential."""
+        """Print an essential line."""
         self.put(self.line(text).encode())
 
     def remark(self, text: str) -> None:
-        """Prints what is useful, unless -q was given."""
+        """Print a useful line, unless -q was given."""
         if not self.quiet:
             self.report(text)
 
     def detail(self, text: str) -> None:
-        """Prints a step of the launcher, and how many seconds after the command began; only with -v."""
+        """Print a step of the launcher, with the seconds since the command began; only with -v."""
         if self.verbose:
             self.report(f"{time.monotonic() - self.began:.2f} s: {text}")

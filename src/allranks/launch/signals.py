@@ -1,4 +1,4 @@
-"""Signals to a process whose loop sleeps in a selector: each is passed to the loop, which a byte wakes up."""
+"""Signals for a process whose loop sleeps in a selector: each is passed to the loop, and a byte wakes the loop."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import Callable, Iterable, Iterator, Set
 __all__ = ["FORWARDED", "handled"]
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Those that stop a job."""
+"""The signals that stop a job."""
 
 
 @contextlib.contextmanager
 def handled(numbers: Iterable[int], receive: Callable[[int], object], wake: int, mask: Set[int]) -> Iterator[None]:
-    """Has signals handled until the block is left.
+    """Handle signals until the block is left.
 
-    One that was ignored before stays so: nohup, a shell's background job. Outside of the main thread, where
-    python allows no handlers, none is.
+    A signal that was ignored stays ignored: nohup, a shell's background job. Outside of the main thread, python allows
+    no handlers, so no signal is handled.
 
     Args:
-        numbers: the signals. The caller has blocked them, so that none is lost before the handlers stand.
-        receive: called with a signal's number, between any two instructions of python.
-        wake: the descriptor that a byte is written to.
-        mask: the signal mask to restore once the handlers stand.
+        numbers: the signals. The caller has blocked them, so that none is lost before the handlers are installed.
+        receive: called with the number of a signal, between any two instructions of python.
+        wake: the descriptor to which a byte is written.
+        mask: the signal mask to restore after the handlers are installed.
     """
     if threading.current_thread() is not threading.main_thread():
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

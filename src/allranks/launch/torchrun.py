@@ -15,12 +15,12 @@ __all__ = ["launch", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int | Program:
-    """Runs ``allranks torchrun``; arguments and exit codes as ``cli.main``."""
+    """Run ``allranks torchrun``; arguments and exit codes as for ``cli.main``."""
     words = sys.argv[1:] if argv is None else argv
     return run(partial(read, words, os.environ), "allranks torchrun")
 
 
 def launch(argv: Sequence[str] | None = None) -> int | Program:
-    """Runs ``allranks launch``, likewise."""
+    """Run ``allranks launch``; arguments and exit codes as for ``cli.main``."""
     words = sys.argv[1:] if argv is None else argv
     return run(partial(read, words, os.environ, for_launch=True), "allranks launch")

@@ -1,8 +1,8 @@
-"""What starts and watches the ranks of other hosts: an agent on each.
+"""Starts and watches the ranks of other hosts: one agent on each host.
 
 - ``link``           messages over a pair of descriptors
-- ``listener``           where agents connect to the launcher, and how
-- ``agent_command``  the command of an agent, and why it did not come up (pure)
-- ``serve``          an agent in a process of its own
-- ``pool``          all agents of a job, as one
+- ``inquiries``      answers commands that request the state of the ranks
+- ``agent_command``  the command of an agent, and why an agent did not start (pure)
+- ``serve``          an agent in a separate process
+- ``agent_pool``     all agents of a job, behind the interface of one agent
 """

@@ -1,8 +1,9 @@
-"""The command of an agent on another host: its words, the variables that its ranks get, why it did not come up. Pure.
+"""The command of an agent on another host: its words, the variables of its ranks, and why it did not start. Pure.
 
-A scheduler's ``RemoteCommand`` starts that command. There are two kinds. ssh and its like start one process for each
-host, whose stdin and stdout connect the launcher with the agent: no port and no secret is needed, and each side sees
-the other's end. srun, flux and pbsdsh have no stdin for each host: their agents connect to the launcher.
+A scheduler's ``RemoteCommand`` starts that command. There are two kinds. ssh and similar commands start one process for
+each host, whose stdin and stdout connect the launcher with the agent. No port and no secret is needed, and each side
+detects the exit of the other. srun, flux and pbsdsh have no stdin for each host, so their agents connect to the
+launcher.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ __all__ = ["CONNECTED", "HERE", "agent_words", "carried", "explain"]
 HERE = RemoteCommand("agent")
 """The agent's command itself, on this host."""
 CONNECTED = RemoteCommand("dial")
-"""Nothing of ours: the agent of another launcher, or one that a user started, has connected to us."""
+"""No command of this launcher: the agent of another launcher, or one that a user started, has connected."""
 
-# What programs of other hosts need to behave as they would here, and what engines are tuned by.
+# Variables that make programs on other hosts behave as on this host, and variables that tune engines.
 _CARRIED = ("ALLRANKS_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "UCX_", "PYTHON", "CUDA_LAUNCH_BLOCKING")
 _NOT_CARRIED = ("ALLRANKS_SECRET", "ALLRANKS_STORE", "PYTHONHOME")
 
@@ -29,23 +30,23 @@ _PER_TASK = tuple(name for scheduler in SCHEDULERS for name in scheduler.carries
 
 
 def agent_words(python: str, flags: Sequence[str] = (), dial: str = "", count_gpus: bool = False) -> list[str]:
-    """The command that becomes an agent.
+    """Return the command that starts an agent.
 
     Args:
-        python: the interpreter, by the path that it has on all hosts.
-        flags: its options.
-        dial: where the launcher listens, ``host,host:port``; "" for an agent that uses stdin and stdout.
-        count_gpus: it reports how many GPUs there are.
+        python: the path of the interpreter, which is the same on all hosts.
+        flags: options of the interpreter.
+        dial: addresses on which the launcher listens, ``host,host:port``; "" for an agent that uses stdin and stdout.
+        count_gpus: the agent reports the number of GPUs.
     """
     words = [*(["--dial", dial] if dial else []), *(["--count-gpus"] if count_gpus else [])]
     return [python, *flags, "-m", "allranks.launch.agents.serve", *words]
 
 
 def carried(environ: Mapping[str, str], wanted: Sequence[str]) -> dict[str, str]:
-    """The variables that ranks of other hosts get.
+    """Return the variables for ranks of other hosts.
 
     Args:
-        environ: the launcher's own.
+        environ: the launcher's environment.
         wanted: ``-x``: NAME, NAME=VALUE, or a pattern such as ``WANDB_*``.
     """
     found = {n: v for n, v in environ.items() if n.startswith((*_CARRIED, *_PER_TASK)) and n not in _NOT_CARRIED}
@@ -57,14 +58,14 @@ def carried(environ: Mapping[str, str], wanted: Sequence[str]) -> dict[str, str]
 
 
 def explain(command: RemoteCommand, host: str, python: str, code: int | None, stderr: str) -> str:
-    """Why no agent came up on a host.
+    """Return why no agent started on a host.
 
     Args:
-        command: how it was started.
-        host: where.
+        command: the command that started it.
+        host: the host.
         python: the interpreter.
         code: the exit code of the command; None if it still runs.
-        stderr: what it wrote on stderr.
+        stderr: the output of the command on stderr.
     """
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else ""

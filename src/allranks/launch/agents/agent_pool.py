@@ -1,7 +1,8 @@
-"""The agents of a job that runs on other hosts, or on several. To the loop of a round they are one (`runtime.agents`).
+"""The agents of a job that runs on other hosts, or on several. The loop of a round uses it as one (`runtime.agents`).
 
-Each host has a link. Often it also has a process on this host (ssh, srun, an agent), whose end shows why a link ended.
-``poll`` returns the events of the agents, with times on this host's clock. A lost host is an event, as an exit is.
+Each host has a link. Often it also has a process on this host (ssh, srun, an agent), whose exit shows why a link ended.
+``poll`` returns the events of the agents, with times on this host's clock. The loss of a host is an event, like an
+exit.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ __all__ = ["AgentPool", "SharedStarter", "Host", "wrong_version"]
 
 _CHUNK = 1 << 16
 _STDERR_BYTES = 1 << 14
-_FINISH_S = 20.0  # processes that hold a GPU take long to die
+_FINISH_S = 20.0  # processes that hold a GPU take a long time to exit
 _END_S = 2.0
 _GONE_S = 0.3
 _AGAIN_S = 3.0
-_LOST_AFTER_S = 15  # an elastic job replaces the ranks of a vanished host as soon as it survives a cut of 7 s
+_LOST_AFTER_S = 15  # seconds; an elastic job replaces a lost host's ranks soon, but must survive a network cut of 7 s
 
 
 @dataclass(eq=False)
@@ -74,21 +75,21 @@ class Host:
     """One host of a job, and its agent.
 
     Attributes:
-        name: as the user, the scheduler or the host itself calls it.
-        command: how the agent was started there.
+        name: the name of the host, from the user, the scheduler or the host itself.
+        command: the command that started the agent there.
         python: the interpreter that runs it.
-        process: the process of this host that ends when the agent does, if there is one for it alone.
-        link: to the agent; None before it is there, and after it is gone.
+        process: the process of this host that exits when the agent does, if the host has its own one.
+        link: the link to the agent; None before the agent has connected, and after it is lost.
         hello: the first message of the agent.
-        slots: how many ranks it is meant for; None if that is not given.
+        slots: number of ranks that it is meant for; None if it is not given.
         place: its place in the order of ranks.
-        ranks: what it runs in this round.
-        running: those of them whose process is not gone.
-        starting: those that are being started again.
-        coming: how many ranks it is preparing for, while a round goes on without it.
-        addresses: its own, for other hosts, as its agent has reported them.
-        started: the last command to start ranks there; None where none was sent.
-        offset: added to its clock gives ours.
+        ranks: its ranks in this round.
+        running: those of its ranks whose process has not exited.
+        starting: those of its ranks that are being restarted.
+        coming: number of ranks that it is preparing for, while a round continues without it.
+        addresses: its addresses for other hosts, as its agent has reported them.
+        started: the last command to start ranks there; None if none was sent.
+        offset: seconds to add to its clock to get this host's clock.
     """
 
     name: str
@@ -108,12 +109,16 @@ class Host:
     offset: float = math.inf
     start_again: Callable[[], Host] | None = None
     answer: AgentReady | Unable | Finished | None = None
-    why: str = ""  # it is gone
+    why: str = ""  # not empty: the host is lost, for this reason
     stderr_text: bytearray = field(default_factory=bytearray)
     stderr_line: bytearray = field(default_factory=bytearray)
 
     def update_clock(self, now: float) -> None:
-        """Takes a time that its agent has just sent. The message was on its way for a while: the quickest counts."""
+        """Update the offset from a time that its agent has just sent.
+
+        The message has spent some time on its way. The smallest difference belongs to the fastest message, so it is the
+        most accurate.
+        """
         self.offset = min(self.offset, time.monotonic() - now)
 
 
@@ -122,9 +127,9 @@ class SharedStarter:
     """A process that starts the agents of many hosts, which then connect: srun.
 
     Attributes:
-        command: what it is.
+        command: the command.
         process: the process.
-        stderr_text: what it wrote on stderr.
+        stderr_text: its output on stderr.
     """
 
     command: RemoteCommand
@@ -137,13 +142,13 @@ class AgentPool:
     """The agents of a job.
 
     Args:
-        reporter: makes the lines that are sent to agents.
-        listener: where agents connect; None if none do. The pool closes it.
-        has_master: the host of rank 0 gets a message when another rank ends.
-        elastic: the job goes on without a host, so that one that vanishes is to be detected soon.
+        reporter: formats the lines that are sent to agents.
+        listener: accepts connections of agents; None if no agent connects. The pool closes it.
+        has_master: the host of rank 0 receives a message when another rank exits.
+        elastic: the job continues without a lost host, so the loss of a host must be detected soon.
 
     Attributes:
-        hosts: those that the job counts on; in the order of their ranks, once it is known.
+        hosts: the hosts that the job needs; in the order of their ranks, after this order is known.
         wake: a byte written to this descriptor makes ``poll`` return.
     """
 
@@ -156,10 +161,9 @@ class AgentPool:
         self._elastic = elastic
         self._starters: list[SharedStarter] = []
         self._listener = listener
-        self._callers: list[
-            Host
-        ] = []  # agents that have connected, or are tried again, and are not among the hosts yet
-        self._absent: dict[str, Callable[[], Host]] = {}  # how to start lost agents again
+        # Agents that have connected or are retried, and are not among the hosts yet.
+        self._callers: list[Host] = []
+        self._absent: dict[str, Callable[[], Host]] = {}  # commands that restart lost agents
         self._try_at = 0.0
         self._vet: Callable[[Host], str] | None = None
         self._welcome: Callable[[Host], Prepare] | None = None
@@ -176,15 +180,15 @@ class AgentPool:
         if listener is not None:
             self._selector.register(listener.wake, selectors.EVENT_READ, self._let_in)
 
-    # Before the ranks.
+    # Before the ranks start.
 
     def start_host(
         self, name: str, command: RemoteCommand, words: Sequence[str], python: str, environ: Mapping[str, str]
     ) -> Host:
-        """Starts an agent that communicates through the pipes of a command.
+        """Start an agent that communicates through the pipes of a command.
 
         Raises:
-            ConfigError: there is no such command here.
+            ConfigError: the command does not exist on this host.
         """
         host = self._call(name, command, words, python, environ)
         self.hosts.append(host)
@@ -206,26 +210,26 @@ class AgentPool:
         return host
 
     def start_shared(self, command: RemoteCommand, words: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Starts a command whose agents connect by themselves.
+        """Start a command whose agents connect by themselves.
 
         Raises:
-            ConfigError: there is no such command here.
+            ConfigError: the command does not exist on this host.
         """
         starter = SharedStarter(command, _start(words, environ, subprocess.DEVNULL))
         self._starters.append(starter)
         self._watch_stderr(starter, starter.process)
 
     def expect(self, names: Iterable[str], command: RemoteCommand) -> None:
-        """Adds hosts whose agents will connect and have these names."""
+        """Add hosts whose agents will connect under these names."""
         self.hosts += [Host(name, command) for name in names]
 
     def gather(self, until: float, enough: Callable[[], bool], missing: Callable[[], str] | None = None) -> None:
-        """Waits until ``enough`` returns True. It is called whenever something has happened.
+        """Wait until ``enough`` returns True. It is called after each batch of events.
 
         Args:
-            until: when to give up (``time.monotonic``).
-            enough: whether all is there.
-            missing: describes what is missing, where hosts come by themselves.
+            until: time when to give up (``time.monotonic``).
+            enough: returns whether all hosts are available.
+            missing: describes the missing hosts, if hosts connect by themselves.
 
         Raises:
             ConfigError: a host is not available, or the time is over.
@@ -249,21 +253,21 @@ class AgentPool:
             self._turn(min(left, 0.5))
 
     def admit(self, host: Host) -> None:
-        """Makes a caller one of the hosts."""
+        """Move a caller to the hosts."""
         self._callers.remove(host)
         self._absent.pop(host.name, None)
         self.hosts.append(host)
         self.hosts.sort(key=lambda host: host.place)
 
     def turn_away(self, host: Host, why: str) -> None:
-        """Refuses a caller."""
+        """Refuse a caller."""
         self._send(host, EndAgent(2, self._reporter.line(f"error: host 0 does not take this host: {why}").encode()))
         self.forget(host)
 
     def forget(self, host: Host) -> None:
-        """Removes a host or a caller, and does not try it again."""
+        """Remove a host or a caller, and do not retry it."""
         for hosts in (self.hosts, self._callers):
-            if host in hosts:  # a caller may have ended while the message was sent
+            if host in hosts:  # a caller may have been removed while the message was sent
                 hosts.remove(host)
         self._absent.pop(host.name, None)
         self._detach(host)
@@ -271,11 +275,11 @@ class AgentPool:
             self._reap(host.process)
 
     def drop(self, host: Host, try_again: bool) -> None:
-        """Removes a host.
+        """Remove a host.
 
         Args:
-            host: one that is gone.
-            try_again: see from time to time whether it is available again.
+            host: a lost host.
+            try_again: check from time to time whether it is available again.
         """
         self.hosts.remove(host)
         self._detach(host)
@@ -285,7 +289,7 @@ class AgentPool:
                 self._retry(host)
 
     def _retry(self, host: Host) -> None:
-        """Starts its agent again from time to time, until there is one."""
+        """Restart its agent from time to time, until one starts."""
         if host.start_again is not None:
             again, place, slots = host.start_again, host.place, host.slots
             self._absent[host.name] = lambda: _like(again(), place, slots)
@@ -293,33 +297,33 @@ class AgentPool:
     def report_callers(
         self, vet: Callable[[Host], str] | None, welcome: Callable[[Host], Prepare] | None = None
     ) -> None:
-        """Makes ``poll`` report hosts that could take part.
+        """Make ``poll`` report hosts that could take part.
 
         Args:
-            vet: returns why a caller may not, "" if it may; None: do not report.
-            welcome: admits a caller to a round that goes on, and returns what it is to prepare; it is reported when it
-                is ready. None: the first callers are reported at once, and wait for the next round.
+            vet: returns why a caller may not take part, "" if it may; None: do not report callers.
+            welcome: admits a caller to a running round, and returns its ``Prepare`` command. The caller is reported
+                when it is ready. None: the first callers are reported immediately, and wait for the next round.
         """
         self._vet, self._welcome = vet, welcome
 
     @property
     def by_callers(self) -> bool:
-        """Whether hosts come by themselves."""
+        """Whether hosts connect by themselves."""
         return self._listener is not None and not self._starters
 
     @property
     def listener_port(self) -> int:
-        """The port that hosts dial."""
+        """The port that hosts connect to."""
         assert self._listener is not None
         return self._listener.port
 
     def refusals(self) -> str:
-        """Which connections were refused, and why; "" if none was."""
+        """Return the refused connections, with the reasons; "" if there are none."""
         refused = self._listener.refused if self._listener is not None else {}
         return f"(turned away: {'; '.join(f'{peer}: {why}' for peer, why in refused.items())})" if refused else ""
 
     def close_listener(self) -> int:
-        """Accepts no connections any more. Returns the port of the listener, which is free then."""
+        """Stop accepting connections. Return the port of the listener, which is free then."""
         assert self._listener is not None
         port = self._listener.port
         self._selector.unregister(self._listener.wake)
@@ -333,7 +337,7 @@ class AgentPool:
         return [host for host in self._callers if host.hello is not None]
 
     def greeted(self) -> bool:
-        """Whether the agents of all hosts have identified themselves.
+        """Return whether the agents of all hosts have identified themselves.
 
         Raises:
             ConfigError: one of them has another version of allranks.
@@ -344,10 +348,10 @@ class AgentPool:
         return all(host.hello is not None for host in self.hosts)
 
     def prepare(self, commands: Sequence[Prepare], until: float) -> list[AgentReady]:
-        """Has all hosts do what can be done before ranks start. Returns their answers, by host.
+        """Make all hosts prepare everything that precedes the start of ranks. Return their replies, by host.
 
         Raises:
-            ConfigError: one cannot, or does not answer in time.
+            ConfigError: a host cannot prepare, or does not reply in time.
         """
         for host, command in zip(self.hosts, commands, strict=True):
             host.answer = None
@@ -357,7 +361,7 @@ class AgentPool:
         return [host.answer for host in self.hosts if isinstance(host.answer, AgentReady)]
 
     def start(self, commands: Sequence[StartRanks]) -> None:
-        """Has all hosts start their ranks. A spare host, which has none, gets no command yet."""
+        """Make all hosts start their ranks. A spare host, which has no ranks, receives no command yet."""
         for host, command in zip(self.hosts, commands, strict=True):
             host.answer = None
             host.started = command
@@ -369,11 +373,11 @@ class AgentPool:
                 self._send(host, command)
 
     def start_elsewhere(self, lost: str, spare: str, starts: Mapping[int, int]) -> None:
-        """Starts ranks of a lost host on a spare one.
+        """Start ranks of a lost host on a spare one.
 
         Args:
             lost: the lost host.
-            spare: the spare one.
+            spare: the spare host.
             starts: the ranks; see ``StartRanks``.
         """
         new = next(host for host in self.hosts if host.name == spare and not host.ranks and not host.why)
@@ -392,7 +396,7 @@ class AgentPool:
         self._send(new, command)
 
     def _new_ranks(self, new: Host, starts: Collection[int]) -> StartRanks:
-        """The command that starts ranks with numbers that no rank had."""
+        """Return the command that starts ranks with numbers that no rank had."""
         others = [host.started for host in self.hosts if host.started is not None and host.started.count]
         roles = sum(start.count for start in others)
         nodes = max(start.nodes for start in others) + 1
@@ -408,20 +412,20 @@ class AgentPool:
             stdio=(),
         )
 
-    # What an agent has, too.
+    # The interface of an agent.
 
     @property
     def running(self) -> list[int]:
-        """The ranks whose process is not gone."""
+        """The ranks whose process has not exited."""
         return sorted(rank for host in self.hosts for rank in host.running)
 
     @property
     def output_open(self) -> bool:
-        """False: an agent itself waits for processes that still write, when it is asked to finish."""
+        """False: when an agent finishes, it waits itself for processes that still write."""
         return False
 
     def poll(self, timeout_s: float | None) -> list[Event]:
-        """Waits for events, for ``wake``, or for the time to pass."""
+        """Wait for events, for ``wake``, or for the time to pass."""
         if self._vet is not None and self._absent:
             timeout_s = min(_AGAIN_S if timeout_s is None else timeout_s, _AGAIN_S)
             self.try_again()
@@ -440,18 +444,18 @@ class AgentPool:
                 command = self._welcome(caller)
                 caller.coming = command.nproc
                 self._send(caller, command)
-        if self.callers:  # they are not welcome yet
+        if self.callers:  # without ``welcome``, they wait for the next round
             self._vet = None
             self._events.append(HostJoined(", ".join(host.name for host in self.callers)))
 
     def signal(self, number: int, ranks: list[int], alone: bool = False) -> None:
-        """Sends a signal to the process groups of ranks that are not gone; see ``Agent.signal``."""
+        """Send a signal to the process groups of ranks that have not exited; see ``Agent.signal``."""
         for host in self.hosts:
             if chosen := sorted(host.running.intersection(ranks)):
                 self._send(host, Signal(number, chosen, alone))
 
     def restart(self, wanted: RestartRank) -> None:
-        """Starts a rank again; see ``Agent.restart``. Of a lost host, ranks that are all alike are lost too."""
+        """Restart a rank; see ``Agent.restart``. If its host is lost and there is no master, report it as lost."""
         for host in self.hosts:
             if wanted.rank in host.ranks and host.link is not None:
                 host.starting.add(wanted.rank)
@@ -460,45 +464,45 @@ class AgentPool:
                 self._events.append(HostLost(host.name, (wanted.rank,), host.why))
 
     def dump(self, ranks: list[int]) -> None:
-        """Asks for the stacks of ranks, which come as ``Stacks``."""
+        """Request the stacks of ranks, which arrive as ``Stacks``."""
         for host in self.hosts:
             if chosen := sorted(host.running.intersection(ranks)):
                 self._send(host, RequestStacks(chosen))
 
     def inspect(self, ranks: list[int], recent: int = 0) -> None:
-        """Asks what ranks do; see ``Agent.inspect``."""
+        """Request the state of ranks; see ``Agent.inspect``."""
         for host in self.hosts:
             if chosen := sorted(set(host.ranks).intersection(ranks)):
                 self._send(host, Inspect(chosen, recent))
 
     def answer(self, answer: bytes) -> None:
-        """Answers the hosts that have asked what the ranks do."""
+        """Answer the hosts that have requested the state of the ranks."""
         for host in self._asking:
             self._send(host, Answered(answer))
         self._asking.clear()
 
     def watch(self, fd: int) -> None:
-        """Makes ``poll`` return when this descriptor can be read from, too."""
+        """Make ``poll`` return also if this descriptor is readable."""
         self._selector.register(fd, selectors.EVENT_READ, lambda: None)
 
     def unwatch(self, fd: int) -> None:
-        """The opposite of ``watch``."""
+        """Undo ``watch``."""
         self._selector.unregister(fd)
 
     def resize(self, rows: int, columns: int) -> None:
-        """Sets the size of all ranks' terminals, and sends them SIGWINCH."""
+        """Set the size of all ranks' terminals, and send them SIGWINCH."""
         for host in self.hosts:
             self._send(host, Resize(rows, columns))
 
     def read_output(self, on: bool) -> None:
-        """Reads what ranks write, or lets it wait in their pipes until the ranks wait too."""
+        """Read the output of the ranks, or leave it in their pipes until the ranks wait."""
         if on != self._reading:
             self._reading = on
             for host in self.hosts:
                 self._send(host, ReadOutput(on))
 
     def watch_writable(self, fds: Set[int]) -> None:
-        """Makes ``poll`` return when one of these descriptors can be written to. Replaces those of the last call."""
+        """Make ``poll`` return also if one of these descriptors is writable. Replaces those of the last call."""
         for fd in self._writable - fds:
             self._selector.unregister(fd)
         for fd in fds - self._writable:
@@ -506,7 +510,7 @@ class AgentPool:
         self._writable = set(fds)
 
     def finish(self, patience_s: float) -> list[Event]:
-        """Ends the round: kills all that is left of the ranks, reads what is left of their output.
+        """Finish the round: kill the remaining processes of the ranks, and read the rest of their output.
 
         Args:
             patience_s: see ``Agent.finish``.
@@ -529,12 +533,12 @@ class AgentPool:
         return events
 
     def end(self, code: int, text: bytes = b"") -> None:
-        """Sends all agents the end of the job, and its outcome."""
+        """Send the exit code of the job, and the reason of a failure, to all agents."""
         for host in (*self.hosts, *self._callers):
             self._send(host, EndAgent(code, text))
 
     def close(self) -> None:
-        """Ends all agents and the processes that started them. To be called once. Ctrl-C waits some seconds for it."""
+        """Stop all agents and the processes that started them. Call it once. Ctrl-C is delayed by some seconds."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             self._close()
@@ -547,7 +551,7 @@ class AgentPool:
         until = time.monotonic() + _END_S
         everybody = (*self.hosts, *self._callers)
         while any(h.link is not None and h.link.backlog for h in everybody) and time.monotonic() < until:
-            self._turn(0.05)  # the last messages
+            self._turn(0.05)  # sends the last messages
         for host in (*self.hosts, *self._callers):
             self._detach(host)
         if self._listener is not None and not self._listener_closed:
@@ -567,14 +571,15 @@ class AgentPool:
         os.close(self.wake)
 
     def try_again(self) -> None:
-        """Starts lost agents again, unless it was just tried."""
+        """Restart lost agents, at most every 3 s."""
         if time.monotonic() < self._try_at:
             return
         self._try_at = time.monotonic() + _AGAIN_S
         trying = {host.name for host in self._callers}
         for name, again in self._absent.items():
             if name not in trying:
-                with contextlib.suppress(ConfigError):  # the command has gone, with the network that it is on
+                # the command is missing, for example because its network file system is
+                with contextlib.suppress(ConfigError):
                     self._callers.append(again())
 
     # Descriptors.
@@ -586,7 +591,7 @@ class AgentPool:
                 if host.link.read_fd == host.link.write_fd:
                     self._selector.modify(host.link.read_fd, events, self._receiver(host))
                 elif host.link.backlog:
-                    with contextlib.suppress(KeyError):  # it stands there already
+                    with contextlib.suppress(KeyError):  # it is registered already
                         self._selector.register(host.link.write_fd, selectors.EVENT_WRITE, lambda: None)
                 elif host.link.write_fd in self._selector.get_map():
                     self._selector.unregister(host.link.write_fd)
@@ -653,7 +658,7 @@ class AgentPool:
             lines, rest = [*lines, rest], bytearray()
         source.stderr_line = bytearray(rest)
         if source in self._callers:
-            return  # an agent that is tried again mostly fails
+            return  # an agent that is retried usually fails
         name = source.name if isinstance(source, Host) else source.command.name
         lines = [line for line in lines if line.strip() and not any(noise in line for noise in source.command.noise)]
         self._events += [HostMessage(name, bytes(line)) for line in lines]
@@ -735,7 +740,7 @@ class AgentPool:
                     self._send(host, ended)
 
     def _recognise(self, caller: Host) -> None:
-        """Gives an expected host the link of the agent that has connected under its name."""
+        """Give the link of a connected agent to the expected host with its name."""
         assert caller.hello is not None
         if caller not in self._callers:
             return
@@ -791,7 +796,7 @@ class AgentPool:
             self._lose_ranks(host)
 
     def _lose_ranks(self, host: Host) -> None:
-        """Of a spare host, none."""
+        """Report the ranks of a host as lost: none for a spare host."""
         gone = sorted(host.running | host.starting)
         self._events.append(HostLost(host.name, tuple(gone), host.why))
         if self._welcome is not None and host.start_again is not None:
@@ -802,18 +807,18 @@ class AgentPool:
         host.starting.clear()
 
     def _settle(self, gone: list[Host]) -> None:
-        """Gives the others a moment to fail too, so that one message names all."""
+        """Wait a moment for other hosts to fail too, so that one message names all."""
         until = time.monotonic() + _GONE_S
         while (left := until - time.monotonic()) > 0 and any(h.hello is None and not h.why for h in self.hosts):
             self._turn(left)
 
     def unable(self) -> dict[Host, str]:
-        """The hosts that cannot do what was asked, and why."""
+        """Return the hosts that cannot execute their command, with the reasons."""
         return {host: host.answer.why for host in self.hosts if isinstance(host.answer, Unable)}
 
     @property
     def may_grow(self) -> bool:
-        """Whether hosts can come, or come back."""
+        """Whether hosts can join, or return."""
         return self.by_callers or bool(self._absent or self._callers)
 
     def _raise_unable(self) -> None:
@@ -845,14 +850,14 @@ def _start(command: Sequence[str], environ: Mapping[str, str], stdin: int) -> su
             stdin=stdin,
             stdout=subprocess.PIPE if stdin == subprocess.PIPE else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is handled by this process
+            start_new_session=True,  # a separate session, so that only this process handles Ctrl-C
         )
     except OSError as error:
         raise ConfigError(f"cannot start {command[0]!r}: {str(error.strerror).lower()}") from None
 
 
 def wrong_version(host: Host) -> str:
-    """Reports that a host has another version of allranks than this one; "" if it has not."""
+    """Return a message if a host has another version of allranks than this one; "" if it has the same."""
     if host.hello is None or host.hello.version == __version__:
         return ""
     theirs = f"allranks {host.hello.version} (python {host.hello.python})"

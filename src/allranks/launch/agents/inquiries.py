@@ -1,7 +1,7 @@
-"""Answers other commands of the same user that ask what the ranks of this job do (``_trace/jobs`` is the other side).
+"""Answers commands of the same user that request the state of this job's ranks (the other side: ``_trace/jobs``).
 
-The launcher has such a socket, and the agent of every other host, which passes questions on to the launcher. A
-connection that asks nothing costs a descriptor until the job ends; of such there are few.
+The launcher has such a socket. So has the agent of every other host, which forwards requests to the launcher. A
+connection that requests nothing costs a descriptor until the job ends; at most 16 connections exist.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Inquiries:
     """The socket of one job.
 
     Attributes:
-        fd: can be read from when there is something to take.
+        fd: readable when `take` has work.
     """
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._listener.setblocking(False)
-        with contextlib.suppress(OSError):  # then nobody can ask; the job goes on
+        with contextlib.suppress(OSError):  # without a socket no command can ask; the job continues
             self._listener.bind(own_address(next(_numbers)))
             self._listener.listen(_MOST)
             self._epoll.register(self._listener, select.EPOLLIN)
@@ -48,11 +48,11 @@ class Inquiries:
         return self._epoll.fileno()
 
     def take(self) -> list[Question]:
-        """The questions that have come."""
+        """Return the requests that have arrived."""
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # nobody, or gone again
+            except OSError:  # no connection, or it was closed again
                 break
             if unix_peer(connection)[1] in (os.geteuid(), 0) and len(self._connections) + len(self._asking) < _MOST:
                 connection.setblocking(False)
@@ -67,15 +67,15 @@ class Inquiries:
         return questions
 
     def answer(self, answer: bytes) -> None:
-        """Answers all who have asked."""
+        """Answer all pending requests."""
         for connection in self._asking:
-            with contextlib.suppress(OSError), connection:  # it has left
-                connection.settimeout(1.0)  # it waits for that, and reads
+            with contextlib.suppress(OSError), connection:  # the other side has disconnected
+                connection.settimeout(1.0)  # blocking with a limit: the other side waits for the answer, and reads it
                 connection.sendall(answer)
         self._asking.clear()
 
     def close(self) -> None:
-        """Who still waits sees that the job has ended."""
+        """Close the socket. A command that still waits detects from this that the job has ended."""
         for connection in (self._listener, *self._connections, *self._asking):
             connection.close()
         self._connections.clear()

@@ -1,7 +1,7 @@
 """Messages between a launcher and an agent, over a pair of descriptors: ssh's pipes, or a TCP connection.
 
-A link never blocks while a job runs. What the other side does not read is queued here, and the sender watches
-``backlog``. The end of the stream shows either side that the other is gone, however it ended.
+A link never blocks while a job runs. It queues data that the other side does not read yet, and the sender watches
+``backlog``. The end of the stream shows to each side that the other side has exited, for any reason.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ _In = TypeVar("_In")
 
 
 class LinkLost(Exception):
-    """The other side is gone."""
+    """The other side is lost."""
 
 
 class Garbled(LinkLost):
-    """The bytes that came are no message."""
+    """The received bytes are no message."""
 
 
 class Link(Generic[_In]):
-    """One end.
+    """One end of a link.
 
     Args:
         read_fd: the descriptor to read from. The link closes both.
-        write_fd: the one to write to; may be the same.
-        kind: what comes in.
+        write_fd: the descriptor to write to; may be the same.
+        kind: type of the received messages.
     """
 
     def __init__(self, read_fd: int, write_fd: int, kind: Any) -> None:
         self.read_fd, self.write_fd = read_fd, write_fd
-        self._held = [Descriptor(fd) for fd in {read_fd, write_fd}]  # or a forked child would hide this process' end
+        # closed in forked children, where they would hide the exit of this process
+        self._held = [Descriptor(fd) for fd in {read_fd, write_fd}]
         for fd in (read_fd, write_fd):
             os.set_blocking(fd, False)
             os.set_inheritable(fd, False)
@@ -54,28 +55,28 @@ class Link(Generic[_In]):
         self._due = bytearray()
 
     def trust(self) -> None:
-        """Takes messages of any size from here on: the other side has identified itself."""
+        """Accept messages of any size from now on: the other side has identified itself."""
         self._frames.limit = _FRAME_LIMIT
 
     @property
     def backlog(self) -> int:
-        """Bytes that the other side has not taken yet."""
+        """Bytes that the other side has not read yet."""
         return len(self._due)
 
     def send(self, message: Message | Command) -> None:
-        """Queues a message, and writes as much as is possible at once.
+        """Queue a message, and write as much as is possible without blocking.
 
         Raises:
-            LinkLost: the other side is gone.
+            LinkLost: the other side is lost.
         """
         self._due += pack_frame(msgspec.msgpack.encode(message))
         self.flush()
 
     def flush(self) -> None:
-        """Writes as much as is possible at once.
+        """Write as much as is possible without blocking.
 
         Raises:
-            LinkLost: the other side is gone.
+            LinkLost: the other side is lost.
         """
         try:
             while self._due:
@@ -88,10 +89,10 @@ class Link(Generic[_In]):
             raise LinkLost(str(error.strerror).lower()) from error
 
     def receive(self) -> list[_In]:
-        """The messages that have come, without waiting.
+        """Return the messages that have arrived, without waiting.
 
         Raises:
-            LinkLost: the stream has ended, or what comes is no message.
+            LinkLost: the stream has ended, or the received bytes are no message.
         """
         try:
             data = os.read(self.read_fd, _CHUNK)
@@ -111,11 +112,11 @@ class Link(Generic[_In]):
         return messages
 
     def await_one(self, until: float) -> list[_In]:
-        """Waits for the next messages, at least one.
+        """Wait for the next messages, at least one.
 
         Raises:
-            LinkLost: none will come.
-            TimeoutError: none has come.
+            LinkLost: no message can arrive any more.
+            TimeoutError: no message has arrived in time.
         """
         poll = select.poll()
         while True:
@@ -131,16 +132,16 @@ class Link(Generic[_In]):
                 return messages
 
     def close(self) -> None:
-        """Closes both descriptors. Idempotent."""
+        """Close both descriptors. Idempotent."""
         for descriptor in self._held:
             descriptor.close()
 
 
 def to_agent(read_fd: int, write_fd: int) -> Link[Message]:
-    """A launcher's end."""
+    """Return the launcher's end."""
     return Link(read_fd, write_fd, Message)
 
 
 def to_launcher(read_fd: int, write_fd: int) -> Link[Command]:
-    """An agent's end."""
+    """Return the agent's end."""
     return Link(read_fd, write_fd, Command)

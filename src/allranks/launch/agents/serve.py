@@ -1,11 +1,11 @@
-"""An agent in a process of its own: starts ranks on its host as a launcher commands, and reports events of the ranks.
+"""An agent in a separate process: starts ranks on its host as the launcher commands, and reports their events.
 
 ``python -m allranks.launch.agents.serve`` uses stdin and stdout (started by ssh, or on the launcher's own host). With
-``--dial`` it connects to the launcher's listener (started by srun). It decides one thing only: when the launcher is
-gone, for whatever reason, the ranks are killed at once.
+``--dial`` it connects to the launcher's listener (started by srun). It makes one decision only: if the launcher is
+lost, for any reason, it kills the ranks immediately.
 
-As in ``job``, the store's socket is bound before ranks are forked, and its thread starts after; each round of a job
-that is started again has a store of its own, and so no thread when ranks are forked.
+As in ``jobs/local``, the store's socket is bound before ranks are forked, and its thread starts after. Each round of a
+restarted job has its own store, so no thread exists when ranks are forked.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ from allranks.launch.spec.target import check
 
 __all__ = ["AgentServer", "hello", "main"]
 
-_BACKLOG = 1 << 20  # more than this waits in the ranks' pipes, and then the ranks wait
+_BACKLOG = 1 << 20  # bytes; more output waits in the ranks' pipes, and the ranks block when these are full
 _STRAGGLERS_S = 0.5
 _SIGN_S = 1.0
 _DRAIN_S = 1.0
-_DIAL_S = 10.0  # the launcher listened before it had this process started
+_DIAL_S = 10.0  # the launcher listened before it started this process
 _REACH_S = 3.0
 
 
 def hello(
     node: int | None = None, nproc: int | None = None, run: str = "", role: str = "", *, count_gpus: bool = False
 ) -> AgentHello:
-    """The first message of this process. GPUs are counted only on request, as NVIDIA's tool may take a second."""
+    """Return the first message of this process. GPUs are counted only on request: NVIDIA's tool may take 1 s."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     python = ".".join(map(str, sys.version_info[:3]))
     gpus = len(visible_gpus(os.environ)) if count_gpus else None
@@ -88,13 +88,13 @@ def hello(
 
 
 class AgentServer:
-    """The agent of one host, through all rounds of a job.
+    """The agent of one host, in all rounds of a job.
 
     Args:
-        link: to the launcher. Closed at the end.
-        key: the secret that was proved where the agent has dialled; empty elsewhere.
+        link: the link to the launcher. Closed at the end.
+        key: the secret that was proved, if the agent has connected by ``--dial``; else empty.
         own: the options of this host's own command line, which override the launcher's; None if it has none.
-        show: makes the screen that shows this host's ranks; None to send what they write to the launcher.
+        show: creates the screen for this host's ranks; None to send their output to the launcher.
         reporter: reports errors of that screen.
     """
 
@@ -115,7 +115,7 @@ class AgentServer:
         self._prepared: Prepare | None = None
         self._guard: Guard | None = None
         self._server: StoreServer | None = None
-        self._store: StoreClient | None = None  # the server's, once something is to be put there
+        self._store: StoreClient | None = None  # a client of the server, after the first `Ended`
         self._agent: Agent | None = None
         self._seats: tuple[CpuPlace, ...] = ()
         self._commands: deque[Command] = deque()
@@ -123,16 +123,16 @@ class AgentServer:
         self._inquiries: Inquiries | None = None
         self._reading = True
         self._next_sign = 0.0
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # before anything is blocked
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # before any signal is blocked
 
     def run(self, first: AgentHello) -> EndAgent | Rank:
-        """Serves until the job is over.
+        """Serve until the job is over.
 
         Returns:
-            The last command; or, in each of the forked ranks, the rank, which the caller must let ``run``.
+            The last command; or, in each of the forked ranks, the rank. The caller must call its ``run``.
 
         Raises:
-            LinkLost: the launcher is gone; so are the ranks.
+            LinkLost: the launcher is lost, and the ranks were killed.
         """
         rank: Rank | None = None
         try:
@@ -177,7 +177,8 @@ class AgentServer:
             if command.folder:
                 _enter(command.folder)
             os.environ.update(command.environ)
-            signal.pthread_sigmask(signal.SIG_BLOCK, ranks.signals)  # until there are ranks that they are meant for
+            # until the ranks exist that these signals are meant for
+            signal.pthread_sigmask(signal.SIG_BLOCK, ranks.signals)
             _activate()
             check(ranks.target)
             self._guard = Guard()  # while this process is small
@@ -192,7 +193,7 @@ class AgentServer:
                 if ranks.target.kind == "function":
                     importlib.import_module(
                         "allranks.launch.ranks.function"
-                    )  # for all ranks, and only where it is needed
+                    )  # once for all ranks, and only for functions
                 loaded = preload(ranks.target, environ)
                 if not loaded and ranks.target.kind != "function":
                     spawned = dataclasses.replace(ranks, start="spawn")
@@ -259,7 +260,7 @@ class AgentServer:
             _masters(prepared),
             elastic=prepared.ranks.elastic is not None,
         )
-        if self._server is None and not command.stores:  # the ranks meet elsewhere, at an address that they have
+        if self._server is None and not command.stores:  # the ranks use another store, whose address they have
             return common_environ(os.environ, share, prepared.ranks.threads, "", ("", 0), self._seats)
         if not prepared.spans:
             assert self._server is not None
@@ -276,13 +277,14 @@ class AgentServer:
         environ = common_environ(os.environ, share, prepared.ranks.threads, store, (host, command.port), self._seats)
         environ["ALLRANKS_SECRET"] = prepared.secret.decode()
         environ.pop("ALLRANKS_INSECURE", None)  # this job has a secret, even if its user has none
-        if interface := interface_of(own):  # or engines take what the host's own name resolves to: often 127.0.1.1
+        # otherwise engines use the address of the host's own name, which is often 127.0.1.1
+        if interface := interface_of(own):
             for engine in ("GLOO", "NCCL"):
                 environ.setdefault(f"{engine}_SOCKET_IFNAME", interface)
         return environ
 
     def _watch(self, agent: Agent, passed_on: Sequence[int]) -> None:
-        """Relays until the round is over."""
+        """Relay events and commands until the round is over."""
         agent.watch(self._link.read_fd)
         self._inquiries = Inquiries()
         agent.watch(self._inquiries.fd)
@@ -309,7 +311,8 @@ class AgentServer:
                 if time.monotonic() < self._next_sign:
                     continue
                 self._next_sign = time.monotonic() + _SIGN_S
-                event = Output(event.rank, event.stream, b"")  # the launcher must know that ranks write
+                # an empty output: the launcher must know that ranks write (idle timeout)
+                event = Output(event.rank, event.stream, b"")
             if screen is not None and isinstance(event, Exited):
                 screen.end(event.rank)
                 event = msgspec.structs.replace(event, tail=tuple(screen.tail(event.rank)))
@@ -359,7 +362,7 @@ class AgentServer:
         agent.read_output(self._reading and max(backlog, self._link.backlog) < _BACKLOG)
 
     def _keep(self, ended: Ended) -> None:
-        """Puts it into the store, where the master, a rank of this host, finds it."""
+        """Write the exit status into the store, where the master reads it. The master is a rank of this host."""
         assert self._server is not None
         assert self._prepared is not None
         try:
@@ -379,7 +382,7 @@ class AgentServer:
         self._link.send(Finished())
 
     def _clear(self) -> None:
-        """Frees what a round used."""
+        """Free the resources of a round."""
         agent, guard, server, screen, store = self._agent, self._guard, self._server, self._screen, self._store
         self._agent = self._guard = self._server = self._screen = self._store = None
         if self._inquiries is not None:
@@ -403,7 +406,7 @@ def _masters(prepared: Prepare) -> int:
 
 
 def _drain(screen: Screen) -> None:
-    """Shows what is left, as long as it is read."""
+    """Show the remaining output, for at most 1 s and as long as it is read."""
     for rank in screen.ranks:
         screen.end(rank)
     screen.settle()
@@ -422,7 +425,7 @@ def _enter(folder: str) -> None:
 
 
 def _activate() -> None:
-    """Puts this interpreter's virtual environment on PATH, as its activation would."""
+    """Put this interpreter's virtual environment on PATH, as its activation would."""
     if sys.prefix == sys.base_prefix:
         return
     scripts = os.path.dirname(sys.executable)
@@ -437,7 +440,7 @@ def _host_of(address: str) -> str:
 
 
 def _reach(stores: Sequence[str], secret: bytes, where: str) -> tuple[str, str]:
-    """The first address at which the store answers, and this host's own on the way there."""
+    """Return the first address at which the store answers, and this host's own address on the route to it."""
     by_host = {_host_of(store): store for store in stores}
     tried = []
     for host in nearest_first(tuple(by_host)):
@@ -455,7 +458,7 @@ def _reach(stores: Sequence[str], secret: bytes, where: str) -> tuple[str, str]:
 
 
 def main(argv: Sequence[str]) -> int | Rank:
-    """Serves a launcher on stdin and stdout, or at the address of ``--dial``."""
+    """Serve a launcher on stdin and stdout, or at the address of ``--dial``."""
     parser = argparse.ArgumentParser(prog="allranks agent", allow_abbrev=False)
     parser.add_argument("--dial", metavar="HOST,...:PORT")
     parser.add_argument("--count-gpus", action="store_true")
@@ -467,7 +470,7 @@ def main(argv: Sequence[str]) -> int | Rank:
             null = os.open(os.devnull, os.O_RDONLY)
             os.dup2(null, 0)
             os.close(null)
-            os.dup2(2, 1)  # what is printed here by mistake is no message
+            os.dup2(2, 1)  # accidental output must not go into the message stream
         else:
             hosts, _, port = args.dial.rpartition(":")
             targets = [(host, int(port)) for host in nearest_first(tuple(hosts.split(",")))]
@@ -486,7 +489,7 @@ def main(argv: Sequence[str]) -> int | Rank:
 
 
 def run_as_main(argv: Sequence[str]) -> int:
-    """As ``main``; a forked rank goes on outside of all that belongs to the agent."""
+    """Run ``main``; a forked rank then runs outside of everything that belongs to the agent."""
     code = main(argv)
     if not isinstance(code, Rank):
         end_process(code)

@@ -1,7 +1,7 @@
-"""Words in, ``Options`` out.
+"""Parses command lines: words in, ``Options`` out.
 
 - ``options``   the arguments of ``allranks run``
-- ``meeting``   those about how hosts meet, shared with torchrun
-- ``torchrun``  the arguments of torchrun and torch.distributed.launch, in terms of the above
-- ``layout``    how many ranks each host gets
+- ``meeting``   the arguments for the rendezvous of hosts, shared with torchrun
+- ``torchrun``  the arguments of torchrun and torch.distributed.launch, translated to those of ``allranks run``
+- ``layout``    the number of ranks of each host
 """

@@ -1,8 +1,8 @@
-"""How many ranks each host gets. Pure.
+"""The number of ranks of each host. Pure.
 
-By blocks, as mpirun and srun do: the first host's ranks come first. The slots that a user gives a host are a limit;
-those of a scheduler are what to do where nothing else is said, as jobs of torch ask for one task on each node and
-then start a rank for each GPU. What a host has (CPUs, GPUs) counts only where that was asked for.
+Ranks are assigned in blocks, as by mpirun and srun: the first host's ranks come first. The slots that a user gives a
+host are a limit. The slots of a scheduler are only a default: jobs of torch request one task for each node and then
+start a rank for each GPU. The resources of a host (CPUs, GPUs) count only if the user requested that.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["check_elastic", "describe_plan", "share_out"]
 
 
 def check_elastic(elastic: tuple[int, int | None] | None, nproc: int) -> None:
-    """Raises where so many ranks are no elastic job as it was asked for.
+    """Check that the number of ranks fits the range of an elastic job.
 
     Args:
         elastic: the least and the greatest number of ranks; None for a job that is not elastic.
-        nproc: the number that is started.
+        nproc: the number of ranks that are started.
 
     Raises:
-        ConfigError: with what to do.
+        ConfigError: it does not fit; with the action to take.
     """
     if elastic is None:
         return
@@ -43,20 +43,20 @@ def share_out(
     *,
     strict: bool = True,
 ) -> list[int]:
-    """Computes how many ranks each host gets.
+    """Compute the number of ranks of each host.
 
     Args:
         hosts: the hosts, in the order of their ranks.
-        nproc: ranks in all; None if it follows.
-        per_host: ranks on each host, or what they are counted by; None if it follows.
-        has: CPUs and GPUs of each host; needed where ``per_host`` is a word.
+        nproc: number of ranks in the job; None if it follows.
+        per_host: ranks on each host, or the resource that is counted; None if it follows.
+        has: CPUs and GPUs of each host; required if ``per_host`` is a word.
         strict: slots are limits.
 
     Returns:
-        The number of ranks by host; a host at the end may get none.
+        The number of ranks by host; a host at the end may have none.
 
     Raises:
-        ConfigError: they do not fit.
+        ConfigError: the ranks do not fit.
     """
     slots = [host.count for host in hosts]
     if not strict and (per_host is not None or (nproc or 0) > sum(1 if slot is None else slot for slot in slots)):
@@ -99,7 +99,7 @@ def _words(per_host: int | str) -> str:
 
 
 def _fill(hosts: Sequence[Slots], slots: Sequence[int | None], nproc: int) -> list[int]:
-    """Fills the slots of one host after the other."""
+    """Fill the slots of one host after the other."""
     found, left = [], nproc
     for slot in slots:
         fitting = min(left, 1 if slot is None else slot)
@@ -112,12 +112,12 @@ def _fill(hosts: Sequence[Slots], slots: Sequence[int | None], nproc: int) -> li
 
 
 def describe_plan(hosts: Sequence[str], counts: Sequence[int | str], how: str, what: str) -> str:
-    """What would be started where, a line a host.
+    """Return a description of the plan: one line for each host.
 
     Args:
         hosts: the hosts.
-        counts: how many ranks each gets; a word where that is not known before it is asked.
-        how: how they are reached.
+        counts: number of ranks of each host; a word if the host must be asked first.
+        how: the way in which the agents are started.
         what: the program.
     """
     width = max(len(name) for name in hosts)

@@ -1,10 +1,10 @@
-"""How hosts on which the same command is started meet, in torchrun's words: ``--rdzv-*`` and ``--master-*``.
+"""The rendezvous of hosts that run the same command, in torchrun's words: ``--rdzv-*`` and ``--master-*``.
 
-torchrun has two ways, and here they are one: host 0 listens, and the others dial it. Under ``static`` hosts have
-numbers (``--node-rank``); under ``c10d`` the host that the endpoint names is host 0, and the others are numbered as
-they come. ``allranks run`` and ``allranks torchrun`` share these options.
+torchrun has two ways, which are one here: host 0 listens, and the other hosts connect to it. Under ``static``, hosts
+have numbers (``--node-rank``). Under ``c10d``, the host that the endpoint names is host 0, and the others are numbered
+in the order in which they connect. ``allranks run`` and ``allranks torchrun`` share these options.
 
-Source: torch.distributed.run and torch.distributed.elastic.rendezvous of torch 2.13 for the names and what they mean.
+Source: torch.distributed.run and torch.distributed.elastic.rendezvous of torch 2.13 for the names and their meaning.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from allranks._cluster.env import split_host_port
 __all__ = ["C10D_PORT", "MeetingOptions", "add_meeting", "read_meeting"]
 
 C10D_PORT = 29400
-"""Where hosts meet under c10d if the endpoint has no port."""
+"""The rendezvous port under c10d if the endpoint has no port."""
 
 _T = TypeVar("_T")
 _WORDS = {"1": True, "true": True, "t": True, "yes": True, "y": True} | dict.fromkeys(
     ("0", "false", "f", "no", "n"), False
 )
-# What c10d's parts ask of each other, and is so here, or has nothing to be asked of.
+# Settings of c10d's components that are always fulfilled here, or that have no counterpart here.
 _IDLE = (
     "rank",
     "read_timeout",
@@ -42,15 +42,15 @@ _IDLE = (
 
 @dataclass(frozen=True)
 class MeetingOptions:
-    """How hosts meet.
+    """Parameters of the rendezvous.
 
     Attributes:
-        leader: host and port of host 0; None if it is not given. A port of None is the usual one, 0 any.
-        leads: this is host 0, or is not; None to find out by the leader's name.
-        run: name of the job, which all must give; "" for none.
-        join_timeout_s: how long to wait for hosts; None for the usual time.
-        last_call_s: how long to wait for more once there are enough; None for the usual time.
-        own: addresses of this host that others shall use, with commas between them; "" for all.
+        leader: host and port of host 0; None if it is not given. A port of None is the default port, 0 is any port.
+        leads: this host is host 0, or is not; None to compare with the leader's name.
+        run: name of the job, which must be the same on all hosts; "" for none.
+        join_timeout_s: seconds to wait for hosts; None for the default.
+        last_call_s: seconds to wait for more hosts after enough hosts have joined; None for the default.
+        own: addresses of this host for other hosts, separated by commas; "" for all.
     """
 
     leader: tuple[str, int | None] | None = None
@@ -62,7 +62,7 @@ class MeetingOptions:
 
 
 def add_meeting(add: Callable[..., Any]) -> None:
-    """Adds the options. They are in the help as one line, as ``--master-addr`` means the same."""
+    """Add the options. The help hides duplicate spellings: ``--master-addr`` and ``--rdzv-endpoint`` mean the same."""
     for words, dest, kind, metavar, shown in (
         ("master addr", "master_addr", str, "HOST[:PORT]", "host 0, in that case"),
         ("master port", "master_port", _port, "PORT", ""),
@@ -78,7 +78,7 @@ def add_meeting(add: Callable[..., Any]) -> None:
 
 
 def read_meeting(args: argparse.Namespace) -> MeetingOptions:
-    """Reads what ``add_meeting`` added.
+    """Read the options of ``add_meeting``.
 
     Raises:
         ConfigError: they contradict each other, or are impossible.
@@ -166,7 +166,7 @@ def _backend(text: str) -> str:
 
 
 def _addresses(name: str) -> str:
-    """Those of a name, but loopback, which is what a host's own name often stands for; "" leaves the choice open."""
+    """Return the addresses of a name without loopback, the usual address of a host's own name; "" for any."""
     try:
         found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError):

@@ -1,7 +1,7 @@
 """The arguments of ``allranks run``: words in, ``Options`` out.
 
-Options stand before the script; all that follows it is the script's own. torchrun's and torch.distributed.launch's
-spellings are accepted where they mean the same; all of them are ``torchrun``'s business.
+Options precede the script; all later words belong to the script. Spellings of torchrun and torch.distributed.launch are
+accepted if they mean the same. ``torchrun`` handles their complete command lines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _USAGE = """allranks run [options] script.py [args ...]
        allranks run [options] -- command [args ...]"""
 
 
-# torchrun's options that are not here; the value that requests what is always so, or None where the option has none.
+# torchrun's options without a counterpart; the value that requests the only behavior, or None if the option has no
+# value.
 _TORCHRUNS = {
     "--start-method": "",
     "--no-python": None,
@@ -42,7 +43,7 @@ _INSTEAD = {"--no-python": "-- command", "--start-method": "--start"}
 
 
 class _RefusedOption(argparse.Action):
-    """An option of torchrun's that requests what is not here."""
+    """An option of torchrun that requests an unsupported feature."""
 
     def __call__(
         self,
@@ -60,7 +61,7 @@ class _RefusedOption(argparse.Action):
 
 
 class Parser(ArgumentParser):
-    """Raises ConfigError where the command line is wrong."""
+    """A parser that raises ConfigError if the command line is wrong."""
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized"):
@@ -71,15 +72,15 @@ class Parser(ArgumentParser):
 
 
 def parse(argv: Sequence[str], program: str = "allranks run") -> Options:
-    """Reads the arguments.
+    """Parse the arguments.
 
     Args:
         argv: the arguments.
-        program: whose they are.
+        program: name of the command, for messages.
 
     Raises:
-        ConfigError: they are wrong.
-        SystemExit: help was asked for, and given.
+        ConfigError: the arguments are wrong.
+        SystemExit: help was requested, and printed.
     """
     args = _parser().parse_args(argv)
     target = read_target(args.target, args.module, program, args.mode)
@@ -111,10 +112,10 @@ def parse(argv: Sequence[str], program: str = "allranks run") -> Options:
 
 
 def refuse_inelastic(args: argparse.Namespace) -> None:
-    """Raises if there is an option for elastic jobs only, and the job is not elastic.
+    """Refuse options for elastic jobs if the job is not elastic.
 
     Raises:
-        ConfigError: with its name.
+        ConfigError: the options are refused; with the name of the option.
     """
     if args.elastic is None and args.respawns is not None:
         raise ConfigError("--respawns is for a job that goes on after a loss: add --elastic MIN")
@@ -123,10 +124,10 @@ def refuse_inelastic(args: argparse.Namespace) -> None:
 
 
 def _check_elastic(args: argparse.Namespace) -> None:
-    """Raises if an option contradicts what an elastic job is.
+    """Check for options that contradict an elastic job.
 
     Raises:
-        ConfigError: with its name.
+        ConfigError: with the name of the option.
     """
     refuse_inelastic(args)
     if args.rehearse and args.elastic is None:
@@ -141,22 +142,22 @@ def _check_elastic(args: argparse.Namespace) -> None:
 
 
 def _rehearsed(args: argparse.Namespace, argv: Sequence[str]) -> tuple[str, ...]:
-    """The command line of the jobs of a rehearsal: without ``--rehearse``, and with all output."""
+    """Return the command line of the jobs of a rehearsal: without ``--rehearse``, and with all output."""
     if not args.rehearse:
         return ()
     end = len(argv) - len(args.target)
     if end and argv[end - 1] == "--":  # argparse drops it
         end -= 1
     own = [word for word in argv[:end] if word != "--rehearse"]
-    # A restart would hide the error of a phase; the last value of an option counts.
+    # A restart would hide the error of a phase. The last value of an option counts, so these override the user's.
     return *own, "--restarts", "0", "--show", "all", *argv[end:]
 
 
 def _refuse_contradictions(args: argparse.Namespace, meeting: MeetingOptions, listed: bool) -> None:
-    """Raises if two options contradict each other about where the job runs.
+    """Check for options that contradict each other about the hosts of the job.
 
     Raises:
-        ConfigError: with their names.
+        ConfigError: with the names of the options.
     """
     if args.standalone and args.nodes is not None and args.nodes[1] > 1:
         raise ConfigError("--standalone is for one host, and more were asked for (-N)")
@@ -176,7 +177,7 @@ def _refuse_contradictions(args: argparse.Namespace, meeting: MeetingOptions, li
 
 
 def _add_hosts(add: Callable[..., Any]) -> None:
-    """Add the options that several fields share: how many ranks, which hosts, how these meet."""
+    """Add the options that set several fields: number of ranks, hosts, rendezvous."""
     shown = "ranks in all; auto: one per CPU; gpu: one per GPU (default 1)"
     add("-n", "--nproc", type=values.rank_count, metavar="N|auto|gpu", help=shown)
     add("-np", dest="nproc", type=values.rank_count, default=argparse.SUPPRESS, help=_HIDE)
@@ -244,10 +245,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_of_torchrun(add: Callable[..., Any]) -> None:
-    """Add options of torchrun that have no effect here, because what they request is always so, or are refused."""
+    """Add options of torchrun that have no effect, because their behavior is the only one here, or that are refused."""
     for name in ("--use-env", "--use_env", "--standalone"):
         add(name, action="store_true", help=argparse.SUPPRESS)
-    for name in ("--monitor-interval", "--monitor_interval"):  # the end of a rank is an event here
+    # the exit of a rank is an event here, so no interval applies
+    for name in ("--monitor-interval", "--monitor_interval"):
         add(name, type=values.seconds, help=argparse.SUPPRESS)
     for name, fitting in _TORCHRUNS.items():
         for spelling in dict.fromkeys((name, "--" + name[2:].replace("-", "_"))):

@@ -1,11 +1,11 @@
-"""torchrun's and torch.distributed.launch's command lines, in terms of ``allranks run``'s.
+"""Command lines of torchrun and torch.distributed.launch, translated to those of ``allranks run``.
 
-``allranks torchrun`` takes each of torchrun's options, in both spellings, with PET_* variables for missing ones,
-and translates them to options of ``allranks run``. An option without an equivalent is an error with what to do instead.
-Like torchrun it starts ranks on this host only, whatever scheduler it finds itself under.
-``allranks launch`` is torch.distributed.launch: the same, and scripts get ``--local-rank=I`` unless ``--use-env``.
+``allranks torchrun`` accepts each option of torchrun, in both spellings, with PET_* variables for missing ones. It
+translates them to options of ``allranks run``. An option without an equivalent is an error that names the alternative.
+Like torchrun, it starts ranks on this host only, under any scheduler. ``allranks launch`` is torch.distributed.launch:
+the same, except that scripts receive ``--local-rank=I`` unless ``--use-env`` is given.
 
-Source: torch.distributed.run and torch.distributed.launch of torch 2.13, whose parsers the tests compare with.
+Source: torch.distributed.run and torch.distributed.launch of torch 2.13; the tests compare with their parsers.
 """
 
 from __future__ import annotations
@@ -135,16 +135,16 @@ def _parser(environ: Mapping[str, str], for_launch: bool) -> argparse.ArgumentPa
 
 
 def parse_torchruns(argv: Sequence[str], environ: Mapping[str, str], *, for_launch: bool = False) -> argparse.Namespace:
-    """Reads a command line as torchrun does: into the same names and values.
+    """Parse a command line into the same names and values as torchrun.
 
     Args:
         argv: the arguments.
-        environ: has PET_* variables.
-        for_launch: as torch.distributed.launch does.
+        environ: the environment, with PET_* variables.
+        for_launch: parse like torch.distributed.launch.
 
     Raises:
-        ConfigError: they are wrong.
-        SystemExit: help was asked for, and given.
+        ConfigError: the arguments are wrong.
+        SystemExit: help was requested, and printed.
     """
     parser = _parser(environ, for_launch)
     script = _place_of_script(parser, argv)
@@ -156,10 +156,12 @@ def parse_torchruns(argv: Sequence[str], environ: Mapping[str, str], *, for_laun
 
 
 def _place_of_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
-    """Where the program's name is. argparse takes arguments of the program, too, for abbreviations of options.
+    """Return the position of the program's name.
+
+    argparse alone would also take arguments of the program for abbreviations of options.
 
     Returns:
-        Its index; the number of arguments if there is none, or one before it is wrong.
+        Its index; the number of arguments if there is no program, or if an earlier argument is wrong.
     """
     at = 0
     while at < len(argv):
@@ -179,11 +181,11 @@ def _place_of_script(parser: argparse.ArgumentParser, argv: Sequence[str]) -> in
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str], *, for_launch: bool = False) -> Options:
-    """What a command line of torchrun's asks for. Arguments as ``parse_torchruns``.
+    """Return the options that a command line of torchrun requests. Arguments as for ``parse_torchruns``.
 
     Raises:
-        ConfigError: it is wrong, or needs what is not here.
-        SystemExit: help was asked for, and given.
+        ConfigError: the command line is wrong, or requires an unsupported feature.
+        SystemExit: help was requested, and printed.
     """
     asked = parse_torchruns(argv, environ, for_launch=for_launch)
     _refuse(asked)
@@ -199,10 +201,10 @@ def read(argv: Sequence[str], environ: Mapping[str, str], *, for_launch: bool = 
 
 
 def _refuse(asked: argparse.Namespace) -> None:
-    """Raises where something is asked for that is not here.
+    """Refuse options that request an unsupported feature.
 
     Raises:
-        ConfigError: with what to do instead.
+        ConfigError: with the alternative.
     """
     if asked.no_python and asked.module and not asked.run_path:
         raise ConfigError("--no-python and --module exclude each other")
@@ -220,7 +222,7 @@ def _refuse(asked: argparse.Namespace) -> None:
 
 
 def _meeting(asked: argparse.Namespace, for_launch: bool) -> list[str]:
-    """Which hosts take part, and how they meet."""
+    """Return the words for the hosts of the job, and for their rendezvous."""
     words = ["--nnodes", asked.nnodes]
     if asked.standalone:
         return [*words, "--standalone"]
@@ -232,7 +234,7 @@ def _meeting(asked: argparse.Namespace, for_launch: bool) -> list[str]:
     by_c10d = asked.rdzv_backend == "c10d"
     several = asked.nnodes not in ("1", "1:1")
     usual = f"timeout={600 if by_c10d else 900},last_call_timeout=30"
-    words += ["--rdzv-conf", f"{usual},{asked.rdzv_conf}"]  # a later one overrides
+    words += ["--rdzv-conf", f"{usual},{asked.rdzv_conf}"]  # a later setting overrides an earlier one
     if by_c10d:
         return [*words, "--rdzv-endpoint", asked.rdzv_endpoint or f"localhost:{C10D_PORT}"] if several else words
     if asked.rdzv_endpoint:
@@ -246,7 +248,7 @@ def _meeting(asked: argparse.Namespace, for_launch: bool) -> list[str]:
 
 
 def _ranks(asked: argparse.Namespace) -> list[str]:
-    """How many ranks there are here, and what they are."""
+    """Return the words for the number of ranks of this host, and their options."""
     count = asked.nproc_per_node
     if count == "xpu":
         raise ConfigError("--nproc-per-node xpu: such devices cannot be counted here; expected their number")
@@ -262,7 +264,7 @@ def _ranks(asked: argparse.Namespace) -> list[str]:
 
 
 def _output(asked: argparse.Namespace) -> list[str]:
-    """What of the output is shown, and what is kept."""
+    """Return the words for the output that is shown and kept."""
     words: list[str] = []
     for name, idle in (("redirects", "0"), ("tee", "0"), ("log_dir", None), ("local_ranks_filter", "")):
         if (value := getattr(asked, name)) != idle:
@@ -283,7 +285,7 @@ def _target(asked: argparse.Namespace, local_rank: list[str], environ: Mapping[s
 
 
 def _spelling(asked: argparse.Namespace) -> str:
-    """How a script expects its local rank: torch's way, unless it only has the option of torch before 2."""
+    """Return the spelling of the local-rank option: torch's, unless the script only has that of torch before 2."""
     path = Path(asked.training_script)
     if asked.module and not asked.run_path:
         set_first_path(os.getcwd())

@@ -1,5 +1,6 @@
-"""What happens to a job when: ranks are started, watched, stopped, blamed and started again.
+"""The life of a job: its ranks are started, watched, stopped, blamed and restarted.
 
-- job: where this process is, and so what is left to do.  local: a job on this host.  spread: a job on several.
-- error_file: what torchelastic's callers read.  rehearsal: ``--rehearse``.
+- job: selects the kind of job from the place of this process.  local: a job on this host.
+- spread: a job on several hosts.
+- error_file: the file that torchelastic's callers read.  rehearsal: ``--rehearse``.
 """

@@ -1,7 +1,7 @@
 """The file in which the caller of torchrun expects the reason of a failure: TORCHELASTIC_ERROR_FILE.
 
-torchrun copies into it what a rank wrote whose main function is decorated by ``record``. Ranks report their failures
-here anyway, so it is written for each job that fails.
+torchrun copies into it the error of a rank whose main function is decorated by ``record``. allranks's ranks report all
+their failures, so the launcher writes the file for each failed job.
 
 Source: torch.distributed.elastic.multiprocessing.errors for the name and the contents.
 """
@@ -20,12 +20,12 @@ __all__ = ["write_error_file"]
 
 
 def write_error_file(cause: Failure | None, environ: Mapping[str, str], reporter: Reporter) -> None:
-    """Writes the file, if one is wanted and a rank failed.
+    """Write the file if it is requested and a rank failed.
 
     Args:
-        cause: the first failure; None if there is none.
-        environ: the launcher's own.
-        reporter: reports why it cannot be written.
+        cause: the failure that caused the others; None if there is none.
+        environ: the launcher's environment.
+        reporter: reports why the file cannot be written.
     """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or cause is None:

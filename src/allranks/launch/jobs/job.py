@@ -1,5 +1,8 @@
-"""Where a job runs, from the options and the place: here, on the hosts of a list or of an allocation, or on each host
-where the same command was typed; or in place, where this process is already a rank of another launcher's job."""
+"""Selects how a job runs, from the options and the place of this process.
+
+A job runs here, on the hosts of a list or of an allocation, or on each host that runs the same command. If this process
+is already a rank of another launcher's job, the program runs in place.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,10 @@ from allranks.launch.spec.target import check
 
 __all__ = ["launch"]
 
-_LAUNCHED = ("allranks", "torchrun")  # a rank of ours may start jobs of its own
+_LAUNCHED = ("allranks", "torchrun")  # a rank of these launchers may start its own jobs
+# The default port of torchrun.
 _PORT = 29500
-# The spellings of options that are no declared field (`spec/options`).
+# Command-line spellings of options that are not declared fields (`spec/options`).
 _SPELLINGS = {
     "leader": "--master-addr or --rdzv-endpoint",
     "leads": "--rdzv-conf is_host",
@@ -43,18 +47,18 @@ _SPELLINGS = {
     "last_call_s": "--rdzv-conf last_call_timeout",
     "statistics": "--stats or --metrics",
 }
-_IN_PLACE = ("target", "reporter", "display")  # of the last one, each part is looked at
+_IN_PLACE = ("target", "reporter", "display")  # each field of ``display`` is checked separately
 
 
 def launch(options: Options) -> int | Rank:
-    """Runs a job.
+    """Run a job.
 
     Returns:
-        The exit code; or, in each of the forked ranks, the rank, which the caller must let ``run``, outside of
+        The exit code; or, in each of the forked ranks, the rank. The caller must call its ``run``, outside of
         everything that belongs to the launcher.
 
     Raises:
-        ConfigError: the job cannot be started as asked.
+        ConfigError: the job cannot be started with these options.
     """
     begin_inner_job(os.environ)
     if options.rehearse and not options.dry_run:
@@ -70,7 +74,7 @@ def launch(options: Options) -> int | Rank:
             options.trace.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make {str(options.trace)!r} (--trace): {error.strerror}") from None
-        # Of several launchers with the same command, another may have begun already.
+        # If several launchers run the same command, another one may have started already.
         if options.node in (None, 0) and any(options.trace.glob("rank-*.trace")):
             options.reporter.remark(
                 f"--trace {options.trace}: it has files of another job. A timeline of the folder shows both; another"
@@ -88,7 +92,7 @@ def launch(options: Options) -> int | Rank:
             f"found {place.kind}: {because}" if because else "found no scheduler and no other launcher"
         )
         return _launch(options, place)
-    except KeyboardInterrupt:  # while hosts were being reached
+    except KeyboardInterrupt:  # while hosts were being connected
         options.reporter.report("stopped by SIGINT")
         return STOPPED
 
@@ -150,10 +154,10 @@ def _launch(options: Options, place: LaunchContext) -> int | Rank:
 
 
 def _refuse_stdin(options: Options) -> None:
-    """Raises where a rank that another process starts would need our stdin.
+    """Refuse ``--stdin`` if another process starts the ranks, because they cannot have this process's stdin.
 
     Raises:
-        ConfigError: with what to do instead.
+        ConfigError: a rank number was given; with a way to debug instead.
     """
     if isinstance(options.stdin, int):
         raise ConfigError(
@@ -163,10 +167,10 @@ def _refuse_stdin(options: Options) -> None:
 
 
 def _check_number(options: Options, nodes: tuple[int, int] | None) -> None:
-    """Raises where this host would be one of several, and there are not so many.
+    """Check that the number of hosts fits the number of this host.
 
     Raises:
-        ConfigError: they would all run a job of one host.
+        ConfigError: the number is missing or too small. Without it, each host would run a job of one host.
     """
     leader = options.leader[0] if options.leader is not None else ""
     if nodes is None and (options.node is not None or (leader and not is_here(leader))):
@@ -209,7 +213,7 @@ def _run_among(options: Options, place: LaunchContext, nodes: tuple[int, int]) -
         raise ConfigError("this host has no GPU, and one rank for each was asked for (-n gpu)")
     secret = load_secret()
     ports = [port] if port is not None else [*place.ports[:PORTS_TRIED]] or [_PORT]
-    if port is None and place.job and place.hosts:  # jobs share these hosts
+    if port is None and place.job and place.hosts:  # several jobs may share these hosts
         secret = job_secret(place, secret)
         ports = [*place.ports[:PORTS_TRIED], *job_ports(secret)]
     if options.dry_run:
@@ -228,13 +232,13 @@ def _run_among(options: Options, place: LaunchContext, nodes: tuple[int, int]) -
         except OSError as error:
             if sure or error.errno != errno.EADDRINUSE:
                 raise ConfigError(f"cannot listen on port {ports[0]}: {str(error.strerror).lower()}") from None
-    # A pod's name is found by its domain only, which is this pod's.
+    # The name of a pod resolves only with its domain, which is this pod's domain.
     names = dict.fromkeys([name or "127.0.0.1"] if options.leader else [name, with_domain(name, socket.getfqdn())])
     return join_leader(options, node, [(name, port) for name in names for port in ports], secret)
 
 
 def _run_in_place(options: Options, place: LaunchContext) -> int:
-    """Becomes the program, as the rank that this process is already."""
+    """Replace this process by the program, as the rank that this process already is."""
     environ = _environ_in_place(options, place.kind)
     target = options.target.on(place.local_rank or 0, place.rank or 0)
     words = [target.name, *target.args]
@@ -249,14 +253,14 @@ def _run_in_place(options: Options, place: LaunchContext) -> int:
 
 
 def _environ_in_place(options: Options, kind: str) -> dict[str, str]:
-    """The options that variables can express, as variables.
+    """Return the variables for those options that variables can express.
 
     Args:
-        options: what was asked for.
-        kind: whose rank this process is.
+        options: the requested options.
+        kind: the launcher that started this process.
 
     Raises:
-        ConfigError: something is asked for that only a launcher could do.
+        ConfigError: an option requires a launcher.
     """
     for place in (options, options.display):
         declared = declarations(type(place))

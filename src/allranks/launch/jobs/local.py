@@ -1,8 +1,9 @@
-"""A job on this host, whose ranks are forked from this process: the order in which things must happen.
+"""A job on this host, whose ranks are forked from this process, with its required order of steps.
 
-The guard is forked while this process is small. Threads per rank are decided before torch is imported, as its
-libraries read them then. The store's socket is bound before ranks are forked, as their environment has its address; its
-thread starts after, as a process with threads cannot be forked safely; and it has ended before a next round.
+The guard is forked while this process is small. Threads per rank are decided before torch is imported, because its
+libraries read them at import. The store's socket is bound before ranks are forked, because their environment contains
+its address. The store's thread starts after the fork, because a process with threads cannot be forked safely. It has
+ended before the next round.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ __all__ = ["run_here"]
 
 
 def run_here(options: Options, nproc: int) -> int | Rank:
-    """Runs a job of ``nproc`` ranks.
+    """Run a job of ``nproc`` ranks.
 
     Returns:
-        The exit code; or, in each of the forked ranks, the rank, which the caller must let ``run``, outside of
+        The exit code; or, in each of the forked ranks, the rank. The caller must call its ``run``, outside of
         everything that belongs to the launcher.
 
     Raises:
-        ConfigError: the job cannot be started as asked.
+        ConfigError: the job cannot be started with these options.
     """
     check_size(options.target, nproc)
     check_elastic(options.elastic, nproc)
@@ -101,7 +102,7 @@ class _Round:
     restart: int
 
     def run(self) -> tuple[int, RoundLoop]:
-        """The exit code, and what was seen."""
+        """Run the round. Return the exit code, and the loop with its results."""
         gc.enable()
         self.screen.open()
         options = self.options
@@ -144,7 +145,7 @@ def _prepare(options: Options, share: JobShare) -> _Round | Rank:
         terminal=terminal is not None,
         watched=options.idle_s is not None,
     )
-    os.environ.update(options.environ)  # some are read when torch is imported, here or in the ranks
+    os.environ.update(options.environ)  # torch reads some of them at import, here or in the ranks
     master = ("127.0.0.1", (options.leader[1] if options.leader else None) or free_port())
     environ = common_environ(os.environ, share, options.threads, server.address, master, places)
     ranks = options.for_ranks()
@@ -160,6 +161,7 @@ def _prepare(options: Options, share: JobShare) -> _Round | Rank:
     if options.elastic is not None:
         server.put(TABLE_KEY, first_table(range(nproc), options.elastic[0]).encode())
     agent = Agent(RankPlan(nproc, ranks, environ, screen.stdio(), seats=places), guard)
+    # The signals stay blocked until the loop has installed its handlers, so none is lost while the ranks start.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals, *SIGNALS))
     try:
         rank = agent.start(mask, files)
@@ -172,10 +174,10 @@ def _prepare(options: Options, share: JobShare) -> _Round | Rank:
 
 
 def _reader(options: Options, nproc: int) -> int | None:
-    """The rank that has our stdin; None if none has.
+    """Return the rank that has this process's stdin; None if none has.
 
     Raises:
-        ConfigError: there is no such rank.
+        ConfigError: the requested rank does not exist.
     """
     if options.stdin == "auto":
         return 0 if nproc == 1 or options.target.mode == "master" else None

@@ -1,7 +1,7 @@
-"""``allranks run --rehearse``: whether a program survives losses with the same bits, tried on its first steps.
+"""``allranks run --rehearse``: checks on the first steps whether a program survives losses with the same bits.
 
-Each run is an ``allranks run`` of its own, with the variable ALLRANKS_REHEARSAL, which State reads
-(``resilience.rehearsal``). The first run is undisturbed. In each other run ranks are killed in one phase of a step.
+Each run is a separate ``allranks run`` with the variable ALLRANKS_REHEARSAL, which State reads
+(``resilience.rehearsal``). The first run is undisturbed. In each other run, ranks are killed in one phase of a step.
 Every rank writes the digests of its state after each step, and this module compares them. It imports no torch.
 """
 
@@ -39,26 +39,27 @@ PHASES = (
 )
 """The phases of a step in which ranks are killed, in their order."""
 
-_ALWAYS = ("forward", "backward")  # an undisturbed run has no hooks that could find these phases
-_LEAST_S, _TIMES_AS_LONG = 120.0, 10.0  # a disturbed run that takes longer hangs
-_LINES = 40  # of the output of a run that fails
+_ALWAYS = ("forward", "backward")  # an undisturbed run has no hooks that could detect these phases
+_LEAST_S, _TIMES_AS_LONG = 120.0, 10.0  # a disturbed run that takes longer than both limits counts as hung
+_LINES = 40  # of the output of a failed run
 _NAMES = 3  # of a list
 
 Start = Callable[[Sequence[str], Mapping[str, str], Path, float | None], int | None]
 """Runs a command with an environment, and writes its output to a file, for at most N seconds.
 
-Returns its exit code; None if it took longer, and was killed."""
+It returns the exit code; None if the command took longer, and was killed.
+"""
 
 
 @dataclass
 class _Run:
-    """What one job has left.
+    """Result of one job.
 
     Attributes:
-        folder: where.
+        folder: folder of its files.
         error: the first line of the error; "" if it succeeded.
-        seconds: that it took.
-        records: by step and rank.
+        seconds: its duration.
+        records: records by step and rank.
         killed: rank and step of each loss.
         phases: the phases that occurred.
     """
@@ -94,7 +95,7 @@ class _Run:
 
     @property
     def output(self) -> str:
-        """What the launcher and the ranks have written."""
+        """The output of the launcher and of the ranks."""
         return (self.folder / "output").read_text(errors="replace")
 
 
@@ -103,7 +104,7 @@ def rehearse(words: Sequence[str], phases: Sequence[str] = PHASES, start: Start 
 
     Args:
         words: the command line of ``allranks run`` without ``--rehearse``.
-        phases: in which ranks are killed.
+        phases: phases in which ranks are killed.
         start: runs a command; a subprocess if None.
 
     Returns:
@@ -162,7 +163,7 @@ class _Rehearsal:
         found = _difference(first, run, frozenset())
         if found is None:
             return "same bits"
-        if self._again is None:  # once, and only if something differs: whether that is due to the losses
+        if self._again is None:  # run once, and only if values differ: it shows whether the losses are the reason
             self._again = self._run("", first)
         if self._again.error:
             return f"error: {self._again.error}"
@@ -204,8 +205,8 @@ class _Varying:
     """Names whose values differ between two undisturbed runs.
 
     Attributes:
-        values: all of them that State covers; the wall time in a variable, for example.
-        trained: those that an optimizer trains: the program is not deterministic.
+        values: all such names that State covers; for example a variable that holds the wall time.
+        trained: those that an optimizer trains. If there are any, the program is not deterministic.
         local: those that the program has declared as local.
     """
 
@@ -228,17 +229,17 @@ def _differing(a: Mapping[str, int], b: Mapping[str, int]) -> set[str]:
 
 
 def _difference(first: _Run, run: _Run, ignored: frozenset[str]) -> tuple[str, tuple[int, ...], int] | None:
-    """The first name that differs, its step, and the rank; None if the runs have the same bits."""
+    """Return the first name that differs, its step, and the rank; None if the runs have the same bits."""
     for key in sorted(first.records.keys() & run.records.keys()):
         a, b = first.records[key]["digests"], run.records[key]["digests"]
-        for name in a:  # in the order of the record: the likely cause first
+        for name in a:  # in the order of the record, which has the likely cause first
             if name in b and a[name] != b[name] and name not in ignored:
                 return name.removeprefix("variable "), *key
     return None
 
 
 def _local_differences(first: _Run, run: _Run, at: tuple[int, ...], ignored: frozenset[str]) -> list[str]:
-    """The declared names that differ in a step on some rank, in the order of the program."""
+    """Return the declared names that differ in a step on some rank, in the order of the program."""
     names: dict[str, None] = {}
     for key in sorted(key for key in first.records.keys() & run.records.keys() if key[0] == at):
         a, b = first.records[key]["local"], run.records[key]["local"]
@@ -247,7 +248,7 @@ def _local_differences(first: _Run, run: _Run, at: tuple[int, ...], ignored: fro
 
 
 def _unusable(first: _Run) -> str:
-    """Why a run that succeeded cannot be rehearsed; "" if it can."""
+    """Return why a run that succeeded cannot be rehearsed; "" if it can."""
     if not first.records:
         return "the program has done no step of allranks.resilience.State"
     if first.ranks < 2:
@@ -256,7 +257,7 @@ def _unusable(first: _Run) -> str:
 
 
 def _first_line(errors: Path, output: Path) -> str:
-    """Of the error of the rank that failed first, or what the launcher printed last."""
+    """Return the first line of the error of the rank that failed first, or of the launcher's last output."""
     try:
         text = str(json.loads(errors.read_text())["message"]["message"])
     except (OSError, ValueError, KeyError):
@@ -272,7 +273,7 @@ def _show_output(run: _Run) -> None:
 
 
 class PhaseTable:
-    """Prints a table row by row, as each run takes some seconds. Colors on terminals only."""
+    """Prints a table row by row, because each run takes some seconds. Colors on terminals only."""
 
     _WIDTHS = (20, 34)
 
@@ -290,7 +291,7 @@ class PhaseTable:
         if not has_colours(sys.stdout):
             put(f"{before}{result}\n")
             return
-        from rich.console import Console  # late: the launcher of every other job starts without it
+        from rich.console import Console  # a late import: other jobs do not need it
         from rich.text import Text
 
         shown = io.StringIO()
@@ -309,7 +310,7 @@ def _start(command: Sequence[str], environ: Mapping[str, str], output: Path, lim
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return None
-        finally:  # also after Ctrl-C: the launcher stops its ranks, and is killed if it does not
+        finally:  # also after Ctrl-C: SIGTERM lets the launcher stop its ranks; it is killed after 15 s
             if process.poll() is None:
                 process.terminate()
                 try:
@@ -321,7 +322,7 @@ def _start(command: Sequence[str], environ: Mapping[str, str], output: Path, lim
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Lets SIGTERM stop the present run, as Ctrl-C does: it would continue without this process."""
+    """Let SIGTERM stop the current run, as Ctrl-C does: the run would continue without this process."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,8 +1,8 @@
 """A job whose ranks run on other hosts, or on several: agents are started or accepted, and then rounds are run.
 
-The launcher runs where the user or the scheduler's script is. It forks no ranks itself. Only agents that have no pipe
-to it connect to it. The ranks' store is on the host of rank 0: ranks need to reach each other's hosts
-anyway, and may not reach this one.
+The launcher runs where the user or the scheduler's script starts it. It forks no ranks itself. Only agents without a
+pipe to the launcher connect to it. The ranks' store is on the host of rank 0: ranks must reach each other's hosts
+anyway, and may be unable to reach the launcher's host. An elastic job is the exception: its launcher runs the store.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ __all__ = ["SpreadJob", "is_here", "join_leader", "lead", "run_there"]
 
 
 def _name_for_others() -> str:
-    """What other hosts may call this one: an address where there is one, as a name may not resolve there."""
+    """Return a name of this host for other hosts: an address if there is one, because a name may not resolve there."""
     return next(iter(published_addresses()), socket.gethostname())
 
 
 def is_here(name: str) -> bool:
-    """Whether a host's name stands for this host."""
+    """Return whether a host's name refers to this host."""
     user, _, name = name.rpartition("@")
     if user and not _is_me(user):
         return False  # ssh changes the user
@@ -86,15 +86,15 @@ def _is_me(user: str) -> bool:
 
 
 def run_there(options: Options, hosts: Sequence[Slots], command: RemoteCommand) -> int:
-    """Runs a job on these hosts.
+    """Run a job on these hosts.
 
     Args:
-        options: those of the command line.
-        hosts: the hosts; those of an allocation where ``options`` has none.
-        command: how they are reached.
+        options: the options of the command line.
+        hosts: the hosts; the hosts of the allocation if ``options`` has none.
+        command: the command that starts agents on them.
 
     Raises:
-        ConfigError: the job cannot be started as asked.
+        ConfigError: the job cannot be started with these options.
     """
     least, most = options.nodes or (len(hosts), len(hosts))
     if least > len(hosts):
@@ -113,7 +113,7 @@ def run_there(options: Options, hosts: Sequence[Slots], command: RemoteCommand) 
             ) from None
     if not isinstance(options.per_host, str):
         counts = share_out(hosts, options.nproc, options.per_host, strict=bool(options.hosts))
-        if options.elastic is not None:  # a host with room for ranks is as good as a spare one
+        if options.elastic is not None:  # a host without ranks is used as a spare
             spares = [*(h for h, count in zip(hosts, counts, strict=True) if not count and h.count != 0), *spares]
             options = replace(options, spares=len(spares))
         hosts = [host for host, count in zip(hosts, counts, strict=True) if count]
@@ -138,7 +138,7 @@ def run_there(options: Options, hosts: Sequence[Slots], command: RemoteCommand) 
 
 
 def _split(hosts: Sequence[Slots], spares: int) -> tuple[Sequence[Slots], Sequence[Slots]]:
-    """Those that run ranks, and those that are spare.
+    """Split the hosts into those that run ranks and the spare hosts.
 
     Raises:
         ConfigError: no host would run ranks.
@@ -149,17 +149,17 @@ def _split(hosts: Sequence[Slots], spares: int) -> tuple[Sequence[Slots], Sequen
 
 
 def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[int], secret: bytes) -> int:
-    """Runs a job of which the same command is started on each host, as host 0.
+    """Run a job as host 0, if the same command is started on each host.
 
     Args:
-        options: those of this host's command line; the target is each host's own.
+        options: the options of this host's command line. Each host has its own target.
         nodes: the least and the greatest number of hosts.
-        name: what other hosts call this one; "" for whatever reaches it.
-        ports: the first that is free is used.
-        secret: what the hosts must have.
+        name: the name of this host for other hosts; "" for any address that reaches it.
+        ports: ports to try. The first free port is used.
+        secret: the secret that the hosts must prove.
 
     Raises:
-        ConfigError: the job cannot be started as asked.
+        ConfigError: the job cannot be started with these options.
         OSError: no port is free.
     """
     listener = _open_listener(addresses_of(name), ports, secret)
@@ -173,20 +173,20 @@ def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[in
 
 
 def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str, int]], secret: bytes) -> int | Rank:
-    """Takes part in such a job, as another host. Returns as ``launch`` does.
+    """Join such a job as another host. Return the same as ``launch``.
 
     Args:
-        options: those of this host's command line.
-        node: its number; None if host 0 may choose it.
-        targets: where the leader may be.
-        secret: what the hosts must have.
+        options: the options of this host's command line.
+        node: number of this host; None if host 0 may choose it.
+        targets: candidate addresses of the leader.
+        secret: the secret that the hosts must prove.
 
     Raises:
-        ConfigError: the leader is not found, or does not want this host.
+        ConfigError: the leader is not found, or refuses this host.
     """
     where = ", ".join(f"{host}:{port}" for host, port in targets)
 
-    # Without an address, hosts look for host 0 on themselves.
+    # Without an address, hosts search for host 0 on themselves.
     alone = all(host in _LOOPBACK for host, _ in targets)
     hint = "\n  That is this host itself; if host 0 is another, name it: --master-addr" if alone else ""
 
@@ -227,28 +227,28 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
 
 @dataclass
 class SpreadJob:
-    """A job, through all its rounds.
+    """A job, with all its rounds.
 
     Attributes:
-        options: what was asked for.
-        least: the number of hosts without which it does not run.
-        most: how many take part.
-        streams: what takes the place of this process's stdout and stderr.
-        first: number of the first rank. Where that is 1, the caller is rank 0: the ranks meet at the address that
-            it gave them, they may fail one by one, and it ends the job.
-        until: when it is stopped if it still runs (``time.monotonic``).
-        world_size: how many ranks the last round had.
-        loop: of the last round; None before it.
-        progress: show how far the ranks are.
+        options: the requested options.
+        least: the number of hosts that it needs to run.
+        most: the greatest number of hosts that take part.
+        streams: replacements for this process's stdout and stderr.
+        first: number of the first rank. If it is 1, the caller is rank 0: the ranks connect to the address that it gave
+            them, they may fail one by one, and the caller ends the job.
+        until: time when the job is stopped if it still runs (``time.monotonic``).
+        world_size: number of ranks in the last round.
+        loop: loop of the last round; None before it.
+        progress: show the progress of the ranks.
     """
 
     options: Options
     least: int
     most: int
-    listener: InitVar[Listener | None] = None  # where other hosts come in by themselves
+    listener: InitVar[Listener | None] = None  # other hosts connect to it
     pool: AgentPool = field(init=False)
-    master: str = ""  # what the user calls host 0
-    key: bytes = field(default_factory=lambda: secrets.token_hex(32).encode())  # proved by agents that connect
+    master: str = ""  # the user's name for host 0
+    key: bytes = field(default_factory=lambda: secrets.token_hex(32).encode())  # agents that connect prove it
     salt: str = field(default_factory=lambda: secrets.token_hex(16))
     run_id: str = field(init=False)
     restart: int = 0
@@ -271,7 +271,7 @@ class SpreadJob:
 
     @contextlib.contextmanager
     def reporting_errors(self) -> Iterator[None]:
-        """Sends the agents the reason, if the job ends by an exception."""
+        """Send the agents the reason if the job ends by an exception."""
         try:
             yield
         except ConfigError as error:
@@ -290,7 +290,7 @@ class SpreadJob:
         return policy.JobRules(self.options.restarts, self.least, self.elastic)
 
     def open_by(self, command: RemoteCommand, hosts: Sequence[Slots]) -> None:
-        """Starts agents on these hosts."""
+        """Start agents on these hosts."""
         options = self.options
         until = time.monotonic() + options.join_timeout_s
         if command.per_host is not None:
@@ -309,7 +309,7 @@ class SpreadJob:
         self.pool.gather(until, enough)
 
     def _start_each(self, words_for: PerHost, command: RemoteCommand, hosts: Sequence[Slots]) -> None:
-        """Starts a process for each host, whose pipes connect us with its agent."""
+        """Start a process for each host, whose pipes connect this process with its agent."""
         options, environ = self.options, dict(os.environ)
         agent = self._agent_words()
         needed = [f"{name}={environ[name]}" for name in ("PYTHONPATH",) if name in environ]
@@ -324,8 +324,9 @@ class SpreadJob:
                 self.pool.start_host(host.name, command, words, sys.executable, command.environ(environ))
 
     def _start_all(self, command: RemoteCommand, hosts: Sequence[Slots]) -> None:
-        """Starts commands that start agents on all hosts, which connect to us."""
-        if not command.carries_environ:  # the secret is the one of this user then
+        """Start commands that start agents on all hosts. The agents connect to this process."""
+        # the command does not transfer a job secret, so all hosts use this user's secret
+        if not command.carries_environ:
             self.key = load_secret()
         listener = _open_listener(["0.0.0.0"], [0], self.key)
         self.pool.close()
@@ -340,10 +341,11 @@ class SpreadJob:
             self.pool.start_shared(command, words, environ)
 
     def _outliving(self, words: list[str], command: RemoteCommand) -> list[str]:
-        """The command as an elastic job needs it; not where the user calls another program in its place."""
+        """Return the command with the options of an elastic job; unchanged if the user has replaced the program."""
         if self.options.elastic is None or os.path.basename(words[0]) != command.name:
             return words
-        own = len(shlex.split(self.options.ssh)) if command is SSH else 0  # the user's options come first, and count
+        # the user's options precede, and take precedence
+        own = len(shlex.split(self.options.ssh)) if command is SSH else 0
         return [*words[: own or 1], *command.outlives, *words[own or 1 :]]
 
     def _agent_words(self, dial: str = "") -> list[str]:
@@ -351,13 +353,13 @@ class SpreadJob:
         return agent_words(sys.executable, flags, dial, count_gpus=self.options.per_host == "gpu")
 
     def _drop(self, host: Host) -> None:
-        """Continues without a host that is gone, as long as there are enough."""
+        """Continue without a lost host, if enough hosts are left."""
         if self.rules.may_go_on_without(1, len(self.pool.hosts)):
             self.options.reporter.report(f"{host.why}; going on without it")
             self.pool.drop(host, try_again=True)
 
     def open_to_callers(self) -> None:
-        """Starts an agent here, and waits for those of the other hosts."""
+        """Start an agent here, and wait for the agents of the other hosts."""
         options, pool = self.options, self.pool
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         agent = agent_words(sys.executable, flags, count_gpus=options.per_host == "gpu")
@@ -394,7 +396,7 @@ class SpreadJob:
                 self.options.reporter.detail(f"{host.name} is there: python {hello.python}, {hello.cpus} CPUs{gpus}")
 
     def _missing(self) -> str:
-        """Describes which hosts are missing, where they are awaited, and what to do there."""
+        """Describe the missing hosts, the address that they must reach, and the command to start there."""
         here = {host.place for host in self.pool}
         numbers = [number for number in range(self.most) if number not in here]
         who = f"{'host' if len(numbers) == 1 else 'hosts'} {', '.join(map(str, numbers))}"
@@ -415,7 +417,7 @@ class SpreadJob:
         return f"{words} {self.pool.refusals()}".strip()
 
     def admit_callers(self) -> None:
-        """Admits agents that have connected, as long as there is room."""
+        """Admit agents that have connected, as long as the job needs hosts."""
         pool = self.pool
         for caller in pool.callers:
             if why := self._vet(caller):
@@ -429,11 +431,11 @@ class SpreadJob:
 
     @property
     def _taken(self) -> set[int]:
-        """The places of the hosts that are there."""
+        """The places of the available hosts in the order of hosts."""
         return {host.place for host in self.pool if not host.why}
 
     def _welcome(self, caller: Host) -> Prepare:
-        """Admits a host to a round that goes on without it. What it is to prepare."""
+        """Admit a host to a round that continues without it. Return what it must prepare."""
         assert caller.hello is not None
         lost = [len(host.ranks) for host in self.pool if host.name == caller.name]
         caller.place = self._place_for(caller)
@@ -444,7 +446,7 @@ class SpreadJob:
         return self._prepare_for(caller, count, self.master if 0 in self._taken else "", spans=True)
 
     def _place_for(self, caller: Host) -> int:
-        """Its place in the order of hosts; one beyond the last where there is none for it."""
+        """Return its place in the order of hosts; one after the last if there is no place for it."""
         assert caller.hello is not None
         taken = self._taken
         place = caller.hello.node if caller.process is None else caller.place
@@ -453,7 +455,7 @@ class SpreadJob:
         return place
 
     def _vet(self, caller: Host) -> str:
-        """Why a caller cannot take part; "" if it can."""
+        """Return why a caller cannot take part; "" if it can."""
         assert caller.hello is not None
         if caller.process is None and caller.hello.run != self.options.run:
             return _other_job(self.options.run, caller.hello.run)
@@ -465,7 +467,7 @@ class SpreadJob:
         return "" if place < self.most else f"the job has its {self.most} hosts already"
 
     def run(self) -> int:
-        """Runs rounds until one is the last."""
+        """Run rounds until the last one."""
         options, pool = self.options, self.pool
         state = policy.JobState(self.rules)
         event: policy.Event = policy.JobStarted()
@@ -490,7 +492,7 @@ class SpreadJob:
                     return code
 
     def _await_hosts(self, count: int) -> policy.Event:
-        """Waits for hosts to come, or to come back, where too few are left."""
+        """Wait for hosts to join, or to return, if too few are left."""
         pool = self.pool
         self.options.reporter.report(f"{count} of at least {self.least} hosts are left; waiting for others")
 
@@ -507,7 +509,7 @@ class SpreadJob:
         return policy.HostsCounted(len(pool.hosts))
 
     def _prepare(self) -> tuple[list[int], list[AgentReady]]:
-        """Makes all hosts ready. Continues without those that cannot, if it may."""
+        """Prepare all hosts. Continue without the hosts that fail, if this is allowed."""
         while True:
             try:
                 return self._prepare_all()
@@ -527,7 +529,7 @@ class SpreadJob:
         counts, elastic = self._counts(), options.elastic is not None
         check_size(options.target, self.first + sum(counts))
         check_elastic(options.elastic, sum(counts))
-        master = self.master if pool.hosts[0].place == 0 else ""  # where host 0 is gone, it is another
+        master = self.master if pool.hosts[0].place == 0 else ""  # if host 0 is lost, another host runs rank 0
         spans = len(counts) > 1 or elastic
         prepare = [
             self._prepare_for(
@@ -539,7 +541,8 @@ class SpreadJob:
         return counts, pool.prepare(prepare, until if self.until is None else min(until, self.until))
 
     def _prepare_for(self, host: Host, nproc: int, master: str, *, serves: bool = False, spans: bool) -> Prepare:
-        secret = store_secret(self.key, self.salt) if host.process is not None else b""  # not over plain TCP
+        # the secret is not sent over plain TCP
+        secret = store_secret(self.key, self.salt) if host.process is not None else b""
         made = _prepare_of(self.options, nproc, master)
         return msgspec.structs.replace(made, secret=secret, salt=self.salt, serves=serves, spans=spans)
 
@@ -549,7 +552,7 @@ class SpreadJob:
         self.world_size = world_size = self.first + sum(counts)
         names = [host.name for host, count in zip(pool, counts, strict=True) for _ in range(count)]
         names[:0] = [socket.gethostname()] * self.first
-        # Where the same command was typed on each host, each shows its own ranks.
+        # If the same command was started on each host, each host shows its own ranks.
         shown = range(self.first, counts[0] if pool.by_callers else world_size)
         screen = Screen(
             shown,
@@ -576,7 +579,8 @@ class SpreadJob:
             rules,
             options.target.words(),
             self.restart,
-            prints=options.target.kind != "function" and not self.first,  # a function's failure raises here
+            # the failure of a function raises in the caller
+            prints=options.target.kind != "function" and not self.first,
             table=options.stats,
             metrics=options.metrics,
         )
@@ -587,6 +591,7 @@ class SpreadJob:
         for host, command in zip(pool, start, strict=True):
             ranks = rank_list(range(command.first, command.first + command.count))
             options.reporter.detail(f"{host.name} starts {ranks}" if command.count else f"{host.name} is spare")
+        # The signals stay blocked until the loop has installed its handlers, so none is lost while the ranks start.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))
         screen.open()
         self._report_callers()
@@ -611,14 +616,14 @@ class SpreadJob:
         return elastic_rules(self.options, spares, None if self.pool.by_callers else sum(counts))
 
     def _report_callers(self) -> None:
-        """Hosts that come in a round join it, or all ranks start again with them, or they are not wanted."""
+        """Decide what happens to hosts that connect in a round: they join it, restart all ranks, or must wait."""
         if self.options.elastic is not None:
             self.pool.report_callers(self._vet, self._welcome)
         elif self.elastic and len(self.pool.hosts) < self.most:
             self.pool.report_callers(self._vet)
 
     def _open_store(self) -> StoreServer:
-        """The store of an elastic job, which outlives every host but this one."""
+        """Open the store of an elastic job, which survives the loss of every host except this one."""
         least = self.options.elastic[0] if self.options.elastic is not None else 0
         server = StoreServer.tcp("", 0, store_secret(self.key, self.salt))
         server.put(TABLE_KEY, first_table(range(self.world_size), least).encode())
@@ -627,11 +632,11 @@ class SpreadJob:
     def _start_commands(
         self, counts: Sequence[int], ready: AgentReady, stdio: tuple[Stdio, ...], server: StoreServer | None
     ) -> list[StartRanks]:
-        """What each host is to start.
+        """Return the command for each host.
 
         Args:
             counts: the number of ranks of each host.
-            ready: the answer of the host of rank 0.
+            ready: the reply of the host of rank 0.
             stdio: the standard streams of the ranks that are shown here.
             server: the job's store, if it is in this process.
         """
@@ -659,13 +664,13 @@ class SpreadJob:
         ]
 
     def _counts(self) -> list[int]:
-        """How many ranks each host gets in this round."""
+        """Return the number of ranks of each host in this round."""
         slots, spares = _split([Slots(host.name, host.slots) for host in self.pool], self._spares)
         return [*self._counts_of(slots), *(0 for _ in spares)]
 
     @property
     def _spares(self) -> int:
-        """How many hosts are spare in this round: those that are there beyond what the job began with."""
+        """Number of spare hosts in this round: the hosts beyond those that must run ranks."""
         return max(0, self.options.spares - (self.most - len(self.pool.hosts)))
 
     def _counts_of(self, slots: Sequence[Slots]) -> list[int]:
@@ -674,7 +679,7 @@ class SpreadJob:
             return [1 if slot.count is None else slot.count for slot in slots]
         has = [(host.hello.cpus, host.hello.gpus or 0) for host in pool if host.hello is not None][: len(slots)]
         counts = share_out(slots, options.nproc, options.per_host, has, strict=bool(options.hosts))
-        if not all(counts):  # of hosts that were asked for one by one
+        if not all(counts):  # hosts were requested by number
             raise ConfigError(
                 f"{options.nproc} ranks for {len(counts)} hosts (-n is their number in all; on each host:"
                 " --nproc-per-node)"
@@ -682,7 +687,7 @@ class SpreadJob:
         return counts
 
     def close(self) -> None:
-        """Ends all agents."""
+        """Stop all agents."""
         self.pool.close()
 
 

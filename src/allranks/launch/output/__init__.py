@@ -2,7 +2,7 @@
 
 - ``lines``     bytes of many ranks -> lines of one screen (pure)
 - ``collapse``  the same line of many ranks -> one line (pure)
-- ``outlet``    one of this process's own descriptors, written without ever blocking
-- ``logs``      log files, in torchrun's layout too
+- ``outlet``    one of this process's own descriptors, written without blocking
+- ``logs``      log files, including torchrun's layout
 - ``screen``    this process's stdout and stderr, and the log files
 """

@@ -1,7 +1,7 @@
-"""The bar of ``allranks.run(..., progress=True)``: how far the slowest rank is, in a notebook or on a terminal.
+"""The bar of ``allranks.run(..., progress=True)``: the progress of the slowest rank, in a notebook or on a terminal.
 
-The launcher's loop calls it, so that it needs no thread: between two turns it draws what has changed. On a terminal the
-screen keeps it below the ranks' lines. In a notebook it is an output of its own, which is updated in place.
+The launcher's loop calls it, so it needs no thread: it draws changes between two turns of the loop. On a terminal, the
+screen keeps it below the ranks' lines. In a notebook, it is a separate output, which is updated in place.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from allranks.launch.spec.events import RankProgress
 
 __all__ = ["JobBar", "NotebookBar", "TerminalBar", "bar_for"]
 
-_SOON_S = 0.1  # after a change
-_LATER_S = 1.0  # without one: the time that is shown
+_SOON_S = 0.1  # delay of a redraw after a change
+_LATER_S = 1.0  # interval of redraws without a change: the displayed time
 _CELLS = 16
 
 
@@ -28,8 +28,8 @@ class JobBar(abc.ABC):
     """A bar.
 
     Args:
-        name: of the function.
-        ranks: how many there are.
+        name: name of the function.
+        ranks: number of ranks.
     """
 
     def __init__(self, name: str, ranks: int) -> None:
@@ -37,22 +37,22 @@ class JobBar(abc.ABC):
         self._ranks = ranks
         self._running = ranks
         self._reports: dict[int, RankProgress] = {}
-        self._loop: tuple[str, int, float] | None = None  # name, items at first, when it began
+        self._loop: tuple[str, int, float] | None = None  # name, items at the start, start time
         self._ended = False
         self._began = time.monotonic()
         self.due = self._began
 
     def take(self, report: RankProgress) -> None:
-        """Takes how far a rank is."""
+        """Record the progress of a rank."""
         self._reports[report.rank] = report
         if not self._ended:
             self.due = min(self.due, time.monotonic() + _SOON_S)
 
     def draw(self, running: int, now: float) -> None:
-        """Draws, if it is time to.
+        """Draw the bar if a redraw is due.
 
         Args:
-            running: how many ranks still run.
+            running: number of ranks that still run.
             now: the time (``time.monotonic``).
         """
         if not self._ended and (now >= self.due or running != self._running):
@@ -61,10 +61,10 @@ class JobBar(abc.ABC):
             self._show(self.share, self._text(now))
 
     def end(self, clean: bool, now: float) -> None:
-        """Draws for the last time.
+        """Draw the bar for the last time.
 
         Args:
-            clean: whether all ranks have ended as they should.
+            clean: whether all ranks have exited without an error.
             now: the time.
         """
         self._running, self._ended, self.due = 0, True, math.inf
@@ -73,12 +73,12 @@ class JobBar(abc.ABC):
 
     @property
     def slowest(self) -> RankProgress | None:
-        """What the rank that is least far has reported; None if none has."""
+        """The report of the rank with the least progress; None if no rank has reported."""
         return min(self._reports.values(), key=lambda each: each.done / (each.total or 1), default=None)
 
     @property
     def share(self) -> float | None:
-        """Which part is done; None where that is not known."""
+        """The completed fraction; None if it is not known."""
         each = self.slowest
         return min(1.0, each.done / each.total) if each is not None and each.total else None
 
@@ -103,11 +103,11 @@ class JobBar(abc.ABC):
 
     @abc.abstractmethod
     def _show(self, share: float | None, text: str, last: bool = False) -> None:
-        """Shows it in place of what was shown before."""
+        """Show the bar, replacing its previous state."""
 
 
 class TerminalBar(JobBar):
-    """On a terminal: the bottom row of a screen."""
+    """A bar on a terminal: the bottom row of a screen."""
 
     def __init__(self, screen: Screen, name: str, ranks: int) -> None:
         super().__init__(name, ranks)
@@ -125,12 +125,12 @@ class TerminalBar(JobBar):
 
 
 class NotebookBar(JobBar):
-    """In a notebook: an output that is updated.
+    """A bar in a notebook: an output that is updated.
 
     Args:
         display: ``IPython.display.display``.
-        name: of the function.
-        ranks: how many there are.
+        name: name of the function.
+        ranks: number of ranks.
     """
 
     def __init__(self, display: Any, name: str, ranks: int) -> None:
@@ -154,13 +154,13 @@ class NotebookBar(JobBar):
 
 
 def bar_for(screen: Screen, name: str, ranks: int, streams: Sequence[TextIO | None] | None) -> JobBar | None:
-    """The bar that fits where this process's output goes; None where it is neither a notebook nor a terminal.
+    """Return the bar for this process's output; None if that is neither a notebook nor a terminal.
 
     Args:
-        screen: where the ranks' output goes.
-        name: of the function.
-        ranks: how many there are.
-        streams: what takes the place of this process's stdout and stderr.
+        screen: the screen of the ranks' output.
+        name: name of the function.
+        ranks: number of ranks.
+        streams: replacements for this process's stdout and stderr.
     """
     if streams is None:
         return TerminalBar(screen, name, ranks) if screen.has_bar else None

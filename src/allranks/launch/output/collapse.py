@@ -1,11 +1,13 @@
 """The same line from many ranks, shown once. Pure: time is an argument.
 
-Eight ranks that load a model print the same lines eight times, and lines that differ are lost among them. So a whole
-line waits for a moment for the same line of other ranks, and is then shown once, with all their numbers. The lines of
-each rank stay in their order, so that the output, separated again by rank, is what each rank wrote. What is no plain
-line (a progress bar, a moving cursor) does not wait. It passes to the renderer after the earlier output of its rank.
+Eight ranks that load a model print the same lines eight times, and differing lines are hard to find among them.
+Therefore a complete line waits a moment for the same line of other ranks. It is then shown once, with the numbers of
+all these ranks. The lines of each rank stay in order: separated again by rank, the output is what each rank wrote.
+Output that is no plain line (a progress bar, a cursor movement) does not wait. It passes to the renderer after the
+earlier output of its rank.
 
-Unterminated text waits too, as many programs write a line in parts; then it passes, and so does the rest of its line.
+Unterminated text waits too, because many programs write a line in parts. After the wait it passes, and so does the rest
+of its line.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from allranks.launch.output.lines import Renderer
 __all__ = ["WINDOW_S", "Collapse", "Through"]
 
 WINDOW_S = 0.1
-_LIMIT = 1 << 16  # longer lines do not wait
+_LIMIT = 1 << 16  # bytes; longer lines do not wait
 
-_MOVES = re.compile(rb"\r(?!\n)|\x1b(?!\[[0-9;]*m)")  # all but colours and line ends
+_MOVES = re.compile(rb"\r(?!\n)|\x1b(?!\[[0-9;]*m)")  # everything except colors and line ends
 
 
 @dataclass
@@ -41,12 +43,12 @@ class _WaitingLine:
 
 @dataclass
 class _Rest:
-    """What a rank wrote of a line.
+    """The unterminated line of a rank.
 
     Attributes:
-        text: that waits.
-        passing: the begin of this line has passed to the renderer, and all of it will.
-        last: number of the last line of the rank that waited.
+        text: the text that waits.
+        passing: the start of this line has passed to the renderer, so the rest will pass, too.
+        last: number of the rank's last line that waited.
     """
 
     text: bytes = b""
@@ -55,10 +57,10 @@ class _Rest:
 
 
 class Through:
-    """Stands between ranks and a renderer, and lets everything through.
+    """Connects ranks with a renderer, and passes everything through.
 
     Args:
-        renderer: what shows lines.
+        renderer: shows lines.
         names: prefixes of lines.
     """
 
@@ -67,27 +69,27 @@ class Through:
         self._names = names
 
     def feed(self, rank: int, data: bytes, now: float) -> bytes:
-        """Takes what a rank wrote; returns what to write now."""
+        """Process output of a rank. Return the bytes to write now."""
         return self.renderer.feed(rank, data)
 
     def line(self, rank: int, line: bytes, now: float) -> bytes:
-        """Takes a whole line that stands apart from what ``feed`` takes."""
+        """Process a complete line that is separate from the data of ``feed``."""
         return self._show_line([rank], line)
 
     def end(self, rank: int, now: float) -> bytes:
-        """Takes it that the rank writes no more."""
+        """Process the end of a rank's output."""
         return self.renderer.end(rank)
 
     def due(self) -> float | None:
-        """When to call ``tick``; None if nothing waits."""
+        """Return the time when to call ``tick``; None if nothing waits."""
         return None
 
     def tick(self, now: float) -> bytes:
-        """Returns what has waited long enough, or for no other rank any more."""
+        """Return the lines that have waited long enough, or that no other rank can still write."""
         return b""
 
     def flush(self) -> bytes:
-        """Returns all that waits."""
+        """Return all waiting lines."""
         return self.tick(math.inf)
 
     def _show_line(self, ranks: Sequence[int], line: bytes) -> bytes:
@@ -95,13 +97,13 @@ class Through:
 
 
 class Collapse(Through):
-    """Lets lines wait for each other.
+    """Makes lines wait for the same line of other ranks.
 
     Args:
-        renderer: what shows lines.
+        renderer: shows lines.
         names: prefixes of lines.
-        ranks: whose lines come here.
-        window_s: how long a line waits.
+        ranks: the ranks whose lines it receives.
+        window_s: seconds that a line waits.
     """
 
     def __init__(
@@ -114,9 +116,9 @@ class Collapse(Through):
         super().__init__(renderer, names)
         self._window_s = window_s
         self._rests = {rank: _Rest() for rank in ranks}
-        self._since: dict[int, float] = {}  # whose text waits since when, oldest first
+        self._since: dict[int, float] = {}  # rank -> time since which its text waits, oldest first
         self._waiting: deque[_WaitingLine] = deque()
-        self._alike: dict[bytes, list[int]] = {}  # line -> numbers of those of _waiting, ascending
+        self._alike: dict[bytes, list[int]] = {}  # line -> numbers of its entries in _waiting, ascending
         self._by_number: dict[int, _WaitingLine] = {}
         self._count = 0
 
@@ -187,7 +189,7 @@ class Collapse(Through):
         self._by_number[rest.last].ranks.append(rank)
 
     def _show(self) -> bytes:
-        """Takes the first of those that wait."""
+        """Remove the first waiting line, and return the bytes that show it."""
         waiting = self._waiting.popleft()
         del self._by_number[waiting.number]
         alike = self._alike[waiting.line]
@@ -203,7 +205,7 @@ class Collapse(Through):
         return out
 
     def _pass(self, rank: int, text: bytes) -> bytes:
-        """Lets text through to the renderer, after all that its rank wrote before."""
+        """Pass text to the renderer, after the earlier output of its rank."""
         rest = self._rests[rank]
         out = bytearray()
         while self._waiting and self._waiting[0].number <= rest.last:

@@ -1,15 +1,15 @@
 """Bytes of many ranks in, lines of one screen out. Pure: no clock, no descriptor, no process.
 
-Whole lines only, so that halves of two ranks' lines never meet, each behind its rank's prefix. Bytes pass
-unchanged, whether or not they are UTF-8. Two kinds:
+Only complete lines are printed, so parts of two ranks' lines never mix. Each line has its rank's prefix. Bytes pass
+unchanged, whether or not they are UTF-8. There are two kinds:
 
-- ``Plain`` for pipes and files. A line that was overwritten by carriage returns is shown as it ended.
-- ``Live`` for terminals. The bottom row belongs to one rank's open (unterminated) line, and that rank writes to
-  the terminal as if it were alone: its progress bar moves. When another rank writes a line, the bar is wiped,
-  the line printed, the bar drawn again. Open lines of the other ranks wait; the lowest rank with one is shown.
+- ``Plain`` for pipes and files. A line that carriage returns overwrite is shown in its last state.
+- ``Live`` for terminals. The bottom row belongs to one rank's open (unterminated) line. That rank writes to the
+  terminal directly, so its progress bar moves. When another rank writes a line, the bar is wiped, the line is printed,
+  and the bar is drawn again. Open lines of the other ranks wait; the open line of the lowest rank is shown.
 
-A rank may move the cursor up (bars of several rows) only over rows of its own that still stand directly above;
-elsewhere the movement is dropped, so that it never overwrites another rank's lines.
+A rank may move the cursor up (bars of several rows) only over its own rows that are still directly above. Other such
+movements are dropped, so that a rank never overwrites another rank's lines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Live", "Names", "Plain", "Renderer"]
 
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _BOLD = 1
-_LINE_LIMIT = 1 << 20  # a longer line is broken, so that a rank without line ends does not fill the memory
+_LINE_LIMIT = 1 << 20  # bytes; a longer line is broken, so that a rank without line ends does not fill the memory
 _REDRAW_LIMIT = 1 << 16
 
 _TOKEN = re.compile(
@@ -41,11 +41,11 @@ _INVISIBLE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1
 
 @dataclass(frozen=True)
 class Names:
-    """What stands before a line: ``[3] ``, ``[node1:3] `` where the job spans hosts; all of one width.
+    """Prefixes of lines: ``[3] ``, or ``[node1:3] `` if the job spans hosts; all have the same width.
 
-    Attributes:
-        world_size: number of ranks of the job, shown here or not.
-        hosts: the host of each rank; None on one host.
+    world_size: number of ranks of the job, including those that are shown elsewhere.
+        hosts: the host of each rank; None for one host.
+        colour: for a terminal that shows colors.
         colour: for a terminal that shows colours.
     """
 
@@ -55,15 +55,15 @@ class Names:
 
     @functools.cached_property
     def width(self) -> int:
-        """Columns of a rank's prefix."""
+        """Number of columns of a rank's prefix."""
         return max(len(self._text([rank])) for rank in range(self.world_size)) + len("[] ")
 
     def each(self, ranks: Sequence[int]) -> dict[int, bytes]:
-        """The prefix of each rank."""
+        """Return the prefix of each rank."""
         return {rank: self.of([rank]) for rank in ranks}
 
     def of(self, ranks: Sequence[int]) -> bytes:
-        """The prefix of a line that several ranks wrote: ``[0-2,5] ``, ``[node1:4-7] ``; ``[0-7] `` across hosts."""
+        """Return the prefix of a line of several ranks: ``[0-2,5] ``, ``[node1:4-7] ``; ``[0-7] `` across hosts."""
         text = f"[{self._text(ranks):>{self.width - len('[] ')}}] ".encode()
         if not self.colour:
             return text
@@ -75,24 +75,24 @@ class Names:
 
 
 class Renderer(Protocol):
-    """What turns ranks' bytes into a screen's bytes.
+    """Converts ranks' bytes into a screen's bytes.
 
     Attributes:
-        stamp: the time, which stands before the prefixes; empty for none. Always of one width.
+        stamp: the time, which precedes the prefixes; empty for none. Its width is constant.
     """
 
     stamp: bytes
 
     def feed(self, rank: int, data: bytes) -> bytes:
-        """Takes what a rank wrote; returns what to write now."""
+        """Process output of a rank. Return the bytes to write now."""
         ...
 
     def end(self, rank: int) -> bytes:
-        """Takes it that the rank writes no more; returns its unterminated line."""
+        """Process the end of a rank's output. Return its unterminated line."""
         ...
 
     def note(self, text: bytes) -> bytes:
-        """Returns what to write so that a line of the launcher's own stands between the ranks' lines."""
+        """Return the bytes that print a line of the launcher's own between the ranks' lines."""
         ...
 
 
@@ -100,7 +100,7 @@ class Plain:
     """Renderer for pipes and files.
 
     Args:
-        prefixes: one for each rank.
+        prefixes: the prefix of each rank.
     """
 
     def __init__(self, prefixes: Mapping[int, bytes]) -> None:
@@ -127,7 +127,7 @@ class Plain:
         """See ``Renderer``."""
         text = bytes(self._open[rank])
         self._open[rank].clear()
-        if not text or (b"\r" in text and not text.strip()):  # the second is a bar that wiped itself
+        if not text or (b"\r" in text and not text.strip()):  # the second case is a bar that wiped itself
             return b""
         return self.stamp + self._prefixes[rank] + text + b"\n"
 
@@ -137,19 +137,22 @@ class Plain:
 
 
 def _last_state(text: bytes | bytearray) -> int:
-    """Where the last state of an overwritten line begins. A return at its very end may be half of a line end."""
+    """Return the start of the last state of an overwritten line.
+
+    A carriage return at its very end may be half of a line end, so it does not count.
+    """
     return text.rfind(b"\r", 0, len(text.rstrip(b"\r"))) + 1
 
 
 @dataclass
 class _Line:
-    """A rank's open line.
+    """The open line of a rank.
 
     Attributes:
         text: its last state, without cursor movements.
-        held: bytes whose meaning depends on the next ones.
-        rewound: a return was seen: the next text replaces this one.
-        due: on the screen, the prefix has yet to be written.
+        held: bytes whose meaning depends on the following bytes.
+        rewound: a carriage return was seen: the next text replaces this one.
+        due: the prefix must still be written to the screen.
     """
 
     text: bytearray = field(default_factory=bytearray)
@@ -170,9 +173,9 @@ class Live:
     """Renderer for a terminal.
 
     Args:
-        prefixes: one for each rank.
+        prefixes: the prefix of each rank.
         columns: width of the terminal.
-        first: whose open line is shown before all others': the rank that reads the terminal.
+        first: the rank whose open line has priority: the rank that reads the terminal.
 
     Attributes:
         columns: may be changed at any time.
@@ -184,9 +187,9 @@ class Live:
         self.stamp = b""
         self._prefixes = prefixes
         self._lines = {rank: _Line() for rank in prefixes}
-        self._owner: int | None = None  # whose line stands on the bottom row; None: the row is empty
-        self._drawn_by: int | None = None  # who had the bottom row last
-        self._above = 0  # rows right above the bottom one that the owner may go back to
+        self._owner: int | None = None  # the rank whose line is on the bottom row; None: the row is empty
+        self._drawn_by: int | None = None  # the last owner of the bottom row
+        self._above = 0  # rows directly above the bottom row that the owner may go back to
         self._cursor_hidden_by: int | None = None
 
     def feed(self, rank: int, data: bytes) -> bytes:
@@ -228,7 +231,7 @@ class Live:
         return self.stamp + self._prefixes[rank]
 
     def _behind(self, rank: int, data: bytes) -> bytes:
-        """Takes bytes of a rank while the bottom row is another's."""
+        """Process output of a rank while another rank owns the bottom row."""
         lines = self._take(rank, data, drawn=False)
         assert self._owner is not None
         takes_over = self._order(rank) < self._order(self._owner) and self._lines[rank].open
@@ -237,13 +240,13 @@ class Live:
         return self._aside(lines, rank if takes_over else self._owner)
 
     def _aside(self, lines: bytes, owner: int | None) -> bytes:
-        """Prints whole lines above the bottom row, which is then ``owner``'s."""
+        """Print complete lines above the bottom row, which ``owner`` then owns."""
         out = self._wipe() + lines
         self._above = 0
         return out if owner is None else out + self._show(owner)
 
     def _take(self, rank: int, data: bytes, drawn: bool) -> bytes:
-        """Moves a rank's line on. Returns all that the rank draws, or the lines it completed."""
+        """Advance a rank's line. Return everything that the rank draws, or the lines that it has completed."""
         line, prefix, out = self._lines[rank], self._name(rank), bytearray()
         for match in _TOKEN.finditer(data):
             kind, token = match.lastgroup, match.group()
@@ -263,7 +266,7 @@ class Live:
             elif kind == "control":
                 if line.rewound and token[-1:] in b"JK":
                     line.text.clear()
-                if drawn and line.due and token[-1:] == b"C":  # from the rank's own first column
+                if drawn and line.due and token[-1:] == b"C":  # counted from the rank's own first column
                     out += prefix
                     line.due = False
                 if drawn:
@@ -294,7 +297,7 @@ class Live:
         return token
 
     def _show(self, rank: int) -> bytes:
-        """Draws a rank's open line on the empty bottom row, which is then that rank's."""
+        """Draw a rank's open line on the empty bottom row, which that rank then owns."""
         line = self._lines[rank]
         if rank != self._drawn_by:
             self._above = 0
@@ -312,12 +315,12 @@ class Live:
         return rank != self._first, rank
 
     def _wipe(self) -> bytes:
-        """Empties the bottom row, which belongs to no rank then."""
+        """Clear the bottom row, which no rank owns then."""
         if self._owner is None:
             return b""
         rank, self._owner = self._owner, None
         line = self._lines[rank]
-        if line.due and not line.text:  # a line just ended; or a return, after which there is nothing to keep
+        if line.due and not line.text:  # a line has just ended, or a carriage return left nothing to keep
             return b""
         line.due = True
         rows = max(0, _width(self._name(rank) + bytes(line.text)) - 1) // self.columns
@@ -325,6 +328,6 @@ class Live:
 
 
 def _width(text: bytes) -> int:
-    """Columns that text takes on a terminal."""
+    """Return the number of columns of a text on a terminal."""
     visible = _INVISIBLE.sub(b"", text).decode(errors="replace")
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in visible)

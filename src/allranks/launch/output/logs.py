@@ -1,7 +1,8 @@
-"""What ranks write, in files: ``rankN.log`` with whole lines of both streams, and torchrun's files with the bytes.
+"""Output of ranks in files: ``rankN.log`` with complete lines of both streams, and torchrun's files with the bytes.
 
-torchrun's layout, which its users' tools read (torch/distributed/elastic/multiprocessing/api.py, DefaultLogsSpecs):
-``DIR/<run id>_<random>/attempt_<number>/<local rank>/{stdout,stderr}.log``; one run folder for each host.
+The layout of torchrun, which its users' tools read (torch/distributed/elastic/multiprocessing/api.py,
+DefaultLogsSpecs): ``DIR/<run id>_<random>/attempt_<number>/<local rank>/{stdout,stderr}.log``; one run folder for each
+host.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ class Logs:
     """The log files of a job.
 
     Args:
-        display: which files are asked for.
+        display: the requested files.
         places: rank -> (host, local rank).
         run_id: the job's name.
-        attempt: how often the job has been started again.
+        attempt: number of restarts of the job so far.
 
     Attributes:
-        folder: that of ``--logs``; None if there is none.
-        temporary: folder that was not named and that is kept; None if there is none.
+        folder: the folder of ``--logs``; None if there is none.
+        temporary: temporary folder for the files of torchrun, which is kept; None if there is none.
 
     Raises:
-        ConfigError: a file cannot be made.
+        ConfigError: a file cannot be created.
     """
 
     def __init__(self, display: Display, places: Mapping[int, tuple[str, int]], run_id: str, attempt: int) -> None:
@@ -68,28 +69,28 @@ class Logs:
                         self._bytes[rank, stream] = _open("--log-dir", own / name)
 
     def has_lines(self, rank: int) -> bool:
-        """True if ``put_lines`` goes anywhere."""
+        """Return True if ``put_lines`` has a file for this rank."""
         return rank in self._lines
 
     def has_bytes(self, rank: int, stream: int) -> bool:
-        """True if ``put_bytes`` goes anywhere."""
+        """Return True if ``put_bytes`` has a file for this stream."""
         return (rank, stream) in self._bytes
 
     def put_lines(self, rank: int, lines: bytes) -> None:
-        """Takes whole lines for a rank's file."""
+        """Queue complete lines for a rank's file."""
         if rank in self._lines:
             self._lines[rank].waiting += lines
 
     def put_bytes(self, rank: int, stream: int, data: bytes) -> None:
-        """Takes what a rank wrote, for the stream's file."""
+        """Queue output of a rank for the stream's file."""
         if (rank, stream) in self._bytes:
             self._bytes[rank, stream].waiting += data
 
     def flush(self) -> list[tuple[str, OSError]]:
-        """Writes all.
+        """Write all queued data.
 
         Returns:
-            The option whose files cannot be written any more, and why; each is named once.
+            The options whose files are no longer writable, with the errors; each is returned once.
         """
         lost: dict[str, OSError] = {}
         for log in (*self._lines.values(), *self._bytes.values()):
@@ -103,7 +104,7 @@ class Logs:
         return list(lost.items())
 
     def close(self) -> None:
-        """Closes all."""
+        """Close all files."""
         for option in ("--logs", "--log-dir"):
             self._drop(option)
 
@@ -121,7 +122,7 @@ def _open(option: str, path: Path, how: str = "wb") -> _LogFile:
     return _LogFile(option, FileIO(path, how))
 
 
-@functools.cache  # one for all attempts of a run
+@functools.cache  # one folder for all attempts of a run
 def _temporary_folder(run_id: str) -> Path:
     return Path(tempfile.mkdtemp(prefix="allranks_"))
 

@@ -1,10 +1,10 @@
-"""One of this process's output descriptors, written without ever waiting for its reader.
+"""One of this process's output descriptors, written without waiting for its reader.
 
-A pipe that is not read, a terminal held by Ctrl-S, ``| less``: a blocking write there would block the launcher
-to Ctrl-C and blind to a failed rank. ``O_NONBLOCK`` must not be set on the descriptor itself, which belongs to the
-shell and to others too; so the file is opened once more, which gives a description of its own. Where that is not
-possible (sockets, another session's terminal), it writes only when poll allows it, and no more at once than a pipe then
-takes without blocking.
+A pipe that is not read, a terminal held by Ctrl-S, ``| less``: a blocking write there would make the launcher miss
+Ctrl-C and failed ranks. ``O_NONBLOCK`` must not be set on the descriptor itself, which the shell and other processes
+share. Therefore the file is opened again, which creates a separate file description. If that is not possible (sockets,
+another session's terminal), it writes only when poll allows it, and at most as much as a pipe then accepts without
+blocking.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _PIECE = select.PIPE_BUF
 
 
 class Outlet:
-    """Keeps what it cannot write yet.
+    """An output descriptor with a queue of the bytes that cannot be written yet.
 
     Args:
         fd: 1 or 2. Not closed.
 
     Attributes:
-        fd: what to watch for writability while ``backlog`` is not 0.
+        fd: the descriptor to watch for writability while ``backlog`` is not 0.
     """
 
     def __init__(self, fd: int) -> None:
         self._pending = bytearray()
         self._gone = False
         self._reopened = False
-        self._regular = stat.S_ISREG(os.fstat(fd).st_mode)  # never blocks; and its offset must stay shared
+        self._regular = stat.S_ISREG(os.fstat(fd).st_mode)  # never blocks, and must keep the shared offset
         self.fd = fd
         if not self._regular:
             with contextlib.suppress(OSError):
@@ -49,15 +49,15 @@ class Outlet:
         return len(self._pending)
 
     def put(self, data: bytes) -> None:
-        """Takes bytes, for ``flush`` to write."""
+        """Queue bytes, which ``flush`` writes."""
         if not self._gone:
             self._pending += data
 
     def flush(self) -> None:
-        """Writes as much as is possible at once.
+        """Write as much as is possible without blocking.
 
         Raises:
-            OSError: nothing can be written any more. Said once; from then on bytes are dropped.
+            OSError: the descriptor is no longer writable. Raised once; later bytes are dropped.
         """
         free = self._reopened or self._regular
         try:
@@ -73,7 +73,7 @@ class Outlet:
             raise
 
     def close(self) -> None:
-        """Drops what is not written."""
+        """Drop the bytes that are not written."""
         self._pending.clear()
         if self._reopened:
             self._reopened = False
@@ -86,10 +86,10 @@ class Outlet:
 
 
 class TextOutlet:
-    """The same for a stream of python's that has no descriptor to watch, as a notebook's: it takes all at once.
+    """The same interface for a python stream without a descriptor, such as a notebook's: it accepts all bytes.
 
     Args:
-        stream: the stream; None to drop what comes, as ``print`` does.
+        stream: the stream; None to drop all output, as ``print`` does.
     """
 
     fd = -1
@@ -101,20 +101,20 @@ class TextOutlet:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def put(self, data: bytes) -> None:
-        """Takes bytes, for ``flush`` to write."""
+        """Queue bytes, which ``flush`` writes."""
         if self._stream is not None:
             self._pending += data
 
     def flush(self) -> None:
-        """Writes all.
+        """Write all queued bytes.
 
         Raises:
-            OSError: nothing can be written any more. Said once; from then on bytes are dropped.
+            OSError: the stream is no longer writable. Raised once; later bytes are dropped.
         """
         if self._stream is None or not self._pending:
             return
         text = self._decoder.decode(bytes(self._pending))
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"  # a stream of the user's may have none
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"  # a user-defined stream may have none
         text = text.encode(encoding, "backslashreplace").decode(encoding)
         self._pending.clear()
         try:
@@ -123,10 +123,10 @@ class TextOutlet:
         except OSError:
             self._stream = None
             raise
-        except ValueError as error:  # it is closed
+        except ValueError as error:  # the stream is closed
             self._stream = None
             raise OSError(errno.EBADF, str(error)) from error
 
     def close(self) -> None:
-        """Drops what is not written."""
+        """Drop the bytes that are not written."""
         self._pending.clear()

@@ -1,7 +1,7 @@
-"""This process's stdout and stderr, and the log files: where the ranks' output goes.
+"""This process's stdout and stderr, and the log files: the destinations of the ranks' output.
 
-It finds out what the two are (terminal, pipe, the same file). From this follow the streams of the ranks, and a renderer
-for each of the two. ``lines`` puts lines together.
+It detects the types of both streams (terminal, pipe, the same file). The streams of the ranks, and a renderer for each
+of the two, follow from this. ``lines`` assembles lines.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from allranks.launch.spec.stdio import Stdio
 __all__ = ["BAR", "Screen"]
 
 _TAIL_LINES = 20
-BAR = -1  # a rank of the launcher's own, whose open line is shown before all others'
-_MANY = 8  # so many ranks or more: lines are collapsed by default
+BAR = -1  # a pseudo-rank of the launcher, whose open line has priority over all others
+_MANY = 8  # from this number of ranks on, lines are collapsed by default
 
 
 class Screen:
-    """Writes what ranks write, each line behind its rank's number (unless only rank 0 is shown).
+    """Writes the output of ranks, each line with its rank's prefix (unless only rank 0 is shown).
 
     Args:
-        ranks: those that are shown here, which may be a part of the job's.
-        display: what is shown, how, and what is kept in files.
-        environ: decides on colours (NO_COLOR) and on terminals that cannot redraw a line (TERM).
+        ranks: the ranks that are shown here, which may be a part of the job's ranks.
+        display: which output is shown, how it is shown, and which output is kept in files.
+        environ: decides on colors (NO_COLOR) and on terminals that cannot redraw a line (TERM).
         world_size: number of ranks of the job; None if all are shown here.
-        hosts: the host of each rank of the job; None where it does not span hosts.
+        hosts: the host of each rank of the job; None if the job does not span hosts.
         run_id: the job's name, for log files.
-        attempt: how often the job has been started again, for log files.
-        streams: what to write to in place of this process's stdout and stderr.
-        stdin: the rank that has this process's stdin; None if none has.
-        terminal: that is its controlling terminal.
-        watched: all that ranks write must come here.
+        attempt: number of restarts of the job so far, for log files.
+        streams: replacements for this process's stdout and stderr.
+        stdin: the rank that has this process's stdin; None if no rank has it.
+        terminal: that stdin is this process's controlling terminal.
+        watched: all output of the ranks must pass through this object.
 
     Attributes:
-        ranks: those that are shown here.
+        ranks: the ranks that are shown here.
         logs: the log files.
 
     Raises:
-        ConfigError: a log file cannot be made.
+        ConfigError: a log file cannot be created.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Screen:
         self._capable = streams is None and environ.get("TERM", "dumb") != "dumb"
         colour = self._capable and not environ.get("NO_COLOR")
         self._merged = streams is None and os.path.sameopenfile(1, 2)
-        # The output of a single rank needs no prefix: it passes as that rank writes it.
+        # With ``--show 0`` only one rank is shown, which needs no prefix: its output passes unchanged.
         alone = display.show == "0"
         self._hosts = None if hosts is None else list(hosts)  # changes when ranks move
         names = Names(world_size or len(self.ranks), self._hosts)
@@ -109,10 +109,11 @@ class Screen:
         self._outlets: dict[int, Outlet | TextOutlet] = {}
         self._tails: dict[int, deque[bytes]] = {rank: deque(maxlen=_TAIL_LINES) for rank, _ in self._hidden_streams}
         self._bare = {stream: Plain(dict.fromkeys(self.ranks, b"")) for stream in (1, 2)}  # lines for files and tails
-        self._apart = Plain(dict.fromkeys(self.ranks, b""))  # stderr that comes by itself and goes where stdout goes
+        # stderr with its own channel that goes to the same file as stdout
+        self._apart = Plain(dict.fromkeys(self.ranks, b""))
 
     def move(self, ranks: Collection[int], host: str) -> None:
-        """These ranks are on another host from now on, or come later than the others."""
+        """Record that these ranks are on another host from now on, or that they have joined later."""
         assert self._hosts is not None
         self._hosts += [""] * (max(ranks) + 1 - len(self._hosts))
         for rank in ranks:
@@ -121,12 +122,12 @@ class Screen:
             prefixes |= names.each([rank for rank in ranks if rank in self._mine])
 
     def open(self) -> None:
-        """Makes ready to write. After the ranks are forked, so that none keeps our reader waiting for its end."""
+        """Open the outlets. Call it after the fork of the ranks, so that no rank keeps the reader waiting."""
         streams = self._streams
         self._outlets = {fd: Outlet(fd) if streams is None else TextOutlet(streams[fd - 1]) for fd in self._collapsers}
 
     def stdio(self) -> tuple[Stdio, ...]:
-        """What the ranks' stdout and stderr are to be, so that the ranks behave as if they wrote here themselves."""
+        """Return the settings of the ranks' streams, which make the ranks behave as if they wrote here directly."""
         rows, columns = self.size()
         return tuple(self._stdio(rank, rows, columns) for rank in self.ranks)
 
@@ -153,18 +154,18 @@ class Screen:
         )
 
     def size(self) -> tuple[int, int]:
-        """Rows and columns that a rank has for itself."""
+        """Return the rows and columns that are available to a rank."""
         rows, columns = _window(1 if self._live(1) else 2)
         return rows, max(10, columns - self._prefix_width)
 
     def resized(self) -> None:
-        """The size of the terminal has changed."""
+        """Read the new size of the terminal."""
         for fd, way in self._collapsers.items():
             if isinstance(way.renderer, Live):
                 way.renderer.columns = _window(fd)[1]
 
     def take(self, output: Output) -> None:
-        """Takes what a rank wrote. Written by ``flush``."""
+        """Process output of a rank. ``flush`` writes it."""
         rank, stream, data = output.rank, output.stream, output.data
         now = self._set_time()
         if not self._display.timestamps:
@@ -179,7 +180,7 @@ class Screen:
             self._keep(rank, stream, self._bare[stream].feed(rank, data))
 
     def end(self, rank: int) -> None:
-        """A rank writes no more. Ranks that are shown elsewhere are ignored, here and below."""
+        """Process the end of a rank's output. Ignored, as in the methods below, if the rank is shown elsewhere."""
         if rank not in self._mine:
             return
         now = self._set_time()
@@ -191,13 +192,13 @@ class Screen:
             self._keep(rank, stream, bare.end(rank))
 
     def note(self, text: bytes) -> None:
-        """Takes lines of the launcher's own, for stderr, after all that was taken before."""
+        """Add lines of the launcher's own, for stderr, after all earlier output."""
         self.settle()
         fd = 1 if self._merged else 2
         self._put(fd, self._collapsers[fd].renderer.note(text))
 
     def print_lines(self, ranks: Sequence[int], lines: Sequence[bytes]) -> None:
-        """Takes lines about ranks, for stderr and for their log files, whether or not the ranks' output is shown."""
+        """Add lines about ranks, for stderr and for their log files, whether or not the ranks' output is shown."""
         self._set_time()
         fd = 1 if self._merged else 2
         for line in lines:
@@ -207,15 +208,15 @@ class Screen:
 
     @property
     def has_bar(self) -> bool:
-        """Whether ``bar`` shows something: stderr, or what stands for it, is a terminal."""
+        """Whether ``bar`` shows a bar: stderr, or the stream that replaces it, is a terminal."""
         return self._live(self._bar_fd)
 
     def bar(self, text: bytes) -> None:
-        """Shows a line of the launcher's own below all others, in place of the last one; b"" for none."""
+        """Show a line of the launcher's own below all others, replacing the last one; b"" for none."""
         self._put(self._bar_fd, self._collapsers[self._bar_fd].renderer.feed(BAR, b"\r" + text + b"\x1b[K"))
 
     def bar_ended(self) -> None:
-        """Leaves the line where it is."""
+        """Leave the line on the screen."""
         self._put(self._bar_fd, self._collapsers[self._bar_fd].renderer.end(BAR))
 
     @property
@@ -228,28 +229,29 @@ class Screen:
         return 1 if self._merged else 2
 
     def settle(self) -> None:
-        """Shows all lines that wait for the same line of other ranks."""
+        """Show all lines that wait for the same line of other ranks."""
         for fd, way in self._collapsers.items():
             self._put(fd, way.flush())
 
     def due(self) -> float | None:
-        """When to call ``flush`` even if nothing is taken any more (``time.monotonic``); None for never."""
+        """Return when to call ``flush`` even without new output (``time.monotonic``); None for never."""
         return min((due for way in self._collapsers.values() if (due := way.due()) is not None), default=None)
 
     def log(self, rank: int, text: str) -> None:
-        """Adds to a rank's log file only."""
+        """Add text to a rank's log file only."""
         if rank in self._mine:
             self.logs.put_lines(rank, text.encode())
 
     def tail(self, rank: int) -> list[bytes]:
-        """The last lines of a rank that are not shown."""
+        """Return the last lines of a rank that are not shown."""
         return list(self._tails.get(rank, ()))
 
     def flush(self) -> list[tuple[str, OSError]]:
-        """Writes of what was taken as much as is possible without waiting.
+        """Write as much of the queued output as is possible without waiting.
 
         Returns:
-            What cannot be written to any more, and why; each is named once. BrokenPipeError: its reader is gone.
+            The destinations that are no longer writable, with the errors; each is returned once. BrokenPipeError: its
+            reader has closed the pipe.
         """
         lost = self.logs.flush()
         now = time.monotonic()
@@ -263,16 +265,16 @@ class Screen:
 
     @property
     def blocked(self) -> set[int]:
-        """Descriptors that must become writable before ``flush`` can write on."""
+        """Descriptors that must become writable before ``flush`` can continue."""
         return {outlet.fd for outlet in self._outlets.values() if outlet.backlog}
 
     @property
     def backlog(self) -> int:
-        """Bytes that cannot be written before earlier ones are read."""
+        """Number of bytes that cannot be written before earlier ones are read."""
         return sum(outlet.backlog for outlet in self._outlets.values())
 
     def close(self) -> None:
-        """Drops what is not written, and closes the log files."""
+        """Drop the bytes that are not written, and close the log files."""
         for outlet in self._outlets.values():
             outlet.close()
         self.logs.close()
@@ -307,13 +309,13 @@ class Screen:
 
 
 def _places(ranks: Sequence[int], hosts: Sequence[str] | None) -> dict[int, tuple[str, int]]:
-    """Host and local rank of each rank."""
+    """Return host and local rank of each rank."""
     names = ["" if hosts is None else hosts[rank] for rank in ranks]
     return {rank: (name, names[:n].count(name)) for n, (rank, name) in enumerate(zip(ranks, names, strict=True))}
 
 
 def _is_stdin(fd: int) -> bool:
-    """Whether a descriptor is the terminal that stdin is."""
+    """Return whether a descriptor is the same terminal as stdin."""
     return os.isatty(fd) and os.fstat(fd).st_rdev == os.fstat(0).st_rdev
 
 

@@ -1,6 +1,6 @@
-"""What all ranks of a job do at one moment: asks their agents, and then some ranks for their stacks. Pure.
+"""Request for the states of all ranks of a job at one moment, and then for the stacks of some ranks. Pure.
 
-The launcher asks for a notice, and for other commands of the same user (``allranks trace show``).
+The launcher uses it for a wait report, and for other commands of the same user (``allranks trace show``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from allranks.launch.spec.events import Stacks
 __all__ = ["Inquiry"]
 
 _ALIVE = ("running", "sleeping", "in uninterruptible sleep")  # these can report their stacks
-INSPECT_S = 0.5  # for the agents to answer
+INSPECT_S = 0.5  # for the replies of the agents
 STACKS_S = 0.4
 
 
@@ -27,18 +27,18 @@ class _Phase(Enum):
 
 
 class Inquiry:
-    """One inquiry.
+    """One request.
 
     Args:
-        ranks: of the job.
-        recent: how many of the newest calls of each rank are wanted.
-        choose: given what ranks do, whose stacks are wanted.
+        ranks: ranks of the job.
+        recent: number of the newest calls of each rank to report.
+        choose: receives the states of the ranks, and returns the ranks whose stacks are requested.
         now: the time.
 
     Attributes:
-        states: what ranks do, as far as it has come.
-        stacks: the stacks that have come.
-        reasons: why ranks have reported none.
+        states: the states that have arrived.
+        stacks: the stacks that have arrived.
+        reasons: by rank, the reason why it reported no stacks.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Inquiry:
 
     @property
     def done(self) -> bool:
-        """Whether all has come that will."""
+        """Whether the request is finished: all replies have arrived or it is too late for them."""
         return self._phase is _Phase.DONE
 
     @property
@@ -73,28 +73,28 @@ class Inquiry:
         return self._request.reasons if self._request is not None else {}
 
     def begin(self) -> list[Action]:
-        """The first question."""
+        """Return the first request."""
         return [InspectRanks(self._ranks, self._recent)]
 
     def deadline(self) -> float | None:
-        """When ``check`` is due even if nothing happens; None for never."""
+        """Return the time when ``check`` is due even without an event; None for never."""
         if self._phase is _Phase.DUMPING and self._request is not None:
             return self._request.ends_at()
         return self._until if self._phase is _Phase.INSPECTING else None
 
     def take_state(self, state: RankState) -> None:
-        """What a rank does."""
+        """Record the state of a rank."""
         if self._phase is _Phase.INSPECTING and state.rank in self._awaited:
             self.states[state.rank] = state
             self._awaited.discard(state.rank)
 
     def take_stacks(self, event: Stacks, now: float) -> None:
-        """A piece of a rank's stacks."""
+        """Record a piece of a rank's stacks."""
         if self._request is not None:
             self._request.add(event, now)
 
     def check(self, running: Set[int], now: float) -> list[Action]:
-        """Goes on, if all answers have come or it is time. ``running``: ranks whose process is not gone."""
+        """Advance if all replies have arrived or a deadline has passed. ``running``: ranks that have not exited."""
         if self._phase is _Phase.INSPECTING and (not self._awaited or now >= self._until):
             wanted = set(self._choose(self.states)) & set(self.states) & running
             asked = tuple(sorted(rank for rank in wanted if self.states[rank].process in _ALIVE))

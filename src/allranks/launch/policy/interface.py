@@ -1,4 +1,4 @@
-"""The events and actions of the state machine in ``round``. What a rank or a host reports is in ``spec/events``."""
+"""The events and actions of the state machine in ``round``. Reports of ranks and hosts are in ``spec/events``."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RanksStarted:
 
 @dataclass(frozen=True)
 class TimePassed:
-    """All events that had come were passed. Follows each batch of them, and is due at ``Round.deadline``."""
+    """All pending events were passed. Follows each batch of them, and is due at ``Round.deadline``."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ class SignalReceived:
 
 @dataclass(frozen=True)
 class KillRequested:
-    """The caller ends the job at once."""
+    """The caller stops the job immediately."""
 
 
 @dataclass(frozen=True)
 class ReaderChanged:
-    """A child stopped or ended. ``stopped_by``: the signal that stopped the reader, or None."""
+    """A child stopped or exited. ``stopped_by``: the signal that stopped the reader, or None."""
 
     stopped_by: int | None = None
 
@@ -104,7 +104,7 @@ class LauncherContinued:
 
 @dataclass(frozen=True)
 class OutputLost:
-    """An output cannot be written to any more. ``reader_gone``: it is a pipe whose reader has closed it."""
+    """An output is no longer writable. ``reader_gone``: it is a pipe whose reader has closed it."""
 
     name: str
     why: str
@@ -113,7 +113,7 @@ class OutputLost:
 
 @dataclass(frozen=True)
 class OutputBlocked:
-    """So much output waits for its reader that the ranks cannot write."""
+    """The queue of output for the reader is full, so the ranks cannot write."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,11 @@ class OutputWritten:
 
 @dataclass(frozen=True)
 class StatesAsked:
-    """Somebody asks what ranks do. Answered by ``AnswerStates``.
+    """A command requests the state of the ranks. Answered by ``AnswerStates``.
 
     Attributes:
-        recent: how many of the newest calls of each are wanted.
-        stacks: where ranks are that are in no call, is wanted too. They are interrupted for that.
+        recent: number of the newest calls of each rank to report.
+        stacks: report also the stacks of ranks that are in no call. These ranks are interrupted for that.
     """
 
     recent: int = 0
@@ -183,7 +183,7 @@ class Print:
 
 @dataclass(frozen=True)
 class PrintReport:
-    """Print the traceback of a rank that may fail."""
+    """Print the traceback of a rank whose failure does not stop the job."""
 
     rank: int
     text: str
@@ -198,7 +198,7 @@ class PrintStacks:
 
 @dataclass(frozen=True)
 class PrintNotice:
-    """Print why ranks wait. ``stacks``: of those that are late, as far as they have come."""
+    """Print a wait report. ``stacks``: the stacks of the late ranks that have arrived."""
 
     diagnosis: Diagnosis
     stacks: Mapping[int, bytes]
@@ -206,7 +206,10 @@ class PrintNotice:
 
 @dataclass(frozen=True)
 class AnswerStates:
-    """Answer all who have asked what ranks do. ``stacks``, ``reasons``: of those that were asked where they are."""
+    """Answer all commands that requested the state of the ranks.
+
+    ``stacks``, ``reasons``: of the ranks whose stacks were requested.
+    """
 
     states: Sequence[RankState]
     stacks: Mapping[int, bytes]
@@ -224,14 +227,17 @@ class SignalRanks:
 
 @dataclass(frozen=True)
 class DumpStacks:
-    """Ask ranks for their stacks, which come as ``Stacks``."""
+    """Request the stacks of ranks, which arrive as ``Stacks``."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class InspectRanks:
-    """Ask what ranks do, which comes as ``RankState``. Of ranks that have ended, too. ``recent``: so many calls."""
+    """Request the state of ranks, which arrives as ``RankState``.
+
+    This includes ranks that have exited. ``recent``: number of calls to report.
+    """
 
     ranks: tuple[int, ...]
     recent: int = 0
@@ -239,12 +245,12 @@ class InspectRanks:
 
 @dataclass(frozen=True)
 class StartElsewhere:
-    """Start the ranks of a lost host on another one, or new ranks. Each comes as ``RankRestarted``.
+    """Start the ranks of a lost host on another host, or new ranks. ``RankRestarted`` reports each one.
 
     Attributes:
         lost: the lost host; "" for new ranks.
-        spare: the other one, which has no ranks yet.
-        starts: how many processes had the seat of each rank before. Ranks that are not there are not started.
+        spare: the other host, which has no ranks yet.
+        starts: number of previous processes of each rank slot. Ranks that are not in it are not started.
     """
 
     lost: str
@@ -254,7 +260,7 @@ class StartElsewhere:
 
 @dataclass(frozen=True)
 class PublishSeats:
-    """Put the table of seats into the store of the job, where ranks read it. Before any later action."""
+    """Write the table of rank slots into the job's store, where ranks read it, before any later action."""
 
     table: SeatTable
 
@@ -268,7 +274,7 @@ class LendTerminal:
 
 @dataclass(frozen=True)
 class ReclaimTerminal:
-    """Make this process the foreground process group again. ``restore``: with the terminal's modes, too."""
+    """Make this process the foreground process group again. ``restore``: restore the terminal's modes, too."""
 
     rank: int
     restore: bool = False
@@ -283,22 +289,24 @@ class StopLauncher:
 
 @dataclass(frozen=True)
 class AwaitOutput:
-    """The ranks have ended, but processes that they left behind may still write. Answered by ``OutputClosed``."""
+    """Wait for the end of the output: processes that ranks left behind may write. Answered by ``OutputClosed``."""
 
 
 @dataclass(frozen=True)
 class FinishRanks:
-    """Kill and reap all that is left of the ranks, read what is left of their output. Then: ``RanksFinished``.
+    """Kill and reap all remaining processes of the ranks, and read the rest of their output.
+
+    Answered by ``RanksFinished``.
 
     Attributes:
-        patience_s: seconds that processes which they have left behind have to end.
+        patience_s: seconds that processes which ranks left behind have to exit.
     """
 
     patience_s: float
 
 
 class Ending(Enum):
-    """Why a round ended."""
+    """Reason why a round ended."""
 
     CLEAN = "no rank is to blame"
     FAILED = "a rank failed or a host was lost"
@@ -309,19 +317,19 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a round ended.
+    """Result of a round.
 
     Attributes:
-        ending: why.
+        ending: the reason why it ended.
         code: the exit code.
         cause: the failure that caused the others, if there is one.
         failures: all failures, by rank.
-        before: those that happened before the job was stopped.
-        exited: ranks that had exited with code 0 while all was well.
+        before: failures that happened before the job was stopped.
+        exited: ranks that had exited with code 0 before any failure.
         signal: the signal that stopped the job, or None.
-        stacks: where ranks were that could not report it themselves; for ``IDLE`` where all were; where a rank failed
-            because others did not come, where those were.
-        states: what ranks did when a rank failed, and their last calls.
+        stacks: stacks of ranks that could not report them themselves; for ``IDLE``, of all ranks; if a rank failed
+            because other ranks were late, of the late ranks.
+        states: states of the ranks when a rank failed, and their last calls.
     """
 
     ending: Ending
@@ -337,14 +345,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Conclude:
-    """Print how the round ended, and write all output. Answered by ``OutputWritten``."""
+    """Print the result of the round, and write all output. Answered by ``OutputWritten``."""
 
     outcome: Outcome
 
 
 @dataclass(frozen=True)
 class EndRound:
-    """Nothing is left to do in this round. The last action."""
+    """End the round: no work is left in it. The last action."""
 
     code: int
 

@@ -1,6 +1,6 @@
-"""The rounds of a job as a pure state machine: whether it starts again after a round, and on how many hosts.
+"""The rounds of a job as a pure state machine: whether it restarts after a round, and on how many hosts.
 
-As ``round``, it has no clock and no process. ``jobs/local`` and ``jobs/spread`` perform its actions.
+Like ``round``, it has no clock and no process. ``jobs/local`` and ``jobs/spread`` perform its actions.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class JobRules:
-    """What is fixed for a job.
+    """Fixed parameters of a job.
 
     Attributes:
-        restarts: how often a round that failed is followed by another.
-        least: the number of hosts without which no round starts.
-        elastic: hosts may be lost, and may come, as long as there are ``least``.
+        restarts: how often a failed round is followed by another one.
+        least: the number of hosts that a round requires.
+        elastic: hosts may be lost, and may join, as long as ``least`` hosts are left.
     """
 
     restarts: int = 0
@@ -40,13 +40,13 @@ class JobRules:
     elastic: bool = False
 
     def may_go_on_without(self, gone: int, hosts: int) -> bool:
-        """Whether a round may start although some of the hosts are gone or unable."""
+        """Return whether a round may start although some hosts are lost or unable."""
         return self.elastic and 0 < gone <= hosts - self.least
 
 
 @dataclass(frozen=True)
 class JobStarted:
-    """The first event: the hosts are there."""
+    """The first event: the hosts have joined."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RoundEnded:
         code: its exit code.
         failed: as in ``Round``.
         joined: as in ``Round``.
-        hosts_lost: how many hosts were lost in it.
+        hosts_lost: number of hosts that were lost in it.
     """
 
     code: int
@@ -68,7 +68,7 @@ class RoundEnded:
 
 @dataclass(frozen=True)
 class HostsCounted:
-    """Answers ``CountHosts`` and ``AwaitHosts``. ``may_grow``: lost hosts may come back, or others may come."""
+    """Answers ``CountHosts`` and ``AwaitHosts``. ``may_grow``: lost hosts may return, or other hosts may join."""
 
     count: int
     may_grow: bool = False
@@ -76,7 +76,7 @@ class HostsCounted:
 
 @dataclass(frozen=True)
 class HostsMissing:
-    """``AwaitHosts`` has failed: too few hosts came in time."""
+    """``AwaitHosts`` has failed: too few hosts joined in time."""
 
 
 Event: TypeAlias = JobStarted | RoundEnded | HostsCounted | HostsMissing
@@ -84,7 +84,7 @@ Event: TypeAlias = JobStarted | RoundEnded | HostsCounted | HostsMissing
 
 @dataclass(frozen=True)
 class StartRound:
-    """Start the ranks. ``restart``: how often the job has been started again; ``left``: how often it still may be."""
+    """Start the ranks. ``restart``: number of restarts so far; ``left``: number of restarts that remain."""
 
     restart: int
     left: int
@@ -92,12 +92,12 @@ class StartRound:
 
 @dataclass(frozen=True)
 class CountHosts:
-    """Admit the hosts that came. Answered by ``HostsCounted``."""
+    """Admit the hosts that have joined. Answered by ``HostsCounted``."""
 
 
 @dataclass(frozen=True)
 class AwaitHosts:
-    """Too few hosts are left. Wait for others. Answered by ``HostsCounted`` or ``HostsMissing``."""
+    """Wait for other hosts, because too few are left. Answered by ``HostsCounted`` or ``HostsMissing``."""
 
     count: int
 
@@ -117,9 +117,9 @@ class JobState:
     """The state of a job.
 
     Attributes:
-        rules: what is fixed.
-        restart: how often it has been started again.
-        left: how many restarts after failures are left.
+        rules: its fixed parameters.
+        restart: number of restarts so far.
+        left: number of restarts after failures that remain.
         code: the exit code of the last round.
         ended: ``EndJob`` was returned.
     """
@@ -135,7 +135,7 @@ class JobState:
 
 
 def step(state: JobState, event: Event) -> Action | None:
-    """Takes one event. Returns what is to be done; None after the end."""
+    """Process one event. Return the next action; None after the end."""
     if state.ended:
         return None
     match event:
@@ -156,7 +156,7 @@ def step(state: JobState, event: Event) -> Action | None:
 def _goes_on(state: JobState, event: RoundEnded) -> bool:
     rules = state.rules
     if event.failed and event.hosts_lost and rules.elastic:
-        return True  # a lost host costs no restart
+        return True  # a lost host uses up no restart
     if event.failed and state.left > 0 and (not event.hosts_lost or rules.elastic):
         state.left -= 1
         return True

@@ -1,8 +1,8 @@
-"""When the launcher tells, without being asked, why ranks wait. Pure.
+"""Decides when the launcher prints a wait report without a request. Pure.
 
-A rank that has been in one call for long (``LongWait``) makes the launcher ask what all ranks do. If that shows ranks
-that others wait for, their stacks are asked for, and one line is printed. The same is not printed twice, unless the
-wait has passed a later limit. Nothing is printed where all that is waited for is a rank that waits for its own user.
+If a rank has been in one call for a long time (``LongWait``), the launcher requests the state of all ranks. If some
+ranks delay others, it requests their stacks and prints one wait report. The same report is not printed twice, unless
+the wait has exceeded a later limit. No report is printed if the only late rank waits for its own user.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ __all__ = ["Notices"]
 
 
 class Notices:
-    """The notices of one round."""
+    """The wait reports of one round."""
 
     def __init__(self) -> None:
         self._inquiry: Inquiry | None = None
         self._limit = 0.0
         self._reader: int | None = None
-        self._covered: dict[tuple[int, int], float] = {}  # rank and call -> the limit that a notice was about
+        self._covered: dict[tuple[int, int], float] = {}  # rank and call -> the limit that a wait report covered
         self._told: dict[tuple[object, ...], float] = {}
         self._diagnosis: Diagnosis | None = None
 
     def deadline(self) -> float | None:
-        """When ``check`` is due even if nothing happens; None for never."""
+        """Return the time when ``check`` is due even without an event; None for never."""
         return self._inquiry.deadline() if self._inquiry is not None else None
 
     def forget(self) -> None:
-        """Breaks off: the round is being stopped."""
+        """Cancel the request: the round is being stopped."""
         self._inquiry = None
 
     def take_wait(self, event: LongWait, ranks: Sequence[int], now: float) -> list[Action]:
-        """A rank waits for long. ``ranks``: all of the job, those that have ended too."""
+        """Process a long wait of a rank. ``ranks``: all ranks of the job, including those that have exited."""
         if self._inquiry is not None or self._covered.get((event.rank, event.index), 0.0) >= event.seconds:
             return []
         self._limit, self._diagnosis = event.seconds, None
@@ -48,21 +48,21 @@ class Notices:
         return self._inquiry.begin()
 
     def take_state(self, state: RankState) -> None:
-        """What a rank does."""
+        """Record the state of a rank."""
         if self._inquiry is not None:
             self._inquiry.take_state(state)
 
     def take_stacks(self, event: Stacks, now: float) -> None:
-        """A piece of a rank's stacks."""
+        """Record a piece of a rank's stacks."""
         if self._inquiry is not None:
             self._inquiry.take_stacks(event, now)
 
     def check(self, running: Set[int], reader: int | None, now: float) -> list[Action]:
-        """Goes on, if all answers have come or it is time.
+        """Advance if all replies have arrived or a deadline has passed.
 
         Args:
-            running: ranks whose process is not gone, as far as is known.
-            reader: the rank that has the keys of the terminal; None if none has.
+            running: ranks whose process has not exited, as far as is known.
+            reader: the rank that receives the keys of the terminal; None if no rank does.
             now: the time.
         """
         inquiry, self._reader = self._inquiry, reader
@@ -76,7 +76,7 @@ class Notices:
         return actions
 
     def _judge(self, states: Mapping[int, RankState]) -> Sequence[int]:
-        """Decides whether there is something to tell. Whose stacks are wanted."""
+        """Decide whether a report is needed. Return the ranks whose stacks are requested."""
         found = diagnose(states.values())
         for rank, wait in found.waits.items():
             self._covered[rank, wait.call.index] = self._limit

@@ -1,9 +1,9 @@
 """Selects the failure that caused all others. Pure: time is an argument.
 
-When one rank dies the others fail too, a moment later, in the middle of a collective. The user needs the first failure
-that is not an echo of another. A rank reports whether its own failure is an echo (``Report.echo``), but an echo may
-arrive before its cause: a rank killed by the kernel needs a moment to be gone. So an echo alone is accepted only after
-``SETTLE_S``.
+When one rank dies, the other ranks fail a moment later, in the middle of a collective. The user needs the first failure
+that is not an echo of another. A rank reports whether its own failure is an echo (``FailureReport.echo``). An echo may
+arrive before its cause, because a rank that the kernel kills needs a moment to exit. Therefore an echo alone is
+accepted only after ``SETTLE_S``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Failure:
     Attributes:
         rank: its number.
         pid: its process.
-        status: exit code, or minus the signal that killed it.
-        at: when, on this host's monotonic clock.
-        report: what the rank reported about it, if it could.
-        host: where it ran, if there are several hosts.
-        lost: why its whole host is lost; "" if it is not.
+        status: exit code, or the negative number of the signal that killed it.
+        at: time of the failure, on this host's monotonic clock.
+        report: the rank's own report, if it could send one.
+        host: its host, if there are several hosts.
+        lost: the reason why its whole host is lost; "" if it is not.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class Failure:
 
     @property
     def echo(self) -> bool:
-        """True if it is only a consequence of another rank's failure."""
+        """True if this is only a consequence of another rank's failure."""
         return self.report is not None and self.report.echo
 
     @property
@@ -75,21 +75,22 @@ class RootCause:
         self.failures: dict[int, Failure] = {}
 
     def add(self, failure: Failure) -> None:
-        """Adds a failure. A rank's own report comes before its exit, and is the one that counts."""
+        """Add a failure. A rank's own report arrives before its exit, and takes precedence."""
         self.failures.setdefault(failure.rank, failure)
 
     def settles_at(self) -> float | None:
-        """When the cause is clear even if no other failure is reported; None if nothing has failed."""
+        """Return the time when the cause is clear even without a further report; None if nothing has failed."""
         if not self.failures:
             return None
         first = min(failure.at for failure in self.failures.values())
         return first + SETTLE_S if all(failure.echo for failure in self.failures.values()) else first
 
     def select(self) -> Failure:
-        """The most likely cause of those that were added."""
+        """Return the most likely cause among the added failures."""
 
         def key(failure: Failure) -> tuple[bool, bool, float]:
-            # A killed process is detected when it is gone, a moment after others may have detected its silence.
+            # A killed process is detected when it has exited. Other ranks may have detected its silence a moment
+            # earlier.
             reported = not failure.lost and (failure.status >= 0 or failure.report is not None)
             return failure.echo, reported, failure.at
 

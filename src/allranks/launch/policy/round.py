@@ -1,21 +1,21 @@
-"""One round of a job as a pure state machine: which ranks are signalled, killed or blamed, and when the round ends.
+"""One round of a job as a pure state machine: which ranks to signal, kill or blame, and when the round ends.
 
-``step(state, event, now)`` returns actions. It has no clock, no process and no terminal: ``runtime/loop`` performs
-the actions on real ranks, and the tests perform them on simulated hosts, in thousands of rounds that each follow from
-a seed.
+``step(state, event, now)`` returns actions. It has no clock, no process and no terminal. ``runtime/loop`` performs the
+actions on real ranks. The tests perform them on simulated hosts, in thousands of rounds that each follow from a seed.
 
-The phases: ranks run; they have ended, but processes that they left may still write; what is left is killed and
-reaped; the output is written; the end. The rules of the first phase:
+The phases: (1) ranks run; (2) they have exited, but processes that they left behind may still write; (3) the remaining
+processes are killed and reaped; (4) the output is written; (5) the end. The rules of the first phase:
 
-- The first failure that is no echo stops the round. The other ranks get SIGTERM, and SIGKILL after the grace time.
-- SIGINT stops the round; a second one kills. SIGTERM and SIGHUP stop it after the stacks of the ranks have come.
-- Each of these decisions is made once. A failure that comes later is a consequence.
-- A rank is signalled only while it runs as far as is known: not after its exit, nor after its host was lost.
+- The first failure that is no echo stops the round. The other ranks receive SIGTERM, and SIGKILL after the grace time.
+- SIGINT stops the round; a second SIGINT kills the ranks. SIGTERM and SIGHUP stop it after the stacks of the ranks have
+  arrived.
+- Each of these decisions is made once. A later failure is a consequence.
+- A rank receives signals only while it runs as far as is known: not after its exit, and not after the loss of its host.
 
-In an elastic round (``Rules.elastic``) a rank that is lost does not stop the round. ``seats`` has the rules, and each
-change of its table is published before the action that follows from it. What still stops such a round: too few ranks
-are left; a rank has found that nobody has the state any more, so that another process would start in vain; or a rank
-fails only because another was lost (an echo), as then the program does not survive losses.
+In an elastic round (``Rules.elastic``), a lost rank does not stop the round. ``seats`` has the rules. Each change of
+its table is published before the action that follows from it. Three conditions still stop an elastic round. Too few
+ranks are left. Or a rank has found that no rank has the state any more, so another process could not continue. Or a
+rank fails only because another was lost (an echo): the program then does not survive losses.
 """
 
 from __future__ import annotations
@@ -85,24 +85,24 @@ from allranks.launch.spec.events import (
 
 __all__ = ["Phase", "Round", "Rules", "step"]
 
-LEFT_BEHIND_S = 2.0  # for processes that ranks left behind to end
+LEFT_BEHIND_S = 2.0  # for processes that ranks left behind to exit
 STRAGGLERS_S = 0.5  # for processes that ranks left behind to close their pipes
-LINGER_S = 10.0  # from the first rank's end to a remark about the others
-WORKERS_S = 1.0  # for workers to end after their master
-DRAIN_S = 1.0  # the least that a reader of our output gets when a job was stopped
-HINT_S = 1.5  # from Ctrl-C to a remark about ranks that do not end
+LINGER_S = 10.0  # from the first rank's exit to a remark about the other ranks
+WORKERS_S = 1.0  # for workers to exit after their master
+DRAIN_S = 1.0  # the minimum for a reader of the launcher's output after a job was stopped
+HINT_S = 1.5  # from Ctrl-C to a remark about ranks that do not exit
 DUMP_S = 1.0  # how long a signal waits for stacks, which take milliseconds
-IDLE_DUMP_S = 2.0  # the same where the stacks are the only purpose
-LAST_CALLS = 64  # of each rank, kept when a rank has failed
+IDLE_DUMP_S = 2.0  # the same if the stacks are the only purpose
+LAST_CALLS = 64  # calls of each rank that are kept after a failure
 _LATE_ERRORS = ("allranks.TimeoutError", "allranks.PeerLostError")
 _EXCLUDED = "allranks.ExcludedError"
 _STATE_LOST = "allranks.StateLostError"
-LEAVE_S = 0.5  # the least that a rank of an elastic round gets to end after its failure
-KILLED_S = 3.0  # after SIGKILL: a rank that is not gone then is frozen, or cut off with its agent
+LEAVE_S = 0.5  # the minimum for a rank of an elastic round to exit after its failure
+KILLED_S = 3.0  # after SIGKILL: a rank that has not exited by then is frozen, or its agent is unreachable
 
 
 class Phase(Enum):
-    """What the round waits for."""
+    """The condition that the round waits for."""
 
     RUNNING = "ranks"
     CLOSING = "processes that ranks left behind"
@@ -113,18 +113,18 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Rules:
-    """What is fixed for a round.
+    """Fixed parameters of a round.
 
     Attributes:
-        grace_s: time between the signal that asks ranks to end and SIGKILL.
+        grace_s: seconds between the signal that requests the exit of ranks and SIGKILL.
         hosts: the host of each rank, if there are several.
-        idle_s: how long ranks may write nothing before the round is stopped; None for ever.
-        until: when the round is stopped if it still runs; None for never.
-        passed_on: signals that are passed on to the ranks and stop nothing.
-        master: the rank that all others work for: they may fail one by one, and end with it. -1: that is the caller,
-            who ends the round by ``KillRequested``. None: all ranks are alike.
+        idle_s: seconds without output of any rank before the round is stopped; None: no limit.
+        until: time when the round is stopped if it still runs; None for never.
+        passed_on: signals that are forwarded to the ranks and do not stop the round.
+        master: the rank that all others work for. The others may fail one by one, and exit with it. -1: the caller is
+            the master, and ends the round by ``KillRequested``. None: all ranks are alike.
         reader: the rank whose stdin is the terminal of the launcher; None if there is none.
-        elastic: a lost rank does not stop the round; None: it does. Not where there is a master.
+        elastic: a lost rank does not stop the round; None: it does. Always None if there is a master.
     """
 
     grace_s: float
@@ -139,7 +139,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class _Suspension:
-    """The launcher is stopped, by job control: the signal, the ranks that are stopped too, who had the terminal."""
+    """A stop of the launcher by job control: signal, ranks that stop too, and whether the reader had the keys."""
 
     number: int
     ranks: tuple[int, ...]
@@ -150,13 +150,13 @@ class Round:
     """The state of a round.
 
     Attributes:
-        phase: what it waits for.
-        running: ranks whose process is not gone, as far as is known.
-        cause: the failure that is the cause of the others; None as long as there is none.
+        phase: the condition that it waits for.
+        running: ranks whose process has not exited, as far as is known.
+        cause: the failure that caused the others; None if there is none yet.
         signalled: the signal that ended the round; None if none did.
-        late: it was ended because it took too long (``Rules.until``).
+        late: the round was stopped because it took too long (``Rules.until``).
         failed: a rank failed or hung, or a host was lost; the end was not requested.
-        joined: it was ended so that a host that came can take part.
+        joined: the round was stopped so that a host that has joined can take part.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -169,13 +169,13 @@ class Round:
         self._now = 0.0
         self._actions: list[Action] = []
         self._root_cause = RootCause()
-        self._kill_at: float | None = None  # set once the round is being stopped
+        self._kill_at: float | None = None  # set when the round is being stopped
         self._stopped_at = 0.0
         self._stop_number: int = signal.SIGTERM
         self._killed_at: float | None = None
-        self._exited: list[int] = []  # with code 0 while all was well
+        self._exited: list[int] = []  # with code 0, before any failure
         self._output_lost = False
-        self._asked_again = False  # by a signal, since the output is drained
+        self._asked_again = False  # by a signal, while the output is drained
         self._linger_at: float | None = None
         self._hint_at: float | None = None
         self._idle_at: float | None = None
@@ -183,20 +183,20 @@ class Round:
         self._all: frozenset[int] = frozenset()
         self._notices = Notices()
         self._inquiry: Inquiry | None = None  # of another command
-        self._last_states: dict[int, RankState] = {}  # what ranks did when the cause was clear
+        self._last_states: dict[int, RankState] = {}  # states of ranks when the cause was clear
         self._request: StackRequest | None = None
         self._answered: StackRequest | None = None
-        self._silent: list[int] = []  # ranks that the stop's signal ended before they could report where they were
-        self._borrower: int | None = None  # the rank that has the keys of the terminal
+        self._silent: list[int] = []  # ranks that the stop signal killed before they could report their stacks
+        self._borrower: int | None = None  # the rank that receives the keys of the terminal
         self._suspension: _Suspension | None = None
-        self._lent_after: int | None = None  # the signal that stopped the reader which is being lent the terminal
+        self._lent_after: int | None = None  # the signal that stopped the reader, which now receives the terminal
         self._phase_ends_at = 0.0
         self._outcome = Outcome(Ending.CLEAN, 0)
         self._seats: Seats | None = None  # of an elastic round
-        self._published = 0  # the version of its table
-        self._hosts = list(rules.hosts)  # where each rank is now
-        self._reports: dict[int, Failure] = {}  # there, of ranks that are on their way out
-        self._leaving: dict[int, float] = {}  # when those are killed
+        self._published = 0  # the published version of its table
+        self._hosts = list(rules.hosts)  # the current host of each rank
+        self._reports: dict[int, Failure] = {}  # in an elastic round, of ranks that have failed and not exited yet
+        self._leaving: dict[int, float] = {}  # the times when those ranks are killed
 
     @property
     def hosts(self) -> Sequence[str]:
@@ -205,11 +205,11 @@ class Round:
 
     @property
     def stopping(self) -> bool:
-        """Whether the ranks were asked to end."""
+        """Whether the ranks were requested to exit."""
         return self._kill_at is not None
 
     def deadline(self) -> float | None:
-        """When ``TimePassed`` is due even if nothing happens; None for never."""
+        """Return the time when ``TimePassed`` is due even without an event; None for never."""
         if self.phase is Phase.ENDED or self.phase is Phase.FINISHING:
             return None
         if self.phase is Phase.DRAINING:
@@ -347,12 +347,13 @@ class Round:
 
     def _take_restart(self, rank: int) -> None:
         if self.phase is not Phase.RUNNING:
-            return  # it is reaped with the others
+            return  # the rank is reaped with the others
         self.running.add(rank)
         self._print(f"rank {rank} started again", Level.DETAIL)
         if self._seats is not None and self._seats.start(rank):
             self._publish()
-        elif self._seats is not None and not self.stopping:  # it comes too late: there is nothing to go on with
+        # the rank starts too late: no rank has the state that it needs
+        elif self._seats is not None and not self.stopping:
             self._signal(signal.SIGKILL, [rank])
         if self._killed_at is not None:
             self._signal(signal.SIGKILL, [rank])
@@ -362,7 +363,7 @@ class Round:
     # An elastic round.
 
     def _take_elastic_report(self, event: RankFailed, seats: Seats) -> None:
-        """A rank fails. What follows from that is decided when its process is gone, unless it is an echo."""
+        """Process a failure report. The decision follows when the process has exited, unless the failure is an echo."""
         failure = self._on_host(Failure(event.rank, event.pid, event.report.code, event.report.at, event.report))
         if self._is_doomed():
             self._root_cause.add(failure)
@@ -384,7 +385,7 @@ class Round:
             failure = reported
         excluded = _is_excluded(failure)
         if rank in self._root_cause.failures or seats.is_gone(rank):
-            return  # an echo, whose cause has not come yet
+            return  # an echo, whose cause has not arrived yet
         if self._has_failures() and not excluded:
             self._take_cause(failure)
             return
@@ -412,7 +413,7 @@ class Round:
             seats.spares.remove(event.host)
             self._print(f"{event.why}; {_spares(seats.spares)} left", Level.REMARK)
             return
-        # A rank that was being started there is lost, too, and the pool tells of it once more.
+        # A rank that was being started on this host is lost, too. The pool reports it a second time.
         starting = [rank for rank in seats.starting if rank not in event.ranks]
         there = [rank for rank in sorted({*event.ranks, *starting}) if self._hosts[rank] == event.host]
         ranks = [rank for rank in there if not seats.is_gone(rank)]
@@ -445,13 +446,13 @@ class Round:
         self._give_up_starting(seats)
 
     def _take_elastic_end(self, rank: int, seats: Seats) -> None:
-        """A rank has ended with code 0."""
+        """Process the exit of a rank with code 0."""
         seats.end(rank)
         self._publish()
         self._give_up_starting(seats)
 
     def _take_newcomers(self, event: HostJoined, seats: Seats) -> None:
-        """A host has come, and is ready to start ranks, which join the others."""
+        """Process a host that has joined: its new ranks join the others."""
         if self.stopping or self.phase is not Phase.RUNNING or self._has_failures() or not self.running:
             return
         lost, starts = seats.join(event.host, event.room)
@@ -468,7 +469,7 @@ class Round:
         self._actions.append(StartElsewhere(lost, event.host, starts))
 
     def _give_up_starting(self, seats: Seats) -> None:
-        """No rank runs that has the state of the program: one that is being started again has nothing to go on with."""
+        """Give up ranks that are being restarted if no running rank has the state of the program."""
         if self.running or self._has_failures() or not (starting := seats.starting):
             return
         for rank in starting:
@@ -479,7 +480,7 @@ class Round:
             self._root_cause.add(seats.losses[starting[0]])
 
     def _tell_starting(self, seats: Seats, starting: Sequence[int] = ()) -> None:
-        """Says what becomes of ranks that are being started, where none is left that could give them the state."""
+        """Print that ranks which are being started cannot continue, if no rank is left that has the state."""
         starting = starting or seats.starting
         if starting and not self._exited and not self.running.difference(self._reports):
             self._print(f"no rank is left that has the state of the program: {rank_list(starting)} cannot go on")
@@ -488,22 +489,22 @@ class Round:
         return seats.is_enough() and bool(self.running or self._exited)
 
     def _has_failures(self) -> bool:
-        """Whether failures are known that stop the round, or will unless their cause comes before."""
+        """Return whether failures are known that stop the round, now or unless their cause arrives earlier."""
         return bool(self._root_cause.failures)
 
     def _is_doomed(self) -> bool:
-        """Whether the cause of the end is known, and is selected at the next ``TimePassed``."""
+        """Return whether the cause of the end is known, and will be selected at the next ``TimePassed``."""
         return any(not failure.echo for failure in self._root_cause.failures.values())
 
     def _take_cause(self, loss: Failure) -> None:
-        """A loss comes after failures that may be its echoes."""
+        """Process a loss after failures that may be its echoes."""
         if self._is_doomed():
             self._root_cause.add(loss)
         else:
             self._stop_for_echo(self._root_cause.select(), loss)
 
     def _stop_for_echo(self, echo: Failure, loss: Failure) -> None:
-        """The loss is the cause, as it is no echo."""
+        """Stop the round: the program did not survive the loss. The loss is the cause, because it is no echo."""
         title = f" ({echo.report.title})" if echo.report is not None and echo.report.title else ""
         self._root_cause.add(loss)
         self._print(
@@ -520,7 +521,7 @@ class Round:
             self._actions.append(PublishSeats(self._seats.table))
 
     def _check_leaving(self) -> None:
-        """Kills ranks that have failed, and whose process does not end."""
+        """Kill ranks that have failed and whose process does not exit."""
         late = [rank for rank, at in self._leaving.items() if self._now >= at]
         for rank in late:
             del self._leaving[rank]
@@ -535,7 +536,7 @@ class Round:
             self._stop(signal.SIGTERM, self.running)
 
     def _take_output_lost(self, event: OutputLost) -> None:
-        if not event.reader_gone:  # a closed pipe is reported as SIGPIPE would, which python ignores
+        if not event.reader_gone:  # a closed pipe is reported as SIGPIPE would report it, which python ignores
             self._output_lost = True
             self._print(f"cannot write to {event.name}: {event.why}")
         if not self.stopping:
@@ -560,10 +561,10 @@ class Round:
             self._stop_number = number
             self._ask_for_stacks(DUMP_S, Purpose.STOP_BY_SIGNAL)
             self._kill_at = self._now + DUMP_S + self.rules.grace_s
-        elif number == signal.SIGINT:  # batch systems and closed terminals repeat the others themselves
+        elif number == signal.SIGINT:  # batch systems and closed terminals repeat the other signals themselves
             self._kill("")
 
-    # Job control: one rank may have the keys of the terminal, and Ctrl-Z stops the ranks with the launcher.
+    # Job control: one rank may receive the keys of the terminal, and Ctrl-Z stops the ranks with the launcher.
 
     def _take_job_control(self, event: ReaderChanged | TerminalLent | LauncherContinued) -> None:
         if isinstance(event, ReaderChanged):
@@ -596,11 +597,12 @@ class Round:
                 self._stop(signal.SIGTERM, self.running)
 
     def _suspend(self, number: int) -> None:
-        """Stops the ranks and the launcher."""
+        """Stop the ranks and the launcher."""
         ranks = tuple(sorted(self.running))
         self._suspension = _Suspension(number, ranks, self._borrower is not None)
         self._reclaim()
-        self._signal(signal.SIGSTOP, ranks)  # SIGTSTP has no effect in a session of a rank's own
+        # SIGTSTP has no effect in an orphaned process group, as in a rank's own session
+        self._signal(signal.SIGSTOP, ranks)
         self._actions.append(StopLauncher(number))
 
     def _reclaim(self, restore: bool = False) -> None:
@@ -609,7 +611,7 @@ class Round:
         self._borrower = None
 
     def _has_keys(self, rank: int) -> bool:
-        """Whether Ctrl-C goes to a rank, and not to the launcher, as long as the round goes on."""
+        """Return whether Ctrl-C goes to a rank and not to the launcher; never while the round is being stopped."""
         return not self.stopping and self._borrower == rank
 
     # Deadlines.
@@ -634,7 +636,7 @@ class Round:
                 self._stop(signal.SIGTERM, self._without_cause(self.cause))
         if not self.stopping and self.rules.until is not None and now >= self.rules.until and self.running:
             self.late = True
-            self._take_signal(signal.SIGINT)  # a python rank reports the line where it was interrupted
+            self._take_signal(signal.SIGINT)  # SIGINT, so that a python rank reports the line where it was interrupted
         if self._request is not None and now >= self._request.ends_at():
             self._answered, self._request = self._request, None
             if self._answered.purpose is Purpose.STOP_BY_SIGNAL:
@@ -658,7 +660,7 @@ class Round:
             self._finish()
 
     def _check_waiting(self) -> None:
-        """Deadlines of ranks that write nothing, that have not ended with the others, or not since Ctrl-C."""
+        """Check the deadlines for idle ranks, for ranks that outlive the others, and for ranks that survive Ctrl-C."""
         now, stopping = self._now, self.stopping
         idles = not stopping and self._request is None and self.phase is Phase.RUNNING
         if idles and self._idle_at is not None and now >= self._idle_at:
@@ -669,7 +671,7 @@ class Round:
             if self.rules.master is not None and self.running:
                 self._stop(signal.SIGTERM, self.running)
             elif self.running:
-                # A rank that never joins leaves the others waiting for it, and no other message comes for long.
+                # A rank that never joins makes the others wait for it, and no other message appears for a long time.
                 verb = "is" if len(self.running) == 1 else "are"
                 left = f"{rank_list(sorted(self._exited))} exited with code 0 before the others"
                 self._print(f"{left}; {rank_list(sorted(self.running))} {verb} still running", Level.REMARK)
@@ -680,7 +682,7 @@ class Round:
                 self._print(f"{wait}; Ctrl-C again kills", Level.REMARK)
 
     def _is_over(self) -> bool:
-        """Whether no rank is waited for any more."""
+        """Return whether the round no longer waits for any rank."""
         if self._killed_at is not None and self._now >= self._killed_at + KILLED_S:
             return True
         return not self.running and (self.rules.master != -1 or self.stopping)
@@ -689,7 +691,7 @@ class Round:
         if self.rules.idle_s is not None and self._request is None and not self._idled:
             self._idle_at = self._now + self.rules.idle_s
 
-    # What ranks do.
+    # States of ranks.
 
     def _take_state(self, event: LongWait | StatesAsked | RankState | Stacks) -> None:
         match event:
@@ -708,11 +710,12 @@ class Round:
                 self._notices.take_stacks(event, self._now)
                 if self._inquiry is not None:
                     self._inquiry.take_stacks(event, self._now)
-                if (request := self._request or self._answered) is not None:  # better late than never
+                # stacks that arrive after the deadline still help
+                if (request := self._request or self._answered) is not None:
                     request.add(event, self._now)
 
     def _ask(self, recent: int, stacks: bool) -> None:
-        if self._inquiry is not None:  # its answer is also for who asks now
+        if self._inquiry is not None:  # the pending request also answers this one
             return
         self._inquiry = Inquiry(sorted(self._all), recent, _in_no_call if stacks else _nobody, self._now)
         self._actions += self._inquiry.begin()
@@ -729,14 +732,14 @@ class Round:
     # Stopping.
 
     def _interrupt(self, spared: Sequence[int] = ()) -> None:
-        """Stops the round by SIGINT: a rank that runs python reports the line where it was."""
+        """Stop the round by SIGINT, so that a rank that runs python reports the line where it was."""
         self.signalled = signal.SIGINT
         self._stop(signal.SIGINT, self.running.difference(spared))
         self._ask_for_stacks(DUMP_S, Purpose.NOTHING)
         self._hint_at = self._now + HINT_S
 
     def _ask_for_stacks(self, wait_s: float, purpose: Purpose) -> None:
-        """Asks all ranks where they are, before another action changes it."""
+        """Request the stacks of all ranks, before another action changes them."""
         self._request = StackRequest(set(self.running), self._now + wait_s, purpose, last=self._now)
         if self.running:
             self._actions.append(DumpStacks(tuple(sorted(self.running))))
@@ -752,7 +755,7 @@ class Round:
         self._stop(signal.SIGTERM, self.running)
 
     def _stop(self, number: int, ranks: Iterable[int]) -> None:
-        self._reclaim()  # the keys are ours again: Ctrl-C kills
+        self._reclaim()  # the launcher receives the keys again, so Ctrl-C kills
         self._request = None
         self._stop_number = number
         self._stopped_at = self._now
@@ -760,9 +763,10 @@ class Round:
         chosen = sorted(ranks)
         if chosen:
             self._print(f"{signal.Signals(number).name} to {rank_list(chosen)}", Level.DETAIL)
-        # A terminal sends Ctrl-C to all processes. Other signals are for the rank, which may need its workers still.
+        # A terminal sends Ctrl-C to all processes. Other signals go to the rank only, which may still need its
+        # children.
         self._signal(number, chosen, alone=number != signal.SIGINT)
-        self._signal(signal.SIGCONT, chosen)  # a stopped process would not see the signal
+        self._signal(signal.SIGCONT, chosen)  # a stopped process would not handle the signal
 
     def _kill(self, why: str) -> None:
         self._request = None
@@ -790,7 +794,7 @@ class Round:
         self.failed = self._outcome.ending in (Ending.FAILED, Ending.IDLE)
         self.phase = Phase.DRAINING
         self._asked_again = False
-        # After a failure output is written for the grace time, after a signal hardly at all.
+        # After a failure, output is written for the grace time; after a signal, for ``DRAIN_S`` only.
         self._phase_ends_at = self._now + DRAIN_S
         if self._kill_at is not None and self.signalled is None:
             self._phase_ends_at = max(self._phase_ends_at, self._kill_at)
@@ -802,11 +806,12 @@ class Round:
         if self.signalled is not None:
             places = {rank: stacks[rank] for rank in self._silent if rank in stacks}
             return self._result(Ending.SIGNALLED, self._own_code(), failures, places)
-        if self.joined:  # failures are what ranks reported when they were asked to end
+        if self.joined:  # failures are reports of ranks that were requested to exit
             return self._result(Ending.JOINED, 0, failures)
         if self._idled:
             return self._result(Ending.IDLE, IDLE, failures, {rank: stacks[rank] for rank in sorted(stacks)})
-        if self.cause is None and failures and not self._output_lost:  # echoes, and all were gone before they settled
+        # echoes, and all ranks had exited before they settled
+        if self.cause is None and failures and not self._output_lost:
             self.cause = self._root_cause.select()
             self._stopped_at = self._now
         if self.cause is None:
@@ -831,7 +836,7 @@ class Round:
         )
 
     def _own_code(self) -> int:
-        """The exit code where no rank is to blame."""
+        """Return the exit code if no rank is to blame."""
         if self.signalled is not None:
             return SIGNAL + self.signalled
         return UNWRITABLE if self._output_lost else 0
@@ -843,16 +848,16 @@ class Round:
     # Parts.
 
     def _without_cause(self, cause: Failure) -> set[int]:
-        """Whom the stop is for: not a rank that is on its way out, but one that has been started again."""
+        """Return the ranks to signal: every running rank except the failed one, unless it has been restarted."""
         again = self._seats is not None and cause.rank in self._seats.losses
         return self.running if again else self.running - {cause.rank}
 
     def _others_were_late(self, cause: Failure) -> bool:
-        """Whether a rank failed because others did not come: where these are is the reason."""
+        """Return whether a rank failed because others were late: the stacks of the late ranks show the reason."""
         return cause.report is not None and cause.report.title.startswith(_LATE_ERRORS) and bool(self.running)
 
     def _may_fail(self, rank: int) -> bool:
-        """Whether the others go on without this rank."""
+        """Return whether the other ranks continue without this rank."""
         return self.rules.master is not None and rank != self.rules.master
 
     def _add_failure(self, failure: Failure) -> None:
@@ -870,12 +875,12 @@ class Round:
 
 
 def _is_excluded(failure: Failure) -> bool:
-    """Whether a rank ended because the others had gone on without it."""
+    """Return whether a rank exited because the others had continued without it."""
     return failure.report is not None and failure.report.title.startswith(_EXCLUDED)
 
 
 def _has_no_state(failure: Failure) -> bool:
-    """Whether a rank ended because nobody is left that has the state: it is the same for all ranks."""
+    """Return whether a rank exited because no rank has the state any more, which is true for all ranks."""
     return failure.report is not None and failure.report.title.startswith(_STATE_LOST)
 
 
@@ -894,14 +899,14 @@ def _nobody(states: Mapping[int, RankState]) -> list[int]:
 
 
 def step(state: Round, event: Event, now: float) -> list[Action]:
-    """Takes one event, and decides.
+    """Process one event, and decide.
 
     Args:
         state: the round, which is changed.
         event: what happened.
-        now: the time, on any clock that does not go back. ``Failed.report.at`` and ``Rules.until`` are on the same.
+        now: the time, on any monotonic clock. ``FailureReport.at`` and ``Rules.until`` are on the same clock.
 
     Returns:
-        What is to be done, in this order.
+        The actions to perform, in this order.
     """
     return state.take(event, now)

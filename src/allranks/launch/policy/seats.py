@@ -1,14 +1,14 @@
-"""The bookkeeping of an elastic round: which rank may be lost, which is started again, and what the table says. Pure.
+"""Bookkeeping of an elastic round: which rank may be lost, which is restarted, and the table of rank slots. Pure.
 
-``_rendezvous/seats`` is what ranks read of it. The rules:
+``_rendezvous/seats`` is the part that ranks read. The rules:
 
-- A lost rank is started again as long as it has respawns left, and another rank runs that has the state of the program,
-  as far as is known: a rank that finds that there is none reports it, and the round ends.
-- A rank that is not started again is gone for good. The others go on while at least ``Elastic.least`` ranks are left.
-  A rank that has ended with code 0 counts as left: it has done its part.
-- The ranks of a lost host are started on a spare host, as long as there is one.
-- A host that comes later gets the ranks of a lost one, else new numbers, else it is spare. The others do not wait for
-  ranks that come later: they take them when they are there.
+- A lost rank is restarted if it has respawns left, and if another rank runs that has the state of the program, as far
+  as is known. A rank that finds that no rank has the state reports it, and the round ends.
+- A rank that is not restarted is gone for good. The others continue while at least ``Elastic.least`` ranks are left. A
+  rank that has exited with code 0 counts as left: it has completed its part.
+- The ranks of a lost host are started on a spare host, if there is one.
+- A host that joins later receives the ranks of a lost host, else new rank numbers, else it is spare. Running ranks do
+  not wait for ranks that join later: they admit them when they are ready.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["Elastic", "Seats", "first_table"]
 
 @dataclass(frozen=True)
 class Elastic:
-    """What is fixed for the seats of a round.
+    """Fixed parameters of the rank slots of a round.
 
-    Attributes:
-        least: the number of ranks without which the job does not go on.
-        respawns: how often each rank may be started again.
+    least: the number of ranks that the job needs to continue.
+        respawns: how often each rank may be restarted.
         spares: hosts that run no rank at first.
-        most: the number of ranks beyond which none come later; None: there is no limit.
+        spares: hosts that run no rank at first.
+        most: the number of ranks above which no rank joins later; None: no limit.
     """
 
     least: int
@@ -40,22 +40,22 @@ class Elastic:
 
 
 def first_table(ranks: Iterable[int], least: int) -> SeatTable:
-    """The table of a round that begins. It is in the store before ranks start."""
+    """Return the table of a round that begins. It is in the store before ranks start."""
     return SeatTable(1, least, tuple(Seat(rank) for rank in sorted(ranks)))
 
 
 class Seats:
-    """The seats of a round.
+    """The rank slots of a round.
 
     Args:
-        rules: what is fixed.
-        ranks: those that were started.
+        rules: fixed parameters.
+        ranks: the ranks that were started.
 
     Attributes:
-        table: as it is now.
+        table: the current table.
         losses: the last loss of each rank that was lost.
         spares: spare hosts that have no ranks yet.
-        vacant: lost hosts whose ranks nobody has taken, and those ranks.
+        vacant: lost hosts whose ranks no other host has taken, with those ranks.
     """
 
     def __init__(self, rules: Elastic, ranks: Sequence[int]) -> None:
@@ -64,12 +64,12 @@ class Seats:
         self.losses: dict[int, Failure] = {}
         self.spares = list(rules.spares)
         self.vacant: dict[str, tuple[int, ...]] = {}
-        self._gone: set[int] = set()  # lost, and not started again
+        self._gone: set[int] = set()  # lost, and not restarted
         self._respawned = dict.fromkeys(ranks, 0)
 
     @property
     def respawns(self) -> int:
-        """How often each rank may be started again."""
+        """How often each rank may be restarted."""
         return self._rules.respawns
 
     @property
@@ -79,36 +79,36 @@ class Seats:
 
     @property
     def starting(self) -> list[int]:
-        """The ranks that are being started again."""
+        """The ranks that are being restarted."""
         return [seat.number for seat in self.table.seats if seat.state == STARTING]
 
     @property
     def left(self) -> int:
-        """How many ranks are not gone for good."""
+        """Number of ranks that are not gone for good."""
         return len(self.table.seats) - len(self._gone)
 
     def is_enough(self) -> bool:
-        """Whether the others go on."""
+        """Return whether enough ranks are left for the others to continue."""
         return self.left >= self._rules.least
 
     def start_of(self, rank: int) -> int:
-        """How many processes had this rank's seat before the present one, or before the one that is being started."""
+        """Return the number of previous processes in the slot of a rank, before the current or the starting one."""
         return self._seat(rank).start
 
     def is_gone(self, rank: int) -> bool:
-        """Whether nobody will come."""
+        """Return whether a rank is gone: no further process of it will start."""
         return self._seat(rank).state == GONE
 
     def may_start(self, rank: int) -> bool:
-        """Whether a lost rank has respawns left."""
+        """Return whether a lost rank has respawns left."""
         return self._respawned[rank] < self._rules.respawns
 
     def respawned(self, rank: int) -> int:
-        """How many of its respawns a rank has used. That its host was lost costs none."""
+        """Return how many of its respawns a rank has used. The loss of its host uses up none."""
         return self._respawned[rank]
 
     def lose(self, failure: Failure, again: bool) -> None:
-        """A rank is lost. ``again``: it is being started again."""
+        """Record the loss of a rank. ``again``: it is being restarted."""
         seat = self._seat(failure.rank)
         self.losses[failure.rank] = failure
         if again:
@@ -120,18 +120,18 @@ class Seats:
             self._change(Seat(seat.number, seat.start, GONE))
 
     def start(self, rank: int) -> bool:
-        """The next process of a rank runs. False if there is no seat for it."""
+        """Record that the next process of a rank runs. Return False if there is no slot for it."""
         seat = self._seat(rank)
         if seat.state == STARTING:
             self._change(Seat(rank, seat.start, RUNNING))
         return seat.state in (STARTING, OPTIONAL)
 
     def join(self, host: str, room: int) -> tuple[str, dict[int, int]]:
-        """A host comes that can run some ranks.
+        """Add a host that can run some ranks.
 
         Returns:
-            The lost host whose ranks it gets, "" for new ones; how many processes had the seat of each before. No ranks
-            if there are none for it: it is spare then.
+            The lost host whose ranks it receives, "" for new ranks; the number of previous processes of each rank slot.
+            If there are no ranks for the host, the mapping is empty, and the host becomes spare.
         """
         whole = [name for name, ranks in self.vacant.items() if name == host or len(ranks) <= room]
         lost = host if host in whole else next(iter(whole), "")
@@ -150,7 +150,7 @@ class Seats:
         return lost, starts
 
     def end(self, rank: int) -> None:
-        """A rank has ended with code 0: nobody waits for it."""
+        """Record that a rank has exited with code 0: no rank waits for it."""
         self._change(Seat(rank, self._seat(rank).start, GONE, done=True))
 
     def _seat(self, rank: int) -> Seat:

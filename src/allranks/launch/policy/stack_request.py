@@ -1,4 +1,4 @@
-"""Stacks that ranks were asked for: which have come, and when not to wait any longer. Pure."""
+"""Requested stacks of ranks: which have arrived, and when to stop waiting. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _QUIET_S = 0.2  # after the last piece of a rank's stacks, which have no end mar
 
 
 class Purpose(Enum):
-    """What follows when the stacks have come."""
+    """The action that follows when the stacks have arrived."""
 
     NOTHING = 0
     STOP_BY_SIGNAL = 1
@@ -23,15 +23,15 @@ class Purpose(Enum):
 
 @dataclass
 class StackRequest:
-    """Stacks that were asked for.
+    """Stacks that were requested.
 
     Attributes:
         awaited: ranks that have sent nothing yet.
-        until: when not to wait any longer.
-        purpose: what to do next.
-        last: when something last came.
+        until: time when to stop waiting.
+        purpose: the action that follows.
+        last: time when the last piece arrived.
         texts: the stacks, by rank.
-        reasons: why ranks cannot send any.
+        reasons: by rank, why it cannot send any.
     """
 
     awaited: set[int]
@@ -42,7 +42,7 @@ class StackRequest:
     reasons: dict[int, str] = field(default_factory=dict)
 
     def add(self, event: Stacks, now: float) -> None:
-        """Adds a piece of the stacks of a rank, or why there are none."""
+        """Add a piece of the stacks of a rank, or the reason why there are none."""
         self.awaited.discard(event.rank)
         self.last = now
         if event.why:
@@ -51,5 +51,5 @@ class StackRequest:
             self.texts[event.rank] = self.texts.get(event.rank, b"") + event.text
 
     def ends_at(self) -> float:
-        """When not to wait any longer, as far as is known."""
+        """Return the time when to stop waiting, as far as is known."""
         return self.until if self.awaited else min(self.until, self.last + (_QUIET_S if self.texts else 0.0))

@@ -1,10 +1,10 @@
-"""Starts the ranks of this host and reports events: what they write, why they fail, that they have ended.
+"""Starts the ranks of this host and reports events: their output, their failures, their exits.
 
-One thread and one selector serve the pipes, the terminals, and a pidfd for each rank. It decides nothing: ``policy``
-decides when to stop the job, and what a failure means.
+One thread and one selector serve the pipes, the terminals, and a pidfd for each rank. This module decides nothing:
+``policy`` decides when to stop the job, and what a failure means.
 
-An exited rank stays unreaped until the end, so that its pid, which is also its process group, cannot be
-reused while the group may still be signalled.
+An exited rank stays unreaped until the end. Its pid is also its process group, and cannot be reused while the group may
+still receive signals.
 """
 
 from __future__ import annotations
@@ -64,29 +64,30 @@ from allranks.launch.spec.stdio import Stdio
 __all__ = ["Agent", "RankPlan"]
 
 _CHUNK = 1 << 16
-_ASK_S = 0.02  # between two looks for the end of ranks that have no pidfd
-_OF_PYTHON = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")  # end by themselves
-_LEAVING_S = 0.5  # for processes that a rank left behind, before they are asked to end
+_ASK_S = 0.02  # seconds between two checks for exits of ranks that have no pidfd
+_OF_PYTHON = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")  # these exit by themselves
+_LEAVING_S = 0.5  # for processes that a rank left behind, before they receive SIGTERM
 _LOOK_AGAIN_S = 0.02
-_LOOK_S = 1.0  # between two looks for ranks that wait for long
-_LAST_BYTES = 1 << 17  # more than pipes hold: all that an exited rank wrote, but no endless stream of a child it left
+_LOOK_S = 1.0  # seconds between two checks for long waits
+# bytes; more than pipes hold: all output of an exited rank, but no endless stream of a child that it left behind
+_LAST_BYTES = 1 << 17
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What an agent is to start.
+    """The ranks that an agent starts.
 
     Attributes:
         nproc: number of ranks.
-        first: number of the first in the job; the others follow.
-        ranks: what they run, and how they are started: "fork" continues in a copy of this process, "spawn" executes a
-            fresh interpreter.
-        environ: the environment that all share.
-        stdio: what the standard streams of each rank are.
-        seats: CPUs and GPU of each rank; empty where all have all.
-        role_first: number of the first among the ranks of its role; None: as in the job.
-        starts: of ranks that come from a lost host: how many processes had the seat of each before. Others are not
-            started. Empty where all start for the first time.
+        first: number of the first rank in the job; the others follow.
+        ranks: the target of the ranks, and how they start: "fork" continues in a copy of this process, "spawn" executes
+            a fresh interpreter.
+        environ: the environment that all ranks share.
+        stdio: settings of the standard streams of each rank.
+        seats: CPUs and GPU of each rank; empty if no rank is restricted.
+        role_first: number of the first rank among the ranks of its role; None: the same as in the job.
+        starts: for ranks that come from a lost host: the number of processes that each rank slot had before. Other
+            ranks are not started. Empty if all ranks start for the first time.
     """
 
     nproc: int
@@ -101,22 +102,22 @@ class RankPlan:
 
 @dataclass
 class _Process:
-    rank: int  # in the job
+    rank: int  # number in the job
     pid: int
     pidfd: int  # -1: the kernel or the container has none
     pipes: Pipes
     recording: RankRecording
     status_frames: FrameDecoder = field(default_factory=lambda: FrameDecoder(LARGEST))
     exited: bool = False
-    reaped: bool = False  # another process has taken its rank
+    reaped: bool = False  # another process has replaced it
     waited_for: bool = False
     status: int = 0
-    asked: int = 0  # the signal that has asked it to end, and not the processes that it has started
+    asked: int = 0  # the signal that requested its exit, sent without the processes that it has started
 
 
 @dataclass(frozen=True)
 class _Start:
-    """A rank that is being started again."""
+    """A rank that is being restarted."""
 
     wanted: RestartRank
     pipes: Pipes
@@ -128,7 +129,7 @@ class Agent:
     """The ranks of one host.
 
     Args:
-        plan: what to start.
+        plan: the ranks to start.
         guard: kills the ranks if this process cannot.
 
     Attributes:
@@ -143,39 +144,39 @@ class Agent:
         os.set_blocking(self._wake_read_fd, False)
         os.set_blocking(self.wake, False)
         self._selector: selectors.BaseSelector | None = None
-        self._open: set[int] = set()  # our ends that are not read to their end, and which the selector may not watch
+        self._open: set[int] = set()  # this process's ends that are not at their end; the selector may not watch them
         self._watched: set[int] = set()
         self._writable: set[int] = set()
         self._reading = True
         self._finished = False
         self._due: list[Event] = []  # for the next poll
-        self._to_restart: dict[int, RestartRank] = {}  # to be started when its process has ended
+        self._to_restart: dict[int, RestartRank] = {}  # requests that wait for the exit of the old process
         self._limits: tuple[Set[int], tuple[int, int]] = set(), (0, 0)
         self._template: RankTemplate | None = None
-        self._awaited: deque[_Start] = deque()  # of the template
+        self._awaited: deque[_Start] = deque()  # requests to the template
         self._look_at = 0.0
         self._measure_at = 0.0
 
     def start(self, mask: Set[int], files: tuple[int, int]) -> Rank | None:
-        """Starts all ranks. Returns in each of the processes, as ``os.fork`` does.
+        """Start all ranks. Return in each of the processes, as ``os.fork`` does.
 
-        The caller blocks the signals that it will handle, so that none is lost between fork and handler.
+        The caller blocks the signals that it will handle, so that no signal is lost between fork and handler.
 
         Args:
             mask: the signal mask for the ranks.
             files: the limits on open files for the ranks.
 
         Returns:
-            None in this process; in a forked rank, the rank, which the caller must let ``run``.
+            None in this process; in a forked rank, the rank. The caller must call its ``run``.
 
         Raises:
-            OSError: a process, pipe or terminal could not be had.
+            OSError: a process, pipe or terminal could not be created.
         """
         self._limits = mask, files
         child: Rank | None = None
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # or each rank would write what is buffered once more
+            stream.flush()  # otherwise each rank would write the buffered output again
         if self._forks and self._replaces:
             made = RankTemplate.fork(self._enter_template)
             if isinstance(made, NewRank):
@@ -190,13 +191,13 @@ class Agent:
             pid = os.fork()
             if pid == 0:
                 try:
-                    self._guard.protect(os.getpid())  # by the rank, as we may be killed right here
+                    self._guard.protect(os.getpid())  # called by the rank, because the agent may be killed right here
                     inherited = {fd for p in self._processes for fd in (p.pidfd, p.recording.fd, *p.pipes.own_fds())}
                     inherited |= {recording.fd, self._guard.fd, self._wake_read_fd, self.wake, *pipes.own_fds()}
                     become_rank(parent, pipes, self._plan.stdio[local_rank], tuple(inherited - {-1}), mask, files)
                     child = self._become(local_rank, pipes, path)
                 finally:
-                    if child is None:  # an error must not go up into the launcher's code, of which this is a copy
+                    if child is None:  # an error must not propagate into the launcher's code, of which this is a copy
                         traceback.print_exc()
                         os._exit(1)
                 return child
@@ -208,7 +209,7 @@ class Agent:
 
     @property
     def _replaces(self) -> bool:
-        """Whether single ranks are started again."""
+        """Whether single ranks are restarted."""
         return self._plan.ranks.elastic is not None or self._plan.ranks.target.has_workers
 
     @property
@@ -216,7 +217,7 @@ class Agent:
         return self._plan.ranks.start == "fork" and self._plan.ranks.target.is_python
 
     def _enter_template(self) -> Iterator[None]:
-        """Makes the template ready, outside of this agent's process group, which the terminal signals."""
+        """Prepare the template, outside of this agent's process group, which receives the terminal's signals."""
         if any(stdio.terminal for stdio in self._plan.stdio):
             os.setpgid(0, 0)  # a rank can have the terminal only in its session
         else:
@@ -225,7 +226,7 @@ class Agent:
             yield from preload_for_elastic_ranks()
 
     def _become_new(self, new: NewRank, parent: int) -> Rank:
-        """Becomes a rank, in a process that the template has made."""
+        """Become a rank, in a process that the template has forked."""
         rank: Rank | None = None
         try:
             self._guard.protect(os.getpid())
@@ -240,9 +241,9 @@ class Agent:
         return rank
 
     def restart(self, wanted: RestartRank) -> None:
-        """Starts a rank again, once its process, which is killed, has ended.
+        """Restart a rank when its process has exited; a running process is killed.
 
-        It is a copy of the template; where there is none, or it is gone, a fresh interpreter.
+        The rank is a copy of the template. If there is no template, or it is lost, it is a fresh interpreter.
         """
         for process in self._processes:
             if process.rank == wanted.rank and not process.exited:
@@ -263,11 +264,11 @@ class Agent:
             self._due += _unable(wanted.rank, error)
 
     def _execute(self, start: _Start) -> None:
-        """Starts a rank in a fresh interpreter."""
+        """Start a rank in a fresh interpreter."""
         wanted, pipes, recording = start.wanted, start.pipes, start.recording
         local_rank, parent = wanted.rank - self._plan.first, os.getpid()
         path = recording.path
-        pid = os.fork()  # threads or not: all that it does is to execute
+        pid = os.fork()  # safe even with threads: the child only calls exec
         if pid == 0:
             try:
                 self._guard.protect(os.getpid())
@@ -286,7 +287,7 @@ class Agent:
         events.append(RankRestarted(process.rank))
 
     def _take_new(self, events: list[Event]) -> None:
-        """The template has made a process, or is gone."""
+        """Process a reply of the template: it has forked a process, or is lost."""
         assert self._template is not None
         pid = self._template.take()
         if pid is None:
@@ -324,7 +325,7 @@ class Agent:
         self._template = None
 
     def _reap(self, process: _Process) -> None:
-        """Ends what an exited rank has left behind: a GPU, a port or a lock that the next process of the rank needs."""
+        """Reap an exited rank and kill its group, which may hold a GPU, port or lock that its next process needs."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         os.waitpid(process.pid, 0)
@@ -351,9 +352,7 @@ class Agent:
         shown = 0 if plan.ranks.virtual_local_rank else local_rank
         environ = plan.environ | place_environ(plan.first + local_rank, shown, role_first + local_rank)
         environ[MEMORY] = memory
-        if (
-            target.mode == "master"
-        ):  # a group of torch's own would wait for ever: without these its env:// fails at once
+        if target.mode == "master":  # a torch group would wait forever; without these, its env:// fails immediately
             environ = {name: value for name, value in environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
         if plan.seats:
             seat = plan.seats[local_rank]
@@ -362,7 +361,8 @@ class Agent:
                 os.sched_setaffinity(0, seat.cpus)
         stdio = plan.stdio[local_rank]
         if not stdio.stdin and any(other.stdin for other in plan.stdio):
-            environ.setdefault("PYTHONBREAKPOINT", "0")  # one rank is debugged, and the others go on to wait for it
+            # one rank is debugged, and the other ranks continue until they wait for it
+            environ.setdefault("PYTHONBREAKPOINT", "0")
         if stdio.out_tty or stdio.err_tty:
             size = {"LINES": stdio.rows, "COLUMNS": stdio.columns}
             environ |= {name: str(value) for name, value in size.items() if name in environ}
@@ -405,10 +405,10 @@ class Agent:
             self._selector.register(status, selectors.EVENT_READ, partial(self._read_status, process))
 
     def read_output(self, on: bool) -> None:
-        """Reads what ranks write, or lets it wait in their pipes until the ranks wait too.
+        """Read the output of the ranks, or leave it in their pipes until the ranks wait.
 
         Exits and reports are read in any case. The results of functions, which may be large, wait. A report of such a
-        rank then comes with its exit at the latest.
+        rank then arrives with its exit at the latest.
         """
         if on == self._reading or self._selector is None:
             return
@@ -424,23 +424,23 @@ class Agent:
                     self._selector.unregister(fd)
 
     def watch(self, fd: int) -> None:
-        """Makes ``poll`` return when this descriptor can be read from, too."""
+        """Make ``poll`` return also if this descriptor is readable."""
         self._watched.add(fd)
         self._await(fd)
 
     def unwatch(self, fd: int) -> None:
-        """The opposite of ``watch``."""
+        """Undo ``watch``."""
         self._watched.discard(fd)
         self._await(fd)
 
     def watch_writable(self, fds: Set[int]) -> None:
-        """Makes ``poll`` return when one of these descriptors can be written to. Replaces those of the last call."""
+        """Make ``poll`` return also if one of these descriptors is writable. Replaces those of the last call."""
         before, self._writable = self._writable, set(fds)
         for fd in before ^ self._writable:
             self._await(fd)
 
     def _await(self, fd: int) -> None:
-        """Watches and heeds: a socket may be both."""
+        """Register a descriptor for reading, writing, or both: a socket may need both."""
         assert self._selector is not None
         events = selectors.EVENT_READ if fd in self._watched else 0
         events |= selectors.EVENT_WRITE if fd in self._writable else 0
@@ -451,11 +451,11 @@ class Agent:
 
     @property
     def running(self) -> list[int]:
-        """The ranks whose process is not gone."""
+        """The ranks whose process has not exited."""
         return [process.rank for process in self._processes if not process.exited]
 
     def poll(self, timeout_s: float | None) -> list[Event]:
-        """Waits for events, for ``wake``, or for the time to pass."""
+        """Wait for events, for ``wake``, or for the time to pass."""
         assert self._selector is not None
         self._look_for_long_waits()
         self._measure()
@@ -470,7 +470,8 @@ class Agent:
         if asks:
             timeout_s = _ASK_S if timeout_s is None else min(timeout_s, _ASK_S)
         for key, _ in self._selector.select(0 if events else timeout_s):
-            # An earlier handler of this round, a rank's exit, may have read this one to its end.
+            # An earlier handler in this loop, for a rank's exit, may have read this descriptor to its end and closed
+            # it.
             if key.fd in self._selector.get_map():
                 handle: Callable[[list[Event]], object] = key.data
                 handle(events)
@@ -479,12 +480,12 @@ class Agent:
         return events
 
     def signal(self, number: int, ranks: list[int], alone: bool = False) -> None:
-        """Sends a signal to the process groups of ranks that are not gone.
+        """Send a signal to the process groups of ranks that have not exited.
 
         Args:
             number: the signal.
-            ranks: whose.
-            alone: not to the children of python ranks, which may not handle it.
+            ranks: the ranks.
+            alone: exclude the children of python ranks, which may not handle the signal.
         """
         for process in self._processes:
             if process.rank in ranks and not process.exited:
@@ -494,7 +495,7 @@ class Agent:
                     continue
                 try:
                     os.killpg(process.pid, number)
-                except ProcessLookupError:  # it has not made its group yet
+                except ProcessLookupError:  # the rank has not created its group yet
                     os.kill(process.pid, number)
 
     def group_of(self, rank: int) -> int:
@@ -502,15 +503,15 @@ class Agent:
         return next(process.pid for process in reversed(self._processes) if process.rank == rank)
 
     def stopped_by(self, rank: int) -> int | None:
-        """The signal that has stopped a rank since the last call; None if none has."""
+        """Return the signal that has stopped a rank since the last call; None if none has."""
         try:
             stopped = os.waitid(os.P_PID, self.group_of(rank), os.WSTOPPED | os.WNOHANG)
-        except ChildProcessError:  # it has ended
+        except ChildProcessError:  # it has exited
             return None
         return None if stopped is None else stopped.si_status
 
     def dump(self, ranks: list[int]) -> None:
-        """Asks for the stacks of ranks that are not gone. What they answer, or why they cannot, comes from ``poll``."""
+        """Request the stacks of ranks that have not exited. ``poll`` returns them, or why there are none."""
         for process in self._processes:
             if process.rank not in ranks or process.exited:
                 continue
@@ -521,7 +522,7 @@ class Agent:
                 os.kill(process.pid, DUMP)
 
     def inspect(self, ranks: list[int], recent: int = 0) -> None:
-        """Finds out what ranks do, or did before they ended. That comes from ``poll``, as ``RankState``."""
+        """Read the state of ranks, also of ranks that have exited. ``poll`` returns it as ``RankState``."""
         newest = {process.rank: process for process in self._processes}
         for rank in ranks:
             if (process := newest.get(rank)) is not None:
@@ -536,7 +537,7 @@ class Agent:
                     self._report_calls(process, self._due)
 
     def _report_calls(self, process: _Process, events: list[Event]) -> None:
-        """Reports what a rank's calls took, if it has made a group."""
+        """Report the durations of a rank's calls, if it has created a group."""
         if (reader := process.recording.reader()) is not None:
             events.append(rank_stats(process.rank, reader, time.monotonic_ns()))
 
@@ -555,10 +556,10 @@ class Agent:
         raise AssertionError(f"one host has no spare host {spare}")
 
     def answer(self, answer: bytes) -> None:
-        """Without effect: no other host asks for the state of these ranks."""
+        """Do nothing: no other host requests the state of these ranks."""
 
     def resize(self, rows: int, columns: int) -> None:
-        """Sets the size of all ranks' terminals, and sends them SIGWINCH."""
+        """Set the size of all ranks' terminals, and send them SIGWINCH."""
         for process in self._processes:
             for fd in process.pipes.terminals:
                 if fd in self._open:
@@ -571,10 +572,10 @@ class Agent:
         return any(fd in self._open for process in self._processes for fd in process.pipes.read_fds.values())
 
     def finish(self, patience_s: float = 0.0) -> list[Event]:
-        """Kills all that is left of the ranks, reads what is left of their output. Idempotent.
+        """Kill the remaining processes of the ranks, and read the rest of their output. Idempotent.
 
         Args:
-            patience_s: how long processes that ranks have left behind may take to end. A signal ends that.
+            patience_s: seconds that processes which ranks left behind have to exit. A signal ends the wait.
         """
         events: list[Event] = []
         if self._finished:
@@ -587,7 +588,7 @@ class Agent:
         self._end_left_behind(patience_s, events)
         for process in self._processes:
             is_over = process.reaped or process.waited_for
-            for kill in () if is_over else (os.killpg, os.kill):  # it may not have made its group yet
+            for kill in () if is_over else (os.killpg, os.kill):  # the rank may not have created its group yet
                 with contextlib.suppress(ProcessLookupError):
                     kill(process.pid, signal.SIGKILL)
             self._read_rest(process, events)
@@ -609,17 +610,17 @@ class Agent:
         return events
 
     def _end_left_behind(self, patience_s: float, events: list[Event]) -> None:
-        """End processes that ranks have started, and that are still there. They are asked first, unless they were.
+        """Stop processes that ranks left behind. They receive SIGTERM first, unless they already received a signal.
 
-        A zombie belongs to its group: only when a rank is waited for, the group tells whether somebody else is in it.
-        Then the group's number may be given to others, unless somebody is: it is looked for before each signal.
+        A zombie belongs to its group. Only after the rank is reaped, the group shows whether another process is in it.
+        The group's number may then be reused if no process is in it, so the members are checked before each signal.
         """
         ended = [process for process in self._processes if process.exited and not process.reaped]
         for process in ended:
             os.waitpid(process.pid, 0)
             process.waited_for = True
         with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_read_fd, _CHUNK)  # only what comes from now on is a hurry
+            os.read(self._wake_read_fd, _CHUNK)  # only a later wake ends the wait
         begin = time.monotonic()
         until, told = begin + patience_s, False
         while left := [(process, pids) for process in ended if (pids := _members(process.pid))]:
@@ -639,7 +640,7 @@ class Agent:
                 break
 
     def close(self) -> None:
-        """Does what ``finish`` does, and frees everything. To be called once."""
+        """Call ``finish``, and free all resources. Call it once."""
         self.finish()
         if self._selector is not None:
             self._selector.close()
@@ -650,7 +651,7 @@ class Agent:
         os.read(self._wake_read_fd, _CHUNK)
 
     def _read_output(self, process: _Process, stream: int, fd: int, events: list[Event]) -> int:
-        """Reads once. Returns the number of bytes; 0 if there are none now, or none will come."""
+        """Read once. Return the number of bytes; 0 if there are none now, or at the end."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
@@ -664,7 +665,7 @@ class Agent:
         return len(data)
 
     def _read_status(self, process: _Process, events: list[Event]) -> int:
-        """As ``_read_output``, for reports and results."""
+        """Read reports and results once. See ``_read_output``."""
         try:
             data = os.read(process.pipes.status_read_fd, _CHUNK)
         except BlockingIOError:
@@ -684,7 +685,7 @@ class Agent:
         return len(data)
 
     def _read_stacks(self, process: _Process, events: list[Event]) -> int:
-        """As ``_read_output``, for stacks."""
+        """Read stacks once. See ``_read_output``."""
         try:
             data = os.read(process.pipes.stacks_read_fd, _CHUNK)
         except BlockingIOError:
@@ -705,7 +706,7 @@ class Agent:
         self._read_rest(process, events)
         self._report_calls(process, events)
         process.exited = True
-        if process.asked:  # what it has started has no more reason to stay
+        if process.asked:  # its child processes have no more reason to run
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, process.asked)
         process.status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
@@ -714,7 +715,7 @@ class Agent:
             self.restart(self._to_restart.pop(process.rank))
 
     def _read_rest(self, process: _Process, events: list[Event]) -> None:
-        """Reads what a rank wrote before it ended."""
+        """Read the output that a rank wrote before it exited."""
         if self._selector is None:
             return
         readers = {process.pipes.status_read_fd: partial(self._read_status, process)}
@@ -726,7 +727,7 @@ class Agent:
                 left -= count
 
     def _forget(self, fd: int) -> None:
-        """Closes a descriptor that is read to its end."""
+        """Close a descriptor that is read to its end."""
         if self._selector is None:
             os.close(fd)
         elif fd in self._open:
@@ -737,31 +738,35 @@ class Agent:
 
 
 def _unable(rank: int, error: OSError) -> list[Event]:
-    """What is reported of a rank that cannot be started again."""
+    """Return the events for a rank that cannot be restarted."""
     text = f"rank {rank} cannot be started again: {error.strerror}\n"
     return [RankFailed(rank, 0, FailureReport(126, text=text, at=time.monotonic())), Exited(rank, 0, 126)]
 
 
 def _why_mute(pid: int, stacks: int) -> str:
-    """Why a process cannot be asked for its stacks; "" if it can.
+    """Return why a process cannot report its stacks; "" if it can.
 
     Args:
-        pid: of the process.
-        stacks: the descriptor from which they are read; -1 if the process has closed its end.
+        pid: pid of the process.
+        stacks: the descriptor from which the stacks are read; -1 if the process has closed its end.
     """
     with open(f"/proc/{pid}/status") as file:
         status = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
     if status["State"].startswith(("T", "t")):
         return f"is stopped (pid {pid}: SIGSTOP, a terminal or a debugger) and cannot report where it is"
-    if not int(status.get("SigCgt", "0"), 16) >> (DUMP - 1) & 1:  # it would be ended by the question
+    if not int(status.get("SigCgt", "0"), 16) >> (DUMP - 1) & 1:  # without a handler, the signal would kill the process
         return f"runs no python script (pid {pid}: a command, or not begun) and cannot report where it is"
-    if stacks < 0 or not _has_pipe(pid, os.fstat(stacks).st_ino):  # they would go into a file of the program's
+    # otherwise the stacks would go into one of the program's own files
+    if stacks < 0 or not _has_pipe(pid, os.fstat(stacks).st_ino):
         return f"has closed the descriptor for its stacks (pid {pid}) and cannot report where it is"
     return ""
 
 
 def _pidfd(pid: int) -> int:
-    """A descriptor that tells when a process has ended; -1 without one: kernels before 5.3, seccomp filters."""
+    """Return a descriptor that is readable after the exit of a process.
+
+    -1 if there is none: kernels before 5.3, seccomp filters.
+    """
     try:
         return os.pidfd_open(pid)
     except OSError as error:
@@ -771,8 +776,9 @@ def _pidfd(pid: int) -> int:
 
 
 def _members(group: int) -> list[int]:
-    """The processes of a group that have not ended."""
-    with contextlib.suppress(ChildProcessError):  # to process 1 of a container, orphans are children
+    """Return the processes of a group that have not exited."""
+    # orphans become children of this process if it is process 1 of a container
+    with contextlib.suppress(ChildProcessError):
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
     try:
@@ -784,13 +790,13 @@ def _members(group: int) -> list[int]:
         with contextlib.suppress(OSError):
             if name.isdigit() and os.getpgid(int(name)) == group:
                 state = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[0]
-                if state not in (b"Z", b"X"):  # whose new parent has not waited for it yet
+                if state not in (b"Z", b"X"):  # a zombie, whose new parent has not reaped it yet
                     found.append(int(name))
     return found
 
 
 def _named(pids: list[int]) -> str:
-    """Processes, for a line of text; "" if they are those that python itself has started."""
+    """Return a description of processes; "" if python itself has started all of them."""
     found: list[str] = []
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -804,7 +810,7 @@ def _named(pids: list[int]) -> str:
 def _has_pipe(pid: int, inode: int) -> bool:
     folder = f"/proc/{pid}/fd"
     for name in os.listdir(folder):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed since the listing
             if os.readlink(f"{folder}/{name}") == f"pipe:[{inode}]":
                 return True
     return False

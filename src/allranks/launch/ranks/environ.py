@@ -1,7 +1,7 @@
-"""The environment of a rank: its number, in the variables of torchrun, and how many threads it may use.
+"""The environment of a rank: its number, in the variables of torchrun, and its number of threads.
 
-``allranks._cluster.env`` reads these variables. A port is only named here, never held: nothing of ours listens on TCP;
-an unmodified torch.distributed script on rank 0 binds it.
+``allranks._cluster.env`` reads these variables. A port is only named here, never held: allranks does not listen on it.
+An unmodified torch.distributed script on rank 0 binds it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from allranks.launch.ranks.placement import CpuPlace
 
 __all__ = ["JobShare", "common_environ", "free_port", "place_environ", "threads_per_rank"]
 
-# Left over from a job that this job is started from; they would lead torch to that job's agent.
+# Left over from a job that this job is started from. They would lead torch to that job's agent.
 _FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "ALLRANKS_CPUS", ELASTIC, START)
 
 
 def openmp(threads: str, nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What OpenMP is to read: the threads; and that threads which wait sleep, where they are more than the CPUs.
+    """Return the OpenMP variables: the number of threads, and passive waiting if the threads outnumber the CPUs.
 
-    They would spin, and keep the CPUs from the threads that they wait for: 90 rounds a second in place of 800
+    Spinning threads would keep the CPUs from the threads that they wait for: 90 instead of 800 rounds per second
     (benchmarks/threads.py, 2 ranks with 2 threads on 2 CPUs).
     """
     crowded = threads.isdigit() and int(threads) > 1 and nproc * int(threads) > usable_cpus()
@@ -36,9 +36,9 @@ def openmp(threads: str, nproc: int, environ: Mapping[str, str]) -> dict[str, st
 def threads_per_rank(
     nproc: int, threads: int | None, environ: Mapping[str, str], seats: Sequence[CpuPlace] = ()
 ) -> str:
-    """OMP_NUM_THREADS for a rank: the option, else the user's own setting, else a fair share of the CPUs.
+    """Return OMP_NUM_THREADS for a rank: the option, else the user's own setting, else a fair share of the CPUs.
 
-    The same for all, as torch is imported once for all: what the rank with the fewest CPUs can use.
+    The value is the same for all ranks, because torch is imported once for all. It suits the rank with the fewest CPUs.
     """
     if threads is not None:
         return str(threads)
@@ -52,17 +52,17 @@ class JobShare:
     """A host's share of a job.
 
     Attributes:
-        nproc: ranks on this host.
-        world_size: ranks in the job.
+        nproc: number of ranks on this host.
+        world_size: number of ranks in the job.
         node: number of this host.
-        nodes: how many hosts there are.
+        nodes: number of hosts.
         run: name of the job.
-        role: name of what the ranks do; those of another host may do something else.
-        role_size: ranks in the job that do so; None for all.
-        restart: how often it has been started again.
-        restarts: how often it may be.
-        masters: ranks on this host that only have others work.
-        elastic: a lost rank does not end the job.
+        role: name of the task of the ranks; ranks of other hosts may have another role.
+        role_size: number of ranks in the job with that role; None for all.
+        restart: number of restarts of the job so far.
+        restarts: greatest number of restarts.
+        masters: number of ranks on this host that only control other ranks.
+        elastic: a lost rank does not stop the job.
     """
 
     nproc: int
@@ -86,18 +86,18 @@ def common_environ(
     master: tuple[str, int],
     seats: Sequence[CpuPlace] = (),
 ) -> dict[str, str]:
-    """The environment that all ranks of a host share.
+    """Return the environment that all ranks of a host share.
 
     Args:
-        environ: the launcher's own.
-        share: what is started here, of what.
-        threads: threads per rank; None to decide.
+        environ: the launcher's environment.
+        share: this host's share of the job.
+        threads: threads per rank; None for an automatic choice.
         store: address of the launcher's store.
-        master: where an unmodified torch.distributed program on rank 0 listens.
-        seats: what CPUs ranks are bound to; empty where they are not.
+        master: the address on which an unmodified torch.distributed program on rank 0 listens.
+        seats: the CPUs that ranks are bound to; empty if they are not bound.
     """
     bound = {cpu for seat in seats for cpu in seat.cpus}
-    # A rank that is bound sees its own CPUs only, so it cannot check whether all ranks together have enough.
+    # A bound rank sees only its own CPUs, so it cannot check whether all ranks together have enough.
     cpus = {"ALLRANKS_CPUS": str(min(len(bound), usable_cpus()))} if bound else {}
     computing = max(1, share.nproc - share.masters)
     return (
@@ -126,12 +126,12 @@ def common_environ(
 
 
 def place_environ(rank: int, local_rank: int, role_rank: int) -> dict[str, str]:
-    """What differs from rank to rank."""
+    """Return the variables that differ from rank to rank."""
     return {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(role_rank)}
 
 
 def free_port(wanted: int = 0) -> int:
-    """A TCP port that is free at this moment on every address of this host: the one that is wanted, if it is."""
+    """Return a TCP port that is free now on every address of this host: ``wanted``, if that is free."""
     with socket.socket() as probe:
         try:
             probe.bind(("", wanted))

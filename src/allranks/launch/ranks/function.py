@@ -1,8 +1,8 @@
-"""A function, its arguments and what it returns, as bytes between the process that calls and the ranks that run it.
+"""A function, its arguments and its result, as bytes between the calling process and the ranks that run it.
 
-By cloudpickle: what a notebook or the main script defines travels by value, what a module has by its name. Only inside
-a job, whose ends trust each other: between a caller and the processes that it started. Imported by nobody who runs
-scripts.
+The format is cloudpickle: definitions of a notebook or the main script travel by value, definitions of a module by
+name. It is used only inside a job, whose ends trust each other: between a caller and the processes that it started.
+Jobs that run scripts do not import this module.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _LARGEST = 1 << 30
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """What errors call it."""
+    """Return the name of a function for error messages."""
     return str(getattr(fn, "__qualname__", None) or repr(fn))
 
 
 def pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Packs a call, with what a rank needs to find the modules that it names and to show the source in tracebacks.
+    """Pack a call, with the data that a rank needs to find its modules and to show source lines in tracebacks.
 
     Raises:
-        UsageError: it cannot be pickled.
+        UsageError: the call cannot be pickled.
     """
-    # A notebook's cells are no files.
+    # The cells of a notebook are not files, so a rank cannot read their source.
     sources = {name: entry[2] for name, entry in linecache.cache.items() if len(entry) > 1 and not os.path.exists(name)}
     file = io.BytesIO()
     try:
         pickler = _CallPickler(file)
         pickler.dump((fn, tuple(args), dict(kwargs)))
-        pickler.dump(pickler.of_main)  # with the same memo: the same objects
+        pickler.dump(pickler.of_main)  # the same memo makes both refer to the same objects
         call = file.getvalue()
     except Exception as error:
         raise UsageError(
@@ -61,10 +61,10 @@ def pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def unpack(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Gives a rank what ``pack`` packed.
+    """Unpack on a rank the call that ``pack`` packed.
 
     Raises:
-        UsageError: it cannot be unpickled here.
+        UsageError: the call cannot be unpickled here.
     """
     path, sources, program, call = cloudpickle.loads(payload)
     sys.path[:] = [*path, *(folder for folder in sys.path if folder not in path)]
@@ -83,10 +83,10 @@ def unpack(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[st
 
 
 def pack_result(result: Any) -> memoryview:
-    """Packs what a rank returns; tensors of its GPUs as tensors of CPUs, as the caller may have none.
+    """Pack the result of a rank. Its GPU tensors become CPU tensors, because the caller may have no GPU.
 
     Raises:
-        UsageError: it cannot be pickled.
+        UsageError: the result cannot be pickled.
     """
     buffer = io.BytesIO()
     try:
@@ -99,10 +99,10 @@ def pack_result(result: Any) -> memoryview:
 
 
 def unpack_result(data: bytearray, rank: int) -> Any:
-    """Gives the caller what a rank packed.
+    """Unpack in the caller the result that a rank packed.
 
     Raises:
-        UsageError: it cannot be unpickled here.
+        UsageError: the result cannot be unpickled here.
     """
     try:
         return cloudpickle.loads(data)
@@ -111,17 +111,17 @@ def unpack_result(data: bytearray, rank: int) -> Any:
 
 
 def pack_error(error: BaseException) -> bytes:
-    """Packs what a rank raised; b"" if it cannot be, or could not be unpacked."""
+    """Pack the exception of a rank; b"" if it cannot be pickled or unpickled."""
     try:
         data = pickling.dumps(error)
         cloudpickle.loads(data)
-    except Exception:  # noqa: BLE001 - an exception of the user's may do anything; its text is reported in any case
+    except Exception:  # noqa: BLE001 - a user's exception may do anything; its text is reported in any case
         return b""
     return data
 
 
 def unpack_error(data: bytes) -> Exception | None:
-    """What a rank raised; None if it cannot be raised here."""
+    """Unpack the exception of a rank; None if it cannot be raised here."""
     try:
         error = cloudpickle.loads(data) if data else None
     except Exception:  # noqa: BLE001 - as above
@@ -130,21 +130,21 @@ def unpack_error(data: bytes) -> Exception | None:
 
 
 def pieces(data: memoryview) -> Iterator[bytes]:
-    """Cuts it, so that no process on its way holds all of it twice."""
+    """Cut the data into pieces, so that no process on the way holds all of it twice."""
     return (bytes(data[begin : begin + _PIECE]) for begin in range(0, len(data), _PIECE))
 
 
 def _main_program() -> tuple[str, str]:
-    """The file of this process's program, and the name with which ``python -m`` has started it; "" for none."""
+    """Return the file of this process's program, and the name that ``python -m`` started; "" for none."""
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     return os.path.abspath(file) if file else "", spec.name if spec is not None else ""
 
 
 def _make_main(program: tuple[str, str], values: Mapping[str, Any]) -> None:
-    """Give ``__main__`` of a rank the caller's classes and functions, which pickle looks up there.
+    """Set the caller's classes and functions in ``__main__`` of a rank, where pickle searches for them.
 
-    A data loader's workers that are spawned run the caller's program, as those of the caller would.
+    The spawned workers of a data loader run the caller's program, as they would in the caller.
     """
     main, (file, name) = sys.modules["__main__"], program
     vars(main).update(values)
@@ -155,10 +155,10 @@ def _make_main(program: tuple[str, str], values: Mapping[str, Any]) -> None:
 
 
 class _CallPickler(pickling.Pickler):
-    """Notes which classes and functions of the main program a call refers to.
+    """Records the classes and functions of the main program that a call refers to.
 
     Attributes:
-        of_main: these, by name.
+        of_main: these classes and functions, by name.
     """
 
     def __init__(self, file: io.BytesIO) -> None:

@@ -1,8 +1,8 @@
 """Kills the ranks' process groups when the launcher itself is killed.
 
-The kernel kills a rank with its launcher (PR_SET_PDEATHSIG), but not the rank's own children: the python inside
-``-- bash -c 'python train.py'``, data loader workers, an ``ssh``. So a small process, forked before torch is
-imported, holds one end of a pipe: when it reads the end of file, no other process is left to clean up.
+The kernel kills a rank with its launcher (PR_SET_PDEATHSIG), but not the rank's own children: the python inside ``--
+bash -c 'python train.py'``, data loader workers, an ``ssh``. Therefore a small process, forked before torch is
+imported, holds one end of a pipe. When it reads the end of file, no other process is left to clean up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Guard:
     """A process that outlives the launcher by a moment.
 
     Args:
-        terminal: what the launcher may have lent to a group, and which the guard then gives back.
+        terminal: the terminal, which the launcher may have lent to a group; the guard then reclaims it.
 
     Attributes:
         fd: the launcher's end of the pipe; a forked rank must close it, after ``protect``.
@@ -30,7 +30,8 @@ class Guard:
 
     def __init__(self, terminal: Terminal | None = None) -> None:
         read_fd, self.fd = os.pipe()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # what is sent to all is not for it
+        # signals that are sent to all processes must not stop the guard
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self.pid = os.fork()
         if self.pid == 0:
             try:
@@ -42,9 +43,9 @@ class Guard:
         os.close(read_fd)
 
     def protect(self, pid: int) -> None:
-        """Adds a process group, which must exist when the caller closes ``fd``.
+        """Add a process group, which must exist when the caller closes ``fd``.
 
-        Where the guard itself was killed, the job goes on, with a line on stderr that says what it then lacks.
+        If the guard itself was killed, the job continues without it, and a line on stderr reports this.
         """
         try:
             os.write(self.fd, b"%d\n" % pid)
@@ -57,7 +58,7 @@ class Guard:
             )
 
     def dismiss(self) -> None:
-        """Ends the guard. To be called before the ranks are reaped: a free pid may be reused."""
+        """Kill the guard. Call it before the ranks are reaped, because a free pid may be reused."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         os.close(self.fd)
@@ -67,7 +68,7 @@ def _watch(read_fd: int, terminal: Terminal | None) -> None:
     if terminal is None:
         os.setsid()
     else:
-        os.setpgid(0, 0)  # only who is of its session may hand the terminal on
+        os.setpgid(0, 0)  # only a process of the terminal's session may change its foreground group
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2)[terminal is not None :]:  # a reader of the launcher's output must not wait for the guard
         os.dup2(null, fd)

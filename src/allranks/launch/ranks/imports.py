@@ -1,6 +1,6 @@
-"""What a program imports, told from its source: of the script, and of the modules that lie beside it.
+"""The imports of a program, read from its source: of the script, and of the modules next to it.
 
-Nothing is run. What is imported by other means than a statement is not known before.
+Nothing is executed. Imports without an import statement are not detected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BY_NAME = {"importlib", "imp", "pkgutil", "runpy", "__import__", "eval", "exec"
 _NEVER_LOCAL = {"torch", "allranks"}
 _MOST_BYTES = 1 << 18  # of source: 0.1 s
 
-# Variables that torch and its libraries read when they are loaded.
+# Variables that torch and its libraries read when they are imported.
 _READ_BY_TORCH = re.compile(
     "(OMP|KMP|GOMP|MKL|OPENBLAS|NUMEXPR|VECLIB|DNNL|ONEDNN|ATEN|TBB|LD|MALLOC|PYTORCH|TORCH(?!_NCCL)|TRITON|NVFUSER)"
 )
@@ -29,12 +29,12 @@ _READ_BY_TORCH = re.compile(
 
 @dataclass
 class Imports:
-    """What was found.
+    """The imports that were found.
 
-    Attributes:
-        modules: by their names, those of the program itself left out.
-        all_known: no others are imported.
-        sources: of the program.
+    modules: names of the imported modules, without the program's own modules.
+        all_known: the program imports no other modules.
+        sources: source texts of the program.
+        prepares_torch: the program sets variables that torch reads at import, or may import another torch.
         prepares_torch: the program sets variables that torch reads when it is loaded, or may load another torch.
     """
 
@@ -45,7 +45,7 @@ class Imports:
 
 
 def read_imports(target: Target) -> Imports | None:
-    """Reads what a script, or a module beside the working directory, imports. None where it cannot be read."""
+    """Read the imports of a script, or of a module in the working directory. Return None if it cannot be read."""
     if target.kind == "script":
         path, parts = Path(target.name), ["__main__"]
         root = path.resolve().parent
@@ -83,7 +83,7 @@ def read_imports(target: Target) -> Imports | None:
 
 
 def _imported(tree: ast.Module, package: list[str], found: Imports) -> Iterator[tuple[str, bool]]:
-    """Each name that may be a module's, and whether it is relative to the package, in which it is completed."""
+    """Yield each name that may be a module, completed, and whether it was relative to the package."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, False) for alias in node.names)
@@ -99,20 +99,20 @@ def _imported(tree: ast.Module, package: list[str], found: Imports) -> Iterator[
 
 
 def _local(root: Path, module: str) -> Iterator[tuple[Path, list[str]]]:
-    """The files of a module and of the packages that it is in, where they lie beside the program."""
+    """Yield the files of a module and of its parent packages that are next to the program."""
     parts = module.split(".")
     if parts[0] in _NEVER_LOCAL:
         return
     for end in range(1, len(parts) + 1):
         place = root.joinpath(*parts[:end])
         for file in (place / "__init__.py", place.with_suffix(".py")):
-            if os.path.isfile(file):  # not of Path, which raises where a folder may not be searched
+            if os.path.isfile(file):  # not a method of Path, which raises if a folder is not searchable
                 yield file, parts[:end]
                 break
 
 
 def _prepares_torch(tree: ast.Module, root: Path) -> bool:
-    """Whether a source changes what ``import torch`` finds: its variables, or where it is looked for."""
+    """Return whether a source changes the result of ``import torch``: its variables, or its search path."""
     searches = False
     for node in ast.walk(tree):
         names: list[str | None] = []
@@ -128,7 +128,7 @@ def _prepares_torch(tree: ast.Module, root: Path) -> bool:
 
 
 def _set_by_call(call: ast.Call) -> list[str | None]:
-    """The variables that a call sets; None for one whose name is not in the source."""
+    """Return the variables that a call sets; None for one whose name is not in the source."""
     function = call.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     if name == "putenv":
@@ -162,7 +162,7 @@ def _has_torch(folder: Path) -> bool:
 
 
 def _folders_near(root: Path) -> Iterator[Path]:
-    """The folders that programs add to ``sys.path``: those around the program, and those in its own."""
+    """Yield the folders that programs add to ``sys.path``: the parents of the program's folder, and its subfolders."""
     yield from root.parents
     with contextlib.suppress(OSError):
         yield from [each for each in root.iterdir() if each.is_dir()]

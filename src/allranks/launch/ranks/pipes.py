@@ -1,10 +1,9 @@
 """The pipes and terminals between a rank and its agent.
 
-One rank of a job may have the launcher's own stdin. A job's only rank may write to the launcher's terminal itself;
-then full-screen programs work. Any other rank gets a terminal of its own where the user's terminal is what it finally
-writes to, so that programs that ask ``isatty`` draw their progress bars; else a pipe. One channel carries stdout and
-stderr together where the launcher's own two are the same file: then lines come in the order in which the rank wrote
-them.
+One rank of a job may have the launcher's own stdin. A job's only rank may write to the launcher's terminal itself, so
+that full-screen programs work. Any other rank gets its own terminal if its output goes to the user's terminal: programs
+that check ``isatty`` then draw their progress bars. Else it gets a pipe. If the launcher's stdout and stderr are the
+same file, one channel carries both: the lines then arrive in the order in which the rank wrote them.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ _OWN = 64
 
 @dataclass(frozen=True)
 class Pipes:
-    """Both ends of everything between one rank and its agent.
+    """Both ends of all channels between one rank and its agent.
 
     Attributes:
         out: the rank's stdout.
         err: the rank's stderr; may be the same number.
-        status: where the rank writes its failure report.
-        stacks: where the rank writes its threads' stacks.
+        status: the descriptor for the rank's failure report.
+        stacks: the descriptor for the stacks of the rank's threads.
         read_fds: the agent's ends, stream number -> descriptor.
         status_read_fd: the agent's end of ``status``.
         stacks_read_fd: the agent's end of ``stacks``.
-        terminals: those of ``read_fds`` that are terminals.
+        terminals: the descriptors in ``read_fds`` that are terminals.
     """
 
     out: int
@@ -53,7 +52,7 @@ class Pipes:
 
     @classmethod
     def open(cls, stdio: Stdio) -> Pipes:
-        """Opens all. No end survives an exec."""
+        """Open all channels. No end survives an exec."""
         status_read_fd, status = os.pipe()
         stacks_read_fd, stacks = os.pipe()
         read_fds: dict[int, int] = {}
@@ -74,12 +73,12 @@ class Pipes:
         return cls(out, err, status, stacks, read_fds, status_read_fd, stacks_read_fd, terminals)
 
     def close_rank_ends(self) -> None:
-        """The agent closes the rank's ends."""
+        """Close the rank's ends, in the agent."""
         for fd in {self.out, self.err, self.status, self.stacks}:
             os.close(fd)
 
     def own_fds(self) -> tuple[int, ...]:
-        """The agent's ends."""
+        """Return the agent's ends."""
         return (*self.read_fds.values(), self.status_read_fd, self.stacks_read_fd)
 
 
@@ -95,15 +94,15 @@ def _channel(tty: bool, stdio: Stdio) -> tuple[int, int]:
 
 
 def resize(terminal: int, rows: int, columns: int) -> None:
-    """Sets a terminal's size."""
+    """Set the size of a terminal."""
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
 
 def reserve_descriptors(nproc: int) -> tuple[int, int]:
-    """Makes room for the descriptors of ``nproc`` ranks.
+    """Raise the limit on open files for the descriptors of ``nproc`` ranks.
 
     Returns:
-        The limits before, for the ranks to go back to.
+        The previous limits, which the ranks restore.
 
     Raises:
         ConfigError: the hard limit is too low.

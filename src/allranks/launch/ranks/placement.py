@@ -1,11 +1,11 @@
-"""Which CPUs and which GPU each rank of a host gets.
+"""The CPUs and the GPU of each rank of a host.
 
-A rank that wanders between NUMA nodes loses half of its memory's bandwidth, and two ranks on the two threads of one
-core share that core. So with ``--bind core`` each rank has whole cores of its own, with ``--bind numa`` the cores of
-one NUMA node, which it may share; next to its GPU, if it has one and its place is known.
+A rank that moves between NUMA nodes loses half of its memory bandwidth. Two ranks on the two threads of one core share
+that core. Therefore ``--bind core`` gives each rank its own whole cores. ``--bind numa`` gives it the cores of one NUMA
+node, which it may share. Both choose CPUs next to the rank's GPU, if it has one and the GPU's node is known.
 
-The first half is pure: a machine comes in as data. The second half reads it from the kernel; ``_cluster.host`` finds
-the GPUs.
+The first half is pure: a machine is passed in as data. The second half reads it from the kernel; ``_cluster.host``
+finds the GPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Core", "Machine", "CpuPlace", "describe", "place", "read_machine", "
 
 @dataclass(frozen=True)
 class Core:
-    """A core: the CPUs on it that may be used, and its NUMA node."""
+    """A core: its usable CPUs, and its NUMA node."""
 
     cpus: tuple[int, ...]
     node: int = 0
@@ -32,12 +32,12 @@ class Core:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a process of a host may use.
+    """The resources that a process of a host may use.
 
     Attributes:
-        cores: the cores, those of a NUMA node together.
+        cores: the cores, grouped by NUMA node.
         gpus: the GPUs, in the order of their numbers.
-        quota: how many CPUs may be kept busy at once, which may be less than there are.
+        quota: number of CPUs that may be busy simultaneously, which may be less than the number of CPUs.
     """
 
     cores: tuple[Core, ...]
@@ -52,12 +52,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class CpuPlace:
-    """What one rank gets.
+    """The CPUs and the GPU of one rank.
 
     Attributes:
         cpus: the CPUs that it is bound to; empty if it is not bound.
         gpu: the one GPU that it sees; None for all.
-        threads: how many threads it should compute with.
+        threads: number of threads for its computations.
     """
 
     cpus: tuple[int, ...]
@@ -65,24 +65,24 @@ class CpuPlace:
     threads: int
 
     def environ(self) -> dict[str, str]:
-        """The variables for it."""
+        """Return the variables for it."""
         return {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": self.gpu}
 
 
 def place(machine: Machine, nproc: int, bind: Bind, one_gpu_per_rank: bool) -> tuple[CpuPlace, ...]:
-    """Gives each rank of a host its place.
+    """Assign CPUs and a GPU to each rank of a host.
 
     Args:
-        machine: what there is.
+        machine: the resources of the host.
         nproc: number of ranks.
-        bind: to what CPUs ranks are bound.
+        bind: the kind of CPU sets that ranks are bound to.
         one_gpu_per_rank: each rank sees one GPU.
 
     Returns:
-        By local rank.
+        The places, by local rank.
 
     Raises:
-        ConfigError: there is not enough for all.
+        ConfigError: the resources do not suffice for all ranks.
     """
     gpus: list[Gpu | None] = [None] * nproc
     if one_gpu_per_rank:
@@ -113,7 +113,7 @@ def place(machine: Machine, nproc: int, bind: Bind, one_gpu_per_rank: bool) -> t
 
 
 def _share(machine: Machine, wishes: Sequence[int | None], bind: Bind) -> list[tuple[int, ...]]:
-    """The CPUs of each rank."""
+    """Return the CPUs of each rank."""
     nproc = len(wishes)
     nodes: dict[int, list[Core]] = {}
     for core in machine.cores:
@@ -125,7 +125,7 @@ def _share(machine: Machine, wishes: Sequence[int | None], bind: Bind) -> list[t
         homes = [(node,) for node in wanted]
     elif nproc < len(order):
         homes = [tuple(order[n * len(order) // nproc : (n + 1) * len(order) // nproc]) for n in range(nproc)]
-    else:  # where the middle of an even share is
+    else:  # the node at the middle of an even share
         by_core = [node for node in order for _ in nodes[node]]
         homes = [(by_core[(2 * n + 1) * len(by_core) // (2 * nproc)],) for n in range(nproc)]
     shares = []
@@ -139,7 +139,7 @@ def _share(machine: Machine, wishes: Sequence[int | None], bind: Bind) -> list[t
 
 
 def describe(seats: Sequence[CpuPlace]) -> list[str]:
-    """A line for each local rank."""
+    """Return a line for each local rank."""
     lines = []
     for number, seat in enumerate(seats):
         cpus = f"CPUs {spans(seat.cpus, ',')}" if seat.cpus else "all CPUs"
@@ -149,10 +149,10 @@ def describe(seats: Sequence[CpuPlace]) -> list[str]:
 
 
 def seats(nproc: int, bind: Bind, one_gpu_per_rank: bool, environ: Mapping[str, str]) -> tuple[CpuPlace, ...]:
-    """Gives each rank of this host its place; nothing where all have all.
+    """Assign CPUs and a GPU to each rank of this host; empty if no rank is restricted.
 
     Raises:
-        ConfigError: there is not enough for all.
+        ConfigError: the resources do not suffice for all ranks.
     """
     if bind == "none" and not one_gpu_per_rank:
         return ()
@@ -160,12 +160,12 @@ def seats(nproc: int, bind: Bind, one_gpu_per_rank: bool, environ: Mapping[str, 
 
 
 def read_machine(environ: Mapping[str, str], with_gpus: bool, root: Path = Path("/")) -> Machine:
-    """Asks this host.
+    """Read the resources of this host.
 
     Args:
-        environ: with CUDA_VISIBLE_DEVICES.
+        environ: an environment with CUDA_VISIBLE_DEVICES.
         with_gpus: find GPUs, too.
-        root: where /sys and /proc are.
+        root: folder that contains /sys and /proc.
     """
     cores = _read_cores(root / "sys/devices/system", os.sched_getaffinity(0))
     return Machine(cores, visible_gpus(environ, root) if with_gpus else (), usable_cpus())

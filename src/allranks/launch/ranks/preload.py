@@ -1,6 +1,6 @@
 """Imports torch into the process that ranks are forked from: once for all of them.
 
-By name, and in no other module: the launcher starts without torch, and works where torch is broken.
+It imports torch by name. No other module of the launcher does, so it starts without torch, and works with a broken one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _OF_WORKERS = (
     "allranks._engines.native.engine",
 )
 
-# What ranks need from ``import allranks`` to their first collective: a quarter of a second.
+# Imports of a rank between ``import allranks`` and its first collective: 0.25 s.
 _OF_RANKS = ("allranks._api.world", "allranks._engines.native.engine")
 
-# And what the ranks of an elastic job need besides.
+# Additional imports of the ranks of an elastic job.
 _OF_ELASTIC_RANKS = ("allranks.data", "allranks.nn.parallel", "allranks.resilience")
 
-# What the first optimizer of a process imports: one second or two, in pieces.
+# Imports of the first optimizer of a process: 1 s to 2 s, in pieces.
 _OF_OPTIMIZERS = ("sympy", "torch._dynamo")
 
 _OF_OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
@@ -37,15 +37,15 @@ _MOST_BYTES = 1 << 20  # of a function and its arguments
 
 
 def preload(target: Target, environ: Mapping[str, str]) -> bool:
-    """Imports torch into this process, which ranks are then forked from, if they may need it.
+    """Import torch into this process, from which ranks are then forked, if they may need it.
 
     Args:
-        target: what they run: python.
-        environ: of the ranks. torch's libraries read how to use threads when they are loaded.
+        target: the target of the ranks, which is python.
+        environ: environment of the ranks. torch's libraries read their thread settings at import.
 
     Returns:
-        False if torch cannot be imported: then a fresh interpreter should meet the error, and show it if the
-        program needs torch at all.
+        False if torch cannot be imported. A fresh interpreter should then raise the error, and only if the program
+        needs torch.
     """
     before = {name: os.environ.get(name) for name in _OF_OPENMP}
     os.environ.update({name: environ[name] for name in _OF_OPENMP if name in environ})
@@ -55,10 +55,10 @@ def preload(target: Target, environ: Mapping[str, str]) -> bool:
         for name in useful:
             try:
                 importlib.import_module(name)
-            except Exception:  # noqa: BLE001 - whatever it is, the ranks meet it again
+            except Exception:  # noqa: BLE001 - the ranks raise the same error again
                 if name == useful[0]:
                     return False
-    finally:  # it is not the user's own setting, which counts when the job is started again
+    finally:  # these are not the user's own settings, which count when the job restarts
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:
@@ -68,9 +68,9 @@ def preload(target: Target, environ: Mapping[str, str]) -> bool:
 
 
 def preload_for_elastic_ranks() -> Iterator[None]:
-    """Imports into the process that lost ranks are replaced from what they need, if it has torch.
+    """Import the modules of elastic ranks into the process that replaces lost ranks, if it has torch.
 
-    Yields after each piece: allranks first.
+    It yields after each group of modules; the first group is allranks.
     """
     if "torch" not in sys.modules:
         return
@@ -80,30 +80,31 @@ def preload_for_elastic_ranks() -> Iterator[None]:
                 importlib.import_module(name)
             gc.freeze()
             yield
-    except Exception:  # noqa: BLE001 - whatever it is, the ranks meet it again
+    except Exception:  # noqa: BLE001 - the ranks raise the same error again
         return
 
 
 def _useful(target: Target) -> tuple[str, ...]:
-    """What the ranks probably import. Nothing if a program names no module outside of the standard library: it runs a
-    second earlier without torch.
+    """Return the modules that the ranks probably import.
 
-    Nothing either if it sets variables that torch reads when it is loaded: then each rank loads it after that.
+    Empty if a program imports only the standard library: it starts a second earlier without torch.
 
-    And ends earlier, too: python and C++ take torch apart in every rank, which costs each 0.2 s of a CPU. A wrong
-    guess costs time and nothing else.
+    Also empty if it sets variables that torch reads at import: each rank then imports torch after that.
+
+    A rank without torch also exits earlier: python and C++ tear torch down in every rank, which costs 0.2 s of CPU time
+    each. A wrong guess only costs time.
     """
     if target.has_workers:
         return "torch", *_OF_WORKERS
     found = _named_by_function(target.payload) if target.kind == "function" else read_imports(target)
-    if found is None:  # the ranks will report it; or it is a module that is installed
+    if found is None:  # the ranks will report the error; or the target is an installed module
         return () if target.kind == "script" else ("torch",)
     if found.prepares_torch:
         return ()
     packages = {module.partition(".")[0] for module in found.modules}
     if found.all_known and packages <= sys.stdlib_module_names:
         return ()
-    public = sorted(module for module in found.modules if "._" not in module)  # some of torch._x read sys.argv
+    public = sorted(module for module in found.modules if "._" not in module)  # some modules of torch._x read sys.argv
     useful = ["torch", *(module for module in public if module.startswith(("torch.", "allranks.")))]
     if "allranks" in packages:
         useful += _OF_RANKS
@@ -113,6 +114,6 @@ def _useful(target: Target) -> tuple[str, ...]:
 
 
 def _named_by_function(packed: bytes) -> Imports:
-    """The names that its code uses are in what was packed; what it imports is not known."""
+    """Return the modules that a packed function names. Its code contains names, but its imports are not known."""
     head = packed[:_MOST_BYTES]
     return Imports({"allranks"} if b"allranks" in head else set(), all_known=False, sources=[head])

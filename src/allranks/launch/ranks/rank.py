@@ -1,12 +1,13 @@
-"""What a rank does before, around and after the user's program.
+"""The steps of a rank before, around and after the user's program.
 
-A rank is a fork of the launcher, so everything that a fresh process would have must be given back to it: session,
-signals, standard streams, ``sys.argv``, ``sys.path``, ``__main__``. Then the program runs as the interpreter would
-run it, and the interpreter itself ends the process: exit codes, ``atexit``, threads, flushed files are python's own.
-``--start spawn`` executes this module in a fresh interpreter instead and comes to the same ``Rank.run``.
+A rank is a fork of the launcher, so it must restore everything that a fresh process would have: session, signals,
+standard streams, ``sys.argv``, ``sys.path``, ``__main__``. The program then runs as the interpreter would run it, and
+the interpreter itself ends the process: exit codes, ``atexit``, threads, and flushed files are python's own. ``--start
+spawn`` instead executes this module in a fresh interpreter, which calls the same ``Rank.run``.
 
-Added to a plain python: an uncaught exception is reported to the agent at once, before ``atexit`` handlers (which may
-take long, or make other ranks fail) run. The agent prints it, so the rank does not.
+One behavior is added to a plain python: the rank reports an uncaught exception to the agent immediately, before
+``atexit`` handlers run. These may take long, or make other ranks fail. The agent prints the exception, so the rank does
+not.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ _DEFAULT = (
 def become_rank(
     parent: int, pipes: Pipes, stdio: Stdio, close: tuple[int, ...], mask: Set[int], files: tuple[int, int]
 ) -> None:
-    """Turns a fresh fork of the launcher into a process of its own.
+    """Turn a fresh fork of the launcher into an independent process.
 
     Args:
         parent: the launcher's pid.
-        pipes: to the launcher.
-        stdio: what its standard streams are to be.
-        close: the launcher's descriptors.
+        pipes: the pipes to the launcher.
+        stdio: settings of its standard streams.
+        close: the launcher's descriptors, which are closed.
         mask: the signal mask to restore.
         files: the limits on open files to restore.
     """
@@ -96,14 +97,14 @@ def become_rank(
 
 
 def die_with(parent: int) -> None:
-    """The kernel kills this process when its parent ends."""
+    """Make the kernel kill this process when its parent exits."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         os._exit(1)
 
 
 def adopt_orphans(on: bool) -> None:
-    """Whether this process becomes the parent of descendants whose parent ends, in place of init."""
+    """Set whether this process, instead of init, adopts descendants whose parent exits."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(on))
 
 
@@ -113,21 +114,21 @@ def _prctl(option: int, value: int) -> None:
 
 
 def this_rank() -> Rank | None:
-    """This process, where it runs as a rank that an agent has started, and that is connected to it."""
+    """Return this process as a rank, if an agent has started it as one and is connected to it."""
     return _this if _this is not None and _this.pid == os.getpid() else None
 
 
 @dataclass
 class Rank:
-    """This process, which is now a rank.
+    """This process as a rank.
 
-    A program may close all descriptors, as daemons do, and their numbers are then those of its own files. Nothing is
-    written into those.
+    A program may close all descriptors, as daemons do. Their numbers may then belong to the program's own files, so
+    nothing is written if the descriptor has changed.
 
     Attributes:
-        target: what to run.
-        status: descriptor for the failure report, and for what a function returns.
-        stacks: descriptor for the stacks of its threads, when asked for by a signal.
+        target: the program to run.
+        status: descriptor for the failure report, and for the result of a function.
+        stacks: descriptor for the stacks of its threads, which a signal requests.
         pid: this process; a child that the program forks is not the rank.
     """
 
@@ -140,11 +141,11 @@ class Rank:
         self._pipe = os.fstat(self.status).st_ino
 
     def execute(self, environ: Mapping[str, str], fresh: bool) -> None:
-        """Replaces this process by the target, or by an interpreter that will run it. Returns only on failure.
+        """Replace this process by the target, or by an interpreter that will run it. Return only on failure.
 
         Args:
             environ: the rank's environment.
-            fresh: run a python target, in a fresh interpreter.
+            fresh: run a python target in a fresh interpreter.
         """
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # python ignores them; a command must not inherit that
             signal.signal(number, signal.SIG_DFL)
@@ -163,7 +164,7 @@ class Rank:
             os._exit(126)
 
     def adopt(self, environ: Mapping[str, str]) -> None:
-        """Makes a fork look like a fresh interpreter to the program.
+        """Make a fork look like a fresh interpreter to the program.
 
         Args:
             environ: the rank's environment.
@@ -175,7 +176,7 @@ class Rank:
         separate_from_siblings()
 
     def run(self) -> int:
-        """Runs a python target as ``__main__``. Whatever it raises is reported, then raised."""
+        """Run a python target as ``__main__``. An exception is reported, then raised again."""
         global _this
         _this = self
         target = self.target
@@ -185,7 +186,7 @@ class Rank:
         sys.argv = [target.name, *target.args]
         _set_orig_argv(target)
         sys.modules["__main__"] = main = ModuleType("__main__")
-        if "__mp_main__" in sys.modules:  # as multiprocessing has it when it is imported
+        if "__mp_main__" in sys.modules:  # multiprocessing sets it at import
             sys.modules["__mp_main__"] = main
         try:
             if target.kind == "function":
@@ -196,23 +197,23 @@ class Rank:
             else:
                 _run_script(target.name, main)
         except BaseException as error:
-            # A Ctrl-C that comes now, to all ranks, would take the place of the report.
+            # A Ctrl-C to all ranks at this moment would replace the report.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._failed(error)
             raise
         return 0
 
     def request_restart(self, request: RestartRank) -> None:
-        """Asks the launcher to start a worker of this master's again."""
+        """Request the launcher to restart a worker of this master."""
         self._send(request)
 
     def report_progress(self, progress: RankProgress) -> None:
-        """Sends how far this rank is. Does nothing in a rank that runs a script, whose launcher shows no bar."""
+        """Send the progress of this rank. Does nothing in a rank that runs a script: its launcher shows no bar."""
         if self.target.kind == "function":
             self._send(progress)
 
     def _call(self) -> None:
-        from allranks.launch.ranks import function  # not where a script is run
+        from allranks.launch.ranks import function  # a late import: scripts do not need it
 
         fn, args, kwargs = function.unpack(self.target.payload)
         try:
@@ -233,9 +234,9 @@ class Rank:
             error.__traceback__ = trace = _without_debugger(trace)
         else:
             shown = error
-        torchs = getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d"  # it only adds a prefix
+        torchs = getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d"  # its hook only adds a prefix
         plain = torchs or hook is sys.__excepthook__
-        printed = ours and plain  # by the agent
+        printed = ours and plain  # the agent prints the error
         if ours and (report := _report(shown, trace, with_text=plain)).code:
             if self.target.kind == "function":
                 from allranks.launch.ranks import function
@@ -248,9 +249,9 @@ class Rank:
             sys.excepthook = functools.partial(_call_hook, hook, error, shown, trace)
 
     def _send(self, message: _Message) -> bool:
-        """Send it to the agent. False if the program has closed the descriptor."""
+        """Send a message to the agent. Return False if the program has closed the descriptor."""
         data = memoryview(pack_frame(msgspec.msgpack.encode(message)))
-        with _sending:  # a thread of the program's may report progress
+        with _sending:  # another thread of the program may report progress
             try:
                 if os.fstat(self.status).st_ino != self._pipe:
                     return False
@@ -264,13 +265,13 @@ class Rank:
 
 
 def decode_status(frames: FrameDecoder) -> Iterator[_Message]:
-    """The complete reports, reports of progress, and pieces of a result, of what came from a rank."""
+    """Yield the complete messages of a rank: failure reports, progress reports, and pieces of a result."""
     while (frame := frames.next()) is not None:
         yield _decode(frame)
 
 
 def is_echo(error: BaseException) -> bool:
-    """True if an exception is a ``PeerLostError`` or its like, or was raised because of or while handling one."""
+    """Return True if an exception, its cause or its context is a ``PeerLostError`` or an ``AbortedError``."""
     todo, seen = [error], set()
     while todo:
         current = todo.pop()
@@ -285,20 +286,20 @@ def is_echo(error: BaseException) -> bool:
 
 
 def _unbuffered(stream: Any) -> io.TextIOWrapper:
-    """As ``python -u`` has it: what a rank has written before it is killed is shown, also without a line's end.
+    """Return an unbuffered stream, as with ``python -u``: the output of a killed rank is shown up to its last byte.
 
-    The stream itself goes on, as handlers of loggers may have it.
+    The original stream stays open, because handlers of loggers may hold it.
     """
     stream.reconfigure(line_buffering=True)
     raw = io.FileIO(stream.fileno(), "w", closefd=False)
-    raw.name = stream.name  # as programs look for "<stdout>"
+    raw.name = stream.name  # programs compare it with "<stdout>"
     made = io.TextIOWrapper(raw, stream.encoding, stream.errors, "\n", write_through=True)
-    made.__dict__["mode"] = "w"  # as of any other stream
+    made.__dict__["mode"] = "w"  # as for any other text stream
     return made
 
 
 def _set_orig_argv(target: Target) -> None:
-    """Have ``sys.orig_argv`` start this program in an interpreter of its own: programs start themselves again so."""
+    """Make ``sys.orig_argv`` start this program in a separate interpreter: programs use it to restart themselves."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if target.kind != "function":
         name = ["-m", target.name] if target.kind == "module" else [target.name]
@@ -343,11 +344,11 @@ def _report(error: BaseException, trace: TracebackType | None, with_text: bool) 
 
 
 def _needs_stdin(error: BaseException, kind: Kind) -> str:
-    """What to do where a debugger, or ``input``, met the end of a stdin that this rank does not have; "" elsewhere."""
+    """Return a hint if a debugger or ``input`` met the end of a stdin that this rank does not have; else ""."""
     quits = type(error).__module__ == "bdb" and type(error).__name__ == "BdbQuit"
     if not quits and not (isinstance(error, EOFError) and str(error) == "EOF when reading a line"):
         return ""
-    if os.fstat(0).st_rdev != os.stat(os.devnull).st_rdev:  # 0 is no device
+    if os.fstat(0).st_rdev != os.stat(os.devnull).st_rdev:  # stdin is not /dev/null
         return ""
     rank, size, local_size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     what = f"{'a debugger' if quits else 'input()'} reads from stdin, and that of rank {rank}"
@@ -361,7 +362,7 @@ def _needs_stdin(error: BaseException, kind: Kind) -> str:
 
 
 def _without_debugger(trace: TracebackType | None) -> TracebackType | None:
-    """Leaves out the debugger's own frames, which are the innermost."""
+    """Remove the debugger's own frames, which are the innermost."""
     frames = []
     while trace is not None:
         frames.append(trace)
@@ -380,7 +381,7 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Leaves out the frames between the interpreter and the program."""
+    """Remove the frames between the interpreter and the program."""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if not (file == __file__ or file == runpy.__file__ or file.startswith(("<frozen runpy", "<frozen importlib"))):
@@ -390,7 +391,7 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _trim(error: BaseException, summary: traceback.TracebackException) -> None:
-    """Leaves out where in this package errors are raised on purpose: it is the user's last line that helps."""
+    """Remove frames of this package that raise errors on purpose: the user's last line is the helpful one."""
     todo, seen = [(error, summary)], set()
     while todo:
         current, part = todo.pop()
@@ -408,7 +409,7 @@ def _trim(error: BaseException, summary: traceback.TracebackException) -> None:
 
 
 def _is_raised(trace: TracebackType | None) -> bool:
-    """Whether an exception comes of a ``raise`` in its innermost frame, and not of an operation that went wrong."""
+    """Return whether an exception comes from a ``raise`` in its innermost frame, not from a failed operation."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None:
@@ -417,7 +418,7 @@ def _is_raised(trace: TracebackType | None) -> bool:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The innermost line of a traceback that belongs to neither python, nor a library, nor us."""
+    """Return the innermost line of a traceback that belongs neither to python, nor to a library, nor to allranks."""
     frames = traceback.extract_tb(trace)
     own = [frame for frame in frames if is_own(frame.filename)]
     if not frames:
@@ -427,7 +428,7 @@ def _place(trace: TracebackType | None) -> str:
 
 
 def _print_nothing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Stands in for ``sys.excepthook``: the agent prints the traceback."""
+    """Replace ``sys.excepthook``: the agent prints the traceback."""
 
 
 def _call_hook(
@@ -439,7 +440,7 @@ def _call_hook(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Calls the program's own ``sys.excepthook`` with the program's own frames."""
+    """Call the program's own ``sys.excepthook`` with the program's own frames."""
     if error is known:
         hook(type(shown), shown.with_traceback(own), own)
     else:

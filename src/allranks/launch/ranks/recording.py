@@ -1,4 +1,4 @@
-"""The memory in which a rank records its calls, as its agent holds it: it outlives the rank."""
+"""The memory in which a rank records its calls. Its agent holds it, so it outlives the rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RankRecording:
     """The memory for the calls of one rank.
 
     Args:
-        world_size: of the job.
+        world_size: world size of the job.
 
     Attributes:
         fd: its descriptor, which only this process has.
@@ -31,13 +31,13 @@ class RankRecording:
 
     @property
     def path(self) -> str:
-        """By which the rank opens it."""
+        """The path with which the rank opens it."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def reader(self) -> TraceReader | None:
-        """What the rank has recorded; None as long as that is nothing, and when it was freed.
+        """Return a reader of the rank's recorded calls; None before the first one, and after `close`.
 
-        A later program of the rank begins anew.
+        A later program of the rank starts a new recording, with a new reader.
         """
         if self.fd < 0:
             return None
@@ -52,12 +52,12 @@ class RankRecording:
         return self._reader
 
     def long_wait(self, first_s: float) -> tuple[RecordedCall, float] | None:
-        """See ``QuietClock``."""
+        """Return a call that exceeds a limit; see ``QuietClock``."""
         reader = self.reader()
         return None if reader is None else self._clock.long_wait(reader, first_s)
 
     def close(self) -> None:
-        """Frees it."""
+        """Free the memory."""
         self._reader = None
         if self._map is not None:
             self._map.close()

@@ -1,12 +1,13 @@
-"""A process that has imported torch, as the agent had when it forked its ranks, and makes a new rank of itself at once.
+"""A process that has imported torch, like the agent when it forked its ranks, and forks new ranks immediately.
 
-An agent that serves ranks has threads and sockets and cannot be forked safely any more, and an interpreter that is
-started anew needs seconds to import torch. So the agent of an elastic job forks this process before its ranks. When a
-rank is lost, the agent asks it for another one. The template forks twice and the process between ends, so that the
-new process is an orphan; as the agent adopts orphans, it becomes its child, and can be waited for as any rank.
+An agent that serves ranks has threads and sockets and cannot be forked safely any more. A fresh interpreter needs
+seconds to import torch. Therefore the agent of an elastic job forks this process before its ranks. When a rank is lost,
+the agent requests a new one from it. The template forks twice and the intermediate process exits, so the new process is
+an orphan. The agent adopts orphans, so the new process becomes its child, and the agent can wait for it as for any
+rank.
 
-The new process waits at a pipe, its gate, until the agent knows its pid. If the agent does not open the gate, or ends,
-the process ends.
+The new process waits at a pipe, its gate, until the agent has its pid. If the agent does not open the gate, or exits,
+the process exits.
 
 Source: prctl(2), PR_SET_CHILD_SUBREAPER; unix(7), SCM_RIGHTS.
 """
@@ -32,7 +33,7 @@ __all__ = ["PATIENCE_S", "NewRank", "RankTemplate"]
 _LARGEST = 1 << 16
 _MOST_FDS = 8
 _OPEN = b"!"
-PATIENCE_S = 5.0  # a template that does not answer by then is stopped, or hangs in an import
+PATIENCE_S = 5.0  # seconds; a template that does not reply by then is stopped, or hangs in an import
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
@@ -43,12 +44,12 @@ class _Request(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class NewRank:
-    """What a process that the template has made is to become.
+    """The rank that a process of the template becomes.
 
     Attributes:
         wanted: the rank.
-        pipes: to the agent; only the rank's ends.
-        memory: where it records its calls.
+        pipes: the pipes to the agent; only the rank's ends.
+        memory: path of the memory for its calls.
     """
 
     wanted: RestartRank
@@ -57,17 +58,17 @@ class NewRank:
 
 
 class RankTemplate:
-    """The agent's side.
+    """The agent's side of the template.
 
     Attributes:
         pid: the template's process.
-        fd: can be read from when a process was made, and when the template is gone.
+        fd: readable when a process was forked, and when the template is lost.
     """
 
     def __init__(self, pid: int, sock: socket.socket) -> None:
         self.pid = pid
         self._sock = sock
-        self._gates: list[int] = []  # of processes that were asked for, in order
+        self._gates: list[int] = []  # of requested processes, in order
 
     @property
     def fd(self) -> int:
@@ -76,14 +77,14 @@ class RankTemplate:
 
     @classmethod
     def fork(cls, prepare: Callable[[], Iterator[object]]) -> RankTemplate | NewRank:
-        """Forks the template. Returns in each process that it makes, too.
+        """Fork the template. Return also in each process that the template forks.
 
         Args:
-            prepare: called in the template, once it is a process of its own. It yields where a process may be made
-                before the rest is done.
+            prepare: called in the template, after the fork. It yields at points where a process may be forked before
+                the rest is done.
 
         Raises:
-            OSError: there is no process or socket to be had.
+            OSError: a process or socket could not be created.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
@@ -94,16 +95,17 @@ class RankTemplate:
             return cls(pid, ours)
         try:
             ours.close()
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # what is sent to all is not for it
+            # signals that are sent to all processes must not stop the template
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             die_with(parent)
             new = _serve(theirs, prepare())
-        except BaseException:  # noqa: BLE001 - it must not go up into the agent's code; the agent sees the end
+        except BaseException:  # noqa: BLE001 - it must not propagate into the agent's code; the agent detects the exit
             traceback.print_exc()
             os._exit(1)
         return new
 
     def ask(self, wanted: RestartRank, pipes: Pipes, memory: str) -> bool:
-        """Asks for a process, which ``take`` returns. False if the template is gone."""
+        """Request a process, which ``take`` returns. Return False if the template is lost."""
         gate, opener = os.pipe()
         merged = pipes.out == pipes.err
         fds = [gate, pipes.status, pipes.stacks, pipes.out, *([] if merged else [pipes.err])]
@@ -119,19 +121,19 @@ class RankTemplate:
         return True
 
     def take(self) -> int | None:
-        """The pid of the next process that was asked for: a child that waits for ``open_gate``. Waits for it.
+        """Wait for the next requested process, and return its pid: a child that waits for ``open_gate``.
 
         Returns:
-            0 if no process could be had; None if the template is gone.
+            0 if no process could be created; None if the template is lost.
         """
         try:
             answer = self._sock.recv(_LARGEST)
-        except OSError:  # it is late, or gone
+        except OSError:  # the template is late or lost
             return None
         return int(answer) if answer else None
 
     def open_gate(self, there: bool) -> None:
-        """Opens the gate of the process that ``take`` returned; not ``there``: there is none."""
+        """Open the gate of the process that ``take`` returned. ``there``: False if there is no such process."""
         gate = self._gates.pop(0)
         if there:
             os.write(gate, _OPEN)
@@ -140,7 +142,7 @@ class RankTemplate:
             adopt_orphans(False)
 
     def close(self) -> None:
-        """Ends the template, and processes that wait. To be called once."""
+        """Kill the template, and let waiting processes exit. Call it once."""
         self._sock.close()
         for gate in self._gates:
             os.close(gate)
@@ -150,14 +152,14 @@ class RankTemplate:
 
 
 def _serve(sock: socket.socket, work: Iterator[object]) -> NewRank:
-    """Makes processes, as long as the agent asks for some, and works meanwhile. Returns in those."""
+    """Fork processes on request of the agent, and do ``work`` between requests. Return in the forked processes."""
     while True:
         for _ in work:
             if select.select([sock], [], [], 0)[0]:
                 break
         try:
             data, fds, _, _ = socket.recv_fds(sock, _LARGEST, _MOST_FDS)
-        except OSError:  # the agent notices that this process is gone, and does without
+        except OSError:  # the agent detects the exit, and continues without the template
             os._exit(1)
         if not data:
             os._exit(0)
@@ -181,7 +183,7 @@ def _new_rank(request: _Request, streams: list[int]) -> NewRank:
 
 
 def _fork_orphan(sock: socket.socket) -> bool:
-    """Makes a process whose parent has ended, and sends its pid. Returns True in that process."""
+    """Fork a process whose parent has exited, and send its pid. Return True in that process."""
     read_fd, write_fd = os.pipe()
     pid = 0
     try:
@@ -201,7 +203,7 @@ def _fork_orphan(sock: socket.socket) -> bool:
         os.close(write_fd)
         write_fd = -1
         pid = int(os.read(read_fd, 32) or 0)
-    except OSError:  # no process is to be had: the agent is told by 0
+    except OSError:  # no process could be created: the agent receives 0
         pid = 0
     if write_fd >= 0:
         os.close(write_fd)

@@ -1,8 +1,9 @@
-"""The controlling terminal of the launcher, which one process group at a time may read: the launcher's, or a rank's.
+"""The controlling terminal of the launcher, which one process group may read: the launcher's, or a rank's.
 
-A rank whose stdin is the terminal has a process group of its own in the launcher's session, as a shell's job has in
-the shell's. When it reads, or changes the terminal's modes, the kernel stops it (SIGTTIN, SIGTTOU), and the launcher
-lends it the terminal. From then on the keys are the rank's: Ctrl-C interrupts it alone, and a debugger goes on.
+A rank whose stdin is the terminal has its own process group in the launcher's session, like a shell's job in the
+shell's session. When it reads, or changes the terminal's modes, the kernel stops it (SIGTTIN, SIGTTOU), and the
+launcher lends it the terminal. From then on the rank receives the keys: Ctrl-C interrupts only this rank, and a
+debugger continues.
 
 Source: the GNU C library's manual, "Implementing a Job Control Shell"; termios(3), credentials(7).
 """
@@ -28,7 +29,7 @@ class Terminal:
 
     @classmethod
     def of_this_process(cls) -> Terminal | None:
-        """None where stdin is something else: a pipe, a file, a terminal that controls other processes."""
+        """Return the terminal; None if stdin is a pipe, a file, or a terminal that controls other processes."""
         try:
             os.tcgetpgrp(0)
         except OSError:
@@ -36,7 +37,7 @@ class Terminal:
         return cls()
 
     def lend(self, group: int) -> bool:
-        """Makes a process group the one that may read. False if another job has the terminal."""
+        """Make a process group the foreground group. Return False if another job has the terminal."""
         with _unstopped():
             if os.tcgetpgrp(0) not in (self._group, group):
                 return False
@@ -44,13 +45,13 @@ class Terminal:
             return True
 
     def reclaim(self, group: int, restore: bool = False) -> bool:
-        """Takes the terminal back. False if it has not been this group's.
+        """Take the terminal back. Return False if this group did not have it.
 
         Args:
-            group: who has it.
+            group: the group that has it.
             restore: the group was killed and may have left the terminal without echo.
         """
-        with contextlib.suppress(OSError), _unstopped():  # it may have been hung up
+        with contextlib.suppress(OSError), _unstopped():  # the terminal may have been hung up
             if os.tcgetpgrp(0) == group:
                 os.tcsetpgrp(0, self._group)
                 if restore:
@@ -61,7 +62,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def _unstopped() -> Iterator[None]:
-    """Lets a process that does not have the terminal change it, for which the kernel would stop it."""
+    """Let a process that does not have the terminal change it. Without this, the kernel would stop the process."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTTOU,))
     try:
         yield
@@ -70,10 +71,10 @@ def _unstopped() -> Iterator[None]:
 
 
 def stop_this_group(number: int) -> bool:
-    """Stops this process group by a signal, until it is continued.
+    """Stop this process group by a signal, until it is continued.
 
     Returns:
-        False if it did not stop: no process could continue it (an orphaned group, as a container's first process).
+        False if it did not stop: no process could continue it (an orphaned group, like a container's first process).
     """
     handler = signal.signal(number, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCONT,))

@@ -1,6 +1,6 @@
-"""One loop runs every round of a job.
+"""The loop that runs every round of a job.
 
 - loop: `RoundLoop` passes events to ``policy/round`` and performs the actions that it returns.
-- agents: the interface of what runs the ranks: this host's agent, or the agents of several hosts.
-- job_control: the terminal.  statistics, last_calls, last_words: what is printed about a round.
+- agents: the interface of the object that runs the ranks: this host's agent, or the agents of several hosts.
+- job_control: the terminal.  statistics, last_calls, last_words: what the launcher prints about a round.
 """

@@ -1,6 +1,6 @@
-"""The terminal of a job on this host: performs what ``policy/round`` decides about Ctrl-Z and the rank that reads.
+"""The terminal of a job on this host: performs the decisions of ``policy/round`` about Ctrl-Z and the reading rank.
 
-It lends the terminal to that rank, takes it back, and stops the launcher's own process group.
+It lends the terminal to the reader, reclaims it, and stops the launcher's own process group.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class JobControl:
     Args:
         agent: the ranks, started.
         terminal: None if no rank has one.
-        rank: whose stdin it is.
+        rank: the rank whose stdin is the terminal.
 
     Attributes:
         reader: the rank that may read the terminal; None if none may.
-        borrower: the rank that has the terminal's keys; None while the launcher has them.
+        borrower: the rank that receives the terminal's keys; None while the launcher receives them.
     """
 
     def __init__(self, agent: Agent, terminal: Terminal | None, rank: int | None) -> None:
@@ -35,11 +35,11 @@ class JobControl:
         self.borrower: int | None = None
 
     def stopped_by(self) -> int | None:
-        """The signal that has stopped the reader since the last call; None if none has."""
+        """Return the signal that has stopped the reader since the last call; None if none has."""
         return None if self.reader is None else self._agent.stopped_by(self.reader)
 
     def lend(self, rank: int) -> bool:
-        """Gives a rank the keys. Returns False if another job has the terminal."""
+        """Give the keys to a rank. Return False if another job has the terminal."""
         assert self._terminal is not None
         if not self._terminal.lend(self._agent.group_of(rank)):
             return False
@@ -47,11 +47,11 @@ class JobControl:
         return True
 
     def reclaim(self, restore: bool = False) -> None:
-        """Takes the terminal back; with ``restore`` also its modes, as the rank was killed."""
+        """Take the terminal back. ``restore``: restore its modes, too, because the rank was killed."""
         if self._terminal is not None and self.borrower is not None:
             self._terminal.reclaim(self._agent.group_of(self.borrower), restore)
         self.borrower = None
 
     def stop_launcher(self, number: int) -> bool:
-        """Stops this process. Returns once it is continued; False if it could not be stopped."""
+        """Stop this process. Return when it is continued; False if it could not be stopped."""
         return stop_this_group(number)

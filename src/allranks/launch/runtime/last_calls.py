@@ -1,6 +1,6 @@
-"""What the ranks of a job that failed were doing: in few words for the terminal, and in full in a file.
+"""The calls of the ranks of a failed job: a summary for the terminal, and the full list in a file.
 
-The file is in the folder of ``--logs``, or else among the user's state files, where the newest few are kept.
+The file is in the folder of ``--logs``, or else in the user's state folder, which keeps the newest 10 files.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from allranks.launch.policy.interface import Outcome
 
 __all__ = ["describe_calls", "differ", "report", "write_report"]
 
-_KEPT = 10  # files among the user's
-_SHORT = 3  # calls of a rank, on the terminal
+_KEPT = 10  # files in the user's state folder
+_SHORT = 3  # calls of a rank on the terminal
 
 
 def describe_calls(outcome: Outcome, hosts: Sequence[str]) -> list[str]:
-    """The lines for the terminal: for whom ranks waited, or the last calls of a rank that could report nothing."""
+    """Return the lines for the terminal: the late ranks, or the last calls of a rank that could report nothing."""
     cause = outcome.cause
     if cause is None:
         return []
@@ -37,13 +37,13 @@ def describe_calls(outcome: Outcome, hosts: Sequence[str]) -> list[str]:
 
 
 def differ(outcome: Outcome) -> bool:
-    """Whether ranks called different things, which the error itself says; what led there is in their last calls."""
+    """Return whether ranks called different operations: the error names them, and the last calls show the reason."""
     report = outcome.cause.report if outcome.cause is not None else None
     return report is not None and report.title.startswith("allranks.MismatchError")
 
 
 def report(outcome: Outcome, hosts: Sequence[str], command: str) -> str:
-    """All that is known: what each rank did, its last calls, the stacks, equal ones once."""
+    """Return the full report: the state of each rank, its last calls, and the stacks, with equal stacks only once."""
     lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} {command}", str(outcome.cause), "", *describe_calls(outcome, hosts)]
     for state in outcome.states:
         host = f" ({hosts[state.rank]})" if hosts else ""
@@ -56,12 +56,12 @@ def report(outcome: Outcome, hosts: Sequence[str], command: str) -> str:
 
 
 def write_report(text: str, folder: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """Writes it to a file. Returns that; None if it cannot be written.
+    """Write the report to a file. Return its path; None if it cannot be written.
 
     Args:
         text: the report.
-        folder: of the log files; None if there is none.
-        environ: says where the user's state files are.
+        folder: folder of the log files; None if there is none.
+        environ: contains the location of the user's state files.
     """
     try:
         if folder is not None:
@@ -74,7 +74,7 @@ def write_report(text: str, folder: Path | None, environ: Mapping[str, str]) -> 
         if folder is None:
             for old in sorted(path.parent.glob("failed-*.txt"))[:-_KEPT]:
                 old.unlink(missing_ok=True)
-    except (OSError, RuntimeError):  # a full or read-only disk, or a user without a home: the short lines remain
+    except (OSError, RuntimeError):  # a full or read-only disk, or a user without a home: the summary was printed
         return None
     return path
 

@@ -15,7 +15,7 @@ __all__ = ["describe_failure", "describe_idle", "describe_interrupt", "lines_of"
 
 
 def lines_of(texts: Mapping[int, bytes]) -> dict[str, list[int]]:
-    """The line of the program that each rank's main thread is in: line -> ranks.
+    """Return the source line that each rank's main thread executes: line -> ranks.
 
     Args:
         texts: the stacks, by rank.
@@ -30,16 +30,16 @@ def lines_of(texts: Mapping[int, bytes]) -> dict[str, list[int]]:
 def describe_failure(
     cause: Failure, failures: Sequence[Failure], tail: Sequence[bytes], reporter: Reporter, left: Sequence[int] = ()
 ) -> bytes:
-    """The last lines of a failed job.
+    """Return the last lines of a failed job.
 
     Args:
         cause: the failure that caused the others.
         failures: all failures before the job was stopped.
-        tail: the last lines of output of the rank that caused it, if they have not been on the screen.
+        tail: the last lines of output of the rank that caused the failure, if they have not been on the screen.
         reporter: adds the prefix of the launcher's own lines.
         left: ranks that had exited with code 0, which may be the cause of an echo.
     """
-    # No signal of the launcher's own comes before the cause.
+    # The launcher sends no signal before the cause, so SIGKILL comes from elsewhere.
     hint = " (often the kernel, out of memory)" if cause.status == -signal.SIGKILL else ""
     lines = [reporter.line(f"{cause}{hint}").encode()]
     if cause.report is not None and cause.report.text:
@@ -61,13 +61,13 @@ def describe_failure(
 def describe_interrupt(
     name: str, failures: Sequence[Failure], reporter: Reporter, silent: Mapping[str, Sequence[int]] | None = None
 ) -> bytes:
-    """The last lines of a job that was stopped by a signal: where each rank was, which shows why it hung.
+    """Return the last lines of a job that was stopped by a signal: the line of each rank, which shows why it hung.
 
     Args:
         name: the signal's name.
-        failures: what the ranks reported on their way out.
+        failures: reports of the ranks before they exited.
         reporter: adds the prefix of the launcher's own lines.
-        silent: line -> ranks that the signal ended before they could report anything.
+        silent: line -> ranks that the signal killed before they could report anything.
     """
     lines = [reporter.line(f"stopped by {name}").encode()]
     places = {place: list(ranks) for place, ranks in (silent or {}).items()}
@@ -84,7 +84,7 @@ def describe_interrupt(
 
 
 def describe_idle(outcome: Outcome, idle_s: float, reporter: Reporter) -> bytes:
-    """The last lines of a job that was idle for too long: once more and in short, after all that the ranks wrote."""
+    """Return the last lines of a job that was idle for too long: a summary, after all output of the ranks."""
     lines = [reporter.line(f"stopped, as no rank had written anything for {idle_s:g} s")]
     for place, ranks in lines_of(outcome.stacks).items():
         lines.append(reporter.line(f"{rank_list(ranks)}: at {place}"))

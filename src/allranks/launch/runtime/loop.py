@@ -1,7 +1,8 @@
 """The loop of a running round: passes events to ``policy/round``, and performs the actions that it returns.
 
-Nothing is decided here. The loop also moves the output of the ranks to the screen, whose readers may be slow. Agents,
-output, terminal, store, signals and clock are passed in (`Ports`), so the tests run this same loop on simulated ones.
+This module decides nothing. The loop also writes the output of the ranks to the screen, whose readers may be slow.
+Agents, output, terminal, store, signals and clock are passed in (`Ports`), so the tests run the same loop on simulated
+ones.
 """
 
 from __future__ import annotations
@@ -93,16 +94,16 @@ from allranks.launch.spec.options import Options
 
 __all__ = ["FORWARDED", "Ports", "RoundLoop", "RoundSpec", "elastic_rules"]
 
-_BACKLOG = 1 << 20  # more than this waits in the ranks' pipes, and then the ranks wait
+_BACKLOG = 1 << 20  # bytes; more output waits in the ranks' pipes, and the ranks block when these are full
 
 
 def elastic_rules(options: Options, spares: Sequence[str] = (), most: int | None = None) -> Elastic | None:
-    """What the policy gets of the options of an elastic job; None if the job is not elastic.
+    """Return the policy's rules for an elastic job; None if the job is not elastic.
 
     Args:
-        options: those of the job.
+        options: the options of the job.
         spares: hosts that run no rank at first.
-        most: the number of ranks beyond which none come later, where that is not in the options.
+        most: the number of ranks above which no rank joins later, if the options do not have it.
     """
     if options.elastic is None:
         return None
@@ -112,15 +113,15 @@ def elastic_rules(options: Options, spares: Sequence[str] = (), most: int | None
 
 @dataclass(frozen=True)
 class RoundSpec:
-    """What is fixed for one round.
+    """Fixed parameters of one round.
 
     Attributes:
         rules: The rules of the policy.
-        command: The command that the ranks run, for programs that ask what they do.
-        restart: How often the job was started again.
-        prints: Print how the job failed.
-        table: Print a table of the time that calls took.
-        metrics: The file for these figures, or None.
+        command: The command line of the ranks, for commands that request their state.
+        restart: Number of restarts of the job so far.
+        prints: Print why the job failed.
+        table: Print a table of the durations of calls.
+        metrics: The file for these durations, or None.
     """
 
     rules: Rules
@@ -133,16 +134,16 @@ class RoundSpec:
 
 @dataclass(frozen=True)
 class Ports:
-    """What the loop touches outside of itself.
+    """Everything outside the loop that it uses.
 
     Attributes:
         agents: The ranks, started.
-        screen: Where their output goes.
+        screen: Receives the output of the ranks.
         reporter: Prints the launcher's own lines.
         control: The terminal, if the job is on this host.
-        store: The job's store, which gets the table of rank slots in an elastic round.
+        store: The job's store, which holds the table of rank slots of an elastic round.
         bar: Shows the progress of the ranks, or None.
-        inquiries: Opens the socket on which other programs ask for the state of the ranks.
+        inquiries: Opens the socket on which other commands request the state of the ranks.
         signals: Installs the handlers of signals.
         clock: Returns the time in seconds, as ``time.monotonic``.
     """
@@ -162,11 +163,11 @@ class RoundLoop:
     """Runs one round of a job.
 
     Attributes:
-        ended: How the last process of each rank ended: the status, as in ``Exited``, or why its host was lost.
-        restarts: How often each rank has been started again.
-        results: What ranks that ran a function returned, pickled.
+        ended: How the last process of each rank exited: the status, as in ``Exited``, or why its host was lost.
+        restarts: How often each rank has been restarted.
+        results: Return values of ranks that ran a function, pickled.
         caught: The last signal that this process received; None if it received none.
-        last_words: After `run`: how the round ended, as it was printed.
+        last_words: After `run`: the printed result of the round.
     """
 
     def __init__(self, spec: RoundSpec, ports: Ports) -> None:
@@ -188,10 +189,10 @@ class RoundLoop:
         self._inquiries = ports.inquiries()
         self._statistics = Statistics(spec.table, spec.metrics, self._reporter)
         self._size = self._screen.size()
-        self._tails: dict[int, tuple[bytes, ...]] = {}  # of ranks that are shown elsewhere
+        self._tails: dict[int, tuple[bytes, ...]] = {}  # of ranks whose output another host shows
         self._signals: deque[int] = deque()  # received, and not passed to the round yet
-        self._requests: deque[RestartRank | KillRequested] = deque()  # of other threads
-        self._answers: deque[interface.Event] = deque()  # to actions that were just performed
+        self._requests: deque[RestartRank | KillRequested] = deque()  # from other threads
+        self._answers: deque[interface.Event] = deque()  # replies to actions that were just performed
         self._outcome = Outcome(Ending.CLEAN, 0)
         self._code: int | None = None
         self._command = printable(spec.command)
@@ -199,17 +200,17 @@ class RoundLoop:
 
     @property
     def late(self) -> bool:
-        """Once it has run: it was ended because it took too long."""
+        """After `run`: the round was stopped because it took too long."""
         return self._round.late
 
     @property
     def failed(self) -> bool:
-        """Once it has run: a rank failed or hung, or a host was lost; the end was not requested."""
+        """After `run`: a rank failed or hung, or a host was lost; the end was not requested."""
         return self._round.failed
 
     @property
     def joined(self) -> bool:
-        """Once it has run: it was ended so that a host that came can take part."""
+        """After `run`: the round was stopped so that a host that has joined can take part."""
         return self._round.joined
 
     @property
@@ -219,12 +220,12 @@ class RoundLoop:
 
     @property
     def cause(self) -> Failure | None:
-        """Once it has run: the first failure; None if there was none."""
+        """After `run`: the failure that caused the others; None if there was none."""
         return self._round.cause
 
     @property
     def places(self) -> dict[str, list[int]]:
-        """Where ranks were when a signal stopped them: line -> ranks."""
+        """The source lines of ranks when a signal stopped them: line -> ranks."""
         places = lines_of(self._outcome.stacks)
         for failure in self._outcome.failures:
             if failure.report is not None and failure.report.interrupted and failure.report.where:
@@ -232,20 +233,20 @@ class RoundLoop:
         return places
 
     def restart(self, wanted: RestartRank) -> None:
-        """Starts a worker again. May be called in any thread."""
+        """Restart a worker. Any thread may call this method."""
         self._requests.append(wanted)
         os.write(self._agents.wake, b"!")
 
     def kill(self) -> None:
-        """Ends the round at once. May be called in any thread."""
+        """Stop the round immediately. Any thread may call this method."""
         self._requests.append(KillRequested())
         os.write(self._agents.wake, b"!")
 
     def run(self, mask: Set[int]) -> int:
-        """Runs the round to its end.
+        """Run the round to its end.
 
         Args:
-            mask: the signal mask to restore once the handlers are installed.
+            mask: the signal mask to restore after the handlers are installed.
 
         Returns:
             The exit code of the command.
@@ -278,10 +279,10 @@ class RoundLoop:
         due = [at for at in times if at is not None]
         return max(0.0, min(due) - self._clock()) if due else None
 
-    # What happens.
+    # Events.
 
     def _turn(self, events: list[Event]) -> None:
-        """Passes on what has happened: failures before signals, as one that came before is the cause."""
+        """Process pending events: failures before signals, because an earlier failure is the cause."""
         for event in events:
             self._take(event)
         self._statistics.write_if_due()
@@ -291,7 +292,7 @@ class RoundLoop:
             self._pass(self._requests.popleft())
         self._pass(TimePassed())
         if self._control is not None and self._control.borrower is not None and self._screen.size() != self._size:
-            self._signals.append(signal.SIGWINCH)  # which the kernel sends to the borrower only
+            self._signals.append(signal.SIGWINCH)  # the kernel sends it to the borrower only
         while self._signals:
             self._take_signal(self._signals.popleft())
         while self._requests:
@@ -307,10 +308,10 @@ class RoundLoop:
             self._pass(OutputWritten())
 
     def _take(self, event: Event) -> None:
-        """Does for an event what needs no decision, and passes it on."""
+        """Process the parts of an event that need no decision, and pass it on."""
         match event:
             case Output():
-                if event.data:  # empty: it was shown elsewhere
+                if event.data:  # empty: another host has shown it
                     self._screen.take(event)
             case RankFailed(rank, _, report):
                 self._screen.log(rank, report.text)
@@ -368,10 +369,10 @@ class RoundLoop:
         if self._screen.backlog >= _BACKLOG:
             self._pass(OutputBlocked())
 
-    # What is done.
+    # Actions.
 
     def _pass(self, event: interface.Event) -> None:
-        """Passes an event to the round and performs its actions, whose answers follow."""
+        """Pass an event to the round and perform its actions, and then pass their replies."""
         self._answers.append(event)
         while self._answers:
             self._handle(self._answers.popleft())
@@ -425,7 +426,7 @@ class RoundLoop:
                 stopped = self._control is not None and self._control.stop_launcher(number)
                 self._answers.append(LauncherContinued(stopped))
             case AwaitOutput():
-                pass  # asked of the agent after each turn
+                pass  # `_turn` checks ``output_open`` of the agents each time
             case FinishRanks(patience_s):
                 for event in self._agents.finish(patience_s):
                     self._take(event)
@@ -438,7 +439,7 @@ class RoundLoop:
                 self._code = code
 
     def _report_calls(self, outcome: Outcome) -> None:
-        """Prints the last calls of ranks, where they have made some, and writes all that is known to a file."""
+        """Print the last calls of ranks, if they have made any, and write all known states to a file."""
         if outcome.ending is not Ending.FAILED or not any(state.last is not None for state in outcome.states):
             return
         hosts = self._round.hosts

@@ -1,4 +1,4 @@
-"""``--stats`` and ``--metrics``: what the agents report of their ranks' calls, as a table and as a file."""
+"""``--stats`` and ``--metrics``: the agents' reports of their ranks' calls, as a table and as a file."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from allranks.launch.spec.options import STATISTICS_S
 
 __all__ = ["Statistics"]
 
+# A job must run at least this long before outliers are reported without ``--stats``.
 _LONG_S = 60.0
 
 
 class Statistics:
-    """What the ranks' calls took, as it was reported last.
+    """Durations of the ranks' calls, from the latest reports.
 
     Args:
         table: print a table at the end.
-        file: where the numbers are written for Prometheus; None: nowhere.
-        reporter: prints what is wrong with the file.
+        file: file for Prometheus; None for none.
+        reporter: prints errors of the file.
     """
 
     def __init__(self, table: bool, file: Path | None, reporter: Reporter) -> None:
@@ -36,20 +37,20 @@ class Statistics:
         self._refused = 0
 
     def take(self, rank: RankStats) -> None:
-        """Keeps what is reported of a rank."""
+        """Record the report of a rank."""
         self._ranks[rank.rank], self._new = rank, True
 
     def write_if_due(self) -> None:
-        """Writes the file, if that was long ago and there is something new. After each batch of reports."""
+        """Write the file if it is due and a new report has arrived. The caller calls it after each batch of reports."""
         now = time.monotonic()
         if self._new and now >= self._write_at:
-            self._write_at = now + STATISTICS_S / 2  # agents report a little apart
+            self._write_at = now + STATISTICS_S / 2  # agents do not report simultaneously
             self._write()
 
     def conclude(self) -> bytes:
-        """Writes the file for the last time. Returns the table.
+        """Write the file for the last time. Return the table.
 
-        Where none is wanted: a line for each rank that stands out in a job that was not short.
+        If no table is requested, return one line for each outlier rank of a job of at least 60 s.
         """
         self._write()
         found = JobStats(self._ranks.values())
@@ -67,14 +68,14 @@ class Statistics:
         self._new = False
         try:
             _replace(self._file, prometheus(self._ranks.values()))
-        except OSError as error:  # the job goes on without it
+        except OSError as error:  # the job continues without the file
             if self._refused != error.errno:
                 self._refused = error.errno or 0
                 self._reporter.report(f"--metrics {self._file}: cannot write it: {error.strerror}")
 
 
 def _replace(file: Path, text: str) -> None:
-    """Writes a file in one step: who reads it meanwhile finds the old text or the new."""
+    """Replace a file atomically: a concurrent reader reads either the old text or the new text."""
     file = plain_file(file)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False) as new:
         try:

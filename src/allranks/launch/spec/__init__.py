@@ -1,1 +1,1 @@
-"""A job as data: what was asked for, what is run, and the messages that are sent about it. Nothing here acts."""
+"""A job as data: the requested options, the target of the ranks, and the messages about them. No code here acts."""

@@ -1,7 +1,7 @@
-"""An option of the command line is declared at the dataclass field that holds its value.
+"""Options of the command line, declared at the dataclass fields that hold their values.
 
-The parser, its help, the manual page, the completion scripts, and the check of options that have no meaning where a
-program runs in place follow from the declaration.
+The declaration produces the parser, its help, the manual page and the completion scripts. It also produces the check
+for options that have no meaning if the program runs in place.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _KEY = "option"
 
 @dataclass(frozen=True)
 class Declaration:
-    """How an option is spelled, shown and read.
+    """The spelling, the help and the conversion of an option.
 
     Attributes:
-        names: Its spellings that the help shows.
+        names: Its spellings in the help.
         hidden: Further spellings, such as those of torchrun.
-        group: Heading of the help under which it stands.
-        in_place: It keeps its meaning where the program replaces this process, as a rank of another launcher.
-        convert: Makes the value of the field from that of the parser, which is None if the option is not given. Without
-            it, the field then has its default.
+        group: Heading of the help that lists it.
+        in_place: It keeps its meaning if the program replaces this process, as a rank of another launcher.
+        convert: Computes the value of the field from the value of the parser, which is None if the option is not given.
+            Without `convert`, the field then has its default.
         how: Further arguments of ``add_argument``.
     """
 
@@ -47,7 +47,7 @@ def option(
     convert: Callable[[Any], Any] | None = None,
     **how: Any,
 ) -> Any:
-    """Declare a field of a dataclass as an option. Arguments: see `Declaration`; ``default`` is the field's."""
+    """Declare a field of a dataclass as an option. Arguments: see `Declaration`; ``default`` is the field's default."""
     declared = Declaration(names, tuple(hidden), group, in_place, convert, how)
     return field(default=default, metadata={_KEY: declared})
 
@@ -58,7 +58,7 @@ def declarations(kind: type) -> dict[str, Declaration]:
 
 
 def option_name(kind: type, name: str) -> str:
-    """Return the spelling of the option that a field holds, for messages."""
+    """Return the spelling of the option that sets a field, for messages."""
     declared = declarations(kind).get(name)
     if declared is None:
         return "--" + name.replace("_", "-")

@@ -1,8 +1,8 @@
-"""What happens to the ranks of a job while they run, as agents report it.
+"""Events of the ranks of a job while they run, as agents report them.
 
-Typed and free of objects of this process, as an agent may run on another host. These are the events that
-``launch/policy`` decides on, so this file imports nothing of the launcher. ``RankState`` says what a rank does, where
-that was asked for; ``RankStats`` what its calls took.
+The events are typed and contain no objects of this process, because an agent may run on another host. ``launch/policy``
+decides on these events, so this file imports nothing of the launcher except data. ``RankState`` reports the state of a
+rank on request. ``RankStats`` reports the duration of its calls.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ __all__ = [
 
 
 class FailureReport(msgspec.Struct, frozen=True, tag=True):
-    """How a python rank failed, reported by the rank itself at the moment it happens.
+    """The failure of a python rank, reported by the rank itself when it happens.
 
     Attributes:
-        code: the exit code that the interpreter will end with.
+        code: the exit code that the interpreter will exit with.
         title: the last line of the traceback, for example ``ValueError: boom``; "" for ``sys.exit(3)``.
-        text: the formatted traceback; "" if there is none, or if the rank prints it by a hook of its own.
+        text: the formatted traceback; "" if there is none, or if the rank prints it with its own hook.
         where: the innermost line of the user's own code, for example ``train.py:12 in step``.
-        echo: the failure is a consequence of another rank's: a ``PeerLostError`` or what it led to.
-        interrupted: it is a KeyboardInterrupt.
-        at: when, on the clock that all processes of a host share (``time.monotonic``).
-        error: what a function raised, pickled, where it can be.
+        echo: the failure is a consequence of another rank's failure: a ``PeerLostError`` or an error that it led to.
+        interrupted: the failure is a KeyboardInterrupt.
+        at: time of the failure, on the clock that all processes of a host share (``time.monotonic``).
+        error: the exception that a function raised, pickled, if that is possible.
     """
 
     code: int
@@ -68,7 +68,7 @@ class Output(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """A rank reported its failure. Its process is still on its way out."""
+    """A rank reported its failure. Its process has not exited yet."""
 
     rank: int
     pid: int
@@ -76,11 +76,11 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """A rank's process is gone.
+    """The process of a rank has exited.
 
     Attributes:
-        status: its exit code, or minus the signal that killed it.
-        tail: its last lines, where its agent shows what ranks write, and has not shown them.
+        status: its exit code, or the negative number of the signal that killed it.
+        tail: its last lines, if its agent shows the output of ranks, and has not shown these lines.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stacks(msgspec.Struct, frozen=True, tag=True):
-    """More of the stacks that ``Dump`` asked for. ``why``: there are none, and the reason."""
+    """A piece of the stacks that ``RequestStacks`` requested. ``why``: the reason, if there are no stacks."""
 
     rank: int
     text: bytes = b""
@@ -98,21 +98,21 @@ class Stacks(msgspec.Struct, frozen=True, tag=True):
 
 
 class Returned(msgspec.Struct, frozen=True, tag=True):
-    """A rank that ran a function is through with it. ``piece``: more of what it returned, pickled."""
+    """A rank has finished its function. ``piece``: a piece of the return value, pickled."""
 
     rank: int
     piece: bytes
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag=True):
-    """How far a rank that runs a function is in its loop, for the bar of ``allranks.run``.
+    """Progress of a rank in the loop of its function, for the progress bar of ``allranks.run``.
 
     Attributes:
-        done: how many items of the loop.
-        total: of how many; None where that is not known.
-        name: of the loop; "" for none.
-        note: what the function adds, for example its loss.
-        rank: its number, which its agent adds.
+        done: number of completed items of the loop.
+        total: number of all items; None if it is not known.
+        name: name of the loop; "" for none.
+        note: text that the function adds, for example its loss.
+        rank: number of the rank. Its agent adds it.
     """
 
     done: int
@@ -123,12 +123,12 @@ class RankProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class LongWait(msgspec.Struct, frozen=True, tag=True):
-    """A rank has been in one call for long.
+    """A rank has been in one call for a long time.
 
     Attributes:
         rank: its number.
-        index: of the call, in the order of the rank's calls.
-        seconds: the limit that was passed: how long a call may take before that is told, or tells again.
+        index: index of the call, in the order of the rank's calls.
+        seconds: the limit that the call has exceeded: the time until the first report of a wait, or until a later one.
     """
 
     rank: int
@@ -137,20 +137,20 @@ class LongWait(msgspec.Struct, frozen=True, tag=True):
 
 
 class Asked(msgspec.Struct, frozen=True, tag=True):
-    """Another command on an agent's host asks what the ranks of the job do; see ``Question`` in ``_trace/jobs``."""
+    """Another command on an agent's host requests the state of the ranks; see ``Question`` in ``_trace/jobs``."""
 
     recent: int
     stacks: bool
 
 
 class StopRequested(msgspec.Struct, frozen=True, tag=True):
-    """An agent received a signal that is meant for the whole job, from a batch system for example."""
+    """An agent received a signal that is meant for the whole job, for example from a batch system."""
 
     signal: int
 
 
 class RestartRank(msgspec.Struct, frozen=True, tag=True):
-    """Start a rank again, alone; what is left of its process is killed first. A master requests it for a worker.
+    """Request to restart one rank; its old process is killed first. A master requests it for a worker.
 
     Attributes:
         rank: the rank.
@@ -162,13 +162,13 @@ class RestartRank(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankRestarted(msgspec.Struct, frozen=True, tag=True):
-    """A rank has been started again. All events of its last process came before."""
+    """A rank has been restarted. All events of its previous process precede this event."""
 
     rank: int
 
 
 class HostLost(msgspec.Struct, frozen=True, tag=True):
-    """A host is gone, with all its ranks: its agent ended, or the connection to it."""
+    """A host is lost, with all its ranks: its agent exited, or the connection to the agent closed."""
 
     host: str
     ranks: tuple[int, ...]
@@ -176,11 +176,11 @@ class HostLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class HostJoined(msgspec.Struct, frozen=True, tag=True):
-    """A host is there that could take part. Told by a pool, not by an agent.
+    """A host is available that could take part. A pool reports it, not an agent.
 
     Attributes:
         host: its name.
-        room: how many ranks it is ready to start, in an elastic round; 0 elsewhere: all ranks start again with it.
+        room: number of ranks that it can start in an elastic round; 0 in other rounds, where all ranks restart with it.
     """
 
     host: str
@@ -188,14 +188,14 @@ class HostJoined(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeftBehind(msgspec.Struct, frozen=True, tag=True):
-    """A rank that has ended with exit code 0 has left processes behind, which are ended. ``what``: which."""
+    """A rank that exited with code 0 has left processes behind, which are terminated. ``what``: which processes."""
 
     rank: int
     what: str
 
 
 class HostMessage(msgspec.Struct, frozen=True, tag=True):
-    """A line that ssh or an agent itself wrote on stderr."""
+    """A line that ssh or an agent itself wrote to stderr."""
 
     host: str
     text: bytes
@@ -220,4 +220,4 @@ Event = (
     | HostMessage
     | LeftBehind
 )
-"""What happens while ranks run."""
+"""Anything that happens while ranks run."""

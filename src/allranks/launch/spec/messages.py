@@ -1,8 +1,8 @@
 """The messages between an agent and its launcher.
 
-Typed and free of objects of this process, as an agent may run on another host. An agent sends the events of
-``events`` and its answers. The launcher sends commands: what to start and which ranks to signal. ``launch/policy``
-decides what an event means for the job.
+The messages are typed and contain no objects of this process, because an agent may run on another host. An agent sends
+the events of ``events`` and its replies. The launcher sends commands: which ranks to start and which ranks to signal.
+``launch/policy`` decides what an event means for the job.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = [
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """How a worker has ended, for the master, whose host gets this: it lies in the job's store from then on.
+    """Exit status of a worker, sent to the master's host, which then keeps it in the job's store.
 
     Attributes:
         rank: the worker.
-        pid: its process; 0 where its whole host was lost.
-        status: as in ``Exited``, or why the host was lost.
+        pid: its process; 0 if its whole host was lost.
+        status: as in ``Exited``, or the reason why the host was lost.
     """
 
     rank: int
@@ -49,24 +49,24 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
     @staticmethod
     def key(rank: int) -> str:
-        """Where it lies."""
+        """Return the key in the store."""
         return f"ended/{rank}"
 
 
 class AgentHello(msgspec.Struct, frozen=True, tag=True):
-    """An agent is there.
+    """Announces an agent to the launcher.
 
     Attributes:
-        host: the name that its host has for itself, or that a scheduler has for it.
-        version: of allranks.
-        python: of the interpreter.
+        host: the name that its host has for itself, or the scheduler's name for it.
+        version: version of allranks.
+        python: version of the interpreter.
         node: its number, if its command line has it.
-        nproc: ranks that are wanted there, if its command line has that.
-        cpus: how many it may use.
-        gpus: how many it has; None if it was not requested.
-        now: its clock.
-        run: name of the job that it wants to take part in, if its command line has it; else "".
-        role: name of what its ranks do, likewise.
+        nproc: number of ranks requested there, if its command line has it.
+        cpus: number of CPUs that it may use.
+        gpus: number of its GPUs; None if it was not requested.
+        now: time of its clock.
+        run: name of the job that it requests to join, if its command line has it; else "".
+        role: name of the task of its ranks, if its command line has it.
     """
 
     host: str
@@ -82,14 +82,14 @@ class AgentHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class AgentReady(msgspec.Struct, frozen=True, tag=True):
-    """An agent has done what ``Prepare`` asked.
+    """An agent has executed ``Prepare``.
 
     Attributes:
-        stores: where the ranks' store is for other hosts' ranks, as addresses of which any may be the one that they
-            reach; empty if it is elsewhere, or of this host alone.
+        stores: addresses of the ranks' store for ranks of other hosts. Any of them may be the one that these ranks can
+            reach. Empty if the store is on another host, or for this host only.
         port: a TCP port that is free there.
-        now: its clock.
-        addresses: of the host, where other hosts have ranks and the store is elsewhere.
+        now: time of its clock.
+        addresses: addresses of the host, if other hosts have ranks and the store is on another host.
     """
 
     stores: tuple[str, ...]
@@ -99,32 +99,33 @@ class AgentReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unable(msgspec.Struct, frozen=True, tag=True):
-    """An agent cannot do what it was asked."""
+    """An agent cannot execute a command."""
 
     why: str
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is left of the ranks of this round."""
+    """All processes of the ranks of this round have exited."""
 
 
 Message = Event | AgentHello | AgentReady | Unable | Finished
-"""What an agent sends."""
+"""Any message from an agent."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """All that an agent can do before the other hosts are known.
+    """Everything that an agent can prepare before the other hosts are known.
 
     Attributes:
-        ranks: what it starts, and how.
-        nproc: how many it will start.
+        ranks: the target and the options of its ranks.
+        nproc: number of ranks that it will start.
         folder: the working directory; "" for the agent's own.
         environ: variables on top of the agent's own.
-        secret: guards the job's store; empty where the agent has connected, and makes it from ``salt``.
+        secret: protects the job's store. Empty if the agent has connected to the launcher: it then derives it from
+            ``salt``.
         salt: see ``_net.secret.store_secret``.
-        serves: the store is there: with rank 0, except in an elastic job, whose launcher has it.
+        serves: this host runs the store: the host of rank 0, except in an elastic job, whose launcher runs it.
         spans: other hosts have ranks, too.
-        master: what rank 0's host is called, for programs that use torch.distributed; "" for its address.
+        master: name of rank 0's host, for programs that use torch.distributed; "" for its address.
     """
 
     ranks: RankOptions
@@ -141,23 +142,23 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 class StartRanks(msgspec.Struct, frozen=True, tag=True):
     """Start the ranks.
 
-    Attributes:
-        first: number of the first one there; the others follow.
-        count: how many there are.
-        world_size: how many there are in the job.
+    first: number of the first rank of this host; the others follow.
+        count: number of ranks of this host.
+        world_size: number of ranks in the job.
         node: number of the host.
-        nodes: how many hosts there are.
-        stores: where the store may be reached, from other hosts than its own.
+        nodes: number of hosts.
+        stores: addresses of the store, for hosts other than the store's own.
         port: a port that was free on rank 0's host, for programs that use torch.distributed.
         run: name of the job.
-        restart: how often it has been started again.
-        restarts: how often it may be.
-        role_first: number of the first one there among the ranks of its role.
+        restart: number of restarts of the job so far.
+        restarts: greatest number of restarts.
+        role_first: number of the first rank of this host among the ranks of its role.
+        role_size: number of ranks of that role in the job.
         role_size: how many of that role there are in the job.
-        stdio: what stdout and stderr of each rank are; empty where the agent shows them itself.
-        leader: addresses of the host of rank 0, where the store is elsewhere.
-        starts: where these ranks come from a lost host: how many processes had the seat of each before. Others are not
-            started. Each is reported by ``RankRestarted``. Empty where all start for the first time.
+        stdio: stdout and stderr of each rank; empty if the agent shows them itself.
+        leader: addresses of the host of rank 0, if the store is on another host.
+        starts: for ranks that come from a lost host: the number of processes that each rank slot had before. Other
+            ranks are not started. Each is reported by ``RankRestarted``. Empty if all ranks start for the first time.
     """
 
     first: int
@@ -186,39 +187,42 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestStacks(msgspec.Struct, frozen=True, tag=True):
-    """Tell the stacks of ranks."""
+    """Send the stacks of ranks."""
 
     ranks: list[int]
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):
-    """Tell what ranks do, and their newest calls: ``recent`` of them. Of ranks that have ended, too."""
+    """Send the state of ranks, with their ``recent`` newest calls. This includes ranks that have exited."""
 
     ranks: list[int]
     recent: int = 0
 
 
 class Answered(msgspec.Struct, frozen=True, tag=True):
-    """Answers ``Asked``: what the ranks of the job do, as it is sent to who has asked."""
+    """Answers ``Asked``: the state of the ranks of the job, in the form that the requesting command receives."""
 
     answer: bytes
 
 
 class ReadOutput(msgspec.Struct, frozen=True, tag=True):
-    """Read what ranks write, or let it wait."""
+    """Read the output of the ranks, or leave it in their pipes."""
 
     on: bool
 
 
 class Resize(msgspec.Struct, frozen=True, tag=True):
-    """The terminal has another size."""
+    """The size of the terminal has changed."""
 
     rows: int
     columns: int
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Kill what is left of the ranks; another round may follow. ``patience_s``: until processes they left are."""
+    """Kill the remaining processes of the ranks; another round may follow.
+
+    ``patience_s``: seconds that processes which ranks left behind have to exit first.
+    """
 
     patience_s: float = 0.0
 
@@ -228,7 +232,7 @@ class EndAgent(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         code: its exit code.
-        text: why, where it failed.
+        text: the reason, if it failed.
     """
 
     code: int
@@ -249,4 +253,4 @@ Command = (
     | Finish
     | EndAgent
 )
-"""What a launcher sends to an agent."""
+"""Any command from a launcher to an agent."""

@@ -1,7 +1,7 @@
-"""What ``allranks run`` was asked for, whichever command line or call asked.
+"""The options of ``allranks run``, from any command line or call.
 
-Each field that one option of the command line holds declares this option (`declared`). Options that several fields
-share (how many ranks, which hosts, how hosts meet, what to run) are in ``arguments/options``.
+If a single option of the command line sets a field, the field declares that option (`declared`). Options that set
+several fields are in ``arguments/options``: number of ranks, hosts, rendezvous, and target.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ GROUPS = HOSTS, PROGRAM, LOSSES, OUTPUT, PLACEMENT, WATCH = (
     "placement",
     "hangs, statistics and signals",
 )
-"""Headings of the help, in its order."""
+"""Headings of the help, in the order of the help."""
 
 _STREAMS = "write streams {} to files under --log-dir: 1 stdout, 2 stderr, 3 both; or 0:3,10:1 by local rank"
 
 STATISTICS_S = 10.0
-"""How often agents report what their ranks' calls took, where that is wanted."""
+"""Seconds between two reports of the durations of ranks' calls by agents, if statistics are requested."""
 
 Show = Literal["0", "all", "none"]
 Bind = Literal["none", "core", "numa"]
@@ -49,14 +49,14 @@ class Display:
     """How the output of ranks is shown and kept.
 
     Attributes:
-        show: whose output is shown.
-        only: of these local ranks only; None for all.
-        timestamps: put the time before each line.
-        collapse: show a line that many ranks write once; auto: from 8 ranks on.
+        show: the ranks whose output is shown.
+        only: show these local ranks only; None for all.
+        timestamps: print the time before each line.
+        collapse: show a line that several ranks write only once; auto: from 8 ranks on.
         logs: folder for one file per rank.
-        redirects: streams that go to torchrun's files and are not shown.
-        tee: streams that go to torchrun's files and are shown.
-        log_dir: folder for torchrun's files; None for a temporary one, if there are such files at all.
+        redirects: streams that are written to torchrun's files and not shown.
+        tee: streams that are written to torchrun's files and shown.
+        log_dir: folder for torchrun's files; None for a temporary folder, if there are such files.
     """
 
     show: Show = option(
@@ -126,21 +126,21 @@ class Display:
 
 @dataclass(frozen=True)
 class RankOptions:
-    """Those options that the agent of each host needs: they travel to it whole (``Prepare``).
+    """The options that the agent of each host needs. ``Prepare`` sends all of them.
 
     Attributes:
-        target: what to run.
+        target: the program that the ranks run.
         start: fork ranks from a process that has imported torch, or execute fresh interpreters.
-        threads: threads per rank; None to decide.
-        bind: which CPUs a rank may use.
-        one_gpu_per_rank: let each rank see one GPU of its own.
-        virtual_local_rank: in that case LOCAL_RANK is 0 for each rank.
-        role: name of what the ranks do.
-        signals: those that are passed on to the ranks and stop nothing.
-        notice_s: how long a rank may wait in one call before it is told for whom; 0: that is not told.
-        statistics: report what ranks' calls took.
-        elastic: the least and the greatest number of ranks of a job that goes on after a loss; None: a lost rank ends
-            the job. The greatest is None for the number that is started.
+        threads: threads per rank; None for an automatic choice.
+        bind: the CPUs that a rank may use.
+        one_gpu_per_rank: each rank sees one GPU only, its own.
+        virtual_local_rank: with one_gpu_per_rank, LOCAL_RANK is 0 for each rank.
+        role: name of the task of the ranks.
+        signals: signals that are forwarded to the ranks and do not stop the job.
+        notice_s: seconds that a rank may wait in one call before a wait report; 0: no wait reports.
+        statistics: report the durations of ranks' calls.
+        elastic: the least and the greatest number of ranks of a job that continues after a loss; None: a lost rank
+            stops the job. The greatest is None for the number of ranks that are started.
     """
 
     target: Target
@@ -208,39 +208,39 @@ class RankOptions:
 
 @dataclass(frozen=True)
 class Options(RankOptions):
-    """What ``allranks run`` was asked for.
+    """All options of ``allranks run``.
 
     Attributes:
         nproc: number of ranks in the job; None if it follows from the hosts.
         per_host: number of ranks on each host, "auto" (one for each CPU) or "gpu" (one for each GPU); None if it
-            follows from the above.
-        hosts: where to run; empty for where we are.
-        nodes: the least and the greatest number of hosts; None for those that are given.
-        node: number of this host, where the same command is started on each of them.
+            follows from the fields above.
+        hosts: hosts of the ranks; empty for this host.
+        nodes: the least and the greatest number of hosts; None for the given hosts.
+        node: number of this host, if the same command is started on each host.
         leader: host and port of host 0 in that case.
-        leads: this is host 0, or is not, in that case; None to find out by the leader's name.
-        run: name of the job, which all hosts must give in that case; "" for a random one.
-        env: what kind of place this is; "auto" to find out.
+        leads: this host is host 0, or is not, in that case; None to compare with the leader's name.
+        run: name of the job, which must be the same on all hosts in that case; "" for a random one.
+        env: the scheduler or launcher that started this process; "auto" to detect it.
         display: how output is shown and kept.
-        grace_s: time that ranks get to end by themselves when the job is stopped.
-        instead_of_gloo: give programs that request gloo from torch.distributed our groups.
-        restarts: how often to start the job again when a rank fails.
-        join_timeout_s: how long to wait for hosts.
-        last_call_s: how long to wait for more hosts once there are enough.
+        grace_s: seconds that ranks have to exit by themselves when the job is stopped.
+        instead_of_gloo: programs that request gloo from torch.distributed get allranks's groups.
+        restarts: how often the job restarts when a rank fails.
+        join_timeout_s: seconds to wait for hosts.
+        last_call_s: seconds to wait for more hosts after enough hosts have joined.
         exports: variables for ranks on other hosts: NAME, NAME=VALUE or a pattern.
-        folder: working directory of the ranks; None for the present one.
-        ssh: what to call in place of ssh, with options.
-        iface: which networks hosts use among each other.
-        dry_run: print what would be started, and where.
+        folder: working directory of the ranks; None for the current one.
+        ssh: command that replaces ssh, with options.
+        iface: networks that hosts use between each other.
+        dry_run: only print which ranks would be started on which hosts.
         reporter: prints the launcher's own lines.
-        backend: what the program's ``init_process_group()`` without backend takes; "" for the default.
-        idle_s: stop the job when no rank has written anything for so long; None: never.
-        stdin: the rank that has the launcher's stdin, or "none"; "auto": a single rank, or the master.
+        backend: backend of the program's ``init_process_group()`` without an explicit backend; "" for the default.
+        idle_s: stop the job after this many seconds without output of any rank; None: never.
+        stdin: the rank that receives the launcher's stdin, or "none"; "auto": a single rank, or the master.
         trace: the folder in which all ranks record their calls; None for none.
-        stats: print what the calls took, at the end.
-        metrics: file for the same in Prometheus' text format; None for none.
-        respawns: how often each lost rank of an elastic job is started again.
-        spares: how many of an elastic job's hosts run no rank at first: the last ones.
+        stats: print the durations of the calls at the end.
+        metrics: file for the same statistics in Prometheus' text format; None for none.
+        respawns: how often each lost rank of an elastic job is restarted.
+        spares: number of hosts of an elastic job that run no rank at first: the last ones.
         rehearse: the command line of each job of a rehearsal; empty for an ordinary job.
     """
 
@@ -422,21 +422,21 @@ class Options(RankOptions):
     )
 
     def for_ranks(self) -> RankOptions:
-        """Those that every agent gets."""
+        """Return the options that every agent receives."""
         return RankOptions(**{each.name: getattr(self, each.name) for each in fields(RankOptions)})
 
     @property
     def environ(self) -> dict[str, str]:
-        """The variables that they set for all ranks, wherever these run."""
+        """The variables that the options set for all ranks, on every host."""
         asked = {"ALLRANKS_INSTEAD_OF_GLOO": "1"} if self.instead_of_gloo else {}
         if self.backend:
             asked["ALLRANKS_BACKEND"] = self.backend
-        if self.trace is not None:  # a rank may change its folder
+        if self.trace is not None:  # an absolute path, because a rank may change its working directory
             asked["ALLRANKS_TRACE"] = os.path.abspath(self.trace)
         return given(self.exports) | asked
 
 
 def given(wanted: Sequence[str]) -> dict[str, str]:
-    """The variables whose value is in ``-x``: NAME=VALUE. Others are in the launcher's environment already."""
+    """Return the variables with a value in ``-x`` (NAME=VALUE). The launcher's environment already has the others."""
     pairs = (word.partition("=") for word in wanted)
     return {name: value for name, given, value in pairs if given}

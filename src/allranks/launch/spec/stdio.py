@@ -1,4 +1,4 @@
-"""What the standard streams of ranks are to be."""
+"""Settings of the standard streams of ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ["Stdio", "Streams"]
 
 @dataclass(frozen=True)
 class Stdio:
-    """What a rank's standard streams are to be.
+    """Settings of a rank's standard streams.
 
     Attributes:
-        stdin: that of the launcher; else it is empty.
+        stdin: stdin is the launcher's stdin; else it is empty.
         terminal: stdin is the launcher's controlling terminal.
-        out_direct: stdout is that terminal, too.
-        err_direct: stderr is.
+        out_direct: stdout is the launcher's controlling terminal, too.
+        err_direct: stderr is the launcher's controlling terminal, too.
         out_tty: stdout is a terminal of the rank's own.
-        err_tty: stderr is.
-        merged: stderr goes where stdout goes, through the same channel.
+        err_tty: stderr is a terminal of the rank's own.
+        merged: stderr goes through the same channel as stdout.
         rows: height of the terminals.
         columns: width of the terminals.
     """
@@ -37,11 +37,11 @@ class Stdio:
 
 @dataclass(frozen=True)
 class Streams:
-    """torchrun's words for output streams: 0 none, 1 stdout, 2 stderr, 3 both.
+    """torchrun's numbers for output streams: 0 none, 1 stdout, 2 stderr, 3 both.
 
     Attributes:
-        of_all: for all ranks.
-        of_some: local rank -> its own; the others then have none.
+        of_all: value for all ranks.
+        of_some: local rank -> its value; the other ranks then have none.
     """
 
     of_all: int = 0
@@ -51,6 +51,6 @@ class Streams:
         return bool(self.of_all or self.of_some)
 
     def has(self, local_rank: int, stream: int) -> bool:
-        """True if it names a stream (1 or 2) of a rank."""
+        """Return True if the value includes a stream (1 or 2) of a rank."""
         chosen = self.of_all if self.of_some is None else self.of_some.get(local_rank, 0)
         return bool(chosen & stream)

@@ -1,7 +1,7 @@
-"""What the ranks run, and whether it can be run at all.
+"""The target of the ranks, and the check whether it can be run.
 
-A wrong name must cost one line and no time, not n tracebacks after a second of imports; so the check is made
-before anything is started, and without running any of the user's code.
+A wrong name must cost one line and no time, not n tracebacks after a second of imports. Therefore the check precedes
+every start, and runs none of the user's code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SERVE = "allranks.remote.worker.main"
 """The module that workers of master-worker mode run."""
 
 MASTER = "ALLRANKS_MASTER"
-"""The variable that has the address of the master, for workers that it has started."""
+"""The variable with the address of the master, for workers that the master has started."""
 
 Mode = Literal["group", "master"]
 Kind = Literal["script", "module", "command", "function"]
@@ -48,14 +48,14 @@ Kind = Literal["script", "module", "command", "function"]
 
 @dataclass(frozen=True)
 class Target:
-    """What every rank runs.
+    """The program that every rank runs.
 
     Attributes:
         kind: a python script, a python module (``-m``), any command (``--``), or a python function.
-        name: path of the script, dotted name of the module, the command's first word, or the function's name.
-        args: what it finds in ``sys.argv[1:]``.
-        macros: ``${local_rank}`` in them stands for that number, as torchrun has it.
-        mode: in "master", rank 0 alone runs it, and the others are its workers.
+        name: path of the script, dotted name of the module, first word of the command, or name of the function.
+        args: the program's ``sys.argv[1:]``.
+        macros: ``${local_rank}`` in the arguments is replaced by the local rank, as in torchrun.
+        mode: in "master", only rank 0 runs the program, and the other ranks are its workers.
         payload: the function and its arguments, as ``function`` packs them.
     """
 
@@ -68,7 +68,7 @@ class Target:
 
     @property
     def is_python(self) -> bool:
-        """True if a python interpreter runs it, so that the launcher can fork ranks and get reports."""
+        """True if a python interpreter runs the target, so that the launcher can fork ranks and receive reports."""
         return self.kind != "command"
 
     @property
@@ -77,7 +77,7 @@ class Target:
         return self.mode == "master" or self.name == SERVE
 
     def on(self, local_rank: int, rank: int = 0) -> Target:
-        """As a rank runs it."""
+        """Return the target that one rank runs."""
         if self.mode == "master" and rank:
             return Target("module", SERVE)
         if not self.macros:
@@ -86,7 +86,7 @@ class Target:
         return replace(self, args=args, macros=False)
 
     def words(self) -> str:
-        """As a line of a shell."""
+        """Return the target as a shell command line."""
         if self.kind == "function":
             return f"{self.name}()"
         return shlex.join(
@@ -95,16 +95,16 @@ class Target:
 
 
 def read_target(words: Sequence[str], as_module: bool, program: str, mode: Mode = "group") -> Target:
-    """Reads what stands behind the options of a command line.
+    """Parse the words after the options of a command line.
 
     Args:
-        words: that.
+        words: the words.
         as_module: -m was given.
-        program: whose command line it is.
+        program: name of the command, for messages.
         mode: see ``Target``.
 
     Raises:
-        ConfigError: it is nothing that could be run.
+        ConfigError: the words are no target that could be run.
     """
     as_command = words[:1] == ["--"]
     if as_command and as_module:
@@ -120,7 +120,7 @@ def read_target(words: Sequence[str], as_module: bool, program: str, mode: Mode 
 
 
 def check_size(target: Target, size: int) -> None:
-    """Raises where so many ranks are too few.
+    """Check that the number of ranks is large enough for the target.
 
     Raises:
         ConfigError: a master would have no worker.
@@ -130,25 +130,25 @@ def check_size(target: Target, size: int) -> None:
 
 
 def check(target: Target, as_command: str = "--") -> None:
-    """Raises where the target cannot be run.
+    """Check that the target can be run.
 
     Args:
-        target: what is to be run.
-        as_command: what the user types before a command.
+        target: the target.
+        as_command: the separator that the user types before a command.
 
     Raises:
-        ConfigError: it does not exist, or is of another kind.
+        ConfigError: the target does not exist, or is of another kind.
     """
     if target.kind == "script":
         _check_script(target.name, as_command)
     elif target.kind == "module":
         _check_module(target.name)
-    elif target.kind == "command":  # a function exists where it was packed
+    elif target.kind == "command":  # a function existed when it was packed
         _check_command(target.name)
 
 
 def is_collection(path: str) -> bool:
-    """Whether a script is a folder or a zip file, whose ``__main__`` python runs."""
+    """Return whether a script is a folder or a zip file, whose ``__main__`` python runs."""
     return os.path.isdir(path) or (os.path.isfile(path) and zipfile.is_zipfile(path))
 
 
@@ -190,12 +190,12 @@ def _check_script(name: str, as_command: str) -> None:
 
 
 def _may_be_another(name: str, head: bytes) -> bool:
-    """Whether neither the name of a file nor its first line shows that it is python."""
+    """Return whether neither the name of a file nor its first line shows that it is python."""
     return not name.endswith((".py", ".pyw")) and not (head.startswith(b"#!") and b"python" in head)
 
 
 def _interpreter(head: bytes) -> str:
-    """Which command runs a file, by its first line."""
+    """Return the command that runs a file, according to its first line."""
     words = head.removeprefix(b"#!").split() if head.startswith(b"#!") else []
     if words[:1] and words[0].endswith(b"/env"):
         words = [word for word in words[1:] if not word.startswith(b"-")]
@@ -212,13 +212,13 @@ def _check_module(name: str) -> None:
 
 
 def set_first_path(folder: str) -> None:
-    """Puts the program's folder where python puts it, unless an option prevents it (``-P``, ``-I``)."""
+    """Set ``sys.path[0]`` to the program's folder, as python does, unless an option prevents it (``-P``, ``-I``)."""
     if not getattr(sys.flags, "safe_path", bool(sys.flags.isolated)):
         sys.path[0] = folder
 
 
 def find(name: str) -> ModuleSpec | None:
-    """Finds a module without importing the packages above it, as importlib.util.find_spec would."""
+    """Find a module without importing its parent packages, which importlib.util.find_spec would import."""
     if not all(name.split(".")):
         return None
     spec: ModuleSpec | None = None

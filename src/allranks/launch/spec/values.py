@@ -1,4 +1,4 @@
-"""Readers of option values: text in, value out. A wrong text raises ``argparse.ArgumentTypeError``."""
+"""Parsers of option values: text in, value out. An invalid text raises ``argparse.ArgumentTypeError``."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from allranks._cluster.schedulers import scheduler_named
 from allranks._engines import registry
 from allranks.launch.spec.stdio import Streams
 
+# Signals that the launcher, the kernel or python handles. The launcher cannot forward them unchanged.
 _NOT_PASSED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD", "SIGWINCH", "SIGPIPE")
 
 
 def environment_kind(text: str) -> str:
-    """The value of ``--env``: one of ``CHOICES``, or a scheduler that an installed package brings."""
+    """Parse ``--env``: one of ``CHOICES``, or a scheduler that an installed package provides."""
     try:
         if text in CHOICES or scheduler_named(text) is not None:
             return text
-    except ConfigError as error:  # a ValueError, which argparse would replace
+    except ConfigError as error:  # a ValueError, whose message argparse would replace
         raise argparse.ArgumentTypeError(str(error)) from error
     raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(map(repr, CHOICES))})")
 
 
 def rank_count(text: str) -> int | str:
-    # torchrun's word for "CPUs where there are no GPUs" is cpu.
+    # torchrun's name for "CPUs if there are no GPUs" is cpu.
     known = {"auto": "auto", "cpu": "auto", "gpu": "gpu"}
     return known.get(text) or at_least_one(text, "a number of ranks (1 or more, auto or gpu)")
 
