@@ -578,7 +578,7 @@ class AgentPool:
         trying = {host.name for host in self._callers}
         for name, again in self._absent.items():
             if name not in trying:
-                # the command is missing, for example because its network file system is
+                # the command is missing, for example together with its network file system
                 with contextlib.suppress(ConfigError):
                     self._callers.append(again())
 

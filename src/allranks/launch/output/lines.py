@@ -43,10 +43,10 @@ _INVISIBLE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1
 class Names:
     """Prefixes of lines: ``[3] ``, or ``[node1:3] `` if the job spans hosts; all have the same width.
 
-    world_size: number of ranks of the job, including those that are shown elsewhere.
+    Attributes:
+        world_size: number of ranks of the job, including those that are shown elsewhere.
         hosts: the host of each rank; None for one host.
         colour: for a terminal that shows colors.
-        colour: for a terminal that shows colours.
     """
 
     world_size: int

@@ -352,8 +352,7 @@ class Round:
         self._print(f"rank {rank} started again", Level.DETAIL)
         if self._seats is not None and self._seats.start(rank):
             self._publish()
-        # the rank starts too late: no rank has the state that it needs
-        elif self._seats is not None and not self.stopping:
+        elif self._seats is not None and not self.stopping:  # too late: no rank has the state that it needs
             self._signal(signal.SIGKILL, [rank])
         if self._killed_at is not None:
             self._signal(signal.SIGKILL, [rank])

@@ -26,9 +26,9 @@ __all__ = ["Elastic", "Seats", "first_table"]
 class Elastic:
     """Fixed parameters of the rank slots of a round.
 
-    least: the number of ranks that the job needs to continue.
+    Attributes:
+        least: the number of ranks that the job needs to continue.
         respawns: how often each rank may be restarted.
-        spares: hosts that run no rank at first.
         spares: hosts that run no rank at first.
         most: the number of ranks above which no rank joins later; None: no limit.
     """

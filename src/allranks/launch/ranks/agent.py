@@ -69,7 +69,7 @@ _OF_PYTHON = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver"
 _LEAVING_S = 0.5  # for processes that a rank left behind, before they receive SIGTERM
 _LOOK_AGAIN_S = 0.02
 _LOOK_S = 1.0  # seconds between two checks for long waits
-# bytes; more than pipes hold: all output of an exited rank, but no endless stream of a child that it left behind
+# Bytes; more than pipes hold: all output of an exited rank, but no endless stream of a child that it left behind
 _LAST_BYTES = 1 << 17
 
 

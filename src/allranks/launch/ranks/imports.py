@@ -31,11 +31,11 @@ _READ_BY_TORCH = re.compile(
 class Imports:
     """The imports that were found.
 
-    modules: names of the imported modules, without the program's own modules.
+    Attributes:
+        modules: names of the imported modules, without the program's own modules.
         all_known: the program imports no other modules.
         sources: source texts of the program.
         prepares_torch: the program sets variables that torch reads at import, or may import another torch.
-        prepares_torch: the program sets variables that torch reads when it is loaded, or may load another torch.
     """
 
     modules: set[str] = field(default_factory=set)

@@ -1,7 +1,7 @@
 """Events of the ranks of a job while they run, as agents report them.
 
 The events are typed and contain no objects of this process, because an agent may run on another host. ``launch/policy``
-decides on these events, so this file imports nothing of the launcher except data. ``RankState`` reports the state of a
+decides on these events, so this file imports nothing of the launcher. ``RankState`` reports the state of a
 rank on request. ``RankStats`` reports the duration of its calls.
 """
 

@@ -142,7 +142,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 class StartRanks(msgspec.Struct, frozen=True, tag=True):
     """Start the ranks.
 
-    first: number of the first rank of this host; the others follow.
+    Attributes:
+        first: number of the first rank of this host; the others follow.
         count: number of ranks of this host.
         world_size: number of ranks in the job.
         node: number of the host.
@@ -154,7 +155,6 @@ class StartRanks(msgspec.Struct, frozen=True, tag=True):
         restarts: greatest number of restarts.
         role_first: number of the first rank of this host among the ranks of its role.
         role_size: number of ranks of that role in the job.
-        role_size: how many of that role there are in the job.
         stdio: stdout and stderr of each rank; empty if the agent shows them itself.
         leader: addresses of the host of rank 0, if the store is on another host.
         starts: for ranks that come from a lost host: the number of processes that each rank slot had before. Other

@@ -15,7 +15,7 @@ from allranks._cluster.schedulers import scheduler_named
 from allranks._engines import registry
 from allranks.launch.spec.stdio import Streams
 
-# Signals that the launcher, the kernel or python handles. The launcher cannot forward them unchanged.
+# Signals that stop the job, that cannot be caught, or that the launcher itself needs.
 _NOT_PASSED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD", "SIGWINCH", "SIGPIPE")
 
 
