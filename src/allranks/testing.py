@@ -53,7 +53,7 @@ def run_ranks(
     Args:
         n: Number of ranks.
         fn: Called on every rank. It may be a local function or a lambda (cloudpickle).
-        timeout_s: Seconds after which every rank's stack is reported and all ranks are killed.
+        timeout_s: Limit in seconds. After it, every rank's stack is reported, and all ranks are killed.
         init: Call ``init_process_group()`` before and ``destroy_process_group()`` after ``fn``.
         env: Additional environment variables for the ranks.
         may_die: Ranks whose death by a signal is part of the test. Their result is None.

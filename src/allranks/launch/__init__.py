@@ -7,12 +7,12 @@ forked from.
 - ``cli``, ``torchrun``  command lines -> an exit code
 - ``call``        ``allranks.run``: a function instead of a command line
 - ``jobs``        the life of a job: its ranks are started, watched, stopped, blamed, restarted
+- ``runtime``     the loop of a round, and the interface of what runs ranks
 - ``arguments``   words -> ``Options``, of allranks and of torchrun; number of ranks of each host
 - ``agents``      starts and watches the ranks of other hosts, and connects to their agents
 - ``output``      bytes of many ranks -> one screen and many files
 - ``ranks``       the code of one host: an agent, its ranks, and the channels between them
 - ``spec``        a job as data: ``Options``, the target, messages between launcher and agents
-- ``stacks``      where ranks are, from their tracebacks (pure)
 - ``signals``     handlers of launcher and agents
 - ``reporter``    the launcher's own lines for the user
 
