@@ -1,10 +1,10 @@
-"""The engines that move tensors, and what a backend's name means.
+"""The engines that transfer tensors, and the meaning of backend names.
 
-An engine belongs to one group. To add one: a folder beside this file, and a row in `registry`; or an installed package
-(docs/extending.md).
+An engine belongs to one group. A new engine needs a folder beside this file and a row in `registry`, or an installed
+package (docs/extending.md).
 
-A group's backend is written as torch does, ``gloo`` or ``cpu:gloo,cuda:nccl``; ``check_backend`` brings it to one
-form, in which engines of devices that this process does not have are left out, and one engine is named alone.
+The name of a group's backend has torch's form: ``gloo`` or ``cpu:gloo,cuda:nccl``. ``check_backend`` normalizes it. It
+removes engines for devices that this process does not have, and returns the bare name if one engine is left.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _PLANNED = ("ucc", "xccl")
 
 
 def available(name: str) -> bool:
-    """Whether the engine is here: its library, and for those of packages the package, which must be in order."""
+    """Return whether the engine can be used: its library, or its package, is installed and loads without an error."""
     try:
         spec = registry.find(name)
         return spec is not None and registry.is_here(spec)
-    except ConfigError:  # init_process_group and the doctor report it
+    except ConfigError:  # init_process_group and `allranks doctor` report the error
         return False
 
 
 def check_backend(backend: str | None) -> str:
-    """What is meant by ``init_process_group(backend=...)``: an engine's name, or ``cpu:NAME,cuda:NAME``.
+    """Return the meaning of ``init_process_group(backend=...)``: the name of an engine, or ``cpu:NAME,cuda:NAME``.
 
     Raises:
-        ConfigError: no such engine, or not here.
+        ConfigError: The engine does not exist, or is not available.
     """
     given = (backend or DEFAULT_BACKEND).lower()
     given = registry.ALIASES.get(given, given)
@@ -78,27 +78,27 @@ def check_backend(backend: str | None) -> str:
 
 
 def engines_of(backend: str) -> dict[str, str]:
-    """The engine by type of device, of what ``check_backend`` has returned; one that moves any stands for the CPU."""
+    """Return the engine of each type of device of a normalized backend. ``cpu`` stands for any device."""
     if ":" not in backend:
         return dict.fromkeys(_devices(_known(backend, backend)), backend)
     return {device: name for device, _, name in (part.partition(":") for part in backend.split(","))}
 
 
 def moves(backend: str, device: str) -> bool:
-    """Whether a group on what ``check_backend`` has returned moves tensors of that type of device."""
+    """Return whether a group on a normalized backend transfers tensors of this type of device."""
     if device in engines_of(backend):
         return True
     return ":" not in backend and not _known(backend, backend).devices and _is_device(device)
 
 
 def meets_by(backend: str) -> Callable[[int, int, float], Meeting] | None:
-    """How the ranks of a world on what ``check_backend`` has returned meet; None: by ``init_method``."""
+    """Return the rendezvous of the ranks of a world on a normalized backend. None: by ``init_method``."""
     ways = (_known(name, backend).meets_by for name in engines_of(backend).values())
     return next((way for way in ways if way is not None), None)
 
 
 def meetings(backend: str) -> int:
-    """How many times making a group of several ranks calls its Exchange. A group of one rank does not call it."""
+    """Return how often the creation of a group of several ranks calls its Exchange. A single rank does not call it."""
     return len(set(engines_of(backend).values()))
 
 
@@ -112,20 +112,20 @@ def make_engine(
     parent: Parent | None = None,
     connect_s: float | None = None,
 ) -> Engine:
-    """Connects an engine with the other members of a group.
+    """Connect an engine with the other members of a group.
 
     Args:
-        backend: what ``check_backend`` has returned.
-        rank: this process in the group.
-        members: who is in the group, by rank.
-        exchange: gives every rank the records of all.
-        group_name: for errors.
-        timeout_s: of every later call.
-        parent: the group that ``exchange`` goes through, on every rank, or None.
-        connect_s: of the connecting; None: as ``timeout_s``.
+        backend: The result of ``check_backend``.
+        rank: The rank of this process in the group.
+        members: The members of the group, by rank.
+        exchange: Gives every rank the records of all ranks.
+        group_name: The name of the group for error messages.
+        timeout_s: The timeout of every later call, in seconds.
+        parent: The group that ``exchange`` uses, on every rank, or None.
+        connect_s: The timeout of the connection, in seconds. None: ``timeout_s``.
 
     Raises:
-        ConfigError: the system has refused memory, a socket or the like.
+        ConfigError: The system refused memory, a socket or another resource.
     """
     engines = engines_of(backend)
     made: dict[str, Engine] = {}
@@ -148,10 +148,11 @@ def make_engine(
 
 
 class _Once:
-    """An Exchange that takes place once, whatever the engine does: other ranks may be in it for this one's sake."""
+    """An Exchange that takes place exactly once, whatever the engine does: other ranks may wait in it for this rank."""
 
     def __init__(self, engine: str, exchange: Exchange, alone: bool, connect_s: float) -> None:
-        self.connect_s = connect_s  # how long the engine may take to connect, if it can tell that from its calls
+        # Seconds in which the engine may connect, if the engine distinguishes this from the timeout of calls
+        self.connect_s = connect_s
         self._engine = engine
         self._exchange = exchange
         self._alone = alone
@@ -169,7 +170,7 @@ class _Once:
         return [record] if self._alone else self._exchange(record)
 
     def call(self) -> None:
-        """Takes part, where the engine has not."""
+        """Take part in the exchange if the engine has not."""
         if not self._called:
             self(b"")
 
@@ -189,7 +190,7 @@ def _known(name: str, backend: str | None) -> EngineSpec:
 
 
 def _is_device(name: str) -> bool:
-    """Whether torch knows this type of device, and has data on it."""
+    """Return whether torch has this type of device, with data on it."""
     import torch
 
     try:
@@ -202,5 +203,5 @@ def _has(device: str) -> bool:
     import torch
 
     module = getattr(torch, device, None)
-    # is_available would keep forked children from using CUDA.
+    # torch.cuda.is_available would prevent forked children from using CUDA.
     return device == "cpu" or (module is not None and module.device_count() > 0)

@@ -1,4 +1,4 @@
-"""The seam between a group and what moves its tensors."""
+"""The interface between a group and the engine that transfers its tensors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ __all__ = ["Begin", "Engine", "Now", "Parent", "never", "not_begun"]
 
 
 class Now(Protocol):
-    """The short way of a blocking collective with arguments as the user gave them, unchecked.
+    """The fast path of a blocking collective. Its arguments are those of the user, unchecked.
 
     Args:
-        verb: its name, a literal.
-        tensor: its tensor; None of barrier.
-        pieces: those by rank, if it has any; of all_to_all the output, to be cut evenly.
-        op: if it reduces.
-        root: if it has one.
+        verb: The name of the collective, a literal.
+        tensor: Its tensor. None for barrier.
+        pieces: Its tensors by rank, if it has any. For all_to_all: the output, which is split evenly.
+        op: The reduce op, if it reduces.
+        root: The root, if it has one.
 
     Returns:
-        False: nothing was done, because something is out of the ordinary. The verb itself copes or complains.
+        False if nothing was done, because an argument or the state is unusual. The ordinary verb then makes the call or
+        raises the error.
     """
 
     def __call__(
@@ -38,10 +39,10 @@ class Now(Protocol):
 
 
 class Begin(Protocol):
-    """The same of an asynchronous collective, with the arguments of Now.
+    """The fast path of an asynchronous collective, with the arguments of Now.
 
     Returns:
-        None: nothing was done.
+        None if nothing was done.
     """
 
     def __call__(
@@ -50,11 +51,11 @@ class Begin(Protocol):
 
 
 class Parent(NamedTuple):
-    """The group through which the members of a new one meet.
+    """The group through which the members of a new group exchange their records.
 
     Attributes:
-        engine: its engine.
-        ranks: their ranks in it, by rank in the new group.
+        engine: The engine of the group.
+        ranks: The ranks of the members in it, by rank in the new group.
     """
 
     engine: Engine
@@ -62,29 +63,29 @@ class Parent(NamedTuple):
 
 
 def never(verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /) -> bool:
-    """The Now of an engine that has no short way."""
+    """The Now of an engine without a fast path."""
     return False
 
 
 def not_begun(verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /) -> Work | None:
-    """The Begin of an engine that has no short way."""
+    """The Begin of an engine without a fast path."""
     return None
 
 
 class Engine(abc.ABC):
-    """Moves the tensors of one group.
+    """The engine that transfers the tensors of one group.
 
-    Ranks are the group's, already checked, as are the lengths of all_to_all's lists; other tensors are not.
-    Methods block and return None unless ``async_op``. Where pieces are given by rank, a sequence holds one tensor
-    each, and a single tensor holds all of them in turn.
+    Ranks are those of the group, already checked, and so are the lengths of all_to_all's lists. Other tensors are not
+    checked. Methods block and return None unless ``async_op``. If an argument has one tensor per rank, a sequence holds
+    one tensor for each rank, and a single tensor holds all of them in order of the ranks.
     """
 
     name: str
     device = "cpu"
-    """The type of device whose tensors it moves for certain."""
+    """The type of device whose tensors it can always transfer."""
 
     highest_tag = (1 << 31) - 1
-    """Of messages."""
+    """The highest tag of messages."""
 
     now: Now = staticmethod(never)
     begin: Begin = staticmethod(not_begun)
@@ -92,9 +93,9 @@ class Engine(abc.ABC):
     def prepare(
         self, verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1
     ) -> Callable[[], bool] | None:
-        """What makes a blocking collective with the arguments of ``now`` as often as it is called.
+        """Return a callable that makes a blocking collective with the arguments of ``now``, each time it is called.
 
-        It returns False, and has done nothing, where a tensor lies elsewhere than before. None: it cannot be prepared.
+        It returns False without any effect if the memory of a tensor has moved. None: the call cannot be prepared.
         """
         return None
 
@@ -132,44 +133,44 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def recv(self, tensor: Tensor, source: int, tag: int) -> int:
-        """``source`` < 0: any rank. Returns the sender."""
+        """Receive a message. ``source`` < 0: from any rank. Return the sender."""
 
     @abc.abstractmethod
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """As ``recv``, asynchronous."""
+        """Receive a message asynchronously, see ``recv``."""
 
     def empty_shared(self, nbytes: int) -> Tensor:
-        """Bytes that collectives of this group move with fewer copies. Called by all ranks, in the same order."""
+        """Return bytes that collectives of this group transfer with fewer copies. All ranks call it, in one order."""
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def record_in(self, recorder: _core.Recorder, group: int) -> bool:
-        """Records calls there, as calls of that group. Before the first call. False: the engine cannot."""
+        """Record calls in this recorder, as calls of this group. Called before the first call. False: not supported."""
         return False
 
     def parts(self) -> Mapping[str, Engine]:
-        """The engines that it consists of, by a type of device that each moves tensors of."""
+        """Return the engines that it consists of, by a type of device that each of them transfers."""
         return {self.device: self}
 
     def last_numbers(self) -> Sequence[int] | None:
-        """The number of the last collective that each rank has begun, as far as is known here; None: it is not."""
+        """Return the number of the last collective that each rank has begun, as known here. None: unknown."""
         return None
 
     def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
-        """Sockets that end with the processes of these ranks, which a group of them may share; None: there are none."""
+        """Return sockets that close when the processes of these ranks exit, for a group of them. None: no sockets."""
         return None
 
     def lost(self) -> Sequence[int]:
-        """The ranks that are known here to be gone, by their process, their host or their leaving."""
+        """Return the ranks detected as lost: their process or host is gone, or they have left the group."""
         return ()
 
     def find_gone(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Those of these ranks of other hosts whose processes are found to be gone when their hosts are asked."""
+        """Query the hosts of these ranks of other hosts. Return the ranks whose processes no longer exist."""
         return ()
 
     def abort(self) -> None:
-        """Ends all calls of the group, on every rank: those that are pending, now, and all later ones."""
+        """Abort all calls of the group, on every rank: the pending calls immediately, and all later calls."""
         raise UsageError(f"abort: the {self.name} engine cannot end the calls of other ranks: use the native engine")
 
     @abc.abstractmethod
@@ -177,8 +178,8 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Leaves the group. Never hangs; may be called twice."""
+        """Leave the group. Never blocks for long. Idempotent."""
 
     @abc.abstractmethod
     def abandon(self) -> None:
-        """In a forked child: lets go of what belongs to the parent."""
+        """Release the resources that belong to the parent. Called in a forked child."""

@@ -1,4 +1,4 @@
-"""One group on several engines: each call goes to the one that moves tensors of its device."""
+"""One group on several engines: each call goes to the engine that transfers tensors of its device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ByDevice"]
 
 
 class ByDevice(Engine):
-    """Engines by the type of device, ``cpu`` and others. What has no tensor goes to that of ``cpu``."""
+    """Engines by type of device, ``cpu`` and others. Calls without a tensor go to the engine of ``cpu``."""
 
     def __init__(self, name: str, engines: Mapping[str, Engine], group_name: str) -> None:
         self.name = name
@@ -95,7 +95,7 @@ class ByDevice(Engine):
         return self._cpu.liveness(ranks)
 
     def stats(self) -> Stats:
-        """Of all engines together."""
+        """Return the sums over all engines."""
         return Stats(*map(sum, zip(*(engine.stats() for engine in self._distinct()), strict=True)))
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class ByDevice(Engine):
             engine.abandon()
 
     def _distinct(self) -> list[Engine]:
-        """Each of the engines once; one may move tensors of several types of device."""
+        """Return each engine once. One engine may transfer tensors of several types of device."""
         return list(dict.fromkeys(self._engines.values()))
 
     def _of(self, tensor: Tensor, verb: str) -> Engine:

@@ -1,10 +1,10 @@
-"""Collectives of an engine that can only exchange bytes between ranks: all that a new transport has to bring.
+"""Collectives of an engine that can only exchange bytes between ranks. A new transport implements only this exchange.
 
-A reduction sends the operands as they are to whoever needs the result, and each of those combines them in the order of
-the ranks. That is right for every op and gives the same bits on every rank. An engine that has something better for a
-verb overrides that ``begin_...`` method.
+A reduction sends the unreduced operands to each rank that needs the result. Each of these ranks combines them in the
+order of the ranks. This is correct for every op, and gives the same bits on every rank. An engine with a better method
+for a verb overrides the ``begin_...`` method of that verb.
 
-Cost: an all_reduce of n bytes sends (P - 1) n bytes per rank, where a ring sends 2 (P - 1) / P n.
+Cost: an all_reduce of n bytes sends (P - 1) n bytes per rank, while a ring sends 2 (P - 1) / P n.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Pieces = Sequence[Tensor | None]
 
 
 class Pending(Progress):
-    """A call whose end is reported by another thread, which calls ``finish`` or ``fail``."""
+    """A call whose end another thread reports with ``finish`` or ``fail``."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -44,16 +44,16 @@ class Pending(Progress):
         self._error: BaseException | None = None
 
     def finish(self, source: int = -1) -> None:
-        """The call has ended well.
+        """Report that the call has succeeded.
 
         Args:
-            source: of a message that was received: the sender.
+            source: The sender of a received message.
         """
         self._source = source
         self._ended.set()
 
     def fail(self, error: BaseException) -> None:
-        """The call has ended with an error, which its caller gets."""
+        """Report that the call has failed. Its caller gets the error."""
         self._error = error
         self._ended.set()
 
@@ -72,10 +72,10 @@ class Pending(Progress):
 
 
 class BytesEngine(FlatEngine):
-    """An engine that exchanges bytes in the memory of the host; tensors of other devices are copied there and back.
+    """An engine that exchanges bytes in host memory. Tensors of other devices are copied to the host and back.
 
-    A subclass implements ``exchange``, ``send_bytes``, ``receive_bytes``, ``close`` and ``abandon``. Tensors that it
-    gets are flat, contiguous and of bytes. It may use them until the call's Progress has ended.
+    A subclass implements ``exchange``, ``send_bytes``, ``receive_bytes``, ``close`` and ``abandon``. The tensors that
+    it receives are flat, contiguous and of bytes. It may use them until the call's Progress has ended.
     """
 
     on_host = True
@@ -84,23 +84,25 @@ class BytesEngine(FlatEngine):
         super().__init__(name, setup.rank, setup.members, setup.group_name, setup.timeout_s)
         self._lost = ""  # why the group cannot be used any more
 
-    # --- what an engine implements ---
+    # --- To be implemented by a subclass ---
 
     @abc.abstractmethod
     def exchange(self, gives: Pieces, gets: Pieces) -> Progress:
-        """Begins to send ``gives[r]`` to each rank r, and to receive ``gets[r]`` from it. Called by all ranks in the
-        same order. None: nothing goes that way, as both sides know. For this rank itself both are None.
+        """Begin to send ``gives[r]`` to each rank r, and to receive ``gets[r]`` from it.
+
+        All ranks call it in the same order. None: no data goes this way, and both sides pass None. For this rank itself
+        both are None.
         """
 
     @abc.abstractmethod
     def send_bytes(self, given: Tensor, to: int, tag: int) -> Progress:
-        """Begins to send a message."""
+        """Begin to send a message."""
 
     @abc.abstractmethod
     def receive_bytes(self, into: Tensor, source: int, tag: int) -> Progress:
-        """Begins to receive a message of that tag, from a rank or, where ``source`` is negative, from any."""
+        """Begin to receive a message of this tag, from a rank, or from any rank if ``source`` is negative."""
 
-    # --- what it gets ---
+    # --- Provided by this class ---
 
     def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
         if dtype in _COMPLEX:
@@ -190,7 +192,7 @@ class BytesEngine(FlatEngine):
     def _exchanged(
         self, gives: Pieces, gets: Pieces, own: Tensor | None = None, then: Callable[[], object] | None = None
     ) -> Progress:
-        """Exchanges pieces. Where this rank gets one from itself, that is ``own``."""
+        """Exchange tensors. If this rank receives one from itself, that is a copy of ``own``."""
         self._check_usable()
         mine = gets[self.rank]
         if mine is not None and own is not None and mine.data_ptr() != own.data_ptr():
@@ -202,7 +204,7 @@ class BytesEngine(FlatEngine):
         return _Limited(self, self.exchange(*others), then)
 
     def _reduced(self, gives: Pieces, own: Tensor, into: Tensor | None, op: ReduceOp) -> Progress:
-        """Sends operands; where ``into`` is given receives those of all ranks, and writes what they make together."""
+        """Send operands. If ``into`` is not None, receive those of all ranks and write their combination to it."""
         if into is None:
             return self._exchanged(gives, [None] * self._size)
         rows, result = own.new_empty(self._size, own.numel()), into
@@ -210,11 +212,11 @@ class BytesEngine(FlatEngine):
 
 
 class _Late(RuntimeError):
-    """The group's timeout is over."""
+    """The group's timeout has expired."""
 
 
 class _Limited(Progress):
-    """A call with the group's timeout, and with what is done on this rank when the bytes are there."""
+    """A call with the group's timeout, and with an action on this rank when its bytes have arrived."""
 
     def __init__(self, engine: BytesEngine, call: Progress, then: Callable[[], object] | None = None) -> None:
         self._engine = engine
@@ -233,7 +235,7 @@ class _Limited(Progress):
             if self._waited_s >= self._engine.timeout_s:
                 raise _Late
             return False
-        with self._lock:  # of several threads that wait, one combines
+        with self._lock:  # if several threads wait, only one of them combines the operands
             then, self._then = self._then, None
             if then is not None:
                 then()
@@ -244,7 +246,7 @@ class _Limited(Progress):
 
 
 def _combined(rows: Tensor, op: ReduceOp) -> Tensor:
-    """What the rows make together, in their order; halves are computed in float32 and rounded once."""
+    """Return the combination of the rows, in their order. 16-bit floats are computed in float32 and rounded once."""
     total = rows[0].to(torch.float32 if rows.dtype in _HALVES else rows.dtype, copy=True)
     for row in rows[1:]:
         match op:
@@ -263,5 +265,5 @@ def _combined(rows: Tensor, op: ReduceOp) -> Tensor:
             case ReduceOp.BXOR:
                 total.bitwise_xor_(row)
             case _:
-                raise AssertionError(op)  # `reduces` has refused it
+                raise AssertionError(op)  # `reduces` has rejected the op
     return total.div_(len(rows)) if op is ReduceOp.AVG else total

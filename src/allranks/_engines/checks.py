@@ -1,7 +1,7 @@
-"""What an engine refuses of a call's tensors, and in which words. All engines check here.
+"""Checks of the tensors of a call, and the texts of the errors. All engines use them.
 
-The fast path of the native engine (core/python/now.cc) refuses nothing: it takes what is ordinary, and leaves the rest
-to the engine, which comes here.
+The fast path of the native engine (core/python/now.cc) rejects nothing. It accepts ordinary tensors and leaves all
+others to the engine, which makes these checks.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ __all__ = [
 _functorch: Any = torch._C._functorch
 
 CODES = {getattr(torch, name): code for name, code in _core.DTYPES.items() if hasattr(torch, name)}
-"""The core's numbers of dtypes."""
+"""The core's codes of dtypes."""
 
 
 def check_tensor(verb: str, tensor: object) -> Tensor:
-    """
+    """Return the argument if it is a tensor.
+
     Raises:
-        TypeError: not a tensor.
+        TypeError: It is not a tensor.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{verb}: expected a torch.Tensor, not {type(tensor).__name__}")
@@ -49,9 +50,10 @@ def check_tensor(verb: str, tensor: object) -> Tensor:
 
 
 def check_has_elements(verb: str, tensor: Tensor, group: str, rank: int) -> None:
-    """
+    """Check that a tensor has elements.
+
     Raises:
-        UsageError: a tensor on meta.
+        UsageError: The tensor is on meta.
     """
     if tensor.is_meta:
         raise UsageError(
@@ -60,12 +62,12 @@ def check_has_elements(verb: str, tensor: Tensor, group: str, rank: int) -> None
 
 
 def bare(verb: str, tensor: Tensor) -> Tensor:
-    """The tensor with the elements of one that `torch.func.grad` and its like follow; any other one as it is.
+    """Return the plain tensor behind a tensor that `torch.func.grad` and similar functions track, else the same tensor.
 
-    A call changes its elements, and torch's gradient does not go through the call, as for torch.distributed.
+    A call changes its elements. As with torch.distributed, torch's gradient does not pass through the call.
 
     Raises:
-        UsageError: one of `torch.func.vmap`, which stands for the rows of another tensor.
+        UsageError: The tensor belongs to `torch.func.vmap`, and represents the rows of another tensor.
     """
     while _functorch.is_functorch_wrapped_tensor(tensor):
         if _functorch.is_batchedtensor(tensor):
@@ -78,10 +80,11 @@ def bare(verb: str, tensor: Tensor) -> Tensor:
 
 
 def check_storage(verb: str, tensor: Tensor) -> None:
-    """
+    """Check that a tensor has memory for its elements.
+
     Raises:
-        UsageError: the tensor's storage is smaller than its shape says, as it was resized: FSDP frees parameters so; or
-            torch has not made it: zeros of its derivatives.
+        UsageError: The tensor's storage is smaller than its shape requires, because it was resized: FSDP frees
+            parameters in this way. Or torch has not allocated it: zeros of derivatives.
     """
     tensor = bare(verb, tensor)
     if not tensor.numel():
@@ -101,23 +104,25 @@ def check_storage(verb: str, tensor: Tensor) -> None:
 
 
 def not_taken(verb: str, tensor: Tensor) -> UsageError:
-    """The error for a dtype or layout that an engine does not move."""
+    """Return the error for a dtype or layout that an engine does not transfer."""
     return UsageError(f"{verb}: cannot take a tensor of {tensor.dtype}, {tensor.layout}")
 
 
 def check_same_dtype(verb: str, first: Tensor, other: Tensor) -> None:
-    """
+    """Check the dtypes of two tensors of a call.
+
     Raises:
-        UsageError: tensors of one call differ in dtype.
+        UsageError: They differ.
     """
     if other.dtype != first.dtype:
         raise UsageError(f"{verb}: tensors of {first.dtype} and {other.dtype} together")
 
 
 def check_own_piece(verb: str, output: Tensor, given: Tensor, rank: int) -> None:
-    """
+    """Check the tensors that a rank sends to itself.
+
     Raises:
-        UsageError: what a rank gives itself has another size than where it goes.
+        UsageError: The input and the output have different numbers of elements.
     """
     if output.numel() != given.numel():
         raise UsageError(
@@ -127,7 +132,7 @@ def check_own_piece(verb: str, output: Tensor, given: Tensor, rank: int) -> None
 
 
 def factor_of(verb: str, op: ReduceOp | PremulSum) -> float | Tensor | None:
-    """What operands are multiplied with before they are reduced; None: nothing.
+    """Return the factor by which operands are multiplied before they are reduced, or None.
 
     Raises:
         UsageError: PREMUL_SUM without a factor.
@@ -140,18 +145,18 @@ def factor_of(verb: str, op: ReduceOp | PremulSum) -> float | Tensor | None:
 
 
 def check_pieces(verb: str, pieces: object, like: Tensor, size: int, check: Callable[[Tensor, str], object]) -> None:
-    """Raises unless there is one piece per rank, each like ``like``: in a list, or in turn in one tensor.
+    """Check that there is one tensor per rank, each like ``like``: in a list, or consecutively in one tensor.
 
     Args:
-        verb: for errors.
-        pieces: what the caller gave.
-        like: this rank's tensor.
-        size: the number of ranks.
-        check: the engine's own check of a tensor.
+        verb: The name of the call for error messages.
+        pieces: The argument of the caller.
+        like: The tensor of this rank.
+        size: The number of ranks.
+        check: The engine's own check of a tensor.
 
     Raises:
-        TypeError: not a tensor or a list.
-        UsageError: another number, dtype or size.
+        TypeError: It is neither a tensor nor a list.
+        UsageError: The number, dtype or size differs.
     """
     if isinstance(pieces, Tensor):
         check(pieces, verb)
@@ -175,11 +180,13 @@ def check_pieces(verb: str, pieces: object, like: Tensor, size: int, check: Call
 
 
 def check_apart(verb: str, results: Sequence[Tensor]) -> None:
-    """Raises where results share memory. Of those whose elements do not lie in one piece only the first is looked at:
-    they are written one after the other when the call has ended.
+    """Check that results do not share memory.
+
+    For a tensor that is not contiguous, only its first element is compared: these tensors are written one after the
+    other when the call has ended.
 
     Raises:
-        UsageError: they do.
+        UsageError: They share memory.
     """
     spans = sorted(
         (tensor.data_ptr(), tensor.nbytes if tensor.is_contiguous() else tensor.element_size(), index)
@@ -195,10 +202,10 @@ def check_apart(verb: str, results: Sequence[Tensor]) -> None:
 
 
 def check_distinct(verb: str, tensor: Tensor) -> None:
-    """Raises where several elements of a result share memory.
+    """Check that the elements of a result do not share memory.
 
     Raises:
-        UsageError: they do.
+        UsageError: Several elements share memory.
     """
     if _overlaps(tensor):
         raise UsageError(
@@ -209,9 +216,9 @@ def check_distinct(verb: str, tensor: Tensor) -> None:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether two elements lie at one place."""
+    """Return whether two elements have the same address."""
     dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
-    reach = 0  # the furthest element of the dimensions so far
+    reach = 0  # offset of the furthest element of the dimensions so far
     for stride, size in dims:
         if stride <= reach:
             break
@@ -219,7 +226,8 @@ def _overlaps(tensor: Tensor) -> bool:
     else:
         return False
     if dims[0][0] == 0 or tensor.numel() > 1 + sum(stride * (size - 1) for stride, size in dims):
-        return True  # more elements than places
+        return True  # more elements than addresses
+    # The quick tests have not decided. Compare the offsets of all elements.
     offsets = torch.zeros(1, dtype=torch.int64, device="cpu")
     for stride, size in dims:
         offsets = (offsets.unsqueeze(1) + stride * torch.arange(size, device="cpu")).flatten()

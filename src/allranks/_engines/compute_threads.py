@@ -1,9 +1,9 @@
-"""How many threads torch computes with, where several ranks share the CPUs of a host.
+"""The number of threads that torch uses for computation, if several ranks share the CPUs of a host.
 
-torch computes with as many threads as it finds cores, in each process. Threads of several ranks then take the CPUs from
-each other, and wait for each other by spinning: two ranks with two threads each on two CPUs make 90 rounds of small
-matrix products and an all_reduce a second on any engine, and 3,400 with one thread each (benchmarks/threads.py).
-`allranks run` and torchrun set OMP_NUM_THREADS. Nobody does for ranks of spawn, mpirun or srun.
+In each process, torch uses as many threads as it finds cores. The threads of several ranks then compete for the CPUs,
+and wait for each other by spinning. On any engine, two ranks with two threads each on two CPUs make 90 rounds per
+second of small matrix products and an all_reduce. With one thread each they make 3,400 (benchmarks/threads.py).
+`allranks run` and torchrun set OMP_NUM_THREADS. For ranks of spawn, mpirun or srun, no launcher sets it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _log = logging.getLogger("allranks")
 
 
 def share_cpus(rank: int, members: Sequence[Member]) -> None:
-    """Lowers torch's threads to this rank's share of the host's CPUs, unless the user has chosen their number.
+    """Lower torch's number of threads to this rank's share of the host's CPUs, unless the user has set the number.
 
-    The user has, with OMP_NUM_THREADS or `torch.set_num_threads`. If that is more than the CPUs, the first rank of the
-    host warns. Called where a world is made; not for later groups, as results may depend on the number of threads, nor
-    for those of a master with its workers.
+    The user sets it with OMP_NUM_THREADS or `torch.set_num_threads`. If this is more than the CPUs, the first rank of
+    the host prints a warning. Called when a world is created. It is not called for later groups, because results may
+    depend on the number of threads. It is also not called for the groups of a master with its workers.
     """
     here = [member for member in members if member.machine == members[rank].machine]
     threads = torch.get_num_threads()
@@ -52,12 +52,13 @@ def share_cpus(rank: int, members: Sequence[Member]) -> None:
 
 
 def _is_chosen(threads: int) -> bool:
-    """Whether somebody has decided how many threads torch uses here: not torch, and not an outer job's launcher."""
+    """Return whether the user has set torch's number of threads: neither torch nor the launcher of an outer job has."""
     given = os.environ.get("OMP_NUM_THREADS")
     if os.environ.get("MKL_NUM_THREADS"):
         return True
     if given:
-        # Of a rank that starts ranks itself: what its launcher has given it is the share of one.
+        # This rank may start ranks itself. The value from its own launcher is then the share of one rank of the outer
+        # job.
         outer = os.environ.get("LOCAL_WORLD_SIZE", "")
         return not outer.isdigit() or given != str(max(1, usable_cpus() // max(1, int(outer))))
     own = os.sched_getaffinity(0)

@@ -1,12 +1,13 @@
-"""What engines have in common that move flat tensors: those inside torch (`c10d`) and MPI (`mpi`).
+"""Common base of the engines that transfer flat tensors: those inside torch (`c10d`) and MPI (`mpi`).
 
-A call's tensors are made flat and contiguous here, and what is only moved travels as bytes: so every dtype and layout
-that the native engine takes is taken there too, and each verb has one way. What an engine cannot reduce is an error
-before anything is sent; docs/engines.md has the table. An engine begins a call on such tensors (``begin_...``), says
-whether it has ended (`Progress`), and puts its failures in our words (``explain``).
+This module makes the tensors of a call flat and contiguous. Data that is only transferred travels as bytes. These
+engines therefore accept every dtype and layout that the native engine accepts, and each verb has one implementation. An
+op that an engine cannot reduce is an error before any data is sent; docs/engines.md has the table. An engine begins a
+call on these tensors (``begin_...``), reports its end (`Progress`), and translates its failures to allranks's errors
+(``explain``).
 
-In debug mode the ranks compare their calls before each of them, as these engines do not: other sizes on another rank
-end the process on gloo, and write where they should not on MPI.
+In debug mode, the ranks compare their calls before each call, because these engines do not. If another rank uses other
+sizes, gloo terminates the process, and MPI writes to memory outside of the tensor.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ON_BITS", "ON_BOOLS", "ON_NUMBERS", "FlatEngine", "FlatWork", "Progress", "as_bytes"]
 
-_SLICE_S = 0.1  # a wait in an engine may notice no signal: Ctrl-C is looked for so often
-_MANY_PENDING = 64  # finished works that nobody has waited for are looked for then
-_TEXT_BYTES = 80  # of a call, in debug mode
+_SLICE_S = 0.1  # seconds; a wait inside an engine may not notice signals, so Ctrl-C is checked at this interval
+_MANY_PENDING = 64  # number of pending works from which on each call checks which of them have finished without a wait
+_TEXT_BYTES = 80  # size of the description of a call, in debug mode
 
 ON_NUMBERS = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 ON_BITS = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
@@ -66,42 +67,42 @@ ON_BOOLS = {
     ReduceOp.BAND: ReduceOp.MIN,
     ReduceOp.BXOR: ReduceOp.BXOR,
 }
-"""The op on bytes of 0 and 1 that does what an op on bools means."""
+"""The op on bytes of 0 and 1 that is equivalent to an op on bools."""
 
 
 class Progress(abc.ABC):
     """A call that an engine has begun.
 
     Attributes:
-        asked_cheaply: ``done`` costs little, so that it may be called of calls that nobody waits for.
+        asked_cheaply: ``done`` is inexpensive, so it may be called for calls for which no thread waits.
     """
 
     asked_cheaply = True
 
     @abc.abstractmethod
     def done(self) -> bool:
-        """Whether it has ended, well or not. Does not wait."""
+        """Return whether it has ended, successfully or not. Does not wait."""
 
     @abc.abstractmethod
     def wait(self, seconds: float) -> bool:
-        """Waits for so long; returns whether the call has ended. Raises the engine's error."""
+        """Wait for at most this time. Return whether the call has ended. Raises the engine's error."""
 
     @abc.abstractmethod
     def source(self) -> int:
-        """The sender, of a message that has arrived."""
+        """Return the sender of a message that has arrived."""
 
 
 class FlatEngine(Engine):
     """Collectives and messages of an engine that takes flat tensors.
 
     Attributes:
-        rank: this process in the group.
-        members: who is in the group, by rank.
-        group_name: for errors.
-        timeout_s: how many seconds a call waits for other ranks.
-        on_host: it reaches only the host's memory; tensors of other devices are copied there and back.
-        averages_integers: it has AVG of integers itself; else their sums are divided here.
-        queues: to wait for a call is to let the device's stream wait, so that the call ends later.
+        rank: The rank of this process in the group.
+        members: The members of the group, by rank.
+        group_name: The name of the group for error messages.
+        timeout_s: Seconds that a call waits for other ranks.
+        on_host: It can access host memory only. Tensors of other devices are copied to the host and back.
+        averages_integers: It implements AVG of integers itself. Otherwise their sums are divided here.
+        queues: Waiting for a call only makes the device's stream wait, so the call ends later.
     """
 
     on_host = False
@@ -114,8 +115,8 @@ class FlatEngine(Engine):
         self.members = members
         self.group_name = group_name
         self.timeout_s = timeout_s
-        # Works whose tensors the engine may still use, although the caller may have dropped all of them. Entered
-        # before the engine gets them, so that no exception in between can let a tensor go.
+        # Works whose tensors the engine may still use, although the caller may have dropped all of them. A work is
+        # added before the engine receives its tensors, so that an exception in between cannot release a tensor.
         self._pending: set[FlatWork] = set()
         self._presence: Presence | None = None
         self._stats = Stats(0, 0, 0.0, 0)
@@ -123,18 +124,18 @@ class FlatEngine(Engine):
         self._forks = forks()
         self._debug = get_debug_level() is DebugLevel.DETAIL
 
-    # --- what an engine does with flat tensors: of bytes, or of numbers where it reduces ---
+    # --- Operations of an engine on flat tensors: of bytes, or of numbers if it reduces ---
 
     @abc.abstractmethod
     def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
-        """Whether the engine has the reduce op for the dtype."""
+        """Return whether the engine implements the reduce op for the dtype."""
 
     @abc.abstractmethod
     def begin_all_reduce(self, flat: Tensor, op: ReduceOp) -> Progress: ...
 
     @abc.abstractmethod
     def begin_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Progress:
-        """Leaves ``flat`` as it is on other ranks than ``root``."""
+        """Begin a reduce. ``flat`` does not change on ranks other than ``root``."""
 
     @abc.abstractmethod
     def begin_broadcast(self, flat: Tensor, root: int) -> Progress: ...
@@ -153,7 +154,7 @@ class FlatEngine(Engine):
 
     @abc.abstractmethod
     def begin_all_to_all(self, into: Tensor, given: Tensor, gets: list[int], gives: list[int]) -> Progress:
-        """``gets`` and ``gives``: the bytes from and for each rank."""
+        """Begin an all_to_all. ``gets`` and ``gives``: the number of bytes from and to each rank."""
 
     @abc.abstractmethod
     def begin_barrier(self) -> Progress: ...
@@ -164,10 +165,10 @@ class FlatEngine(Engine):
     @abc.abstractmethod
     def begin_recv(self, into: Tensor, source: int, tag: int) -> Progress: ...
 
-    # --- what an engine may do besides ---
+    # --- Optional operations of an engine ---
 
     def explain(self, error: BaseException, verb: str) -> NoReturn:
-        """Raises our error for the engine's, which is a RuntimeError or an OSError; one of ours names the call then."""
+        """Raise allranks's error for an error of the engine. An AllranksError gets the name of the call."""
         here = self.here(verb)
         if isinstance(error, PeerLostError):
             raise PeerLostError(f"{here}: {error}", error.rank) from error
@@ -176,10 +177,10 @@ class FlatEngine(Engine):
         raise AllranksError(f"{here}: {self.name}: {error}") from error
 
     def leave_running(self, work: FlatWork) -> None:
-        """An asynchronous call has begun; nobody waits for it."""
+        """Take over an asynchronous call that has begun. No thread may ever wait for it."""
 
     def give_up(self, work: FlatWork) -> None:
-        """A blocking call is left by an exception; the engine may still use its tensors."""
+        """Handle a blocking call that an exception has left. The engine may still use its tensors."""
 
     # --- verbs ---
 
@@ -203,7 +204,7 @@ class FlatEngine(Engine):
 
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool) -> Work | None:
         if not isinstance(outputs, Tensor) and len({t.numel() for t in outputs if isinstance(t, Tensor)}) > 1:
-            return self.all_to_all(outputs, [tensor] * len(self.members), async_op)  # pieces of uneven sizes
+            return self.all_to_all(outputs, [tensor] * len(self.members), async_op)  # tensors of different sizes
         operands = self._moving(tensor, "all_gather")
         results = self._filled(operands, outputs, tensor)
         given, into = as_bytes(operands.read(tensor, (results,), self.rank)), as_bytes(results)
@@ -301,7 +302,7 @@ class FlatEngine(Engine):
         return Operands(verb, on_host=self.on_host)
 
     def _reducing(self, tensor: Tensor, op: ReduceOp | PremulSum, verb: str) -> tuple[Operands, ReduceOp]:
-        """The call's operands, which are multiplied as ``op`` requires, and the op that is left."""
+        """Return the call's operands, multiplied as ``op`` requires, and the op that remains."""
         self._check(tensor, verb)
         factor = factor_of(verb, op)
         op = ReduceOp.SUM if isinstance(op, PremulSum) else op
@@ -310,7 +311,7 @@ class FlatEngine(Engine):
         return Operands(verb, factor, self.on_host), op
 
     def _op_on(self, operands: Operands, into: Tensor | None, tensor: Tensor, op: ReduceOp) -> ReduceOp:
-        """The op on `_numbers` of a tensor, whose result comes to ``into``."""
+        """Return the op on the `_numbers` of a tensor. Its result is written to ``into``."""
         if tensor.dtype is torch.bool:
             return ON_BOOLS[op]
         if op is not ReduceOp.AVG or not is_integer(tensor.dtype) or self.averages_integers:
@@ -323,7 +324,7 @@ class FlatEngine(Engine):
     def _joined(
         self, operands: Operands, pieces: Sequence[Tensor] | Tensor, like: Tensor, results: Sequence[Tensor] = ()
     ) -> Tensor:
-        """One tensor with all pieces in turn, to be read while ``results`` are written."""
+        """Return one tensor with the tensors of all ranks in order, which is read while ``results`` are written."""
         check_pieces(operands.verb, pieces, like, len(self.members), self._check)
         if isinstance(pieces, Tensor):
             return operands.read(pieces, results, self.rank).detach()
@@ -332,7 +333,7 @@ class FlatEngine(Engine):
         return joined
 
     def _filled(self, operands: Operands, pieces: Sequence[Tensor] | Tensor, like: Tensor) -> Tensor:
-        """One tensor with room for all pieces in turn, to be written."""
+        """Return one tensor with room for the tensors of all ranks in order, which is written."""
         check_pieces(operands.verb, pieces, like, len(self.members), self._check)
         if isinstance(pieces, Tensor):
             return operands.write(pieces)
@@ -378,7 +379,7 @@ class FlatEngine(Engine):
         begin: Callable[..., Progress],
         *args: Any,
     ) -> FlatWork:
-        """Begins a call, which is recorded."""
+        """Begin a call and record it."""
         if len(self._pending) > _MANY_PENDING:
             for other in tuple(self._pending):
                 other.is_completed()
@@ -407,13 +408,13 @@ class FlatEngine(Engine):
             if ours or not isinstance(error, RuntimeError | OSError):
                 raise
             self.explain(error, work.verb)
-        except BaseException:  # Ctrl-C: whether the engine has the call is not known
+        except BaseException:  # Ctrl-C: it is unknown whether the engine has begun the call
             self.give_up(work)
             raise
         return work
 
     def _compare(self, verb: str, subject: Subject) -> None:
-        """Raises where the ranks are about to call different things."""
+        """Raise if the ranks are about to make different calls."""
         numel, op = subject.numel, subject.op
         text = verb if numel is None else f"{verb} of {numel} x {str(subject.dtype).removeprefix('torch.')}"
         if op is not None:
@@ -435,7 +436,7 @@ class FlatEngine(Engine):
             )
 
     def ended(self, work: FlatWork) -> None:
-        """Called by a work when it has ended, well or not."""
+        """Remove a work that has ended, successfully or not. Called by the work."""
         if work in self._pending:
             self._pending.discard(work)
             self._count(work.nbytes, work.began)
@@ -445,12 +446,12 @@ class FlatEngine(Engine):
         self._stats = Stats(calls + 1, total + nbytes, seconds + time.monotonic() - began, shared)
 
     def check_process(self, verb: str) -> None:
-        """Raises in a forked child, where nothing can be waited for."""
+        """Raise in a forked child, in which no call can be waited for."""
         if self._forks != forks():
             raise refusal(f"{verb} on group '{self.group_name}': the group")
 
     def here(self, verb: str) -> str:
-        """How errors begin."""
+        """Return the beginning of error messages."""
         return f"{verb} on group '{self.group_name}' (rank {self.rank} of {len(self.members)})"
 
     def _who(self, rank: int) -> str:
@@ -458,17 +459,17 @@ class FlatEngine(Engine):
 
 
 class FlatWork(OperandsWork):
-    """An asynchronous call of such an engine."""
+    """An asynchronous call of a flat engine."""
 
     def __init__(self, engine: FlatEngine, operands: Operands, nbytes: int) -> None:
         super().__init__(operands)
         self.began = time.monotonic()
         self.nbytes = nbytes
-        self.progress: Progress | None = None  # until the engine has it
+        self.progress: Progress | None = None  # None until the engine has begun the call
         self._engine = engine
         self._recording: EngineRecording | None = None
         self._record: _core.OtherCall | None = None  # until its end is recorded
-        self._awaited = False  # as it has been recorded
+        self._awaited = False  # whether the record contains a wait
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if self._error is not None:
@@ -506,24 +507,24 @@ class FlatWork(OperandsWork):
                 raise
 
     def record_as(self, recording: EngineRecording, call: _core.OtherCall) -> None:
-        """Lets the work record its end."""
+        """Set the record in which the work records its end."""
         self._recording, self._record = recording, call
 
     def watch(self) -> None:
-        """Lets the end be recorded of a call for which perhaps nobody will wait."""
+        """Let the recorder check for the end of a call for which perhaps no thread will wait."""
         assert self.progress is not None
         if self._recording is not None and self.progress.asked_cheaply:
             self._recording.watch(self)
 
     def end_record(self, succeeded: bool) -> None:
-        """Records that the call has ended. May be called again."""
+        """Record that the call has ended. Idempotent."""
         record, self._record = self._record, None
         if record is not None and self._recording is not None:
             record.end(succeeded)
             self._recording.ended(self)
 
     def has_ended(self) -> bool:
-        """Whether the call has ended, where that can be asked cheaply. If so, that is recorded."""
+        """Return whether the call has ended, if this check is inexpensive. Records the end."""
         assert self.progress is not None
         if not self._engine.queues:
             return self.is_completed()
@@ -533,7 +534,7 @@ class FlatWork(OperandsWork):
         return True
 
     def _record_wait(self) -> None:
-        """Records that the program waits, and where."""
+        """Record that the program waits, and at which call site."""
         if self._record is not None and not self._awaited:
             self._awaited = True
             self._record.set_awaited(site())
@@ -543,7 +544,7 @@ class FlatWork(OperandsWork):
         return self.progress.source()
 
     def done(self) -> bool:
-        """Whether it has ended: the engine no longer uses the tensors, or the call has failed."""
+        """Return whether it has ended: the engine no longer uses the tensors, or the call has failed."""
         return self._error is not None or (self.progress is not None and self.progress.done())
 
 
@@ -552,12 +553,12 @@ def _on(tensor: Tensor, op: ReduceOp | None = None, peer: int = -1, tag: int = 0
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor."""
     return _flat(tensor).view(torch.uint8)
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """What is reduced in place of ``tensor``: flat, bools as bytes, complex numbers as pairs."""
+    """Return the tensor that is reduced instead: flat, bools as bytes, complex numbers as pairs."""
     flat = _flat(tensor)
     if flat.is_complex():
         return torch.view_as_real(flat).view(-1)
@@ -565,5 +566,5 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """A contiguous tensor in one dimension. A dimension of size 1 may have any stride, which view would keep."""
+    """Return a one-dimensional view. A dimension of size 1 may have any stride, which view would keep."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

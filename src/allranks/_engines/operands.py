@@ -1,12 +1,12 @@
-"""The tensors of a call as engines take them: contiguous, where the engine can reach them, and kept alive until the
-call has ended.
+"""The tensors of a call as engines take them: contiguous, in accessible memory, and alive until the call has ended.
 
-An engine that reaches only the host's memory gets copies there of tensors on a GPU or another device. Each of these
-copies has ended when it returns: what is copied from a device is what its current stream had computed, and what is
-copied back is there for whoever comes after `finish`, on whatever stream or thread.
+An engine that can access host memory only receives host copies of tensors on a GPU or another device. Each of these
+copies is complete when the copying call returns. A copy from a device contains the result of all earlier work on its
+current stream. A copy back to the device is visible to all streams and threads after `finish`.
 
-Engines write results while they still read operands. An operand that lies where a result does is therefore copied,
-unless the two are the same piece, as in calls in place. Results that share memory are refused.
+Engines write results while they still read operands. An operand that shares memory with a result is therefore copied.
+The exception is an operand that is exactly one piece of the result, as in calls in place. Results that share memory are
+rejected.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["Operands", "OperandsWork", "different"]
 
 
 class Operands:
-    """The tensors of one call, in the shape that engines take: contiguous, in memory as they read.
+    """The tensors of one call, in the form that engines take: contiguous, without lazy conjugation or negation.
 
     Args:
-        verb: of the call, for errors.
-        factor: what to multiply with what is read.
-        on_host: whether all must be in the host's memory.
+        verb: The name of the call for error messages.
+        factor: The factor by which operands are multiplied.
+        on_host: Whether all tensors must be in host memory.
     """
 
     __slots__ = ("_back", "_device", "_factor", "_on_host", "keep", "then", "verb")
@@ -49,16 +49,16 @@ class Operands:
         self._back: list[tuple[Tensor, Tensor]] = []
         self.keep: list[Tensor] = []
         self.then: Callable[[], object] | None = None
-        """What is still to be done with what the engine has written."""
+        """The action that remains on the data that the engine has written."""
 
     def read(self, tensor: Tensor, results: Sequence[Tensor] = (), slot: int | None = None) -> Tensor:
-        """What the engine reads in place of ``tensor``.
+        """Return the tensor that the engine reads instead of ``tensor``.
 
         Args:
-            tensor: the caller's.
-            results: what the engine writes meanwhile. Where one is a whole piece of the other, or both are the same,
-                no copy is needed.
-            slot: which piece that must be; None: any.
+            tensor: The tensor of the caller.
+            results: The tensors that the engine writes at the same time. No copy is needed if the two are the same, or
+                if one is a whole piece of the other.
+            slot: The number of this piece. None: any piece.
         """
         tensor = bare(self.verb, tensor)
         self._check_device(tensor)
@@ -68,10 +68,10 @@ class Operands:
         return work
 
     def exchange(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], own: int) -> tuple[list[Tensor], ...]:
-        """What the engine reads and what it writes in an all_to_all, by rank. Piece r may be the same in both."""
+        """Return what the engine reads and writes in an all_to_all, by rank. Piece r may be the same in both."""
         outputs = [bare(self.verb, tensor) for tensor in outputs]
         check_apart(self.verb, outputs)
-        once = {id(tensor): tensor for tensor in inputs}  # all_gather gives every rank the same one
+        once = {id(tensor): tensor for tensor in inputs}  # all_gather passes the same tensor for every rank
         read = {key: self.read(tensor) for key, tensor in once.items()}
         reads = [read[id(tensor)] for tensor in inputs]
         writes = [self.write(tensor) for tensor in outputs]
@@ -81,17 +81,17 @@ class Operands:
         return [read[id(tensor)] for tensor in inputs], writes
 
     def read_each(self, tensors: Sequence[Tensor], results: Sequence[Tensor] = ()) -> list[Tensor]:
-        """As ``read``, of several."""
+        """Apply ``read`` to several tensors."""
         return [self.read(tensor, results) for tensor in tensors]
 
     def write_each(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """As ``write``, of several, which must not share memory."""
+        """Apply ``write`` to several tensors, which must not share memory."""
         tensors = [bare(self.verb, tensor) for tensor in tensors]
         check_apart(self.verb, tensors)
         return [self.write(tensor) for tensor in tensors]
 
     def write(self, tensor: Tensor) -> Tensor:
-        """What the engine writes, all of it, in place of ``tensor``; ``finish`` brings it there."""
+        """Return the tensor that the engine writes completely instead of ``tensor``. ``finish`` copies it back."""
         tensor = bare(self.verb, tensor)
         self._check_device(tensor)
         if self._fits(tensor):
@@ -103,30 +103,30 @@ class Operands:
         return self._brought_back(tensor, self._room(tensor))
 
     def update(self, tensor: Tensor) -> Tensor:
-        """What the engine reads and then writes in place of ``tensor``; ``finish`` brings it there."""
+        """Return the tensor that the engine reads and then writes instead of ``tensor``. ``finish`` copies it back."""
         tensor = bare(self.verb, tensor)
         self._check_device(tensor)
         if self._factor is None and self._fits(tensor):
             self.keep.append(tensor)
             return tensor
-        check_distinct(self.verb, tensor)  # before it is copied
+        check_distinct(self.verb, tensor)  # before the copy, which is wasted if this raises
         return self._brought_back(tensor, self._copy(tensor))
 
     def fill(self, tensor: Tensor, part: Tensor) -> None:
-        """Lets ``finish`` bring ``part``, which the engine writes, to ``tensor``."""
+        """Let ``finish`` copy ``part``, which the engine writes, to ``tensor``."""
         tensor = bare(self.verb, tensor)
         self._check_device(tensor)
         check_distinct(self.verb, tensor)
         self._back.append((tensor, part.view(tensor.shape)))
 
     def finish(self) -> None:
-        """Bring the results where they belong. A call after one that was interrupted does what is left."""
+        """Copy the results to their destinations. A call after an interrupted one completes the rest."""
         if self.then is not None:
             self.then()
             self.then = None
         while self._back:
             tensor, work = self._back[-1]
-            # Tensors of inference mode can be changed only in that mode, and who waits may not be in it.
+            # Tensors of inference mode can be changed only in that mode, and the waiting thread may not be in it.
             with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
                 _copyable(tensor).copy_(_copyable(work))
             self._back.pop()
@@ -142,8 +142,10 @@ class Operands:
         return _plain(tensor) and (tensor.is_cpu or not self._on_host)
 
     def _room(self, tensor: Tensor) -> Tensor:
-        """Memory for all elements. Pinned memory is copied at once, where other memory goes through a buffer of the
-        driver; torch keeps what was pinned, and gives it out again.
+        """Return memory for all elements.
+
+        Pinned memory is copied directly, while other memory goes through a buffer of the driver. torch caches pinned
+        memory and reuses it.
         """
         device = "cpu" if self._on_host else tensor.device
         pinned = self._on_host and tensor.is_cuda
@@ -162,12 +164,12 @@ class Operands:
 
 
 def _copyable(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor that torch does not copy."""
+    """Return the bytes of a tensor if torch cannot copy its dtype."""
     return tensor.view(torch.uint8) if tensor.dtype is torch.float4_e2m1fn_x2 else tensor
 
 
 class OperandsWork(Work):
-    """An asynchronous call of an engine on such tensors. ``wait`` keeps the error of a call that has failed."""
+    """An asynchronous call of an engine on such tensors. ``wait`` keeps the error of a failed call."""
 
     def __init__(self, operands: Operands) -> None:
         self.verb = operands.verb
@@ -179,16 +181,16 @@ class OperandsWork(Work):
 
     @abc.abstractmethod
     def done(self) -> bool:
-        """Whether the engine no longer uses the tensors."""
+        """Return whether the engine no longer uses the tensors."""
 
     def _finish(self) -> None:
-        with self._lock:  # of several threads that wait, none shall go on before the results are where they belong
+        with self._lock:  # if several threads wait, none may continue before the results are copied back
             if self._error is not None:
                 raise self._error
             try:
                 self._operands.finish()
             except Exception as error:
-                self._error = error  # a second wait reports it, too
+                self._error = error  # a second wait raises it again
                 raise
         self._finished = True
 
@@ -212,12 +214,12 @@ class OperandsWork(Work):
 
 
 def different(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Without those that come again."""
+    """Return the tensors without duplicates."""
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _clash(tensor: Tensor, result: Tensor, slot: int | None) -> bool:
-    """Whether contiguous tensors overlap, and neither is a whole piece (if given: piece ``slot``) of the other."""
+    """Return whether contiguous tensors overlap, unless one is a whole piece (piece ``slot`` if given) of the other."""
     (piece, small), (nbytes, large) = sorted((t.nbytes, t.data_ptr()) for t in (tensor, result))
     if piece == 0 or small >= large + nbytes or large >= small + piece:
         return False
@@ -226,12 +228,12 @@ def _clash(tensor: Tensor, result: Tensor, slot: int | None) -> bool:
 
 
 def _clashes(reads: Sequence[Tensor], writes: Sequence[Tensor], own: int) -> list[int]:
-    """The pieces of an all_to_all whose operand is overwritten by a result that is not exactly in its place.
+    """Return the pieces of an all_to_all whose operand is overwritten by a result that is not exactly in its place.
 
     Args:
-        reads: contiguous, by rank.
-        writes: contiguous and apart, by rank.
-        own: this rank. Its own piece is not written where it lies already.
+        reads: Contiguous tensors, by rank.
+        writes: Contiguous tensors that do not overlap, by rank.
+        own: This rank. Its own piece is not written if it is already in place.
     """
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, rank)
@@ -243,6 +245,8 @@ def _clashes(reads: Sequence[Tensor], writes: Sequence[Tensor], own: int) -> lis
     for rank, tensor in enumerate(reads):
         place = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, rank
         first = bisect_right(ends, place[0])
+        # The results do not overlap each other, so the first two decide. There is no clash if the operand overlaps no
+        # result, or only the result that is exactly in its place.
         over = [span for span in spans[first : first + 2] if tensor.nbytes and span[0] < place[1]]
         if over and over != [place]:
             found.append(rank)
@@ -250,12 +254,12 @@ def _clashes(reads: Sequence[Tensor], writes: Sequence[Tensor], own: int) -> lis
 
 
 def _plain(tensor: Tensor) -> bool:
-    # A lazily conjugated or negated tensor has a flag, not other bytes.
+    # A lazily conjugated or negated tensor has a flag; its bytes are not changed.
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def _let_finish(device: torch.device) -> None:
-    """Waits for the current stream: what it still does with a tensor comes before what is copied to it later."""
+    """Wait for the current stream: its earlier work on a tensor must complete before data is copied to the tensor."""
     stream_of = getattr(getattr(torch, device.type, None), "current_stream", None)
-    if stream_of is not None:  # mps, for one, has a single queue, in which the copies are too
+    if stream_of is not None:  # mps, for example, has a single queue that also contains the copies
         stream_of(device).synchronize()

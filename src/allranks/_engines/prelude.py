@@ -1,11 +1,10 @@
-"""The calls that an elastic program makes before its training loop, so that they survive losses, too.
+"""The replay log of the calls that an elastic program makes before its training loop, so that they survive losses.
 
-Each rank records what such calls gave it. A process that takes a lost rank's seat runs the program from the top, while
-the others are past those calls, and is given the same. Where a loss cuts a call off before the loop, a process takes
-the seat, comes to the same call, and all make it again; a rank that had not got its result is given that of another.
-
-What is large is not kept: its memory is filled with bits that are no number (all ones: NaN as a float), and it must be
-part of the state that the loop brings, as the weights are that DistributedDataParallel broadcasts.
+Each rank records the results of these calls. A process that takes a lost rank's slot runs the program from the top,
+while the others are already past these calls, and receives the recorded results. If a loss interrupts a call before the
+loop, a replacement process reaches the same call, and all ranks make it again. A rank that did not get its result
+receives that of another rank. Large results are not kept. Their memory is filled with ones in all bits (NaN as a
+float). They must be part of the state that the loop restores, like the weights that DistributedDataParallel broadcasts.
 """
 
 from __future__ import annotations
@@ -36,25 +35,25 @@ if TYPE_CHECKING:
 __all__ = ["LOSSES", "Prelude", "brought_by_the_state", "unrecorded"]
 
 LOSSES = (PeerLostError, AbortedError, TimeoutError)
-"""The errors of calls that a loss has cut off."""
+"""The errors of calls that a loss has interrupted."""
 
-_SMALL = 64 << 10  # bytes of one tensor: larger ones of floats are not kept
+_SMALL = 64 << 10  # bytes of one tensor: larger tensors of floats are not kept
 _MOST = 4 << 20  # bytes of all entries of a rank
-_MANY = 10_000  # calls: a program that makes so many has no loop of ours
+_MANY = 10_000  # calls: a program with more calls before the loop does not use allranks's training loop
 
-_ALIKE = ("all_reduce", "broadcast", "all_gather", "barrier")  # what they give is the same on all ranks
+_ALIKE = ("all_reduce", "broadcast", "all_gather", "barrier")  # their results are the same on all ranks
 _LENGTH = struct.Struct("!I")
 
 _local = threading.local()
 
 
 class LoggedCall(msgspec.Struct, frozen=True, array_like=True):
-    """A call, and what it gave.
+    """A call and its results.
 
     Attributes:
-        verb: its name.
-        outputs: the bytes of each tensor that it wrote; the number of bytes of one that is not kept.
-        sender: of a recv.
+        verb: The name of the call.
+        outputs: The bytes of each tensor that it wrote, or the number of bytes of a tensor that is not kept.
+        sender: The sender of a recv.
     """
 
     verb: str
@@ -64,7 +63,7 @@ class LoggedCall(msgspec.Struct, frozen=True, array_like=True):
 
 @contextlib.contextmanager
 def brought_by_the_state() -> Iterator[None]:
-    """What calls give meanwhile is not kept, as the state of the training has it."""
+    """Do not keep the results of calls in this context, because the training state contains them."""
     _local.brought = True
     try:
         yield
@@ -74,7 +73,7 @@ def brought_by_the_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """Calls meanwhile are no calls of the program: they are not kept, and a loss ends them."""
+    """Treat calls in this context as internal: they are not recorded, and a loss aborts them."""
     _local.unrecorded = True
     try:
         yield
@@ -83,13 +82,13 @@ def unrecorded() -> Iterator[None]:
 
 
 def encode(entry: LoggedCall | None) -> bytes:
-    """An entry for the end of a record; None: there is too much to keep, and nothing follows."""
+    """Return an entry to append to a log. None: the results are too large to keep, and no entry follows."""
     data = msgspec.msgpack.encode(entry)
     return _LENGTH.pack(len(data)) + data
 
 
 def decode(record: bytes) -> list[LoggedCall | None]:
-    """The entries of a record."""
+    """Return the entries of a log."""
     entries, at = [], 0
     while at < len(record):
         (length,) = _LENGTH.unpack_from(record, at)
@@ -105,7 +104,7 @@ def _kept(tensor: Tensor) -> bytes | int:
 
 
 def _fill(tensor: Tensor, data: bytes | int) -> bool:
-    """Writes what was kept. Returns whether it fits."""
+    """Write a kept result to a tensor. Return whether it fits."""
     if (data if isinstance(data, int) else len(data)) != tensor.nbytes:
         return False
     if not tensor.nbytes:
@@ -118,12 +117,12 @@ def _fill(tensor: Tensor, data: bytes | int) -> bool:
 
 
 class Prelude(Engine):
-    """What stands before the engine of a group until the loop begins.
+    """The engine in front of a group's own engine until the loop begins.
 
     Attributes:
-        engine: the group's; None in a process that is not connected yet.
-        calls: how many calls were made.
-        lacks: something was not kept, so that this process needs the state of another.
+        engine: The engine of the group. None in a process that is not connected yet.
+        calls: The number of calls that were made.
+        lacks: A result was not kept, so this process needs the state of another process.
     """
 
     def __init__(
@@ -136,12 +135,12 @@ class Prelude(Engine):
     ) -> None:
         """
         Args:
-            backend: the engine's name.
-            engine: the engine; None: calls are given what is recorded.
-            append: puts bytes behind this rank's record.
-            renew: connects a new engine after a loss, or the first one; returns it and the number of calls that some
-                rank has made.
-            read: the records: this seat's, and those of the others.
+            backend: The name of the engine.
+            engine: The engine. None: calls receive the recorded results.
+            append: Appends bytes to the log of this rank.
+            renew: Connects a new engine after a loss, or the first one. Returns it, and the highest number of calls
+                that any rank has made.
+            read: Returns the logs: that of this rank slot, then those of the others.
         """
         self.name = backend
         self.now = never
@@ -152,8 +151,9 @@ class Prelude(Engine):
         self._renew = renew
         self._read = read
         self._records = [decode(record) for record in read()] if engine is None else []
-        self._made = 0  # by some rank, as far as known after a loss: so many are given, not made
-        self._kept = len(self._records[0]) if self._records else 0  # entries of this seat's record
+        # The number of calls that some rank has made, as known after a loss: these calls are replayed, not made
+        self._made = 0
+        self._kept = len(self._records[0]) if self._records else 0  # entries in the log of this rank slot
         self._keeps = not (self._records and self._records[0] and self._records[0][-1] is None)
         self._bytes = 0
 
@@ -171,6 +171,7 @@ class Prelude(Engine):
                 return entry.sender
             self._connect()
             return self._call(verb, written, call)
+        # The engine may have written part of the results before a loss. The call is repeated on the original values.
         before = [tensor.detach().clone() for tensor in written]
         assert self.engine is not None
         try:
@@ -204,7 +205,7 @@ class Prelude(Engine):
         own, *others = self._records
         if self.calls < len(own):
             return own[self.calls]
-        # Another rank has got the result of a call that a loss has cut off here.
+        # Another rank has the result of a call that a loss has interrupted on this rank.
         found = [record[self.calls] for record in others if self.calls < len(record)]
         return next((entry for entry in found if entry is not None and entry.verb in _ALIKE), None)
 
@@ -278,7 +279,7 @@ class Prelude(Engine):
         return self._work(async_op, [])
 
     def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
-        if async_op:  # a blocking one might never end here
+        if async_op:  # a blocking send might never complete here
             self._keeps_nothing_more()
             return self._live("isend").send(tensor, to, tag, True)
         self._call("send", [], lambda engine: engine.send(tensor, to, tag, False))
@@ -298,7 +299,7 @@ class Prelude(Engine):
             self._append(encode(None))
 
     def empty_shared(self, nbytes: int) -> Tensor:
-        return super().empty_shared(nbytes)  # the ranks that are connected later have none of it
+        return super().empty_shared(nbytes)  # ranks that connect later would not have shared memory
 
     def record_in(self, recorder: _core.Recorder, group: int) -> bool:
         return self.engine is not None and self.engine.record_in(recorder, group)

@@ -1,7 +1,8 @@
-"""Which members of a group are still there: for engines that report that a connection broke, but not whose.
+"""Detection of lost members, for engines that report a broken connection but not which rank is lost.
 
-Each member binds an abstract unix datagram socket that others can name; the kernel closes it with its process. Who
-leaves reports it to the others, which distinguishes it from one that died. Members on other hosts cannot be asked.
+Each member binds an abstract unix datagram socket whose name the other members can compute. The kernel closes it when
+the process exits. A member that leaves notifies the others, which distinguishes it from a member that died. Members on
+other hosts cannot be queried.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Presence"]
 
-_CLOSING_S = 0.3  # a process that dies closes its descriptors one after the other
+_CLOSING_S = 0.3  # seconds; a dying process closes its descriptors one after the other
 _PAUSE_S = 0.01
-_GOODBYE = struct.Struct("!IQ")  # who leaves, after how many collectives
-_QUEUE = 10  # so many goodbyes are kept for a rank that does not listen; Linux's default
+_GOODBYE = struct.Struct("!IQ")  # the rank that leaves, and its number of collectives
+_QUEUE = 10  # number of goodbyes that are kept for a rank that does not read them; Linux's default
 _UNKNOWN = (1 << 64) - 1
 
 
 class Presence:
-    """This rank's sign in a group, and a look for those of the others."""
+    """The presence socket of this rank in a group, and the check for those of the other ranks."""
 
     def __init__(self, rank: int, members: Sequence[Member], secret: bytes) -> None:
-        """``secret`` is known to the members only."""
+        """Bind the socket of this rank. Only the members have ``secret``."""
         self._rank = rank
         self._near = [r for r, member in enumerate(members) if r != rank and member.machine == members[rank].machine]
         self._key = hashlib.sha256(secret).hexdigest()[:32]
@@ -42,34 +43,34 @@ class Presence:
         self._left: dict[int, int] = {}
 
     def gone(self, patience_s: float = _CLOSING_S) -> tuple[list[int], dict[int, int]]:
-        """The ranks of this host that died, and those that left, with the number of collectives they had called.
+        """Return the ranks of this host that died, and those that left with their number of collectives.
 
-        Waits so long where there are none.
+        Waits for at most ``patience_s`` seconds until there is such a rank.
         """
         deadline = time.monotonic() + patience_s
         while not (missing := [rank for rank in self._near if not self._there(rank)]) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
         if missing and self._hear() >= _QUEUE:
-            # More may have sent a goodbye than the queue can hold. Whoever is missing may be one of them.
+            # More ranks may have sent a goodbye than the queue can hold. Any missing rank may be one of them.
             self._left = dict.fromkeys(missing, _UNKNOWN) | self._left
         left = {rank: self._left[rank] for rank in missing if rank in self._left}
         return [rank for rank in missing if rank not in left], left
 
     def leave(self, calls: int = 0) -> None:
-        """Says to the others that this rank leaves, after so many collectives, and takes the sign down."""
+        """Notify the other ranks that this rank leaves after this number of collectives, and close the socket."""
         for rank in self._near:
-            # It has ended itself, or reads nothing: it will find the socket missing.
+            # The other rank has exited, or does not read. In the second case it will find that the socket is missing.
             with contextlib.suppress(ConnectionRefusedError, BlockingIOError):
                 self._sign.sendto(_GOODBYE.pack(self._rank, calls), self._name(rank))
         self.close()
 
     def close(self) -> None:
-        """Takes the sign down. In a forked child: the parent's stays."""
+        """Close the socket. In a forked child, the socket of the parent stays open."""
         self._sign.close()
 
     def _hear(self) -> int:
         count = 0
-        with contextlib.suppress(BlockingIOError):  # no more of them
+        with contextlib.suppress(BlockingIOError):  # no more goodbyes
             while True:
                 self._left.update([_GOODBYE.unpack(self._sign.recv(_GOODBYE.size))])
                 count += 1

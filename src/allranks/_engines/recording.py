@@ -1,8 +1,8 @@
-"""What an engine records of its calls that is not the core's.
+"""Recording of the calls of engines other than the native engine.
 
-The core records the calls of the native engine itself. Here the begin of a call is known, and its end is when somebody
-who waits or asks has found that it has ended. A call that nobody waits for is looked at when the next one begins: so it
-ends without a thread that watches it.
+The core records the calls of the native engine itself. For other engines, the begin of a call is known. Its end is
+recorded when a waiting or polling thread finds that it has ended. A call for which no thread waits is checked when the
+next call begins. Its end is therefore recorded without a watching thread.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ __all__ = ["EngineRecording", "Subject"]
 
 _VERBS = {verb: code for code, verb in enumerate(VERBS)}
 
-_core.set_where(where)  # for the lines of blocking calls, also where nobody imports the native engine
+_core.set_where(where)  # call sites of blocking calls need it, also if the native engine is not imported
 
 
 class Subject(NamedTuple):
-    """What a call is about.
+    """The data of a call for its record.
 
     Attributes:
-        dtype: of its tensors.
-        numel: elements of this rank's tensor; None where it is not the same on all ranks.
-        op: the reduce op.
-        peer: the root, or the other side of a message; -1: none, or any.
-        tag: of a message.
+        dtype: The dtype of its tensors.
+        numel: The number of elements of this rank's tensor. None if it differs between ranks.
+        op: The reduce op.
+        peer: The root, or the other rank of a message. -1: none, or any.
+        tag: The tag of a message.
     """
 
     dtype: torch.dtype = torch.uint8
@@ -45,24 +45,24 @@ class Subject(NamedTuple):
 
 
 class Unwaited(Protocol):
-    """A call that may end without somebody who waits for it."""
+    """A call that may end without a thread that waits for it."""
 
     def has_ended(self) -> bool:
-        """Whether it has ended. If so, it has recorded that."""
+        """Return whether it has ended. If so, it has recorded its end."""
         ...
 
 
 class EngineRecording:
-    """The calls of one group on one engine."""
+    """The record of the calls of one group on one engine."""
 
     def __init__(self, recorder: _core.Recorder, group: int) -> None:
         self._recorder = recorder
         self._group = group
-        self._number = 0  # of the last collective
-        self._unwaited: dict[Unwaited, None] = {}  # in the order of their begin
+        self._number = 0  # number of the last collective
+        self._unwaited: dict[Unwaited, None] = {}  # in the order in which they began
 
     def begin(self, verb: str, subject: Subject, nbytes: int, async_op: bool) -> _core.OtherCall:
-        """A call begins."""
+        """Record the begin of a call. First check the oldest calls for which no thread waits."""
         oldest = next(iter(self._unwaited), None)
         while oldest is not None and oldest.has_ended():
             self._unwaited.pop(oldest, None)
@@ -84,9 +84,9 @@ class EngineRecording:
         )
 
     def watch(self, call: Unwaited) -> None:
-        """A call has begun for which perhaps nobody will wait."""
+        """Register a call for which perhaps no thread will wait."""
         self._unwaited[call] = None
 
     def ended(self, call: Unwaited) -> None:
-        """It has ended, and that has been recorded."""
+        """Remove a call whose end has been recorded."""
         self._unwaited.pop(call, None)

@@ -1,7 +1,7 @@
-"""Which engines there are: those of allranks, and those of installed packages. Torch is not imported.
+"""The registry of engines: allranks's own, and those of installed packages. It does not import torch.
 
-The table of allranks' own is complete without a look at what is installed. Entry points are read where a name is not in
-the table, and where all engines are listed: reading them takes milliseconds.
+The table of allranks's engines is complete without reading installed packages. Entry points are read only if a name is
+not in the table, or if all engines are listed, because reading them takes milliseconds.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["ALIASES", "BUILT_IN", "ENTRY_POINTS", "Listed", "find", "is_here", "is_known", "listing", "names"]
 
 BUILT_IN: dict[str, EngineSpec] = {spec.name: spec for spec in (NATIVE, TCP, GLOO, MPI, NCCL)}
-"""Allranks' own engines, by name."""
+"""Allranks's own engines, by name."""
 
 ALIASES = {"allranks": "native"}
-"""Other names of them: what torch.distributed calls it."""
+"""Other names of engines: the names under which torch.distributed knows them."""
 
 ENTRY_POINTS = "allranks.engines"
-"""The group of entry points. An entry point's name is the engine's, its object an EngineSpec."""
+"""The group of entry points. The name of an entry point is that of the engine. Its object is an EngineSpec."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _loaded: dict[str, EngineSpec] = {}
@@ -37,13 +37,13 @@ _loaded: dict[str, EngineSpec] = {}
 
 @dataclass(frozen=True)
 class Listed:
-    """A line of the list of engines.
+    """A row of the list of engines.
 
     Attributes:
-        name: the engine's.
-        package: what brings it, with its version; "" for allranks itself.
-        here: whether it can be used.
-        error: why it cannot be loaded; "" where it can.
+        name: The name of the engine.
+        package: The package that provides it, with its version. "" for allranks itself.
+        here: Whether it can be used.
+        error: Why it cannot be loaded, else "".
     """
 
     name: str
@@ -53,10 +53,10 @@ class Listed:
 
 
 def find(name: str) -> EngineSpec | None:
-    """The engine of that name; None: there is none.
+    """Return the engine of this name, or None if it does not exist.
 
     Raises:
-        ConfigError: an installed package brings it, and is broken or made for another version of allranks.
+        ConfigError: An installed package provides it, and is broken or made for another version of allranks.
     """
     spec = BUILT_IN.get(name) or _loaded.get(name)
     if spec is None:
@@ -67,10 +67,10 @@ def find(name: str) -> EngineSpec | None:
 
 
 def is_here(spec: EngineSpec) -> bool:
-    """Whether an engine can be used in this process.
+    """Return whether an engine can be used in this process.
 
     Raises:
-        ConfigError: an installed package's engine fails to answer.
+        ConfigError: The availability check of an installed package's engine fails.
     """
     if spec.name in BUILT_IN:
         return spec.available()
@@ -84,17 +84,17 @@ def is_here(spec: EngineSpec) -> bool:
 
 
 def is_known(name: str) -> bool:
-    """Whether an engine, or an alias, has that name. Nothing is imported for it."""
+    """Return whether an engine or an alias has this name. It imports nothing."""
     return name in BUILT_IN or name in ALIASES or name in map(str.lower, names())
 
 
 def names() -> list[str]:
-    """The names of all engines. Nothing is imported for it."""
+    """Return the names of all engines. It imports nothing."""
     return list(dict.fromkeys([*BUILT_IN, *(point.name for point in _entry_points())]))
 
 
 def listing() -> list[Listed]:
-    """All engines. One that cannot be loaded has an error."""
+    """Return all engines. An engine that cannot be loaded has an error."""
     lines = [Listed(spec.name, "", is_here(spec), "") for spec in BUILT_IN.values()]
     by_name: dict[str, list[EntryPoint]] = {}
     for point in _entry_points():
@@ -114,7 +114,7 @@ def _entry_points() -> list[EntryPoint]:
 
 
 def _load(points: list[EntryPoint]) -> EngineSpec:
-    """The spec that an entry point names; of several with one name none is taken."""
+    """Return the spec of an entry point. If several have the same name, none is used."""
     name, package = points[0].name, package_of(points[0])
     what = f"backend {name!r}"
     if len(points) == 1 and (name in BUILT_IN or name in ALIASES):

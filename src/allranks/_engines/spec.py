@@ -1,6 +1,7 @@
-"""What allranks knows of an engine before it makes one. Torch is not imported here: the launcher lists engines.
+"""The description of an engine before it is created. It does not import torch, because the launcher lists engines.
 
-An installed package brings an engine by an entry point of the group ``allranks.engines``. ``registry`` finds both.
+An installed package provides an engine by an entry point of the group ``allranks.engines``. ``registry`` finds both
+kinds.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ if TYPE_CHECKING:
 __all__ = ["INTERFACE", "OLDEST", "RECORD_BYTES", "EngineSpec", "Exchange", "GroupSetup", "Meeting"]
 
 INTERFACE = 1
-"""The version of the interface between allranks and an engine. It grows with each change that breaks an engine."""
+"""The version of the interface between allranks and an engine. It increases with each incompatible change."""
 
 OLDEST = 1
-"""The oldest version that this allranks takes."""
+"""The oldest version that this allranks accepts."""
 
 RECORD_BYTES = 26
-"""The most that an engine gives to an `Exchange`. What new_group gathers grows with it."""
+"""The maximum size in bytes of a record for an `Exchange`. The data that new_group gathers grows with it."""
 
 Exchange: TypeAlias = Callable[[bytes], list[bytes]]
-"""Gives every rank of the group every rank's record, by rank."""
+"""Gives every rank of the group the records of all ranks, by rank."""
 
 
 class GroupSetup(NamedTuple):
-    """The group that an engine is made for.
+    """The group for which an engine is created.
 
     Attributes:
-        rank: this process in the group.
-        members: who is in the group, by rank: ``machine``, ``host``, ``pid``, ``addresses``, and ``rank`` in the world.
-        exchange: gives the members each other's addresses. It takes a record of at most 26 bytes, and returns
-            those of all members by rank, each filled up to 26 bytes with zeros. It is called at most once.
-        group_name: for errors.
-        timeout_s: of the connecting and of every later call, in seconds.
-        parent: the group from which this one is made, on every rank; None for the world.
+        rank: The rank of this process in the group.
+        members: The members, by rank: ``machine``, ``host``, ``pid``, ``addresses``, and ``rank`` in the world.
+        exchange: Gives the members each other's addresses. It takes a record of at most 26 bytes. It returns the
+            records of all members by rank, each padded to 26 bytes with zeros. It is called at most once.
+        group_name: The name of the group for error messages.
+        timeout_s: The timeout of the connection and of every later call, in seconds.
+        parent: The group from which this one is created, on every rank. None for the world.
     """
 
     rank: int
@@ -50,11 +51,11 @@ class GroupSetup(NamedTuple):
 
 
 class Meeting(Protocol):
-    """All ranks of a job have met: what an engine's ``meets_by`` returns.
+    """A completed rendezvous of all ranks of a job: the result of an engine's ``meets_by``.
 
     Attributes:
-        rank: this process in the job.
-        members: all processes, by rank.
+        rank: The rank of this process in the job.
+        members: All processes, by rank.
     """
 
     @property
@@ -64,14 +65,14 @@ class Meeting(Protocol):
     def members(self) -> Sequence[Member]: ...
 
     def exchange(self, record: bytes, timeout_s: float) -> list[bytes]:
-        """Gives every rank every rank's record, by rank."""
+        """Give every rank the records of all ranks, by rank."""
 
     def close(self) -> None:
-        """The world is made, or was not."""
+        """Release resources after the world was created, or failed to be created."""
 
 
 def always() -> bool:
-    """The engine is in every installation."""
+    """Return True: the engine is part of every installation."""
     return True
 
 
@@ -80,14 +81,14 @@ class EngineSpec:
     """An engine, described without importing it or torch.
 
     Attributes:
-        name: what ``init_process_group(backend=...)`` calls it: small letters, digits and underscores.
-        make: connects an engine with the other members of a group. It imports what it needs when it is called.
-        interface: the version of the interface that it is written for. A package writes a number here.
-        devices: the types of device whose tensors it moves; empty: any.
-        available: whether it can be used here. It is asked often, and imports no more than it must.
-        missing: why not, as the rest of the sentence "backend 'NAME' ...", and what to install.
-        meets_by: how the ranks of a world on this engine meet, from rank, world size (-1: not given) and timeout in
-            seconds; None: by ``init_method``.
+        name: Its name in ``init_process_group(backend=...)``: lower-case letters, digits and underscores.
+        make: Connects an engine with the other members of a group. It imports what it needs when it is called.
+        interface: The version of the interface for which it is written. A package writes a number here.
+        devices: The types of device whose tensors it transfers. Empty: any.
+        available: Whether it can be used here. It is called often, and should import as little as possible.
+        missing: Why not, as the rest of the sentence "backend 'NAME' ...", and what the user should install.
+        meets_by: The rendezvous of the ranks of a world on this engine, from rank, world size (-1: not set) and timeout
+            in seconds. None: by ``init_method``.
     """
 
     name: str

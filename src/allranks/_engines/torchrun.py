@@ -1,11 +1,11 @@
 """The store that torchrun's agent serves, for ranks that torchrun started.
 
-The agent holds MASTER_PORT itself, so rank 0 cannot listen there: the ranks meet on what the agent serves, which
-speaks torch's protocol. Hence torch's own client, wrapped by ``_store.ForeignStore``. It has no secret: whoever
-reaches the port can write, as in every job of torchrun.
+The agent itself holds MASTER_PORT, so rank 0 cannot listen there. The ranks meet on the agent's store, which uses
+torch's protocol. This module therefore uses torch's own client, wrapped by ``_store.ForeignStore``. The store has no
+secret: any process that reaches the port can write to it, as in every torchrun job.
 
-This stands here and not in ``_rendezvous``, which the launcher imports and which therefore may not import torch,
-not even through another module: it loads this one by its name, at the moment when torchrun turns out to be there.
+This module is not in ``_rendezvous``, because the launcher imports that package. The launcher must not import torch,
+not even through another module. ``_rendezvous`` loads this module by name when it detects torchrun.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["connect"]
 
 
 def connect(host: str, port: int, timeout_s: float, patience_s: float) -> Any:
-    """Connects to the agent's store.
+    """Connect to the agent's store.
 
     Args:
-        host: where the agent is (MASTER_ADDR).
-        port: where it listens (MASTER_PORT).
-        timeout_s: how long to try.
-        patience_s: how long the store may take for one request afterwards.
+        host: The host of the agent (MASTER_ADDR).
+        port: The port of the agent (MASTER_PORT).
+        timeout_s: Seconds to try to connect.
+        patience_s: Seconds that the store may take for one later request.
 
     Raises:
-        RuntimeError: torch's; nobody answered in time.
+        RuntimeError: torch's error. The agent did not answer in time.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -1,1 +1,1 @@
-"""The process group: checks a call once, picks the engine by the device of its tensors, numbers the call."""
+"""The process group: checks a call once, selects the engine by the device of its tensors, and numbers the call."""

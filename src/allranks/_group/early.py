@@ -1,13 +1,14 @@
-"""The groups that an elastic program makes before its training loop: they outlive the loss of their members.
+"""Groups that an elastic program creates before its training loop. They survive the loss of their members.
 
-When a process has taken a lost rank's place, the world has another engine, and so have these groups, in the same
-objects: what was built on them, a mesh or a sharded model, stays as it is. A process that takes a place makes the same
-groups when it runs the program from the top, while the others are past that. There they are connected when the loop is
-entered, and what was called on them before is given to it as that on the world is (`_engines/prelude`).
+When a process has replaced a lost rank, the world has a new engine. These groups then get new engines, too, in the same
+objects. Meshes and sharded models that use them stay valid. A replacement process runs the program from the top and
+creates the same groups while the other ranks are already past that point. The ranks therefore connect these groups when
+they enter the loop. Earlier calls on the groups are answered from the replay log, like those on the world
+(`_engines/prelude`).
 
-Where ranks are numbered anew, a group of some of them has lost its meaning, and is closed. But where several ranks have
-a replica of the model together (``Lineage.replica``), a group of ranks of one replica is one of the same places of each
-replica, and one of the same places of all replicas is that of the replicas that there are now.
+If ranks are renumbered, a group of some ranks has lost its meaning and is closed. The exception are ranks that share a
+replica of the model (``Lineage.replica``). A group of ranks of one replica becomes the group of the same positions of
+each replica. A group of the same positions of all replicas becomes that of the replicas that exist now.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ if TYPE_CHECKING:
 __all__ = ["EarlyGroups"]
 
 _KEY_BYTES = 16
-_CONNECT_S = 5.0  # for members that have all exchanged records: those that are lost meanwhile are seen earlier
+_CONNECT_S = 5.0  # seconds; all members have exchanged records, and losses after that are detected earlier
 
 
 @dataclass(frozen=True)
 class _Early:
-    """A group.
+    """A group created before the training loop.
 
     Attributes:
-        group: it.
-        key: the same on its members, and no other group's.
-        ranks: of its members in the world.
-        backend: its engine.
+        group: The group.
+        key: The same on all its members, and different from that of any other group.
+        ranks: The ranks of its members in the world.
+        backend: The name of its engine.
     """
 
     group: ProcessGroup
@@ -52,9 +53,15 @@ class _Early:
     backend: str
 
     def role(self, replica: int, count: int) -> tuple[str, tuple[int, ...]] | None:
-        """What it is where replicas of so many ranks come and go, of which there were so many when it was made.
+        """Return the meaning of the group if replicas of this size join and leave.
 
-        The places of its members in a replica, and whether it goes over all replicas. None: it is of no such kind.
+        Args:
+            replica: The number of ranks of one replica.
+            count: The number of replicas when the group was created.
+
+        Returns:
+            Whether the group spans one replica or all replicas, and the positions of its members in a replica. None if
+            it is neither.
         """
         if replica == 1 or count < 2:
             return None
@@ -67,14 +74,14 @@ class _Early:
 
 
 class EarlyGroups:
-    """Those of one world, in the order in which they were made, which is the same on all ranks."""
+    """The early groups of one world, in the order of their creation, which is the same on all ranks."""
 
     def __init__(self, world: ProcessGroup, lineage: Lineage, seats: Sequence[int]) -> None:
         """
         Args:
-            world: the world.
-            lineage: its generations.
-            seats: of its ranks.
+            world: The world.
+            lineage: The group history of the world.
+            seats: The rank slots of its ranks.
         """
         self._world = world
         self._lineage = lineage
@@ -87,19 +94,19 @@ class EarlyGroups:
 
     @property
     def of_replicas(self) -> list[ProcessGroup]:
-        """The groups that go on where replicas of a model come or go."""
+        """The groups that continue to exist if replicas of the model join or leave."""
         return [each.group for each in self._groups if self._role(each) is not None]
 
     @property
     def lacks(self) -> bool:
-        """Whether something was not kept of what calls gave, so that this process needs the state of another."""
+        """Whether the replay log lacks the result of a call, so that this process needs the state of another one."""
         return any(each.group._is_open and _prelude(each).lacks for each in self._groups)
 
     def connect(self, parent: ProcessGroup, connect: Callable[[], Engine | None]) -> Engine | None:
-        """Connects a new group by means of a group that exists; None where that cannot be yet.
+        """Connect a new group through an existing group, or return None if this is not possible yet.
 
-        That is so in a process that takes a place, and where a rank is lost meanwhile: another process takes its place,
-        and comes to the loop.
+        It is not possible in a replacement process, nor if a rank is lost while the group connects. In the second case
+        a replacement of that rank joins, and the group connects when the loop begins.
         """
         prelude = parent.engine
         assert isinstance(prelude, Prelude)
@@ -118,20 +125,21 @@ class EarlyGroups:
     def make(
         self, engine: Engine | None, ranks: Sequence[int], backend: str, name: str, timeout_s: float
     ) -> ProcessGroup:
-        """A new group.
+        """Create a group.
 
         Args:
-            engine: connects its members; None if it is not connected yet.
-            ranks: of its members in the world.
-            backend: its engine's name.
-            name: of the group.
-            timeout_s: of its calls.
+            engine: The engine that connects its members, or None if it is not connected yet.
+            ranks: The ranks of its members in the world.
+            backend: The name of its engine.
+            name: The name of the group.
+            timeout_s: The timeout of its calls, in seconds.
         """
         seats = tuple(self._seats[rank] for rank in ranks)
         self._made[seats, backend] += 1
         about = repr((seats, backend, self._made[seats, backend])).encode()
         key = hashlib.blake2b(about, digest_size=_KEY_BYTES).digest()
         board, seat = self._lineage.board, self._seats[self._world.rank()]
+        # The record of this rank slot is read first. Records of other slots follow in case this slot has no record.
         seats_read = [seat, *(other for other in seats if other != seat)]
         prelude = Prelude(
             backend,
@@ -149,31 +157,32 @@ class EarlyGroups:
         return made
 
     def abort(self) -> None:
-        """Ends the calls of these groups, on every rank."""
+        """Abort the calls of these groups, on every rank."""
         for each in self._groups:
             if each.group._is_open:
                 each.group.abort()
 
     def enter(self) -> None:
-        """The loop begins, and nobody was lost before it."""
+        """Enter the training loop after no rank was lost: calls go directly to the engines from now on."""
         for each in self._groups:
             if each.group._is_open:
                 engine = _prelude(each).engine
-                assert engine is not None  # who has not connected it has seen a loss
+                assert engine is not None  # a rank that has not connected it has detected a loss
                 each.group.use(engine)
 
     def renew(self) -> None:
-        """Connects the groups in the present generation of the world. Called by all its ranks.
+        """Connect the groups in the present generation of the world. All its ranks call this.
 
         Raises:
-            PeerLostError: a rank was lost meanwhile.
-            AbortedError: another one has seen that.
-            TimeoutError: a rank did not come.
-            JoinError: members of a group could not connect.
+            PeerLostError: A rank was lost during the call.
+            AbortedError: Another rank has detected such a loss.
+            TimeoutError: A rank did not arrive in time.
+            JoinError: Members of a group could not connect.
         """
         there = [each for each in self._groups if each.group._is_open]
         same = [seat for seat, _ in self._lineage.members] == self._seats
         meant = [(each.key, each.ranks) for each in there] if same else self._meant(there)
+        # A group is connected only if all its members have created it. Otherwise its members would wait for the others.
         offers = _gather_keys(self._world, [key for key, ranks in meant if ranks])
         self._groups, connected = [], []
         for each, (key, ranks) in zip(there, meant, strict=True):
@@ -187,7 +196,8 @@ class EarlyGroups:
                     "was closed when ranks were numbered anew after a loss: make groups of those that are left, in a"
                     " step of the training loop"
                 )
-        if not same:  # members may have made them in another order
+        # After renumbering, members may have created them in different orders. Sorting by key makes the order the same.
+        if not same:
             connected.sort(key=lambda each: each[0])
         for key, each, ranks in connected:
             self._reconnect(each, key, ranks)
@@ -197,7 +207,7 @@ class EarlyGroups:
         return early.role(replica, len(self._seats) // replica)
 
     def _meant(self, groups: Sequence[_Early]) -> list[tuple[bytes, Sequence[int]]]:
-        """A key of each group, the same on its present members, and their ranks; none if it has lost its meaning."""
+        """Return a key of each group, equal on its present members, and their ranks. No ranks: it lost its meaning."""
         replica, world = self._lineage.replica, self._world
         count, here = world.size() // replica, world.rank() // replica
         made: Counter[object] = Counter()
@@ -248,7 +258,7 @@ def _record(seat: int, key: bytes) -> str:
 
 
 def _give_up(name: str, prelude: Prelude) -> NoReturn:
-    """What a group does about a call before the loop that a loss has cut off, or whose outcome is not known."""
+    """Raise for a call before the loop that a loss has interrupted, or whose outcome is not known."""
     why = "has lost a rank" if prelude.engine is not None else "is not connected yet, as a rank was lost"
     raise AllranksError(
         f"group '{name}' {why} before the training loop, where only calls on the world are made again.\n  Start the job"
@@ -257,7 +267,7 @@ def _give_up(name: str, prelude: Prelude) -> NoReturn:
 
 
 def _gather_keys(world: ProcessGroup, keys: Sequence[bytes]) -> list[set[bytes]]:
-    """The keys that each rank of the world has given, by rank."""
+    """Return the keys that each rank of the world has passed, by rank."""
     counts = [int.from_bytes(row, "big") for row in gather_rows(world, len(keys).to_bytes(8, "big"))]
     if not max(counts):
         return [set() for _ in counts]

@@ -1,9 +1,10 @@
-"""The world of an elastic job, until its training loop begins.
+"""The world of an elastic job until its training loop begins.
 
-That is the world as the first processes met in it, for those that come later, too: what they call before the loop is
-answered by what the first ones recorded, and that has the numbers and sizes of then. A process that takes a seat makes
-the calls of that seat; one with a new seat makes those of the last rank, or, where several ranks have a replica of the
-model together, those of its place in the last replica. In the loop all get the numbers of now.
+Before the loop, every process sees the world of the first processes, including processes that join later. The replay
+log of the first processes answers the calls of a later process, so it contains the rank numbers and sizes of the
+first processes. A process that takes over a rank slot makes the calls of that slot. A process with a new slot makes the
+calls of the last rank. If several ranks share a replica of the model, it makes the calls of its position in the last
+replica. In the loop, all processes use the current numbers.
 """
 
 from __future__ import annotations
@@ -32,32 +33,33 @@ if TYPE_CHECKING:
 __all__ = ["BEFORE_THE_LOOP", "LOOP", "OVER", "join_elastic"]
 
 BEFORE_THE_LOOP = -2
-"""The progress of a process before the loop: this, less the number of the calls that it has made."""
+"""Progress of a process before the loop: this value minus the number of calls that it has made."""
 
 
 FIRST = "first"
-"""The key, on the board, of the decision about the first processes."""
+"""Key in the membership table of the decision about the first processes."""
 
 LOOP = "loop"
-"""The key of a training loop in which all ranks are: their calls before it are recorded. Its value is that of
-``Claim.replica``.
+"""Key of a training loop that all ranks have entered, so the calls before it are recorded.
+
+Its value is that of ``Claim.replica``.
 """
 
 OVER = "over"
-"""The key of a training whose loop of epochs has ended; empty if another loop has begun."""
+"""Key of a training whose loop of epochs has finished. Its value is empty if another loop has begun."""
 
-ALL = 1 << 30  # calls before the loop
-_WAIT_S = 0.1  # between two looks at whether the loop has begun
+ALL = 1 << 30  # more calls than any program makes before the loop
+_WAIT_S = 0.1  # seconds between two checks whether the loop has begun
 
 
 def join_elastic(board: Board, backend: str, name: str, timeout_s: float) -> ProcessGroup:
-    """The world of an elastic job.
+    """Join the world of an elastic job.
 
-    The first processes meet. A process that takes a seat later is not connected before it comes to a call that the
-    others have not made yet, or to the loop. One with a new seat waits for the loop to begin.
+    The first processes connect immediately. A process that takes over a rank slot later connects when it reaches a call
+    that the others have not made yet, or the loop. A process with a new slot waits until the loop begins.
 
     Raises:
-        ExcludedError: this process has come later than the others, and they have ended.
+        ExcludedError: This process joined later than the others, and they have finished.
     """
     lineage = Lineage(board, f"{board.prefix}world/", backend, name, timeout_s, board.me.rank, [], replaces=True)
     if _comes_later(board):
@@ -95,7 +97,7 @@ def _comes_later(board: Board) -> bool:
 
 
 def _await_loop(board: Board) -> None:
-    """Waits until the training loop of the others has begun."""
+    """Wait until the training loop of the other processes has begun."""
     while board.read(LOOP) is None:
         table = board.table()
         assert table is not None
@@ -105,13 +107,13 @@ def _await_loop(board: Board) -> None:
 
 
 class _Beginning:
-    """A world before the loop: what its `Prelude` needs.
+    """A world before the loop: supplies its `Prelude` with the operations that it needs.
 
     Args:
-        board: of the job.
-        lineage: of the world.
-        members: the processes that met first, by rank; ``rank`` is their seat.
-        rank: the one that this process is before the loop.
+        board: The membership table of the job.
+        lineage: The group history of the world.
+        members: The processes that joined first, by rank. Their ``rank`` attribute is their rank slot.
+        rank: The rank of this process before the loop.
     """
 
     def __init__(self, board: Board, lineage: Lineage, members: Sequence[Member], rank: int) -> None:
@@ -141,7 +143,7 @@ class _Beginning:
         assert group is not None
         before = list(lineage.members)
         if old is not None:
-            old.abort()  # others may wait for this rank in a call
+            old.abort()  # other ranks may wait for this rank in a call
         assert group.early is not None
         group.early.abort()
         found = lineage.succeed(
@@ -160,7 +162,8 @@ class _Beginning:
                 " ranks cannot be numbered anew.\n  Start the job again (allranks run --restarts does so by itself)"
             )
         made = max(BEFORE_THE_LOOP - claim.progress for claim in claims)
-        if any(claim.progress > BEFORE_THE_LOOP for claim in claims):  # those have made all calls, and have the state
+        # These processes have made all calls, and have the state
+        if any(claim.progress > BEFORE_THE_LOOP for claim in claims):
             group.entered, made = found.decision, ALL
         if found.rank == 0:
             self._board.write(LATEST, msgspec.msgpack.encode(found.decision))

@@ -1,4 +1,4 @@
-"""How the members of a new group get each other's records: through a group that exists, which needs no store."""
+"""Exchange of records among the members of a new group, through an existing group. It needs no store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["exchange_locally", "gather_rows"]
 
 
 def gather_rows(parent: ProcessGroup, row: bytes) -> list[bytes]:
-    """Gives every rank of a group a row of each, by rank. They are equally long."""
+    """Give every rank of a group the rows of all ranks, by rank. All rows have the same length."""
     import torch
 
     mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(parent.device)
@@ -25,10 +25,10 @@ def gather_rows(parent: ProcessGroup, row: bytes) -> list[bytes]:
 
 
 def exchange_locally(world: ProcessGroup, members: list[int], record: bytes) -> list[bytes]:
-    """Among the members only: to the first of them, and back from it."""
+    """Exchange records among the members only: the first member collects them and sends all of them back."""
     import torch
 
-    # One of the highest 65536 tags.
+    # One of the highest 65536 tags, derived from the members, so that different groups rarely share a tag.
     tag = world.highest_tag - int.from_bytes(hashlib.sha256(repr(members).encode()).digest()[:2], "big")
     mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(world.device)
     rows = mine.new_empty(len(members), len(record))

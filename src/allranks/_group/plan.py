@@ -1,10 +1,10 @@
-"""Plan: a call of a group that is prepared once and made many times, as MPI's persistent collectives.
+"""Plans: calls of a group that are prepared once and executed many times, like MPI's persistent collectives.
 
-What a call costs Python is to look at its arguments. A plan has looked at them. Where its engine can prepare the call
-(``Engine.prepare``), the core keeps all that it needs; elsewhere a plan makes the ordinary call.
+The Python cost of a call is the check of its arguments. A plan has checked them already. If its engine can prepare the
+call (``Engine.prepare``), the core keeps everything that the call needs. Otherwise, a plan makes the ordinary call.
 
-A plan stays valid whatever happens to its group: the group tells its plans when it gets another engine, or none. They
-then prepare themselves again when they are next called, or raise what an ordinary call would.
+A plan stays valid for the life of its group. The group notifies its plans when its engine is replaced or closed. The
+plans then prepare the call again when they are next called, or raise the error of an ordinary call.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ VERBS = (
     "all_to_all_single",
     "barrier",
 )
-"""What can be planned."""
+"""The verbs that can be planned."""
 
 
 class Plan(Planned):
-    """A call that ``ProcessGroup.plan`` has prepared: ``plan()`` makes it, on the tensors that it was prepared with.
+    """A call that ``ProcessGroup.plan`` has prepared. ``plan()`` executes it on the tensors of the plan.
 
-    ``plan(async_op=True)`` returns at once, with a Work. The call is the same, for the other ranks too, as that of the
-    group's method with the plan's arguments, and raises the same errors.
+    ``plan(async_op=True)`` returns immediately, with a Work. For the other ranks, the call is identical to that of the
+    group's method with the plan's arguments. It raises the same errors.
 
     Attributes:
-        group: whose call it is.
-        verb: its name.
+        group: The group of the call.
+        verb: The name of the call.
     """
 
     __slots__ = ("__weakref__", "_call", "_given", "group", "verb")
@@ -68,9 +68,9 @@ class Plan(Planned):
         self._prepare()
 
     def _make(self, async_op: bool) -> Work | None:
-        """The call, where what has been prepared did nothing."""
+        """Make the call if the prepared call did not execute."""
         if not async_op:
-            now = self._prepare()  # memory may lie elsewhere, and the group may have another engine
+            now = self._prepare()  # the tensors' memory may have moved, and the group may have another engine
             if now is not None and now():
                 return None
         made: Work | None = self._call(**self._given, async_op=async_op)
@@ -83,7 +83,7 @@ class Plan(Planned):
         raise TypeError(f"a plan belongs to its group, {self.group.name!r}, and cannot be pickled or copied")
 
     def _forget(self) -> None:
-        """The group has another engine, or none."""
+        """Discard the prepared call, because the group's engine was replaced or closed."""
         self._set(None)
 
     def _prepare(self) -> Callable[[], bool] | None:
@@ -93,7 +93,7 @@ class Plan(Planned):
 
 
 def _kept(value: Any) -> Any:
-    """Of a list of tensors a copy: the program may change its own."""
+    """Return a copy of a list of tensors, because the program may change its own list."""
     return [*value] if type(value) in (list, tuple) else value
 
 

@@ -1,7 +1,7 @@
-"""ProcessGroup: ranks that call collectives together. The object behind the functions.
+"""ProcessGroup: ranks that call collectives together. The object behind the public functions.
 
-It checks what does not depend on the engine, once, and hands the call on. Ranks are the group's own here; the
-functions (`_api`) translate the world's.
+It makes each check that does not depend on the engine once, and passes the call on. Ranks are numbered within the group
+here. The functions (`_api`) translate the ranks of the world.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessGroup"]
 
-_SHORTEST_S = 1e-6  # a wait of zero would be the group's timeout
+_SHORTEST_S = 1e-6  # seconds; a wait of zero would mean the timeout of the group
 
 
 class ProcessGroup:
-    """A group of ranks and this process' place in it.
+    """A group of ranks and the rank of this process in it.
 
     Attributes:
-        name: the group's name, as it stands in errors.
-        members: who they are, by rank in this group; ``members[i].rank`` is the rank in the world.
-        ranks: the members' ranks in the world, by rank in this group.
-        in_world_order: whether a rank has the same number here and in the world.
-        timeout_s: how long its calls wait for other ranks, in seconds.
-        before_close: called before the group closes, unless it is lost: what still needs it ends.
-        closing: called when the group closes.
-        lineage: its generations; None where its ranks cannot decide who goes on after a loss.
-        entered: the decision by which this process came to ranks whose training loop had begun; None if it did not.
-        register: called with each group that is made from this one by ``shrink``.
-        early: the groups that are made before the training loop, of the world of an elastic job; None elsewhere.
-        renewed: called when the group has a new engine after a loss.
-        is_world: whether its ranks are those of the world.
-        is_passing: whether whoever made it makes another where it is closed.
-        now: the short way of its engine (see ``Engine.now``).
-        record_numbers: of the group in the record of this process's calls, for each of its engines.
+        name: The name of the group in error messages.
+        members: The members, by rank in this group. ``members[i].rank`` is the rank in the world.
+        ranks: The ranks of the members in the world, by rank in this group.
+        in_world_order: Whether every rank has the same number here and in the world.
+        timeout_s: Seconds that a call waits for other ranks.
+        before_close: Called before the group closes, unless it is lost. It stops everything that still needs the group.
+        closing: Called when the group closes.
+        lineage: Its group history. None if its ranks cannot decide on the next generation after a loss.
+        entered: The decision by which this process joined ranks that were already in their training loop, else None.
+        register: Called with each group that ``shrink`` creates from this one.
+        early: The groups created before the training loop, if this is the world of an elastic job, else None.
+        renewed: Called when the group has a new engine after a loss.
+        is_world: Whether its ranks are those of the world.
+        is_passing: Whether its owner creates a new group when this one is closed.
+        now: The fast path of its engine (see ``Engine.now``).
+        record_numbers: The numbers of the group in the record of this process's calls, one for each of its engines.
     """
 
     def __init__(self, engine: Engine, name: str, rank: int, members: Sequence[Member], timeout_s: float) -> None:
@@ -108,7 +108,7 @@ class ProcessGroup:
         )
 
     def _record(self, engine: Engine, rank: int) -> None:
-        """Lets each engine record the group's calls: those of several as several groups, as each counts its own."""
+        """Register the group with the recorder. Each engine counts its own calls, so each is recorded as a group."""
         self._recorded: list[Callable[[], None]] = []
         self.record_numbers: list[int] = []
         me = self.members[rank]
@@ -130,15 +130,15 @@ class ProcessGroup:
         )
 
     def last_numbers(self) -> Sequence[int] | None:
-        """The number of the last collective that each rank has begun, as far as is known here; None: it is not."""
+        """Return the number of the last collective that each rank has begun, as known here. None: unknown."""
         return self._engine.last_numbers() if self._engine is not None and not self.inherited else None
 
     def rank(self) -> int:
-        """This process, 0 to size - 1."""
+        """Return the rank of this process, 0 to size - 1."""
         return self._rank
 
     def size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self._size
 
     @property
@@ -148,12 +148,12 @@ class ProcessGroup:
 
     @property
     def device(self) -> str:
-        """The type of device whose tensors the group moves for certain."""
+        """The type of device whose tensors the group can always transfer."""
         return self._live().device
 
     @property
     def highest_tag(self) -> int:
-        """Of the messages that the group can send."""
+        """The highest tag of a message that the group can send."""
         return self._live().highest_tag
 
     @overload
@@ -179,7 +179,7 @@ class ProcessGroup:
         except UsageError:
             if not tensor.is_sparse:
                 raise
-        from allranks._group import sparse  # made of dense calls, not the engine's
+        from allranks._group import sparse  # it combines dense calls, so it is not part of an engine
 
         return sparse.all_reduce(self, tensor, op, async_op)
 
@@ -233,7 +233,7 @@ class ProcessGroup:
         if isinstance(outputs, (list, tuple)):
             return _showing(work, outputs)
         whole = cast("Tensor", outputs)
-        # As gloo, and as nccl.
+        # The results have the form that gloo returns for CPU tensors and nccl for others.
         return _showing(work, partial(whole.chunk, self._size)) if whole.is_cpu else _showing(work, (whole,))
 
     @overload
@@ -395,25 +395,25 @@ class ProcessGroup:
             raise
 
     def plan(self, verb: str, *args: Any, **named: Any) -> Plan:
-        """Prepares a call that is made many times on the same tensors, as MPI's persistent collectives.
+        """Prepare a call that is made many times on the same tensors, like MPI's persistent collectives.
 
         Args:
             verb: ``all_reduce``, ``reduce``, ``broadcast``, ``all_gather``, ``gather``, ``scatter``,
                 ``reduce_scatter``, ``all_to_all``, ``all_to_all_single`` or ``barrier``.
-            args: of this group's method of that name.
-            named: of that method, too, but for ``async_op``.
+            args: Positional arguments of this group's method of that name.
+            named: Keyword arguments of that method, except ``async_op``.
 
         Returns:
-            A plan: ``plan()`` makes the call, ``plan(async_op=True)`` starts it and returns a Work. It keeps the
-            tensors, and looks at their memory in each call. For the other ranks it is the ordinary call: they may have
-            a plan or none, and it stands in the trace as any other.
+            A plan: ``plan()`` makes the call, ``plan(async_op=True)`` starts it and returns a Work. The plan keeps the
+            tensors, and looks up their memory in each call. For the other ranks it is the ordinary call: each of them
+            may use a plan or not. The trace shows it like any other call.
 
         Raises:
-            UsageError: there is no such verb. What is wrong with tensors is raised by the plan's calls.
-            TypeError: the method does not take these arguments.
+            UsageError: The verb does not exist. Invalid tensors are reported by the plan's calls.
+            TypeError: The method does not accept these arguments.
 
         Cost:
-            of a small call on the native engine some 0.2 us less than of the method.
+            For a small call on the native engine, about 0.2 us less than the method.
 
         Example:
             >>> import torch, allranks as dist
@@ -428,10 +428,10 @@ class ProcessGroup:
         """
         return Plan(self, verb, *args, **named)
 
-    # Verbs with torch's own methods' names, for code that calls them. They take lists and return a Work.
+    # Methods with the names of torch's own methods, for code that calls those. They take lists and return a Work.
 
     def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = ReduceOp.SUM) -> Work:
-        """``all_reduce`` of a tensor, or of a list of one, with a reduce op or torch's AllreduceOptions."""
+        """``all_reduce`` of a tensor, or of a list of one tensor, with a reduce op or torch's AllreduceOptions."""
         work = self.all_reduce(_only(tensors, "allreduce"), getattr(opts, "reduceOp", opts), True)
         assert work is not None
         return work
@@ -439,7 +439,7 @@ class ProcessGroup:
     def allgather(
         self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor] | Tensor, opts: Any = None
     ) -> Work:
-        """``all_gather`` of a tensor into a list, or of lists of one; ``opts`` has no effect here."""
+        """``all_gather`` of a tensor into a list, or with lists of one element each. ``opts`` has no effect here."""
         outputs: Any = (
             _only(output_tensors, "allgather") if isinstance(input_tensors, (list, tuple)) else output_tensors
         )
@@ -448,7 +448,7 @@ class ProcessGroup:
         return work
 
     def alltoall(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """``all_to_all``; ``opts`` has no effect here."""
+        """``all_to_all``. ``opts`` has no effect here."""
         work = self.all_to_all(output_tensors, input_tensors, True)
         assert work is not None
         return work
@@ -474,7 +474,7 @@ class ProcessGroup:
         return work
 
     def empty_shared(self, nbytes: int) -> Tensor:
-        """See :func:`allranks.empty_shared`; as bytes."""
+        """See :func:`allranks.empty_shared`. Returns bytes."""
         return self._live().empty_shared(nbytes)
 
     def stats(self) -> Stats:
@@ -484,78 +484,79 @@ class ProcessGroup:
     # After a loss. See docs/resilience.md.
 
     def failed_ranks(self) -> list[int]:
-        """The ranks of this group that are known here to be lost: dead, unreachable, or no longer in the group.
+        """Return the ranks that this process has detected as lost: dead, unreachable, or no longer in the group.
 
-        The ranks of a host learn of a death within some milliseconds; ranks of other hosts when they call something,
-        or by the heartbeats between hosts. Not the same on all ranks: ``agree`` and ``shrink`` are.
+        The ranks of one host detect a death within some milliseconds. Ranks of other hosts detect it when they make a
+        call, or by the heartbeats between hosts. The result can differ between ranks. The results of ``agree`` and
+        ``shrink`` cannot.
 
         Cost:
-            a system call for each rank of this host.
+            One system call for each rank of this host.
         """
         return list(self._live().lost())
 
     def abort(self) -> None:
-        """Ends all calls of the group, on every rank: those that are pending, now, and all later ones.
+        """Abort all calls of the group, on every rank: the pending calls immediately, and all later calls.
 
-        They raise AbortedError. What is left to do with the group is ``shrink``. On gloo the others see that this rank
-        has left. On nccl only this rank's calls end: each rank calls it.
+        They raise AbortedError. Afterwards only ``shrink`` can be called on the group. On gloo, the other ranks detect
+        that this rank has left. On nccl, only the calls of this rank end, so each rank must call it.
 
         Raises:
-            UsageError: the engine cannot: mpi.
+            UsageError: The engine does not support it (mpi).
         """
         self._live().abort()
 
     def agree(self, value: int = 1) -> int:
-        """The least value of all ranks; the same on every rank that survives, whatever is lost meanwhile.
+        """Return the minimum of all ranks' values. It is the same on every surviving rank, whatever ranks are lost.
 
-        A rank that is lost before it has given its value counts as 0, if no survivor has the outcome already. Called by
-        all ranks, in the same order as the group's collectives. Afterwards the group may be broken: its next call shows
-        that, and ``shrink`` mends it.
+        A rank that is lost before it has contributed its value counts as 0, unless a survivor already has the outcome.
+        All ranks call it, in the same order as the group's collectives. Afterwards the group may be broken. Its next
+        call then raises, and ``shrink`` creates a working group.
 
         Args:
-            value: a whole number of 64 bits, at least 0; or a bool.
+            value: An integer of 64 bits, at least 0; or a bool.
 
         Raises:
-            ExcludedError: the others have gone on without this rank.
-            StoreLostError: the store on which the ranks decide is gone.
-            UsageError: a rank is lost, and the ranks have no store that outlives them.
+            ExcludedError: The other ranks have continued without this rank.
+            StoreLostError: The store on which the ranks decide is lost.
+            UsageError: A rank is lost, and the ranks have no store that outlives them.
 
         Cost:
-            an all_reduce of 8 bytes; after a loss some round trips to the store.
+            An all_reduce of 8 bytes. After a loss, some round trips to the store.
         """
         return survival.agree(self, value)
 
     def shrink(self, ranks_to_exclude: Sequence[int] = (), timeout: timedelta | float | None = None) -> ProcessGroup:
-        """The group of the ranks that are left. Called by all of them; this group is closed.
+        """Return the group of the remaining ranks. All of them call it. This group is closed.
 
-        The ranks decide on the store on which they met who is left: those of which nobody knows that they are lost. The
-        decision is one, whatever is lost meanwhile; a rank that comes later raises ExcludedError. Ranks keep their
-        order.
+        The ranks decide on the store of the rendezvous which ranks remain: those that no rank has detected as lost.
+        There is one decision, even if more ranks are lost during the call. A rank that calls too late raises
+        ExcludedError. The order of the ranks does not change.
 
         Args:
-            ranks_to_exclude: ranks of this group to leave out although they live. They must not call.
-            timeout: how long to wait for ranks that are not known to be lost, a timedelta or seconds; they are left
-                out then. None: the timeout of the group's calls.
+            ranks_to_exclude: Ranks of this group to exclude although they are alive. They must not call it.
+            timeout: How long to wait for ranks that are not known to be lost, a timedelta or seconds. They are excluded
+                afterwards. None: the timeout of the group's calls.
 
         Raises:
-            ExcludedError: the others have gone on without this rank.
-            StoreLostError: the store is gone, and nobody can decide.
-            UsageError: the ranks have no store that outlives them.
+            ExcludedError: The other ranks have continued without this rank.
+            StoreLostError: The store is lost, so the ranks cannot decide.
+            UsageError: The ranks have no store that outlives them.
 
         Cost:
-            some round trips to the store, and that of making a group.
+            Some round trips to the store, and the cost of creating a group.
         """
         return survival.shrink(self, ranks_to_exclude, None if timeout is None else seconds_of(timeout))
 
     def reconfigure_handle(self) -> str:
-        """This process's part of the group, as a text for the other processes that are to be in it with this one.
+        """Return the handle of this process's part of the group, a text for the other processes of a reconfiguration.
 
-        It stays the same as long as the group exists here. From the first call on a thread of this process serves
-        those who come with it: on a socket of this host, and where the job may have other hosts on a TCP port, too,
-        for holders of the job's secret.
+        It does not change while the group exists in this process. From the first call on, a thread of this process
+        serves the other processes. It listens on a socket of this host. If the job may span other hosts, it also
+        listens on a TCP port, for processes that have the job's secret.
 
         Raises:
-            ConfigError: other hosts may come, and there is no secret, or no port.
+            ConfigError: Other hosts may take part, and there is no secret or no port.
         """
         self._live()
         if self._place is None:
@@ -565,25 +566,26 @@ class ProcessGroup:
     def reconfigure(
         self, uuid: int, handles: Sequence[str] | AbstractSet[str], timeout: timedelta | float | None = None
     ) -> None:
-        """Makes the processes with these handles the members of the group, in this object.
+        """Make the processes with these handles the members of the group, in this object.
 
-        Called by all of them, and by nobody else. They may be members of this group, of another one, or of none. Where
-        it fails the group is as it was; the next attempt needs another uuid. When it has succeeded, what is pending in
-        the group has ended with an error, and groups that were made from it remain as they are.
+        All of them call it, and no other process does. They may be members of this group, of another one, or of none.
+        If it fails, the group is unchanged, and the next attempt needs another uuid. If it succeeds, pending calls of
+        the group have ended with an error. Groups that were created from it do not change.
 
         Args:
-            uuid: a whole number that none of the processes has used before, the same on all.
-            handles: what ``reconfigure_handle`` has returned in each, the same on all: a list, in the order of the
-                ranks; or a set, which is sorted: by rank when the handles were made.
-            timeout: how long to wait for the others, a timedelta or seconds; None: the timeout of the group's calls.
+            uuid: An integer that none of the processes has used before, the same on all.
+            handles: The results of ``reconfigure_handle`` of all processes, the same on all: a list, in the order of
+                the ranks; or a set, which is sorted by the ranks at the time when the handles were created.
+            timeout: How long to wait for the others, a timedelta or seconds. None: the timeout of the group's calls.
 
         Raises:
-            JoinError: processes did not come, or are gone; names them.
-            MismatchError: another process was called with other handles, or has a group on another engine.
-            UsageError: the uuid was used before, or a handle is wrong, there twice, or this process's own is missing.
+            JoinError: Processes did not arrive, or have exited. The message names them.
+            MismatchError: Another process passed other handles, or has a group on another engine.
+            UsageError: The uuid was used before, or a handle is invalid, is a duplicate, or this process's own is
+                missing.
 
         Cost:
-            some round trips to the store of the first handle, and that of making a group.
+            Some round trips to the store of the first handle, and the cost of creating a group.
 
         Example:
             >>> import allranks as dist
@@ -601,13 +603,13 @@ class ProcessGroup:
 
     @classmethod
     def unconnected(cls, backend: str, name: str, timeout_s: float, number: int) -> ProcessGroup:
-        """A group that has no members before its first reconfiguration: rank and size are -1.
+        """Return a group without members before its first reconfiguration. Its rank and size are -1.
 
         Args:
-            backend: the engine that it gets then.
-            name: of the group.
-            timeout_s: of its calls.
-            number: by which handles are sorted.
+            backend: The engine that it gets then.
+            name: The name of the group.
+            timeout_s: The timeout of its calls, in seconds.
+            number: The number by which handles are sorted.
         """
         made = cls(reconfigure.Unconnected(backend, name), name, 0, [this_member(0, 1)], timeout_s)
         made._rank = made._size = -1
@@ -620,7 +622,7 @@ class ProcessGroup:
         return self._place is not None and bool(self._place.used)
 
     def successor(self, engine: Engine, rank: int, members: Sequence[Member]) -> ProcessGroup:
-        """Another group in this one's place, which is closed."""
+        """Close this group, and return a group that replaces it."""
         lineage, self.lineage = self.lineage, None
         self.close()
         made = ProcessGroup(engine, self.name, rank, members, self.timeout_s)
@@ -629,11 +631,11 @@ class ProcessGroup:
 
     @property
     def engine(self) -> Engine:
-        """What moves the group's tensors."""
+        """The engine that transfers the group's tensors."""
         return self._existing()
 
     def meet_again(self, members: Sequence[Member], engine: Engine) -> None:
-        """The same ranks, of which some are other processes now, on a new engine."""
+        """Set the members and register a new engine. The ranks are the same, but some are other processes now."""
         for close in self._recorded:
             close()
         unwatch(self)
@@ -641,12 +643,12 @@ class ProcessGroup:
         self._record(engine, self._rank)
 
     def use(self, engine: Engine) -> None:
-        """Calls go to this engine from now on: the one that the present engine has stood before."""
+        """Send calls to this engine from now on. The present engine was a `Prelude` in front of it."""
         self._engine = engine
         self._shorten(engine)
 
     def renumbered(self) -> ProcessGroup:
-        """This group as the world: its ranks are the world's."""
+        """Turn this group into the world: its ranks become the world's. Return it."""
         members = [msgspec.structs.replace(m, rank=r, world_size=self._size) for r, m in enumerate(self.members)]
         self.members = tuple(members)
         self.ranks = tuple(range(self._size))
@@ -654,7 +656,7 @@ class ProcessGroup:
         return self
 
     def ballot(self) -> Tensor:
-        """One whole number for ``agree``, on a device whose tensors the group moves."""
+        """Return a tensor of one integer for ``agree``, on a device whose tensors the group transfers."""
         if self._ballot is None:
             import torch
 
@@ -662,8 +664,9 @@ class ProcessGroup:
         return self._ballot
 
     def _become(self, engine: Engine, rank: int, members: Sequence[Member]) -> None:
-        """Puts a new engine, rank and members into this object. The old engine is closed."""
+        """Put a new engine, rank and members into this object. The old engine is closed."""
         old = self._engine
+        # Remove the fast path first, so that no call uses an engine that is being closed.
         self._shorten(None)
         if old is not None:
             old.close()
@@ -682,7 +685,7 @@ class ProcessGroup:
             self.renewed()
 
     def parent_of(self, ranks: Sequence[int]) -> Parent:
-        """This group as that through which a group of these ranks of the world is made."""
+        """Return this group as the parent through which a group of these ranks of the world is created."""
         return Parent(self._live(), [self.ranks.index(rank) for rank in ranks])
 
     @property
@@ -690,14 +693,14 @@ class ProcessGroup:
         return self._engine is not None
 
     def _close_because(self, why: str) -> None:
-        """Leaves the group; later calls give the reason."""
+        """Leave the group. Later calls raise an error with this reason."""
         if self._is_open:
             self._closed_why = why
         self.before_close = None
         self.close()
 
     def close(self) -> None:
-        """Leaves the group; later calls raise. May be called twice."""
+        """Leave the group. Later calls raise. Idempotent."""
         if self._place is not None:
             self._place.close()
             self._place = None
@@ -721,21 +724,21 @@ class ProcessGroup:
 
     @property
     def inherited(self) -> bool:
-        """Whether it is the parent's, and this process a forked child."""
+        """Whether this process is a forked child and the group belongs to its parent."""
         return self._forks != forks()
 
     def abandon(self) -> None:
-        """In a forked child, where only what the group knows of itself can be asked."""
+        """Release the group in a forked child, in which only the attributes of the group can be read."""
         self._shorten(None)
         if self._engine is not None:
             self._engine.abandon()
 
     def _tell(self, plan: Plan) -> None:
-        """Lets a plan know when the group gets another engine, or none."""
+        """Register a plan, which the group notifies when its engine is replaced or closed."""
         self._plans.add(plan)
 
     def _prepare(self, verb: str, given: Mapping[str, Any]) -> Callable[[], bool] | None:
-        """What makes a blocking call with these arguments of the method; see ``Engine.prepare``."""
+        """Return a callable that makes a blocking call with these arguments; see ``Engine.prepare``."""
         engine = self._engine
         if (
             engine is None
@@ -748,7 +751,7 @@ class ProcessGroup:
         return engine.prepare(verb, tensor, pieces, given.get("op"), given.get("dst", given.get("src", -1)))
 
     def _shorten(self, engine: Engine | None) -> None:
-        """Calls take the short ways of this engine from now on; None: there are none."""
+        """Use the fast paths of this engine from now on. None: there are none."""
         self.now = never if engine is None else engine.now
         self._begin = not_begun if engine is None else engine.begin
         for plan in [*self._plans]:
@@ -790,7 +793,7 @@ class ProcessGroup:
             raise UsageError(f"{name} must not be given on rank {self._rank}: {role} is rank {root}")
 
     def _in_torchs_words(self, missing: Sequence[int], seconds: float, all_of_them: bool) -> str:
-        """The text of torch's monitored_barrier, for programs that look for it."""
+        """Return the text of torch's monitored_barrier, for programs that search for it."""
         if self._rank:
             return (
                 f"Rank {self._rank} successfully reached monitoredBarrier, "
@@ -801,7 +804,7 @@ class ProcessGroup:
         return f"{text}: Rank{'s' if ',' in named else ''} {named} failed to pass monitoredBarrier" if named else text
 
     def _split(self, tensor: Tensor, sizes: Sequence[int] | None, what: str) -> list[Tensor]:
-        """One piece of ``tensor`` per rank, along its first dimension."""
+        """Return one slice of ``tensor`` per rank, along its first dimension."""
         if tensor.dim() == 0:
             raise UsageError(f"all_to_all_single: the {what} has no dimension to split")
         rows = tensor.shape[0]
@@ -822,14 +825,14 @@ class ProcessGroup:
 
 
 def _showing(work: Work | None, tensors: Sequence[Tensor] | Callable[[], Sequence[Tensor]]) -> Work | None:
-    """Lets a work, if there is one, have these as its result."""
+    """Set the tensors that a work, if there is one, returns as its result."""
     if work is not None:
         work.shown = tensors
     return work
 
 
 def _only(listed: Any, verb: str) -> Any:
-    """The tensor, or the list, that torch's methods take in a list of one."""
+    """Return the tensor, or the list, that torch's methods take in a list of one."""
     if not isinstance(listed, (list, tuple)):
         return listed
     if len(listed) != 1:

@@ -1,15 +1,15 @@
-"""Reconfiguration: processes that have each other's handles become the members of a group, in the same object.
+"""Reconfiguration: processes that exchanged handles become the members of a group, in the same object.
 
-The meaning is c10d's (torch 2.14 and later). Every process has a handle of its group, a text, which the program passes
-to other processes in any way. Each process that is to be a member calls ``reconfigure`` with the same handles, and with
-a number that has not been used before. To go on with the same ranks, with fewer, with more, or with those of several
-groups is this one call.
+The semantics are those of c10d (torch 2.14 and later). Every process has a handle of its group, a text, which the
+program passes to other processes in any way. Each process that is to be a member calls ``reconfigure`` with the same
+handles, and with a number that has not been used before. This one call can keep the ranks, remove or add ranks, or
+combine the ranks of several groups.
 
-A handle is the address of a small store in its process, which lives as long as the group does there. The callers meet
-on the store of the first handle, by ``join_protocol``. Each of them first writes on its own store what it was called
-with. A process that waits therefore finds out, by the handles of those that are missing, which of them are gone, and
-which were called with other handles. The old engine stays until the new one is connected: where that fails, the group
-is as it was.
+A handle is the address of a small store in its process. The store exists as long as the group does in that process. The
+callers meet on the store of the first handle, by ``join_protocol``. Each of them first writes the arguments of its call
+to its own store. A waiting process can therefore use the handles of the missing processes to find out which have
+exited, and which were called with other handles. The old engine stays until the new one is connected. If the connection
+fails, the group is unchanged.
 """
 
 from __future__ import annotations
@@ -73,26 +73,26 @@ if TYPE_CHECKING:
 __all__ = ["Place", "Unconnected", "reconfigure"]
 
 _FORM = "allranks:"
-_LOOKS_S = (0.05, 1.0)  # how long a process waits before it looks for those that are missing: first, and at most
-_LOOKED_AT = 8  # of many that are missing, each time
+_LOOKS_S = (0.05, 1.0)  # seconds that a process waits before it checks the missing processes: at first, and at most
+_LOOKED_AT = 8  # number of missing processes that it checks each time
 _DIAL_S = 1.0
-_BOARD = "allranks/1/join/"  # where Joining registers members, the first time on a store
-_LINGER_S = 3.0  # a store stays so long for others that have not left it yet
-# What members tell each other: the rank in the world, digests of the engine and of the store on which they decide after
-# a loss, and the place in the job.
+_BOARD = "allranks/1/join/"  # the prefix under which Joining registers members, the first time on a store
+_LINGER_S = 3.0  # seconds for which a store stays open for processes that have not left it yet
+# The record that members exchange: the rank in the world, digests of the engine and of the store on which they decide
+# after a loss, and the rank slot and start in the job.
 _ABOUT = struct.Struct("!q16s16sqq")
 
 
 class _ProcessHandle(msgspec.Struct, frozen=True, array_like=True):
-    """What a handle consists of.
+    """The contents of a handle.
 
     Attributes:
-        number: the rank when the handle was made; sorted handles are in its order.
-        pid: the process.
-        host: its host's name.
-        machine: as in ``Member``.
-        here: the address of its store for processes of its host.
-        far: addresses for other hosts; empty where the job is known to have one host.
+        number: The rank when the handle was created. Sorted handles are in this order.
+        pid: The process ID.
+        host: The name of its host.
+        machine: As in ``Member``.
+        here: The address of its store for processes of its host.
+        far: Addresses for other hosts. Empty if the job is known to use one host.
     """
 
     number: int
@@ -123,7 +123,7 @@ class _ProcessHandle(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Call(msgspec.Struct, frozen=True, array_like=True):
-    """What a process was called with, as it stands on its store."""
+    """The arguments of a process's call, as stored in its store."""
 
     size: int
     members: bytes
@@ -134,7 +134,7 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
         return cls(len(handles), _digest(sorted(handles)), _digest(handles))
 
     def compare(self, other: _Call) -> str:
-        """How the other call differs from this one."""
+        """Return how the other call differs from this one."""
         if self.members == other.members:
             return f"the same {self.size} handles in another order"
         if self.size == other.size:
@@ -143,12 +143,12 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Place:
-    """Where the other processes find this process's part of a group.
+    """The store through which the other processes find this process's part of a group.
 
     Attributes:
-        handle: its address, as a text.
-        lock: held while the group is reconfigured.
-        used: the numbers of earlier reconfigurations.
+        handle: Its address, as a text.
+        lock: Held while the group is reconfigured.
+        used: The numbers of earlier reconfigurations.
     """
 
     def __init__(self, number: int, environ: Mapping[str, str] = os.environ) -> None:
@@ -169,7 +169,7 @@ class Place:
 
 
 class Unconnected(Engine):
-    """In the place of an engine, of a group that has no members before its first reconfiguration."""
+    """Placeholder for the engine of a group that has no members before its first reconfiguration."""
 
     def __init__(self, backend: str, group_name: str) -> None:
         self.name = backend
@@ -210,6 +210,7 @@ def reconfigure(
         place.used.add(uuid)
         rank = texts.index(place.handle)
         attempt = _Attempt(uuid, texts, rank, timeout_s)
+        # The number is used up even if the attempt fails, because its keys remain on the stores.
         try:
             members, engine = attempt.connect(group, backend, attempt.meet())
         finally:
@@ -227,12 +228,12 @@ def reconfigure(
 
 
 class _Attempt:
-    """One process's part in one reconfiguration.
+    """The part of one process in one reconfiguration.
 
     Attributes:
-        seats: once it is connected: seat and start of each member, by rank, for what they decide after a loss; empty
-            where they have no store in common that outlives them.
-        digest: of the handles in their order.
+        seats: Rank slot and start of each member, by rank, for decisions after a loss. Set when it is connected. Empty
+            if the members share no store that outlives them.
+        digest: Digest of the handles in their order.
     """
 
     def __init__(self, uuid: int, texts: Sequence[str], rank: int, timeout_s: float) -> None:
@@ -248,13 +249,13 @@ class _Attempt:
         self._machine = machine()
         self._client: StoreClient | None = None
         self._store: Store | None = None
-        self._watched: list[str] = []  # the key, by rank, whose absence means that the rank is missing
+        self._watched: list[str] = []  # the key of each rank whose absence means that the rank is missing
         self._looks = 0
-        self._missing: list[int] = []  # at the last look
+        self._missing: list[int] = []  # at the last check
         self._trouble: JoinError | None = None
 
     def meet(self) -> tuple[Member, ...]:
-        """Waits for the others."""
+        """Wait for the other processes, and return the members."""
         size = len(self._handles)
         me = this_member(self._rank, size)
         if size == 1:
@@ -283,7 +284,7 @@ class _Attempt:
         return unpack_members(self._store.get(TABLE, self._left()))
 
     def connect(self, group: ProcessGroup, backend: str, members: Sequence[Member]) -> tuple[list[Member], Engine]:
-        """The members with their ranks in the world, and an engine between them."""
+        """Return the members with their ranks in the world, and an engine that connects them."""
         world_rank = self._rank if group.is_world else group.ranks[group.rank()]
         about = self._tell(group.lineage, world_rank, _digest([backend]))
         others = [r for r, (_, engine, *_) in enumerate(about) if engine != about[self._rank][1]]
@@ -306,10 +307,11 @@ class _Attempt:
     def _tell(
         self, lineage: Lineage | None, world_rank: int, engine: bytes
     ) -> list[tuple[int, bytes, bytes, int, int]]:
-        """What all members are. Sets ``seats``."""
+        """Exchange the records of all members. Sets ``seats``."""
         board = lineage.board if lineage is not None else None
         store = board.identity() if board is not None else b""
-        # The launcher of an elastic job knows processes by their places; else the new ranks are as good.
+        # The launcher of an elastic job identifies processes by their rank slots. In other jobs, the new ranks serve as
+        # slots.
         launched = board is not None and board.launched
         seat = board.me.rank if board is not None and launched else self._rank
         start = board.start if board is not None else 0
@@ -340,7 +342,7 @@ class _Attempt:
                 f"reconfigure: rank 0 ({self._handles[0]}) went away while the ranks connected: {error}"
             ) from error
 
-    # --- what the protocols request ---
+    # --- Requests of the protocols ---
 
     def _perform(self, act: Act) -> Answer:
         match act:
@@ -374,7 +376,7 @@ class _Attempt:
         return None
 
     def _ask_and_look(self, request: Any) -> Reply:
-        """Asks the store. While it waits, it looks for those that are missing."""
+        """Send a request to the store. While it waits, check the missing processes."""
         assert self._store is not None
         if not isinstance(request, WaitForKeys):
             return self._store._ask(request)
@@ -387,14 +389,14 @@ class _Attempt:
                 return answer
             self._look(self._store)
 
-    # --- those that are missing ---
+    # --- Missing processes ---
 
     def _look(self, store: Store) -> None:
-        """Raises where one that is missing is gone, or was called with other handles."""
+        """Raise if a missing process has exited, or was called with other handles."""
         self._looks += 1
         found = store.peek(self._watched)
         self._missing = missing = [r for r, value in enumerate(found) if value is None and r != self._rank]
-        # Where none is missing, the last to come has died before it could tell the others.
+        # If no process is missing, the last to arrive died before it could notify the others.
         suspects = missing or [rank for rank in range(len(found)) if rank != self._rank]
         first = self._looks * _LOOKED_AT % len(suspects)
         for rank in (suspects + suspects)[first : first + min(_LOOKED_AT, len(suspects))]:
@@ -428,10 +430,10 @@ class _Attempt:
         return error
 
     def _dial(self, rank: int) -> StoreClient:
-        """Connects to the store of a member.
+        """Connect to the store of a member.
 
         Raises:
-            TimeoutError: it did not answer. The cause is a refusal if nobody listens at any of its addresses.
+            TimeoutError: It did not answer. The cause is a refusal if no process listens at any of its addresses.
         """
         handle = self._handles[rank]
         near = handle.machine == self._machine
@@ -448,6 +450,8 @@ class _Attempt:
                 return StoreClient.connect(address, secret, left_s, retry=False)
             except (StoreLostError, TimeoutError) as error:
                 errors.append(error)
+        # An error other than a refusal comes first, because only refusals at all addresses mean that the process has
+        # exited.
         raise next((error for error in errors if not _is_refusal(error)), errors[0])
 
     def _left(self) -> float:
@@ -473,7 +477,7 @@ def _in_order(handles: Sequence[str] | AbstractSet[str], own: str) -> list[str]:
 
 
 def _has_one_host(environ: Mapping[str, str]) -> bool:
-    """Whether the job is known to be on this host alone, so that no port has to be opened."""
+    """Return whether the job is known to use this host only, so that no port has to be opened."""
     if environ.get(ELASTIC) == "1":
         return False
     size = environ.get("WORLD_SIZE")

@@ -1,7 +1,7 @@
-"""``all_reduce`` of sparse tensors: made of dense calls, because every rank's elements lie elsewhere.
+"""``all_reduce`` of sparse tensors by dense calls, because every rank has elements at other indices.
 
-The ranks exchange how many elements they have, then where and what those are, and each adds up all of them in
-the order of the ranks, so that every rank ends with the same bits.
+The ranks exchange their numbers of elements, then the indices and values. Each rank adds all of them in the order of
+the ranks, so every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ __all__ = ["Dense", "all_reduce"]
 
 
 class Dense(Protocol):
-    """What moves the dense tensors: a ``ProcessGroup``."""
+    """The group that transfers the dense tensors: a ``ProcessGroup``."""
 
     name: str
 
     @property
     def device(self) -> str:
-        """Where these are to be."""
+        """The device on which these tensors must be."""
         ...
 
     def size(self) -> int:
-        """How many ranks it has."""
+        """Return the number of ranks."""
         ...
 
     def all_gather(self, outputs: Tensor, tensor: Tensor, /) -> Any:
-        """Every rank's tensor."""
+        """Gather the tensors of all ranks."""
         ...
 
 
 def all_reduce(group: Dense, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
-    """Sums a COO tensor over the ranks, in place; it ends coalesced.
+    """Sum a COO tensor over the ranks, in place. The result is coalesced.
 
     Cost:
-        three all_gathers: 8 bytes per dimension, then each rank's indices and values, padded to the longest. With
-        ``async_op`` too it is complete when this returns.
+        Three all_gathers: 8 bytes per dimension, then each rank's indices and values, padded to the longest. It is
+        complete when this returns, also with ``async_op``.
     """
     if op is not ReduceOp.SUM:
         raise UsageError(f"all_reduce of a sparse tensor: expected SUM, not {getattr(op, 'name', op)}")
@@ -59,10 +59,10 @@ def all_reduce(group: Dense, tensor: Tensor, op: ReduceOp | PremulSum, async_op:
     everyones = torch.cat(_gather(group, mine.indices().mT, counts))
     if mine.sparse_dim():
         places, place_of = torch.unique(everyones, dim=0, return_inverse=True)  # in the order of a coalesced tensor
-    else:  # of a single element, which is there or not
+    else:  # no sparse dimension: one element, which exists or not
         places, place_of = everyones[:1], everyones.new_zeros(len(everyones))
     values = _gather(group, mine.values(), counts)
-    # As the core does: halves are added up in float32.
+    # As in the core: float16 and bfloat16 are added in float32.
     wide = torch.float32 if mine.dtype in (torch.float16, torch.bfloat16) else mine.dtype
     sums = torch.zeros(places.shape[0], *mine.values().shape[1:], dtype=wide, device=mine.device)
     for rows, at in zip(values, place_of.split(counts), strict=True):
@@ -82,7 +82,7 @@ def all_reduce(group: Dense, tensor: Tensor, op: ReduceOp | PremulSum, async_op:
 
 
 def _gather(group: Dense, rows: Tensor, counts: list[int] | None = None) -> list[Tensor]:
-    """Every rank's rows; ``counts`` is how many each has, if not all have as many."""
+    """Return the rows of every rank. ``counts`` is the number of rows of each rank, if they differ."""
     counts = counts or [rows.shape[0]] * group.size()
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: rows.shape[0]] = rows

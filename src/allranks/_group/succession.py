@@ -1,7 +1,7 @@
-"""A group's way through its generations: who goes on after a loss, and a new engine for them.
+"""The group history: the generations of a group, who is a member after a loss, and a new engine for the members.
 
-``_rendezvous/succession`` decides, as a pure state machine; here it gets what this process knows, and its decision
-becomes a connected engine. Where a member is lost meanwhile there is another generation.
+``_rendezvous/succession`` decides, as a pure state machine. This module passes it the knowledge of this process, and
+turns its decision into a connected engine. If a member is lost while the engine connects, another generation follows.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Lineage", "Successor", "Tally", "no_board"]
 
-_CONNECT_S = 10.0  # for members that have all claimed: those that are lost meanwhile are seen earlier
-_VAIN = 5  # so many generations of the same members that could not connect are enough
+_CONNECT_S = 10.0  # seconds; all members have written proposals, and losses after that are detected earlier
+_VAIN = 5  # number of generations with the same members that fail to connect before an error is raised
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Successor:
     """The next generation of a group, connected.
 
     Attributes:
-        engine: moves its tensors.
-        rank: this process in it.
-        members: who is in it, by rank; ``rank`` is their seat.
-        decision: what was decided.
+        engine: The engine that transfers its tensors.
+        rank: The rank of this process in it.
+        members: Its members, by rank. Their ``rank`` attribute is their rank slot.
+        decision: The decision about it.
     """
 
     engine: Engine
@@ -50,15 +50,15 @@ class Successor:
 
 @dataclass(frozen=True)
 class Tally:
-    """What has happened to the seats of a group over its generations.
+    """Counts of the changes of a group's rank slots over its generations.
 
-    Each generation counts, also one in which the ranks did not get to a step: so all that are in the same one have
-    counted the same, whatever each has seen of those before.
+    Each generation counts, also one in which the ranks did not reach a step. All ranks of a generation therefore have
+    the same counts, whichever earlier generations each of them has seen.
 
     Attributes:
-        replaced: how often another process has taken a lost member's seat.
-        lost: how many members were lost.
-        joined: how many seats have come.
+        replaced: How often another process has taken the rank slot of a lost member.
+        lost: The number of lost members.
+        joined: The number of rank slots that have joined.
     """
 
     replaced: int = 0
@@ -66,7 +66,7 @@ class Tally:
     joined: int = 0
 
     def after(self, before: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> Tally:
-        """With the next generation: pairs of seat and start."""
+        """Return the counts including the next generation. The arguments are pairs of rank slot and start."""
         old, new = dict(before), dict(now)
         again = sum(seat in new and new[seat] != start for seat, start in old.items())
         gone, come = len(old.keys() - new.keys()), len(new.keys() - old.keys())
@@ -81,29 +81,29 @@ class Tally:
 
 @dataclass
 class Lineage:
-    """The generations of one group, as far as this process is in them.
+    """The history of one group, as far as this process takes part in its generations.
 
     Attributes:
-        board: where they are decided.
-        prefix: of their keys.
-        backend: the engine of every generation.
-        name: the group's name.
-        timeout_s: of its calls.
-        seat: this process's place.
-        members: seat and start of the members of the present generation, by rank.
-        generation: its number.
-        vote: this rank's agreements in it.
-        decided: the next generation, if it has been decided already.
-        out: who was left out of earlier generations.
-        replaces: processes that take lost seats are waited for: in agreements too, whose decision is also that about
-            the next generation.
-        tally: of the generations that this process has followed.
-        place: see ``Claim``.
-        replica: see ``Claim``.
-        aside: those that are no members, and for whom nobody waits: see ``Decision``.
-        on_aside: called when this process has the state of the program, but not all others of its replica are left, so
-            that it waits for those that come.
-        before: the members of the generation before.
+        board: The membership table on which the generations are decided.
+        prefix: Prefix of their keys.
+        backend: The engine of every generation.
+        name: The name of the group.
+        timeout_s: The timeout of its calls, in seconds.
+        seat: The rank slot of this process.
+        members: Rank slot and start of the members of the present generation, by rank.
+        generation: The number of the present generation.
+        vote: The state of this rank's agreements in it.
+        decided: The next generation, if it has already been decided.
+        out: Processes that earlier generations excluded.
+        replaces: The ranks wait for processes that take lost rank slots. This includes agreements, because their
+            decision is also the decision on the next generation.
+        tally: The counts of the generations that this process has followed.
+        place: See ``Claim``.
+        replica: See ``Claim``.
+        aside: Processes that are not members, and for which no rank waits: see ``Decision``.
+        on_aside: Called when this process has the state of the program but other ranks of its replica are missing, so
+            that it waits for new processes.
+        before: The members of the previous generation.
     """
 
     board: Board
@@ -138,19 +138,19 @@ class Lineage:
         replaces: bool = False,
         timeout_s: float | None = None,
     ) -> Decision:
-        """Decides with the others who is in the next generation. The same decision again until it is connected.
+        """Decide with the other processes on the next generation. Returns the same decision until it is connected.
 
         Args:
-            look: finds the members that this process knows to be lost.
-            without: seats to do without.
-            progress: how far this process's program has come; ``NEWCOMER``: it is new.
-            replaces: wait for processes that take lost seats.
-            timeout_s: how long to wait for members that are not known to be lost; None: the group's timeout.
+            look: Returns the members that this process has detected as lost.
+            without: Rank slots to exclude.
+            progress: The progress of this process's program. ``NEWCOMER``: it is new.
+            replaces: Wait for processes that take lost rank slots.
+            timeout_s: Seconds to wait for members that are not known to be lost. None: the group's timeout.
 
         Raises:
-            ExcludedError: this process is not.
-            StoreLostError: the store is gone.
-            AllranksError: too few are left.
+            ExcludedError: The decision excludes this process.
+            StoreLostError: The store is lost.
+            AllranksError: Too few ranks remain.
         """
         if self.decided is None:
             claim = Claim(
@@ -189,29 +189,32 @@ class Lineage:
         timeout_s: float | None = None,
         waits: bool = True,
     ) -> Successor | Decision:
-        """Decides, and connects those who are in the next generation. Arguments and errors as ``decide``.
+        """Decide on the next generation, and connect its members.
+
+        The other arguments and errors are those of ``decide``.
 
         Args:
-            waits: a newcomer that is too late for a generation waits for the next one.
+            waits: A newcomer that is too late for a generation waits for the next one.
 
         Returns:
-            The next generation; the decision about it, which does not name this process, if a newcomer does not wait.
+            The next generation. If a newcomer does not wait: the decision, which does not include this process.
 
         Raises:
-            JoinError: the members, of whom none is lost, cannot connect.
+            JoinError: The members cannot connect, although none of them is lost.
         """
         vain, trouble = 0, JoinError("")
         while vain < _VAIN:
             before = self.members
             decision = self.decide(look, without=without, progress=progress, replaces=replaces, timeout_s=timeout_s)
             members = [(claim.seat, claim.start) for claim in decision.claims]
-            if self._own not in members:  # a newcomer, too late for this generation, or without the rest of a replica
+            # A newcomer that is too late for this generation, or a process whose replica is incomplete
+            if self._own not in members:
                 self.begin(decision)
                 if not waits:
                     return decision
                 if progress >= 0:
-                    progress = NEWCOMER  # what it has is soon that of an earlier step
-                    look = _sees_nobody  # that the others have left its engine is no loss
+                    progress = NEWCOMER  # the other ranks continue, so the state of this process is soon outdated
+                    look = _sees_nobody  # the others have left the engine of this process, which is not a loss
                     if self.on_aside is not None:
                         self.on_aside()
                 continue
@@ -222,7 +225,8 @@ class Lineage:
             except (JoinError, PeerLostError, TimeoutError) as error:
                 trouble = error if isinstance(error, JoinError) else JoinError(str(error))
                 vain = vain + 1 if members == list(before) else 0
-                # Others may not have noticed yet that this cannot connect: that takes them so long.
+                # Other ranks may detect the failed connection only after their own connection timeout. This rank waits
+                # longer.
                 timeout_s = max(self.timeout_s if timeout_s is None else timeout_s, 2 * _CONNECT_S)
             self.begin(decision)
             if engine is not None:
@@ -234,7 +238,7 @@ class Lineage:
         ) from trouble
 
     def somebody_waits(self) -> bool:
-        """Whether processes wait to be in the next generation: one that comes later than the others, or a replica."""
+        """Return whether processes wait to become members: a process that joined later, or a whole replica."""
         table = self.board.table()
         known = {*self.members, *self.out}
         waiting = [
@@ -249,13 +253,13 @@ class Lineage:
         return complete([msgspec.msgpack.decode(claim, type=Claim) for claim in found], self.replica)
 
     def others_have_ended(self) -> bool:
-        """Whether the members of the generation before have ended with code 0."""
+        """Return whether all members of the previous generation have exited with code 0."""
         table = self.board.table()
         seats = [None if table is None else table.find(number) for number, _ in self.before]
         return bool(seats) and all(seat is not None and seat.done for seat in seats)
 
     def begin(self, decision: Decision) -> None:
-        """The generation that was decided is the present one."""
+        """Make the decided generation the present one."""
         members = [(claim.seat, claim.start) for claim in decision.claims]
         self.tally = self.tally.after(self.members or members, members)
         self.before, self.members = self.members, members
@@ -285,12 +289,12 @@ def _sees_nobody(missing: Sequence[tuple[int, int]]) -> frozenset[tuple[int, int
 
 
 def no_board(name: str, call: str, reconfigured: bool = False) -> UsageError:
-    """The error of a group whose ranks have no store on which they could decide who goes on.
+    """Return the error of a group whose ranks have no store on which they could decide on the next generation.
 
     Args:
-        name: the group's.
-        call: what was called.
-        reconfigured: its members are those of its last reconfiguration.
+        name: The name of the group.
+        call: The call that failed.
+        reconfigured: Its members are those of its last reconfiguration.
     """
     if reconfigured:
         return UsageError(

@@ -1,4 +1,4 @@
-"""What a group does after a loss: an agreement that a loss cannot cut in two, and the group of those that are left."""
+"""Recovery of a group after a loss: an agreement that a loss cannot interrupt, and the group of the remaining ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["LATEST", "advance", "agree", "numbered", "shrink"]
 
-_ASK_S = (0.2, 1.0)  # how long a rank is waited for before its host is asked: first, and at most
+# Seconds that this process waits for a rank before it queries the host of that rank: at first, and at most
+_ASK_S = (0.2, 1.0)
 
 LATEST = "latest"
-"""The key, on the board, of the decision about the latest generation of an elastic world."""
+"""Key in the membership table of the decision about the latest generation of an elastic world."""
 
 
 def agree(group: ProcessGroup, value: int) -> int:
@@ -69,16 +70,16 @@ def shrink(group: ProcessGroup, ranks_to_exclude: Sequence[int], timeout_s: floa
 
 
 def advance(group: ProcessGroup, *, progress: int, replaces: bool, timeout_s: float | None = None) -> Successor:
-    """Takes the world into its next generation, in place: the same object with other ranks.
+    """Move the world to its next generation, in place: the same object with other ranks.
 
     Args:
-        group: the world.
-        progress: how far this process's program has come; ``NEWCOMER``: it is new.
-        replaces: wait for processes that take lost seats, and take newcomers.
-        timeout_s: how long to wait for ranks that are not known to be lost.
+        group: The world.
+        progress: The progress of this process's program. ``NEWCOMER``: it is new.
+        replaces: Wait for processes that take lost rank slots, and accept newcomers.
+        timeout_s: Seconds to wait for ranks that are not known to be lost.
     """
     lineage = _lineage(group, "go on after a loss")
-    group.abort()  # whatever has brought this rank here: others may wait for it in a call
+    group.abort()  # whatever the cause of this call: other ranks may wait for this rank in a call
     successor = _succeed(group, lineage, progress=progress, replaces=replaces, timeout_s=timeout_s)
     group._become(successor.engine, successor.rank, numbered(successor.members))
     if successor.rank == 0 and lineage.board.launched:
@@ -87,7 +88,7 @@ def advance(group: ProcessGroup, *, progress: int, replaces: bool, timeout_s: fl
 
 
 def numbered(members: Sequence[Member]) -> list[Member]:
-    """These as the members of a world, by rank."""
+    """Return these processes as the members of a world, by rank."""
     return [msgspec.structs.replace(m, rank=rank, world_size=len(members)) for rank, m in enumerate(members)]
 
 
@@ -101,7 +102,7 @@ def _succeed(
     timeout_s: float | None = None,
 ) -> Successor:
     if group.failed_ranks():
-        group.abort()  # for ranks that are in a call and have not seen the loss
+        group.abort()  # for ranks that are in a call and have not detected the loss
     successor = lineage.succeed(
         _Look(group, lineage), without=without, progress=progress, replaces=replaces, timeout_s=timeout_s
     )
@@ -116,15 +117,17 @@ def _lineage(group: ProcessGroup, call: str) -> Lineage:
 
 
 class _Look:
-    """What this process sees of the others by itself.
+    """Detection of lost members by this process.
 
-    The first rank of each host reports the deaths there. When that one has died nobody does, and a rank that does not
-    come may have died with it: its host is asked. Where a launcher knows all exits there is no need.
+    The first rank of each host reports the deaths on its host. If that rank has died, no rank reports them, and a
+    missing rank may have died with it. This process therefore queries the host of a missing rank. It does not if a
+    launcher detects all exits.
     """
 
     def __init__(self, group: ProcessGroup, lineage: Lineage) -> None:
         self._group = group
-        self._members = list(lineage.members)  # of the generation that has ended, also while the next ones are made
+        # The members of the generation that has ended, also while the next generations are created
+        self._members = list(lineage.members)
         self._asks = not lineage.board.launched
         self._gone: set[tuple[int, int]] = set()
         self._pause_s = _ASK_S[0]

@@ -1,1 +1,1 @@
-"""How the ranks of a job find each other: where the store is, who is which rank, and when all have joined."""
+"""Rendezvous: how the ranks of a job find the store, agree on their rank numbers, and detect that all have joined."""

@@ -1,7 +1,7 @@
-"""The store on which the members of a group decide who goes on after a loss: one that outlives the meeting.
+"""The store on which the members of a group decide on the next generation after a loss.
 
-That is the launcher's, torchrun's, or one that the program has made. A store that rank 0 serves for the meeting does
-not outlive it. The connection is made when it is first needed.
+This store outlives the rendezvous. It is the launcher's store, torchrun's store, or a store that the program created.
+A store that rank 0 serves for the rendezvous does not outlive it. The connection opens on first use.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ _CONNECT_S = 10.0
 
 
 class Board:
-    """A connection to the store, and what this process is there.
+    """A connection to the store for membership changes, and the identity of this process there.
 
     Attributes:
-        prefix: of the keys of this world.
-        me: this process.
-        start: how many processes had its seat before it.
-        launched: a launcher writes the table of seats.
-        where: what errors call the store.
+        prefix: Prefix of the keys of this world.
+        me: This process.
+        start: Number of processes that had its rank slot before it.
+        launched: A launcher writes the table of rank slots.
+        where: Name of the store in error messages.
     """
 
     def __init__(self, finder: Finder, me: Member, prefix: str, environ: Mapping[str, str] = os.environ) -> None:
         self._finder = finder
         self.launched = isinstance(finder, LauncherFinder) and environ.get(ELASTIC) == "1"
-        # A process that takes a seat knows nothing of the meetings that were there before.
+        # A replacement process does not have the prefixes of the earlier rendezvous, so all processes of an elastic job
+        # use one fixed prefix.
         self.prefix = "allranks/elastic/" if self.launched else f"{prefix}after/"
         self.me = me
         self.start = int(environ.get(START, "0")) if self.launched else 0
@@ -52,7 +53,7 @@ class Board:
 
     @classmethod
     def of(cls, finder: Finder, me: Member, prefix: str, environ: Mapping[str, str]) -> Board | None:
-        """That of a meeting; None where its store ends with it."""
+        """Return the board of a rendezvous, or None if its store closes with it."""
         return None if finder.fresh else cls(finder, me, prefix, environ)
 
     @property
@@ -60,11 +61,11 @@ class Board:
         return self._finder.where or "the store"
 
     def drive(self, steps: Steps[_T], look: See) -> _T:
-        """Runs a state machine of ``succession`` to its end.
+        """Run a state machine of ``succession`` until it returns.
 
         Args:
-            steps: the machine.
-            look: what this process sees of the others.
+            steps: The state machine.
+            look: Returns the losses that this process has detected itself.
         """
 
         def perform(act: Act | Look) -> Answer | Sighting:
@@ -76,50 +77,50 @@ class Board:
                 if isinstance(act, WaitForKeys) and isinstance(error, TimeoutError):
                     return WaitTimedOut(
                         act.keys
-                    )  # a wait is short: a busy launcher is lost when it answers no other request
+                    )  # The wait is short. A busy store counts as lost only if another request fails.
                 return Lost(reason(error.__cause__ or error), error)
 
         return drive(steps, perform)  # type: ignore[arg-type]
 
     def write(self, key: str, value: bytes) -> None:
-        """Sets a key under the prefix."""
+        """Set a key under the prefix."""
         self._opened().set(self.prefix + key, value)
 
     def append(self, key: str, value: bytes) -> None:
-        """Puts bytes behind the value of a key under the prefix."""
+        """Append bytes to the value of a key under the prefix."""
         self._opened().append(self.prefix + key, value)
 
     def read(self, key: str) -> bytes | None:
-        """The value of a key under the prefix; None if there is none."""
+        """Return the value of a key under the prefix, or None if the key does not exist."""
         return self.peek([self.prefix + key])[0]
 
     def table(self) -> SeatTable | None:
-        """The table of seats; None where no launcher writes one."""
+        """Return the table of rank slots, or None if no launcher writes one."""
         found = self.peek([TABLE_KEY])[0] if self.launched else None
         return None if found is None else SeatTable.decode(found)
 
     def peek(self, keys: Sequence[str]) -> Sequence[bytes | None]:
-        """The values of whole keys, as they are now."""
+        """Return the current values of full keys, without the prefix."""
         found = self._opened()._ask(Peek(list(keys)))
         assert isinstance(found, FoundValues)
         return found.values
 
     def view(self, name: str, timeout_s: float) -> Store:
-        """The keys under the prefix and a name, as a store."""
+        """Return the keys under the prefix and a name as a store."""
         view = PrefixStore(f"{self.prefix}{name}", self._opened())
         view.timeout_s = timeout_s
         return view
 
     def identity(self) -> bytes:
-        """16 bytes that are the same for all processes whose board is on the same store; b"" if it is gone."""
+        """Return 16 bytes that identify the store and prefix, equal on all processes. Return b"" if it is lost."""
         try:
             token = self.view("identity/", _CONNECT_S).compare_set("token", b"", os.urandom(16))
         except (StoreLostError, TimeoutError, NotYet, ConfigError):
-            return b""  # nobody can decide on it, which is what is asked
+            return b""  # no rank can decide on this store, which is the answer that the caller needs
         return hashlib.sha256(self.prefix.encode() + token).digest()[:16]
 
     def close(self) -> None:
-        """Ends the connection. Idempotent."""
+        """Close the connection. Idempotent."""
         with self._lock:
             if self._store is not None:
                 self._finder.disconnect()

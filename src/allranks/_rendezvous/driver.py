@@ -1,4 +1,4 @@
-"""Runs the state machines of this room against real stores."""
+"""Runs the state machines of this package against real stores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def drive(steps: Steps[_T], perform: Callable[[Act], Answer]) -> _T:
-    """Runs a state machine to its end."""
+    """Run a state machine until it returns, and return its result."""
     try:
         act = next(steps)
         while True:

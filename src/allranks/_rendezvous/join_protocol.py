@@ -1,15 +1,16 @@
-"""How a rank joins a job, as a pure state machine: what it requests of a store, and what follows from each reply.
+"""Protocol by which a rank joins a job: a pure state machine of store requests and replies.
 
-No socket, no clock and no thread: a generator yields what is to be done (connect, a request to the store, pause, print
-a notice) and is sent the time and the answer. ``rendezvous`` drives it with real stores; the tests drive thousands
+It uses no socket, no clock and no thread. A generator yields the next act: connect, a request to the store, a pause,
+or a notice. It receives the time and the answer. ``rendezvous`` drives it with real stores. The tests drive thousands
 of whole jobs with simulated links, deaths and restarts, each from a seed.
 
-All that must be decided once is decided by ``CompareSet``, one step that no death can cut in two: who comes first
-and so sets how many ranks there are, who has a rank, and the verdict: all are here, or what is wrong.
+``CompareSet`` makes every decision that must be made once. It is one atomic step, so the death of a rank cannot leave
+it half done. It decides which rank is first and thereby sets the world size, which process has a rank, and the
+verdict. The verdict states that all ranks have joined, or what is wrong.
 
-What a rank asks and gets does not grow with the number of ranks; whoever comes last reads all and writes one table
-of them, packed. So the whole job moves O(n) bytes, and n times the table (6 bytes per rank or so) where every rank
-reads it.
+The requests and replies of a rank do not grow with the number of ranks. The last rank to join reads all records and
+writes one packed table of them. The whole job therefore moves O(n) bytes. If every rank reads the table, it moves n
+times the table (about 6 bytes per rank) in addition.
 """
 
 from __future__ import annotations
@@ -57,27 +58,27 @@ __all__ = [
 ]
 
 GRACE_S = 0.5
-"""How long after the timeout a rank may still learn and report what was missing."""
+"""Seconds after the timeout in which a rank may still fetch and report what is missing."""
 
 NOTICE_S = 5.0
-"""A rank that waits longer prints so, once: the timeout may be half an hour away."""
+"""Seconds after which a waiting rank prints one notice, because the timeout may be half an hour away."""
 
 TABLE = "join/members"
-"""The key of the table of all members, behind the prefix that ``Joining`` returns, and a slash."""
+"""Key of the table of all members. The prefix that ``Joining`` returns and a slash precede it."""
 
-_PROTOCOL = 2  # of the keys and records here; 1 had no such number
+_PROTOCOL = 2  # version of the keys and records here; version 1 had no such number
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One rank of a meeting, as it describes itself.
+    """One rank of a rendezvous, as it describes itself.
 
     Attributes:
-        rank: its number.
-        pid: its process on its host.
-        host: its host's name.
-        machine: the same for all processes that share memory and unix sockets.
-        world_size: how many ranks it expects.
-        addresses: where other hosts may reach its host.
+        rank: Its rank.
+        pid: Its process ID on its host.
+        host: The name of its host.
+        machine: The same for all processes that share memory and unix sockets.
+        world_size: The number of ranks that it expects.
+        addresses: Addresses at which other hosts may reach its host.
     """
 
     rank: int
@@ -93,12 +94,12 @@ class Member(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Connect:
-    """Find the store, and leave what was found before. The answer is None or Lost."""
+    """Find the store, and disconnect from the previous one. The answer is None or Lost."""
 
 
 @dataclass(frozen=True)
 class Leave:
-    """Leave the store that was found."""
+    """Disconnect from the store that was found."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Notify:
 
 @dataclass(frozen=True)
 class Lost:
-    """The store did not answer, or is not there: the system's text, and the error, if there was one."""
+    """The store did not answer or does not exist: the text of the system, and the error if there was one."""
 
     text: str
     cause: Exception | None = None
@@ -130,7 +131,7 @@ Steps: TypeAlias = Generator[Act, tuple[float, Answer], _T]
 
 
 class _Claim(msgspec.Struct, frozen=True):
-    """Who takes a rank. ``process`` distinguishes two processes with the same host name and pid, in two containers."""
+    """A registration for a rank. ``process`` distinguishes processes of two containers with equal host name and pid."""
 
     process: str
     member: Member
@@ -144,21 +145,21 @@ class _JoinVerdict(msgspec.Struct, frozen=True):
 
 @dataclass
 class Joining:
-    """One rank's way to a meeting.
+    """The state machine with which one rank joins a rendezvous.
 
     Attributes:
-        me: this rank.
-        process: unlike any other process's, on any host; may join many meetings.
-        began: the time now.
-        timeout_s: how long to wait for the others.
-        where: what errors call the store.
-        advice: what to look at where it does not answer.
-        fresh: rank 0 serves the store for this meeting only.
-        listens: asked where the meeting fails: where this process listens, if it serves the store.
-        refusals: and whom it refused.
-        notice_s: when to print who is missing.
-        started: how many ranks were started on which host, where a scheduler has set it.
-        longer: how errors call the argument by which this takes longer.
+        me: This rank.
+        process: Identifies this process among all processes on all hosts. It may join many rendezvous.
+        began: The current time.
+        timeout_s: Seconds to wait for the other ranks.
+        where: Name of the store in error messages.
+        advice: What the user should check if the store does not answer.
+        fresh: Rank 0 serves the store for this rendezvous only.
+        listens: Returns where this process listens if it serves the store. Called if the rendezvous fails or is late.
+        refusals: Returns the clients that this process has refused.
+        notice_s: Seconds after which a notice names the missing ranks.
+        started: The number of ranks started on each host, if a scheduler has set it.
+        longer: Name of the argument that extends the timeout, for error messages.
     """
 
     me: Member
@@ -181,14 +182,14 @@ class Joining:
         self._board = ""
 
     def steps(self) -> Steps[str]:
-        """Finds the store, registers there, waits for the others.
+        """Find the store, register there, and wait for the other ranks.
 
         Returns:
-            The prefix of the meeting's keys. The table of its members is there.
+            The prefix of the rendezvous's keys. The table of its members is stored under it.
 
         Raises:
-            JoinError: the store or ranks are missing when the time is over, or two ranks disagree.
-            ConfigError: they run different versions.
+            JoinError: The store or ranks are missing when the timeout expires, or two ranks disagree.
+            ConfigError: The ranks run different versions.
         """
         generation = yield from self._reach()
         prefix = f"allranks/{generation}"
@@ -203,10 +204,10 @@ class Joining:
     def _left(self) -> float:
         return self._deadline - self._now
 
-    # To the store.
+    # Connection to the store.
 
     def _reach(self) -> Steps[int]:
-        """Returns the number of this meeting among those that this process has been to on this store."""
+        """Return the number of this rendezvous among those that this process has joined on this store."""
         pause_s = 0.01
         while True:
             answer = yield from self._do(Connect())
@@ -233,7 +234,8 @@ class Joining:
             pause_s = min(pause_s * 1.5, 0.1)
 
     def _count(self) -> Steps[Answer]:
-        # Not by Add: where the connection breaks before the answer is here, nobody knows whether it was counted.
+        # Add cannot be used: if the connection breaks before its reply, the rank cannot find out whether Add was
+        # executed. CompareSet with a unique value can be repeated safely.
         key, visit, known = f"allranks/joins/{self.me.rank}/{self.process}", repr(self.began), b""
         while True:
             number = int(known.partition(b" ")[0] or b"0") + 1
@@ -245,7 +247,7 @@ class Joining:
             if whose == visit.encode():
                 return RequestDone(int(counted))
 
-    # At the store.
+    # Registration in the store.
 
     def _register(self) -> Steps[None]:
         claim = _Claim(self.process, self.me, _PROTOCOL)
@@ -265,7 +267,7 @@ class Joining:
             raise JoinError(_twice(holder.member, self.me))
         joined = yield from self._ask(Add(f"{self._board}joined", 1))
         assert isinstance(joined, RequestDone)
-        # The last rank writes the verdict for all; nobody else has to read all the others.
+        # The last rank to join writes the verdict, so no other rank has to read all records.
         verdict = (yield from self._roll_call()) if joined.number == self.me.world_size else None
         if verdict is None:
             verdict = yield from self._await_verdict()
@@ -283,7 +285,8 @@ class Joining:
                 return verdict
         verdict = yield from self._wait_verdict(max(self._left(), 0.0))
         if verdict is None and not (yield from self._first_to("settle")):
-            # One reads the list for all, as n ranks that read n records would be slow. It may die over it.
+            # One rank reads the list for all, because n ranks that each read n records would be slow. If it dies while
+            # it does this, the others read the list after this wait.
             verdict = yield from self._wait_verdict(GRACE_S / 2)
         if verdict is None:
             verdict = yield from self._roll_call(give_up=True)
@@ -295,14 +298,15 @@ class Joining:
         return _verdict(answer) if isinstance(answer, FoundValues) else None
 
     def _look_around(self) -> Steps[_JoinVerdict | None]:
-        # One rank prints for all that wait: rank 0, which knows where it listens, or the first to ask.
+        # One rank prints for all waiting ranks: rank 0, which can report its address, or else the first that requests
+        # it.
         if self.me.rank:
             zero = yield from self._ask(Peek([f"{self._board}member/0"]))
             if zero != FoundValues([None]) or not (yield from self._first_to("notice")):
                 return None
         found = yield from self._everyone("member")
         missing = [rank for rank, claim in enumerate(found) if claim is None]
-        if not missing:  # the last to come died before it wrote the verdict
+        if not missing:  # the last rank died before it wrote the verdict
             return (yield from self._roll_call())
         listens = self.listens()
         where = f"(it listens {listens})" if listens else f"on {self.where}"
@@ -344,7 +348,7 @@ class Joining:
         return [f"Fewer ranks joined than were started: {', '.join(fewer)}."] if fewer else []
 
     def _settle(self, verdict: _JoinVerdict) -> Steps[_JoinVerdict]:
-        # The first verdict counts, so that no rank goes on where another one has given up.
+        # The first verdict counts, so no rank continues after another one has given up.
         answer = yield from self._ask(CompareSet(f"{self._board}verdict", b"", msgspec.msgpack.encode(verdict)))
         return _verdict(answer)
 
@@ -419,17 +423,17 @@ class Joining:
 
 
 def exchange(place: str, rank: int, size: int, record: bytes, timeout_s: float) -> Steps[list[bytes]]:
-    """Gives every rank every rank's record, by rank; the last to come puts them together.
+    """Give every rank the records of all ranks, by rank. The last rank to arrive combines them.
 
     Args:
-        place: the prefix of the exchange's own keys.
-        rank: this one.
-        size: how many take part.
-        record: this rank's.
-        timeout_s: how long to wait for the others.
+        place: Prefix of the keys of this exchange.
+        rank: This rank.
+        size: Number of ranks that take part.
+        record: The record of this rank.
+        timeout_s: Seconds to wait for the other ranks.
 
     Raises:
-        TimeoutError: some did not come in time; names them.
+        TimeoutError: Ranks did not arrive in time. The message names them.
     """
     keys = [f"{place}{r}" for r in range(size)]
 
@@ -467,11 +471,11 @@ def exchange(place: str, rank: int, size: int, record: bytes, timeout_s: float) 
 
 
 class _Table(msgspec.Struct, frozen=True, array_like=True):
-    """All members, by columns: what the ranks of a host share stands there once."""
+    """All members, by column. Values that the ranks of a host share are stored once."""
 
     hosts: list[tuple[str, str, tuple[str, ...]]]  # name, machine, addresses
     host_of: list[int]
-    pids: list[int]  # differences: neighbours on a host start one after the other
+    pids: list[int]  # differences: ranks of one host start one after the other, so the differences are small
 
 
 def _pack_members(members: Sequence[Member]) -> bytes:
@@ -483,7 +487,7 @@ def _pack_members(members: Sequence[Member]) -> bytes:
 
 
 def unpack_members(packed: bytes) -> tuple[Member, ...]:
-    """Returns the members that stand in a table, by rank."""
+    """Return the members of a table, by rank."""
     table = msgspec.msgpack.decode(zlib.decompress(packed), type=_Table)
     size = len(table.host_of)
 

@@ -1,4 +1,4 @@
-"""What ranks have when they have met: their numbers, a shared store, and an exchange of records."""
+"""Result of a rendezvous: rank, world size, a shared store, and an exchange of records."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from allranks._store import Store
 
 __all__ = ["JobMeeting"]
 
-_LINGER_S = 3.0  # how long rank 0, when it leaves, keeps the store for those who have not left yet
+_LINGER_S = 3.0  # seconds for which a leaving rank 0 keeps the store open for ranks that have not left yet
 
 
 @dataclass
 class JobMeeting:
-    """All ranks of a job have met.
+    """A completed rendezvous of all ranks of a job.
 
     Attributes:
-        rank: this process.
-        world_size: how many there are.
-        store: what they share; its keys are this meeting's own.
-        board: where they decide who goes on after a loss; None where no store outlives the meeting.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        store: The shared store. Its keys belong to this rendezvous only.
+        board: Where the ranks decide on the next generation after a loss. None if no store outlives the rendezvous.
     """
 
     rank: int
@@ -41,20 +41,20 @@ class JobMeeting:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """All of them, by rank. Asks the store, once."""
-        if not self._members:  # not cached_property, which has one lock for all meetings, before Python 3.12
+        """All ranks, in order. The first access sends one request to the store."""
+        if not self._members:  # not cached_property: before Python 3.12 it has one lock for all instances
             alone = self.world_size == 1
             self._members = (self._me,) if alone else unpack_members(self.store.get(TABLE, self._timeout_s))
         return self._members
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its host: as the launcher has set it, else by rank."""
+        """Rank of this process among those of its host: as set by the launcher, else in order of the ranks."""
         return self._near.index(self.rank) if self._local[0] is None else self._local[0]
 
     @property
     def local_world_size(self) -> int:
-        """How many share its host."""
+        """Number of ranks on this host."""
         return len(self._near) if self._local[1] is None else self._local[1]
 
     @property
@@ -62,16 +62,16 @@ class JobMeeting:
         return [m.rank for m in self.members if m.machine == self._me.machine]
 
     def exchange(self, record: bytes, timeout_s: float) -> list[bytes]:
-        """Gives every rank every rank's record, by rank. Called by all of them.
+        """Give every rank the records of all ranks, by rank. All ranks call it.
 
         Raises:
-            TimeoutError: some did not come in time; names them.
+            TimeoutError: Ranks did not arrive in time. The message names them.
         """
         prefix = f"exchange/{next(self._times)}/"
         steps = exchange(prefix, self.rank, self.world_size, record, timeout_s)
         return drive(steps, self.store._ask)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Leaves. Rank 0, where it serves the store, first waits a little for the others to leave. Idempotent."""
+        """Leave. If rank 0 serves the store, it first waits up to 3 s for the others to leave. Idempotent."""
         if self._finder is not None:
             self._finder.close(_LINGER_S)

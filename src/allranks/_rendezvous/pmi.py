@@ -1,16 +1,17 @@
-"""How rank 0 sends the other ranks one text over PMI-1, which MPICH's, Intel MPI's and SLURM's launchers speak.
+"""Transfer of one text from rank 0 to the other ranks over PMI-1.
 
-``mpiexec`` and ``srun --mpi=pmi2`` hand each process a connection to their own daemon (PMI_FD), so that ranks can
-exchange addresses with no port, no shared folder and no secret that anybody has set up. Lines of ``name=value`` go both
-ways: put, barrier_in, get.
+The launchers of MPICH, Intel MPI and SLURM implement PMI-1. ``mpiexec`` and ``srun --mpi=pmi2`` pass each process a
+connection to their own daemon (PMI_FD). Ranks can therefore exchange addresses without a port, a shared folder or a
+secret that the user must set up. Lines of ``name=value`` go in both directions: put, barrier_in, get.
 
-The connection is the process's, once: it is opened for the first meeting and kept until the process ends. A second
-"init" would hang SLURM's daemon, and hydra hangs up after "finalize". Hydra ends the whole job where a process goes
-without that: so one that an exception ends does. MPI may be started later, and then takes its leave itself; once it
-runs, the connection is its own, and nobody comes here. PMI cannot name missing ranks: its barrier ends when all are in.
+Each process has one connection. It opens for the first rendezvous and stays open until the process exits. A second
+"init" would hang SLURM's daemon, and hydra closes the connection after "finalize". Hydra terminates the whole job if a
+process exits without "finalize". A process that an uncaught exception terminates therefore does not send it. If MPI is
+started later, MPI sends "finalize" itself. From then on the connection belongs to MPI, and this module does not use
+it. PMI cannot name missing ranks: its barrier returns when all ranks have entered it.
 
 Source: P. Balaji et al., PMI: A Scalable Parallel Process-Management Interface for Extreme-Scale Systems (2010), and
-what MPICH 5.0's hydra and SLURM 22.05's pmi2 plugin answer.
+the replies of MPICH 5.0's hydra and SLURM 22.05's pmi2 plugin.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from allranks._base.errors import ConfigError
 
 __all__ = ["PmiBoard", "mpi_runs"]
 
-_PATIENCE_S = 30.0  # for an answer to anything but a barrier
+_PATIENCE_S = 30.0  # seconds to wait for any reply except that of a barrier
 
 
 def mpi_runs() -> bool:
-    """Whether MPI has been started in this process, by whomever; asked without importing it."""
+    """Return whether MPI has been started in this process, by any caller. This check does not import it."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized())
 
 
 class PmiBoard:
-    """Where rank 0 posts one text that all ranks read. Every rank must read it, rank 0, too.
+    """A text that rank 0 posts and all ranks read. Every rank must read it, including rank 0.
 
     Args:
         fd: PMI_FD.
 
     Raises:
-        ConfigError: nobody answers there, or an earlier board was given up.
+        ConfigError: The daemon does not answer, or an earlier barrier of this process has not completed.
     """
 
     def __init__(self, fd: int) -> None:
@@ -58,14 +59,14 @@ class PmiBoard:
         self._passed = False
 
     def post(self, text: str) -> None:
-        """Posts the text, which has neither spaces nor line ends. By rank 0 only, before it reads."""
+        """Post the text, which contains neither spaces nor line ends. Only rank 0 calls it, before it reads."""
         room = self._server.value_max - 16
         pieces = [text[at : at + room] for at in range(0, len(text), room)]
         for number, piece in enumerate(pieces):
             self._server.put(f"{self._key}-{number}", f"{len(pieces)}.{piece}")
 
     def read(self, patience_s: float) -> str | None:
-        """Waits for all ranks to come here, and reads; None if they have not after that time: to be called again."""
+        """Wait until all ranks have called this, and return the text. None if the time is over: call again."""
         if not self._passed:
             self._passed = self._server.barrier(time.monotonic() + patience_s)
         if not self._passed:
@@ -75,7 +76,7 @@ class PmiBoard:
 
 
 class _Server:
-    """The launcher's daemon, at the other end of PMI_FD."""
+    """The daemon of the launcher, at the other end of PMI_FD."""
 
     def __init__(self, fd: int) -> None:
         self.pid = os.getpid()
@@ -94,7 +95,7 @@ class _Server:
         return self._ask(f"cmd=get kvsname={self._space} key={key}", "get_result")["value"]
 
     def barrier(self, deadline: float) -> bool:
-        """Waits in the barrier; False where it has not ended by then. To be called until it has."""
+        """Wait in the barrier. Return False if it is not complete at the deadline; the caller must then call again."""
         if not self.in_barrier:
             self.in_barrier = True
             self._say("cmd=barrier_in")
@@ -158,7 +159,7 @@ _server: _Server | None = None
 
 
 def _connected(fd: int) -> _Server:
-    """The process's connection; a fork has none of its own."""
+    """Return the connection of this process. A forked child must not use the connection of its parent."""
     global _server
     if _server is None:
         _server = _Server(fd)
@@ -169,8 +170,8 @@ def _connected(fd: int) -> _Server:
 
 
 def _leave(server: _Server) -> None:
-    failed = hasattr(sys, "last_value")  # python has printed an exception that nobody caught
+    failed = hasattr(sys, "last_value")  # Python has printed an uncaught exception
     if server.pid != os.getpid() or failed or mpi_runs():
         return
-    with suppress(ConfigError):  # the job is being ended already
+    with suppress(ConfigError):  # the job is already being terminated
         server.finalize()

@@ -1,13 +1,13 @@
-"""Which host rank 0 is on, by PMIx, which Open MPI's launcher serves.
+"""Lookup of rank 0's host by PMIx, which Open MPI's launcher serves.
 
-Open MPI gives a rank its own host only, and no variable has more. PMIx has no protocol that is written down, only a
-library, libpmix; mpirun's own daemon, an ancestor of this process, has the right one loaded, and ``/proc`` shows where
-it lies. A process that has used it cannot start Open MPI any more, and one that has not taken its leave of it is taken
-for a crash. So a small process of its own uses it, in the place of the rank, for a moment (20 ms). This file is what
-that process runs, too, alone: it imports nothing of the package at its head.
+Open MPI gives a rank only its own host name, and no variable contains more. PMIx has no documented wire protocol, only
+a library, libpmix. mpirun's own daemon is an ancestor of this process and has loaded the right library. ``/proc`` shows
+its path. A process that has used libpmix cannot start Open MPI any more, and a process that has not finalized it counts
+as crashed. A short-lived child process (20 ms) therefore uses it in the name of the rank. The child runs this file as a
+script, so the file imports no module of the package at its top.
 
-No more is asked than what the daemon on this host knows. A text that ranks post for each other (PMIx_Put) is not
-reliable without its barrier: where it is asked for too early, PRRTE 3 fails or hangs between hosts.
+The child only requests data that the daemon on this host already has. A text that ranks post for each other (PMIx_Put)
+is not reliable without PMIx's barrier: if it is requested too early, PRRTE 3 fails or hangs between hosts.
 
 Source: the PMIx 4 standard; the layout of its structures from pmix_common.h (PMIx 4 and 5).
 """
@@ -32,12 +32,12 @@ _STRING = 3  # PMIX_STRING
 
 @functools.cache
 def host_of_rank_0() -> str:
-    """The name of the host that rank 0 of this job of Open MPI runs on.
+    """Return the name of the host on which rank 0 of this Open MPI job runs.
 
     Raises:
-        ConfigError: PMIx does not give it.
+        ConfigError: PMIx does not provide it.
     """
-    # Isolated: this file's folder, of which the package consists, is not searched for modules.
+    # Isolated mode: otherwise Python would search the folder of this file, a folder of the package, for modules.
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
     try:
         done = subprocess.run(
@@ -68,13 +68,13 @@ class _Value(ctypes.Structure):
 
 
 def _library() -> str:
-    """The libpmix of the daemon that started the rank, else the system's."""
+    """Return the libpmix of the daemon that started the rank, else that of the system."""
     pid = os.getppid()
     while pid > 1:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text()
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # another user's, or just gone
+        except OSError:  # it belongs to another user, or has just exited
             break
         for line in maps.splitlines():
             if "/libpmix.so" in line:
@@ -83,7 +83,7 @@ def _library() -> str:
 
 
 def _main(parent: int) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no longer than the rank
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the child must not outlive the rank
     if os.getppid() != parent:
         return
     pmix, me, found = ctypes.CDLL(_library()), _Proc(), ctypes.POINTER(_Value)()

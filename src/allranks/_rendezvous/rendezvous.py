@@ -1,13 +1,14 @@
-"""How the ranks of a job find each other: from ``init_method`` to a store that all of them share.
+"""Rendezvous of the ranks of a job: from ``init_method`` to a store that all ranks share.
 
-A rendezvous method (``finders``) provides one store that all ranks reach. Either it outlives the meeting, as a
-launcher's or a user's does, or rank 0 serves it for this meeting only. On it the ranks register, and each gets the same
-verdict: all are here, or which are missing, doubled or disagree. What is requested there is in ``join_protocol``: a
-state machine, which this file connects with the system. ``_api.world`` then uses the store for channels and groups.
+A rendezvous method (``finders``) provides one store that all ranks reach. Either this store outlives the rendezvous, as
+a launcher's or a user's store does, or rank 0 serves it for this rendezvous only. The ranks register on it, and each
+gets the same verdict. The verdict states that all ranks have joined, or which ranks are missing, doubled or disagree.
+``join_protocol`` defines the requests as a state machine, which this file connects with the system. ``_api.world`` then
+uses the store for channels and groups.
 
-A process may join, leave and join again. On a store that outlives the meeting, each process counts its own joins there,
-and the count is part of the meeting's keys. A store that rank 0 serves is new each time: a rank that finds that it has
-joined there before has reached the server of the last meeting, and tries again.
+A process may join, leave and join again. On a store that outlives the rendezvous, each process counts its own joins,
+and the count is part of the rendezvous's keys. A store that rank 0 serves is new each time. A rank that finds its own
+earlier join there has reached the server of the previous rendezvous, and tries again.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from allranks._store import HashStore, PrefixStore, Store
 __all__ = ["JobMeeting", "Member", "elastic_board", "join", "this_member"]
 
 _NOTICE_S = NOTICE_S
-_PROCESS = uuid.uuid4().hex  # with the pid, unlike the pid alone: no two processes share it, in any container
+_PROCESS = uuid.uuid4().hex  # together with the pid, unique among all processes in all containers; the pid alone is not
 
 
 def this_member(rank: int, world_size: int) -> Member:
-    """This process, as it describes itself to the others."""
+    """Return the description of this process for the other ranks."""
     with refusals(f"rank {rank} cannot find out on which host it is"):
         addresses = published_addresses() if world_size > 1 else ()
         return Member(rank, os.getpid(), socket.gethostname(), machine(), world_size, addresses)
@@ -68,23 +69,23 @@ def join(
     store: object | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> JobMeeting:
-    """Meets the other ranks of the job.
+    """Join the rendezvous with the other ranks of the job.
 
     Args:
         init_method: ``env://`` (also if None), ``tcp://host:port``, ``file:///path``, or a URL of a registered handler.
-            All but the first may end in ``?rank=0&world_size=2``.
-        rank: this process's number; -1: from the URL or the environment.
-        world_size: how many processes there are; -1: from the URL or the environment.
-        timeout_s: how long to wait for the others.
-        store: a store to meet on, ours or one with torch's methods, in place of ``init_method``. It stays open.
-        environ: the environment.
+            All except the first may end in ``?rank=0&world_size=2``.
+        rank: The rank of this process. -1: from the URL or the environment.
+        world_size: The number of processes. -1: from the URL or the environment.
+        timeout_s: Seconds to wait for the other ranks.
+        store: A store to use instead of ``init_method``: allranks's, or one with torch's methods. It stays open.
+        environ: The environment.
 
     Returns:
-        The meeting; to be closed.
+        The rendezvous. The caller must close it.
 
     Raises:
-        ConfigError: a setting is missing or wrong, a port is taken, the secrets differ.
-        JoinError: ranks are missing when the time is over, or two disagree on who they are.
+        ConfigError: A setting is missing or wrong, a port is taken, or the secrets differ.
+        JoinError: Ranks are missing when the timeout expires, or two ranks disagree on rank or world size.
     """
     if store is not None and init_method is not None:
         raise UsageError(f"init_method={init_method!r} and store= are given. Expected one of them.")
@@ -111,20 +112,21 @@ def join(
 def elastic_board(
     init_method: str | None, *, timeout_s: float, store: object | None = None, environ: Mapping[str, str] = os.environ
 ) -> Board | None:
-    """Where the ranks of an elastic job decide who they are; None in any other job, whose ranks ``join``.
+    """Return where the ranks of an elastic job decide on their ranks. None in any other job, whose ranks ``join``.
 
     Args:
-        init_method: as for ``join``, as are the others.
-        timeout_s: see there.
-        store: see there.
-        environ: see there.
+        init_method: As for ``join``, like the other arguments.
+        timeout_s: See ``join``.
+        store: See ``join``.
+        environ: See ``join``.
     """
     if isinstance(environ, MutableMapping):
         leave_outer_job(environ)
     if environ.get(ELASTIC) != "1" or store is not None or init_method not in (None, "env://"):
         return None
     finder = _finder(init_method, -1, -1, time.monotonic() + timeout_s, timeout_s, None, environ)
-    me = this_member(finder.job.rank, max(finder.job.world_size, 2))  # there may be more of them later
+    # More ranks may join later, so the addresses for other hosts are published even if there is one rank now
+    me = this_member(finder.job.rank, max(finder.job.world_size, 2))
     board = Board(finder, me, "", environ)
     return board if board.launched else None
 
@@ -154,7 +156,7 @@ def _finder(
 
 
 def _join(finder: Finder, me: Member, began: float) -> PrefixStore:
-    """Meets the others on the store of a finder. Returns it, with this meeting's keys only."""
+    """Join the other ranks on the store of a finder. Return a view with the keys of this rendezvous."""
     joining = Joining(
         me,
         f"{_PROCESS}.{me.pid}",

@@ -1,8 +1,9 @@
-"""Which processes form whole replicas of a model that several ranks have together. Pure.
+"""Selection of the processes that form whole replicas of a model that spans several ranks. Pure functions.
 
-A process keeps the place in a replica with which its program has built the model: its shards stay what they are. So a
-replica is one process of each place. Those that are left over when a rank of their replica is lost are no members: they
-wait, as newcomers do, until a process comes that has the missing place.
+A process keeps the position in a replica for which its program built the model, because its shards do not change. A
+replica therefore consists of one process for each position. If a rank of a replica is lost, the rest of this replica
+may be left over. These processes are not members. They wait, like newcomers, until a process with the missing position
+joins.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["Comer", "chosen", "complete"]
 
 
 class Comer(Protocol):
-    """A process that wants to be in the next generation: a `succession.Claim`."""
+    """A process that proposes itself for the next generation: a `succession.Claim`."""
 
     @property
     def seat(self) -> int: ...
@@ -31,22 +32,24 @@ _Comer = TypeVar("_Comer", bound=Comer)
 
 
 def chosen(claims: Sequence[_Comer]) -> list[_Comer]:
-    """The members of the next generation, by rank.
+    """Return the members of the next generation, by rank.
 
-    Ranks that follow each other are a replica. Seats of one replica stay together where all of them are there, as they
-    are on one host. Each place is given to some process that has the state.
+    Consecutive ranks form a replica. The rank slots of one replica stay together if all of them are present, because
+    they are on one host. Each position is given to at least one process that has the state, if such a process exists.
 
     Args:
-        claims: of those that have come, by seat.
+        claims: The proposals of the processes that have joined, by rank slot.
 
     Returns:
-        All of them where each has the whole model, or where nobody has the state; also where there is no whole replica,
-        which is for the program to tell.
+        All processes if each has the whole model, or if no process has the state. Also all of them if no whole replica
+        can be formed; the program then reports the error.
     """
     size = max((claim.replica for claim in claims), default=1)
     full = [claim for claim in claims if claim.progress >= 0]
     if size == 1 or not full:
         return list(claims)
+    # Prefer replicas that keep their rank slots. If a position then has no process with the state, first form replicas
+    # of processes with the state only.
     rows = _replicas([claims], size)
     if {_place(claim, size) for row in rows for claim in row if claim.progress >= 0} != set(range(size)):
         rows = _replicas([full, claims], size)
@@ -54,12 +57,12 @@ def chosen(claims: Sequence[_Comer]) -> list[_Comer]:
 
 
 def complete(claims: Sequence[Comer], size: int) -> bool:
-    """Whether these processes, which wait, have a replica among them."""
+    """Return whether these waiting processes include a whole replica."""
     return {_place(claim, size) for claim in claims} == set(range(size))
 
 
 def _replicas(pools: Sequence[Sequence[_Comer]], size: int) -> list[list[_Comer]]:
-    """As many as possible of the first pool, then of what is left and the next."""
+    """Form as many replicas as possible from the first pool, then from the rest together with the next pool."""
     rows: list[list[_Comer]] = []
     for pool in pools:
         rest = [claim for claim in pool if not any(claim in row for row in rows)]
@@ -69,6 +72,7 @@ def _replicas(pools: Sequence[Sequence[_Comer]], size: int) -> list[list[_Comer]
         found = [home for home in homes.values() if len(home) == size and complete(home, size)]
         rows += [sorted(home, key=lambda claim: _place(claim, size)) for home in found]
         left: list[list[_Comer]] = [[] for _ in range(size)]
+        # Processes with the state come first, so that newcomers are left over rather than processes with the state.
         for claim in sorted(rest, key=lambda claim: claim.progress < 0):
             if not any(claim in home for home in found):
                 left[_place(claim, size)].append(claim)

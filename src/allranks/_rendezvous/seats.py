@@ -1,11 +1,11 @@
-"""Who belongs to an elastic job, as its launcher decides: the table of seats in the launcher's store.
+"""Membership of an elastic job, as its launcher decides it: the table of rank slots in the launcher's store.
 
-A seat is a rank's place in the job: its number (the rank that the launcher started it as) stays the same, whoever sits
-there. A seat whose process was lost may be taken by another process, which is its next start. A host that comes later
-brings new seats, or takes those of a host that was lost. The launcher is the parent of all ranks, or of their agents,
-and learns of every exit; it writes the table whenever a seat changes. Ranks read it where they decide who goes on
-(``succession``): they wait for a seat that is ``STARTING``, go on without one that is ``GONE``, and take one that is
-``OPTIONAL`` if its process is there.
+The number of a rank slot is the rank that the launcher started first for it. It does not change if another process
+takes the slot. If the process of a slot is lost, another process may take the slot; it is the next start of the slot. A
+host that joins later adds new slots, or takes the slots of a lost host. The launcher is the parent of all ranks, or of
+their agents, and detects every exit. It writes the table whenever a slot changes. Ranks read the table when they decide
+on the next generation (``succession``). They wait for a slot that is ``STARTING``, and continue without a slot that is
+``GONE``. They include an ``OPTIONAL`` slot if its process is present.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import msgspec
 __all__ = ["ELASTIC", "GONE", "OPTIONAL", "RUNNING", "START", "STARTING", "TABLE_KEY", "Seat", "SeatTable"]
 
 ELASTIC = "ALLRANKS_ELASTIC"
-"""Set to 1 in the ranks of a job whose launcher writes the table."""
+"""Name of the variable that is 1 in the ranks of a job whose launcher writes the table."""
 
 START = "ALLRANKS_START"
-"""The number of processes that had this rank's seat before it."""
+"""Name of the variable with the number of processes that had this rank slot before."""
 
 TABLE_KEY = "allranks/elastic/seats"
-"""The key of the table in the launcher's store."""
+"""Key of the table in the launcher's store."""
 
 RUNNING = "running"
 STARTING = "starting"
@@ -32,14 +32,15 @@ GONE = "gone"
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's place in the job.
+    """One rank slot of the job.
 
     Attributes:
-        number: the rank as which the launcher started it.
-        start: how many processes had the seat before the present one.
-        state: ``RUNNING``; ``STARTING``: its next process will come, and is to be waited for; ``OPTIONAL``: its process
-            comes later than the others, and is waited for only once it is a member; ``GONE``: nobody will come.
-        done: its process has ended with code 0.
+        number: The rank as which the launcher started it.
+        start: The number of processes that had the slot before the present one.
+        state: ``RUNNING``. ``STARTING``: its next process will join, and the ranks wait for it. ``OPTIONAL``: its
+            process joins later than the others, and the ranks wait for it only after it has become a member. ``GONE``:
+            no process will join.
+        done: Its process has exited with code 0.
     """
 
     number: int
@@ -49,12 +50,12 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SeatTable(msgspec.Struct, frozen=True, array_like=True):
-    """All seats of a job.
+    """All rank slots of a job.
 
     Attributes:
-        version: grows with every change.
-        least: the number of ranks without which the job does not go on.
-        seats: by number.
+        version: Increases with every change.
+        least: The number of ranks without which the job does not continue.
+        seats: The slots, by number.
     """
 
     version: int
@@ -72,6 +73,6 @@ class SeatTable(msgspec.Struct, frozen=True, array_like=True):
         return next((seat for seat in self.seats if seat.number == number), None)
 
     def changed(self, seats: Iterable[Seat]) -> SeatTable:
-        """The next table, in which these seats have taken the place of those with the same numbers."""
+        """Return the next table, in which these slots replace the slots with the same numbers."""
         found = {seat.number: seat for seat in self.seats} | {seat.number: seat for seat in seats}
         return SeatTable(self.version + 1, self.least, tuple(found[number] for number in sorted(found)))

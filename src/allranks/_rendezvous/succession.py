@@ -1,12 +1,13 @@
-"""Who goes on after a loss, as a pure state machine: the ranks of a group decide together on a store.
+"""Membership change after a loss, as a pure state machine: the ranks of a group decide together on a store.
 
-A group lives in generations. Those that survive a loss, and processes that take lost seats, put a claim on the store
-under the generation that has ended. Whoever sees that all have come who can come writes the decision, by one
-``CompareSet``: the first decision counts, for everybody. It names the members of the next generation, and the outcome
-of an agreement that the loss has cut in two. docs/resilience.md has the protocol, and why no two groups can go on.
+A group exists in generations. The survivors of a loss, and processes that take lost rank slots, write a proposal to
+the store under the generation that has ended. A process that finds the proposals of all expected processes writes the
+decision by one ``CompareSet``. The first decision counts for all processes. It names the members of the next
+generation, and the outcome of an agreement that the loss has interrupted. docs/resilience.md describes the protocol,
+and why two groups can never continue side by side.
 
-No socket, no clock and no thread, as ``join_protocol``, whose driver runs this. ``Look`` is the only act beside
-requests to the store: what this process sees of the others by itself.
+The state machine uses no socket, no clock and no thread, like ``join_protocol``, whose driver runs it. ``Look`` is the
+only act besides requests to the store. It returns the losses that this process has detected itself.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ from allranks._store.wire import CompareSet, FoundValues, Peek, Request, Request
 
 __all__ = ["NEWCOMER", "Claim", "Decision", "Look", "See", "Succession", "Vote", "claim_key", "exchange"]
 
-POLL_S = 0.05  # between two looks at who has come and who is lost
-UNCONFIRMED_S = 5.0  # for the launcher to confirm a loss that a rank has seen; then the rank is believed
+POLL_S = 0.05  # seconds between two checks which processes have joined and which are lost
+# Seconds in which the launcher may confirm a loss that a rank has reported; after that, the report of the rank counts
+UNCONFIRMED_S = 5.0
 FOREVER_S = 1e9
 NEWCOMER = -1
-"""The progress of a process that has nothing of the program's state yet."""
+"""Progress of a process that has no state of the program yet."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """See by itself which members are lost. The answer is a set of pairs of seat and start.
+    """Detect lost members without the store. The answer is a set of pairs of rank slot and start.
 
     Attributes:
-        missing: those that are waited for.
+        missing: The processes for which this process waits.
     """
 
     missing: tuple[tuple[int, int], ...] = ()
@@ -46,16 +48,16 @@ class Look:
 Sighting: TypeAlias = frozenset[tuple[int, int]]
 
 See: TypeAlias = Callable[[Sequence[tuple[int, int]]], Sighting]
-"""Performs ``Look``: gets those that are waited for."""
+"""Performs ``Look``. It receives the processes for which this process waits."""
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True):
-    """The state of a rank's agreements.
+    """The state of the agreements of a rank.
 
     Attributes:
-        ended: the number of the last one that has ended here.
-        outcome: what it came to.
-        value: this rank's value in the next one, which is under way; None if none is.
+        ended: Number of the last agreement that has completed on this rank.
+        outcome: The outcome of that agreement.
+        value: The value of this rank in the next agreement if it is in progress, else None.
     """
 
     ended: int = 0
@@ -64,18 +66,19 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True):
-    """A process that wants to be in the next generation.
+    """The proposal of a process to be a member of the next generation.
 
     Attributes:
-        seat: its place in the job.
-        start: how many processes had the seat before it.
-        member: the process.
-        lost: the members of the present generation that it knows to be lost: seat and start.
-        without: seats that the next generation is to do without.
-        vote: its agreements.
-        progress: how far its program has come; ``NEWCOMER``: it has nothing yet.
-        place: its place in a replica of the program's model, which is the rest of this number by the replica's size.
-        replica: how many ranks have a replica together; 1 where each has the whole model, or that is not known here.
+        seat: Its rank slot in the job.
+        start: The number of processes that had the rank slot before it.
+        member: The process.
+        lost: Members of the present generation that it has detected as lost: pairs of rank slot and start.
+        without: Rank slots that the next generation excludes.
+        vote: The state of its agreements.
+        progress: The progress of its program. ``NEWCOMER``: it has no state yet.
+        place: Its position in a replica of the program's model: this number modulo the size of a replica.
+        replica: The number of ranks that form a replica. 1: each rank has the whole model, or this process does not
+            have the number.
     """
 
     seat: int
@@ -90,16 +93,17 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """Who is in a generation.
+    """The members of a generation.
 
     Attributes:
-        generation: its number.
-        claims: its members, by rank.
-        ended: the number of the last agreement of the generation before.
-        outcome: what that came to.
-        least: the number of ranks without which the job does not go on.
-        out: members of earlier generations that are none any more: seat and start. Nobody waits for them again.
-        aside: those that have come and are no members, as others of their replica are missing. They may be later.
+        generation: Its number.
+        claims: The proposals of its members, by rank.
+        ended: Number of the last agreement of the previous generation.
+        outcome: The outcome of that agreement.
+        least: The number of ranks without which the job does not continue.
+        out: Former members, as pairs of rank slot and start. No rank waits for them again.
+        aside: Processes that have joined but are not members, because other ranks of their replica are missing. They
+            may become members later.
     """
 
     generation: int
@@ -111,26 +115,26 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     aside: tuple[tuple[int, int], ...] = ()
 
     def rank_of(self, seat: int, start: int) -> int | None:
-        """The rank of a process; None if it is not a member."""
+        """Return the rank of a process, or None if it is not a member."""
         return next((r for r, c in enumerate(self.claims) if (c.seat, c.start) == (seat, start)), None)
 
 
 @dataclass
 class Succession:
-    """One process's way into the next generation.
+    """The state machine with which one process changes to the next generation.
 
     Attributes:
-        prefix: of the lineage's keys: of all generations of a group.
-        generation: the one that has ended.
-        claim: this process.
-        members: who was in it: the start by seat.
-        launched: a launcher writes the table of seats (``seats``).
-        replaces: processes that take lost seats are waited for, and newcomers are taken.
-        began: the time now.
-        timeout_s: how long to wait for members that are not known to be lost.
-        where: what errors call the store.
-        out: those who were left out before.
-        aside: those who are no members, and whom nobody waits for.
+        prefix: Prefix of the keys of the group history, that is, of all generations of a group.
+        generation: The generation that has ended.
+        claim: The proposal of this process.
+        members: The members of that generation: the start of each rank slot.
+        launched: A launcher writes the table of rank slots (``seats``).
+        replaces: The ranks wait for processes that take lost rank slots, and accept newcomers.
+        began: The current time.
+        timeout_s: Seconds to wait for members that have not been detected as lost.
+        where: Name of the store in error messages.
+        out: Processes that earlier decisions excluded.
+        aside: Processes that are not members, and for which no rank waits.
     """
 
     prefix: str
@@ -150,16 +154,16 @@ class Succession:
     _seen: dict[tuple[int, int], float] = field(init=False, default_factory=dict)
 
     def steps(self) -> Steps[Decision]:
-        """Claims, waits for the others, decides.
+        """Write the proposal, wait for the other processes, and decide.
 
         Returns:
-            The decision, which is the same for all. This process is a member, or a newcomer that came too late for
-            this generation, or it has a part of a replica of which others are missing.
+            The decision, which is the same for all processes. This process is a member of the generation, or it is a
+            newcomer that joined too late for it, or it has a part of a replica of which other parts are missing.
 
         Raises:
-            ExcludedError: it is neither.
-            StoreLostError: the store ended: without it nobody can decide.
-            AllranksError: too few ranks are left.
+            ExcludedError: The decision excludes this process.
+            StoreLostError: The store is lost, so no rank can decide.
+            AllranksError: Too few ranks remain.
         """
         self._now = self.began
         posted = None
@@ -176,7 +180,7 @@ class Succession:
                 return self._judge(decided)
             yield from self._ask(WaitForKeys([self._decision], POLL_S, True))
 
-    # What is known.
+    # Knowledge of this process.
 
     @property
     def _decision(self) -> str:
@@ -189,8 +193,10 @@ class Succession:
         return msgspec.structs.replace(self.claim, lost=tuple(sorted(set(self.claim.lost) | sighting)))
 
     def _candidates(self) -> dict[tuple[int, int], bool]:
-        """Who may be in the next generation, and whether the others wait for it; not those that the launcher knows
-        to be gone."""
+        """Return the processes that may be in the next generation, and whether the others wait for each.
+
+        Processes whose rank slot is ``GONE`` in the launcher's table are not included.
+        """
         table = self._table
         if table is None:
             return {} if self.launched else dict.fromkeys(self.members.items(), True)
@@ -205,7 +211,7 @@ class Succession:
         return found
 
     def _read(self) -> Steps[Decision | None]:
-        """Reads the decision, the table of seats and the claims."""
+        """Read the decision, the table of rank slots and the proposals."""
         while True:
             known = list(self._candidates())
             keys = [self._decision, TABLE_KEY, *(self._key(*each) for each in known)]
@@ -221,13 +227,16 @@ class Succession:
                 for each, claim in zip(known, claims, strict=True)
                 if claim is not None
             }
+            # A new table can change the candidates. Their proposals must then be read again, with the new keys.
             if list(self._candidates()) == known:
                 return None
 
     def _lost(self) -> set[tuple[int, int]]:
-        """Members that others have seen to be lost. Where there is a launcher it has the word, for some seconds.
+        """Return the members that count as lost.
 
-        Who has claimed is not lost, whatever others see: it has left the group's engine, or the network between is cut.
+        If a launcher writes the table, the table decides for `UNCONFIRMED_S` seconds. After that, the report of any
+        rank counts. A process that has written a proposal is not lost, even if other ranks report it. It has left the
+        group's engine, or the network between them is interrupted.
         """
         seen = {pair for claim in self._claims.values() for pair in claim.lost if pair not in self._claims}
         for pair in seen:
@@ -243,14 +252,14 @@ class Succession:
         }
 
     def _missing(self) -> tuple[tuple[int, int], ...]:
-        """Those that are waited for."""
+        """Return the processes for which the ranks wait."""
         return tuple(each for each, awaited in self._taken().items() if awaited and each not in self._claims)
 
     def _is_complete(self) -> bool:
         missing = self._missing()
         if self.launched and self._table is None:
             return False
-        # A newcomer has nobody's state, and nothing to go on with alone: it waits until others decide.
+        # A newcomer has no state, so it cannot continue alone. It waits until other processes decide.
         return not missing or (self.claim.progress != NEWCOMER and self._now >= self.began + self.timeout_s)
 
     # The decision.
@@ -270,13 +279,14 @@ class Succession:
 
     def _judge(self, decision: Decision) -> Decision:
         me = self.claim
-        # A newcomer, too: it was a member of a generation that did not connect. Nobody waits for it any more, and
-        # waiting for the next decision it would make each of them itself, about nobody, when the others have ended.
+        # This check applies to a newcomer, too. It was a member of a generation that failed to connect, and no rank
+        # waits for it any more. If it waited for the next generation after the others have exited, it would write every
+        # further decision itself, without members.
         is_out = (me.seat, me.start) in decision.out
         if decision.rank_of(me.seat, me.start) is None and not is_out:
             return decision
         if not is_out and all(claim.progress == NEWCOMER for claim in decision.claims):
-            return decision  # the others have ended
+            return decision  # the other processes have finished
         if is_out:
             others = rank_list([claim.seat for claim in decision.claims])
             raise ExcludedError(
@@ -304,26 +314,27 @@ class Succession:
 
 
 def claim_key(prefix: str, generation: int, seat: int, start: int) -> str:
-    """Where a process puts its claim to the generation after this one."""
+    """Return the key of a process's proposal for the generation after this one."""
     return f"{prefix}{generation}/claim/{seat}.{start}"
 
 
 def exchange(
     prefix: str, rank: int, decision: Decision, record: bytes, began: float, timeout_s: float, where: str
 ) -> Steps[list[bytes] | None]:
-    """Gives every member of a new generation every member's record, by rank.
+    """Give every member of a new generation the records of all members, by rank.
 
     Args:
-        prefix: of the lineage's keys.
-        rank: this process.
-        decision: who is in it.
-        record: this process's.
-        began: the time now.
-        timeout_s: how long to wait for the others.
-        where: what errors call the store.
+        prefix: Prefix of the keys of the group history.
+        rank: The rank of this process.
+        decision: The members of the generation.
+        record: The record of this process.
+        began: The current time.
+        timeout_s: Seconds to wait for the other members.
+        where: Name of the store in error messages.
 
     Returns:
-        The records; None if a member was lost meanwhile, or did not come in time: there must be another generation.
+        The records. None if a member was lost during the exchange, or did not write its record in time. Another
+        generation must then follow.
     """
     keys = [f"{prefix}{decision.generation - 1}/record/{r}" for r in range(len(decision.claims))]
     now, answer = yield Set(keys[rank], record)
@@ -349,7 +360,7 @@ def exchange(
 
 
 def _ended(table: bytes | None) -> set[tuple[int, int]]:
-    """The processes that the launcher knows to have ended."""
+    """Return the processes that have exited according to the launcher's table."""
     if table is None:
         return set()
     return {
@@ -360,14 +371,15 @@ def _ended(table: bytes | None) -> set[tuple[int, int]]:
 
 
 def _settle(claims: Sequence[Claim]) -> tuple[int, int]:
-    """The number and the outcome of the last agreement, which the loss may have cut in two."""
+    """Return the number and the outcome of the last agreement, which the loss may have interrupted."""
     ended = max((claim.vote.ended for claim in claims), default=0)
     outcome = next((claim.vote.outcome for claim in claims if claim.vote.ended == ended), 0)
-    # A rank is in the next agreement only if all have ended the one before. So who votes beside one that has ended
-    # this very agreement takes its outcome.
+    # A rank takes part in the next agreement only after all ranks have completed the previous one. If another rank has
+    # already completed the agreement in which a rank still votes, the voting rank takes over its outcome.
     voting = [claim for claim in claims if claim.vote.value is not None and claim.vote.ended == ended]
     if not voting:
         return ended, outcome
+    # A rank that has not voted counts as 0, as `ProcessGroup.agree` promises for lost ranks.
     values = [claim.vote.value if claim in voting else 0 for claim in claims]
     return ended + 1, min(value or 0 for value in values)
 

@@ -1,4 +1,4 @@
-"""The rendezvous methods: one file each, one row each in ``BUILT_IN``, by the scheme of ``init_method``.
+"""The rendezvous methods: one file each, and one row each in ``BUILT_IN``, by the scheme of ``init_method``.
 
 ``env`` selects among methods that have no scheme of their own: ``launcher``, ``scheduler``, ``torchrun`` and ``port``.
 A program or package adds a method with ``register_rendezvous_handler``, as with torch.
@@ -29,18 +29,18 @@ _registered: dict[str, Method] = {}
 
 
 def register_rendezvous_handler(scheme: str, handler: Callable[..., Iterator[tuple[Any, int, int]]]) -> None:
-    """Adds a way in which ranks find each other: ``init_process_group(init_method="scheme://...")``.
+    """Add a rendezvous method: ``init_process_group(init_method="scheme://...")``.
 
-    Every rank calls it before ``init_process_group``.
+    Every rank calls this before ``init_process_group``.
 
     Args:
-        scheme: of the URLs, in small letters. Those of allranks (``env``, ``tcp``, ``file``) are taken.
-        handler: a generator function. It gets the URL, with ``rank=`` and ``world_size=`` in its query where they are
-            given, and ``timeout``, a timedelta. It yields once: a store that all ranks share, of allranks or with
-            torch's methods, the rank and the world size. It is closed when the ranks have connected.
+        scheme: The scheme of the URLs, in lower case. Those of allranks (``env``, ``tcp``, ``file``) are taken.
+        handler: A generator function. It receives the URL, with ``rank=`` and ``world_size=`` in its query if the
+            caller passed them, and ``timeout``, a timedelta. It yields once: a store that all ranks share (of allranks
+            or with torch's methods), the rank and the world size. It is closed when the ranks have connected.
 
     Raises:
-        UsageError: the scheme is no scheme, or is taken.
+        UsageError: The scheme is invalid or taken, or the handler is not a function.
 
     Example:
         >>> import allranks as dist
@@ -62,10 +62,10 @@ def register_rendezvous_handler(scheme: str, handler: Callable[..., Iterator[tup
 
 
 def method_of(scheme: str, init_method: str) -> Method:
-    """The method of a scheme.
+    """Return the method of a scheme.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: No method has this scheme.
     """
     method = BUILT_IN.get(scheme) or _registered.get(scheme)
     if method is None:
@@ -74,7 +74,7 @@ def method_of(scheme: str, init_method: str) -> Method:
 
 
 def forms() -> str:
-    """The URLs of all methods, for errors."""
+    """Return the URLs of all methods, for error messages."""
     return ", ".join(method.form for method in (*BUILT_IN.values(), *_registered.values()))
 
 

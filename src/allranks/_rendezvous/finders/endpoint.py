@@ -1,4 +1,4 @@
-"""The record with which rank 0 publishes where it serves the store: in a file, or over PMI."""
+"""The record with which rank 0 publishes the address of its store: in a file, or over PMI."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["Endpoint"]
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where rank 0 serves the store.
+    """The address at which rank 0 serves the store.
 
     Attributes:
-        address: for ranks of its host.
-        token: the secret of the store.
-        host: its host's name.
-        machine: as in ``Member``.
-        far: addresses for other hosts, once one has asked for them.
-        trouble: why there are none; "" otherwise.
+        address: The address for ranks of its host.
+        token: The secret of the store.
+        host: The name of its host.
+        machine: As in ``Member``.
+        far: Addresses for other hosts, once a rank of another host has requested them.
+        trouble: Why there are no such addresses, else "".
     """
 
     address: str
@@ -30,10 +30,10 @@ class Endpoint(msgspec.Struct, frozen=True):
     trouble: str = ""
 
     def address_for(self, me: Member, attempt: int) -> str:
-        """The address to dial. Of several, each attempt takes another one.
+        """Return the address to dial. If there are several, each attempt returns the next one.
 
         Raises:
-            NotYet: rank 0 cannot be reached from this host.
+            NotYet: Rank 0 cannot be reached from this host.
         """
         if self.machine == me.machine:
             return self.address

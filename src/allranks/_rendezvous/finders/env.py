@@ -1,7 +1,7 @@
-"""``env://``: the environment determines where the ranks meet. The first that applies is taken:
+"""``env://``: the environment determines where the ranks meet. The first method that applies is used:
 
 1. the launcher's store (``launcher``),
-2. what a scheduler or MPI's launcher has set (``scheduler``), where MASTER_ADDR and MASTER_PORT are not set,
+2. the variables of a scheduler or of MPI's launcher (``scheduler``), if MASTER_ADDR and MASTER_PORT are not set,
 3. the store of torchrun's agent (``torchrun``),
 4. MASTER_ADDR and MASTER_PORT, where rank 0 serves the store (``port``).
 """
@@ -18,7 +18,7 @@ __all__ = ["ENV", "find_by_env"]
 
 
 def find_by_env(request: Request) -> Finder:
-    """The finder that the environment asks for."""
+    """Return the finder that the environment selects."""
     job = request.read_job(by_env=True)
     if job.store:
         return LauncherFinder(request, job)

@@ -1,6 +1,6 @@
-"""``file:///PATH``: rank 0 serves the store on a unix socket and writes its address into the file.
+"""``file:///PATH``: rank 0 serves the store on a unix socket and writes its address to the file.
 
-A rank of another host asks for a TCP port by a second file beside the first. A job on one host opens no port.
+A rank of another host requests a TCP port by creating a second file next to the first. A job on one host opens no port.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOOK_S = 0.1
 
 
 class FileFinder(ServedFinder):
-    """The server that is named in a file."""
+    """Finder of the server whose address is in a file."""
 
     _path: Path
 
@@ -91,10 +91,10 @@ class FileFinder(ServedFinder):
         self._asked = _request_for_port(self._path, endpoint.token)
         while not self._over.wait(_LOOK_S):
             try:
-                # The folder is listed: over NFS, a file that was missing a moment ago is not looked up again.
+                # The folder is listed, because over NFS the lookup of a name that was missing a moment ago is cached.
                 if self._asked.name not in os.listdir(self._path.parent):
                     continue
-            except OSError:  # a network file system that is away for a moment
+            except OSError:  # a network file system can be unavailable for a moment
                 continue
             try:
                 answer = msgspec.structs.replace(endpoint, far=tuple(server.listen_to_other_hosts()))
@@ -131,7 +131,8 @@ class FileFinder(ServedFinder):
         with suppress(FileNotFoundError):
             if self.server.address.encode() not in path.read_bytes():
                 return
-            if self._was_there:  # empty, as tempfile makes it: its owner expects to find it again
+            # An empty file, for example one that tempfile created: its owner expects it to exist afterwards
+            if self._was_there:
                 os.truncate(path, 0)
             else:
                 path.unlink()

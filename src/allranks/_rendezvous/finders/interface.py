@@ -1,7 +1,8 @@
-"""What a rendezvous method is to ``join``: one ``Method`` for a scheme of URL, which makes a ``Finder`` per meeting.
+"""Interface between a rendezvous method and ``join``: one ``Method`` for a URL scheme creates one ``Finder`` for each
+rendezvous.
 
-A finder provides a store that all ranks reach. What the ranks then write there is the same for all methods
-(``join_protocol``). docs/extending.md has a worked example of a method that a program brings.
+A finder provides a store that all ranks reach. The ranks then write the same keys there for all methods
+(``join_protocol``). docs/extending.md has a complete example of a method that a program adds.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ __all__ = ["Finder", "Method", "NotYet", "Request", "ServedFinder", "notify"]
 
 
 class NotYet(Exception):
-    """The store cannot be found yet. The message has the reason."""
+    """The store cannot be found yet. The message contains the reason."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call of ``join``.
+    """The request of one call of ``join``.
 
     Attributes:
-        init_method: as the user gave it, for errors.
-        url: the same in parts.
-        rank: this process; -1: not given as an argument or in the URL.
-        world_size: the number of processes; -1: not given.
-        timeout_s: how long to wait for the others.
-        deadline: the same as a time of ``time.monotonic``.
-        environ: the environment.
+        init_method: The argument as the user passed it, for error messages.
+        url: The same, split into parts.
+        rank: The rank of this process. -1: neither an argument nor the URL contains it.
+        world_size: The number of processes. -1: neither an argument nor the URL contains it.
+        timeout_s: Seconds to wait for the other ranks.
+        deadline: The end of the timeout, in seconds of ``time.monotonic``.
+        environ: The environment.
     """
 
     init_method: str
@@ -47,26 +48,26 @@ class Request:
     environ: Mapping[str, str]
 
     def read_job(self, *, by_env: bool) -> JobEnv:
-        """Who this process is; ``by_env`` as in ``read_env``."""
+        """Return rank and world size of this process and the job's settings. ``by_env`` is as in ``read_env``."""
         return read_env(self.rank, self.world_size, self.environ, by_env=by_env)
 
     def left_s(self) -> float:
-        """Seconds until the deadline."""
+        """Return the seconds until the deadline."""
         return self.deadline - time.monotonic()
 
 
 class Finder(ABC):
-    """One rank's way to the store of one meeting.
+    """The access of one rank to the store of one rendezvous.
 
     Attributes:
-        request: what the user asked for.
-        job: who this process is.
-        me: the same, as the others see it. Set by ``open``.
-        where: what errors call the store; set by ``open`` at the latest.
-        advice: what to look at where the store does not answer.
-        started: how many ranks were started on each host, where a scheduler has set it.
-        fresh: rank 0 serves the store for this meeting only.
-        server: the store, where this process serves it.
+        request: The request of the user.
+        job: The rank of this process and the settings of the job.
+        me: The description of this process for the other ranks. Set by ``open``.
+        where: Name of the store in error messages. Set by ``open`` at the latest.
+        advice: What the user should check if the store does not answer.
+        started: The number of ranks started on each host, if a scheduler has set it.
+        fresh: Rank 0 serves the store for this rendezvous only.
+        server: The store, if this process serves it.
     """
 
     me: Member
@@ -82,36 +83,36 @@ class Finder(ABC):
         self.started: Mapping[str, int] = {}
 
     def open(self, me: Member) -> None:
-        """Called once, in a job of several ranks, before ``find``.
+        """Prepare the search. Called once before ``find``, in a job of several ranks.
 
         Raises:
-            ConfigError: a setting is missing or wrong, or a port is taken.
+            ConfigError: A setting is missing or wrong, or a port is taken.
         """
         self.me = me
 
     @abstractmethod
     def find(self) -> Store:
-        """Looks for the store once. It is called again until the deadline.
+        """Try once to find the store. The caller repeats this until the deadline.
 
         Raises:
-            NotYet: it is not there. The errors of ``StoreClient.connect`` mean the same.
+            NotYet: The store is not available yet. The errors of ``StoreClient.connect`` have the same meaning.
         """
 
     def disconnect(self) -> None:
-        """Ends the connection that ``find`` made, if it made one. Idempotent."""
+        """Close the connection that ``find`` created, if there is one. Idempotent."""
         if self._client is not None:
             self._client.close()
 
     def finish(self) -> None:
-        """All ranks have met: the store stays, and nobody looks for it any more."""
+        """End the search when all ranks have joined. The connection stays open without a deadline."""
         if self._client is not None:
             self._client.deadline = float("inf")
 
     def find_again(self, timeout_s: float) -> Store:
-        """After the meeting, where the store outlives it: the store, on a connection of its own.
+        """Return the store on a new connection, after the rendezvous, if the store outlives it.
 
         Raises:
-            StoreLostError, TimeoutError, NotYet: it does not answer in time.
+            StoreLostError, TimeoutError, NotYet: The store does not answer in time.
         """
         self._client = None
         self.request = replace(self.request, deadline=time.monotonic() + timeout_s)
@@ -120,17 +121,17 @@ class Finder(ABC):
         return store
 
     def close(self, linger_s: float) -> None:
-        """Ends what was opened. Idempotent.
+        """Close the connection and the server. Idempotent.
 
         Args:
-            linger_s: how long a server waits for others to leave.
+            linger_s: Seconds for which a server waits for the other ranks to leave.
         """
         self.disconnect()
         if self.server is not None:
             self.server.close(linger_s)
 
     def dial(self, address: str, secret: bytes) -> Store:
-        """Connects to a store of allranks."""
+        """Connect to a store of allranks."""
         self._client = StoreClient.connect(address, secret, max(self.request.left_s(), 0.01), retry=False)
         self._client.timeout_s = self.request.timeout_s
         self._client.deadline = self.request.deadline + GRACE_S
@@ -138,10 +139,10 @@ class Finder(ABC):
 
 
 class ServedFinder(Finder):
-    """Rank 0 serves the store for this meeting. The other ranks look for it.
+    """Finder of a store that rank 0 serves for this rendezvous. The other ranks search for it.
 
     Attributes:
-        secret: what both sides of a connection to it prove to have.
+        secret: The secret that both sides of a connection to the store prove.
     """
 
     fresh = True
@@ -155,18 +156,18 @@ class ServedFinder(Finder):
 
     @abstractmethod
     def serve(self) -> StoreServer:
-        """Binds the server, on rank 0.
+        """Bind the server. Called on rank 0.
 
         Raises:
-            ConfigError: the address is taken.
+            ConfigError: The address is taken.
         """
 
     @abstractmethod
     def locate(self) -> str:
-        """The address of rank 0, on another rank.
+        """Return the address of rank 0. Called on the other ranks.
 
         Raises:
-            NotYet: rank 0 cannot be found.
+            NotYet: Rank 0 cannot be found yet.
         """
 
     def find(self) -> Store:
@@ -179,9 +180,9 @@ class Method:
     """A rendezvous method.
 
     Attributes:
-        scheme: of its URLs.
-        form: a URL of it, for errors.
-        make: makes the finder of one meeting. It opens nothing.
+        scheme: The scheme of its URLs.
+        form: The form of its URLs, for error messages.
+        make: Creates the finder of one rendezvous. It opens nothing.
     """
 
     scheme: str
@@ -190,7 +191,7 @@ class Method:
 
 
 def notify(line: str) -> None:
-    """Writes a line to stderr, in one piece, as other ranks write there too."""
+    """Write a line to stderr in one call, because other ranks write to the same stderr."""
     if sys.stderr is not None:
         sys.stderr.write(line + "\n")
         sys.stderr.flush()

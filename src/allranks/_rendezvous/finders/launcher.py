@@ -1,4 +1,4 @@
-"""``env://`` below ``allranks run``: the ranks meet on the launcher's store."""
+"""``env://`` under ``allranks run``: the ranks meet on the launcher's store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["LauncherFinder"]
 
 
 class LauncherFinder(Finder):
-    """The launcher's store, whose address is in the environment."""
+    """Finder of the launcher's store, whose address is in the environment."""
 
     advice = "Is the launcher running, and can this host reach it?"
     _secret = b""

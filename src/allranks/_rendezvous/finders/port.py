@@ -1,4 +1,4 @@
-"""Rank 0 serves the store on a TCP port that all ranks have been given: ``tcp://``, and MASTER_ADDR and MASTER_PORT."""
+"""Rank 0 serves the store on a TCP port that all ranks receive: ``tcp://``, or MASTER_ADDR and MASTER_PORT."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PortFinder", "address_of"]
 
 
 class PortFinder(ServedFinder):
-    """The address is MASTER_ADDR and MASTER_PORT where the job has them, else that of the URL."""
+    """Finder of a store at MASTER_ADDR and MASTER_PORT if the job has them, else at the address in the URL."""
 
     _host, _port = "", 0
 
@@ -40,5 +40,5 @@ class PortFinder(ServedFinder):
 
 
 def address_of(host: str, port: int) -> str:
-    """The address of a store at a TCP port."""
+    """Return the address of a store at a TCP port."""
     return f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"

@@ -1,8 +1,8 @@
-"""``env://`` below a scheduler or MPI's launcher, where nothing names the host of rank 0.
+"""``env://`` under a scheduler or MPI's launcher, if no variable names the host of rank 0.
 
-Three ways are known, and the first that applies is taken. On one host, rank 0 serves a unix socket whose name follows
-from the job. With PMI, its address travels by PMI. Otherwise it serves one of some ports whose numbers follow from the
-job, on a host that the scheduler has named.
+There are three methods, and the first that applies is used. On one host, rank 0 serves a unix socket whose name is
+derived from the job. With PMI, rank 0 publishes its address over PMI. Otherwise, rank 0 serves one of several ports
+whose numbers are derived from the job, on a host that the scheduler has named.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from allranks._store import HashStore, Store, StoreClient, StoreServer
 
 __all__ = ["find_by_context"]
 
-_BOARD_S = 1.0  # how long to wait on a board before the state machine looks at its clock
+_BOARD_S = 1.0  # seconds to wait for PMI before the state machine checks the time again
 _PROBE_S = 3.0
 
 
 def find_by_context(request: Request, job: JobEnv, context: LaunchContext) -> Finder:
-    """The finder for a job that a scheduler has started.
+    """Return the finder for a job that a scheduler has started.
 
     Raises:
-        ConfigError: nothing leads to rank 0.
+        ConfigError: No method leads to rank 0.
     """
     mpi = mpi_runs()
     if context.job and context.local_size == context.size:
@@ -71,7 +71,7 @@ class _SchedulerFinder(ServedFinder):
 
 
 class _NameFinder(_SchedulerFinder):
-    """A unix socket of a name that follows from the job. All ranks are on this host."""
+    """Finder of a unix socket whose name is derived from the job. All ranks are on this host."""
 
     _name = ""
 
@@ -88,10 +88,10 @@ class _NameFinder(_SchedulerFinder):
 
 
 class _PortsFinder(_SchedulerFinder):
-    """One of some ports.
+    """Finder of a store at one of several ports.
 
-    Any other program may hold one of them, also another job of this user. A server that does not prove that it has this
-    job's secret is passed over.
+    Any other program may hold one of these ports, including another job of this user. A server that does not prove this
+    job's secret is skipped.
     """
 
     def open(self, me: Member) -> None:
@@ -113,7 +113,7 @@ class _PortsFinder(_SchedulerFinder):
         for port in self._ports:
             try:
                 return StoreServer.tcp(host, port, self.secret)
-            except ConfigError as error:  # taken
+            except ConfigError as error:  # the port is taken
                 troubles.append(str(error).partition("\n")[0])
         raise ConfigError(
             "rank 0 can have none of the ports on which the others look for it:\n  "
@@ -123,7 +123,8 @@ class _PortsFinder(_SchedulerFinder):
 
     def locate(self) -> str:
         attempt = next(self._attempts)
-        # The first host, except with srun --distribution=arbitrary.
+        # Rank 0 is on the first host, except with srun --distribution=arbitrary. Every fourth attempt tries another
+        # host.
         host = self._hosts[0] if attempt % 4 != 3 else self._hosts[(attempt // 4 + 1) % len(self._hosts)]
         refused: dict[str, list[int]] = {}
         for port in self._ports:
@@ -131,7 +132,7 @@ class _PortsFinder(_SchedulerFinder):
             try:
                 left_s = max(min(self.request.left_s(), _PROBE_S), 0.01)
                 StoreClient.connect(address, self.secret, left_s, retry=False).close()
-            except (JoinError, ConfigError) as error:  # nobody, or another program
+            except (JoinError, ConfigError) as error:  # no server, or another program
                 why = reason(error.__cause__ or error).partition("\n")[0]
                 refused.setdefault(why, []).append(port)
             else:
@@ -142,7 +143,7 @@ class _PortsFinder(_SchedulerFinder):
 
 
 class _PmiFinder(_SchedulerFinder):
-    """A unix socket, and for other hosts a port. Rank 0 posts the addresses over PMI."""
+    """Finder of a unix socket, and of a port for other hosts. Rank 0 posts the addresses over PMI."""
 
     advice = "A rank that prints no such line has not called init_process_group: look at its output."
 
@@ -166,7 +167,8 @@ class _PmiFinder(_SchedulerFinder):
         return StoreServer.unix(self.secret)
 
     def find(self) -> Store:
-        return self.dial(self.locate(), self.secret)  # rank 0 too, as all ranks enter PMI's barrier
+        # Rank 0 also reads the address, because all ranks must enter PMI's barrier
+        return self.dial(self.locate(), self.secret)
 
     def locate(self) -> str:
         text = self._board.read(min(_BOARD_S, max(self.request.left_s(), 0.0)))

@@ -1,6 +1,6 @@
-"""``store=``: the ranks meet on a store that a program has made, of allranks or with torch's methods.
+"""``store=``: the ranks meet on a store that the program created, of allranks or with torch's methods.
 
-A handler of ``register_rendezvous_handler`` makes such a store from a URL.
+A handler of ``register_rendezvous_handler`` creates such a store from a URL.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ __all__ = ["GivenStoreFinder", "Handler", "HandlerFinder"]
 
 
 _kept: dict[str, Any] = {}
-"""The store of the last meeting, by scheme. The other ranks may need a server in it when this one has connected."""
+"""The store of the last rendezvous, by scheme. The other ranks may still need a server in it after this rank joined."""
 
 
 class Handler(Protocol):
-    """Makes a store from a URL."""
+    """Creates a store from a URL."""
 
     def __call__(self, url: str, *, timeout: timedelta) -> Iterator[tuple[Any, int, int]]:
-        """Yields the store, the rank and the world size, once."""
+        """Yield the store, the rank and the world size, once."""
 
 
 class GivenStoreFinder(Finder):
-    """A store that outlives the meeting. It stays open."""
+    """Finder of a store that outlives the rendezvous. It stays open."""
 
     advice = "Is its server running?"
 
@@ -44,7 +44,7 @@ class GivenStoreFinder(Finder):
 
 
 class HandlerFinder(GivenStoreFinder):
-    """The store that a handler yields. The handler is closed after the meeting: its ``finally`` runs then."""
+    """Finder of the store that a handler yields. Closing it after the rendezvous runs the handler's ``finally``."""
 
     def __init__(self, request: Request, handler: Handler) -> None:
         scheme = request.url.scheme
@@ -69,7 +69,7 @@ class HandlerFinder(GivenStoreFinder):
 
 
 def _with_numbers(request: Request) -> str:
-    """The URL, with the rank and the world size where they are given, as torch's handlers expect them."""
+    """Return the URL, with the rank and the world size if the caller passed them, as torch's handlers expect them."""
     query = dict(parse_qsl(request.url.query, keep_blank_values=True))
     given = {"rank": request.rank, "world_size": request.world_size}
     query |= {name: str(number) for name, number in given.items() if number != -1}

@@ -1,4 +1,4 @@
-"""``tcp://HOST:PORT``: rank 0 serves the store there."""
+"""``tcp://HOST:PORT``: rank 0 serves the store at this address."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["TCP"]
 
 
 def _make(request: Request) -> Finder:
-    # tcp://$MASTER_ADDR:$MASTER_PORT means the same as env://. Below torchrun its agent holds that port.
+    # tcp://$MASTER_ADDR:$MASTER_PORT means the same as env://. Under torchrun, its agent holds that port.
     if is_master(request.url.netloc, request.environ):
         return find_by_env(request)
     return PortFinder(request, request.read_job(by_env=False))

@@ -1,4 +1,4 @@
-"""``env://`` below torchrun, whose agent holds MASTER_PORT: the ranks meet on the agent's store."""
+"""``env://`` under torchrun, whose agent holds MASTER_PORT: the ranks meet on the agent's store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROBE_S = 3.0
 
 
 class AgentFinder(Finder):
-    """The store that torchrun's agent serves at MASTER_ADDR and MASTER_PORT."""
+    """Finder of the store that torchrun's agent serves at MASTER_ADDR and MASTER_PORT."""
 
     advice = "Is torchrun still running there, and can this host reach it?"
 
@@ -34,12 +34,13 @@ class AgentFinder(Finder):
         host, port = self._address
         left_s = self.request.left_s
         try:
-            # torch's client tries for long and fills stderr meanwhile. It is used when the agent answers.
+            # torch's client retries for a long time and fills stderr while it does. It is therefore used only after the
+            # agent answers.
             socket.create_connection((host, port), min(max(left_s(), 0.01), _PROBE_S)).close()
-            # By name, as a plain import would import torch into the launcher.
+            # Imported by name, because a static import would load torch in the launcher.
             connect = importlib.import_module("allranks._engines.torchrun").connect
             store = connect(host, port, max(left_s(), 1.0), self.request.timeout_s)
         except (OSError, RuntimeError, UnicodeError) as error:
             raise NotYet(reason(error).partition("\n")[0]) from error
-        # Its keys outlive the ranks: those that the agent starts again must not meet the ones that failed.
+        # The keys outlive the ranks. Ranks that the agent restarts must not meet the ranks that failed.
         return PrefixStore(self.job.agent, ForeignStore(store))
