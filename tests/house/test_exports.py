@@ -125,7 +125,9 @@ def durations(module: str) -> Iterator[tuple[str, str, str]]:
 @pytest.mark.parametrize("module", [*api.MODULES, "allranks.resilience"])
 def test_durations_have_a_unit(module: str) -> None:
     unclear = [
-        name for name, text, about in durations(module) if "second" not in text + about and "See :func:" not in text
+        name
+        for name, text, about in durations(module)
+        if "second" not in (text + about).lower() and "See :func:" not in text
     ]
     assert not unclear
     assert module != "allranks" or len(list(durations(module))) > 15
