@@ -151,7 +151,7 @@ class _Once:
     """An Exchange that takes place exactly once, whatever the engine does: other ranks may wait in it for this rank."""
 
     def __init__(self, engine: str, exchange: Exchange, alone: bool, connect_s: float) -> None:
-        # Seconds in which the engine may connect, if the engine distinguishes this from the timeout of calls
+        # Seconds in which the engine may connect, if the engine distinguishes this from the timeout of calls.
         self.connect_s = connect_s
         self._engine = engine
         self._exchange = exchange

@@ -151,7 +151,7 @@ class Prelude(Engine):
         self._renew = renew
         self._read = read
         self._records = [decode(record) for record in read()] if engine is None else []
-        # The number of calls that some rank has made, as known after a loss: these calls are replayed, not made
+        # The number of calls that some rank has made, as known after a loss: these calls are replayed, not made.
         self._made = 0
         self._kept = len(self._records[0]) if self._records else 0  # entries in the log of this rank slot
         self._keeps = not (self._records and self._records[0] and self._records[0][-1] is None)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Presence"]
 
 _CLOSING_S = 0.3  # seconds; a dying process closes its descriptors one after the other
-_PAUSE_S = 0.01
+_PAUSE_S = 0.01  # seconds between two checks
 _GOODBYE = struct.Struct("!IQ")  # the rank that leaves, and its number of collectives
 _QUEUE = 10  # number of goodbyes that are kept for a rank that does not read them; Linux's default
 _UNKNOWN = (1 << 64) - 1

@@ -6,9 +6,9 @@ creates the same groups while the other ranks are already past that point. The r
 they enter the loop. Earlier calls on the groups are answered from the replay log, like those on the world
 (`_engines/prelude`).
 
-If ranks are renumbered, a group of some ranks has lost its meaning and is closed. The exception are ranks that share a
-replica of the model (``Lineage.replica``). A group of ranks of one replica becomes the group of the same positions of
-each replica. A group of the same positions of all replicas becomes that of the replicas that exist now.
+If ranks are renumbered, a group of some ranks has lost its meaning and is closed. Ranks that share a replica of the
+model (``Lineage.replica``) are the exception. A group of ranks of one replica becomes the group of the same positions
+of each replica. A group of the same positions of all replicas becomes that of the replicas that exist now.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class EarlyGroups:
         about = repr((seats, backend, self._made[seats, backend])).encode()
         key = hashlib.blake2b(about, digest_size=_KEY_BYTES).digest()
         board, seat = self._lineage.board, self._seats[self._world.rank()]
-        # The record of this rank slot is read first. Records of other slots follow in case this slot has no record.
+        # The log of this rank slot comes first. The other logs can contain results that it lacks.
         seats_read = [seat, *(other for other in seats if other != seat)]
         prelude = Prelude(
             backend,

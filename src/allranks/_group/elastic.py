@@ -162,7 +162,7 @@ class _Beginning:
                 " ranks cannot be numbered anew.\n  Start the job again (allranks run --restarts does so by itself)"
             )
         made = max(BEFORE_THE_LOOP - claim.progress for claim in claims)
-        # These processes have made all calls, and have the state
+        # Processes with more progress have made all calls before the loop, and have the state.
         if any(claim.progress > BEFORE_THE_LOOP for claim in claims):
             group.entered, made = found.decision, ALL
         if found.rank == 0:

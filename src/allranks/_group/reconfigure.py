@@ -75,7 +75,7 @@ __all__ = ["Place", "Unconnected", "reconfigure"]
 _FORM = "allranks:"
 _LOOKS_S = (0.05, 1.0)  # seconds that a process waits before it checks the missing processes: at first, and at most
 _LOOKED_AT = 8  # number of missing processes that it checks each time
-_DIAL_S = 1.0
+_DIAL_S = 1.0  # seconds to connect to one address
 _BOARD = "allranks/1/join/"  # the prefix under which Joining registers members, the first time on a store
 _LINGER_S = 3.0  # seconds for which a store stays open for processes that have not left it yet
 # The record that members exchange: the rank in the world, digests of the engine and of the store on which they decide
@@ -398,6 +398,7 @@ class _Attempt:
         self._missing = missing = [r for r, value in enumerate(found) if value is None and r != self._rank]
         # If no process is missing, the last to arrive died before it could notify the others.
         suspects = missing or [rank for rank in range(len(found)) if rank != self._rank]
+        # Each check starts after the suspects of the last one, so that all suspects are checked in turn.
         first = self._looks * _LOOKED_AT % len(suspects)
         for rank in (suspects + suspects)[first : first + min(_LOOKED_AT, len(suspects))]:
             self._look_at(rank)

@@ -1,4 +1,4 @@
-"""The group history: the generations of a group, who is a member after a loss, and a new engine for the members.
+"""The group history: the generations of a group, the members after a loss, and a new engine for them.
 
 ``_rendezvous/succession`` decides, as a pure state machine. This module passes it the knowledge of this process, and
 turns its decision into a connected engine. If a member is lost while the engine connects, another generation follows.
@@ -207,7 +207,7 @@ class Lineage:
             before = self.members
             decision = self.decide(look, without=without, progress=progress, replaces=replaces, timeout_s=timeout_s)
             members = [(claim.seat, claim.start) for claim in decision.claims]
-            # A newcomer that is too late for this generation, or a process whose replica is incomplete
+            # This process is a newcomer that is too late for this generation, or its replica is incomplete.
             if self._own not in members:
                 self.begin(decision)
                 if not waits:

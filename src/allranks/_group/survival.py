@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LATEST", "advance", "agree", "numbered", "shrink"]
 
-# Seconds that this process waits for a rank before it queries the host of that rank: at first, and at most
+# Seconds that this process waits for a rank before it queries the host of that rank: at first, and at most.
 _ASK_S = (0.2, 1.0)
 
 LATEST = "latest"
@@ -126,7 +126,7 @@ class _Look:
 
     def __init__(self, group: ProcessGroup, lineage: Lineage) -> None:
         self._group = group
-        # The members of the generation that has ended, also while the next generations are created
+        # These are the members of the generation that has ended, also while the next generations are created.
         self._members = list(lineage.members)
         self._asks = not lineage.board.launched
         self._gone: set[tuple[int, int]] = set()

@@ -26,7 +26,7 @@ from allranks._store.wire import FoundValues, Peek, WaitForKeys, WaitTimedOut
 __all__ = ["Board"]
 
 _T = TypeVar("_T")
-_CONNECT_S = 10.0
+_CONNECT_S = 10.0  # seconds to connect to the store
 
 
 class Board:

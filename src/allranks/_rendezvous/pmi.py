@@ -60,6 +60,7 @@ class PmiBoard:
 
     def post(self, text: str) -> None:
         """Post the text, which contains neither spaces nor line ends. Only rank 0 calls it, before it reads."""
+        # The rest of the value holds the number of parts and a dot.
         room = self._server.value_max - 16
         pieces = [text[at : at + room] for at in range(0, len(text), room)]
         for number, piece in enumerate(pieces):

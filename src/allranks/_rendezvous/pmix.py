@@ -25,7 +25,7 @@ from pathlib import Path
 
 __all__ = ["host_of_rank_0"]
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 30.0  # seconds for the child process
 _ANSWER = "host: "
 _STRING = 3  # PMIX_STRING
 

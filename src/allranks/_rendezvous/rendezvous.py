@@ -102,6 +102,7 @@ def join(
         finder.open(me)
         shared = _join(finder, me, began)
     except BaseException as error:
+        # After a JoinError, the server stays open for a moment, so that the other ranks can read the verdict.
         finder.close(GRACE_S if isinstance(error, JoinError) else 0.0)
         raise
     local = (job.local_rank, job.local_world_size)
@@ -125,7 +126,7 @@ def elastic_board(
     if environ.get(ELASTIC) != "1" or store is not None or init_method not in (None, "env://"):
         return None
     finder = _finder(init_method, -1, -1, time.monotonic() + timeout_s, timeout_s, None, environ)
-    # More ranks may join later, so the addresses for other hosts are published even if there is one rank now
+    # More ranks may join later, so the addresses for other hosts are published even if there is one rank now.
     me = this_member(finder.job.rank, max(finder.job.world_size, 2))
     board = Board(finder, me, "", environ)
     return board if board.launched else None

@@ -27,7 +27,7 @@ from allranks._store.wire import CompareSet, FoundValues, Peek, Request, Request
 __all__ = ["NEWCOMER", "Claim", "Decision", "Look", "See", "Succession", "Vote", "claim_key", "exchange"]
 
 POLL_S = 0.05  # seconds between two checks which processes have joined and which are lost
-# Seconds in which the launcher may confirm a loss that a rank has reported; after that, the report of the rank counts
+# Seconds in which the launcher may confirm a loss that a rank has reported; after that, the report of the rank counts.
 UNCONFIRMED_S = 5.0
 FOREVER_S = 1e9
 NEWCOMER = -1
@@ -379,7 +379,6 @@ def _settle(claims: Sequence[Claim]) -> tuple[int, int]:
     voting = [claim for claim in claims if claim.vote.value is not None and claim.vote.ended == ended]
     if not voting:
         return ended, outcome
-    # A rank that has not voted counts as 0, as `ProcessGroup.agree` promises for lost ranks.
     values = [claim.vote.value if claim in voting else 0 for claim in claims]
     return ended + 1, min(value or 0 for value in values)
 

@@ -1,6 +1,6 @@
 """gloo and nccl: the engines inside torch.
 
-``engine`` has the verbs, ``store`` what the engines exchange their addresses over.
+``engine`` contains the verbs. ``store`` is the store on which the engines exchange their addresses.
 """
 
 from __future__ import annotations

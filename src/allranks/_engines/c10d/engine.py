@@ -1,14 +1,13 @@
 """gloo and nccl: the engines inside torch, driven through their common interface.
 
-They get flat tensors (`flat`). Failures are torch's, in our errors.
+They receive flat tensors (`flat`). torch's failures become allranks's errors.
 
-What gloo does by itself, found with torch 2.13, and what is done about it:
+Behavior of gloo found with torch 2.13, and the countermeasures:
 
-- A receive that times out closes the group's connections. Messages are therefore waited for in a thread
-  (`_GlooMessage`), and `_end_gloo` uses such a receive to end what is pending, which nothing else does (`abort` does
-  nothing).
-- Its group's destructor waits for collectives that are under way, holding the GIL: all of them are ended before.
-- A collective with other sizes on another rank ends the process.
+- A receive that times out closes the group's connections. A thread therefore waits for messages (`_GlooMessage`).
+  `_end_gloo` uses such a receive to end pending calls, because no other call does this (`abort` has no effect).
+- The destructor of its group waits for running collectives while it holds the GIL. All of them are ended before.
+- A collective with other sizes on another rank terminates the process.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ if TYPE_CHECKING:
 
 __all__ = ["DTYPES", "C10dEngine", "reduces"]
 
-# torch's annotations know little of what is used here.
+# torch's type annotations do not cover most of what this module uses.
 _torch: Any = c10d
 _cuda: Any = torch.cuda
 
-_SHORTEST_S = 0.001  # less is no limit to torch
-_ENDING_S = 2.0  # how long calls may take to end when the group is left
-_LINGER_S = 5.0  # how long the first rank, which has what others connect to, waits for them when it leaves
-_HANG_UP_TAG = (1 << 31) - 1
+_SHORTEST_S = 0.001  # seconds; torch treats a shorter timeout as no limit
+_ENDING_S = 2.0  # seconds in which calls may end when the group is closed
+_LINGER_S = 5.0  # seconds for which the first rank, to whose store the others connect, waits for them when it leaves
+_HANG_UP_TAG = (1 << 31) - 1  # tag of the receives whose only purpose is to time out
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 DTYPES = (*_FLOATS, *_INTEGERS, torch.bool, torch.complex64, torch.complex128)
-"""What can be reduced; moved is any dtype."""
+"""The dtypes that can be reduced. Any dtype can be transferred."""
 
 
 class C10dEngine(FlatEngine):
@@ -66,7 +65,7 @@ class C10dEngine(FlatEngine):
         self.device = "cpu" if name == "gloo" else "cuda"
         self.averages_integers = self.queues = name == "nccl"
         self._backend: Any = None
-        self._died: Sequence[int] = ()  # as far as known when the engine was closed
+        self._died: Sequence[int] = ()  # as known when the engine was closed
         self._aborted = False
         self._store = GroupStore.among(rank, members, exchange, timeout_s)
         try:
@@ -74,7 +73,8 @@ class C10dEngine(FlatEngine):
             make = _gloo if name == "gloo" else _nccl
             self._backend = make(self._store, rank, members, timedelta(seconds=timeout_s))
             if name == "gloo":
-                # Nobody goes on before all are connected: then the store may go. nccl connects in the first call.
+                # No rank continues before all are connected, so gloo's store can be closed then. nccl connects in the
+                # first call.
                 self.barrier(False)
                 self._store.close()
         except RuntimeError as error:
@@ -96,7 +96,7 @@ class C10dEngine(FlatEngine):
         options = _torch.ReduceOptions()
         options.reduceOp = _op(op)
         options.rootRank = root
-        # gloo leaves intermediate sums in the tensors of the other ranks.
+        # gloo leaves partial sums in the tensors of the other ranks, so they pass a copy.
         return self._collective(self._live.reduce([flat if root == self.rank else flat.clone()], options))
 
     def begin_broadcast(self, flat: Tensor, root: int) -> Progress:
@@ -143,7 +143,7 @@ class C10dEngine(FlatEngine):
 
     @property
     def _live(self) -> Any:
-        """Torch's backend. Where the group has ended: an error that ``explain`` puts in our words."""
+        """torch's backend. If the group has been closed: raise an error that ``explain`` translates."""
         if self._backend is None:
             raise RuntimeError("the group has ended")
         return self._backend
@@ -154,7 +154,7 @@ class C10dEngine(FlatEngine):
         return self._died
 
     def abort(self) -> None:
-        self.lost()  # what is known ends with the engine
+        self.lost()  # the presence socket closes with the engine, so keep its last result
         self._aborted = True
         if self._backend is not None and self.device == "cpu" and len(self.members) > 1:
             self._hang_up(self._backend)
@@ -167,7 +167,7 @@ class C10dEngine(FlatEngine):
             self._presence = None
         if backend is not None:
             (self._end_nccl if self.device == "cuda" else self._end_gloo)(backend)
-        # Of gloo all have connected before anybody goes on.
+        # With gloo, all ranks have connected before any rank continues, so no rank still needs the store.
         self._store.close(0.0 if backend is None or self._aborted or self.name == "gloo" else _LINGER_S)
 
     def abandon(self) -> None:
@@ -189,7 +189,7 @@ class C10dEngine(FlatEngine):
         return (_OnStream if self.device == "cuda" else _GlooMessage)(handle, peer)
 
     def explain(self, error: BaseException, verb: str) -> NoReturn:
-        """Raises our error for torch's."""
+        """Raise allranks's error for torch's error."""
         here, text = self.here(verb), _first_line(error)
         if self._aborted:
             raise AbortedError(
@@ -221,27 +221,28 @@ class C10dEngine(FlatEngine):
         if pending:
             self._hang_up(backend)
         if not _within(_ENDING_S, lambda: all(work.done() for work in pending)):
-            leak(backend)  # its destructor would wait for as long as they take
+            leak(backend)  # its destructor would wait for as long as these calls take
 
     def _hang_up(self, backend: Any) -> None:
-        """Ends everything that is pending in gloo, here and on the other ranks, as a receive that times out does."""
+        """End all pending calls of gloo, on this rank and on the others, by a receive that times out."""
         nothing = [torch.empty(0, dtype=torch.uint8, device="cpu")]
-        for other in range(len(self.members)):  # one of them may be dead, and has nothing to end
-            with contextlib.suppress(RuntimeError):  # the time is up
-                while other != self.rank:  # a message of that tag may have come
+        for other in range(len(self.members)):  # one of them may be dead, and then has no call to end
+            with contextlib.suppress(RuntimeError):  # the receive has timed out
+                while other != self.rank:  # a message with this tag may have arrived; then receive again
                     backend.recv(nothing, other, _HANG_UP_TAG).wait(timedelta(seconds=_SHORTEST_S))
 
     def _end_nccl(self, backend: Any) -> None:
-        # Kernels that wait for a rank that is lost never end. Without CUDA nothing was called; an event would start it.
+        # Kernels that wait for a lost rank never end. Without CUDA, no call was made, and an event would initialize
+        # CUDA.
         if _cuda.is_initialized() and not self._aborted:
             waited_for = _cuda.Event()
-            waited_for.record()  # the current stream waits for the calls that were waited for
+            waited_for.record()  # the current stream waits for the calls for which the program has waited
             _within(_ENDING_S, lambda: waited_for.query() and all(work.done() for work in tuple(self._pending)))
         backend.abort()
 
 
 class _WorkHandle(Progress):
-    """Torch's handle of a call."""
+    """torch's handle of a call."""
 
     def __init__(self, handle: Any, peer: int = -1) -> None:
         self.handle = handle
@@ -263,12 +264,12 @@ class _Collective(_WorkHandle):
         except RuntimeError:
             if not self.done():
                 return False
-            self.handle.wait()  # it has ended meanwhile, or this is its error
+            self.handle.wait()  # it ended during the wait, or this raises its error
         return True
 
 
 class _OnStream(_WorkHandle):
-    """A call of nccl: to wait is to let the current stream wait."""
+    """A call of nccl. Waiting for it makes the current stream wait."""
 
     def wait(self, seconds: float) -> bool:
         self.handle.wait()
@@ -276,7 +277,7 @@ class _OnStream(_WorkHandle):
 
 
 class _GlooMessage(_WorkHandle):
-    """A message of gloo, which knows nothing of its end before somebody waits: a thread does."""
+    """A message of gloo. gloo detects its end only while a thread waits, so a thread of its own waits for it."""
 
     asked_cheaply = False
 
@@ -313,7 +314,7 @@ class _GlooMessage(_WorkHandle):
 
 
 def reduces(engine: str, dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Whether an engine has a reduce op for a dtype."""
+    """Return whether an engine implements a reduce op for a dtype."""
     if dtype not in DTYPES:
         return False
     if dtype.is_complex:
@@ -327,7 +328,7 @@ def reduces(engine: str, dtype: torch.dtype, op: ReduceOp) -> bool:
 
 def _gloo(store: GroupStore, rank: int, members: Sequence[Member], timeout: timedelta) -> Any:
     backend = _torch.ProcessGroupGloo
-    # What the host's name resolves to may be an interface that does not even reach the host itself.
+    # The host name may resolve to an interface that does not even reach the host itself.
     alone = len({member.machine for member in members}) == 1
     mine = members[rank].addresses
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if alone else interface_of(mine[0]) if mine else "")
@@ -349,12 +350,12 @@ def _op(op: ReduceOp) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    """The text of torch's error, without the place in its source."""
+    """Return the text of torch's error, without the location in torch's source."""
     return re.sub(r"^\[\S+:\d+\] ", "", str(error).partition("\n")[0]).partition(" This is typically")[0]
 
 
 def _within(seconds: float, done: Callable[[], bool]) -> bool:
-    """Waits for so long until something is done; returns whether it is."""
+    """Wait for at most this time until a condition is true. Return whether it is."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:

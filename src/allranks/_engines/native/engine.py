@@ -1,8 +1,8 @@
-"""The native engine: tensors to addresses.
+"""The native engine: passes tensors to the core.
 
-The core (core/) moves bytes and knows neither Python nor torch. This file checks tensors and keeps them alive while the
-core uses them. Those whose elements do not lie in one piece, or not in the host's memory, are copied by `operands`. How
-the ranks are connected is `connect`'s business; how failures are worded, `errors`'.
+The core (core/) transfers bytes, and depends neither on Python nor on torch. This file checks tensors and keeps them
+alive while the core uses them. `operands` copies tensors that are not contiguous or not in host memory. `connect`
+connects the ranks, and `errors` contains the texts of failures.
 """
 
 from __future__ import annotations
@@ -61,34 +61,36 @@ if TYPE_CHECKING:
 
 __all__ = ["NativeEngine", "TcpEngine", "work_of"]
 
-# How a waiting rank polls before it sleeps (core/channel/shm.cc, docs/decisions/132). It spins first, unless ranks
-# outnumber the CPUs. Then it yields its CPU again and again: the longer, the less ranks that compute are disturbed by
-# wake-ups of others. (4 ranks on 2 CPUs, 0.4 ms of computing between calls: 1,330 rounds/s with 0.1 ms, 1,600 with 1.)
-# Where compute threads outnumber the CPUs, others use what a yield gives away, and a longer time costs nothing.
+# How a waiting rank polls before it sleeps (core/channel/shm.cc, docs/decisions/132). It spins first, unless there are
+# more ranks than CPUs. Then it yields its CPU repeatedly. The longer it does, the less the wake-ups of other ranks
+# disturb ranks that compute. (4 ranks on 2 CPUs, 0.4 ms of computation between calls: 1,330 rounds/s with 0.1 ms, 1,600
+# with 1 ms.) If there are more compute threads than CPUs, other threads use the yielded time, and a longer time costs
+# nothing.
 _SPIN_US = 1.0
 _YIELD_US = 1_000.0
 _CROWDED_YIELD_US = 10_000.0
-# The progress thread would take the CPU from a computation that its calls are to overlap with.
+# The progress thread would take the CPU from the computation that its calls are to overlap with.
 _PROGRESS_YIELD_US = 100.0
-# Where very many ranks share a CPU each of them would get it several times until the last has come: they sleep at once.
-# (64 ranks on 2 CPUs, 4 B: 1,064 us, and asleep 356; 16: 59 and 83.)
+# If very many ranks share a CPU, each of them would run several times before the last one arrives. They sleep
+# immediately instead. (64 ranks on 2 CPUs, 4 B: 1,064 us with yielding, 356 us with sleeping. 16 ranks: 59 and 83 us.)
 _MANY_ON_A_CPU = 12
 
-# Finished works that nobody has waited for are looked for when so many are there, and then when there are twice as many
-# as were left: a constant cost per call.
+# Pending works are checked for an end when there are this many, and then when their number has doubled since the last
+# check. The cost per call is therefore constant.
 _MANY_PENDING = 64
 
 _SITES = _core.Sites(line_of, NOWHERE, [])
-_GROUPS = 2  # frames behind that of NativeEngine._begin: the group's method is one, and who calls it comes next
+_GROUPS = 2  # stack frames above NativeEngine._begin: the group's method is the first one, and its caller is next
 
-_VOTE = struct.Struct("!?Q")  # of empty_shared: whether this rank has what it takes, and the bytes
-_MEETING_S = 20.0  # for ranks that are all there; those that give up earlier wait for the others in the next vote
+_VOTE = struct.Struct("!?Q")  # in empty_shared: whether this rank has the resources, and the number of bytes
+# Seconds, for ranks that are all present; ranks that give up earlier wait for the others in the next vote.
+_MEETING_S = 20.0
 
-# The pipes for send and recv, one to each other rank, share this much of a rank's segment.
+# The pipes for send and recv, one to each other rank, share this number of bytes of a rank's segment.
 _PIPES_BYTES = 2 << 20
 _PIPE_BYTES = (16 << 10, 2 << 20)
 
-# What a rank keeps of each other's messages before a recv asks for them, in MiB; and the most. See
+# Default and maximum of the MiB of another rank's messages that a rank keeps before a recv requests them. See
 # core/p2p/point_to_point.h.
 _EAGER_MIB = (8, 1 << 20)
 
@@ -99,16 +101,16 @@ _core.set_ordinary([Tensor, torch.nn.Parameter], ReduceOp)
 
 
 class NativeEngine(Engine):
-    """Collectives and messages: shared memory within a host, TCP between hosts; of tensors on any device."""
+    """Collectives and messages: shared memory within a host, TCP between hosts; for tensors on any device."""
 
     name = "native"
     shares_memory = True
-    """Whether ranks of one host do."""
+    """Whether ranks of one host share memory."""
 
     _short: _core.Now | None = None
 
     forks: int
-    """Of this process, when the engine was made."""
+    """The fork count of this process when the engine was created."""
 
     def __init__(
         self,
@@ -123,13 +125,13 @@ class NativeEngine(Engine):
         self._rank = rank
         self._members = members
         self._group_name = group_name
-        # Works whose tensors the core may still use, although the caller may have dropped all of them. Entered
-        # before the core gets them, so that no exception in between can let a tensor go.
+        # Works whose tensors the core may still use, although the caller may have dropped all of them. A work is added
+        # before the core receives its tensors, so that an exception in between cannot release a tensor.
         self._pending: set[NativeWork | _core.Started] = set()
         self._many = _MANY_PENDING
         self._timeout_s = timeout_s
         self.forks = forks()
-        self._debug = get_debug_level() is DebugLevel.DETAIL  # compare call sites
+        self._debug = get_debug_level() is DebugLevel.DETAIL  # in debug mode, the ranks compare call sites
         hosts = [member.machine if self.shares_memory else str(r) for r, member in enumerate(members)]
         host_of = [hosts.index(host) for host in hosts]
         self._spans_hosts = len(set(host_of)) > 1
@@ -137,7 +139,7 @@ class NativeEngine(Engine):
         sizes = _sizes(size, len(members), self._spans_hosts)
         local_rank = host_of[:rank].count(host_of[rank])
         shared = None
-        if parent is not None:  # if it is closed, the exchange raises
+        if parent is not None:  # if the parent is closed, the exchange raises
             shared = parent.engine.liveness([parent.ranks[r] for r, host in enumerate(hosts) if host == hosts[rank]])
         memory = GroupMemory(
             lambda: _core.create_segment(local_rank, size, sizes), lambda: _core.create_segments(size, sizes)
@@ -150,7 +152,7 @@ class NativeEngine(Engine):
         except BaseException as error:
             for socket in made.liveness:
                 if socket is not None:
-                    socket.close()  # else the others would wait for this rank
+                    socket.close()  # otherwise the other ranks would wait for this rank
             if made.peers is not None:
                 made.peers.close()
             if isinstance(error, _core.Failure):
@@ -170,7 +172,7 @@ class NativeEngine(Engine):
             self.begin = self._begin
 
     def _make_now(self) -> _core.Now:
-        comm = self.comm  # not self: a call outlives the engine when the group is destroyed meanwhile
+        comm = self.comm  # not self: a call outlives the engine if the group is destroyed during the call
         troubles, rank, members, group_name = self._troubles, self._rank, self._members, self._group_name
 
         def explain_now(failure: _core.Failure, verb: str) -> AllranksError:
@@ -209,7 +211,8 @@ class NativeEngine(Engine):
             and len({output.numel() for output in outputs}) > 1
         ):
             check_own_piece("all_gather", outputs[self._rank], tensor, self._rank)
-            return self._exchange("all_gather", outputs, [tensor] * len(self._members), async_op)  # uneven pieces
+            # Tensors of different sizes are exchanged as in an all_to_all.
+            return self._exchange("all_gather", outputs, [tensor] * len(self._members), async_op)
         self._check(tensor, "all_gather")
         operands = _on_host("all_gather")
         results = self._pieces(outputs, tensor, operands.write_each, "all_gather")
@@ -307,7 +310,7 @@ class NativeEngine(Engine):
         work = operands.write(tensor)
         return self._started(operands, self.comm.start_recv, work.data_ptr(), work.numel(), code, source, tag)
 
-    # --- the rest of an engine ---
+    # --- other methods of an engine ---
 
     def empty_shared(self, nbytes: int) -> Tensor:
         if len(self._members) == 1:
@@ -315,7 +318,7 @@ class NativeEngine(Engine):
         if self._spans_hosts:
             self._vote(nbytes, b"", "")
             return super().empty_shared(nbytes)
-        # Whatever fails on one rank, all take part in both votes, so that all learn of it.
+        # If one rank fails, all ranks still take part in both votes, so that all of them get the failure.
         offer, refused = None, ""
         try:
             offer = SegmentExchange(Descriptor.of(lambda: _core.create_memory(nbytes))) if nbytes else None
@@ -331,7 +334,7 @@ class NativeEngine(Engine):
             for socket in sockets:
                 if socket is not None:
                     socket.close()
-            # Rank 0's name is random, and the same for all who have met.
+            # Rank 0's name is random, and the same on all connected ranks, so it can identify the block.
             with guard:
                 taken = [part.detach() for part in parts]
                 block = self.comm.share(int.from_bytes(records[0][:8], "big") | 1, nbytes, taken)
@@ -340,11 +343,11 @@ class NativeEngine(Engine):
         self._vote(nbytes, b"", refused)
         assert block is not None
         memory = (ctypes.c_ubyte * nbytes).from_address(block.address)
-        memory.block = block  # type: ignore[attr-defined]  # lives as long as a tensor on it does
+        memory.block = block  # the block lives as long as a tensor on it does
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _vote(self, nbytes: int, record: bytes, refused: str) -> list[bytes]:
-        """Everybody's records; an error on every rank if any rank has been refused or asks for another size."""
+        """Return the records of all ranks. Raise on every rank if any rank has failed or requests another size."""
         mine = _VOTE.pack(not refused, nbytes) + record
         rows = torch.empty(len(self._members), len(mine), dtype=torch.uint8, device="cpu")
         with part_of("empty_shared"):
@@ -398,7 +401,7 @@ class NativeEngine(Engine):
         self.now, self.begin, self._short = never, not_begun, None
 
     def explain(self, failure: _core.Failure, verb: str, goes_on: bool = False) -> AllranksError:
-        """The error for people that the core's facts amount to."""
+        """Return the error, with the names of ranks, for the facts that the core reports."""
         return explain(
             failure,
             verb,
@@ -413,7 +416,7 @@ class NativeEngine(Engine):
     # --- tensors ---
 
     def _check(self, tensor: Tensor, verb: str) -> int:
-        """The core's code of the dtype, of a tensor whose elements can be had."""
+        """Return the core's code of the dtype. Raise if the elements of the tensor are not accessible."""
         check_tensor(verb, tensor)
         check_has_elements(verb, tensor, self._group_name, self._rank)
         code = CODES.get(tensor.dtype)
@@ -435,7 +438,7 @@ class NativeEngine(Engine):
     def _check_reduced(
         self, tensor: Tensor, op: ReduceOp | PremulSum, verb: str
     ) -> tuple[int, ReduceOp, float | Tensor | None]:
-        """The core's codes of dtype and op, and what to multiply the operand with before."""
+        """Return the core's codes of dtype and op, and the factor by which the operand is multiplied first."""
         code = self._check(tensor, verb)
         factor = factor_of(verb, op)
         op = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
@@ -444,7 +447,7 @@ class NativeEngine(Engine):
         return code, op, factor
 
     def _mark(self, tensor: Tensor | None) -> int:
-        """What ranks compare beside verb, dtype and count: in debug mode the shape, and where the call stands."""
+        """Return a hash of the shape, and in debug mode of the call site, which the ranks compare, too."""
         shape = 0 if tensor is None else _core.shape_hash(list(tensor.shape), self._debug)
         return shape | stack_hash() << 32 if self._debug else shape
 
@@ -458,16 +461,18 @@ class NativeEngine(Engine):
         use: Callable[[Sequence[Tensor]], list[Tensor]],
         verb: str,
     ) -> list[Tensor]:
-        """What the core uses of one piece per rank, each like ``like``: a list, or one tensor that holds them in turn.
+        """Return the tensors that the core uses for one tensor per rank, each like ``like``.
+
+        The argument is a list, or one tensor that holds the tensors of all ranks in order.
 
         Returns:
-            So many tensors.
+            One tensor per rank, or the single tensor.
         """
         check_pieces(verb, pieces, like, len(self._members), self._check)
         return use((pieces,) if isinstance(pieces, Tensor) else pieces)
 
     def _places(self, used: Sequence[Tensor], like: Tensor) -> list[int]:
-        """The address of each rank's piece in these; none if there are none."""
+        """Return the address of each rank's part of these tensors. Empty if there are none."""
         if len(used) != 1:
             return [piece.data_ptr() for piece in used]
         first = used[0].data_ptr()
@@ -500,7 +505,7 @@ class NativeEngine(Engine):
     ) -> Work | None:
         """See base.Begin."""
         short = self._short
-        if short is None:  # closed meanwhile
+        if short is None:  # closed during the call
             return None
         started = short.start(verb, tensor, pieces, op, root, _SITES, _GROUPS)
         return None if started is None else PlainWork(started)
@@ -511,7 +516,7 @@ class NativeEngine(Engine):
         return None if self._short is None else self._short.prepare(verb, tensor, pieces, op, root)
 
     def _enter(self, work: NativeWork, method: Callable[..., _core.Request | None], *args: Any) -> None:
-        """Starts a call, and keeps the work meanwhile."""
+        """Start a call, and keep its work alive until it has ended."""
         if len(self._pending) > self._many:
             self._many = _tidy(self._pending)
         self._pending.add(work)
@@ -522,7 +527,7 @@ class NativeEngine(Engine):
             raise
 
     def wait(self, work: NativeWork, timeout_s: float) -> None:
-        """Blocks until the core no longer uses the work's tensors; raises its error."""
+        """Block until the core no longer uses the work's tensors. Raises its error."""
         assert isinstance(work.request, _core.Request)
         try:
             self.comm.wait(work.request, timeout_s)
@@ -537,14 +542,14 @@ class NativeEngine(Engine):
 
 
 def _tidy(pending: set[NativeWork | _core.Started]) -> int:
-    """Takes calls that have ended out of the pending ones; returns from how many on to do so again."""
+    """Remove ended calls from the pending ones. Return the number of calls from which on this is done again."""
     for done in [work for work in tuple(pending) if work.done()]:
         pending.discard(done)
     return max(_MANY_PENDING, 2 * len(pending))
 
 
 def _sizes(size: int, ranks: int, spans_hosts: bool) -> _core.Sizes:
-    """The sizes of a segment of one of ``size`` ranks of a host."""
+    """Return the sizes of a segment of one of ``size`` ranks of a host."""
     sizes = _core.Sizes()
     sizes.pipe = min(max(_PIPES_BYTES // size // 4096 * 4096, _PIPE_BYTES[0]), _PIPE_BYTES[1])
     if spans_hosts:
@@ -561,7 +566,7 @@ def _make_comm(
     shared: _core.Liveness | None,
     timeout_s: float,
 ) -> _core.Comm:
-    """Gives what has been connected to the core. ``shared``: the parent's liveness sockets."""
+    """Pass the connections to the core. ``shared``: the liveness sockets of the parent."""
     size = host_of.count(host_of[rank])
     cpus = cpus_of(members[r].pid for r, host in enumerate(host_of) if host == host_of[rank])
     many = size > _MANY_ON_A_CPU * cpus
@@ -572,6 +577,7 @@ def _make_comm(
     eager = (_EAGER_MIB[0] if eager_mib is None else eager_mib) << 20
     tuning, topology = read_tuning(os.environ), read_topology(os.environ)
     near = [topology] if topology else []
+    # No fork may happen while descriptors have no owner: the child would inherit them.
     with guard:
         heartbeats = _numbers(made.heartbeats)
         liveness = shared or _core.Liveness(_numbers(made.liveness))
@@ -588,12 +594,12 @@ def _make_comm(
 
 
 def _numbers(sockets: Sequence[Socket | None]) -> list[int]:
-    """Their descriptors, which the core takes over; -1 for None."""
+    """Return the descriptors of sockets, -1 for None. The core takes ownership of them."""
     return [-1 if each is None else each.detach() for each in sockets]
 
 
 class TcpEngine(NativeEngine):
-    """The same, over TCP between all ranks, those of one host too."""
+    """The same engine over TCP between all ranks, including those of one host."""
 
     name = "tcp"
     shares_memory = False
@@ -602,7 +608,7 @@ class TcpEngine(NativeEngine):
 class NativeWork(OperandsWork):
     """An asynchronous call on the native engine."""
 
-    request: _core.Request | _core.Started | None = None  # until the core has it
+    request: _core.Request | _core.Started | None = None  # None until the core has begun the call
 
     def __init__(self, engine: NativeEngine, operands: Operands) -> None:
         super().__init__(operands)
@@ -630,7 +636,7 @@ class NativeWork(OperandsWork):
         return self.request.source()
 
     def done(self) -> bool:
-        """Whether the core no longer uses the tensors."""
+        """Return whether the core no longer uses the tensors."""
         return self.request is not None and self.request.done()
 
     def end(self, ticket: int) -> End:
@@ -641,7 +647,7 @@ class NativeWork(OperandsWork):
 
 
 class PlainWork(NativeWork):
-    """The same where the core uses the caller's tensors as they are: nothing is left to do when it has ended."""
+    """A work whose tensors the core uses directly, so that no action remains when it has ended."""
 
     _error = None
     _finished = False
@@ -667,7 +673,7 @@ class PlainWork(NativeWork):
 
 
 def work_of(started: _core.Started, ranks: int) -> Work:
-    """The Work of a call of so many ranks that was begun without one, with its results."""
+    """Return the Work of a call of this number of ranks that was begun without one, with its results."""
     work = PlainWork(started)
     verb, tensor, pieces = started.about
     match verb:

@@ -35,17 +35,17 @@ def explain(
     troubles: Mapping[int, str],
     goes_on: bool = False,
 ) -> AllranksError:
-    """The error that the core's facts amount to.
+    """Return the error for the facts that the core reports.
 
     Args:
-        failure: the facts. They may have been noticed by another rank, in another call.
-        verb: what this rank called.
-        group: the group's name.
-        rank: this rank.
-        members: the ranks of the group.
-        last_calls: number and fingerprint of each rank's last collective.
-        troubles: why this rank could not be connected with others.
-        goes_on: the call has not ended: only this wait for it has.
+        failure: The facts. Another rank may have detected them, in another call.
+        verb: The call of this rank.
+        group: The name of the group.
+        rank: This rank.
+        members: The ranks of the group.
+        last_calls: Number and fingerprint of each rank's last collective.
+        troubles: Why this rank could not be connected with others.
+        goes_on: The call has not ended; only this wait for it has.
     """
     kind, peer, reporter, call, theirs, seconds, calls, waiting_for, sites, text, waits, unasked = failure.args
     verb = theirs[0] if reporter == rank and theirs[0] in _core.PURPOSES else whole_call() or verb
@@ -80,11 +80,11 @@ def explain(
 
 
 class _Ranks(NamedTuple):
-    """The ranks of the group, in words.
+    """The ranks of the group, for messages.
 
     Attributes:
-        rank: this one.
-        members: as in `explain`, as is the next.
+        rank: This rank.
+        members: As in `explain`, like ``last_calls``.
     """
 
     rank: int
@@ -101,7 +101,8 @@ class _Ranks(NamedTuple):
         return f"  rank {other} {f'last called {last} #{number}' if number else 'had not called any collective'}."
 
     def behind(self) -> list[int]:
-        """Those that have begun fewer collectives than this one."""
+        """Return the ranks that have begun fewer collectives than this one."""
+        # Call numbers have 32 bits and wrap around, so the difference is compared modulo 2^32.
         begun = self.last_calls[self.rank][0]
         return [
             other for other, (number, _) in enumerate(self.last_calls) if 0 < (begun - number) % (1 << 32) < 1 << 31
@@ -139,7 +140,7 @@ def _timeout(
 
 
 def _loss(kind: str, last_call: str, noticed: str, trouble: str | None) -> str:
-    """What has become of a rank, after its name."""
+    """Return what happened to a rank, as the text after its name."""
     if kind == "interrupted":
         return f"was interrupted (Ctrl-C).{noticed}"
     if kind == "left":
@@ -159,14 +160,14 @@ def _loss(kind: str, last_call: str, noticed: str, trouble: str | None) -> str:
 
 
 def _cycle(waits: Sequence[tuple[int, int, str, str]]) -> list[int]:
-    """The ranks that wait for each other; empty if none do."""
+    """Return the ranks that wait for each other. Empty if there are none."""
     ranks = [rank for rank, *_ in waits]
     last = waits[-1][1] if waits else -1
     return ranks[ranks.index(last) :] if last in ranks else []
 
 
 def _chain(waits: Sequence[tuple[int, int, str, str]]) -> str:
-    """Who waits for whom, and where."""
+    """Return which rank waits for which, and at which call site."""
     links = []
     for _, peer, verb, site in waits:
         awaited = f"rank {peer}" if peer >= 0 else "any rank"
@@ -175,7 +176,7 @@ def _chain(waits: Sequence[tuple[int, int, str, str]]) -> str:
 
 
 def _unasked(unasked: Sequence[tuple[int, int, _core.Call, int]]) -> str:
-    """The messages that no recv has asked for."""
+    """Return the messages that no recv has requested."""
     shown = [
         f"from rank {source} with tag {tag}: {_amount(first)}{f' and {count - 1} more' if count > 1 else ''}"
         for source, tag, first, count in sorted(unasked)[:4]
@@ -212,7 +213,7 @@ def _mismatch(
     for other, fingerprint in enumerate(calls):
         ranks_of.setdefault(fingerprint, []).append(other)
     if len(ranks_of) > 1:
-        alike = len({_call(fingerprint) for fingerprint in ranks_of}) < len(ranks_of)  # other parts of one call
+        alike = len({_call(fingerprint) for fingerprint in ranks_of}) < len(ranks_of)  # different parts of one call
         parts = [
             f"{rank_list(callers)} called {_call(fingerprint)}{f' ({_amount(fingerprint)})' if alike else ''}"
             for fingerprint, callers in ranks_of.items()
@@ -228,7 +229,7 @@ def _mismatch(
 
 
 def _line(site: str) -> str:
-    """A call's place without the shape of its tensor."""
+    """Return the call site without the shape of the tensor."""
     return site.split(", shape ")[0]
 
 

@@ -1,13 +1,12 @@
 """Connects ranks of the native engine that are on different hosts.
 
-A process that is in groups which span hosts has one `ConnectionServer` for all of them: a thread that listens on the
-addresses which its host publishes, and on no others. It also makes the connections that the core requests. The subject
-of the handshake (`_net.handshake`) names the group, the two ranks and the purpose, so a connection cannot be mistaken
-for another one.
+A process that is in groups across hosts has one `ConnectionServer` for all of them. It is a thread that listens only on
+the addresses that its host publishes. It also creates the connections that the core requests. The subject of the
+handshake (`_net.handshake`) names the group, the two ranks and the purpose, so a connection cannot be mistaken for
+another one.
 
 Either side may connect. If both do at the same time, the connection of the higher rank is accepted and the other one is
-declined. A rank that is stopped is waited for. A rank whose host does not answer, or whose port is closed, is given up.
-
+declined. The server waits for a stopped rank. It gives up a rank whose host does not answer, or whose port is closed.
 Data sent after the handshake is not encrypted.
 """
 
@@ -53,21 +52,21 @@ __all__ = [
 ]
 
 COLLECTIVE, MESSAGE, HEARTBEAT = range(3)
-"""What a connection is for (core/channel/net.h)."""
+"""The purpose of a connection (core/channel/net.h)."""
 
 _NAME = 16
 _HELLO = struct.Struct(f"!{_NAME}sIIB")
-_ASK = struct.Struct("=III")  # number of the group, rank, kind
-_CLOSE = 99  # in place of a kind
-_CONNECT_S = 3.0
-_GIVE_UP_S = 10.0
-_ASKED_S = 0.3  # for an answer whether a rank is there
-_PAUSE_S = 0.02
+_ASK = struct.Struct("=III")  # number of the group, rank, kind of connection
+_CLOSE = 99  # used instead of a kind
+_CONNECT_S = 3.0  # seconds for one connection attempt
+_GIVE_UP_S = 10.0  # seconds without an answer after which a rank is given up
+_ASKED_S = 0.3  # seconds for the reply whether a rank is present
+_PAUSE_S = 0.02  # seconds between two rounds over all addresses; it grows by half up to the longest pause
 _LONGEST_PAUSE_S = 0.2
 _LOST_AFTER_S = 15  # kUnreachableMs in core/channel/net.cc
 
 PROTOCOL = Protocol(b"allranks-channel/", b"4", _HELLO.size)
-"""Its number counts versions of the handshake, and of what the core sends (core/channel, collective and p2p)."""
+"""The version covers the handshake, and the data that the core sends (core/channel, collective and p2p)."""
 
 Target = tuple[tuple[str, ...], int]
 """Addresses and port."""
@@ -97,7 +96,7 @@ class ConnectionSubject(NamedTuple):
 
     @classmethod
     def unpack(cls, subject: bytes) -> ConnectionSubject:
-        """Return the hello of a subject, which has the right size."""
+        """Return the subject from its bytes, which have the right size."""
         return cls(*_HELLO.unpack(subject))
 
 
@@ -118,9 +117,9 @@ class PeerConnections:
     """The connections of a group with other hosts, in this process.
 
     Attributes:
-        number: of the group in the core.
-        comm: what takes over its connections; None while the group is made.
-        troubles: why there is no connection with a rank that was given up.
+        number: The number of the group in the core.
+        comm: The communicator that takes over its connections. None while the group is created.
+        troubles: Why there is no connection with a rank that was given up.
     """
 
     def __init__(
@@ -149,23 +148,24 @@ class PeerConnections:
 
     @property
     def asking_pipe(self) -> int:
-        """Where the core writes which connections it needs."""
+        """The pipe to which the core writes the connections that it needs."""
         return self._server.asking_pipe
 
     def connect_heartbeats(self, peers: Sequence[int], timeout_s: float) -> list[Socket | None]:
-        """Connects with the leaders of other hosts.
+        """Connect with the first ranks of other hosts.
 
         Returns:
-            The connections by rank, None of others; nothing where there are no peers.
+            The connections by rank, None for other ranks. Empty if there are no peers.
 
         Raises:
-            JoinError: one could not be reached in time.
-            SecretError: one has another secret.
+            JoinError: A peer could not be reached in time.
+            SecretError: A peer has another secret.
         """
         if not peers:
             return []
         deadline = time.monotonic() + timeout_s
         for peer in peers:
+            # The higher rank of a pair connects; the lower rank waits for it.
             if peer < self.rank:
                 self._server.ask(self.number, peer, HEARTBEAT)
         with self.changed:
@@ -191,7 +191,7 @@ class PeerConnections:
         )
 
     def note_trouble(self, peer: int, port: int, addresses: Sequence[str], seconds: float, last: str) -> None:
-        """Keeps why a rank cannot be reached."""
+        """Keep the reason why a rank cannot be reached."""
         self.troubles[peer] = (
             f"no connection with rank {peer} (host {self._members[peer].host}) for {seconds:.1f} s; tried port {port}"
             f" of {', '.join(addresses) or 'no address'} (last: {last}).\n"
@@ -200,9 +200,10 @@ class PeerConnections:
         )
 
     def find_gone(self, ranks: Sequence[int]) -> list[int]:
-        """Those of these ranks, of other hosts, where nobody listens any more: they have ended, or left the group.
+        """Return the ranks, of these ranks on other hosts, that no longer listen: they have exited, or left the group.
 
-        The host refuses a connection then, at each of its addresses. One that does not answer soon says nothing.
+        The host then refuses a connection, at each of its addresses. If a host does not reply soon, the state is
+        unknown, and the rank is not returned.
         """
         calls = []
         for rank in ranks:
@@ -227,34 +228,34 @@ class PeerConnections:
         there = {rank for rank, call in calls if call not in refused}
         return sorted({rank for rank, _ in calls} - there)
 
-    # Of the server's thread.
+    # Called by the thread of the server.
 
     def takes(self, peer: int, kind: int) -> bool:
-        """Whether such a connection can be used now."""
+        """Return whether such a connection can be used now."""
         return (
             peer < len(self.targets) and self.targets[peer] is not None and (kind == HEARTBEAT or self.comm is not None)
         )
 
     def give(self, peer: int, kind: int, connection: Socket, greeting: bytes) -> None:
-        """Hands a connection over."""
+        """Hand a connection over to the group."""
         self.open.add((peer, kind))
         if kind == HEARTBEAT:
             if greeting:
-                with suppress(OSError):  # it has ended, which the core detects
+                with suppress(OSError):  # the connection has closed, which the core detects
                     connection.send(greeting)
             with self.changed:
                 self.heartbeats[peer] = connection
                 self.changed.notify_all()
             return
         comm = self.comm
-        if comm is None:  # closed meanwhile
+        if comm is None:  # the group was closed before
             connection.close()
         else:
             with guard:
                 comm.adopt(peer, kind, connection.detach(), greeting.decode())
 
     def give_up(self, peer: int, kind: int, error: AllranksError | None) -> None:
-        """There will be no connection with a rank."""
+        """Report that there will be no connection with a rank."""
         if kind == HEARTBEAT:
             with self.changed:
                 self.failed = error
@@ -266,7 +267,7 @@ class PeerConnections:
             comm.give_up(peer)
 
     def close(self) -> None:
-        """The group has ended, or was never made. Idempotent. A forked child does not call it."""
+        """Release the group, which was closed or could not be created. Idempotent. A forked child does not call it."""
         self._server.leave(self)
         self.comm = None
         for connection in self.heartbeats.values():
@@ -274,13 +275,13 @@ class PeerConnections:
         self.heartbeats.clear()
 
 
-# --- connections on their way -------------------------------------------------------------------------------------
+# --- connections in progress --------------------------------------------------------------------------------------
 
 
 class _Dial:
-    """A connection that is wanted, address after address until one leads to the rank."""
+    """A requested connection. It tries one address after the other until one leads to the rank."""
 
-    connection: Socket | None = None  # None: pausing
+    connection: Socket | None = None  # None: waiting for the next attempt
     handshake: ClientHandshake
     decoder: FrameDecoder
 
@@ -290,8 +291,8 @@ class _Dial:
         self.group, self.peer, self.kind = group, peer, kind
         self.addresses, self.port = nearest_first(target[0]), target[1]
         self.began = self.answered = time.monotonic()
-        self.next = 0  # which address
-        self.until: float | None = self.began  # of the present state
+        self.next = 0  # index of the address
+        self.until: float | None = self.began  # end of the present state
         self.pause_s = _PAUSE_S
         self.connected = self.proved = False
         self.trouble = "it publishes no address"
@@ -305,21 +306,21 @@ class _Dial:
 
 
 class ConnectionServer:
-    """Accepts connections of ranks on other hosts, and makes connections with them.
+    """Accepts connections of ranks on other hosts, and connects to them.
 
     Attributes:
-        port: the same on all addresses.
+        port: The port, the same on all addresses.
     """
 
     _all: ClassVar[dict[tuple[str, ...], ConnectionServer]] = {}
-    _guard = threading.RLock()  # a signal handler may leave a group while its thread enters one
+    _guard = threading.RLock()  # reentrant: a signal handler may leave a group while its thread enters one
 
     @classmethod
     def of(cls, addresses: Sequence[str]) -> ConnectionServer:
-        """The server on these addresses, which is opened if there is none. The caller calls ``let_go``.
+        """Return the server on these addresses. Open it if it does not exist. The caller later calls ``let_go``.
 
         Raises:
-            ConfigError: there is no address, or none can be listened on.
+            ConfigError: There is no address, or none on which the process can listen.
         """
         with cls._guard:
             found = cls._all.get(tuple(addresses))
@@ -358,7 +359,7 @@ class ConnectionServer:
         self._thread.start()
 
     def let_go(self) -> None:
-        """Closes it, if nobody else uses it."""
+        """Release the server. Close it if there is no other user."""
         with self._guard:
             self._users -= 1
             if self._users > 0:
@@ -371,13 +372,13 @@ class ConnectionServer:
 
     @classmethod
     def forget_all(cls) -> None:
-        """In a forked child, where there is no thread."""
+        """Forget all servers in a forked child, which has none of their threads."""
         cls._guard = threading.RLock()
         cls._all.clear()
 
     @property
     def asking_pipe(self) -> int:
-        """Where a group's number, a rank and a kind are written to have them connected."""
+        """The pipe to which a group's number, a rank and a kind are written to request a connection."""
         return self._asking.fileno()
 
     def _close_descriptors(self) -> None:
@@ -387,14 +388,14 @@ class ConnectionServer:
         self._asking.close()
 
     def enter(self, group: PeerConnections) -> int:
-        """A group is to be known here from now on. Returns its number."""
+        """Register a group. Return its number."""
         with self._guard:
             self._made += 1
             self._groups[self._made] = group
             return self._made
 
     def leave(self, group: PeerConnections) -> None:
-        """A group is no longer known here."""
+        """Remove a group."""
         with self._guard:
             known = self._groups.pop(group.number, None)
         if known is not None:
@@ -402,10 +403,10 @@ class ConnectionServer:
             self.let_go()
 
     def ask(self, number: int, peer: int, kind: int) -> None:
-        """Wants a connection."""
+        """Request a connection."""
         os.write(self.asking_pipe, _ASK.pack(number, peer, kind))
 
-    # What follows is the thread's.
+    # The following methods run in the thread of the server.
 
     def _run(self) -> None:
         while not self._stopping:
@@ -538,7 +539,8 @@ class ConnectionServer:
         if trouble := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(trouble, os.strerror(trouble))
         check_connected(connection)
-        # No time limit from here on: the other rank may be stopped. The end of the connection is enough.
+        # There is no time limit from here on, because the other rank may be stopped. A lost connection ends the
+        # attempt.
         keep_alive(connection, _LOST_AFTER_S, must_read=False)
         dial.connected, dial.until = True, None
         hello = ConnectionSubject(dial.group.name, dial.group.rank, dial.peer, dial.kind)
@@ -548,7 +550,7 @@ class ConnectionServer:
         self._selector.modify(connection, selectors.EVENT_READ, lambda _: self._go_on(dial))
 
     def _receive_verdict(self, dial: _Dial, connection: Socket, answer: bytes) -> None:
-        if answer == DECLINED:  # the other side's own connection is there or on its way
+        if answer == DECLINED:  # the other side's own connection exists or is in progress
             self._end(dial)
             return
         if answer != PROVED:
@@ -561,7 +563,7 @@ class ConnectionServer:
         dial.group.give(dial.peer, dial.kind, connection, b"")
 
     def _fail(self, dial: _Dial, trouble: str) -> None:
-        """One attempt has failed: another follows, after a pause, or none."""
+        """Handle a failed attempt: try again after a pause, or give up."""
         now = time.monotonic()
         where = f"{dial.address}: " if dial.addresses else ""
         dial.trouble = f"{where}{trouble}"
@@ -570,6 +572,7 @@ class ConnectionServer:
         self._hang_up(dial)
         dial.next += 1
         dial.group.note_trouble(dial.peer, dial.port, dial.addresses, now - dial.began, dial.trouble)
+        # A heartbeat is not given up here: `PeerConnections.connect_heartbeats` has its own timeout.
         if dial.kind != HEARTBEAT and now - dial.answered > _GIVE_UP_S and dial.next >= len(dial.addresses):
             del self._dials[dial]
             dial.group.give_up(dial.peer, dial.kind, None)
@@ -602,10 +605,10 @@ def _listen(addresses: Sequence[str]) -> list[socket.socket]:
 
 
 def _begun_call(address: str, port: int) -> Socket:
-    """A socket that is on its way to an address."""
+    """Return a socket that has begun to connect to an address."""
     call = Socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     call.setblocking(False)
-    with suppress(OSError):  # it is in progress; or has failed, which its state shows
+    with suppress(OSError):  # it is in progress, or has failed, which the state of the socket shows
         call.connect((address, port))
     return call
 
@@ -621,13 +624,13 @@ os.register_at_fork(after_in_child=ConnectionServer.forget_all)
 
 
 def _do_without_pacing(connection: socket.socket) -> None:
-    """Takes BBR from a socket that has not connected yet: one that it has once paced stays paced, whatever follows.
+    """Replace BBR on a socket that has not connected yet: a socket that it has paced once stays paced.
 
-    Between neighbours the timers cost more than pacing brings; on long ways the core gives BBR back.
+    On short paths, the timers of pacing cost more than pacing gains. On long paths, the core restores BBR.
     """
     if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") != b"bbr":
         return
     for name in (b"cubic", b"reno"):
-        with suppress(OSError):  # not every user may choose every one
+        with suppress(OSError):  # not every user may select every algorithm
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
             return

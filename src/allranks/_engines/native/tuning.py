@@ -1,8 +1,9 @@
-"""From which sizes on calls within a host go which way, and which CPUs of the host are near each other.
+"""The sizes that select the algorithm of a call within a host, and the CPUs of the host that are near each other.
 
-The first is what is shipped, or what `allranks tune` found on a machine. Of the ranks of a host, the first one's holds
-for all (core/channel/segment.h). The second is what the kernel tells, or what a user does. Each rank publishes where it
-may run, and all find the same groups of ranks from that. Results are the same with every table and topology.
+The sizes are the defaults, or the result of `allranks tune` on a machine. On each host, the table of the first rank
+applies to all ranks (core/channel/segment.h). The topology comes from the kernel, or from the user. Each rank publishes
+the CPUs on which it may run, and all ranks derive the same groups of ranks from this. Results are the same with every
+table and topology.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from allranks._base.files import read_bytes
 __all__ = ["LIMITS", "NEVER", "read_topology", "read_tuning", "tuning_of"]
 
 NEVER = 1 << 30
-"""As the number of ranks from which on something is done: it is not done."""
+"""As the number of ranks from which an algorithm is used: it is never used."""
 
 LIMITS = {
     "levels_from": (3, NEVER),
@@ -28,19 +29,19 @@ LIMITS = {
     "one_shot": (0, 1 << 20),
     "one_shot_of_all": (0, 1 << 24),
 }
-"""What a table may have, and between which numbers (core/channel/segment.h says what they mean)."""
+"""The entries of a table, and their minimum and maximum (core/channel/segment.h describes their meaning)."""
 
 _CPUS = 1024
-"""How many the core can name."""
+"""The number of CPUs that the core can represent."""
 
 _read: dict[str, dict[str, int]] = {}
 
 
 def read_tuning(environ: Mapping[str, str]) -> _core.Tuning:
-    """The table of the file that ``ALLRANKS_TUNING`` names; else the one that is shipped.
+    """Return the table of the file that ``ALLRANKS_TUNING`` names, else the default table.
 
     Raises:
-        ConfigError: the file cannot be read, or is none that `allranks tune` writes.
+        ConfigError: The file cannot be read, or was not written by `allranks tune`.
     """
     path = environ.get("ALLRANKS_TUNING", "").strip()
     if not path:
@@ -51,7 +52,7 @@ def read_tuning(environ: Mapping[str, str]) -> _core.Tuning:
 
 
 def tuning_of(table: Mapping[str, int]) -> _core.Tuning:
-    """With these numbers in place of the shipped ones."""
+    """Return the default table with these values replaced."""
     tuning = _core.Tuning()
     for name, value in table.items():
         setattr(tuning, name, value)
@@ -59,10 +60,10 @@ def tuning_of(table: Mapping[str, int]) -> _core.Tuning:
 
 
 def read_topology(environ: Mapping[str, str]) -> list[list[int]]:
-    """The CPUs that are near each other, a list for each place, as ``ALLRANKS_TOPOLOGY`` says; []: as the kernel tells.
+    """Return the CPUs that are near each other, one list per place, from ``ALLRANKS_TOPOLOGY``. []: use the kernel's.
 
     Raises:
-        ConfigError: it is not of the form ``0-7,64-71/8-15,72-79``, or has a CPU twice.
+        ConfigError: It does not have the form ``0-7,64-71/8-15,72-79``, or contains a CPU twice.
     """
     text = environ.get("ALLRANKS_TOPOLOGY", "").strip()
     if not text:

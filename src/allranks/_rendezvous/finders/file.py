@@ -27,7 +27,7 @@ from allranks._store import StoreServer
 
 __all__ = ["FILE"]
 
-_LOOK_S = 0.1
+_LOOK_S = 0.1  # seconds between two checks for the request of another host
 
 
 class FileFinder(ServedFinder):
@@ -131,7 +131,8 @@ class FileFinder(ServedFinder):
         with suppress(FileNotFoundError):
             if self.server.address.encode() not in path.read_bytes():
                 return
-            # An empty file, for example one that tempfile created: its owner expects it to exist afterwards
+            # The file was empty, for example created by tempfile. Its owner expects it to exist afterwards, so it is
+            # not deleted.
             if self._was_there:
                 os.truncate(path, 0)
             else:

@@ -134,6 +134,7 @@ class Finder(ABC):
         """Connect to a store of allranks."""
         self._client = StoreClient.connect(address, secret, max(self.request.left_s(), 0.01), retry=False)
         self._client.timeout_s = self.request.timeout_s
+        # The grace time lets this rank read the verdict after the timeout.
         self._client.deadline = self.request.deadline + GRACE_S
         return self._client
 

@@ -32,7 +32,7 @@ from allranks._store import HashStore, Store, StoreClient, StoreServer
 __all__ = ["find_by_context"]
 
 _BOARD_S = 1.0  # seconds to wait for PMI before the state machine checks the time again
-_PROBE_S = 3.0
+_PROBE_S = 3.0  # seconds to connect to one port
 
 
 def find_by_context(request: Request, job: JobEnv, context: LaunchContext) -> Finder:
@@ -167,7 +167,7 @@ class _PmiFinder(_SchedulerFinder):
         return StoreServer.unix(self.secret)
 
     def find(self) -> Store:
-        # Rank 0 also reads the address, because all ranks must enter PMI's barrier
+        # Rank 0 also reads the address, because all ranks must enter PMI's barrier.
         return self.dial(self.locate(), self.secret)
 
     def locate(self) -> str:

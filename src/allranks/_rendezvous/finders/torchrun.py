@@ -12,7 +12,7 @@ from allranks._store import ForeignStore, PrefixStore, Store
 
 __all__ = ["AgentFinder"]
 
-_PROBE_S = 3.0
+_PROBE_S = 3.0  # seconds to check that the agent answers
 
 
 class AgentFinder(Finder):
