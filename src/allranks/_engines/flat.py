@@ -177,7 +177,7 @@ class FlatEngine(Engine):
         raise AllranksError(f"{here}: {self.name}: {error}") from error
 
     def leave_running(self, work: FlatWork) -> None:
-        """Take over an asynchronous call that has begun. No thread may ever wait for it."""
+        """Take over an asynchronous call that has begun. Perhaps no thread will wait for it."""
 
     def give_up(self, work: FlatWork) -> None:
         """Handle a blocking call that an exception has left. The engine may still use its tensors."""

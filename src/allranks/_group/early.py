@@ -139,7 +139,7 @@ class EarlyGroups:
         about = repr((seats, backend, self._made[seats, backend])).encode()
         key = hashlib.blake2b(about, digest_size=_KEY_BYTES).digest()
         board, seat = self._lineage.board, self._seats[self._world.rank()]
-        # The record of this rank slot is read first. Records of other slots follow in case this slot has no record.
+        # The log of this rank slot comes first. The other logs can contain results that it lacks.
         seats_read = [seat, *(other for other in seats if other != seat)]
         prelude = Prelude(
             backend,

@@ -379,7 +379,6 @@ def _settle(claims: Sequence[Claim]) -> tuple[int, int]:
     voting = [claim for claim in claims if claim.vote.value is not None and claim.vote.ended == ended]
     if not voting:
         return ended, outcome
-    # A rank that has not voted counts as 0, as `ProcessGroup.agree` promises for lost ranks.
     values = [claim.vote.value if claim in voting else 0 for claim in claims]
     return ended + 1, min(value or 0 for value in values)
 
