@@ -343,7 +343,7 @@ class NativeEngine(Engine):
         self._vote(nbytes, b"", refused)
         assert block is not None
         memory = (ctypes.c_ubyte * nbytes).from_address(block.address)
-        memory.block = block  # the block lives as long as a tensor on it does
+        memory.block = block  # type: ignore[attr-defined]  # the block lives as long as a tensor on it does
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _vote(self, nbytes: int, record: bytes, refused: str) -> list[bytes]:
