@@ -209,5 +209,5 @@ def _has_batches(left: int, size: int) -> bool:
 
 def _sow(epoch: int, index: int, rank: int) -> None:
     """The random numbers of a step: those of ``State``, written out once more."""
-    place = repr((_SEED, rank, "step", 1, epoch, 0, index)).encode()  # see resilience/seeds.py
+    place = repr((_SEED, rank, "step", 1, epoch, 0, index)).encode()  # see _elastic/training/seeds.py
     torch.manual_seed(int.from_bytes(hashlib.blake2b(place, digest_size=7).digest(), "big"))

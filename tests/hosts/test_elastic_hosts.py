@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.jobs import Jobs, finish, jobs, read_until
-from support.seat_watch import SEAT_WATCH
+from support.slot_watch import SLOT_WATCH
 from support.sshd import Ssh
 
 KILLED = """
@@ -42,7 +42,7 @@ def without_pids(text: str) -> list[str]:
 
 
 def test_a_killed_rank_is_started_again_on_its_host(job: Jobs) -> None:
-    done = job.run(2, "-H", "node0:2,node1:2", "--elastic", "3", job.write(SEAT_WATCH + KILLED))
+    done = job.run(2, "-H", "node0:2,node1:2", "--elastic", "3", job.write(SLOT_WATCH + KILLED))
     again = ["rank 2 (host node1, pid N) was killed by SIGKILL; started again (1 of 3)"]
     assert (done.code, without_pids(done.err)) == (0, again)
     leader = job.hosts.hosts[0].address
@@ -59,7 +59,7 @@ def test_a_killed_rank_is_started_again_on_its_host(job: Jobs) -> None:
 def test_the_others_outlive_a_host(job: Jobs, lost: int) -> None:
     """Host 0, too: the store is the launcher's."""
     body = HOST_LOST if lost else HOST_LOST.replace("for(2,", "for(0,").replace("for(3,", "for(1,")
-    process = job.start(2, "-H", "node0:2,node1:2", "--elastic", "2", job.write(SEAT_WATCH + body))
+    process = job.start(2, "-H", "node0:2,node1:2", "--elastic", "2", job.write(SLOT_WATCH + body))
     read_until(process, 4)
     name = f"node{lost}"
     with job.gone(lost):
@@ -74,7 +74,7 @@ def test_the_others_outlive_a_host(job: Jobs, lost: int) -> None:
 
 def test_the_same_command_on_each_host(job: Jobs) -> None:
     words = ["-N", "2", "--nproc-per-node", "2", "--master-addr", "node0:15998", "--elastic", "3"]
-    script = job.write(SEAT_WATCH + KILLED)
+    script = job.write(SLOT_WATCH + KILLED)
     processes = [job.start(node, "--node-rank", str(node), *words, script) for node in (0, 1)]
     done = [finish(process) for process in processes]
     assert [each.code for each in done] == [0, 0], done
@@ -85,7 +85,7 @@ def test_the_same_command_on_each_host(job: Jobs) -> None:
 @pytest.mark.parametrize("how", ["ssh", "the same command"])
 def test_the_others_outlive_a_host_that_vanishes(job: Jobs, how: str) -> None:
     """Its cable is pulled: nobody is told."""
-    script = job.write(SEAT_WATCH + HOST_LOST)
+    script = job.write(SLOT_WATCH + HOST_LOST)
     if how == "ssh":
         process, count = job.start(0, "-H", "node0:2,node1:2", "--elastic", "2", script), 4
     else:
@@ -159,7 +159,7 @@ wait_for(max(LOST), 2, "running")
 @pytest.mark.parametrize("lost", [0, 1])
 def test_the_ranks_of_a_lost_host_are_started_on_a_spare_one(job: Jobs, lost: int) -> None:
     ranks = (0, 1) if lost == 0 else (2, 3)
-    script = job.write(SEAT_WATCH + f"LOST = {ranks}\n" + SPARE)
+    script = job.write(SLOT_WATCH + f"LOST = {ranks}\n" + SPARE)
     words = ("-H", "node0:2,node1:2,node2:2", "--elastic", "3", "--spares", "1", script)
     process = job.start(1 - lost, *words)
     first = read_until(process, 4)
@@ -178,7 +178,7 @@ def test_the_ranks_of_a_lost_host_are_started_on_a_spare_one(job: Jobs, lost: in
 
 
 def test_a_host_with_room_is_spare(job: Jobs) -> None:
-    script = job.write(SEAT_WATCH + "LOST = (1, 1)\n" + SPARE)
+    script = job.write(SLOT_WATCH + "LOST = (1, 1)\n" + SPARE)
     process = job.start(0, "-n", "2", "-H", "node0:1,node1:1,node2:2", "--elastic", "2", script)
     read_until(process, 2)
     for pid in job.on(1, "agents.serve"):
@@ -189,7 +189,7 @@ def test_a_host_with_room_is_spare(job: Jobs) -> None:
 
 
 def test_a_spare_host_where_the_same_command_is_started(job: Jobs) -> None:
-    script = job.write(SEAT_WATCH + "LOST = (1, 1)\n" + SPARE)
+    script = job.write(SLOT_WATCH + "LOST = (1, 1)\n" + SPARE)
     words = ("-N", "3", "--nproc-per-node", "1", "--master-addr", "node0:15996", "--elastic", "2", "--spares", "1")
     processes = [job.start(node, "--node-rank", str(node), *words, script) for node in range(3)]
     read_until(processes[1], 1)
@@ -218,7 +218,7 @@ wait_for(1, 0, "gone")
 def test_a_rank_that_came_later_fails(job: Jobs) -> None:
     """Its error stands behind its host's name, and the others go on."""
     words = ["-N", "1:2", "--nproc-per-node", "1", "--master-addr", "node0:15995", "--elastic", "1:2"]
-    words += ["--respawns", "0", "--rdzv-conf", "last_call_timeout=1", job.write(SEAT_WATCH + FAILS)]
+    words += ["--respawns", "0", "--rdzv-conf", "last_call_timeout=1", job.write(SLOT_WATCH + FAILS)]
     leader = job.start(0, "--node-rank", "0", *words)
     read_until(leader, 1)
     job.start(1, "--node-rank", "1", *words)
@@ -233,7 +233,7 @@ def test_a_spare_host_is_lost(job: Jobs) -> None:
 say("up")
 await_key("end")
 """
-    script = job.write(SEAT_WATCH + body)
+    script = job.write(SLOT_WATCH + body)
     process = job.start(0, "-H", "node0:2,node1", "--elastic", "2", "--spares", "1", script)
     read_until(process, 2)
     for pid in job.on(1, "agents.serve"):

@@ -14,7 +14,7 @@ import pytest
 
 from support.jobs import Done, Jobs, finish, jobs, read_until
 from support.prompt import COMMAND_S
-from support.seat_watch import SEAT_WATCH
+from support.slot_watch import SLOT_WATCH
 from support.slurm import Slurm
 
 RUN = (sys.executable, "-m", "allranks", "run")
@@ -177,7 +177,7 @@ if rank == 0:
     tell("end")
 await_key("end")
 """
-    script = job.write(SEAT_WATCH + body)
+    script = job.write(SLOT_WATCH + body)
     process = job.start_any(0, "salloc", "-N2", "--ntasks-per-node=2", *RUN, "-v", "--elastic", "2", script)
     assert sorted(read_until(process, 4)) == [f"[node{r // 2}:{r}] start 0 node{r // 2}" for r in range(4)]
     for pid in job.on(1, "agents.serve"):

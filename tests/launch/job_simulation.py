@@ -25,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from allranks._base.exit_codes import IDLE, LOST
+from allranks._elastic.rank_slots import ElasticRules
 from allranks.launch.policy import job as job_policy
 from allranks.launch.policy import round as round_policy
 from allranks.launch.policy.interface import (
@@ -61,7 +62,6 @@ from allranks.launch.policy.round import (
     Round,
     Rules,
 )
-from allranks.launch.policy.seats import Elastic
 from allranks.launch.reporter import Reporter
 from allranks.launch.runtime import loop as runtime
 from allranks.launch.spec.events import (
@@ -337,7 +337,7 @@ class SimulatedRound:
         names = [] if job.local else [host.name for host in hosts for _ in host.ranks]
         if self.master == -1:
             names = [names[0] if names else "here", *names] if names else []
-        self.rules = Rules(grace, names, idle, until, (signal.SIGUSR1,), self.master, reader, job.seats)
+        self.rules = Rules(grace, names, idle, until, (signal.SIGUSR1,), self.master, reader, job.slots)
         self.watch = Watch(last_output=began)
         self.processes: dict[int, Process] = {}
         self.all: list[Process] = []
@@ -976,7 +976,7 @@ class Job:
         self.restarts = rng.choice([0, 0, 1, 2])
         self.hosts = count
         self.rounds: list[SimulatedRound] = []
-        self.seats: Elastic | None = None
+        self.slots: ElasticRules | None = None
 
     def log(self, line: str, *arguments: object) -> None:
         if self.events is not None:

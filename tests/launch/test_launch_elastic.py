@@ -12,13 +12,13 @@ import pytest
 
 from support.cluster import trouble
 from support.launcher_process import Done, Launcher
-from support.seat_watch import SEAT_WATCH
+from support.slot_watch import SLOT_WATCH
 
 STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
 
 
 def run(launcher: Launcher, body: str, *options: str, real_torch: bool = False) -> Done:
-    return launcher.run(*options, str(launcher.write(SEAT_WATCH + body)), real_torch=real_torch)
+    return launcher.run(*options, str(launcher.write(SLOT_WATCH + body)), real_torch=real_torch)
 
 
 def without_pids(text: str) -> list[str]:
@@ -29,7 +29,7 @@ KILLED = """
 assert os.environ["ALLRANKS_ELASTIC"] == "1"
 say("start", start)
 if rank == 1 and start == 0:
-    assert seat(2) == (0, "running")
+    assert cpu_place(2) == (0, "running")
     die()
 wait_for(1, 1, "running")
 if rank == 0:
@@ -219,7 +219,7 @@ if rank == 1:
 def test_a_rank_that_is_started_again_has_torch_and_allranks_imported(launcher: Launcher) -> None:
     script = launcher.write(
         'import sys\nfound = [name in sys.modules for name in ("torch", "allranks._engines.native.engine")]\n'
-        + SEAT_WATCH
+        + SLOT_WATCH
         + """
 if rank == 1 and start == 0: die()
 wait_for(1, 1, "running")
@@ -232,7 +232,7 @@ if rank == 1: say(found)
 
 def test_replacement_rank_has_its_own_random_state(launcher: Launcher) -> None:
     script = launcher.write(
-        SEAT_WATCH
+        SLOT_WATCH
         + """
 import torch
 say(torch.initial_seed(), torch.rand(1).item())
@@ -249,7 +249,7 @@ wait_for(1, 2, "running")
 @STARTS
 def test_replacement_rank_is_on_the_same_host_after_an_address_has_appeared(launcher: Launcher, start: str) -> None:
     script = launcher.write(
-        SEAT_WATCH
+        SLOT_WATCH
         + """
 import subprocess
 from allranks._cluster.network import machine
@@ -279,7 +279,7 @@ say("other:", other_namespace.strip() != machine())
 
 def test_a_rank_that_is_lost_later_has_imported_what_optimizers_need(launcher: Launcher) -> None:
     script = launcher.write(
-        SEAT_WATCH
+        SLOT_WATCH
         + """
 import torch
 if rank == 1:
@@ -311,7 +311,7 @@ if Path("go").exists() or rank == 0:
     tell("die")
 await_key("end")
 """
-    process = launcher.start("-n", "2", "--elastic", "1", str(launcher.write(SEAT_WATCH + body)))
+    process = launcher.start("-n", "2", "--elastic", "1", str(launcher.write(SLOT_WATCH + body)))
     assert process.stdout is not None
     assert process.stdout.readline() == b"[1] up\n"
     template = next(pid for pid in children(process.pid) if stdout(pid) == stdout(process.pid))

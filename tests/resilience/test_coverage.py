@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import allranks as dist
-from allranks.resilience import variables
-from allranks.resilience.coverage import digest
-from allranks.resilience.handover import assign
+from allranks._elastic.training import variables
+from allranks._elastic.training.coverage import digest
+from allranks._elastic.training.handover import assign
 from allranks.testing import run_ranks
 
 

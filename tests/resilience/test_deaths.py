@@ -26,16 +26,16 @@ from pathlib import Path
 import torch
 import allranks as dist
 from allranks._group.process_group import ProcessGroup
-from allranks.resilience import handover
+from allranks._elastic.training import handover
 
 FOLDER = Path(os.environ["FOLDER"])
-seat, start = int(os.environ["RANK"]), int(os.environ["ALLRANKS_START"])
+slot, start = int(os.environ["RANK"]), int(os.environ["ALLRANKS_START"])
 torch.set_num_threads(1)
 
 
 def die(why):
     with (FOLDER / "deaths").open("a") as file:
-        print(seat, start, why, file=file)
+        print(slot, start, why, file=file)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -73,15 +73,15 @@ AGAIN = 8  # the first step with a large call
 
 
 def deadly(rank, start_, step):
-    return HIT and (seat, start) == (rank, start_) and state.steps_done == step
+    return HIT and (slot, start) == (rank, start_) and state.steps_done == step
 
 
-if HIT and (seat, start) == (0, 1):
+if HIT and (slot, start) == (0, 1):
     after_some("send", "send", lambda: die("donor"))
-if HIT and (seat, start) == (2, 1):
+if HIT and (slot, start) == (2, 1):
     after_some("receive", "recv", lambda: die("receiver"))
 fsync = os.fsync
-if HIT and (seat, start) == (1, 1):
+if HIT and (slot, start) == (1, 1):
     def deadly_fsync(fd):
         if threading.current_thread() is not threading.main_thread():
             die("checkpoint")
@@ -148,7 +148,7 @@ for epoch in state.epochs(2):
             dist.all_reduce(dealt)
             if state.steps_done >= AGAIN:
                 large = torch.full((LARGE,), float(dist.get_rank() + state.steps_done))
-                if HIT and (seat, start) == (1, 2):
+                if HIT and (slot, start) == (1, 2):
                     in_the_middle_of(large)
                 else:
                     dist.all_reduce(large)
@@ -159,7 +159,7 @@ for epoch in state.epochs(2):
                 total += large.mean(dtype=torch.float64)
             optimizer.step()
 digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
-print("end", seat, digest, total.item(), bool((seen >= 2).all()), int(seen.sum()), flush=True)
+print("end", slot, digest, total.item(), bool((seen >= 2).all()), int(seen.sum()), flush=True)
 """
 )
 
@@ -194,7 +194,7 @@ path = FOLDER / "written by the one that was stopped"
 try:
     for step in state.steps(1000000):
         with step:
-            if seat == 1 and step.index == 10:
+            if slot == 1 and step.index == 10:
                 path.write_text("as of step 10")
                 before = weight.clone()
                 pid = os.getpid()
@@ -208,7 +208,7 @@ try:
             dist.all_reduce(gradient)
             step.commit()
             weight += gradient[:3]
-            if seat == 1 and step.index >= 10:
+            if slot == 1 and step.index >= 10:
                 path.write_text("after the stop")
             time.sleep(0.02)
         if gradient[3]:
@@ -258,7 +258,7 @@ def test_deaths_one_after_the_other(tmp_path: Path) -> None:
 RECEIVERS = (
     HEAD
     + """
-if seat == 3 and 0 < start < 3:
+if slot == 3 and 0 < start < 3:
     after_some("receive", "recv", lambda: die("receiver"))
 
 
@@ -277,8 +277,8 @@ state = dist.resilience.State(weight=weight, other=other)
 for epoch in state.epochs(2):
     for step in state.steps(20 if epoch else 1000000):
         with step:
-            if start == 0 and seat >= 2 and (epoch, step.index) == (0, 4):
-                if seat == 2:
+            if start == 0 and slot >= 2 and (epoch, step.index) == (0, 4):
+                if slot == 2:
                     stop_the_launcher()
                 die("step")
             gradient = torch.tensor([dist.get_rank() + 1.0])
@@ -287,7 +287,7 @@ for epoch in state.epochs(2):
             weight += gradient
         if epoch == 0 and state.replaced:
             break
-print("end", seat, dist.get_world_size(), weight[-1].item(), state.replaced, state.lost, flush=True)
+print("end", slot, dist.get_world_size(), weight[-1].item(), state.replaced, state.lost, flush=True)
 """
 )
 
@@ -305,7 +305,7 @@ def test_a_process_dies_again_and_again_while_it_receives_the_state(tmp_path: Pa
     deaths = (tmp_path / "deaths").read_text().splitlines()
     assert sorted(deaths[:2]) == ["2 0 step", "3 0 step"]
     assert deaths[2:] == [f"3 {start} receiver" for start in (1, 2)]
-    assert _ends(job.stdout) == [f"{seat} 4 250.0 4 4" for seat in range(4)], job
+    assert _ends(job.stdout) == [f"{slot} 4 250.0 4 4" for slot in range(4)], job
 
 
 # Rank 1 is lost, and its place is taken. It ends otherwise than by the end of the loop.
@@ -314,7 +314,7 @@ dist.init_process_group(timeout=60)
 state = dist.resilience.State(weight=torch.zeros(1 << 20), other=torch.zeros(1 << 20))
 for step in state.steps(1_000_000):
     with step:
-        if (seat, start, step.index) == (1, 0, 3):
+        if (slot, start, step.index) == (1, 0, 3):
             die("step")
         dist.barrier()
 """
@@ -322,7 +322,7 @@ for step in state.steps(1_000_000):
 STATELESS = (
     HEAD
     + """
-(FOLDER / f"pid{seat}").write_text(str(os.getpid()))
+(FOLDER / f"pid{slot}").write_text(str(os.getpid()))
 
 
 def kill_others():
@@ -330,7 +330,7 @@ def kill_others():
         os.kill(int((FOLDER / f"pid{other}").read_text()), signal.SIGKILL)
 
 
-if (seat, start) == (1, 1):
+if (slot, start) == (1, 1):
     after_some("receive", "recv", kill_others)
 """
     + HEALED
@@ -358,7 +358,7 @@ def halt():
     time.sleep(100)
 
 
-if (seat, start) == (1, 1):
+if (slot, start) == (1, 1):
     after_some("receive", "recv", halt)
 """
     + HEALED

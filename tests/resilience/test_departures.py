@@ -57,7 +57,7 @@ import torch
 import allranks as dist
 
 dist.init_process_group(timeout=30)
-seat = int(os.environ["RANK"])
+slot = int(os.environ["RANK"])
 mine = torch.zeros(1)
 state = dist.resilience.State(
     own=[mine],
@@ -66,13 +66,13 @@ state = dist.resilience.State(
     checkpoints=dist.resilience.Checkpoints("checkpoints"),
     counts=(counts := {"steps": []}),
 )
-print("pid", seat, os.getpid(), flush=True)
+print("pid", slot, os.getpid(), flush=True)
 ran = 0
 try:
     for step in state.steps(1000000):
         with step:
             counts["steps"].append(dist.get_world_size())
-            mine += 10.0**seat
+            mine += 10.0**slot
             done = torch.tensor([os.path.exists("enough")])
             dist.all_reduce(done, op=dist.ReduceOp.MAX)
         ran += 1
@@ -81,7 +81,7 @@ try:
         if done and sys.argv[1] == "one":
             break
 finally:
-    print("end", seat, mine.item(), sorted(set(counts["steps"])), len(counts["steps"]), state.leaving, flush=True)
+    print("end", slot, mine.item(), sorted(set(counts["steps"])), len(counts["steps"]), state.leaving, flush=True)
 """
 
 
@@ -147,5 +147,5 @@ def test_the_whole_job_is_told_to_leave(tmp_path: Path) -> None:
         assert [end[0] for end in ends] == ["0", "1", "2"]
         assert len({tuple(end[2:]) for end in ends}) == 1
         seen.append(int(ends[0][-2]))
-        assert [float(end[1]) for end in ends] == [seen[-1] * 10.0**seat for seat in range(3)]
+        assert [float(end[1]) for end in ends] == [seen[-1] * 10.0**slot for slot in range(3)]
     assert seen[0] < seen[1]

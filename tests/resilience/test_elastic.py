@@ -158,17 +158,17 @@ import torch
 import allranks as dist
 
 dist.init_process_group(timeout=30)
-start, seat = int(os.environ["ALLRANKS_START"]), int(os.environ["RANK"])
-torch.manual_seed(seat)
+start, slot = int(os.environ["ALLRANKS_START"]), int(os.environ["RANK"])
+torch.manual_seed(slot)
 net, own = torch.nn.BatchNorm1d(4), torch.zeros(1)
 state = dist.resilience.State(net=net, own=[own] if OWN else [], local=["own"])
 for step in state.steps(30):
     with step:
-        if start == 0 and step.index == 10 and (seat in FIRST or (seat in THEN and state.replaced)):
+        if start == 0 and step.index == 10 and (slot in FIRST or (slot in THEN and state.replaced)):
             os.kill(os.getpid(), 9)
-        net(torch.randn(8, 4) + seat)
-        own += seat
-print("end", seat, own.item(), net.running_mean.sum().item(), state.replaced, flush=True)
+        net(torch.randn(8, 4) + slot)
+        own += slot
+print("end", slot, own.item(), net.running_mean.sum().item(), state.replaced, flush=True)
 """
 
 
@@ -206,7 +206,7 @@ import torch
 import allranks as dist
 
 dist.init_process_group(timeout=30)
-start, seat = int(os.environ["ALLRANKS_START"]), int(os.environ["RANK"])
+start, slot = int(os.environ["ALLRANKS_START"]), int(os.environ["RANK"])
 torch.manual_seed(0)
 model = dist.DistributedDataParallel(torch.nn.Linear(2, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -214,15 +214,15 @@ own = torch.zeros(1)
 state = dist.resilience.State(model=model, optimizer=optimizer, own=[own])
 for step in state.steps(20):
     with step:
-        if start == 0 and seat == 1 and step.index == KILLED:
+        if start == 0 and slot == 1 and step.index == KILLED:
             os.kill(os.getpid(), 9)
-        own += seat
+        own += slot
         optimizer.zero_grad()
-        model(torch.full((1, 2), seat + 1.0)).sum().backward()
+        model(torch.full((1, 2), slot + 1.0)).sum().backward()
         optimizer.step()
         if step.index == 10:
             own += 100
-print("end", seat, own.item(), model.module.weight.sum().item(), flush=True)
+print("end", slot, own.item(), model.module.weight.sum().item(), flush=True)
 """
 
 
@@ -248,7 +248,7 @@ import torch
 import allranks as dist
 
 dist.init_process_group(timeout=30)
-start, seat = int(os.environ["ALLRANKS_START"]), int(os.environ["RANK"])
+start, slot = int(os.environ["ALLRANKS_START"]), int(os.environ["RANK"])
 torch.manual_seed(0)
 weight, own, norm = torch.zeros(1), torch.zeros(1), torch.nn.BatchNorm1d(2)
 state = dist.resilience.State(weight=weight, own=[own], norm=norm)
@@ -256,9 +256,9 @@ for epoch in state.epochs(4):
     mine = 0.0
     for step in state.steps(5):
         with step:
-            if (seat, start, epoch, step.index) in KILLS:
+            if (slot, start, epoch, step.index) in KILLS:
                 os.kill(os.getpid(), 9)
-            mine += (seat + 1) * (step.index + 1)
+            mine += (slot + 1) * (step.index + 1)
             own += mine
             norm(torch.randn(4, 2) if epoch == 2 else torch.full((4, 2), float(step.index)))
             total = torch.tensor([mine * (epoch + 1)])
@@ -266,7 +266,7 @@ for epoch in state.epochs(4):
             step.commit()
             weight += total
         last = epoch
-print("end", seat, own.item(), weight.item(), norm.running_mean.sum().item(), last, state.replaced, flush=True)
+print("end", slot, own.item(), weight.item(), norm.running_mean.sum().item(), last, state.replaced, flush=True)
 """
 
 

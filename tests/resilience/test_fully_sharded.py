@@ -207,7 +207,7 @@ from allranks.resilience import Checkpoints, State
 
 torch.set_num_threads(1)
 dist.init_process_group(timeout=100)
-seat = int(os.environ["RANK"])
+slot = int(os.environ["RANK"])
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 replicate, shard = mesh["replicate"], mesh["shard"]
 place = shard.get_local_rank()
@@ -266,7 +266,7 @@ for epoch in state.epochs(3):
     if epoch == 1:
         for step in state.steps(1000000 if GROWS else 6):
             with step:
-                train(dies=seat == 2 and step.index == 3)
+                train(dies=slot == 2 and step.index == 3)
             if GROWS and step.index == 6 and dist.get_rank() == 0:
                 print("alone", dist.get_world_size(), flush=True)
             if state.joined:
@@ -277,7 +277,7 @@ for epoch in state.epochs(3):
 for step in state.steps(1):
     with step:
         check()
-print("end", seat, dist.get_rank(), dist.get_world_size(), state.lost, state.joined, state.steps_done, flush=True)
+print("end", slot, dist.get_rank(), dist.get_world_size(), state.lost, state.joined, state.steps_done, flush=True)
 """
 
 
@@ -319,4 +319,4 @@ def test_a_replica_comes_again(tmp_path: Path) -> None:
             more, _ = later.communicate()
     assert leader.returncode == later.returncode == 0, errors
     ends = sorted(line.partition("end ")[2].split() for line in (out + more).splitlines() if "end " in line)
-    assert [end[:5] for end in ends] == [[seat, rank, "4", "2", "2"] for seat, rank in ("00", "11", "33", "42")], errors
+    assert [end[:5] for end in ends] == [[slot, rank, "4", "2", "2"] for slot, rank in ("00", "11", "33", "42")], errors

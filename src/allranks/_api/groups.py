@@ -21,17 +21,18 @@ from allranks._base.public import publish
 from allranks._base.timeouts import seconds_of
 from allranks._call.purpose import part_of
 from allranks._cluster.detection import detect
-from allranks._engines.prelude import Prelude
+from allranks._elastic.early_groups import early_groups_of
+from allranks._elastic.history import GroupHistory
+from allranks._elastic.replay import ReplayEngine
 from allranks._engines.spec import RECORD_BYTES
 from allranks._group.exchange import exchange_locally, gather_rows
 from allranks._group.process_group import ProcessGroup
-from allranks._group.succession import Lineage
 
 if TYPE_CHECKING:
     import torch
 
+    from allranks._elastic.early_groups import EarlyGroups
     from allranks._engines.base import Engine
-    from allranks._group.early import EarlyGroups
 
 __all__ = [
     "SHRINK_ABORT",
@@ -41,7 +42,7 @@ __all__ = [
     "get_group_rank",
     "get_node_local_rank",
     "get_process_group_ranks",
-    "lineage_of",
+    "history_of",
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
@@ -374,7 +375,7 @@ def _make(
     else:
         assert engine is not None
         made = ProcessGroup(engine, name, mine.index(me), members, timeout_s)
-        made.lineage = lineage_of(made, engine_name, mine, digest)
+        made.history = history_of(made, engine_name, mine, digest)
     made.register = register
     register(made)
     return made
@@ -382,22 +383,22 @@ def _make(
 
 def early_groups(parent: ProcessGroup) -> EarlyGroups | None:
     """Return the registry of groups created before the training loop, or None if no such loop will start."""
-    return resolve_group(None).early if isinstance(parent.engine, Prelude) else None
+    return early_groups_of(resolve_group(None)) if isinstance(parent.engine, ReplayEngine) else None
 
 
 _of_members: Counter[bytes] = Counter()  # the same on all members, because they create their groups in the same order
 
 
-def lineage_of(made: ProcessGroup, engine_name: str, ranks: list[int], digest: bytes) -> Lineage | None:
+def history_of(made: ProcessGroup, engine_name: str, ranks: list[int], digest: bytes) -> GroupHistory | None:
     """Return the group history of a new group of these ranks of the world, or None if the world has none."""
-    world = resolve_group(None).lineage
+    world = resolve_group(None).history
     if world is None or any(rank >= len(world.members) for rank in ranks):
         return None
     members = [world.members[rank] for rank in ranks]
     _of_members[digest] += 1
     number = f"{world.generation}.{digest.hex()}.{'-'.join(map(str, ranks[:4]))}.{_of_members[digest]}"
-    prefix = f"{world.board.prefix}group/{number}/"
-    return Lineage(world.board, prefix, engine_name, made.name, made.timeout_s, world.seat, members)
+    prefix = f"{world.membership.prefix}group/{number}/"
+    return GroupHistory(world.membership, prefix, engine_name, made.name, made.timeout_s, world.slot, members)
 
 
 def shrink_group(
@@ -437,7 +438,7 @@ def shrink_group(
     is_world = old is resolve_group(None)
     made = old.shrink(excluded)
     if is_world:
-        made = made.renumbered()
+        made.renumber_as_world()
         replace_world(made)
     return made
 

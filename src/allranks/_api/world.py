@@ -16,10 +16,12 @@ from allranks._base.errors import ConfigError, MismatchError, NotInitializedErro
 from allranks._base.public import publish
 from allranks._base.timeouts import seconds_of
 from allranks._call.futures import end_futures
+from allranks._elastic.early_groups import early_groups_of
+from allranks._elastic.history import GroupHistory
+from allranks._elastic.joining import join_elastic
+from allranks._elastic.membership_store import MembershipStore
 from allranks._engines.compute_threads import share_cpus
-from allranks._group.elastic import join_elastic
 from allranks._group.process_group import ProcessGroup
-from allranks._group.succession import Lineage
 from allranks._rendezvous import rendezvous
 from allranks.launch.ranks.rank import this_rank
 from allranks.launch.spec.target import SERVE, Target
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from allranks._call.types import Stats
     from allranks._engines.c10d.store import GroupStore
     from allranks._engines.spec import Meeting
-    from allranks._rendezvous.board import Board
 
 __all__ = [
     "GroupMember",
@@ -40,7 +41,7 @@ __all__ = [
     "destroy_process_group",
     "establish",
     "establish_elastic",
-    "first_lineage",
+    "first_history",
     "get_backend",
     "get_rank",
     "get_world_size",
@@ -209,10 +210,10 @@ def init_process_group(
     if _world is not None:
         _close_all()  # the parent's groups, and torch's groups around them, whose names this process has inherited
     name = group_name or "world"
-    board = rendezvous.elastic_board(init_method, timeout_s=timeout_s, store=store)
+    membership = MembershipStore.of_elastic_job(init_method, timeout_s=timeout_s, store=store)
     offers = torch_world.is_wanted()
-    if board is not None:
-        establish_elastic(board, join_elastic(board, engine_name, name, timeout_s))
+    if membership is not None:
+        establish_elastic(membership, join_elastic(membership, engine_name, name, timeout_s))
         if offers:
             torch_world.offer(lambda: allranks.torch_group())
         return
@@ -295,26 +296,26 @@ def establish(
         meeting.close()
     _world, _store = ProcessGroup(engine, name, meeting.rank, meeting.members, timeout_s), store
     _world.register, _world.is_world = register, True
-    _world.lineage = first_lineage(meeting, engine_name, name, timeout_s)
+    _world.history = first_history(meeting, engine_name, name, timeout_s)
     return _world
 
 
-def establish_elastic(board: Board, made: ProcessGroup) -> None:
+def establish_elastic(membership: MembershipStore, made: ProcessGroup) -> None:
     """Make a group that ``join_elastic`` has created the world."""
     global _store, _world
     _world = made
     if torch_world.is_possible():
-        from allranks._engines.c10d.store import BoardStore  # late: torch may be built without torch.distributed
+        from allranks._elastic.torch_store import ElasticStore  # late: torch may be built without torch.distributed
 
-        _store = BoardStore(board, made.timeout_s)
+        _store = ElasticStore(membership, made.timeout_s)
     _world.register, _world.is_world = register, True
 
 
 def open_groups() -> bool:
     """Return whether any group other than the world could not be recreated if other ranks join."""
-    early = resolve_group(None).early
+    early = early_groups_of(resolve_group(None))
     stays = [] if early is None else early.of_replicas
-    return not all(group.is_passing or group in stays for group in _groups)
+    return not all(group.recreated_on_close or group in stays for group in _groups)
 
 
 def calls_made() -> int:
@@ -341,10 +342,10 @@ def renew_groups() -> None:
         TimeoutError: A rank did not take part.
         JoinError: Members of a group could not connect.
     """
-    world = resolve_group(None)
-    if world.early is not None:
-        world.early.renew()
-    kept = [other for other in _groups if world.early is not None and other in world.early]
+    early = early_groups_of(resolve_group(None))
+    if early is not None:
+        early.renew()
+    kept = [other for other in _groups if early is not None and other in early]
     for other in _groups:
         if other not in kept:
             other._close_because(
@@ -353,13 +354,13 @@ def renew_groups() -> None:
     _groups[:] = kept
 
 
-def first_lineage(meeting: Meeting, engine_name: str, name: str, timeout_s: float) -> Lineage | None:
+def first_history(meeting: Meeting, engine_name: str, name: str, timeout_s: float) -> GroupHistory | None:
     """Return the group history of the first group of a rendezvous, or None if no store outlives the rendezvous."""
-    board: Board | None = getattr(meeting, "board", None)
-    if board is None:
+    membership = MembershipStore.of(meeting) if isinstance(meeting, rendezvous.JobMeeting) else None
+    if membership is None:
         return None
     starts = [(member.rank, 0) for member in meeting.members]
-    return Lineage(board, f"{board.prefix}world/", engine_name, name, timeout_s, meeting.rank, starts)
+    return GroupHistory(membership, f"{membership.prefix}world/", engine_name, name, timeout_s, meeting.rank, starts)
 
 
 def replace_world(made: ProcessGroup) -> None:
@@ -483,10 +484,10 @@ def _close_all() -> None:
     torch_world.withdraw()
     for made in (*_groups, _world):
         if made is not None:
-            lineage = made.lineage
+            history = made.history
             made.close()
-            if lineage is not None and not made.inherited:
-                lineage.board.close()
+            if history is not None and not made.inherited:
+                history.membership.close()
     _groups.clear()
     if _store is not None:
         _store.close()

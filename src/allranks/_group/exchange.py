@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from allranks._call.bytes import bytes_of
 
 if TYPE_CHECKING:
-    from allranks._group.process_group import ProcessGroup
+    from allranks._group.communicator import Communicator
 
 __all__ = ["exchange_locally", "gather_rows"]
 
 
-def gather_rows(parent: ProcessGroup, row: bytes) -> list[bytes]:
+def gather_rows(parent: Communicator, row: bytes) -> list[bytes]:
     """Give every rank of a group the rows of all ranks, by rank. All rows have the same length."""
     import torch
 
@@ -24,7 +24,7 @@ def gather_rows(parent: ProcessGroup, row: bytes) -> list[bytes]:
     return [data[i : i + len(row)] for i in range(0, len(data), len(row))]
 
 
-def exchange_locally(world: ProcessGroup, members: list[int], record: bytes) -> list[bytes]:
+def exchange_locally(world: Communicator, members: list[int], record: bytes) -> list[bytes]:
     """Exchange records among the members only: the first member collects them and sends all of them back."""
     import torch
 

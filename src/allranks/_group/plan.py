@@ -19,7 +19,7 @@ from allranks._core import Planned
 
 if TYPE_CHECKING:
     from allranks._call.work import Work
-    from allranks._group.process_group import ProcessGroup
+    from allranks._group.communicator import Communicator
 
 __all__ = ["VERBS", "Plan"]
 
@@ -51,7 +51,7 @@ class Plan(Planned):
 
     __slots__ = ("__weakref__", "_call", "_given", "group", "verb")
 
-    def __init__(self, group: ProcessGroup, verb: str, *args: Any, **named: Any) -> None:
+    def __init__(self, group: Communicator, verb: str, *args: Any, **named: Any) -> None:
         super().__init__()
         if verb not in VERBS:
             raise UsageError(f"plan: {verb!r} is none of the verbs that can be planned: {', '.join(VERBS)}")
@@ -81,10 +81,6 @@ class Plan(Planned):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a plan belongs to its group, {self.group.name!r}, and cannot be pickled or copied")
-
-    def _forget(self) -> None:
-        """Discard the prepared call, because the group's engine was replaced or closed."""
-        self._set(None)
 
     def _prepare(self) -> Callable[[], bool] | None:
         now = self.group._prepare(self.verb, self._given)

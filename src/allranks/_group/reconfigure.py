@@ -41,8 +41,9 @@ from allranks._base.errors import (
 )
 from allranks._base.system import reason
 from allranks._cluster.network import machine, published_addresses
+from allranks._elastic.history import GroupHistory
+from allranks._elastic.slot_table import ELASTIC
 from allranks._engines.base import Engine
-from allranks._group.succession import Lineage
 from allranks._net.secret import load_secret
 from allranks._rendezvous.driver import drive
 from allranks._rendezvous.finders.interface import notify
@@ -62,13 +63,12 @@ from allranks._rendezvous.join_protocol import (
     unpack_members,
 )
 from allranks._rendezvous.rendezvous import this_member
-from allranks._rendezvous.seats import ELASTIC
 from allranks._store import PrefixStore, Store, StoreClient, StoreServer
 from allranks._store.wire import Reply, WaitForKeys, WaitTimedOut
 
 if TYPE_CHECKING:
     from allranks._call.types import Stats
-    from allranks._group.process_group import ProcessGroup
+    from allranks._group.base import BaseGroup
 
 __all__ = ["Place", "Unconnected", "reconfigure"]
 
@@ -193,7 +193,7 @@ class Unconnected(Engine):
 
 
 def reconfigure(
-    group: ProcessGroup, place: Place, uuid: int, handles: Sequence[str] | AbstractSet[str], timeout_s: float
+    group: BaseGroup, place: Place, uuid: int, handles: Sequence[str] | AbstractSet[str], timeout_s: float
 ) -> None:
     """See ``ProcessGroup.reconfigure``."""
     backend = group.backend
@@ -216,13 +216,16 @@ def reconfigure(
         finally:
             attempt.close()
         group._become(engine, rank, members)
-        before, group.lineage = group.lineage, None
-        if before is not None and attempt.seats:
-            prefix = f"{before.board.prefix}reconfigured/{uuid}/{attempt.digest}/"
-            seat = attempt.seats[rank][0]
-            group.lineage = Lineage(before.board, prefix, backend, group.name, group.timeout_s, seat, attempt.seats)
+        before, group.history = group.history, None
+        if before is not None and attempt.slots:
+            prefix = f"{before.membership.prefix}reconfigured/{uuid}/{attempt.digest}/"
+            slot = attempt.slots[rank][0]
+            group.history = GroupHistory(
+                before.membership, prefix, backend, group.name, group.timeout_s, slot, attempt.slots
+            )
         elif before is not None:
-            before.board.close()
+            before.membership.close()
+        group.reconfigured = True
     finally:
         place.lock.release()
 
@@ -231,7 +234,7 @@ class _Attempt:
     """The part of one process in one reconfiguration.
 
     Attributes:
-        seats: Rank slot and start of each member, by rank, for decisions after a loss. Set when it is connected. Empty
+        slots: Rank slot and start of each member, by rank, for decisions after a loss. Set when it is connected. Empty
             if the members share no store that outlives them.
         digest: Digest of the handles in their order.
     """
@@ -243,7 +246,7 @@ class _Attempt:
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._call = _Call.of(texts)
-        self.seats: list[tuple[int, int]] = []
+        self.slots: list[tuple[int, int]] = []
         self.digest = self._call.order.hex()
         self._key = f"called/{uuid}"
         self._machine = machine()
@@ -283,10 +286,10 @@ class _Attempt:
         self._store = PrefixStore(prefix, self._store)
         return unpack_members(self._store.get(TABLE, self._left()))
 
-    def connect(self, group: ProcessGroup, backend: str, members: Sequence[Member]) -> tuple[list[Member], Engine]:
+    def connect(self, group: BaseGroup, backend: str, members: Sequence[Member]) -> tuple[list[Member], Engine]:
         """Return the members with their ranks in the world, and an engine that connects them."""
         world_rank = self._rank if group.is_world else group.ranks[group.rank()]
-        about = self._tell(group.lineage, world_rank, _digest([backend]))
+        about = self._tell(group.history, world_rank, _digest([backend]))
         others = [r for r, (_, engine, *_) in enumerate(about) if engine != about[self._rank][1]]
         if others:
             raise MismatchError(
@@ -305,20 +308,20 @@ class _Attempt:
         return found, made
 
     def _tell(
-        self, lineage: Lineage | None, world_rank: int, engine: bytes
+        self, history: GroupHistory | None, world_rank: int, engine: bytes
     ) -> list[tuple[int, bytes, bytes, int, int]]:
-        """Exchange the records of all members. Sets ``seats``."""
-        board = lineage.board if lineage is not None else None
-        store = board.identity() if board is not None else b""
+        """Exchange the records of all members. Sets ``slots``."""
+        membership = history.membership if history is not None else None
+        store = membership.identity() if membership is not None else b""
         # The launcher of an elastic job identifies processes by their rank slots. In other jobs, the new ranks serve as
         # slots.
-        launched = board is not None and board.launched
-        seat = board.me.rank if board is not None and launched else self._rank
-        start = board.start if board is not None else 0
-        rows = self._exchange("about", _ABOUT.pack(world_rank, engine, store, seat, start))
+        launched = membership is not None and membership.launched
+        slot = membership.me.rank if membership is not None and launched else self._rank
+        start = membership.start if membership is not None else 0
+        rows = self._exchange("about", _ABOUT.pack(world_rank, engine, store, slot, start))
         about: list[tuple[int, bytes, bytes, int, int]] = [_ABOUT.unpack(row) for row in rows]
         if store and {row[2] for row in about} == {store}:
-            self.seats = [row[3:] for row in about]
+            self.slots = [row[3:] for row in about]
         return about
 
     def close(self) -> None:

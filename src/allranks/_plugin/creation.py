@@ -17,12 +17,12 @@ import torch
 from msgspec.structs import replace
 
 from allranks import _engines
-from allranks._api.groups import early_groups, lineage_of, shrink_group
+from allranks._api.groups import early_groups, history_of, shrink_group
 from allranks._api.world import (
     destroy_process_group,
     establish,
     establish_elastic,
-    first_lineage,
+    first_history,
     is_initialized,
     register,
     replace_world,
@@ -31,14 +31,14 @@ from allranks._api.world import (
 )
 from allranks._base.errors import UsageError
 from allranks._base.forks import leak
-from allranks._group.elastic import join_elastic
+from allranks._elastic.joining import join_elastic
+from allranks._elastic.membership_store import MembershipStore
 from allranks._group.exchange import exchange_locally
 from allranks._group.process_group import ProcessGroup
 from allranks._plugin.adapt import adapt
 from allranks._plugin.group import TorchGroup
 from allranks._plugin.names import NAME
 from allranks._rendezvous import rendezvous
-from allranks._rendezvous.board import Board
 
 __all__ = ["MADE", "adopting", "asks_for_default", "create", "helper_of"]
 
@@ -136,22 +136,22 @@ def _the_world(about: Any) -> ProcessGroup:
         made = ProcessGroup.unconnected(_ENGINE, "world", timeout_s, rank)
         replace_world(made)
         return made
-    board = rendezvous.elastic_board(None, timeout_s=timeout_s)
-    if board is not None:
-        return _the_elastic_world(board, rank, size, timeout_s)
+    membership = MembershipStore.of_elastic_job(None, timeout_s=timeout_s)
+    if membership is not None:
+        return _the_elastic_world(membership, rank, size, timeout_s)
     meeting = _meet(about, rank, size, timeout_s)
     return establish(_ENGINE, meeting, "world", timeout_s)
 
 
-def _the_elastic_world(board: Board, rank: int, size: int, timeout_s: float) -> ProcessGroup:
-    made = join_elastic(board, _ENGINE, "world", timeout_s)
+def _the_elastic_world(membership: MembershipStore, rank: int, size: int, timeout_s: float) -> ProcessGroup:
+    made = join_elastic(membership, _ENGINE, "world", timeout_s)
     if (made.rank(), made.size()) != (rank, size):
         made.close()
         raise UsageError(
             f"torch.distributed.init_process_group: this process takes the place of rank {rank} of {size}, but ranks"
             f" were numbered anew: it is rank {made.rank()} of {made.size()}. Use allranks.init_process_group()"
         )
-    establish_elastic(board, made)
+    establish_elastic(membership, made)
     return made
 
 
@@ -177,7 +177,7 @@ def _sub_group(about: Any) -> ProcessGroup:
         else:
             made = ProcessGroup(connect(), name, rank, members, timeout_s)
             digest = hashlib.sha256(f"{about.group_id} {ranks}".encode()).digest()[:16]
-            made.lineage = lineage_of(made, world.backend, ranks, digest)
+            made.history = history_of(made, world.backend, ranks, digest)
     else:
         made = _met(about, name, ranks)
     made.register = register
@@ -207,7 +207,7 @@ def _met(about: Any, name: str, ranks: Sequence[int]) -> ProcessGroup:
     finally:
         meeting.close()
     made = ProcessGroup(engine, name, rank, members, timeout_s)
-    made.lineage = first_lineage(meeting, _ENGINE, name, timeout_s)
+    made.history = first_history(meeting, _ENGINE, name, timeout_s)
     return made
 
 

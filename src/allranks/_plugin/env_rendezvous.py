@@ -30,16 +30,16 @@ def serve_elastic_jobs() -> None:
         if os.environ.get("ALLRANKS_ELASTIC") != "1":
             yield from torchs(url, timeout=timeout, **named)
             return
-        from allranks._engines.c10d.store import BoardStore  # late: programs that are not a rank load torch, too
-        from allranks._rendezvous.rendezvous import elastic_board
+        from allranks._elastic.membership_store import MembershipStore
+        from allranks._elastic.torch_store import ElasticStore  # late: programs that are not a rank load torch, too
 
-        board = elastic_board(None, timeout_s=timeout.total_seconds())
-        if board is None:
+        membership = MembershipStore.of_elastic_job(None, timeout_s=timeout.total_seconds())
+        if membership is None:
             yield from torchs(url, timeout=timeout, **named)
             return
         given = dict(parse_qsl(urlsplit(url).query))
         rank, size = (int(given.get(name) or os.environ[name.upper()]) for name in ("rank", "world_size"))
-        yield BoardStore(board, timeout.total_seconds()), rank, size
+        yield ElasticStore(membership, timeout.total_seconds()), rank, size
         raise RuntimeError("Unable to perform re-rendezvous using env:// method")  # torch's error text
 
     handlers["env"] = env

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from allranks._rendezvous.board import Board
 from allranks._rendezvous.driver import drive
 from allranks._rendezvous.finders.interface import Finder
 from allranks._rendezvous.join_protocol import TABLE, Member, exchange, unpack_members
@@ -25,17 +25,21 @@ class JobMeeting:
         rank: The rank of this process.
         world_size: The number of ranks.
         store: The shared store. Its keys belong to this rendezvous only.
-        board: Where the ranks decide on the next generation after a loss. None if no store outlives the rendezvous.
+        me: This process.
+        finder: The rendezvous method, which holds the connection to the store.
+        prefix: Prefix of the keys of this rendezvous.
+        environ: The environment in which the process joined.
     """
 
     rank: int
     world_size: int
     store: Store
-    _me: Member = field(repr=False)
+    me: Member = field(repr=False)
+    finder: Finder = field(repr=False)
+    prefix: str = field(repr=False)
     _timeout_s: float = field(repr=False)
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ, repr=False)
     _local: tuple[int | None, int | None] = field(default=(None, None), repr=False)
-    board: Board | None = field(default=None, repr=False)
-    _finder: Finder | None = field(default=None, repr=False)
     _times: Iterator[int] = field(default_factory=itertools.count, repr=False)
     _members: tuple[Member, ...] = field(default=(), repr=False)
 
@@ -44,7 +48,7 @@ class JobMeeting:
         """All ranks, in order. The first access sends one request to the store."""
         if not self._members:  # not cached_property: before Python 3.12 it has one lock for all instances
             alone = self.world_size == 1
-            self._members = (self._me,) if alone else unpack_members(self.store.get(TABLE, self._timeout_s))
+            self._members = (self.me,) if alone else unpack_members(self.store.get(TABLE, self._timeout_s))
         return self._members
 
     @property
@@ -59,7 +63,7 @@ class JobMeeting:
 
     @property
     def _near(self) -> list[int]:
-        return [m.rank for m in self.members if m.machine == self._me.machine]
+        return [m.rank for m in self.members if m.machine == self.me.machine]
 
     def exchange(self, record: bytes, timeout_s: float) -> list[bytes]:
         """Give every rank the records of all ranks, by rank. All ranks call it.
@@ -73,5 +77,5 @@ class JobMeeting:
 
     def close(self) -> None:
         """Leave. If rank 0 serves the store, it first waits up to 3 s for the others to leave. Idempotent."""
-        if self._finder is not None:
-            self._finder.close(_LINGER_S)
+        if self.world_size > 1:  # a process that is alone has closed it already
+            self.finder.close(_LINGER_S)

@@ -26,7 +26,6 @@ from allranks._cluster.env import read_int
 from allranks._cluster.network import machine, published_addresses
 from allranks._cluster.outer_job import leave_outer_job
 from allranks._rendezvous import finders
-from allranks._rendezvous.board import Board
 from allranks._rendezvous.driver import drive
 from allranks._rendezvous.finders.interface import Finder, NotYet, Request, notify
 from allranks._rendezvous.finders.store import GivenStoreFinder
@@ -44,10 +43,9 @@ from allranks._rendezvous.join_protocol import (
     Pause,
 )
 from allranks._rendezvous.meeting import JobMeeting
-from allranks._rendezvous.seats import ELASTIC
 from allranks._store import HashStore, PrefixStore, Store
 
-__all__ = ["JobMeeting", "Member", "elastic_board", "join", "this_member"]
+__all__ = ["JobMeeting", "Member", "find_method", "join", "this_member"]
 
 _NOTICE_S = NOTICE_S
 _PROCESS = uuid.uuid4().hex  # together with the pid, unique among all processes in all containers; the pid alone is not
@@ -97,7 +95,7 @@ def join(
     me = this_member(job.rank, job.world_size)
     if job.world_size == 1:
         finder.close(0.0)
-        return JobMeeting(0, 1, HashStore(), me, timeout_s, (0, 1), Board.of(finder, me, "allranks/alone", environ))
+        return JobMeeting(0, 1, HashStore(), me, finder, "allranks/alone", timeout_s, environ, (0, 1))
     try:
         finder.open(me)
         shared = _join(finder, me, began)
@@ -106,30 +104,12 @@ def join(
         finder.close(GRACE_S if isinstance(error, JoinError) else 0.0)
         raise
     local = (job.local_rank, job.local_world_size)
-    board = Board.of(finder, me, shared.prefix, environ)
-    return JobMeeting(me.rank, me.world_size, shared, me, timeout_s, local, board, finder)
+    return JobMeeting(me.rank, me.world_size, shared, me, finder, shared.prefix, timeout_s, environ, local)
 
 
-def elastic_board(
-    init_method: str | None, *, timeout_s: float, store: object | None = None, environ: Mapping[str, str] = os.environ
-) -> Board | None:
-    """Return where the ranks of an elastic job decide on their ranks. None in any other job, whose ranks ``join``.
-
-    Args:
-        init_method: As for ``join``, like the other arguments.
-        timeout_s: See ``join``.
-        store: See ``join``.
-        environ: See ``join``.
-    """
-    if isinstance(environ, MutableMapping):
-        leave_outer_job(environ)
-    if environ.get(ELASTIC) != "1" or store is not None or init_method not in (None, "env://"):
-        return None
-    finder = _finder(init_method, -1, -1, time.monotonic() + timeout_s, timeout_s, None, environ)
-    # More ranks may join later, so the addresses for other hosts are published even if there is one rank now.
-    me = this_member(finder.job.rank, max(finder.job.world_size, 2))
-    board = Board(finder, me, "", environ)
-    return board if board.launched else None
+def find_method(init_method: str | None, timeout_s: float, environ: Mapping[str, str] = os.environ) -> Finder:
+    """Return the rendezvous method of an ``init_method`` whose rank and world size are in the environment."""
+    return _finder(init_method, -1, -1, time.monotonic() + timeout_s, timeout_s, None, environ)
 
 
 def _finder(

@@ -108,7 +108,7 @@ class _Ours:
 
         made = split_group(self._group, [list(range(self.size))], group_desc="checkpoints")
         assert made is not None
-        made.is_passing = True
+        made.recreated_on_close = True
         made.before_close = finish
         return _Ours(made)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from allranks._api import objects
 from allranks._base.errors import MismatchError, rank_list
-from allranks._engines.prelude import brought_by_the_state
+from allranks._elastic.replay import brought_by_the_state
 from allranks._group.process_group import ProcessGroup
 from allranks.parallel.buckets import ALONE_BYTES
 

@@ -7,8 +7,8 @@ docs/resilience.md explains them, and the launcher's part (``allranks run --elas
 
 from __future__ import annotations
 
-from allranks.resilience.disk import Checkpoints
-from allranks.resilience.state import State, Step
+from allranks._elastic.training.disk import Checkpoints
+from allranks._elastic.training.state import State, Step
 
 __all__ = ["Checkpoints", "State", "Step"]
 

@@ -24,10 +24,9 @@ from allranks._engines.spec import RECORD_BYTES, Exchange
 from allranks._store import Store, StoreClient, StoreServer
 
 if TYPE_CHECKING:
-    from allranks._rendezvous.board import Board
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["BoardStore", "GroupStore"]
+__all__ = ["GroupStore"]
 
 # A record: the port of rank 0's server, and its secret. For a unix socket (port 0), its random name instead of the
 # secret, because the kernel authenticates the user.
@@ -160,18 +159,3 @@ class GroupStore(TorchStore):
 
     def delete_key(self, key: str) -> bool:
         return self._client.delete_key(key)
-
-
-class BoardStore(GroupStore):
-    """The same store within the launcher's store, which outlives the ranks of an elastic job."""
-
-    def __init__(self, board: Board, timeout_s: float) -> None:
-        super().__init__(1, (), timeout_s)  # rank 1, so that it does not serve
-        self._board = board
-
-    @property
-    def _client(self) -> Store:
-        return self._board.view("torch", self._timeout_s)
-
-    def close(self, linger_s: float = 0.0) -> None:
-        """Do nothing: the launcher's store stays open."""

@@ -41,7 +41,7 @@ from allranks.launch.ranks.agent import Agent, RankPlan
 from allranks.launch.ranks.environ import JobShare, common_environ, free_port
 from allranks.launch.ranks.guard import Guard
 from allranks.launch.ranks.pipes import reserve_descriptors
-from allranks.launch.ranks.placement import CpuPlace, seats
+from allranks.launch.ranks.placement import CpuPlace, cpu_places_of
 from allranks.launch.ranks.preload import preload
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.reporter import Reporter
@@ -117,7 +117,7 @@ class AgentServer:
         self._server: StoreServer | None = None
         self._store: StoreClient | None = None  # a client of the server, after the first `Ended`
         self._agent: Agent | None = None
-        self._seats: tuple[CpuPlace, ...] = ()
+        self._places: tuple[CpuPlace, ...] = ()
         self._commands: deque[Command] = deque()
         self._received: deque[int] = deque()
         self._inquiries: Inquiries | None = None
@@ -185,11 +185,11 @@ class AgentServer:
             if command.serves:
                 self._server = StoreServer.tcp("", 0, command.secret) if command.spans else StoreServer.unix()
             addresses = published_addresses() if ranks.elastic is not None else ()
-            self._seats = seats(command.nproc, ranks.bind, ranks.one_gpu_per_rank, os.environ)
+            self._places = cpu_places_of(command.nproc, ranks.bind, ranks.one_gpu_per_rank, os.environ)
             self._prepared = command
             if ranks.start == "fork" and ranks.target.is_python:
                 share = JobShare(command.nproc, command.nproc, masters=_masters(command))
-                environ = common_environ(os.environ, share, ranks.threads, "", ("", 0), self._seats)
+                environ = common_environ(os.environ, share, ranks.threads, "", ("", 0), self._places)
                 if ranks.target.kind == "function":
                     importlib.import_module(
                         "allranks.launch.ranks.function"
@@ -220,7 +220,7 @@ class AgentServer:
         screen = self._show(command) if self._show is not None else None
         stdio = command.stdio if screen is None else screen.stdio()
         plan = RankPlan(
-            *(command.count, prepared.ranks, environ, stdio, command.first, self._seats),
+            *(command.count, prepared.ranks, environ, stdio, command.first, self._places),
             role_first=command.role_first,
             starts=command.starts,
         )
@@ -261,11 +261,11 @@ class AgentServer:
             elastic=prepared.ranks.elastic is not None,
         )
         if self._server is None and not command.stores:  # the ranks use another store, whose address they have
-            return common_environ(os.environ, share, prepared.ranks.threads, "", ("", 0), self._seats)
+            return common_environ(os.environ, share, prepared.ranks.threads, "", ("", 0), self._places)
         if not prepared.spans:
             assert self._server is not None
             master = "127.0.0.1", command.port
-            return common_environ(os.environ, share, prepared.ranks.threads, self._server.here, master, self._seats)
+            return common_environ(os.environ, share, prepared.ranks.threads, self._server.here, master, self._places)
         if self._server is not None:
             own = _host_of(command.stores[0])
             store, host = self._server.here, own
@@ -274,7 +274,7 @@ class AgentServer:
             store, own = _reach(command.stores, prepared.secret, where)
             host = nearest_first(command.leader)[0] if command.leader else _host_of(store)
         host = prepared.master or host
-        environ = common_environ(os.environ, share, prepared.ranks.threads, store, (host, command.port), self._seats)
+        environ = common_environ(os.environ, share, prepared.ranks.threads, store, (host, command.port), self._places)
         environ["ALLRANKS_SECRET"] = prepared.secret.decode()
         environ.pop("ALLRANKS_INSECURE", None)  # this job has a secret, even if its user has none
         # otherwise engines use the address of the host's own name, which is often 127.0.1.1

@@ -28,7 +28,7 @@ from allranks.launch.arguments.layout import describe_plan, share_out
 from allranks.launch.jobs.local import run_here
 from allranks.launch.jobs.rehearsal import rehearse
 from allranks.launch.jobs.spread import is_here, join_leader, lead, run_there
-from allranks.launch.ranks.placement import describe, seats
+from allranks.launch.ranks.placement import cpu_places_of, describe
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.spec.declared import declarations, option_name
 from allranks.launch.spec.options import Options
@@ -190,7 +190,7 @@ def _run_here(options: Options, host: Slots) -> int | Rank:
     (nproc,) = share_out([host], options.nproc, options.per_host, [(usable_cpus(), gpus)], strict=bool(options.hosts))
     if options.dry_run:
         put(describe_plan([host.name], [nproc], "from this process", options.target.words()) + "\n")
-        for line in describe(seats(nproc, options.bind, options.one_gpu_per_rank, os.environ)):
+        for line in describe(cpu_places_of(nproc, options.bind, options.one_gpu_per_rank, os.environ)):
             put(f"    {line}\n")
         return 0
     return run_here(options, nproc)

@@ -17,7 +17,8 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 
 from allranks._base.errors import ConfigError
-from allranks._rendezvous.seats import TABLE_KEY
+from allranks._elastic.rank_slots import first_table
+from allranks._elastic.slot_table import TABLE_KEY
 from allranks._store import StoreServer
 from allranks.launch.arguments.layout import check_elastic
 from allranks.launch.jobs.error_file import write_error_file
@@ -35,12 +36,11 @@ from allranks.launch.policy.job import (
     step,
 )
 from allranks.launch.policy.round import Rules
-from allranks.launch.policy.seats import first_table
 from allranks.launch.ranks.agent import Agent, RankPlan
 from allranks.launch.ranks.environ import JobShare, common_environ, free_port
 from allranks.launch.ranks.guard import Guard
 from allranks.launch.ranks.pipes import reserve_descriptors
-from allranks.launch.ranks.placement import describe, seats
+from allranks.launch.ranks.placement import cpu_places_of, describe
 from allranks.launch.ranks.preload import preload
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.ranks.terminal import Terminal
@@ -129,7 +129,7 @@ class _Round:
 
 def _prepare(options: Options, share: JobShare) -> _Round | Rank:
     nproc = share.nproc
-    places = seats(nproc, options.bind, options.one_gpu_per_rank, os.environ)
+    cpu_places = cpu_places_of(nproc, options.bind, options.one_gpu_per_rank, os.environ)
     files = reserve_descriptors(nproc)
     reader = _reader(options, nproc)
     terminal = Terminal.of_this_process() if reader is not None else None
@@ -147,9 +147,9 @@ def _prepare(options: Options, share: JobShare) -> _Round | Rank:
     )
     os.environ.update(options.environ)  # torch reads some of them at import, here or in the ranks
     master = ("127.0.0.1", (options.leader[1] if options.leader else None) or free_port())
-    environ = common_environ(os.environ, share, options.threads, server.address, master, places)
+    environ = common_environ(os.environ, share, options.threads, server.address, master, cpu_places)
     ranks = options.for_ranks()
-    for line in describe(places):
+    for line in describe(cpu_places):
         options.reporter.detail(line)
     options.reporter.detail(f"the store is at {server.address}, OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}")
     if ranks.start == "fork" and ranks.target.is_python:
@@ -160,7 +160,7 @@ def _prepare(options: Options, share: JobShare) -> _Round | Rank:
         )
     if options.elastic is not None:
         server.put(TABLE_KEY, first_table(range(nproc), options.elastic[0]).encode())
-    agent = Agent(RankPlan(nproc, ranks, environ, screen.stdio(), seats=places), guard)
+    agent = Agent(RankPlan(nproc, ranks, environ, screen.stdio(), cpu_places=cpu_places), guard)
     # The signals stay blocked until the loop has installed its handlers, so none is lost while the ranks start.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals, *SIGNALS))
     try:

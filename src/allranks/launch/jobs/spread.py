@@ -30,9 +30,10 @@ from allranks._cluster.hostlist import Slots
 from allranks._cluster.network import published_addresses
 from allranks._cluster.schedulers.interface import PerHost, RemoteCommand
 from allranks._cluster.schedulers.ssh import SSH
+from allranks._elastic.rank_slots import ElasticRules, first_table
+from allranks._elastic.slot_table import TABLE_KEY
 from allranks._net.listener import Listener, dial
 from allranks._net.secret import load_secret, store_secret
-from allranks._rendezvous.seats import TABLE_KEY
 from allranks._store import StoreServer
 from allranks._store.address import addresses_of
 from allranks.launch.agents.agent_command import HERE, agent_words, carried
@@ -45,7 +46,6 @@ from allranks.launch.output.bar import bar_for
 from allranks.launch.output.screen import Screen
 from allranks.launch.policy import job as policy
 from allranks.launch.policy.round import Rules
-from allranks.launch.policy.seats import Elastic, first_table
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.runtime.loop import FORWARDED, Ports, RoundLoop, RoundSpec, elastic_rules
 from allranks.launch.spec.messages import AgentReady, Prepare, StartRanks
@@ -611,7 +611,7 @@ class SpreadJob:
             pool.drop(host, try_again=self.elastic)
         return policy.RoundEnded(code, loop.failed, loop.joined, len(lost))
 
-    def _elastic_rules(self, counts: Sequence[int]) -> Elastic | None:
+    def _elastic_rules(self, counts: Sequence[int]) -> ElasticRules | None:
         spares = [host.name for host, count in zip(self.pool, counts, strict=True) if not count]
         return elastic_rules(self.options, spares, None if self.pool.by_callers else sum(counts))
 

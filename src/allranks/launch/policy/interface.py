@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
-from allranks._rendezvous.seats import SeatTable
+from allranks._elastic.slot_table import SlotTable
 from allranks._trace.diagnosis import Diagnosis
 from allranks._trace.state import RankState
 from allranks.launch.policy.root_cause import Failure
@@ -38,7 +38,7 @@ __all__ = [
     "PrintNotice",
     "PrintReport",
     "PrintStacks",
-    "PublishSeats",
+    "PublishSlots",
     "RanksFinished",
     "RanksStarted",
     "ReaderChanged",
@@ -259,10 +259,10 @@ class StartElsewhere:
 
 
 @dataclass(frozen=True)
-class PublishSeats:
+class PublishSlots:
     """Write the table of rank slots into the job's store, where ranks read it, before any later action."""
 
-    table: SeatTable
+    table: SlotTable
 
 
 @dataclass(frozen=True)
@@ -368,7 +368,7 @@ Action: TypeAlias = (
     | InspectRanks
     | RestartRank
     | StartElsewhere
-    | PublishSeats
+    | PublishSlots
     | LendTerminal
     | ReclaimTerminal
     | StopLauncher

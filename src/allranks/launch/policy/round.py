@@ -12,7 +12,7 @@ processes are killed and reaped; (4) the output is written; (5) the end. The rul
 - Each of these decisions is made once. A later failure is a consequence.
 - A rank receives signals only while it runs as far as is known: not after its exit, and not after the loss of its host.
 
-In an elastic round (``Rules.elastic``), a lost rank does not stop the round. ``seats`` has the rules. Each change of
+In an elastic round (``Rules.elastic``), a lost rank does not stop the round. ``slots`` has the rules. Each change of
 its table is published before the action that follows from it. Three conditions still stop an elastic round. Too few
 ranks are left. Or a rank has found that no rank has the state any more, so another process could not continue. Or a
 rank fails only because another was lost (an echo): the program then does not survive losses.
@@ -27,7 +27,8 @@ from enum import Enum
 
 from allranks._base.errors import rank_list
 from allranks._base.exit_codes import IDLE, LOST, SIGNAL, UNWRITABLE
-from allranks._rendezvous.seats import START
+from allranks._elastic.rank_slots import ElasticRules, RankSlots
+from allranks._elastic.slot_table import START
 from allranks.launch.policy.inquiry import Inquiry
 from allranks.launch.policy.interface import (
     Action,
@@ -52,7 +53,7 @@ from allranks.launch.policy.interface import (
     Print,
     PrintReport,
     PrintStacks,
-    PublishSeats,
+    PublishSlots,
     RanksFinished,
     RanksStarted,
     ReaderChanged,
@@ -67,7 +68,6 @@ from allranks.launch.policy.interface import (
 )
 from allranks.launch.policy.notices import Notices
 from allranks.launch.policy.root_cause import Failure, RootCause
-from allranks.launch.policy.seats import Elastic, Seats
 from allranks.launch.policy.stack_request import Purpose, StackRequest
 from allranks.launch.spec.events import (
     Exited,
@@ -134,7 +134,7 @@ class Rules:
     passed_on: Sequence[int] = ()
     master: int | None = None
     reader: int | None = None
-    elastic: Elastic | None = None
+    elastic: ElasticRules | None = None
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Round:
         self._lent_after: int | None = None  # the signal that stopped the reader, which now receives the terminal
         self._phase_ends_at = 0.0
         self._outcome = Outcome(Ending.CLEAN, 0)
-        self._seats: Seats | None = None  # of an elastic round
+        self._slots: RankSlots[Failure] | None = None  # of an elastic round
         self._published = 0  # the published version of its table
         self._hosts = list(rules.hosts)  # the current host of each rank
         self._reports: dict[int, Failure] = {}  # in an elastic round, of ranks that have failed and not exited yet
@@ -246,7 +246,7 @@ class Round:
                 self._all = frozenset(ranks)
                 self._print(f"{rank_list(sorted(self.running))} started", Level.DETAIL)
                 if self.rules.elastic is not None:
-                    self._seats = Seats(self.rules.elastic, ranks)
+                    self._slots = RankSlots(self.rules.elastic, ranks)
                     self._publish()
                 self._restart_idle_time()
             case TimePassed():
@@ -295,8 +295,8 @@ class Round:
             self._actions.append(PrintReport(event.rank, event.report.text))
             return
         interrupts = event.report.interrupted and self._has_keys(event.rank)
-        if self._seats is not None and not self.stopping and not interrupts:
-            self._take_elastic_report(event, self._seats)
+        if self._slots is not None and not self.stopping and not interrupts:
+            self._take_elastic_report(event, self._slots)
             return
         self._add_failure(Failure(event.rank, event.pid, event.report.code, event.report.at, event.report))
         if interrupts:
@@ -320,23 +320,23 @@ class Round:
         elif self._may_fail(event.rank):
             if event.status:
                 self._print(f"{failure}; the others go on", Level.REMARK)
-        elif self._seats is not None and (event.status or event.rank in self._reports):
-            self._take_elastic_exit(failure, self._seats)
+        elif self._slots is not None and (event.status or event.rank in self._reports):
+            self._take_elastic_exit(failure, self._slots)
         elif event.status:
             self._add_failure(failure)
         else:
             if not self._exited:
                 self._linger_at = self._now + (LINGER_S if self.rules.master is None else WORKERS_S)
             self._exited.append(event.rank)
-            if self._seats is not None:
-                self._take_elastic_end(event.rank, self._seats)
+            if self._slots is not None:
+                self._take_elastic_end(event.rank, self._slots)
 
     def _take_loss(self, event: HostLost) -> None:
         self.running.difference_update(event.ranks)
         if self._request is not None:
             self._request.awaited.difference_update(event.ranks)
-        if self._seats is not None and not self.stopping:
-            self._take_elastic_loss(event, self._seats)
+        if self._slots is not None and not self.stopping:
+            self._take_elastic_loss(event, self._slots)
         elif event.ranks and all(map(self._may_fail, event.ranks)):
             self._print(event.why)
         elif not self.stopping and event.ranks:
@@ -350,9 +350,9 @@ class Round:
             return  # the rank is reaped with the others
         self.running.add(rank)
         self._print(f"rank {rank} started again", Level.DETAIL)
-        if self._seats is not None and self._seats.start(rank):
+        if self._slots is not None and self._slots.start(rank):
             self._publish()
-        elif self._seats is not None and not self.stopping:  # too late: no rank has the state that it needs
+        elif self._slots is not None and not self.stopping:  # too late: no rank has the state that it needs
             self._signal(signal.SIGKILL, [rank])
         if self._killed_at is not None:
             self._signal(signal.SIGKILL, [rank])
@@ -361,7 +361,7 @@ class Round:
 
     # An elastic round.
 
-    def _take_elastic_report(self, event: RankFailed, seats: Seats) -> None:
+    def _take_elastic_report(self, event: RankFailed, slots: RankSlots[Failure]) -> None:
         """Process a failure report. The decision follows when the process has exited, unless the failure is an echo."""
         failure = self._on_host(Failure(event.rank, event.pid, event.report.code, event.report.at, event.report))
         if self._is_doomed():
@@ -371,51 +371,51 @@ class Round:
             self._print("no rank is left that has all of the state of the program: the job ends")
         elif failure.echo and not _is_excluded(failure):
             self._root_cause.add(failure)
-            if seats.last_loss is not None:
-                self._stop_for_echo(failure, seats.last_loss)
+            if slots.last_loss is not None:
+                self._stop_for_echo(failure, slots.last_loss)
         else:
             self._reports[event.rank] = failure
             self._leaving[event.rank] = self._now + max(self.rules.grace_s, LEAVE_S)
 
-    def _take_elastic_exit(self, failure: Failure, seats: Seats) -> None:
+    def _take_elastic_exit(self, failure: Failure, slots: RankSlots[Failure]) -> None:
         rank = failure.rank
         reported = self._reports.pop(rank, None)
         if reported is not None and failure.status >= 0:
             failure = reported
         excluded = _is_excluded(failure)
-        if rank in self._root_cause.failures or seats.is_gone(rank):
+        if rank in self._root_cause.failures or slots.is_gone(rank):
             return  # an echo, whose cause has not arrived yet
         if self._has_failures() and not excluded:
             self._take_cause(failure)
             return
-        again = bool(self.running.difference(self._reports)) and not excluded and seats.may_start(rank)
-        seats.lose(failure, again)
+        again = bool(self.running.difference(self._reports)) and not excluded and slots.may_start(rank)
+        slots.lose(failure, again)
         self._publish()
-        if not (again or self._may_go_on(seats)):
+        if not (again or self._may_go_on(slots)):
             self._root_cause.add(failure)
-            self._tell_starting(seats)
+            self._tell_starting(slots)
         elif excluded:
-            self._go_on(f"rank {rank} has ended, as the others had gone on without it", seats)
+            self._go_on(f"rank {rank} has ended, as the others had gone on without it", slots)
         else:
             if reported is not None and reported.report is not None:
                 self._actions.append(PrintReport(rank, reported.report.text))
             if again:
-                how_often = f"{seats.respawned(rank)} of {seats.respawns}"
+                how_often = f"{slots.respawned(rank)} of {slots.respawns}"
                 self._print(f"{failure}; started again ({how_often})", Level.REMARK)
-                self._actions.append(RestartRank(rank, {START: str(seats.start_of(rank))}))
+                self._actions.append(RestartRank(rank, {START: str(slots.start_of(rank))}))
             else:
-                self._go_on(str(failure), seats)
-        self._give_up_starting(seats)
+                self._go_on(str(failure), slots)
+        self._give_up_starting(slots)
 
-    def _take_elastic_loss(self, event: HostLost, seats: Seats) -> None:
-        if event.host in seats.spares:
-            seats.spares.remove(event.host)
-            self._print(f"{event.why}; {_spares(seats.spares)} left", Level.REMARK)
+    def _take_elastic_loss(self, event: HostLost, slots: RankSlots[Failure]) -> None:
+        if event.host in slots.spares:
+            slots.spares.remove(event.host)
+            self._print(f"{event.why}; {_spares(slots.spares)} left", Level.REMARK)
             return
         # A rank that was being started on this host is lost, too. The pool reports it a second time.
-        starting = [rank for rank in seats.starting if rank not in event.ranks]
+        starting = [rank for rank in slots.starting if rank not in event.ranks]
         there = [rank for rank in sorted({*event.ranks, *starting}) if self._hosts[rank] == event.host]
-        ranks = [rank for rank in there if not seats.is_gone(rank)]
+        ranks = [rank for rank in there if not slots.is_gone(rank)]
         if not ranks:
             return
         for rank in ranks:
@@ -424,37 +424,37 @@ class Round:
         if self._has_failures():
             self._take_cause(losses[0])
             return
-        spare = seats.spares.pop(0) if seats.spares and self.running.difference(self._reports) else ""
+        spare = slots.spares.pop(0) if slots.spares and self.running.difference(self._reports) else ""
         for loss in losses:
-            seats.lose(loss, again=bool(spare))
+            slots.lose(loss, again=bool(spare))
         if not spare:
-            seats.vacant[event.host] = tuple(ranks)
+            slots.vacant[event.host] = tuple(ranks)
         self._publish()
         if spare:
             for rank in ranks:
                 self._hosts[rank] = spare
             verb = "is" if len(ranks) == 1 else "are"
             self._print(f"{event.why}; {rank_list(ranks)} {verb} started on {spare}", Level.REMARK)
-            starts = {rank: seats.start_of(rank) for rank in ranks}
+            starts = {rank: slots.start_of(rank) for rank in ranks}
             self._actions.append(StartElsewhere(event.host, spare, starts))
-        elif self._may_go_on(seats):
-            self._go_on(f"{event.why}; {rank_list(ranks)} ended with it", seats)
+        elif self._may_go_on(slots):
+            self._go_on(f"{event.why}; {rank_list(ranks)} ended with it", slots)
         else:
             self._root_cause.add(losses[0])
-            self._tell_starting(seats)
-        self._give_up_starting(seats)
+            self._tell_starting(slots)
+        self._give_up_starting(slots)
 
-    def _take_elastic_end(self, rank: int, seats: Seats) -> None:
+    def _take_elastic_end(self, rank: int, slots: RankSlots[Failure]) -> None:
         """Process the exit of a rank with code 0."""
-        seats.end(rank)
+        slots.end(rank)
         self._publish()
-        self._give_up_starting(seats)
+        self._give_up_starting(slots)
 
-    def _take_newcomers(self, event: HostJoined, seats: Seats) -> None:
+    def _take_newcomers(self, event: HostJoined, slots: RankSlots[Failure]) -> None:
         """Process a host that has joined: its new ranks join the others."""
         if self.stopping or self.phase is not Phase.RUNNING or self._has_failures() or not self.running:
             return
-        lost, starts = seats.join(event.host, event.room)
+        lost, starts = slots.join(event.host, event.room)
         if not starts:
             self._print(f"{event.host} has come; it is spare", Level.REMARK)
             return
@@ -467,25 +467,25 @@ class Round:
         self._print(f"{event.host} has come; {rank_list(list(starts))} {verb} the others", Level.REMARK)
         self._actions.append(StartElsewhere(lost, event.host, starts))
 
-    def _give_up_starting(self, seats: Seats) -> None:
+    def _give_up_starting(self, slots: RankSlots[Failure]) -> None:
         """Give up ranks that are being restarted if no running rank has the state of the program."""
-        if self.running or self._has_failures() or not (starting := seats.starting):
+        if self.running or self._has_failures() or not (starting := slots.starting):
             return
         for rank in starting:
-            seats.lose(seats.losses[rank], again=False)
-        self._tell_starting(seats, starting)
+            slots.lose(slots.losses[rank], again=False)
+        self._tell_starting(slots, starting)
         self._publish()
-        if not self._may_go_on(seats):
-            self._root_cause.add(seats.losses[starting[0]])
+        if not self._may_go_on(slots):
+            self._root_cause.add(slots.losses[starting[0]])
 
-    def _tell_starting(self, seats: Seats, starting: Sequence[int] = ()) -> None:
+    def _tell_starting(self, slots: RankSlots[Failure], starting: Sequence[int] = ()) -> None:
         """Print that ranks which are being started cannot continue, if no rank is left that has the state."""
-        starting = starting or seats.starting
+        starting = starting or slots.starting
         if starting and not self._exited and not self.running.difference(self._reports):
             self._print(f"no rank is left that has the state of the program: {rank_list(starting)} cannot go on")
 
-    def _may_go_on(self, seats: Seats) -> bool:
-        return seats.is_enough() and bool(self.running or self._exited)
+    def _may_go_on(self, slots: RankSlots[Failure]) -> bool:
+        return slots.is_enough() and bool(self.running or self._exited)
 
     def _has_failures(self) -> bool:
         """Return whether failures are known that stop the round, now or unless their cause arrives earlier."""
@@ -511,13 +511,13 @@ class Round:
             " (how a program survives losses: docs/resilience.md)"
         )
 
-    def _go_on(self, what: str, seats: Seats) -> None:
-        self._print(f"{what}; the others go on ({seats.left} of at least {seats.table.least})", Level.REMARK)
+    def _go_on(self, what: str, slots: RankSlots[Failure]) -> None:
+        self._print(f"{what}; the others go on ({slots.left} of at least {slots.table.least})", Level.REMARK)
 
     def _publish(self) -> None:
-        if self._seats is not None and self._seats.table.version != self._published:
-            self._published = self._seats.table.version
-            self._actions.append(PublishSeats(self._seats.table))
+        if self._slots is not None and self._slots.table.version != self._published:
+            self._published = self._slots.table.version
+            self._actions.append(PublishSlots(self._slots.table))
 
     def _check_leaving(self) -> None:
         """Kill ranks that have failed and whose process does not exit."""
@@ -527,8 +527,8 @@ class Round:
         self._signal(signal.SIGKILL, self.running.intersection(late).intersection(self._reports))
 
     def _take_host(self, event: HostJoined) -> None:
-        if self._seats is not None:
-            self._take_newcomers(event, self._seats)
+        if self._slots is not None:
+            self._take_newcomers(event, self._slots)
         elif not self.stopping and self.phase is Phase.RUNNING:
             self.joined = True
             self._print(f"{event.host} has come; the ranks start again")
@@ -848,7 +848,7 @@ class Round:
 
     def _without_cause(self, cause: Failure) -> set[int]:
         """Return the ranks to signal: every running rank except the failed one, unless it has been restarted."""
-        again = self._seats is not None and cause.rank in self._seats.losses
+        again = self._slots is not None and cause.rank in self._slots.losses
         return self.running if again else self.running - {cause.rank}
 
     def _others_were_late(self, cause: Failure) -> bool:

@@ -29,8 +29,8 @@ import msgspec
 
 from allranks._base.console import printable
 from allranks._cluster.outer_job import SEAL, seal
+from allranks._elastic.slot_table import START
 from allranks._net.frames import LARGEST, FrameDecoder
-from allranks._rendezvous.seats import START
 from allranks._trace.inspection import rank_state
 from allranks._trace.memory import MEMORY
 from allranks._trace.stacks import DUMP
@@ -84,7 +84,7 @@ class RankPlan:
             a fresh interpreter.
         environ: the environment that all ranks share.
         stdio: settings of the standard streams of each rank.
-        seats: CPUs and GPU of each rank; empty if no rank is restricted.
+        cpu_places: CPUs and GPU of each rank; empty if no rank is restricted.
         role_first: number of the first rank among the ranks of its role; None: the same as in the job.
         starts: for ranks that come from a lost host: the number of processes that each rank slot had before. Other
             ranks are not started. Empty if all ranks start for the first time.
@@ -95,7 +95,7 @@ class RankPlan:
     environ: dict[str, str]
     stdio: tuple[Stdio, ...]
     first: int = 0
-    seats: tuple[CpuPlace, ...] = ()
+    cpu_places: tuple[CpuPlace, ...] = ()
     role_first: int | None = None
     starts: Mapping[int, int] = field(default_factory=dict)
 
@@ -354,11 +354,11 @@ class Agent:
         environ[MEMORY] = memory
         if target.mode == "master":  # a torch group would wait forever; without these, its env:// fails immediately
             environ = {name: value for name, value in environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
-        if plan.seats:
-            seat = plan.seats[local_rank]
-            environ |= seat.environ()
-            if seat.cpus:
-                os.sched_setaffinity(0, seat.cpus)
+        if plan.cpu_places:
+            cpu_place = plan.cpu_places[local_rank]
+            environ |= cpu_place.environ()
+            if cpu_place.cpus:
+                os.sched_setaffinity(0, cpu_place.cpus)
         stdio = plan.stdio[local_rank]
         if not stdio.stdin and any(other.stdin for other in plan.stdio):
             # one rank is debugged, and the other ranks continue until they wait for it

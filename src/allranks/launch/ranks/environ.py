@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from allranks._cluster.host import usable_cpus
 from allranks._cluster.network import MACHINE, fixed_machine
-from allranks._rendezvous.seats import ELASTIC, START
+from allranks._elastic.slot_table import ELASTIC, START
 from allranks.launch.ranks.placement import CpuPlace
 
 __all__ = ["JobShare", "common_environ", "free_port", "place_environ", "threads_per_rank"]
@@ -34,7 +34,7 @@ def openmp(threads: str, nproc: int, environ: Mapping[str, str]) -> dict[str, st
 
 
 def threads_per_rank(
-    nproc: int, threads: int | None, environ: Mapping[str, str], seats: Sequence[CpuPlace] = ()
+    nproc: int, threads: int | None, environ: Mapping[str, str], cpu_places: Sequence[CpuPlace] = ()
 ) -> str:
     """Return OMP_NUM_THREADS for a rank: the option, else the user's own setting, else a fair share of the CPUs.
 
@@ -43,7 +43,7 @@ def threads_per_rank(
     if threads is not None:
         return str(threads)
     return environ.get("OMP_NUM_THREADS") or str(
-        min((seat.threads for seat in seats), default=max(1, usable_cpus() // nproc))
+        min((cpu_place.threads for cpu_place in cpu_places), default=max(1, usable_cpus() // nproc))
     )
 
 
@@ -84,7 +84,7 @@ def common_environ(
     threads: int | None,
     store: str,
     master: tuple[str, int],
-    seats: Sequence[CpuPlace] = (),
+    cpu_places: Sequence[CpuPlace] = (),
 ) -> dict[str, str]:
     """Return the environment that all ranks of a host share.
 
@@ -94,9 +94,9 @@ def common_environ(
         threads: threads per rank; None for an automatic choice.
         store: address of the launcher's store.
         master: the address on which an unmodified torch.distributed program on rank 0 listens.
-        seats: the CPUs that ranks are bound to; empty if they are not bound.
+        cpu_places: the CPUs that ranks are bound to; empty if they are not bound.
     """
-    bound = {cpu for seat in seats for cpu in seat.cpus}
+    bound = {cpu for cpu_place in cpu_places for cpu in cpu_place.cpus}
     # A bound rank sees only its own CPUs, so it cannot check whether all ranks together have enough.
     cpus = {"ALLRANKS_CPUS": str(min(len(bound), usable_cpus()))} if bound else {}
     computing = max(1, share.nproc - share.masters)
@@ -104,7 +104,7 @@ def common_environ(
         cpus
         | {name: value for name, value in environ.items() if name not in _FOREIGN}
         | {
-            **openmp(threads_per_rank(computing, threads, environ, seats), computing, environ),
+            **openmp(threads_per_rank(computing, threads, environ, cpu_places), computing, environ),
             "WORLD_SIZE": str(share.world_size),
             "LOCAL_WORLD_SIZE": str(share.nproc),
             "ROLE_WORLD_SIZE": str(share.world_size if share.role_size is None else share.role_size),

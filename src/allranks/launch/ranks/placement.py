@@ -19,7 +19,7 @@ from allranks._base.errors import ConfigError, spans
 from allranks._cluster.host import Gpu, read_numbers, usable_cpus, visible_gpus
 from allranks.launch.spec.options import Bind
 
-__all__ = ["Core", "Machine", "CpuPlace", "describe", "place", "read_machine", "seats"]
+__all__ = ["Core", "Machine", "CpuPlace", "describe", "place", "cpu_places_of", "read_machine"]
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ def place(machine: Machine, nproc: int, bind: Bind, one_gpu_per_rank: bool) -> t
             f" ({machine.cpus} CPUs); start fewer ranks, or use --bind numa or --bind none"
         )
     shares = _share(machine, [None if gpu is None else gpu.node for gpu in gpus], bind)
-    seats = []
+    cpu_places = []
     for share, name in zip(shares, names, strict=True):
         threads = len(share) // (shares.count(share) if bind == "numa" else 1)
         if machine.quota < machine.cpus:
             threads = min(threads, fair)
-        seats.append(CpuPlace(share, name, max(1, threads)))
-    return tuple(seats)
+        cpu_places.append(CpuPlace(share, name, max(1, threads)))
+    return tuple(cpu_places)
 
 
 def _share(machine: Machine, wishes: Sequence[int | None], bind: Bind) -> list[tuple[int, ...]]:
@@ -138,17 +138,17 @@ def _share(machine: Machine, wishes: Sequence[int | None], bind: Bind) -> list[t
     return shares
 
 
-def describe(seats: Sequence[CpuPlace]) -> list[str]:
+def describe(cpu_places: Sequence[CpuPlace]) -> list[str]:
     """Return a line for each local rank."""
     lines = []
-    for number, seat in enumerate(seats):
-        cpus = f"CPUs {spans(seat.cpus, ',')}" if seat.cpus else "all CPUs"
-        gpu = f"GPU {seat.gpu}" if seat.gpu is not None else "all GPUs"
-        lines.append(f"local rank {number}: {cpus}, {gpu}, {seat.threads} thread{'s' * (seat.threads != 1)}")
+    for number, cpu_place in enumerate(cpu_places):
+        cpus = f"CPUs {spans(cpu_place.cpus, ',')}" if cpu_place.cpus else "all CPUs"
+        gpu = f"GPU {cpu_place.gpu}" if cpu_place.gpu is not None else "all GPUs"
+        lines.append(f"local rank {number}: {cpus}, {gpu}, {cpu_place.threads} thread{'s' * (cpu_place.threads != 1)}")
     return lines
 
 
-def seats(nproc: int, bind: Bind, one_gpu_per_rank: bool, environ: Mapping[str, str]) -> tuple[CpuPlace, ...]:
+def cpu_places_of(nproc: int, bind: Bind, one_gpu_per_rank: bool, environ: Mapping[str, str]) -> tuple[CpuPlace, ...]:
     """Assign CPUs and a GPU to each rank of this host; empty if no rank is restricted.
 
     Raises:

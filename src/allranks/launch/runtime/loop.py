@@ -20,7 +20,8 @@ from pathlib import Path
 import msgspec
 
 from allranks._base.console import printable
-from allranks._rendezvous.seats import TABLE_KEY
+from allranks._elastic.rank_slots import ElasticRules
+from allranks._elastic.slot_table import TABLE_KEY
 from allranks._store import StoreServer
 from allranks._trace import stacks
 from allranks._trace.jobs import JobAnswer
@@ -51,7 +52,7 @@ from allranks.launch.policy.interface import (
     PrintNotice,
     PrintReport,
     PrintStacks,
-    PublishSeats,
+    PublishSlots,
     RanksFinished,
     RanksStarted,
     ReaderChanged,
@@ -66,7 +67,6 @@ from allranks.launch.policy.interface import (
 )
 from allranks.launch.policy.root_cause import Failure
 from allranks.launch.policy.round import Phase, Round, Rules, step
-from allranks.launch.policy.seats import Elastic
 from allranks.launch.reporter import Reporter
 from allranks.launch.runtime.agents import Agents
 from allranks.launch.runtime.job_control import SIGNALS, JobControl
@@ -97,7 +97,7 @@ __all__ = ["FORWARDED", "Ports", "RoundLoop", "RoundSpec", "elastic_rules"]
 _BACKLOG = 1 << 20  # bytes; more output waits in the ranks' pipes, and the ranks block when these are full
 
 
-def elastic_rules(options: Options, spares: Sequence[str] = (), most: int | None = None) -> Elastic | None:
+def elastic_rules(options: Options, spares: Sequence[str] = (), most: int | None = None) -> ElasticRules | None:
     """Return the policy's rules for an elastic job; None if the job is not elastic.
 
     Args:
@@ -108,7 +108,7 @@ def elastic_rules(options: Options, spares: Sequence[str] = (), most: int | None
     if options.elastic is None:
         return None
     least, greatest = options.elastic
-    return Elastic(least, options.respawns, tuple(spares), most if greatest is None else greatest)
+    return ElasticRules(least, options.respawns, tuple(spares), most if greatest is None else greatest)
 
 
 @dataclass(frozen=True)
@@ -414,9 +414,9 @@ class RoundLoop:
             case StartElsewhere(lost, spare, starts):
                 self._screen.move(starts, spare)
                 self._agents.start_elsewhere(lost, spare, starts)
-            case PublishSeats(seats):
+            case PublishSlots(slots):
                 assert self._store is not None
-                self._store.put(TABLE_KEY, seats.encode())
+                self._store.put(TABLE_KEY, slots.encode())
             case LendTerminal(rank):
                 self._answers.append(TerminalLent(self._control is not None and self._control.lend(rank)))
             case ReclaimTerminal(_, restore):

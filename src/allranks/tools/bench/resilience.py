@@ -42,7 +42,8 @@ from torch import nn
 
 import allranks
 from allranks._cluster.host import cores, processor, usable_cpus
-from allranks.resilience import State, handover
+from allranks._elastic.training import handover
+from allranks.resilience import State
 from allranks.testing import run_ranks
 from allranks.tools.bench import goals, text
 from allranks.tools.bench.goals import Goal, GoalReport, of

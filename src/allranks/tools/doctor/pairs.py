@@ -53,15 +53,15 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
     """
     if size <= _ONE_BY_ONE:
         return [[(i, j)] for i in range(size) for j in range(i + 1, size)]
-    seats: list[int | None] = list(range(size))
+    slots: list[int | None] = list(range(size))
     if size % 2:
-        seats.append(None)  # a rank that is paired with None is idle
+        slots.append(None)  # a rank that is paired with None is idle
     drawn = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        met = [(a, b) for a, b in zip(seats[:half], reversed(seats[half:]), strict=True)]
+    for _ in range(len(slots) - 1):
+        half = len(slots) // 2
+        met = [(a, b) for a, b in zip(slots[:half], reversed(slots[half:]), strict=True)]
         drawn.append([(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+        slots = [slots[0], slots[-1], *slots[1:-1]]
     return drawn
 
 

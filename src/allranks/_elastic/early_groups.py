@@ -1,0 +1,293 @@
+"""Groups that an elastic program creates before its training loop. They survive the loss of their members.
+
+When a process has replaced a lost rank, the world has a new engine. These groups then get new engines, too, in the same
+objects. Meshes and sharded models that use them stay valid. A replacement process runs the program from the top and
+creates the same groups while the other ranks are already past that point. The ranks therefore connect these groups when
+they enter the loop. Earlier calls on the groups are answered from the replay log, like those on the world
+(`_elastic/replay`).
+
+If ranks are renumbered, a group of some ranks has lost its meaning and is closed. Ranks that share a replica of the
+model (``GroupHistory.replica``) are the exception. A group of ranks of one replica becomes the group of the same
+positions of each replica. A group of the same positions of all replicas becomes that of the replicas that exist now.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+from allranks import _engines
+from allranks._base.errors import AbortedError, AllranksError, JoinError, PeerLostError, TimeoutError
+from allranks._elastic.history import GroupHistory
+from allranks._elastic.replay import ReplayEngine, unrecorded
+from allranks._group.exchange import exchange_locally, gather_rows
+from allranks._group.process_group import ProcessGroup
+
+if TYPE_CHECKING:
+    from allranks._engines.base import Engine
+
+__all__ = ["EarlyGroups", "ElasticWorld", "early_groups_of"]
+
+_KEY_BYTES = 16
+_CONNECT_S = 5.0  # seconds; all members have exchanged records, and losses after that are detected earlier
+
+
+@dataclass(frozen=True)
+class _Early:
+    """A group created before the training loop.
+
+    Attributes:
+        group: The group.
+        key: The same on all its members, and different from that of any other group.
+        ranks: The ranks of its members in the world.
+        backend: The name of its engine.
+    """
+
+    group: ProcessGroup
+    key: bytes
+    ranks: Sequence[int]
+    backend: str
+
+    def role(self, replica: int, count: int) -> tuple[str, tuple[int, ...]] | None:
+        """Return the meaning of the group if replicas of this size join and leave.
+
+        Args:
+            replica: The number of ranks of one replica.
+            count: The number of replicas when the group was created.
+
+        Returns:
+            Whether the group spans one replica or all replicas, and the positions of its members in a replica. None if
+            it is neither.
+        """
+        if replica == 1 or count < 2:
+            return None
+        places = tuple(dict.fromkeys(rank % replica for rank in self.ranks))
+        if len({rank // replica for rank in self.ranks}) == 1:
+            return "replica", places
+        if tuple(self.ranks) == tuple(row * replica + place for row in range(count) for place in places):
+            return "all", places
+        return None
+
+
+class EarlyGroups:
+    """The early groups of one world, in the order of their creation, which is the same on all ranks."""
+
+    def __init__(self, world: ProcessGroup, history: GroupHistory, slots: Sequence[int]) -> None:
+        """
+        Args:
+            world: The world.
+            history: The group history of the world.
+            slots: The rank slots of its ranks.
+        """
+        self._world = world
+        self._history = history
+        self._slots = list(slots)
+        self._groups: list[_Early] = []
+        self._made: Counter[tuple[object, ...]] = Counter()
+
+    def __contains__(self, group: ProcessGroup) -> bool:
+        return any(each.group is group for each in self._groups)
+
+    @property
+    def of_replicas(self) -> list[ProcessGroup]:
+        """The groups that continue to exist if replicas of the model join or leave."""
+        return [each.group for each in self._groups if self._role(each) is not None]
+
+    @property
+    def lacks(self) -> bool:
+        """Whether the replay log lacks the result of a call, so that this process needs the state of another one."""
+        return any(each.group._is_open and _replay(each).lacks for each in self._groups)
+
+    def connect(self, parent: ProcessGroup, connect: Callable[[], Engine | None]) -> Engine | None:
+        """Connect a new group through an existing group, or return None if this is not possible yet.
+
+        It is not possible in a replacement process, nor if a rank is lost while the group connects. In the second case
+        a replacement of that rank joins, and the group connects when the loop begins.
+        """
+        replay = parent.engine
+        assert isinstance(replay, ReplayEngine)
+        if replay.engine is None:
+            return None
+        try:
+            with unrecorded():
+                return connect()
+        except (PeerLostError, AbortedError):
+            return None
+        except (JoinError, TimeoutError):
+            if self._world.failed_ranks():
+                return None
+            raise
+
+    def make(
+        self, engine: Engine | None, ranks: Sequence[int], backend: str, name: str, timeout_s: float
+    ) -> ProcessGroup:
+        """Create a group.
+
+        Args:
+            engine: The engine that connects its members, or None if it is not connected yet.
+            ranks: The ranks of its members in the world.
+            backend: The name of its engine.
+            name: The name of the group.
+            timeout_s: The timeout of its calls, in seconds.
+        """
+        slots = tuple(self._slots[rank] for rank in ranks)
+        self._made[slots, backend] += 1
+        about = repr((slots, backend, self._made[slots, backend])).encode()
+        key = hashlib.blake2b(about, digest_size=_KEY_BYTES).digest()
+        membership, slot = self._history.membership, self._slots[self._world.rank()]
+        # The log of this rank slot comes first. The other logs can contain results that it lacks.
+        slots_read = [slot, *(other for other in slots if other != slot)]
+        replay = ReplayEngine(
+            backend,
+            engine,
+            lambda entry: membership.append(_record(slot, key), entry),
+            partial(_give_up, name),
+            lambda: [membership.read(_record(each, key)) or b"" for each in slots_read],
+        )
+        members = [self._world.members[rank] for rank in ranks]
+        made = ProcessGroup(replay, name, list(ranks).index(self._world.rank()), members, timeout_s)
+        early = _Early(made, key, tuple(ranks), backend)
+        if engine is not None:
+            made.history = self._history_of(early, key, ranks)
+        self._groups.append(early)
+        return made
+
+    def abort(self) -> None:
+        """Abort the calls of these groups, on every rank."""
+        for each in self._groups:
+            if each.group._is_open:
+                each.group.abort()
+
+    def enter(self) -> None:
+        """Enter the training loop after no rank was lost: calls go directly to the engines from now on."""
+        for each in self._groups:
+            if each.group._is_open:
+                engine = _replay(each).engine
+                assert engine is not None  # a rank that has not connected it has detected a loss
+                each.group.use(engine)
+
+    def renew(self) -> None:
+        """Connect the groups in the present generation of the world. All its ranks call this.
+
+        Raises:
+            PeerLostError: A rank was lost during the call.
+            AbortedError: Another rank has detected such a loss.
+            TimeoutError: A rank did not arrive in time.
+            JoinError: Members of a group could not connect.
+        """
+        there = [each for each in self._groups if each.group._is_open]
+        same = [slot for slot, _ in self._history.members] == self._slots
+        meant = [(each.key, each.ranks) for each in there] if same else self._meant(there)
+        # A group is connected only if all its members have created it. Otherwise its members would wait for the others.
+        offers = _gather_keys(self._world, [key for key, ranks in meant if ranks])
+        self._groups, connected = [], []
+        for each, (key, ranks) in zip(there, meant, strict=True):
+            if ranks and all(key in offers[rank] for rank in ranks):
+                self._groups.append(each)
+                connected.append((key, each, ranks))
+            elif same:
+                each.group._close_because("was closed when a rank was replaced, as not all its members have made it")
+            else:
+                each.group._close_because(
+                    "was closed when ranks were numbered anew after a loss: make groups of those that are left, in a"
+                    " step of the training loop"
+                )
+        # After renumbering, members may have created them in different orders. Sorting by key makes the order the same.
+        if not same:
+            connected.sort(key=lambda each: each[0])
+        for key, each, ranks in connected:
+            self._reconnect(each, key, ranks)
+
+    def _role(self, early: _Early) -> tuple[str, tuple[int, ...]] | None:
+        replica = self._history.replica
+        return early.role(replica, len(self._slots) // replica)
+
+    def _meant(self, groups: Sequence[_Early]) -> list[tuple[bytes, Sequence[int]]]:
+        """Return a key of each group, equal on its present members, and their ranks. No ranks: it lost its meaning."""
+        replica, world = self._history.replica, self._world
+        count, here = world.size() // replica, world.rank() // replica
+        made: Counter[object] = Counter()
+        found: list[tuple[bytes, Sequence[int]]] = []
+        for each in groups:
+            role = self._role(each)
+            if role is None:
+                found.append((each.key, ()))
+                continue
+            made[role, each.backend] += 1
+            about = repr((role, each.backend, made[role, each.backend])).encode()
+            rows = range(count) if role[0] == "all" else [here]
+            ranks = [row * replica + rank % replica for row in rows for rank in each.ranks[: len(role[1])]]
+            found.append((hashlib.blake2b(about, digest_size=_KEY_BYTES).digest(), ranks))
+        return found
+
+    def _reconnect(self, early: _Early, key: bytes, ranks: Sequence[int]) -> None:
+        world, ranks = self._world, list(ranks)
+        rank, members = ranks.index(world.rank()), [world.members[r] for r in ranks]
+        engine = _engines.make_engine(
+            early.backend,
+            rank,
+            members,
+            partial(exchange_locally, world, ranks),
+            early.group.name,
+            early.group.timeout_s,
+            world.parent_of(ranks),
+            connect_s=_CONNECT_S,
+        )
+        early.group._become(engine, rank, members)
+        early.group.history = self._history_of(early, key, ranks)
+
+    def _history_of(self, early: _Early, key: bytes, ranks: Sequence[int]) -> GroupHistory:
+        world, group = self._history, early.group
+        members = [world.members[rank] for rank in ranks]
+        prefix = f"{world.membership.prefix}group/{world.generation}.{key.hex()}.{ranks[0]}/"
+        return GroupHistory(world.membership, prefix, early.backend, group.name, group.timeout_s, world.slot, members)
+
+
+class ElasticWorld(ProcessGroup):
+    """The world of an elastic job.
+
+    Attributes:
+        early: The groups created before the training loop.
+    """
+
+    early: EarlyGroups
+
+
+def early_groups_of(world: ProcessGroup) -> EarlyGroups | None:
+    """Return the groups created before the training loop of an elastic job, or None in any other job."""
+    return world.early if isinstance(world, ElasticWorld) else None
+
+
+def _replay(early: _Early) -> ReplayEngine:
+    engine = early.group.engine
+    assert isinstance(engine, ReplayEngine)
+    return engine
+
+
+def _record(slot: int, key: bytes) -> str:
+    return f"replay/{slot}/{key.hex()}"
+
+
+def _give_up(name: str, replay: ReplayEngine) -> NoReturn:
+    """Raise for a call before the loop that a loss has interrupted, or whose outcome is not known."""
+    why = "has lost a rank" if replay.engine is not None else "is not connected yet, as a rank was lost"
+    raise AllranksError(
+        f"group '{name}' {why} before the training loop, where only calls on the world are made again.\n  Start the job"
+        " again (allranks run --restarts does so by itself), or call this group in a step of the loop"
+    )
+
+
+def _gather_keys(world: ProcessGroup, keys: Sequence[bytes]) -> list[set[bytes]]:
+    """Return the keys that each rank of the world has passed, by rank."""
+    counts = [int.from_bytes(row, "big") for row in gather_rows(world, len(keys).to_bytes(8, "big"))]
+    if not max(counts):
+        return [set() for _ in counts]
+    rows = gather_rows(world, b"".join(keys).ljust(max(counts) * _KEY_BYTES, b"\0"))
+    return [
+        {row[at : at + _KEY_BYTES] for at in range(0, count * _KEY_BYTES, _KEY_BYTES)}
+        for count, row in zip(counts, rows, strict=True)
+    ]

@@ -1,0 +1,176 @@
+"""The world of an elastic job until its training loop begins.
+
+Before the loop, every process sees the world of the first processes, including processes that join later. The replay
+log of the first processes answers the calls of a later process, so it contains the rank numbers and sizes of the
+first processes. A process that takes over a rank slot makes the calls of that slot. A process with a new slot makes the
+calls of the last rank. If several ranks share a replica of the model, it makes the calls of its position in the last
+replica. In the loop, all processes use the current numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from allranks._base.errors import AllranksError, ExcludedError
+from allranks._elastic.early_groups import EarlyGroups, ElasticWorld
+from allranks._elastic.history import GroupHistory, NextGeneration
+from allranks._elastic.membership_change import Decision
+from allranks._elastic.recovery import LATEST, numbered
+from allranks._elastic.replay import ReplayEngine
+from allranks._elastic.slot_table import GONE, OPTIONAL
+from allranks._group.process_group import ProcessGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from allranks._elastic.membership_store import MembershipStore
+    from allranks._engines.base import Engine
+    from allranks._rendezvous.rendezvous import Member
+
+__all__ = ["BEFORE_THE_LOOP", "LOOP", "OVER", "join_elastic"]
+
+BEFORE_THE_LOOP = -2
+"""Progress of a process before the loop: this value minus the number of calls that it has made."""
+
+
+FIRST = "first"
+"""Key in the membership table of the decision about the first processes."""
+
+LOOP = "loop"
+"""Key of a training loop that all ranks have entered, so the calls before it are recorded.
+
+Its value is that of ``Proposal.replica``.
+"""
+
+OVER = "over"
+"""Key of a training whose loop of epochs has finished. Its value is empty if another loop has begun."""
+
+ALL = 1 << 30  # more calls than any program makes before the loop
+_WAIT_S = 0.1  # seconds between two checks whether the loop has begun
+
+
+def join_elastic(membership: MembershipStore, backend: str, name: str, timeout_s: float) -> ProcessGroup:
+    """Join the world of an elastic job.
+
+    The first processes connect immediately. A process that takes over a rank slot later connects when it reaches a call
+    that the others have not made yet, or the loop. A process with a new slot waits until the loop begins.
+
+    Raises:
+        ExcludedError: This process joined later than the others, and they have finished.
+    """
+    history = GroupHistory(
+        membership, f"{membership.prefix}world/", backend, name, timeout_s, membership.me.rank, [], replaces=True
+    )
+    if _comes_later(membership):
+        _await_loop(membership)
+    latest, first = membership.read(LATEST), membership.read(FIRST)
+    found: NextGeneration | Decision
+    if latest is None:
+        found = history.succeed(lambda missing: frozenset(), progress=BEFORE_THE_LOOP, replaces=True, waits=False)
+    else:
+        found = msgspec.msgpack.decode(latest, type=Decision)
+        history.begin(found)
+    if isinstance(found, NextGeneration):
+        if found.rank == 0:
+            decided = msgspec.msgpack.encode(found.decision)
+            membership.write(FIRST, decided)
+            membership.write(LATEST, decided)
+        return _Beginning(membership, history, found.members, found.rank).make(backend, found.engine)
+    if first is not None:
+        found = msgspec.msgpack.decode(first, type=Decision)
+    members = [proposal.member for proposal in found.proposals]
+    slots = [member.rank for member in members]
+    rank = (
+        slots.index(membership.me.rank) if membership.me.rank in slots else _place_of_a_newcomer(membership, len(slots))
+    )
+    return _Beginning(membership, history, members, rank).make(backend, None)
+
+
+def _place_of_a_newcomer(membership: MembershipStore, ranks: int) -> int:
+    replica = int(membership.read(LOOP) or 1)
+    return ranks - replica + membership.me.rank % replica
+
+
+def _comes_later(membership: MembershipStore) -> bool:
+    table = membership.table()
+    slot = table.find(membership.me.rank) if table is not None else None
+    return slot is not None and slot.state == OPTIONAL
+
+
+def _await_loop(membership: MembershipStore) -> None:
+    """Wait until the training loop of the other processes has begun."""
+    while membership.read(LOOP) is None:
+        table = membership.table()
+        assert table is not None
+        if membership.read(OVER) or all(slot.state in (GONE, OPTIONAL) for slot in table.slots):
+            raise ExcludedError(f"rank {membership.me.rank}: the others had ended when this process came to join them")
+        time.sleep(_WAIT_S)
+
+
+class _Beginning:
+    """A world before the loop: supplies its `ReplayEngine` with the operations that it needs.
+
+    Args:
+        membership: The membership table of the job.
+        history: The group history of the world.
+        members: The processes that joined first, by rank. Their ``rank`` attribute is their rank slot.
+        rank: The rank of this process before the loop.
+    """
+
+    def __init__(
+        self, membership: MembershipStore, history: GroupHistory, members: Sequence[Member], rank: int
+    ) -> None:
+        self._membership = membership
+        self._history = history
+        self._rank = rank
+        self._slots = [members[rank].rank, *(member.rank for n, member in enumerate(members) if n != rank)]
+        self._members = numbered([membership.me if n == rank else member for n, member in enumerate(members)])
+        self._group: ElasticWorld | None = None
+
+    def make(self, backend: str, engine: Engine | None) -> ProcessGroup:
+        membership, history = self._membership, self._history
+        replay = ReplayEngine(
+            backend, engine, lambda entry: membership.append(f"replay/{self._slots[0]}", entry), self._renew, self._read
+        )
+        self._group = ElasticWorld(replay, history.name, self._rank, self._members, history.timeout_s)
+        self._group.history = history
+        history.place = self._rank
+        self._group.early = EarlyGroups(self._group, history, sorted(self._slots))
+        return self._group
+
+    def _read(self) -> list[bytes]:
+        return [self._membership.read(f"replay/{slot}") or b"" for slot in self._slots]
+
+    def _renew(self, replay: ReplayEngine) -> tuple[Engine, int]:
+        group, history, old = self._group, self._history, replay.engine
+        assert group is not None
+        before = list(history.members)
+        if old is not None:
+            old.abort()  # other ranks may wait for this rank in a call
+        group.early.abort()
+        found = history.succeed(
+            lambda missing: frozenset(before[rank] for rank in (old.lost() if old is not None else ())),
+            progress=BEFORE_THE_LOOP - replay.calls,
+            replaces=True,
+        )
+        assert isinstance(found, NextGeneration)
+        if old is not None:
+            old.close()
+        proposals = found.decision.proposals
+        if len(proposals) != group.size():
+            found.engine.close()
+            raise AllranksError(
+                f"rank {group.rank()}: {len(proposals)} of {group.size()} ranks are left before the training loop,"
+                " where ranks cannot be renumbered.\n  Start the job again (allranks run --restarts does so by itself)"
+            )
+        made = max(BEFORE_THE_LOOP - proposal.progress for proposal in proposals)
+        # Processes with more progress have made all calls before the loop, and have the state.
+        if any(proposal.progress > BEFORE_THE_LOOP for proposal in proposals):
+            group.entered, made = found.decision, ALL
+        if found.rank == 0:
+            self._membership.write(LATEST, msgspec.msgpack.encode(found.decision))
+        group.meet_again(numbered(found.members), found.engine)
+        return found.engine, made

@@ -1,0 +1,158 @@
+"""Recovery of a group after a loss: an agreement that a loss cannot interrupt, and the group of the remaining ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from allranks._base.errors import UsageError
+from allranks._base.integers import integer_of
+from allranks._call.types import ReduceOp
+from allranks._elastic.history import GroupHistory, NextGeneration, no_membership_store
+from allranks._elastic.membership_change import LostMembers, Vote
+from allranks._elastic.replay import LOSSES
+
+if TYPE_CHECKING:
+    from allranks._group.base import BaseGroup
+    from allranks._group.communicator import Communicator
+    from allranks._rendezvous.rendezvous import Member
+
+__all__ = ["LATEST", "advance", "agree", "numbered", "shrink"]
+
+# Seconds that this process waits for a rank before it queries the host of that rank: at first, and at most.
+_ASK_S = (0.2, 1.0)
+
+LATEST = "latest"
+"""Key in the membership table of the decision about the latest generation of an elastic world."""
+
+
+def agree(group: Communicator, value: int) -> int:
+    """See ``ProcessGroup.agree``."""
+    if not 0 <= value < 1 << 63:
+        raise UsageError(f"agree: expected a whole number from 0 to 2**63 - 1, not {value!r}")
+    if group.size() == 1:
+        return int(value)
+    history = group.history
+    try:
+        outcome = _least(group, value)
+    except LOSSES as error:
+        if history is None:
+            raise no_membership_store(group.name, "agree", group.reconfigured) from error
+        history.vote = msgspec.structs.replace(history.vote, value=int(value))
+        decision = history.decide(_Detector(group, history), replaces=history.replaces)
+        history.vote = Vote(decision.ended, decision.outcome)
+        return decision.outcome
+    if history is not None:
+        history.vote = Vote(history.vote.ended + 1, outcome)
+    return outcome
+
+
+def shrink(
+    group: BaseGroup, ranks_to_exclude: Sequence[int], timeout_s: float | None
+) -> tuple[NextGeneration, list[Member]]:
+    """Return the next generation of a group, and its members, by rank, with their ranks in the world.
+
+    See ``ProcessGroup.shrink``.
+    """
+    history = history_of(group, "shrink")
+    without = []
+    for rank in ranks_to_exclude:
+        number = integer_of(rank)
+        if number is None or not 0 <= number < group.size():
+            raise UsageError(
+                f"shrink: {rank!r} is not a rank of group '{group.name}': expected 0 to {group.size() - 1}"
+            )
+        without.append(history.members[number][0])
+    world_ranks = {slot: member for (slot, _), member in zip(history.members, group.members, strict=True)}
+    following = _succeed(group, history, without=without, timeout_s=timeout_s)
+    return following, [world_ranks[proposal.slot] for proposal in following.decision.proposals]
+
+
+def advance(group: BaseGroup, *, progress: int, replaces: bool, timeout_s: float | None = None) -> NextGeneration:
+    """Move the world to its next generation, in place: the same object with other ranks.
+
+    Args:
+        group: The world.
+        progress: The progress of this process's program. ``NEWCOMER``: it is new.
+        replaces: Wait for processes that take lost rank slots, and accept newcomers.
+        timeout_s: Seconds to wait for ranks that are not known to be lost.
+    """
+    history = history_of(group, "go on after a loss")
+    group.abort()  # whatever the cause of this call: other ranks may wait for this rank in a call
+    following = _succeed(group, history, progress=progress, replaces=replaces, timeout_s=timeout_s)
+    group._become(following.engine, following.rank, numbered(following.members))
+    if following.rank == 0 and history.membership.launched:
+        history.membership.write(LATEST, msgspec.msgpack.encode(following.decision))
+    return following
+
+
+def numbered(members: Sequence[Member]) -> list[Member]:
+    """Return these processes as the members of a world, by rank."""
+    return [msgspec.structs.replace(m, rank=rank, world_size=len(members)) for rank, m in enumerate(members)]
+
+
+def _succeed(
+    group: BaseGroup,
+    history: GroupHistory,
+    *,
+    without: Sequence[int] = (),
+    progress: int = 0,
+    replaces: bool = False,
+    timeout_s: float | None = None,
+) -> NextGeneration:
+    if group.failed_ranks():
+        group.abort()  # for ranks that are in a call and have not detected the loss
+    following = history.succeed(
+        _Detector(group, history), without=without, progress=progress, replaces=replaces, timeout_s=timeout_s
+    )
+    assert isinstance(following, NextGeneration)
+    return following
+
+
+def history_of(group: BaseGroup, call: str) -> GroupHistory:
+    """Return the history of a group.
+
+    Raises:
+        UsageError: It has none. The message names ``call``.
+    """
+    if group.history is None:
+        raise no_membership_store(group.name, call, group.reconfigured)
+    return group.history
+
+
+class _Detector:
+    """Detection of lost members by this process.
+
+    The first rank of each host reports the deaths on its host. If that rank has died, no rank reports them, and a
+    missing rank may have died with it. This process therefore queries the host of a missing rank. It does not if a
+    launcher detects all exits.
+    """
+
+    def __init__(self, group: BaseGroup, history: GroupHistory) -> None:
+        self._group = group
+        # These are the members of the generation that has ended, also while the next generations are created.
+        self._members = list(history.members)
+        self._asks = not history.membership.launched
+        self._gone: set[tuple[int, int]] = set()
+        self._pause_s = _ASK_S[0]
+        self._ask_at = time.monotonic() + self._pause_s
+
+    def __call__(self, missing: Sequence[tuple[int, int]]) -> LostMembers:
+        seen = {self._members[rank] for rank in self._group.failed_ranks()}
+        if self._asks and time.monotonic() >= self._ask_at:
+            suspects = [rank for rank, each in enumerate(self._members) if each in missing and each not in seen]
+            self._gone |= {self._members[rank] for rank in self._group.engine.find_gone(suspects)}
+            self._pause_s = min(2 * self._pause_s, _ASK_S[1])
+            self._ask_at = time.monotonic() + self._pause_s
+        return frozenset(seen | self._gone)
+
+
+def _least(group: Communicator, value: int) -> int:
+    import torch  # late: a process without torch can describe groups
+
+    ballot = torch.tensor([value], dtype=torch.int64, device=group.device)
+    group.all_reduce(ballot, ReduceOp.MIN)
+    return int(ballot)

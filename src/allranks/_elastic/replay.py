@@ -1,0 +1,339 @@
+"""The replay log of the calls that an elastic program makes before its training loop, so that they survive losses.
+
+Each rank records the results of these calls. A process that takes a lost rank's slot runs the program from the top,
+while the others are already past these calls, and receives the recorded results. If a loss interrupts a call before the
+loop, a replacement process reaches the same call, and all ranks make it again. A rank that did not get its result
+receives that of another rank. Large results are not kept. Their memory is filled with ones in all bits (NaN as a
+float). They must be part of the state that the loop restores, like the weights that DistributedDataParallel broadcasts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+import torch
+
+from allranks._base.errors import AbortedError, PeerLostError, TimeoutError, UsageError
+from allranks._call.bytes import bytes_of
+from allranks._call.callsite import where
+from allranks._call.types import Stats
+from allranks._call.work import Complete
+from allranks._engines.base import Engine, never
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from allranks import _core
+    from allranks._call.types import PremulSum, ReduceOp
+    from allranks._call.work import Work
+
+__all__ = ["LOSSES", "ReplayEngine", "brought_by_the_state", "unrecorded"]
+
+LOSSES = (PeerLostError, AbortedError, TimeoutError)
+"""The errors of calls that a loss has interrupted."""
+
+_SMALL = 64 << 10  # bytes of one tensor: larger tensors of floats are not kept
+_MOST = 4 << 20  # bytes of all entries of a rank
+_MANY = 10_000  # calls: a program with more calls before the loop does not use allranks's training loop
+
+_ALIKE = ("all_reduce", "broadcast", "all_gather", "barrier")  # their results are the same on all ranks
+_LENGTH = struct.Struct("!I")
+
+_local = threading.local()
+
+
+class LoggedCall(msgspec.Struct, frozen=True, array_like=True):
+    """A call and its results.
+
+    Attributes:
+        verb: The name of the call.
+        outputs: The bytes of each tensor that it wrote, or the number of bytes of a tensor that is not kept.
+        sender: The sender of a recv.
+    """
+
+    verb: str
+    outputs: tuple[bytes | int, ...] = ()
+    sender: int = -1
+
+
+@contextlib.contextmanager
+def brought_by_the_state() -> Iterator[None]:
+    """Do not keep the results of calls in this context, because the training state contains them."""
+    _local.brought = True
+    try:
+        yield
+    finally:
+        _local.brought = False
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Treat calls in this context as internal: they are not recorded, and a loss aborts them."""
+    _local.unrecorded = True
+    try:
+        yield
+    finally:
+        _local.unrecorded = False
+
+
+def encode(entry: LoggedCall | None) -> bytes:
+    """Return an entry to append to a log. None: the results are too large to keep, and no entry follows."""
+    data = msgspec.msgpack.encode(entry)
+    return _LENGTH.pack(len(data)) + data
+
+
+def decode(record: bytes) -> list[LoggedCall | None]:
+    """Return the entries of a log."""
+    entries, at = [], 0
+    while at < len(record):
+        (length,) = _LENGTH.unpack_from(record, at)
+        at += _LENGTH.size + length
+        entries.append(msgspec.msgpack.decode(record[at - length : at], type=LoggedCall | None))
+    return entries
+
+
+def _kept(tensor: Tensor) -> bytes | int:
+    if getattr(_local, "brought", False) or (tensor.nbytes > _SMALL and tensor.is_floating_point()):
+        return tensor.nbytes
+    return bytes_of(tensor.detach())
+
+
+def _fill(tensor: Tensor, data: bytes | int) -> bool:
+    """Write a kept result to a tensor. Return whether it fits."""
+    if (data if isinstance(data, int) else len(data)) != tensor.nbytes:
+        return False
+    if not tensor.nbytes:
+        return True
+    raw = b"\xff" * data if isinstance(data, int) else data
+    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(tensor.dtype)
+    with torch.no_grad():
+        tensor.copy_(flat.view(tensor.shape))
+    return True
+
+
+class ReplayEngine(Engine):
+    """The engine in front of a group's own engine until the loop begins.
+
+    Attributes:
+        engine: The engine of the group. None in a process that is not connected yet.
+        calls: The number of calls that were made.
+        lacks: A result was not kept, so this process needs the state of another process.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        engine: Engine | None,
+        append: Callable[[bytes], None],
+        renew: Callable[[ReplayEngine], tuple[Engine, int]],
+        read: Callable[[], Sequence[bytes]],
+    ) -> None:
+        """
+        Args:
+            backend: The name of the engine.
+            engine: The engine. None: calls receive the recorded results.
+            append: Appends bytes to the log of this rank.
+            renew: Connects a new engine after a loss, or the first one. Returns it, and the highest number of calls
+                that any rank has made.
+            read: Returns the logs: that of this rank slot, then those of the others.
+        """
+        self.name = backend
+        self.now = never
+        self.engine = engine
+        self.calls = 0
+        self.lacks = False
+        self._append = append
+        self._renew = renew
+        self._read = read
+        self._records = [decode(record) for record in read()] if engine is None else []
+        # The number of calls that some rank has made, as known after a loss: these calls are replayed, not made.
+        self._made = 0
+        self._kept = len(self._records[0]) if self._records else 0  # entries in the log of this rank slot
+        self._keeps = not (self._records and self._records[0] and self._records[0][-1] is None)
+        self._bytes = 0
+
+    def _call(self, verb: str, written: Sequence[Tensor], call: Callable[[Engine], Any]) -> int:
+        if getattr(_local, "unrecorded", False):
+            assert self.engine is not None
+            answer = call(self.engine)
+            return answer if isinstance(answer, int) else -1
+        if self.engine is None or self.calls < self._made:
+            entry = self._find()
+            if entry is not None or self.engine is not None:
+                self._give(verb, entry, written)
+                assert entry is not None
+                self._add(entry)
+                return entry.sender
+            self._connect()
+            return self._call(verb, written, call)
+        # The engine may have written part of the results before a loss. The call is repeated on the original values.
+        before = [tensor.detach().clone() for tensor in written]
+        assert self.engine is not None
+        try:
+            answer = call(self.engine)
+        except LOSSES:
+            with torch.no_grad():
+                for tensor, copy in zip(written, before, strict=True):
+                    tensor.copy_(copy)
+            self._connect()
+            return self._call(verb, written, call)
+        sender = answer if isinstance(answer, int) and verb == "recv" else -1
+        self._add(LoggedCall(verb, tuple(_kept(tensor) for tensor in written), sender) if self._keeps else None)
+        return sender
+
+    def _connect(self) -> None:
+        self.engine, self._made = self._renew(self)
+        self._records = [decode(record) for record in self._read()]
+
+    def _add(self, entry: LoggedCall | None) -> None:
+        self.calls += 1
+        if not self._keeps or self.calls <= self._kept:
+            return
+        if entry is not None:
+            self._bytes += sum(len(data) for data in entry.outputs if isinstance(data, bytes))
+        if self._bytes > _MOST or self.calls > _MANY:
+            entry = None
+        self._keeps = entry is not None
+        self._append(encode(entry))
+
+    def _find(self) -> LoggedCall | None:
+        own, *others = self._records
+        if self.calls < len(own):
+            return own[self.calls]
+        # Another rank has the result of a call that a loss has interrupted on this rank.
+        found = [record[self.calls] for record in others if self.calls < len(record)]
+        return next((entry for entry in found if entry is not None and entry.verb in _ALIKE), None)
+
+    def _give(self, verb: str, entry: LoggedCall | None, written: Sequence[Tensor]) -> None:
+        fits = entry is not None and entry.verb == verb and len(entry.outputs) == len(written)
+        if fits and entry is not None:
+            fits = all(_fill(tensor, data) for tensor, data in zip(written, entry.outputs, strict=True))
+        if not fits or entry is None:
+            self._refuse(verb, entry)
+        self.lacks |= any(isinstance(data, int) for data in entry.outputs)
+
+    def _refuse(self, verb: str, entry: LoggedCall | None) -> NoReturn:
+        if entry is not None:
+            why = f"the lost process had called {entry.verb} here, or with other sizes"
+        elif not self._keeps:
+            why = "the calls before the loop gave it more than is kept (4 MiB), or are asynchronous messages"
+        else:
+            why = "what it gave that rank is not known"
+        raise UsageError(
+            f"{verb} at {where()}: this process takes a lost rank's place and is given what the calls of that rank gave"
+            f" before the training loop, but {why}.\n  Make large or changing calls in a step of the loop; see"
+            " docs/resilience.md"
+        )
+
+    def _live(self, verb: str) -> Engine:
+        if self.engine is None:
+            self._refuse(verb, None)
+        return self.engine
+
+    def _work(self, async_op: bool, tensors: Sequence[Tensor]) -> Work | None:
+        return Complete(list(tensors)) if async_op else None
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
+        self._call("all_reduce", [tensor], lambda engine: engine.all_reduce(tensor, op, False))
+        return self._work(async_op, [tensor])
+
+    def reduce(self, tensor: Tensor, root: int, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
+        self._call("reduce", [tensor], lambda engine: engine.reduce(tensor, root, op, False))
+        return self._work(async_op, [tensor])
+
+    def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Work | None:
+        self._call("broadcast", [tensor], lambda engine: engine.broadcast(tensor, root, False))
+        return self._work(async_op, [tensor])
+
+    def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool) -> Work | None:
+        written = _listed(outputs)
+        self._call("all_gather", written, lambda engine: engine.all_gather(outputs, tensor, False))
+        return self._work(async_op, written)
+
+    def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
+        written = list(outputs or ())
+        self._call("gather", written, lambda engine: engine.gather(tensor, outputs, root, False))
+        return self._work(async_op, written)
+
+    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
+        self._call("scatter", [tensor], lambda engine: engine.scatter(tensor, inputs, root, False))
+        return self._work(async_op, [tensor])
+
+    def reduce_scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp | PremulSum, async_op: bool
+    ) -> Work | None:
+        self._call("reduce_scatter", [tensor], lambda engine: engine.reduce_scatter(tensor, inputs, op, False))
+        return self._work(async_op, [tensor])
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
+        self._call("all_to_all", list(outputs), lambda engine: engine.all_to_all(outputs, inputs, False))
+        return self._work(async_op, outputs)
+
+    def barrier(self, async_op: bool) -> Work | None:
+        self._call("barrier", [], lambda engine: engine.barrier(False))
+        return self._work(async_op, [])
+
+    def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
+        if async_op:  # a blocking send might never complete here
+            self._keeps_nothing_more()
+            return self._live("isend").send(tensor, to, tag, True)
+        self._call("send", [], lambda engine: engine.send(tensor, to, tag, False))
+        return None
+
+    def recv(self, tensor: Tensor, source: int, tag: int) -> int:
+        return self._call("recv", [tensor], lambda engine: engine.recv(tensor, source, tag))
+
+    def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
+        engine = self._live("irecv")
+        self._keeps_nothing_more()
+        return engine.irecv(tensor, source, tag)
+
+    def _keeps_nothing_more(self) -> None:
+        if self._keeps:
+            self._keeps = False
+            self._append(encode(None))
+
+    def empty_shared(self, nbytes: int) -> Tensor:
+        return super().empty_shared(nbytes)  # ranks that connect later would not have shared memory
+
+    def record_in(self, recorder: _core.Recorder, group: int) -> bool:
+        return self.engine is not None and self.engine.record_in(recorder, group)
+
+    def parts(self) -> Mapping[str, Engine]:
+        return {self.device: self} if self.engine is None else self.engine.parts()
+
+    def last_numbers(self) -> Sequence[int] | None:
+        return None if self.engine is None else self.engine.last_numbers()
+
+    def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
+        return None if self.engine is None else self.engine.liveness(ranks)
+
+    def lost(self) -> Sequence[int]:
+        return () if self.engine is None else self.engine.lost()
+
+    def find_gone(self, ranks: Sequence[int]) -> Sequence[int]:
+        return () if self.engine is None else self.engine.find_gone(ranks)
+
+    def abort(self) -> None:
+        if self.engine is not None:
+            self.engine.abort()
+
+    def stats(self) -> Stats:
+        return Stats(0, 0, 0.0, 0) if self.engine is None else self.engine.stats()
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+    def abandon(self) -> None:
+        if self.engine is not None:
+            self.engine.abandon()
+
+
+def _listed(outputs: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]  # type: ignore[list-item]

@@ -1,0 +1,259 @@
+"""The state of a training on the disk: when it is saved, and how a new job continues from it.
+
+A process that replaces a lost rank receives the state from the memory of other ranks. The disk covers the other cases:
+all ranks are lost, or the job is started again. A checkpoint contains what a replacement process would receive, and the
+position of the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from allranks._api import objects
+from allranks._base.errors import AllranksError, CheckpointError, UsageError
+from allranks._call import callsite
+from allranks._elastic.replay import LOSSES
+from allranks._elastic.training.position import Position
+from allranks._elastic.training.reachable import is_generator
+from allranks._elastic.training.shards import layout_of
+from allranks.checkpoint import Info, RandomState, Saving, latest, load, save_async
+from allranks.checkpoint.values import flatten
+
+if TYPE_CHECKING:
+    from allranks._elastic.training.shards import Parts
+    from allranks._group.process_group import ProcessGroup
+
+__all__ = ["Checkpoints", "Disk"]
+
+
+_OF_THE_JOB = ("loaded", "saved")  # fields of a position that another job determines itself
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where a State stores its checkpoints on the disk, and how often it writes one.
+
+    Args:
+        folder: Directory of the checkpoints. All ranks must have access to it.
+        every: Steps between two checkpoints. None: only at the end.
+        keep: Number of the newest checkpoints that are kept. None: all.
+        keep_every: Also keep checkpoints whose number of steps is a multiple of it.
+        on_error: Action if a checkpoint cannot be written: ``"raise"`` ends the training, ``"warn"`` continues without
+            the checkpoint.
+
+    Raises:
+        UsageError: A number is less than 1, or ``on_error`` has another value.
+    """
+
+    folder: str | os.PathLike[str]
+    every: int | None = None
+    keep: int | None = 2
+    keep_every: int | None = None
+    on_error: str = "raise"
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep", "keep_every"):
+            number = getattr(self, name)
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+                raise UsageError(f"Checkpoints: {name}={number!r}: expected a whole number, at least 1")
+        if self.on_error not in ("raise", "warn"):
+            raise UsageError(f"Checkpoints: on_error={self.on_error!r}: expected 'raise' or 'warn'")
+
+
+class Disk:
+    """Saves and loads the state of a training. All ranks call each method, except those "on this rank"."""
+
+    def __init__(
+        self, world: ProcessGroup, wanted: Checkpoints, parts: Parts, own: Sequence[Tensor], random: bool
+    ) -> None:
+        """
+        Args:
+            world: The process group of all ranks.
+            wanted: Directory and frequency of checkpoints.
+            parts: Parts of the state.
+            own: Tensors whose values differ between ranks.
+            random: Include the states of the generators.
+        """
+        self._world = world
+        self._wanted = wanted
+        # The state of a generator follows from the position, and a checkpoint cannot contain a generator.
+        self._tree: dict[str, Any] = {n: _part(n, part) for n, part in parts.items() if not is_generator(part)}
+        self._own = list(own)
+        self._random = random
+        self._saving: Saving | None = None
+        self._cut_off = False
+        flatten(self._whole(Position(), 0))  # raises now, not at the first save, if a value cannot be saved
+
+    def is_due(self, position: Position, ends: bool) -> bool:
+        """Return whether a checkpoint must be written now."""
+        if position.saved < 0:
+            return True
+        since, every = position.done - position.saved, self._wanted.every
+        return since > 0 and (ends or (every is not None and since >= every))
+
+    def save(self, position: Position, seed: int) -> None:
+        """Copy this rank's share of the checkpoint, and write it in the background."""
+        self.settle()
+        self._cut_off = False
+        wanted, tree = self._wanted, self._whole(position, seed)
+        with self._told():
+            self._saving = save_async(
+                tree,
+                wanted.folder,
+                step=position.done,
+                keep=wanted.keep,
+                keep_every=wanted.keep_every,
+                own=["own"],
+                group=self._world,
+            )
+
+    def settle(self) -> bool:
+        """Wait for the checkpoint that is being written.
+
+        Returns:
+            False if a loss has interrupted it. The result applies to this rank.
+
+        Raises:
+            CheckpointError: It could not be written, and ``on_error`` is ``"raise"``.
+        """
+        error, self._saving = self._error(), None
+        self._cut_off = self._cut_off or isinstance(error, LOSSES)
+        if error is not None and not isinstance(error, LOSSES):
+            with self._told():
+                raise error
+        return not self._cut_off
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written, on this rank."""
+        return self._saving is not None and not self._saving.done()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a write failed for a reason other than a loss and is not reported yet, on this rank."""
+        ended = self._saving is not None and self._saving.done()
+        return ended and not isinstance(self._error(), (*LOSSES, type(None)))
+
+    @property
+    def was_cut_off(self) -> bool:
+        """Whether a loss has interrupted the last save, on this rank. Waits until the save has ended."""
+        return self._cut_off or isinstance(self._error(), LOSSES)
+
+    def _error(self) -> Exception | None:
+        if self._saving is not None:
+            try:
+                self._saving.wait()
+            except Exception as error:  # noqa: BLE001 - returned, not raised
+                return error
+        return None
+
+    def load(self) -> tuple[Position, int, dict[str, Any] | None] | None:
+        """Load the state from the newest checkpoint.
+
+        Returns:
+            The position of the training, this rank's seed, and the states of its generators if they are saved. None: no
+            checkpoint exists.
+
+        Raises:
+            CheckpointError: A rank cannot load it. Raised on every rank.
+        """
+        folder, world = self._wanted.folder, self._world
+        newest = _agreed(world, lambda: latest(folder, group=world))[world.rank()]
+        if newest is None:
+            return None
+        try:
+            return self._load(newest)
+        except CheckpointError:
+            # The newest checkpoint may be damaged. verify=True finds the newest one whose content is intact.
+            whole = _agreed(world, lambda: latest(folder, group=world, verify=True))[world.rank()]
+            if whole is None or whole.path == newest.path:
+                raise
+            return self._load(whole)
+
+    def _load(self, newest: Info) -> tuple[Position, int, dict[str, Any] | None]:
+        world = self._world
+        tree = {**self._whole(Position(), 0), "position": {}}
+        if self._random:
+            tree["random"] = {}
+        if world.rank() >= newest.ranks:  # a rank that did not exist at the save must not take rank 0's tensors
+            del tree["own"]["tensors"]
+        _agreed(world, lambda: load(newest, into=tree, group=world) and None)
+        where = tree["position"]
+        position = Position(**{"loop": int(where["epoch"] >= 0), **where})  # before 0.4 a position had no loop
+        position.saved = position.done
+        return position, int(tree["seed"]), tree.get("random")
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Raise a checkpoint error, or turn it into a warning, according to ``on_error``."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self._wanted.on_error == "raise":
+                raise
+            if self._world.rank() == 0:
+                callsite.warn(f"State: the training goes on without this checkpoint. {error}")
+
+    def _whole(self, position: Position, seed: int) -> dict[str, Any]:
+        where = {name: value for name, value in asdict(position).items() if name not in _OF_THE_JOB}
+        whole: dict[str, Any] = {"parts": self._tree, "position": where}
+        whole["own"] = {"tensors": self._own}
+        whole["seed"] = str(seed)  # a string, because the seed may have 64 bits and a sign
+        if self._random:
+            whole["random"] = RandomState()
+        return whole
+
+
+class _Dict:
+    """A dict among the parts. Loading replaces all its keys by those of the checkpoint."""
+
+    def __init__(self, values: dict[Any, Any]) -> None:
+        self._values = values
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self._values
+
+    def load_state_dict(self, came: dict[Any, Any]) -> None:
+        for key, value in came.items():
+            old = self._values.get(key)
+            if isinstance(old, Tensor) and isinstance(value, Tensor):
+                came[key] = value.to(old.device)
+        self._values.clear()
+        self._values.update(came)
+
+
+def _part(name: str, part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
+    if any(layout_of(value) is not None for value in part.values() if isinstance(value, Tensor)):
+        raise UsageError(
+            f"State: {name} has a DTensor, which checkpoints cannot load into a dict: make it a part itself"
+        )
+    return _Dict(part)
+
+
+def _agreed(world: ProcessGroup, act: Callable[[], Any]) -> list[Any]:
+    """Run a function on each rank, and return the results of all ranks.
+
+    Raises:
+        CheckpointError: The function failed on a rank. Raised on every rank.
+    """
+    outcome, why = None, ""
+    try:
+        outcome = act()
+    except LOSSES:
+        raise
+    except (AllranksError, OSError) as error:
+        why = str(error)
+    found: list[Any] = [None] * world.size()
+    objects.all_gather_object(found, (outcome, why), world)
+    for rank, (_, why) in enumerate(found):
+        if why:
+            raise CheckpointError(f"State: rank {rank} cannot go on from a checkpoint: {why}")
+    return [outcome for outcome, _ in found]

@@ -1,0 +1,518 @@
+"""Recovery of the training state after a loss: the next generation, and the transfer of the state to new processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks._api import objects
+from allranks._api.world import (
+    abort_groups,
+    destroy_process_group,
+    renew_groups,
+)
+from allranks._base.errors import (
+    AllranksError,
+    ExcludedError,
+    JoinError,
+    StateLostError,
+    UsageError,
+)
+from allranks._call import callsite
+from allranks._call.types import ReduceOp
+from allranks._elastic.early_groups import early_groups_of
+from allranks._elastic.history import ChangeCounts
+from allranks._elastic.joining import OVER
+from allranks._elastic.membership_change import NEWCOMER, Decision
+from allranks._elastic.recovery import advance
+from allranks._elastic.replay import LOSSES, ReplayEngine
+from allranks._elastic.training import handover, torchs_ddp, variables
+from allranks._elastic.training.audit import loop_frame, program_frames, surroundings
+from allranks._elastic.training.batches import Batches
+from allranks._elastic.training.coverage import digest
+from allranks._elastic.training.disk import Disk
+from allranks._elastic.training.handover import assign
+from allranks._elastic.training.replicas import Replicas
+from allranks._elastic.training.seeds import Seeds
+from allranks._elastic.training.shards import dtensors_in, layout_of
+from allranks._elastic.training.step import (
+    ALL,
+    UNDONE,
+    Step,
+    Undone,
+)
+from allranks._elastic.training.step_values import StepValues, latest
+from allranks._plugin.adapt import TORCHS_DDP
+
+__all__ = ["StateRecovery"]
+
+_loops_entered = itertools.count()
+_EXTRAS = "(buffers and gradients)"  # an additional part that is transferred with those of the program
+_VAIN = 5  # attempts to connect all groups before the error is raised
+
+
+class StateRecovery(StepValues):
+    """The part of a State that continues with other processes.
+
+    Attributes:
+        replaced: Number of times that another process has replaced a lost rank.
+        lost: Number of ranks that have been lost, including those that were lost before they received the state.
+        joined: Number of ranks that have joined later. These three are the same on all ranks, in each step.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Any],
+        own: Sequence[Tensor],
+        local: Sequence[Any],
+        wrappers: Sequence[Any],
+        seeds: Seeds,
+        inherit: Callable[[list[Tensor]], None] | None,
+    ) -> None:
+        super().__init__(parts, own, local, wrappers)
+        modules = [part for part in self.parts.values() if isinstance(part, nn.Module)]
+        self._replicas = Replicas(self.parts, modules, self._world) if self._sharded else None
+        if self._sharded:
+            self._warn_of_shards()
+        self._torchs: list[Any] = []
+        self._seeds = seeds
+        self._disk: Disk | None = None
+        self._generators: dict[str, Any] | None = None  # states of generators in the checkpoint that was loaded
+        self._batches: Batches | None = None
+        self._undone: Step | None = None  # must be repeated
+        self._entered = self._recovered = self._leaves = False
+        self._lacks = False  # this process needs the state of another one
+        self._why_lacks = ""
+        self._late = False  # on all ranks, because a step has made calls after its commit
+        self._differing: set[str] = set()  # names whose values have diverged between ranks, until the next commit
+        self._verifies = self._received = False
+        self._verify_every = 0
+        self._arrived: Callable[[], None] | None = None  # restores values as the other ranks have sent them
+        self._inherit = inherit
+        self._inherited: set[int] = set()  # rank slots, since the last commit
+        self._first_own = [tensor.clone() for tensor in own]
+        self._aside = self._was_aside = self._returned = False
+        self.replaced = self.lost = self.joined = 0
+        self._not_counted = ChangeCounts()  # part of the group history's count that State does not report
+
+    def _agree(self, value: int) -> int:
+        """Return the lowest value of all ranks.
+
+        Raises:
+            Undone: The lowest value is 0, or a loss has interrupted another call of a rank.
+        """
+        if value == UNDONE:
+            abort_groups()  # a rank may wait in such a group for this rank, which makes no further call in this step
+        outcome = self._world.agree(value)
+        if outcome == UNDONE:
+            raise Undone
+        return outcome
+
+    def _slots(self) -> list[int]:
+        return list(self._members())
+
+    def _members(self) -> dict[int, int]:
+        """Return the start number of each rank slot's process, by rank."""
+        history = self._world.history
+        return {} if history is None else dict(history.members)
+
+    def _enter(self) -> None:
+        """Enter the loop for the first time: connect with the other ranks, and load a checkpoint if one exists."""
+        if self._entered:
+            return
+        self._entered = True
+        history = self._world.history
+        if history is not None and history.replaces and next(_loops_entered):
+            raise UsageError(
+                "State: another State has begun its loop in this process. A replacement process could not tell in which"
+                " of the two the others are.\n  Use one State with all parts; its loops may follow one another"
+            )
+        if history is not None:
+            self._not_counted = history.counts
+            if self._replicas is not None:
+                history.replica, history.on_waiting = self._replicas.size, self._wait_aside
+        self._look_around()
+        self._note_covered()
+        there = variables.LoopVariables(program_frames(loop_frame()))
+        self._at_entry = {n: v for n, v in there.read(there.within).items() if variables.is_plain(v)}
+        self._at_entry_by_name = {key.rpartition(".")[2]: value for key, value in self._at_entry.items()}
+        self._meet()
+        while not self._position.loaded:
+            self._load()
+
+    def _look_around(self) -> None:
+        """Find objects around the parts: wrappers of their modules, and random number generators."""
+        covered = {id(module) for part in self._coverage.modules for module in part.modules()}
+        found = surroundings(loop_frame(), self._local)
+        for wrapper in found.wrappers.values():
+            if id(wrapper.module) in covered and not any(wrapper is each for each in self._wrappers):
+                self._wrappers.append(wrapper)
+        self._coverage.set_wrappers(self._wrappers)
+        self._torchs = [each for each in self._wrappers if isinstance(each, TORCHS_DDP)]
+        for wrapper in self._wrappers:
+            torchs_ddp.check("model", wrapper)
+        self._seeds.adopt({**self._coverage.reached().generators, **found.generators})
+
+    def _load(self) -> None:
+        """Continue from the newest checkpoint. Like a step, this is complete when all ranks agree."""
+        assert self._disk is not None
+        try:
+            found = self._disk.load()
+            self._agree(ALL)
+        except (*LOSSES, Undone):
+            self._recover()
+            return
+        if found is not None:
+            position, self._seeds.base, self._generators = found
+            self._position.take(position)
+            self._seeds.agreed = True
+        self._position.loaded = True
+
+    def _meet(self) -> None:
+        """Switch from the replay log to the group of the loop, and receive the state if this process lacks it."""
+        replay, decision = self._world.engine, self._world.entered
+        if not isinstance(replay, ReplayEngine):
+            return
+        if replay.engine is None:
+            self._lacks = True
+            self._recover()
+            return
+        self._world.use(replay.engine)
+        early, history = early_groups_of(self._world), self._world.history
+        assert early is not None
+        assert history is not None
+        lacks = replay.lacks or early.lacks
+        self._lacks = lacks or decision is not None
+        try:
+            if history.generation == 1:
+                early.enter()
+            else:
+                self._recovered = True
+                renew_groups()
+            if decision is not None:
+                self._hand_over(*_full_and_empty(decision))
+            else:
+                self._complete(lacks)
+        except (*LOSSES, Undone, JoinError):
+            self._recover()
+
+    def _complete(self, lacks: bool) -> None:
+        """Send the state to ranks that have replayed only part of the calls before the loop."""
+        flags = torch.zeros(self._world.size(), dtype=torch.uint8, device="cpu")
+        self._world.all_gather(flags, torch.tensor([lacks], dtype=torch.uint8, device="cpu"))
+        empty = flags.nonzero().flatten().tolist()
+        if empty:
+            self._hand_over([rank for rank in range(len(flags)) if rank not in empty], empty)
+
+    def _recover(self) -> None:
+        """Continue with the remaining ranks, and with the processes that have replaced lost ranks.
+
+        Like a step, this is complete when all ranks agree: no rank begins a step while another still waits for its
+        state.
+        """
+        vain = 0
+        self._kept_at = ""
+        self._differing.clear()
+        if self._undone is not None:
+            self._take_back(self._undone)  # once more: the program has run code after the step
+            self._undone = None
+        while True:
+            before = self._world.size()
+            progress = NEWCOMER if self._lacks else self._position.done
+            abort_groups()  # a rank that waits there for the lost rank must also reach advance()
+            successor = advance(self._world, progress=progress, replaces=True)
+            self._aside = False
+            full, empty = _full_and_empty(successor.decision)
+            if not full or (self._lacks and successor.rank in full):
+                # In the second case, the ranks decided on the loss before this rank detected that it cannot undo the
+                # step.
+                raise self._nobody_left()
+            if self._replicas is not None and not self._replicas.obstacle:
+                self._replicas.check(successor.decision.proposals)
+                self._replicas.renumber(self._world)
+            if not self._lacks:
+                self._check_ranks(before)
+                self._undo.clear()
+                for wrapper in self._wrappers:
+                    if isinstance(wrapper, TORCHS_DDP):
+                        torchs_ddp.renew(wrapper)
+                    else:
+                        wrapper.renew()
+                self._count()
+            self._lacks = self._lacks or successor.rank in empty  # it has waited for its replica
+            if before == 1 < self._world.size():
+                for plan in self._plans.values():
+                    plan.steps = plan.boundaries = 0  # a single rank has not learned which values differ between ranks
+            self._verifies = True
+            try:
+                renew_groups()
+                if self._replicas is not None and not self._replicas.obstacle:
+                    self._replicas.check_groups()
+                self._hand_over(full, empty)
+            except (*LOSSES, Undone):
+                continue
+            except JoinError:  # from members of a group, one of which may be lost
+                vain += 1
+                if vain == _VAIN:
+                    raise
+                continue
+            self._recovered = True
+            return
+
+    def _take_back(self, step: Step) -> None:
+        """Restore the values that an undone step has changed.
+
+        Called again immediately before the step is repeated, because code after the step has run in between.
+        """
+        if step.frame is None or step.is_last:
+            return
+        changed = self._undo.take_back()
+        self._sent.clear()  # the version counters have changed
+        if changed:
+            self._lacks = True
+            self._why_lacks = (
+                f"{changed[0]} was changed before the commit of a step, for the first time after the first"
+                " steps, so that there is no copy of it"
+            )
+        elif step.went_on and step.learning is None and not step.is_copied and (unseen := self._unseen(step)):
+            self._lacks = True
+            self._why_lacks = (
+                "the program caught the error of a call that a loss had interrupted, and went on: the step may have"
+                f" changed {unseen.removesuffix('{}')}, of which there is no copy"
+            )
+        step.variables.write({n: assign(old, copy) for n, (old, copy) in self._begin_values[step.place].items()})
+        if self._batches is not None:
+            self._batches.take_back()
+
+    def _check_ranks(self, size: int) -> None:
+        """Raise if the number of ranks has changed and a part requires a fixed number."""
+        if self._world.size() == size:
+            return
+        for wrapper in self._torchs:
+            torchs_ddp.check_renumbered(wrapper, self._world)
+        if self._replicas is not None and self._replicas.obstacle:
+            raise UsageError(
+                f"State: a model that is sharded over {size} ranks cannot go on with {self._world.size()}, as"
+                f" {self._replicas.obstacle}. Let lost ranks be replaced (allranks run --elastic, --respawns)"
+            )
+
+    def _wait_aside(self) -> None:
+        """Wait until other ranks complete this rank's replica again. Until then this process has no state."""
+        self._aside = self._was_aside = self._returned = True
+        if self._disk is not None:
+            self._disk.settle()  # a save that the loss has interrupted is not a failure of this process
+        if self._leaves:
+            raise SystemExit(0)
+        with torch.no_grad():
+            for tensor, first in zip(self._own, self._first_own, strict=True):
+                tensor.copy_(first)  # another rank has passed their content to the program
+        callsite.warn(
+            f"State: rank {self._world.rank()} waits. A rank of its replica of the model is lost, and nobody takes its"
+            " place; it goes on when one comes"
+        )
+
+    def _nobody_left(self) -> AllranksError:
+        history = self._world.history
+        assert history is not None
+        if history.membership.read(OVER) or history.others_have_ended():
+            if self._was_aside:
+                destroy_process_group()
+                raise SystemExit(0)
+            return ExcludedError(
+                f"rank {history.slot}: the training was over when this process came to take a lost rank's place"
+            )
+        why = self._why_lacks or "all ranks that had the state of the training are lost"
+        return StateLostError(
+            f"rank {history.slot}: {why}.\n  Start the job again from a checkpoint (allranks run --restarts does so by"
+            " itself)"
+        )
+
+    def _count(self) -> None:
+        """Update the counts for the current generation. The result is the same on all ranks."""
+        history = self._world.history
+        assert history is not None
+        counted = history.counts - self._not_counted
+        self.replaced, self.lost, self.joined = counted.replaced, counted.lost, counted.joined
+
+    def _follow_count(self, counted: ChangeCounts) -> None:
+        """Continue from the counts of a rank in the same generation."""
+        history = self._world.history
+        assert history is not None
+        self._not_counted = history.counts - counted
+        self._count()
+
+    def _hand_over(self, full: list[int], empty: list[int]) -> None:
+        """Send the state to the ranks that have none. This is complete when all ranks agree."""
+        if not full:
+            raise self._nobody_left()
+        world, slots = self._world, self._slots()
+        me, machines = world.rank(), [member.machine for member in world.members]
+        came: dict[str, Tensor] = {}
+        self._share_plans(full[0])
+        if empty and self._unsent_anywhere():
+            raise StateLostError(
+                f"{self._unsent or 'a tensor'} differs between ranks and was changed after the commit of a step: nobody"
+                " has the value of the lost rank. The first steps had not shown such a change.\n  Start the job again"
+                " from a checkpoint (allranks run --restarts does so by itself)"
+            )
+        # All ranks iterate in the same order, so that each send meets its receive.
+        for rank in empty:
+            donors = handover.Donors(rank, full, machines, self._sharded)
+            if me == rank:
+                came = self._receive(donors)
+                continue
+            kept_by = self._buddies.keeper_of(slots[rank])
+            keeper = slots.index(kept_by) if kept_by in slots and slots.index(kept_by) in full else None
+            if kept_by is not None and keeper is None:
+                self._miss(slots[rank], kept_by, first=me == full[0])
+            if me in full:
+                self._send(donors, keeper)
+            if me == keeper:
+                objects.send_object_list([self._buddies.kept], rank, world)
+        gone = self._take_over(slots, full)
+        self._lacks, self._why_lacks = False, ""
+        renewed = bool(empty or gone) and self._keeps_own
+        if renewed:  # a new process stores no backup yet; all values are as of the last commit
+            self._buddies.forget()
+            self._sent.clear()
+            self._unsent = ""
+            mine = {**self._all_own(), **{n: t for n, t in came.items() if n.startswith(("variables(", "grad"))}}
+            self._buddies.exchange(world, mine)
+        self._agree(ALL)
+        if renewed:
+            self._buddies.commit(world, slots)
+            self._inherited.clear()
+
+    def _unsent_anywhere(self) -> bool:
+        """Return whether any rank's own values have changed since it sent them. If so, the lost rank's have, too."""
+        found = torch.tensor(bool(self._unsent), dtype=torch.uint8, device="cpu")
+        self._world.all_reduce(found, ReduceOp.MAX)
+        return bool(found)
+
+    def _share_plans(self, source: int) -> None:
+        """Distribute one rank's plans to all ranks, because a loss may have interrupted them at different moments."""
+        buddies, seeds = self._buddies, self._seeds
+        mine = (self._plans, self._late, self._verify_every, seeds.base if seeds.agreed else None)
+        message: list[Any] = [mine, (buddies.ring, buddies.step)]
+        objects.broadcast_object_list(message, source, self._world)
+        self._plans, self._late, self._verify_every, base = message[0]
+        buddies.ring, buddies.step = message[1]  # all ranks must agree on the backup ranks
+        if base is not None:
+            self._seeds.base, self._seeds.agreed = base, True
+        for plan in self._plans.values():
+            plan.met = False  # a replacement process may have computed other values
+        self._undo.forget_plan()
+
+    def _send(self, donors: handover.Donors, keeper: int | None) -> None:
+        """Send a rank the state that all ranks have in common."""
+        shared = {
+            "position": self._position,
+            "counts": (self.replaced, self.lost, self.joined),
+            "keeper": keeper,
+            "variables": {
+                place: {name: copy for name, (_, copy) in values.items()}
+                for place, values in self._begin_values.items()
+            },
+            "reset": {place: self._reset_names(place) for place in self._begin_values},
+            "flags": self._coverage.flags(),
+            "attributes": self._coverage.attributes(),
+        }
+        handover.send({**self.parts, _EXTRAS: self._coverage.extras(self._has_grads)}, shared, self._world, donors)
+
+    def _receive(self, donors: handover.Donors) -> dict[str, Tensor]:
+        """Receive the state, and this rank's values from its backup rank. Return the latter."""
+        world, extras = self._world, self._coverage.extras(False)
+        shared = handover.receive({**self.parts, _EXTRAS: extras}, world, donors)
+        self._position.take(shared["position"])
+        self._follow_count(ChangeCounts(*shared["counts"]))
+        self._coverage.set_extras(extras)
+        self._coverage.set_attributes(shared["attributes"])
+        self._coverage.set_flags(shared["flags"])
+        self._pending_values, self._reset = shared["variables"], shared["reset"]
+        self._received = True
+        # Before its first step, a replacement process runs the code at the start of an epoch, such as
+        # `scheduler.step()`. The other ranks have already run it, so its effect must be undone.
+        self._arrived = self._coverage.keep_light()
+        self._last_variables, self._sent_variables = {}, {}
+        if shared["keeper"] is None:
+            return {}
+        message: list[Any] = [None]
+        objects.recv_object_list(message, shared["keeper"], world)
+        kept: dict[str, Tensor] = {n: tensor for n, tensor in message[0].items() if self._belongs_to_rank(n)}
+        self._coverage.set_own(kept)
+        self._pending_kept = {name: value for name, value in kept.items() if name.startswith("variables(")}
+        # This process has its predecessor's backup rank. Without this copy, a variable that the backup rank has but
+        # this process lacks would not be reported as reset.
+        self._last_variables = dict(self._pending_kept)
+        self._sent_variables = {name: digest(value) for name, value in latest(self._pending_kept).items()}
+        return kept
+
+    def _take_over(self, slots: list[int], full: list[int]) -> bool:
+        """Pass the ``own`` tensors of permanently lost ranks to the program. Return whether such ranks exist.
+
+        Raises:
+            StateLostError: No remaining rank has them, and the program has passed ``inherit``.
+        """
+        buddies = self._buddies
+        gone = [slot for slot in buddies.ring if slot not in slots] if self._own else []
+        for slot in gone:
+            keeper = buddies.keeper_of(slot)
+            if keeper not in [slots[rank] for rank in full]:
+                if self._inherit is not None:
+                    raise self._unkept(slot, keeper)
+            elif keeper == slots[self._world.rank()] and slot not in self._inherited:
+                self._inherited.add(slot)
+                if self._inherit is not None:
+                    self._inherit(buddies.kept_own(self._own))
+                else:
+                    callsite.warn(
+                        f"rank {slot} is gone, and its tensors (own=) with it: State(inherit=...) is given them"
+                    )
+        return bool(gone)
+
+    def _unkept(self, slot: int, keeper: int | None, what: str = "tensors (own=)") -> StateLostError:
+        return StateLostError(
+            f"rank {slot} is lost, and rank {keeper}, which kept its {what}: nobody has them.\n  Start the"
+            " job again from a checkpoint (allranks run --restarts does so by itself)"
+        )
+
+    def _miss(self, slot: int, keeper: int, first: bool) -> None:
+        """Handle the loss of a rank together with its backup rank.
+
+        Raises:
+            StateLostError: The lost values include ``own`` tensors, variables, or gradients.
+        """
+        plans = self._plans.values()
+        if self._own:
+            raise self._unkept(slot, keeper)
+        if any(plan.variables or plan.own_grads for plan in plans):
+            raise self._unkept(slot, keeper, "variables and gradients")
+        if first and any(plan.own for plan in plans):
+            callsite.warn(
+                f"rank {slot} is lost, and rank {keeper}, which kept its buffers: its process gets those of another"
+                " rank, and the result is not that of an undisturbed run to the last bit"
+            )
+
+    def _warn_of_shards(self) -> None:
+        """Warn at the start if a lost rank could not be replaced, because no other rank has its shards."""
+        history, me = self._world.history, self._world.rank()
+        if me or history is None or not history.replaces:
+            return
+        for name, tensor in dtensors_in(self.parts):
+            layout = layout_of(tensor)
+            if layout is not None and not layout.is_replicated:
+                callsite.warn(
+                    f"State: each rank has shards of {name} that no other rank has. A lost rank cannot be replaced: the"
+                    " job ends. Use a mesh with a replicated dimension; see docs/resilience.md"
+                )
+                return
+
+
+def _full_and_empty(decision: Decision) -> tuple[list[int], list[int]]:
+    """Return the ranks that have the state of the training, and those that have none."""
+    full = [rank for rank, proposal in enumerate(decision.proposals) if proposal.progress >= 0]
+    return full, [rank for rank in range(len(decision.proposals)) if rank not in full]

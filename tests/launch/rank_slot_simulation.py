@@ -1,0 +1,378 @@
+"""Elastic jobs on the simulated hosts of ``job_simulation``: ranks and hosts that are lost, and ranks that start again.
+
+What the launcher has been told, and what it has asked for, is kept apart from the policy. After each event it is
+compared with the table of slots: who is said to run does, as far as is known; who is said to be starting was asked
+for; nobody else is. A round goes on with enough ranks only, and fails for a reason that can be seen from outside.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from job_simulation import LAG_S, Before, Host, Job, Process, SimulatedRound, Wrong
+
+from allranks._elastic.rank_slots import ElasticRules
+from allranks._elastic.slot_table import GONE, OPTIONAL, RUNNING, START, STARTING, SlotTable
+from allranks.launch.policy.interface import (
+    Action,
+    Ending,
+    Event,
+    LauncherContinued,
+    Outcome,
+    PublishSlots,
+    RestartRank,
+    SignalRanks,
+    StartElsewhere,
+)
+from allranks.launch.policy.round import LEAVE_S, Phase
+from allranks.launch.spec.events import Exited, FailureReport, HostJoined, HostLost, RankFailed, RankRestarted
+
+_LEGAL = {
+    RUNNING: (STARTING, GONE),
+    STARTING: (RUNNING, GONE, STARTING),  # again: it could not be started
+    OPTIONAL: (OPTIONAL, GONE),
+    GONE: (OPTIONAL,),  # on a host that has come
+}
+
+
+class ElasticRound(SimulatedRound):
+    """One round, in which ranks come and go.
+
+    Attributes:
+        table: the last one that was published.
+        asked: ranks that were asked for, and have not come as far as the launcher knows.
+        starts: how often each rank was asked for.
+        ended: ranks that ended with code 0, as far as the launcher knows.
+        echoed: a rank failed because of another's loss, and the launcher knows.
+        stateless: a rank failed because nobody has the state any more, and the launcher knows.
+        unused: spare hosts that have no ranks yet.
+        losses: of ranks and hosts, as far as the launcher knows, without those that echo others.
+        lonely: no rank ran when one was lost, as far as the launcher knew.
+    """
+
+    def __init__(self, job: Job, hosts: list[Host], began: float) -> None:
+        super().__init__(job, hosts, began)
+        self.table: SlotTable | None = None
+        self.unused = list(self.slots.spares)
+        self.asked: set[int] = set()
+        self.starts = dict.fromkeys(self.ranks, 0)
+        self.ended: set[int] = set()
+        self.echoed = self.lonely = self.stateless = False
+        self.echoes = job.rng.choice([0.0, 0.0, 0.0, 0.3])
+        self.excluded: set[int] = set()  # pids
+        self.lost_events: set[Host] = set()
+        self.asked_at: dict[int, Host] = {}
+        self.respawned = dict.fromkeys(self.ranks, 0)
+        self.late: set[int] = set()
+        self.losses: list[Event] = []
+        self.continued_at = 0.0  # after the launcher was stopped
+
+    @property
+    def slots(self) -> ElasticRules:
+        assert self.rules.elastic is not None
+        return self.rules.elastic
+
+    # The world.
+
+    def plan(self) -> None:
+        super().plan()
+        for number in range(0 if self.job.local else self.rng.choice([0, 0, 1, 2])):
+            self.at(self.began + self.rng.random() * 5.0, self.come, number)
+
+    def come(self, number: int) -> None:
+        """A host comes, or comes back."""
+        if self.watch.finished:
+            return
+        lost = [host.name for host in self.lost_events if not self.is_there(host.name)]
+        name = lost[0] if lost and self.rng.random() < 0.5 else f"new{number}"
+        if not self.is_there(name):
+            self.hosts.append(Host(name, (), self.rng.choice([0.0005, 0.1])))
+            self.inbox.append(HostJoined(name, self.rng.randrange(1, 4)))
+
+    def is_there(self, name: str) -> bool:
+        return any(host.name == name and host not in self.lost_events for host in self.hosts)
+
+    def fail(self, process: Process, how: str) -> None:
+        if not process.alive or process.held or process.ending:
+            return
+        rng = self.rng
+        process.failed_at = self.now
+        self.job.log("%.3f rank %d fails: %s", self.now, process.rank, how)
+        if how == "kill":
+            self.end(process, -rng.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM]))
+        elif how == "exit":
+            self.end(process, rng.randrange(1, 100))
+        elif rng.random() < 0.2:
+            self.exclude(process)
+        else:
+            self.report(process)
+        for other in self.processes.values():
+            if other is not process and rng.random() < self.echoes:
+                self.at(self.now + rng.random() * rng.choice([0.01, 0.3]), self.echo, other)
+
+    def exclude(self, process: Process) -> None:
+        """It learns that the others have gone on without it, or that nobody has the state."""
+        process.ending = process.reported = True
+        process.code = 1
+        process.failed_at = self.now
+        title = "allranks.ExcludedError: rank 1"
+        if self.rng.random() < 0.2:
+            title = "allranks.StateLostError: rank 1"
+        else:
+            self.excluded.add(process.pid)
+        self.send(
+            process.host, RankFailed(process.rank, process.pid, FailureReport(1, title, "text", "x.py:1", at=self.now))
+        )
+        self.at(self.now + self.rng.random() * 0.3, self.end, process, 1)
+
+    def end(self, process: Process, status: int) -> None:
+        """Now and then a rank does not end after its failure, until it is killed."""
+        if process.reported and status != -signal.SIGKILL and self.well and self.rng.random() < 0.1:
+            return
+        super().end(process, status)
+
+    def restart(self, rank: int) -> None:
+        self.start_again(rank, self.asked_at[rank])
+
+    def start_again(self, rank: int, host: Host) -> None:
+        if host.lost or self.watch.finished:
+            return
+        if rank in self.processes and self.processes[rank].alive:
+            raise Wrong(f"rank {rank} is started, and its process lives")
+        process = self.start(rank, host)
+        rng = self.rng
+        self.send(host, RankRestarted(rank))
+        if rng.random() < 0.4:
+            self.at(self.now + rng.random() * rng.choice([0.0, 0.1, 2.0]), self.fail, process, "kill")
+        elif rng.random() < 0.9:
+            self.at(self.now + rng.random() * 3.0, self.end, process, 0)
+
+    def detect_loss(self, host: Host) -> None:
+        """As the pool: with all ranks that run, or were asked for, at this moment."""
+        self.lost_events.add(host)
+        exited = {event.rank for event in self.inbox if isinstance(event, Exited)}
+        again = {event.rank for event in self.inbox if isinstance(event, RankRestarted)}
+        last = {event.rank: event for event in self.inbox if isinstance(event, (Exited, RankRestarted))}
+        there = (self.watch.running - exited) | (self.asked - again - exited)
+        there |= {rank for rank, event in last.items() if isinstance(event, RankRestarted)}
+        ranks = tuple(rank for rank in host.ranks if rank in there)
+        if (ranks or host.name in self.unused) and not self.watch.finished:
+            self.lose_ranks(host, ranks)
+
+    def lose_ranks(self, host: Host, ranks: tuple[int, ...]) -> None:
+        event = HostLost(host.name, ranks, f"{host.name}: the connection is gone")
+        if ranks:
+            self.note(event, host)
+        self.inbox.append(event)
+
+    # The launcher.
+
+    def perform(self, action: Action) -> None:
+        if isinstance(action, PublishSlots):
+            self.check_publication(action.table)
+            self.table = action.table
+        if isinstance(action, RestartRank):
+            self.check_restart(action)
+            self.asked.add(action.rank)
+            self.starts[action.rank] += 1
+            self.respawned[action.rank] += 1
+            host = next(host for host in self.hosts if action.rank in host.ranks)
+            self.asked_at[action.rank] = host
+            if host in self.lost_events:
+                self.lose_ranks(host, (action.rank,))
+        kill_at = self.watch.kill_at
+        super().perform(action)
+        if isinstance(action, SignalRanks) and action.number == signal.SIGKILL and self.well:
+            self.check_single_kill(action)
+            self.watch.kill_at = kill_at  # that of the round
+
+    def start_elsewhere(self, lost_host: str, spare_host: str, starts: dict[int, int]) -> None:
+        action = StartElsewhere(lost_host, spare_host, starts)
+        ranks = tuple(sorted(action.starts))
+        lost = next((h for h in self.hosts if h.name == action.lost and set(ranks) <= set(h.ranks)), None)
+        spare = next(h for h in self.hosts if h.name == action.spare and not h.ranks and h not in self.lost_events)
+        if (lost is not None and not lost.lost) or spare.name not in self.unused or not self.well:
+            raise Wrong(f"{action}: unused spare hosts are {self.unused}")
+        if not self.watch.running:
+            raise Wrong(f"{action}, and no rank has the state of the program")
+        if (lost is None) != (not set(ranks) & self.starts.keys()) or (lost is None) != (not action.lost):
+            raise Wrong(f"{action}: not the ranks of a lost host, nor new ones")
+        self.unused.remove(spare.name)
+        spare.ranks = ranks
+        if lost is not None:
+            lost.ranks = ()
+        for rank in ranks:
+            self.asked.add(rank)
+            self.starts[rank] = self.starts.get(rank, -1) + 1
+            self.respawned.setdefault(rank, 0)
+            self.ended.discard(rank)
+            self.at(self.now + self.rng.random(), self.start_again, rank, spare)
+        if action.starts != {rank: self.starts[rank] for rank in ranks}:
+            raise Wrong(f"{action}, and ranks were started {self.starts} times")
+        if spare in self.lost_events:
+            self.lose_ranks(spare, ranks)
+
+    def observe(self, event: Event, before: Before) -> None:
+        super().observe(event, before)
+        match event:
+            case LauncherContinued():
+                self.continued_at = self.now
+            case HostJoined(host):
+                self.unused.append(host)
+            case RankRestarted(rank):
+                self.asked.discard(rank)
+                slot = self.table.find(rank) if self.table is not None else None
+                if slot is not None and slot.state == GONE:
+                    self.late.add(rank)
+            case Exited(rank, pid, status):
+                self.asked.discard(rank)
+                process = next((each for each in self.all if each.pid == pid), None)
+                if before.well and status == 0 and not (process is not None and process.reported):
+                    self.ended.add(rank)
+                elif before.well:
+                    self.lonely |= not self.watch.running
+                    if process is not None and not process.echo and pid not in self.excluded:
+                        self.losses.append(event)
+                if before.well and not self.watch.running and self.asked:
+                    self.lonely = True
+            case HostLost(_, ranks):
+                self.asked.difference_update(ranks)
+                self.losses += [event] if before.well and ranks else []
+                if before.well and not self.watch.running:
+                    self.lonely = True
+            case RankFailed(_, pid, report):
+                self.echoed |= before.well and report.echo
+                self.stateless |= before.well and "StateLost" in report.title
+            case _:
+                pass
+
+    # What must hold.
+
+    def may_fail(self, rank: int) -> bool:
+        return True
+
+    def check_kill(self, number: int) -> None:
+        """A rank that has failed and does not end may be killed alone."""
+        if not self.well:
+            super().check_kill(number)
+
+    def check_turn(self) -> None:
+        super().check_turn()
+        if not self.well or self.state.phase is not Phase.RUNNING or self.is_doomed():
+            return
+        for rank in self.watch.running:
+            process = self.processes[rank]
+            limit = max(self.rules.grace_s, LEAVE_S) + LAG_S + 1.0
+            stuck = process.host.lost or process.frozen or process.held
+            since = max(process.failed_at or self.now, self.continued_at)
+            if process.reported and not stuck and self.now > since + limit:
+                raise Wrong(f"{process} does not end, and is not killed")
+
+    def check_single_kill(self, action: SignalRanks) -> None:
+        """Only a rank that has failed, and does not end for the grace time."""
+        for rank in action.ranks:
+            process = self.processes[rank]
+            if rank in self.late:
+                continue
+            if not process.ending or self.now < (process.failed_at or self.now) + self.rules.grace_s - 1e-6:
+                raise Wrong(f"{process} is killed")
+
+    def check_stop(self, event: Event, signalled: dict[int, set[int]]) -> None:
+        """All that run are told, but those that are on their way out."""
+        if isinstance(event, RankRestarted):
+            super().check_stop(event, signalled)
+            return
+        numbers = [number for number in signalled if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+        reached = signalled[numbers[0]] if numbers else set()
+        left = {rank for rank in self.watch.running - reached if not self.processes[rank].ending}
+        spared = {getattr(event, "rank", -1)} if self.state.cause is None else set()
+        if left - spared:
+            raise Wrong(f"the round is stopped after {event}, and ranks {left} are not told")
+
+    def check_restart(self, action: RestartRank) -> None:
+        rank = action.rank
+        others = self.watch.running - {rank}
+        slot = self.table.find(rank) if self.table is not None else None
+        if not others or rank in self.watch.running or rank in self.asked:
+            raise Wrong(f"{action}: {self.watch.running} run, and {self.asked} were asked for")
+        if self.respawned[rank] >= self.slots.respawns:
+            raise Wrong(f"rank {rank} is started again more than {self.slots.respawns} times")
+        if slot is None or slot.state not in (STARTING, OPTIONAL) or action.environ != {START: str(slot.start)}:
+            raise Wrong(f"{action}, and the table says {slot}")
+
+    def check_publication(self, table: SlotTable) -> None:
+        before = self.table
+        if before is None:
+            return
+        if table.version <= before.version or table.least != self.slots.least:
+            raise Wrong(f"{table} follows {before}")
+        more, limit = table.slots[len(before.slots) :], self.slots.most
+        left = [slot for slot in table.slots if slot.state != GONE or slot.number in self.ended]
+        if more and limit is not None and len(left) > limit:
+            raise Wrong(f"{table}, and at most {limit} were asked for")
+        for new in more:
+            if (new.start, new.state) != (0, OPTIONAL):
+                raise Wrong(f"{new} is new")
+        for old, new in zip(before.slots, table.slots, strict=False):
+            again = int(new.state in (STARTING, OPTIONAL) and new != old)
+            if new != old and (new.state not in _LEGAL[old.state] or new.start != old.start + again):
+                raise Wrong(f"{new} follows {old}")
+
+    def check_table(self) -> None:
+        """The table against what the launcher has been told, as long as the round goes on."""
+        table = self.table
+        if table is None or not self.well or self.state.phase is not Phase.RUNNING or self.is_doomed():
+            return
+        watch, lost = self.watch, 0
+        if not watch.running - self.late:
+            if any(slot.state not in (GONE, OPTIONAL) for slot in table.slots):
+                raise Wrong(f"no rank has the state of the program, and {table} has some to wait for")
+            return
+        for slot in table.slots:
+            runs, asked = slot.number in watch.running, slot.number in self.asked
+            lost += slot.state == GONE and slot.number not in self.ended
+            right = (slot.state == RUNNING, slot.state == STARTING)
+            if slot.state == OPTIONAL:
+                right = (not asked, asked)
+            if (runs, asked) != right or slot.start != self.starts[slot.number]:
+                raise Wrong(f"{slot}; runs: {runs}, asked for: {asked}, started again {self.starts[slot.number]} times")
+        if len(table.slots) - lost < table.least:
+            raise Wrong(f"{lost} of {len(table.slots)} ranks are lost, and the others go on")
+
+    def is_doomed(self) -> bool:
+        """A failure is known that stops the round at the next ``TimePassed``, or once it is clear."""
+        return bool(self.state._root_cause.failures)
+
+    def check_end(self) -> None:
+        super().check_end()
+        assert self.outcome is not None
+        if self.outcome.ending is Ending.CLEAN and (self.echoed or self.stateless) and not self.watch.output_lost:
+            raise Wrong("a rank did not survive the loss of another, and the round is clean")
+
+    def check_blame(self, outcome: Outcome) -> None:
+        cause, table = outcome.cause, self.table
+        if cause is None or table is None:
+            raise Wrong(f"no cause: {outcome}")
+        gone = [slot for slot in table.slots if slot.state == GONE and slot.number not in self.ended]
+        enough = len(table.slots) - len(gone) >= table.least
+        if enough and not (self.echoed or self.lonely or self.stateless):
+            raise Wrong(f"{len(gone)} of {len(table.slots)} ranks were lost, {table.least} are enough, and it fails")
+        if cause.echo and self.losses:
+            raise Wrong(f"{cause} is named, which only echoes one of {self.losses}")
+
+
+class ElasticJob(Job):
+    """A job whose ranks may be lost."""
+
+    def __init__(self, seed: int, events: list[str] | None = None) -> None:
+        super().__init__(seed, events)
+        self.master = None
+        self.least, self.elastic = self.hosts, False
+
+    def new_round(self, hosts: list[Host], began: float) -> SimulatedRound:
+        count = sum(len(host.ranks) for host in hosts)
+        spares = [] if self.local else [f"spare{number}" for number in range(self.rng.choice([0, 0, 1, 2]))]
+        most = self.rng.choice([None, count, count + 2])
+        self.slots = ElasticRules(self.rng.randrange(1, count + 1), self.rng.choice([0, 1, 3]), tuple(spares), most)
+        hosts += [Host(name, (), self.rng.choice([0.0005, 0.1])) for name in spares]
+        return ElasticRound(self, hosts, began)
