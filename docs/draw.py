@@ -92,7 +92,9 @@ def package_layers() -> list[list[str]]:
     for line in filter(None, map(str.strip, lines)):
         names = re.split(r"\s*[|:]\s*", line)
         # _group and _elastic are layered file by file, in one row; a package within a package has its own row.
-        files = [name for name in names if "." in name and not (ROOT / "src/allranks" / name.replace(".", "/")).is_dir()]
+        files = [
+            name for name in names if "." in name and not (ROOT / "src/allranks" / name.replace(".", "/")).is_dir()
+        ]
         rooms = [name.partition(".")[0] if name in files else name for name in names]
         if files and layers[-1] == list(MIXED):
             continue

@@ -13,6 +13,7 @@ from job_simulation import LAG_S, Before, Host, Job, Process, SimulatedRound, Wr
 
 from allranks._elastic.rank_slots import ElasticRules
 from allranks._elastic.slot_table import GONE, OPTIONAL, RUNNING, START, STARTING, SlotTable
+from allranks.launch.policy.elastic_round import LEAVE_S
 from allranks.launch.policy.interface import (
     Action,
     Ending,
@@ -24,8 +25,16 @@ from allranks.launch.policy.interface import (
     SignalRanks,
     StartElsewhere,
 )
-from allranks.launch.policy.round import LEAVE_S, Phase
-from allranks.launch.spec.events import Exited, FailureReport, HostJoined, HostLost, RankFailed, RankRestarted
+from allranks.launch.policy.round_state import Phase
+from allranks.launch.spec.events import (
+    Exited,
+    FailureKind,
+    FailureReport,
+    HostJoined,
+    HostLost,
+    RankFailed,
+    RankRestarted,
+)
 
 _LEGAL = {
     RUNNING: (STARTING, GONE),
@@ -115,14 +124,13 @@ class ElasticRound(SimulatedRound):
         process.ending = process.reported = True
         process.code = 1
         process.failed_at = self.now
-        title = "allranks.ExcludedError: rank 1"
+        kind = FailureKind.EXCLUDED
         if self.rng.random() < 0.2:
-            title = "allranks.StateLostError: rank 1"
+            kind = FailureKind.STATE_LOST
         else:
             self.excluded.add(process.pid)
-        self.send(
-            process.host, RankFailed(process.rank, process.pid, FailureReport(1, title, "text", "x.py:1", at=self.now))
-        )
+        report = FailureReport(1, "T", "text", "x.py:1", at=self.now, kind=kind)
+        self.send(process.host, RankFailed(process.rank, process.pid, report))
         self.at(self.now + self.rng.random() * 0.3, self.end, process, 1)
 
     def end(self, process: Process, status: int) -> None:
@@ -242,7 +250,7 @@ class ElasticRound(SimulatedRound):
                     self.lonely = True
             case RankFailed(_, pid, report):
                 self.echoed |= before.well and report.echo
-                self.stateless |= before.well and "StateLost" in report.title
+                self.stateless |= before.well and report.kind is FailureKind.STATE_LOST
             case _:
                 pass
 

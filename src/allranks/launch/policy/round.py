@@ -21,25 +21,21 @@ rank fails only because another was lost (an echo): the program then does not su
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Mapping, Sequence
 
 from allranks._base.errors import rank_list
 from allranks._base.exit_codes import IDLE, LOST, SIGNAL, UNWRITABLE
-from allranks._elastic.rank_slots import ElasticRules, RankSlots
-from allranks._elastic.slot_table import START
+from allranks._elastic.rank_slots import RankSlots
+from allranks.launch.policy.elastic_round import ElasticRound
 from allranks.launch.policy.inquiry import Inquiry
 from allranks.launch.policy.interface import (
     Action,
     AnswerStates,
     AwaitOutput,
     Conclude,
-    DumpStacks,
     Ending,
     EndRound,
     Event,
-    FinishRanks,
     InspectRanks,
     KillRequested,
     LauncherContinued,
@@ -50,27 +46,22 @@ from allranks.launch.policy.interface import (
     OutputClosed,
     OutputLost,
     OutputWritten,
-    Print,
     PrintReport,
     PrintStacks,
-    PublishSlots,
     RanksFinished,
     RanksStarted,
     ReaderChanged,
-    ReclaimTerminal,
-    SignalRanks,
     SignalReceived,
-    StartElsewhere,
     StatesAsked,
-    StopLauncher,
     TerminalLent,
     TimePassed,
 )
-from allranks.launch.policy.notices import Notices
-from allranks.launch.policy.root_cause import Failure, RootCause
+from allranks.launch.policy.root_cause import Failure
+from allranks.launch.policy.round_state import DUMP_S, Phase, Rules
 from allranks.launch.policy.stack_request import Purpose, StackRequest
 from allranks.launch.spec.events import (
     Exited,
+    FailureKind,
     HostJoined,
     HostLost,
     LongWait,
@@ -83,130 +74,19 @@ from allranks.launch.spec.events import (
     StopRequested,
 )
 
-__all__ = ["Phase", "Round", "Rules", "step"]
+__all__ = ["DUMP_S", "Phase", "Round", "Rules", "step"]
 
-LEFT_BEHIND_S = 2.0  # for processes that ranks left behind to exit
 STRAGGLERS_S = 0.5  # for processes that ranks left behind to close their pipes
 LINGER_S = 10.0  # from the first rank's exit to a remark about the other ranks
 WORKERS_S = 1.0  # for workers to exit after their master
 DRAIN_S = 1.0  # the minimum for a reader of the launcher's output after a job was stopped
-HINT_S = 1.5  # from Ctrl-C to a remark about ranks that do not exit
-DUMP_S = 1.0  # how long a signal waits for stacks, which take milliseconds
 IDLE_DUMP_S = 2.0  # the same if the stacks are the only purpose
 LAST_CALLS = 64  # calls of each rank that are kept after a failure
-_LATE_ERRORS = ("allranks.TimeoutError", "allranks.PeerLostError")
-_EXCLUDED = "allranks.ExcludedError"
-_STATE_LOST = "allranks.StateLostError"
-LEAVE_S = 0.5  # the minimum for a rank of an elastic round to exit after its failure
 KILLED_S = 3.0  # after SIGKILL: a rank that has not exited by then is frozen, or its agent is unreachable
 
 
-class Phase(Enum):
-    """The condition that the round waits for."""
-
-    RUNNING = "ranks"
-    CLOSING = "processes that ranks left behind"
-    FINISHING = "what is left is killed and reaped"
-    DRAINING = "readers of our output"
-    ENDED = "nothing"
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Fixed parameters of a round.
-
-    Attributes:
-        grace_s: seconds between the signal that requests the exit of ranks and SIGKILL.
-        hosts: the host of each rank, if there are several.
-        idle_s: seconds without output of any rank before the round is stopped; None: no limit.
-        until: time when the round is stopped if it still runs; None for never.
-        passed_on: signals that are forwarded to the ranks and do not stop the round.
-        master: the rank that all others work for. The others may fail one by one, and exit with it. -1: the caller is
-            the master, and ends the round by ``KillRequested``. None: all ranks are alike.
-        reader: the rank whose stdin is the terminal of the launcher; None if there is none.
-        elastic: a lost rank does not stop the round; None: it does. Always None if there is a master.
-    """
-
-    grace_s: float
-    hosts: Sequence[str] = ()
-    idle_s: float | None = None
-    until: float | None = None
-    passed_on: Sequence[int] = ()
-    master: int | None = None
-    reader: int | None = None
-    elastic: ElasticRules | None = None
-
-
-@dataclass(frozen=True)
-class _Suspension:
-    """A stop of the launcher by job control: signal, ranks that stop too, and whether the reader had the keys."""
-
-    number: int
-    ranks: tuple[int, ...]
-    had_terminal: bool
-
-
-class Round:
-    """The state of a round.
-
-    Attributes:
-        phase: the condition that it waits for.
-        running: ranks whose process has not exited, as far as is known.
-        cause: the failure that caused the others; None if there is none yet.
-        signalled: the signal that ended the round; None if none did.
-        late: the round was stopped because it took too long (``Rules.until``).
-        failed: a rank failed or hung, or a host was lost; the end was not requested.
-        joined: the round was stopped so that a host that has joined can take part.
-    """
-
-    def __init__(self, rules: Rules) -> None:
-        self.rules = rules
-        self.phase = Phase.RUNNING
-        self.running: set[int] = set()
-        self.cause: Failure | None = None
-        self.signalled: int | None = None
-        self.late = self.failed = self.joined = False
-        self._now = 0.0
-        self._actions: list[Action] = []
-        self._root_cause = RootCause()
-        self._kill_at: float | None = None  # set when the round is being stopped
-        self._stopped_at = 0.0
-        self._stop_number: int = signal.SIGTERM
-        self._killed_at: float | None = None
-        self._exited: list[int] = []  # with code 0, before any failure
-        self._output_lost = False
-        self._asked_again = False  # by a signal, while the output is drained
-        self._linger_at: float | None = None
-        self._hint_at: float | None = None
-        self._idle_at: float | None = None
-        self._idled = False
-        self._all: frozenset[int] = frozenset()
-        self._notices = Notices()
-        self._inquiry: Inquiry | None = None  # of another command
-        self._last_states: dict[int, RankState] = {}  # states of ranks when the cause was clear
-        self._request: StackRequest | None = None
-        self._answered: StackRequest | None = None
-        self._silent: list[int] = []  # ranks that the stop signal killed before they could report their stacks
-        self._borrower: int | None = None  # the rank that receives the keys of the terminal
-        self._suspension: _Suspension | None = None
-        self._lent_after: int | None = None  # the signal that stopped the reader, which now receives the terminal
-        self._phase_ends_at = 0.0
-        self._outcome = Outcome(Ending.CLEAN, 0)
-        self._slots: RankSlots[Failure] | None = None  # of an elastic round
-        self._published = 0  # the published version of its table
-        self._hosts = list(rules.hosts)  # the current host of each rank
-        self._reports: dict[int, Failure] = {}  # in an elastic round, of ranks that have failed and not exited yet
-        self._leaving: dict[int, float] = {}  # the times when those ranks are killed
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        """The host of each rank, if there are several."""
-        return self._hosts
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the ranks were requested to exit."""
-        return self._kill_at is not None
+class Round(ElasticRound):
+    """A round. ``take`` processes an event."""
 
     def deadline(self) -> float | None:
         """Return the time when ``TimePassed`` is due even without an event; None for never."""
@@ -232,8 +112,6 @@ class Round:
         elif self._killed_at is None and self.running:
             times.append(self._kill_at)
         return min((at for at in times if at is not None), default=None)
-
-    # Events.
 
     def take(self, event: Event, now: float) -> list[Action]:
         """See ``step``."""
@@ -359,173 +237,6 @@ class Round:
         elif self.stopping:
             self._signal(self._stop_number, [rank], alone=self._stop_number != signal.SIGINT)
 
-    # An elastic round.
-
-    def _take_elastic_report(self, event: RankFailed, slots: RankSlots[Failure]) -> None:
-        """Process a failure report. The decision follows when the process has exited, unless the failure is an echo."""
-        failure = self._on_host(Failure(event.rank, event.pid, event.report.code, event.report.at, event.report))
-        if self._is_doomed():
-            self._root_cause.add(failure)
-        elif _has_no_state(failure):
-            self._root_cause.add(failure)
-            self._print("no rank is left that has all of the state of the program: the job ends")
-        elif failure.echo and not _is_excluded(failure):
-            self._root_cause.add(failure)
-            if slots.last_loss is not None:
-                self._stop_for_echo(failure, slots.last_loss)
-        else:
-            self._reports[event.rank] = failure
-            self._leaving[event.rank] = self._now + max(self.rules.grace_s, LEAVE_S)
-
-    def _take_elastic_exit(self, failure: Failure, slots: RankSlots[Failure]) -> None:
-        rank = failure.rank
-        reported = self._reports.pop(rank, None)
-        if reported is not None and failure.status >= 0:
-            failure = reported
-        excluded = _is_excluded(failure)
-        if rank in self._root_cause.failures or slots.is_gone(rank):
-            return  # an echo, whose cause has not arrived yet
-        if self._has_failures() and not excluded:
-            self._take_cause(failure)
-            return
-        again = bool(self.running.difference(self._reports)) and not excluded and slots.may_start(rank)
-        slots.lose(failure, again)
-        self._publish()
-        if not (again or self._may_go_on(slots)):
-            self._root_cause.add(failure)
-            self._tell_starting(slots)
-        elif excluded:
-            self._go_on(f"rank {rank} has ended, as the others had gone on without it", slots)
-        else:
-            if reported is not None and reported.report is not None:
-                self._actions.append(PrintReport(rank, reported.report.text))
-            if again:
-                how_often = f"{slots.respawned(rank)} of {slots.respawns}"
-                self._print(f"{failure}; started again ({how_often})", Level.REMARK)
-                self._actions.append(RestartRank(rank, {START: str(slots.start_of(rank))}))
-            else:
-                self._go_on(str(failure), slots)
-        self._give_up_starting(slots)
-
-    def _take_elastic_loss(self, event: HostLost, slots: RankSlots[Failure]) -> None:
-        if event.host in slots.spares:
-            slots.spares.remove(event.host)
-            self._print(f"{event.why}; {_spares(slots.spares)} left", Level.REMARK)
-            return
-        # A rank that was being started on this host is lost, too. The pool reports it a second time.
-        starting = [rank for rank in slots.starting if rank not in event.ranks]
-        there = [rank for rank in sorted({*event.ranks, *starting}) if self._hosts[rank] == event.host]
-        ranks = [rank for rank in there if not slots.is_gone(rank)]
-        if not ranks:
-            return
-        for rank in ranks:
-            self._reports.pop(rank, None)
-        losses = [Failure(rank, 0, LOST, self._now, host=event.host, lost=event.why) for rank in ranks]
-        if self._has_failures():
-            self._take_cause(losses[0])
-            return
-        spare = slots.spares.pop(0) if slots.spares and self.running.difference(self._reports) else ""
-        for loss in losses:
-            slots.lose(loss, again=bool(spare))
-        if not spare:
-            slots.vacant[event.host] = tuple(ranks)
-        self._publish()
-        if spare:
-            for rank in ranks:
-                self._hosts[rank] = spare
-            verb = "is" if len(ranks) == 1 else "are"
-            self._print(f"{event.why}; {rank_list(ranks)} {verb} started on {spare}", Level.REMARK)
-            starts = {rank: slots.start_of(rank) for rank in ranks}
-            self._actions.append(StartElsewhere(event.host, spare, starts))
-        elif self._may_go_on(slots):
-            self._go_on(f"{event.why}; {rank_list(ranks)} ended with it", slots)
-        else:
-            self._root_cause.add(losses[0])
-            self._tell_starting(slots)
-        self._give_up_starting(slots)
-
-    def _take_elastic_end(self, rank: int, slots: RankSlots[Failure]) -> None:
-        """Process the exit of a rank with code 0."""
-        slots.end(rank)
-        self._publish()
-        self._give_up_starting(slots)
-
-    def _take_newcomers(self, event: HostJoined, slots: RankSlots[Failure]) -> None:
-        """Process a host that has joined: its new ranks join the others."""
-        if self.stopping or self.phase is not Phase.RUNNING or self._has_failures() or not self.running:
-            return
-        lost, starts = slots.join(event.host, event.room)
-        if not starts:
-            self._print(f"{event.host} has come; it is spare", Level.REMARK)
-            return
-        self._publish()
-        self._hosts += [""] * (max(starts) + 1 - len(self._hosts))
-        for rank in starts:
-            self._hosts[rank] = event.host
-        self._all |= starts.keys()
-        verb = "joins" if len(starts) == 1 else "join"
-        self._print(f"{event.host} has come; {rank_list(list(starts))} {verb} the others", Level.REMARK)
-        self._actions.append(StartElsewhere(lost, event.host, starts))
-
-    def _give_up_starting(self, slots: RankSlots[Failure]) -> None:
-        """Give up ranks that are being restarted if no running rank has the state of the program."""
-        if self.running or self._has_failures() or not (starting := slots.starting):
-            return
-        for rank in starting:
-            slots.lose(slots.losses[rank], again=False)
-        self._tell_starting(slots, starting)
-        self._publish()
-        if not self._may_go_on(slots):
-            self._root_cause.add(slots.losses[starting[0]])
-
-    def _tell_starting(self, slots: RankSlots[Failure], starting: Sequence[int] = ()) -> None:
-        """Print that ranks which are being started cannot continue, if no rank is left that has the state."""
-        starting = starting or slots.starting
-        if starting and not self._exited and not self.running.difference(self._reports):
-            self._print(f"no rank is left that has the state of the program: {rank_list(starting)} cannot go on")
-
-    def _may_go_on(self, slots: RankSlots[Failure]) -> bool:
-        return slots.is_enough() and bool(self.running or self._exited)
-
-    def _has_failures(self) -> bool:
-        """Return whether failures are known that stop the round, now or unless their cause arrives earlier."""
-        return bool(self._root_cause.failures)
-
-    def _is_doomed(self) -> bool:
-        """Return whether the cause of the end is known, and will be selected at the next ``TimePassed``."""
-        return any(not failure.echo for failure in self._root_cause.failures.values())
-
-    def _take_cause(self, loss: Failure) -> None:
-        """Process a loss after failures that may be its echoes."""
-        if self._is_doomed():
-            self._root_cause.add(loss)
-        else:
-            self._stop_for_echo(self._root_cause.select(), loss)
-
-    def _stop_for_echo(self, echo: Failure, loss: Failure) -> None:
-        """Stop the round: the program did not survive the loss. The loss is the cause, because it is no echo."""
-        title = f" ({echo.report.title})" if echo.report is not None and echo.report.title else ""
-        self._root_cause.add(loss)
-        self._print(
-            f"rank {echo.rank} did not survive the loss of rank {loss.rank}{title}; the job ends"
-            " (how a program survives losses: docs/resilience.md)"
-        )
-
-    def _go_on(self, what: str, slots: RankSlots[Failure]) -> None:
-        self._print(f"{what}; the others go on ({slots.left} of at least {slots.table.least})", Level.REMARK)
-
-    def _publish(self) -> None:
-        if self._slots is not None and self._slots.table.version != self._published:
-            self._published = self._slots.table.version
-            self._actions.append(PublishSlots(self._slots.table))
-
-    def _check_leaving(self) -> None:
-        """Kill ranks that have failed and whose process does not exit."""
-        late = [rank for rank, at in self._leaving.items() if self._now >= at]
-        for rank in late:
-            del self._leaving[rank]
-        self._signal(signal.SIGKILL, self.running.intersection(late).intersection(self._reports))
-
     def _take_host(self, event: HostJoined) -> None:
         if self._slots is not None:
             self._take_newcomers(event, self._slots)
@@ -563,8 +274,6 @@ class Round:
         elif number == signal.SIGINT:  # batch systems and closed terminals repeat the other signals themselves
             self._kill("")
 
-    # Job control: one rank may receive the keys of the terminal, and Ctrl-Z stops the ranks with the launcher.
-
     def _take_job_control(self, event: ReaderChanged | TerminalLent | LauncherContinued) -> None:
         if isinstance(event, ReaderChanged):
             self._restart_idle_time()
@@ -594,26 +303,6 @@ class Round:
                 self._print(f"rank {self.rules.reader} waits for a terminal that another job has")
                 self._output_lost = True
                 self._stop(signal.SIGTERM, self.running)
-
-    def _suspend(self, number: int) -> None:
-        """Stop the ranks and the launcher."""
-        ranks = tuple(sorted(self.running))
-        self._suspension = _Suspension(number, ranks, self._borrower is not None)
-        self._reclaim()
-        # SIGTSTP has no effect in an orphaned process group, as in a rank's own session
-        self._signal(signal.SIGSTOP, ranks)
-        self._actions.append(StopLauncher(number))
-
-    def _reclaim(self, restore: bool = False) -> None:
-        if self._borrower is not None:
-            self._actions.append(ReclaimTerminal(self._borrower, restore))
-        self._borrower = None
-
-    def _has_keys(self, rank: int) -> bool:
-        """Return whether Ctrl-C goes to a rank and not to the launcher; never while the round is being stopped."""
-        return not self.stopping and self._borrower == rank
-
-    # Deadlines.
 
     def _check_deadlines(self) -> None:
         now = self._now
@@ -690,8 +379,6 @@ class Round:
         if self.rules.idle_s is not None and self._request is None and not self._idled:
             self._idle_at = self._now + self.rules.idle_s
 
-    # States of ranks.
-
     def _take_state(self, event: LongWait | StatesAsked | RankState | Stacks) -> None:
         match event:
             case LongWait():
@@ -728,21 +415,6 @@ class Round:
             states = [inquiry.states[rank] for rank in sorted(inquiry.states)]
             self._actions.append(AnswerStates(states, dict(inquiry.stacks), dict(inquiry.reasons)))
 
-    # Stopping.
-
-    def _interrupt(self, spared: Sequence[int] = ()) -> None:
-        """Stop the round by SIGINT, so that a rank that runs python reports the line where it was."""
-        self.signalled = signal.SIGINT
-        self._stop(signal.SIGINT, self.running.difference(spared))
-        self._ask_for_stacks(DUMP_S, Purpose.NOTHING)
-        self._hint_at = self._now + HINT_S
-
-    def _ask_for_stacks(self, wait_s: float, purpose: Purpose) -> None:
-        """Request the stacks of all ranks, before another action changes them."""
-        self._request = StackRequest(set(self.running), self._now + wait_s, purpose, last=self._now)
-        if self.running:
-            self._actions.append(DumpStacks(tuple(sorted(self.running))))
-
     def _stop_idle(self, answered: StackRequest) -> None:
         self._idled = True
         idle = f"no rank has written anything for {self.rules.idle_s:g} s"
@@ -752,41 +424,6 @@ class Round:
         for rank, why in (answered.reasons | silent).items():
             self._print(f"{rank_list([rank])} {why}")
         self._stop(signal.SIGTERM, self.running)
-
-    def _stop(self, number: int, ranks: Iterable[int]) -> None:
-        self._reclaim()  # the launcher receives the keys again, so Ctrl-C kills
-        self._request = None
-        self._stop_number = number
-        self._stopped_at = self._now
-        self._kill_at = self._now + self.rules.grace_s
-        chosen = sorted(ranks)
-        if chosen:
-            self._print(f"{signal.Signals(number).name} to {rank_list(chosen)}", Level.DETAIL)
-        # A terminal sends Ctrl-C to all processes. Other signals go to the rank only, which may still need its
-        # children.
-        self._signal(number, chosen, alone=number != signal.SIGINT)
-        self._signal(signal.SIGCONT, chosen)  # a stopped process would not handle the signal
-
-    def _kill(self, why: str) -> None:
-        self._request = None
-        if self._killed_at is None:
-            self._killed_at = self._now
-        if self.running and why:
-            verb = "was" if len(self.running) == 1 else "were"
-            self._print(f"{rank_list(sorted(self.running))} {why} and {verb} killed", Level.REMARK)
-        self._signal(signal.SIGKILL, self.running)
-
-    def _finish(self) -> None:
-        self.phase = Phase.FINISHING
-        self.running.clear()
-        patience_s = LEFT_BEHIND_S
-        if self._killed_at is not None:
-            patience_s = 0.0
-        elif self.signalled is not None and self._kill_at is not None:  # a child may save what its rank did not
-            patience_s = max(patience_s, self._kill_at - self._now)
-        self._actions.append(FinishRanks(patience_s))
-
-    # The end.
 
     def _conclude(self) -> None:
         self._outcome = self._judge()
@@ -844,49 +481,9 @@ class Round:
         self.phase = Phase.ENDED
         self._actions.append(EndRound(self._outcome.code or self._own_code()))
 
-    # Parts.
-
-    def _without_cause(self, cause: Failure) -> set[int]:
-        """Return the ranks to signal: every running rank except the failed one, unless it has been restarted."""
-        again = self._slots is not None and cause.rank in self._slots.losses
-        return self.running if again else self.running - {cause.rank}
-
     def _others_were_late(self, cause: Failure) -> bool:
         """Return whether a rank failed because others were late: the stacks of the late ranks show the reason."""
-        return cause.report is not None and cause.report.title.startswith(_LATE_ERRORS) and bool(self.running)
-
-    def _may_fail(self, rank: int) -> bool:
-        """Return whether the other ranks continue without this rank."""
-        return self.rules.master is not None and rank != self.rules.master
-
-    def _add_failure(self, failure: Failure) -> None:
-        self._root_cause.add(self._on_host(failure))
-
-    def _on_host(self, failure: Failure) -> Failure:
-        return replace(failure, host=self._hosts[failure.rank]) if self._hosts else failure
-
-    def _signal(self, number: int, ranks: Iterable[int], alone: bool = False) -> None:
-        if chosen := tuple(sorted(ranks)):
-            self._actions.append(SignalRanks(number, chosen, alone))
-
-    def _print(self, text: str, level: Level = Level.ESSENTIAL) -> None:
-        self._actions.append(Print(text, level))
-
-
-def _is_excluded(failure: Failure) -> bool:
-    """Return whether a rank exited because the others had continued without it."""
-    return failure.report is not None and failure.report.title.startswith(_EXCLUDED)
-
-
-def _has_no_state(failure: Failure) -> bool:
-    """Return whether a rank exited because no rank has the state any more, which is true for all ranks."""
-    return failure.report is not None and failure.report.title.startswith(_STATE_LOST)
-
-
-def _spares(hosts: Sequence[str]) -> str:
-    if not hosts:
-        return "no spare host is"
-    return "1 spare host is" if len(hosts) == 1 else f"{len(hosts)} spare hosts are"
+        return cause.report is not None and cause.report.kind is FailureKind.LATE and bool(self.running)
 
 
 def _in_no_call(states: Mapping[int, RankState]) -> list[int]:

@@ -38,12 +38,20 @@ from typing import Any
 import msgspec
 
 from allranks._base.console import printable
-from allranks._base.errors import AbortedError, AllranksError, PeerLostError, UsageError
+from allranks._base.errors import (
+    AbortedError,
+    AllranksError,
+    ExcludedError,
+    PeerLostError,
+    StateLostError,
+    TimeoutError,
+    UsageError,
+)
 from allranks._base.forks import separate_from_siblings
 from allranks._net.frames import FrameDecoder, pack_frame
 from allranks._trace.stacks import DUMP, describe, is_own
 from allranks.launch.ranks.pipes import Pipes
-from allranks.launch.spec.events import FailureReport, RankProgress, RestartRank
+from allranks.launch.spec.events import FailureKind, FailureReport, RankProgress, RestartRank
 from allranks.launch.spec.stdio import Stdio
 from allranks.launch.spec.target import Kind, Target, is_collection, set_first_path
 
@@ -325,6 +333,13 @@ def _run_script(path: str, main: ModuleType) -> None:
     exec(code, main.__dict__)
 
 
+_KINDS = (
+    ((TimeoutError, PeerLostError), FailureKind.LATE),
+    (ExcludedError, FailureKind.EXCLUDED),
+    (StateLostError, FailureKind.STATE_LOST),
+)
+
+
 def _report(error: BaseException, trace: TracebackType | None, with_text: bool) -> FailureReport:
     echo, now = is_echo(error), time.monotonic()
     if isinstance(error, SystemExit):
@@ -339,6 +354,7 @@ def _report(error: BaseException, trace: TracebackType | None, with_text: bool) 
         where=_place(trace),
         echo=echo,
         interrupted=isinstance(error, KeyboardInterrupt),
+        kind=next((kind for types, kind in _KINDS if isinstance(error, types)), FailureKind.OTHER),
         at=now,
     )
 

@@ -7,6 +7,8 @@ rank on request. ``RankStats`` reports the duration of its calls.
 
 from __future__ import annotations
 
+from enum import Enum
+
 import msgspec
 
 from allranks._trace.state import RankState
@@ -29,10 +31,20 @@ __all__ = [
     "Output",
     "RankState",
     "RankStats",
+    "FailureKind",
     "FailureReport",
     "Returned",
     "Stacks",
 ]
+
+
+class FailureKind(Enum):
+    """Failures of a rank that say something about other ranks."""
+
+    OTHER = "other"
+    LATE = "late"  # other ranks did not take part in a call
+    EXCLUDED = "excluded"  # the other ranks have continued without this rank
+    STATE_LOST = "state lost"  # no rank has the state of the training, which is true for all ranks
 
 
 class FailureReport(msgspec.Struct, frozen=True, tag=True):
@@ -45,6 +57,7 @@ class FailureReport(msgspec.Struct, frozen=True, tag=True):
         where: the innermost line of the user's own code, for example ``train.py:12 in step``.
         echo: the failure is a consequence of another rank's failure: a ``PeerLostError`` or an error that it led to.
         interrupted: the failure is a KeyboardInterrupt.
+        kind: what it says about other ranks.
         at: time of the failure, on the clock that all processes of a host share (``time.monotonic``).
         error: the exception that a function raised, pickled, if that is possible.
     """
@@ -57,6 +70,7 @@ class FailureReport(msgspec.Struct, frozen=True, tag=True):
     interrupted: bool = False
     at: float = 0.0
     error: bytes = b""
+    kind: FailureKind = FailureKind.OTHER
 
 
 class Output(msgspec.Struct, frozen=True, tag=True):
