@@ -77,10 +77,10 @@ bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed
 	$(BENCH_RUN) small -n 2 --against mpi --json benchmarks/small_2.json $(BENCH_FLAGS)
 	$(BENCH_RUN) small -n 4 --against mpi --json benchmarks/small_4.json $(BENCH_FLAGS)
 	$(BENCH_RUN) trace -n 2 --json benchmarks/trace.json $(BENCH_FLAGS)
-	$(BENCH_RUN) master --json benchmarks/master.json $(BENCH_FLAGS)
-	for n in 1 2 4; do $(BENCH_RUN) checkpoint -n $$n --sizes 100M,400M,1G,4G \
+	$(BENCH)/bin/python benchmarks/goals master --json benchmarks/master.json $(BENCH_FLAGS)
+	for n in 1 2 4; do $(BENCH)/bin/python benchmarks/goals checkpoint -n $$n --sizes 100M,400M,1G,4G \
 	  --json benchmarks/checkpoint_$$n.json --plot benchmarks/checkpoint_$$n.png $(BENCH_FLAGS) || exit 1; done
-	$(TORCHFT)/bin/python -m allranks bench resilience --json benchmarks/resilience.json $(BENCH_FLAGS)
+	$(TORCHFT)/bin/python benchmarks/goals resilience --json benchmarks/resilience.json $(BENCH_FLAGS)
 	$(BIN)/allranks run -n 2 benchmarks/ddp_step.py --json benchmarks/ddp_step.json
 	$(BIN)/allranks run -n 2 --show 0 benchmarks/torch_plugin.py --json benchmarks/torch_plugin.json
 	$(BENCH)/bin/python benchmarks/hosts.py --json benchmarks/hosts_1.json $(BENCH_FLAGS)

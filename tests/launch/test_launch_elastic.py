@@ -29,7 +29,7 @@ KILLED = """
 assert os.environ["ALLRANKS_ELASTIC"] == "1"
 say("start", start)
 if rank == 1 and start == 0:
-    assert cpu_place(2) == (0, "running")
+    assert slot(2) == (0, "running")
     die()
 wait_for(1, 1, "running")
 if rank == 0:

@@ -124,7 +124,7 @@ def test_meshes_and_groups_of_torch_outlive_losses(begins: str, tmp_path: Path) 
 
 def test_an_attempt_that_fails_is_repeated_and_counted_once(tmp_path: Path) -> None:
     body = """
-from allranks._elastic.training import state as module
+from allranks._elastic.training import state_recovery as module
 
 half, _ = dist.new_subgroups(2)
 renew, failures = module.renew_groups, 2 * (rank == 0)

@@ -1,4 +1,4 @@
-"""``allranks bench``: what it prints and writes."""
+"""``allranks bench`` and ``benchmarks/goals``: what they print and write."""
 
 import json
 import re
@@ -22,6 +22,11 @@ def bench(*arguments: str, python: str | Path = sys.executable) -> subprocess.Co
     words = [str(python), "-m", "allranks", "bench", *arguments]
     if python == sys.executable:
         return warm.run(words)
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+def goals_of(*arguments: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(Path(__file__).parents[2] / "benchmarks" / "goals"), *arguments]
     return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
@@ -207,14 +212,6 @@ def test_python(tmp_path: Path, ranks: int) -> None:
         (["trace", "--against", "gloo"], "this library alone"),
         (["small", "--against", "gloo"], "beside MPI"),
         (["trace", "-n", "1"], "trace takes two ranks"),
-        (["master", "--against", "gloo"], "beside torch's RPC"),
-        (["master", "-n", "127"], "at most 126"),
-        (["master", "--sizes", "1"], "4 bytes at least"),
-        (["resilience", "-n", "2"], "at least 3"),
-        (["resilience", "--against", "gloo"], "beside torchft"),
-        (["resilience", "--sizes", "4"], "64 bytes at least"),
-        (["checkpoint", "--sizes", "4"], "64K at least"),
-        (["checkpoint", "--against", "gloo"], "beside the disk and torch"),
         (["all_reduce", "--plot", "figures.txt"], "there is no picture format 'txt'; there are"),
         (["all_reduce", "--json", "/no/such/folder/figures.json"], "no such directory"),
     ],
@@ -227,9 +224,27 @@ def test_wrong_arguments(arguments: list[str], says: str) -> None:
     assert says in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["master", "-n", "127"], "at most 126"),
+        (["master", "--sizes", "1"], "at least 4 bytes"),
+        (["master", "--plot", "x.png"], "draws nothing"),
+        (["resilience", "-n", "2"], "at least 3"),
+        (["resilience", "--sizes", "4"], "at least 64 bytes"),
+        (["checkpoint", "--sizes", "4"], "at least 65536 bytes"),
+    ],
+)
+def test_wrong_arguments_of_goals(arguments: list[str], message: str) -> None:
+    done = goals_of(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert message in done.stderr
+
+
 def test_the_goals_of_master_worker_mode(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    done = bench("master", "-n", "2", "--sizes", "64K", "--budget", "0.001", "--json", str(figures))
+    done = goals_of("master", "-n", "2", "--sizes", "64K", "--budget", "0.001", "--json", str(figures))
     assert done.returncode == 0, done.stderr
     report = json.loads(figures.read_text())
     assert report["workers"] == 2
@@ -260,7 +275,9 @@ def test_the_goals_of_master_worker_mode(tmp_path: Path) -> None:
 def test_the_goals_of_checkpoints(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     picture = tmp_path / "figures.png"
-    done = bench("checkpoint", "--sizes", "64K,1M", "--budget", "0.1", "--json", str(figures), "--plot", str(picture))
+    done = goals_of(
+        "checkpoint", "--sizes", "64K,1M", "--budget", "0.1", "--json", str(figures), "--plot", str(picture)
+    )
     assert done.returncode == 0, done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     goals = {goal["name"]: goal for goal in json.loads(figures.read_text())["goals"]}
@@ -279,7 +296,7 @@ def test_the_goals_of_checkpoints(tmp_path: Path) -> None:
 
 def test_the_goals_of_resilience(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    done = bench("resilience", "-n", "4", "--sizes", "64K", "--budget", "0.4", "--json", str(figures))
+    done = goals_of("resilience", "-n", "4", "--sizes", "64K", "--budget", "0.4", "--json", str(figures))
     assert done.returncode == 0, done.stderr
     report = json.loads(figures.read_text())
     goals = {goal["name"]: goal for goal in report["goals"]}

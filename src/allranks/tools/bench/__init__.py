@@ -11,17 +11,12 @@
 ``python``       Python's share of a call
 ``small``        small calls, by the way in which they are called
 ``trace``        the cost of recording calls
-``master``       the goals of master-worker mode
-``rpc``          torch's RPC, for comparison
-``resilience``   the goals of elastic jobs, and of groups after a loss
-``checkpoint``   the goals of checkpoints, compared with torch
-``losses``       trainings that lose a rank, compared with torchft
-``spent``        the CPU time of a benchmark
-``goals``        results that have goals: data, JSON and text
-``report``       other results: data, JSON
-``text``         other results: text
-``plot``         other results: a picture
+``report``       results: data, JSON
+``text``         results: text
+``plot``         results: a picture
 ===============  ==============================================================
+
+The goals of master-worker mode, resilience and checkpoints are measured by ``benchmarks/goals`` in the repository.
 """
 
 from __future__ import annotations
@@ -45,18 +40,6 @@ def main(argv: Sequence[str]) -> int | Program:
     from allranks.tools.bench.options import parse
 
     options = parse(argv)
-    if options.verb == "master":
-        from allranks.tools.bench import master
-
-        return master.main(options)
-    if options.verb == "resilience":
-        from allranks.tools.bench import resilience
-
-        return resilience.main(options)
-    if options.verb == "checkpoint":
-        from allranks.tools.bench import checkpoint
-
-        return checkpoint.main(options)
     if "RANK" in os.environ and "mpi" not in options.against:
         from allranks.tools.bench import rank
 

@@ -10,11 +10,9 @@ from allranks._base.console import ArgumentParser
 from allranks.tools.bench.verbs import VERBS
 from allranks.tools.outputs import why_not
 
-__all__ = ["parse"]
+__all__ = ["parse", "sizes"]
 
-_STUDIES = ("overlap", "python", "small", "master", "trace", "resilience", "checkpoint")
-_MOST_WORKERS = 126
-_FEWEST = 3
+_STUDIES = ("overlap", "python", "small", "trace")
 _PEERS = ("gloo", "mpi")
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
@@ -22,7 +20,6 @@ _EXAMPLES = (
     ("allranks bench all_reduce -n 4 --against gloo", "one collective, beside torch's gloo"),
     ("allranks bench all -n 2 --sizes 1K..16M --plot verbs.png", "all of them, drawn"),
     ("allranks bench small -n 2", "small calls by the way in which they are called"),
-    ("allranks bench checkpoint -n 2 --sizes 400M", "saving and loading"),
 )
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -34,17 +31,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     study = options.verb in _STUDIES
     options.verbs = [] if study else list(VERBS) if options.verb == "all" else [options.verb]
     if options.nproc is None:
-        options.nproc = {"python": 1, "master": 64, "resilience": 64}.get(options.verb, 2)
+        options.nproc = 1 if options.verb == "python" else 2
     if options.sizes is None:
-        options.sizes = _sizes(
-            {
-                "overlap": "16M",
-                "small": "4,64,1K",
-                "master": "16M,64M",
-                "resilience": "1G",
-                "checkpoint": "1G",
-            }.get(options.verb, "4,64,1K..64M")
-        )
+        options.sizes = sizes({"overlap": "16M", "small": "4,64,1K"}.get(options.verb, "4,64,1K..64M"))
     _check(parser, options)
     if options.nproc < 2:
         options.verbs = [verb for verb in options.verbs if verb != "send"]
@@ -68,17 +57,14 @@ def _parser() -> ArgumentParser:
         metavar="VERB",
         help=f"all, or one of {', '.join(VERBS)}; or overlap (what async calls hide behind computation); "
         "or python (Python's share of a call); or small (small calls: blocking, asynchronous, planned, through "
-        "torch.distributed); or trace (what the record of calls costs); or master (the goals of "
-        "master-worker mode, beside torch's RPC); or resilience (what the loss of a rank costs, beside torchft); or "
-        "checkpoint (saving and loading, beside the disk and torch)",
+        "torch.distributed); or trace (what the record of calls costs)",
     )
     parser.add_argument(
         "-n",
         "--nproc",
         type=int,
         metavar="N",
-        help="ranks on this host (default 2; of python 1); of master the workers that one command goes to, of "
-        "resilience the ranks of the largest group (default 64)",
+        help="ranks on this host (default 2; of python 1)",
     )
     parser.add_argument(
         "-H", "--hosts", metavar="HOST:N,...", help="with mpi: where mpirun starts how many of the ranks"
@@ -88,17 +74,17 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--sizes",
-        type=_sizes,
+        type=sizes,
         metavar="LIST",
         help="bytes; A..B stands for the sizes from A to B, each 4 times the last (default 4,64,1K..64M; of overlap "
-        "16M; of small 4,64,1K; of master's copies 16M,64M; of resilience's state and checkpoint 1G)",
+        "16M; of small 4,64,1K)",
     )
     parser.add_argument(
         "--budget",
         type=float,
         default=1.0,
         metavar="S",
-        help="seconds for each cell (default 1); of resilience: for each second, 5 losses; of checkpoint: 3 rounds",
+        help="seconds for each cell (default 1)",
     )
     parser.add_argument("--dtype", default="float32", choices=_DTYPES, metavar="T", help="default float32")
     parser.add_argument("--op", default="SUM", choices=_OPS, help="of what reduces (default SUM)")
@@ -120,24 +106,8 @@ def _check(parser: ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(f"{options.verb} measures this library alone, and draws nothing")
     if options.verb == "small" and ("gloo" in options.against or options.plot):
         parser.error("small measures beside MPI, where torch.distributed is on this library, and draws nothing")
-    if options.verb == "master" and (options.against or options.hosts or options.plot):
-        parser.error("master measures on this host, beside torch's RPC, and draws nothing")
-    if options.verb == "resilience" and (options.against or options.hosts or options.plot):
-        parser.error("resilience measures on this host, beside torchft where it is installed, and draws nothing")
-    if options.verb == "checkpoint" and (options.against or options.hosts):
-        parser.error("checkpoint measures on this host, beside the disk and torch")
-    if options.verb == "resilience" and options.nproc < _FEWEST:
-        parser.error(f"-n must be at least {_FEWEST}: a rank is lost, and others go on together")
     if options.verb == "overlap" and options.plot:
         parser.error("overlap draws nothing: leave out --plot")
-    if options.verb == "master" and options.nproc > _MOST_WORKERS:
-        parser.error(f"-n must be at most {_MOST_WORKERS}: torch has no more devices for them and their group")
-    if options.verb == "master" and min(options.sizes) < 4:
-        parser.error("master copies float32, 4 bytes at least: --sizes")
-    if options.verb == "resilience" and min(options.sizes) < 64:
-        parser.error("resilience hands over 16 float32 tensors, 64 bytes at least: --sizes")
-    if options.verb == "checkpoint" and min(options.sizes) < 1 << 16:
-        parser.error("checkpoint saves 16 float32 tensors, 64K at least: --sizes")
     if options.budget <= 0:
         parser.error("--budget must be positive")
     reduces = options.verb in ("overlap", "small") or any(VERBS[verb].reduces for verb in options.verbs)
@@ -156,17 +126,18 @@ def _size(text: str) -> int:
     return int(number) * unit
 
 
-def _sizes(text: str) -> list[int]:
-    sizes: set[int] = set()
+def sizes(text: str) -> list[int]:
+    """Return the sizes in bytes of a list such as ``4,64,1K..64M``."""
+    found: set[int] = set()
     for part in text.split(","):
         low, dots, high = part.partition("..")
         size, last = _size(low), _size(high if dots else low)
         if last < size:
             raise argparse.ArgumentTypeError(f"{part!r} goes down")
         while size <= last:
-            sizes.add(size)
+            found.add(size)
             size *= 4
-    return sorted(sizes)
+    return sorted(found)
 
 
 def _peers(text: str) -> list[str]:

@@ -222,18 +222,18 @@ _allranks_env() {
 _allranks_bench() {
   _arguments -s -S -A '-*' \
     '(-h --help)'{-h,--help}'[show this help message and exit]' \
-    '(-n --nproc)'{-n+,--nproc=}'[ranks on this host (default 2; of python 1); of master the workers that one command goes to, of resilience the ranks of the largest group (default 64)]:N: ' \
+    '(-n --nproc)'{-n+,--nproc=}'[ranks on this host (default 2; of python 1)]:N: ' \
     '(-H --hosts)'{-H+,--hosts=}'[with mpi\: where mpirun starts how many of the ranks]:HOST\:N,...:_hosts' \
     '--against=[what to compare with, of gloo, mpi]:PEERS: ' \
-    '--sizes=[bytes; A..B stands for the sizes from A to B, each 4 times the last (default 4,64,1K..64M; of overlap 16M; of small 4,64,1K; of master'\''s copies 16M,64M; of resilience'\''s state and checkpoint 1G)]:LIST: ' \
-    '--budget=[seconds for each cell (default 1); of resilience\: for each second, 5 losses; of checkpoint\: 3 rounds]:S: ' \
+    '--sizes=[bytes; A..B stands for the sizes from A to B, each 4 times the last (default 4,64,1K..64M; of overlap 16M; of small 4,64,1K)]:LIST: ' \
+    '--budget=[seconds for each cell (default 1)]:S: ' \
     '--dtype=[default float32]:T:(uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64)' \
     '--op=[of what reduces (default SUM)]:{SUM,AVG,PRODUCT,MIN,MAX}:(SUM AVG PRODUCT MIN MAX)' \
     '--apart[a barrier before each call, outside its time]' \
     '--shared[our tensors lie in shared memory (empty_shared)]' \
     '--json=[write the figures]:FILE:_files' \
     '--plot=[draw them (needs matplotlib)]:FILE:_files' \
-    '1:VERB:(all all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all send barrier overlap python small master trace resilience checkpoint)'
+    '1:VERB:(all all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all send barrier overlap python small trace)'
 }
 
 _allranks_tune() {

@@ -1,8 +1,8 @@
-"""Processes of ``allranks bench resilience``: a training in which the last of three ranks is killed.
+"""Processes of ``python benchmarks/goals resilience``: a training in which the last of three ranks is killed.
 
-    python -m allranks.tools.bench.losses train FOLDER DEATHS                  a rank, under ``allranks run --elastic``
-    python -m allranks.tools.bench.losses replica FOLDER DEATHS NUMBER START   a replica of torchft, on its gloo group
-    python -m allranks.tools.bench.losses lighthouse                           torchft's; prints its address
+    python benchmarks/goals/losses.py train FOLDER DEATHS                  a rank, under ``allranks run --elastic``
+    python benchmarks/goals/losses.py replica FOLDER DEATHS NUMBER START   a replica of torchft, on its gloo group
+    python benchmarks/goals/losses.py lighthouse                           torchft's; prints its address
 
 All use the same model, 8 MB. A process records when it started, when it finished each step, and when it killed itself.
 The replicas of torchft receive the address of the lighthouse in TORCHFT_LIGHTHOUSE, a variable of torchft.

@@ -1,7 +1,7 @@
 """torch's RPC, for comparison with master-worker mode: ``rpc.remote`` for each operation, ``to_here`` for a value.
 
 It runs in two separate processes, which contain no code of allranks, on TensorPipe with its default settings: on one
-host through shared memory. The driver, ``python -m allranks.tools.bench.rpc FILE``, reads one command from each line of
+host through shared memory. The driver, ``python benchmarks/goals/rpc.py FILE``, reads one command from each line of
 its standard input and answers with a line of JSON. The driver and its worker exit when the input ends.
 """
 
@@ -22,7 +22,6 @@ __all__ = ["RpcPeer"]
 
 _WORKER = "worker"
 _START_S = 60
-_MODULE = "allranks.tools.bench.rpc"
 
 
 class RpcPeer:
@@ -35,7 +34,7 @@ class RpcPeer:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="allranks-bench-")
         self._driver = subprocess.Popen(
-            [sys.executable, "-m", _MODULE, f"{self._folder.name}/store"],
+            [sys.executable, __file__, f"{self._folder.name}/store"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -114,7 +113,7 @@ def _drive(store: str) -> None:
         return
     torch.set_num_threads(1)
     # The worker's input is closed when this process terminates, for any reason.
-    worker = subprocess.Popen([sys.executable, "-m", _MODULE, store, _WORKER], stdin=subprocess.PIPE, text=True)
+    worker = subprocess.Popen([sys.executable, __file__, store, _WORKER], stdin=subprocess.PIPE, text=True)
     try:
         _join("master", 0, store)
         _say("")

@@ -1,4 +1,4 @@
-"""``allranks bench master``: the cost of master-worker mode, its goals, and its peers torch's RPC and send/recv.
+"""``python benchmarks/goals master``: master-worker mode, its goals, and its peers torch's RPC and send/recv.
 
 Three masters run one after the other in this process. The first has two workers, for operations, values, training steps
 and copies. The second has eight, or ``-n`` if that is less, for a step of 5 ms. The third has ``-n`` workers, for one
@@ -37,15 +37,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import results
 import torch
+from results import Goal, MasterReport, of
+from rpc import RpcPeer
 from torch.nn import functional
 
 import allranks
 from allranks._cluster.host import processor, usable_cpus
 from allranks.remote.master.master import Master
-from allranks.tools.bench import goals
-from allranks.tools.bench.goals import Goal, MasterReport, of
-from allranks.tools.bench.rpc import RpcPeer
 from allranks.tools.bench.text import human
 from allranks.tools.progress import TerminalProgress
 
@@ -79,8 +79,8 @@ def main(options: argparse.Namespace) -> int:
             "python": platform.python_version(),
         },
     )
-    with TerminalProgress("allranks bench") as progress, contextlib.closing(RpcPeer()) as peer:
-        progress.put(goals.head(report, "master-worker mode"))
+    with TerminalProgress("benchmarks/goals") as progress, contextlib.closing(RpcPeer()) as peer:
+        progress.put(results.head(report, "master-worker mode"))
         if peer.missing:
             report.left_out.append(f"torch RPC: {peer.missing}")
             progress.put(f"# left out: {report.left_out[-1]}")
@@ -92,9 +92,9 @@ def main(options: argparse.Namespace) -> int:
             progress.at(what)
             found = measure(options.budget)
             report.goals += found
-            progress.put(goals.lines(found))
+            progress.put(results.lines(found))
     if options.json:
-        goals.write(report, options.json)
+        results.write(report, options.json)
     return 0
 
 

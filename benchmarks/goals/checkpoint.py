@@ -1,4 +1,4 @@
-"""``allranks bench checkpoint``: the cost of saving and loading, compared with the disk and with torch.
+"""``python benchmarks/goals checkpoint``: the cost of saving and loading, compared with the disk and with torch.
 
 ===============  =====================================================================================================
 stall            time that the training waits for ``save_async``, compared with a memcpy of this rank's share, and
@@ -32,17 +32,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import results
 import torch
+from results import Goal, GoalReport, of
+from spent import spent_s
 
 import allranks
 from allranks import checkpoint
 from allranks._call.bytes import view_of
 from allranks._cluster.host import cores, processor, usable_cpus
 from allranks.testing import run_ranks
-from allranks.tools.bench import goals, text
-from allranks.tools.bench.goals import Goal, GoalReport, of
+from allranks.tools.bench import text
 from allranks.tools.bench.plot import drawing
-from allranks.tools.bench.spent import spent_s
 from allranks.tools.progress import TerminalProgress
 from allranks.tools.quiet import Window, before
 
@@ -79,8 +80,8 @@ def main(options: argparse.Namespace) -> int:
     )
     medians: dict[int, dict[str, float]] = {}
     window, own_s, cpus = Window(), spent_s(), cores(os.sched_getaffinity(0))
-    with TerminalProgress("allranks bench") as progress:
-        progress.put(goals.head(report, "checkpoints"))
+    with TerminalProgress("benchmarks/goals") as progress:
+        progress.put(results.head(report, "checkpoints"))
         progress.put(text.conditions(before(), options.nproc, cpus))
         for nbytes in options.sizes:
             fewest, most = _ROUNDS
@@ -92,14 +93,14 @@ def main(options: argparse.Namespace) -> int:
             medians[nbytes] = {name: statistics.median(times) for name, times in slowest.items()}
             cells = _goals(f"{text.human(nbytes)}, {options.nproc} rank{'s' * (options.nproc > 1)}", slowest)
             report.goals += cells
-            progress.put(goals.lines(cells))
+            progress.put(results.lines(cells))
             if missing := [what for name, what in _PEERS.items() if name not in slowest]:
                 report.left_out.append(f"{text.human(nbytes)}: {', '.join(missing)}, for want of memory")
                 progress.put(f"# left out: {report.left_out[-1]}")
         report.conditions = window.end(spent_s() - own_s)
         progress.put(text.conditions(report.conditions, options.nproc, cpus))
     if options.json:
-        goals.write(report, options.json)
+        results.write(report, options.json)
     if options.plot:
         _draw(medians, f"{options.nproc} rank{'s' * (options.nproc > 1)} on {report.cpus} CPUs", options.plot)
     return 0

@@ -1,4 +1,4 @@
-"""``allranks bench resilience``: the cost of losing a rank, compared with its goals and torchft.
+"""``python benchmarks/goals resilience``: the cost of losing a rank, compared with its goals and torchft.
 
 ====================  ================================================================================================
 survivors' pause      one of three ranks is killed in a step of an 8 MB model: the longest time between two steps of
@@ -37,7 +37,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import results
 import torch
+from losses import DYING, PROCESSES, Pauses, pauses
+from results import Goal, GoalReport, of
+from spent import spent_s
 from torch import nn
 
 import allranks
@@ -45,16 +49,13 @@ from allranks._cluster.host import cores, processor, usable_cpus
 from allranks._elastic.training import handover
 from allranks.resilience import State
 from allranks.testing import run_ranks
-from allranks.tools.bench import goals, text
-from allranks.tools.bench.goals import Goal, GoalReport, of
-from allranks.tools.bench.losses import DYING, PROCESSES, Pauses, pauses
-from allranks.tools.bench.spent import spent_s
+from allranks.tools.bench import text
 from allranks.tools.progress import TerminalProgress
 from allranks.tools.quiet import Window, before
 
 __all__ = ["main"]
 
-_LOSSES = "allranks.tools.bench.losses"
+_LOSSES = str(Path(__file__).with_name("losses.py"))
 _DEATHS = 5  # deaths for each second of the budget
 _LIMIT_S = 300
 _PARAMETERS = 16
@@ -84,8 +85,8 @@ def main(options: argparse.Namespace) -> int:
     else:
         report.versions[_TORCHFT] = importlib.metadata.version("torchft-nightly")
     window, own_s, cpus = Window(), spent_s(), cores(os.sched_getaffinity(0))
-    with TerminalProgress("allranks bench") as progress:
-        progress.put(goals.head(report, "the loss of a rank"))
+    with TerminalProgress("benchmarks/goals") as progress:
+        progress.put(results.head(report, "the loss of a rank"))
         progress.put(text.conditions(before(), PROCESSES, cpus))
         for each in report.left_out:
             progress.put(f"# left out: {each}")
@@ -102,11 +103,11 @@ def main(options: argparse.Namespace) -> int:
             progress.at(what)
             found = measure()
             report.goals += found
-            progress.put(goals.lines(found))
+            progress.put(results.lines(found))
         report.conditions = window.end(spent_s() - own_s)
         progress.put(text.conditions(report.conditions, PROCESSES, cpus))
     if options.json:
-        goals.write(report, options.json)
+        results.write(report, options.json)
     return 0
 
 
@@ -137,18 +138,18 @@ def _losses(deaths: int, peer: Pauses | None) -> list[Goal]:
 def _job(*options: str, deaths: int) -> Pauses:
     with tempfile.TemporaryDirectory(prefix="allranks-bench-") as folder:
         command = [sys.executable, "-m", "allranks", "run", "-n", str(PROCESSES), "--elastic", str(PROCESSES - 1)]
-        program = ["-m", _LOSSES, "train", folder, str(deaths)]
+        program = [_LOSSES, "train", folder, str(deaths)]
         done = subprocess.run(
             [*command, *options, *program], capture_output=True, text=True, timeout=_LIMIT_S, check=False
         )
         if done.returncode:
-            raise SystemExit(f"allranks bench: a job ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+            raise SystemExit(f"benchmarks/goals: a job ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         return pauses(Path(folder))
 
 
 def _replicas(deaths: int) -> Pauses:
     """Measure torchft's replicas, with its process group on gloo."""
-    program = [sys.executable, "-m", _LOSSES]
+    program = [sys.executable, _LOSSES]
     with tempfile.TemporaryDirectory(prefix="allranks-bench-") as folder, open(f"{folder}/log", "w+") as log:
         running: dict[int, subprocess.Popen[str]] = {}
         lighthouse = subprocess.Popen(

@@ -58,7 +58,7 @@ class GoalReport:
 
 @dataclass(kw_only=True)
 class MasterReport(GoalReport):
-    """The results of a run of ``allranks bench master``."""
+    """The results of a run of ``python benchmarks/goals master``."""
 
     workers: int  # number of workers that receive one command
 
