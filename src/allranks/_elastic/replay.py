@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from allranks._base.errors import AbortedError, PeerLostError, TimeoutError, UsageError
+from allranks._base.verbs import names
 from allranks._call.bytes import bytes_of
 from allranks._call.callsite import where
 from allranks._call.types import Stats
@@ -41,7 +42,7 @@ _SMALL = 64 << 10  # bytes of one tensor: larger tensors of floats are not kept
 _MOST = 4 << 20  # bytes of all entries of a rank
 _MANY = 10_000  # calls: a program with more calls before the loop does not use allranks's training loop
 
-_ALIKE = ("all_reduce", "broadcast", "all_gather", "barrier")  # their results are the same on all ranks
+_ALIKE = names(alike=True)
 _LENGTH = struct.Struct("!I")
 
 _local = threading.local()

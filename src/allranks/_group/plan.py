@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from allranks._base.errors import UsageError
 from allranks._base.public import publish
+from allranks._base.verbs import names
 from allranks._core import Planned
 
 if TYPE_CHECKING:
@@ -23,18 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VERBS", "Plan"]
 
-VERBS = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-)
+VERBS = (*names(planned=True), "all_to_all_single")
 """The verbs that can be planned."""
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from allranks._base.errors import AllranksError, PeerLostError, TimeoutError, UsageError
+from allranks._base.verbs import VERBS
 from allranks._call.callsite import NOWHERE, line_of
 from allranks._core import Sites, TorchCall
 from allranks._plugin.calls import OPS, Calls, tensors_in
@@ -280,18 +281,17 @@ class TorchGroup(_Base):  # type: ignore[misc]
 
 
 # Verbs whose plain calls the core parses, by method: the verb; the position of the tensor, and of its chunks (the
-# argument number, and whether the argument is the only item of a list); whether the verb reduces, and whether it has a
-# root.
-_READ: dict[str, tuple[str, tuple[int, bool] | None, tuple[int, bool] | None, bool, bool]] = {
-    "allreduce": ("all_reduce", (0, True), None, True, False),
-    "reduce": ("reduce", (0, True), None, True, True),
-    "broadcast": ("broadcast", (0, True), None, False, True),
-    "allgather": ("all_gather", (1, True), (0, True), False, False),
-    "all_gather_single": ("all_gather", (1, False), (0, False), False, False),
-    "reduce_scatter": ("reduce_scatter", (0, True), (1, True), True, False),
-    "reduce_scatter_single": ("reduce_scatter", (0, False), (1, False), True, False),
-    "all_to_all_single": ("all_to_all", (1, False), (0, False), False, False),
-    "barrier": ("barrier", None, None, False, False),
+# argument number, and whether the argument is the only item of a list).
+_READ: dict[str, tuple[str, tuple[int, bool] | None, tuple[int, bool] | None]] = {
+    "allreduce": ("all_reduce", (0, True), None),
+    "reduce": ("reduce", (0, True), None),
+    "broadcast": ("broadcast", (0, True), None),
+    "allgather": ("all_gather", (1, True), (0, True)),
+    "all_gather_single": ("all_gather", (1, False), (0, False)),
+    "reduce_scatter": ("reduce_scatter", (0, True), (1, True)),
+    "reduce_scatter_single": ("reduce_scatter", (0, False), (1, False)),
+    "all_to_all_single": ("all_to_all", (1, False), (0, False)),
+    "barrier": ("barrier", None, None),
 }
 
 
@@ -304,8 +304,8 @@ def _reader(verb: str, form: Sequence[type]) -> TorchCall | None:
     """Return the parser of plain calls of a verb, or None if the core does not parse them."""
     if verb not in _READ:
         return None
-    short, tensor, pieces, reduces, rooted = _READ[verb]
-    ops = OPS if reduces else {}
+    short, tensor, pieces = _READ[verb]
+    ops, rooted = OPS if VERBS[short].reduces else {}, bool(VERBS[short].root)
     return TorchCall(short, len(form), tensor, pieces, form[-1], ops, rooted, [_profiling, _modes, _functorch], _SITES)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from allranks._base.verbs import MESSAGES
 from allranks._trace.matching import RecordedProcess
 from allranks._trace.reader import COMMAND, TraceError
 from allranks._trace.timeline import Arrow, Slice, Timeline
@@ -101,7 +102,7 @@ def slice_arguments(each: Slice) -> dict[str, Any]:
         found["elements"] = f"{call.count} x {call.dtype}"
     if call.op:
         found["op"] = call.op
-    if call.verb in ("send", "recv"):
+    if call.verb in MESSAGES:
         found["tag"] = call.tag
     elif each.peer >= 0:
         found["root"] = each.peer

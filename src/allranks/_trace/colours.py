@@ -1,23 +1,12 @@
-"""The colors of verbs in pictures and pages: dark enough for white text, and distinguishable by lightness, too."""
+"""The colors of calls in pictures and pages."""
 
 from __future__ import annotations
 
+from allranks._base.verbs import VERBS
+
 __all__ = ["COLOURS", "colour", "pale"]
 
-COLOURS = {
-    "all_reduce": "#2563a8",
-    "reduce": "#6b4fa0",
-    "broadcast": "#0f7b6c",
-    "all_gather": "#c05a1c",
-    "gather": "#94701a",
-    "scatter": "#a0527c",
-    "reduce_scatter": "#7a4a35",
-    "all_to_all": "#b3343f",
-    "barrier": "#5b6673",
-    "send": "#3f7d3a",
-    "recv": "#6f9a2e",
-    "command": "#3d6b85",
-}
+COLOURS = {**{verb.name: verb.color for verb in VERBS.values()}, "command": "#3d6b85"}
 
 
 def colour(verb: str) -> str:

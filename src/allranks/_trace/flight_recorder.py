@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from allranks._base import verbs
 from allranks._trace.matching import GroupRun, RecordedProcess, match
 from allranks._trace.reader import RecordedCall
 
@@ -166,7 +167,7 @@ def _entry(
     words: str,
 ) -> dict[str, Any]:
     ahead = process.wall - process.began
-    message = call.verb in ("send", "recv")
+    message = call.verb in verbs.MESSAGES
     gets, gives = _sizes(call, len(groups[group]))
     kind = [_TYPES.get(call.dtype, call.dtype)] if gets else []
     ended = call.returned_ns != 0 and not call.outcome
@@ -197,15 +198,11 @@ def _entry(
 
 def _sizes(call: RecordedCall, ranks: int) -> tuple[list[list[int]], list[list[int]]]:
     """Return the sizes of the input and of the output of a call. ``count`` is the size of one rank's part."""
-    if call.verb == "barrier":
-        return [], []
-    one, all_ = [[call.count]], [[call.count * ranks]]
-    return {
-        "all_gather": (one, all_),
-        "gather": (one, all_),
-        "reduce_scatter": (all_, one),
-        "scatter": (all_, one),
-    }.get(call.verb, (one, one))
+    if call.verb in (verbs.COMMAND, "all_to_all", *verbs.MESSAGES):  # chunks of an all_to_all can have different sizes
+        return [[call.count]], [[call.count]]
+    sizes: dict[int, list[list[int]]] = {-1: [], 0: [[call.count * ranks]], 1: [[call.count]]}
+    verb = verbs.VERBS[call.verb]
+    return sizes[verb.given], sizes[verb.results]
 
 
 def _frames(site: str) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from allranks._base import verbs
 from allranks._trace.clocks import Bounds
 from allranks._trace.inspection import OF_MASTER, OF_WORKER
 from allranks._trace.reader import RecordedCall, RecordedGroup, TraceReader
@@ -27,10 +28,9 @@ __all__ = [
 ]
 
 _SAME_CLOCK_NS = 1_000_000_000  # tolerance for offsets of one clock, and for comparing wall clocks
-# The collectives that return on no rank before all ranks have begun them.
-_ALL_WAIT = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
-_FROM_ROOT = ("broadcast", "scatter")
-_TO_ROOT = ("reduce", "gather")
+_ALL_WAIT = verbs.names(waits=True)
+_FROM_ROOT = verbs.names(root="src")
+_TO_ROOT = verbs.names(root="dst")
 _NATIVE = ("native", "tcp")
 _WITHOUT_COUNT = ("barrier", "all_to_all")
 
@@ -260,7 +260,7 @@ def _messages(run: GroupRun, processes: Mapping[int, RecordedProcess]) -> Iterat
         for call in calls:
             if call.verb == "recv" and call.peer < 0:
                 from_any.add((number, call.tag))
-            if call.verb in ("send", "recv") and 0 <= call.peer < len(run.ranks) and not call.outcome:
+            if call.verb in verbs.MESSAGES and 0 <= call.peer < len(run.ranks) and not call.outcome:
                 other = number_of.get(run.ranks[call.peer], -1)
                 if call.verb == "send":
                     sent[number, other, call.tag].append(call)

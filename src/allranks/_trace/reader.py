@@ -14,6 +14,7 @@ from typing import Final
 
 from typing_extensions import Buffer
 
+from allranks._base import verbs
 from allranks._base.errors import AllranksError
 
 __all__ = [
@@ -33,22 +34,8 @@ __all__ = [
 ]
 
 VERSION: Final = 1
-VERBS: Final = (
-    *(
-        "command",
-        "all_reduce",
-        "reduce",
-        "broadcast",
-        "all_gather",
-        "gather",
-        "scatter",
-        "reduce_scatter",
-        "all_to_all",
-    ),
-    *("barrier", "send", "recv"),
-)
-COMMAND: Final = VERBS[0]
-"""Worker commands use code 0, which no verb of a group uses."""
+COMMAND: Final = verbs.COMMAND
+VERBS: Final = (COMMAND, *verbs.VERBS)
 DTYPES: Final = (
     *("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32"),
     *("float64", "bool", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
@@ -220,7 +207,7 @@ class RecordedCall:
         """The call with its number: ``all_reduce #42``, ``send to 3``; a command's name: ``aten::mm and 7 more``."""
         if self.verb == COMMAND:
             return f"{self.site or 'a command'}{f' and {self.count - 1} more' if self.count > 1 else ''}"
-        if self.verb in ("send", "recv"):
+        if self.verb in verbs.MESSAGES:
             way = "to" if self.verb == "send" else "from"
             return f"{self.verb} {way} {'any rank' if self.peer < 0 else self.peer}"
         return f"{self.purpose or self.verb} #{self.number}"
@@ -331,8 +318,8 @@ class TraceReader:
         verb, dtype, op, purpose, outcome, flags, _ = kinds
         if found != index or verb >= len(VERBS):
             return None
-        message = VERBS[verb] in ("send", "recv")
-        reduces = VERBS[verb] in ("all_reduce", "reduce", "reduce_scatter")
+        message = VERBS[verb] in verbs.MESSAGES
+        reduces = VERBS[verb] in verbs.REDUCING
         return RecordedCall(
             index=index,
             group=group,

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from allranks._base.verbs import MESSAGES
 from allranks._trace.clocks import ClockLink, join_clocks
 from allranks._trace.files import open_trace, trace_files
 from allranks._trace.inspection import OF_MASTER
@@ -327,7 +328,7 @@ class _Builder:
         for call in process.calls:
             group = process.groups.get(call.group)
             name = group.name if group is not None else "a group that is not known"
-            by_row[_MESSAGES if call.verb in ("send", "recv") else name].append(call)
+            by_row[_MESSAGES if call.verb in MESSAGES else name].append(call)
         by_row[_MESSAGES] = by_row.pop(_MESSAGES, [])  # move the messages to the last row
         for title, calls in by_row.items():
             free: list[int] = []  # when the last call of each lane ends
@@ -361,7 +362,7 @@ class _Builder:
             met = end  # a call in progress may hang: all of its time counts as waiting
         if group is not None and group.engine == OF_MASTER:
             title, met, last = f"a wait for worker {call.peer}", end, world(call.peer)
-        elif call.verb in ("send", "recv"):
+        elif call.verb in MESSAGES:
             way = "to" if call.verb == "send" else "from"
             title = f"{call.verb} {way} {'any rank' if call.peer < 0 else f'rank {world(call.peer)}'}"
         else:

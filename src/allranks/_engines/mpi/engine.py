@@ -30,6 +30,7 @@ from torch import Tensor
 from allranks import _core
 from allranks._base.errors import AllranksError, ConfigError, MismatchError, PeerLostError, TimeoutError, UsageError
 from allranks._base.threads import Daemon
+from allranks._base.verbs import VERBS
 from allranks._call.types import ReduceOp
 from allranks._cluster.host import usable_cpus
 from allranks._engines.checks import CODES
@@ -168,7 +169,7 @@ class MpiEngine(FlatEngine):
         """Record the begin of a blocking collective of an ordinary tensor."""
         if self._recording is None:
             return None
-        reduces = verb in ("all_reduce", "reduce_scatter")
+        reduces = VERBS[verb].reduces
         subject = Subject() if tensor is None else Subject(tensor.dtype, tensor.numel(), op if reduces else None, root)
         return self._recording.begin(verb, subject, nbytes, False)
 

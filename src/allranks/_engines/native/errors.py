@@ -16,6 +16,7 @@ from allranks._base.errors import (
     rank_list,
 )
 from allranks._base.forks import refusal
+from allranks._base.verbs import REDUCING, VERBS
 from allranks._call.purpose import whole_call
 
 if TYPE_CHECKING:
@@ -242,8 +243,8 @@ def _call(fingerprint: _core.Call) -> str:
     if verb == "barrier" or verb in _core.PURPOSES:
         return verb
     arguments = [dtype if verb == "all_to_all" else _amount(fingerprint)]
-    if verb in ("all_reduce", "reduce", "reduce_scatter"):
+    if verb in REDUCING:
         arguments.append(op)
     if root >= 0:
-        arguments.append(f"{'dst' if verb in ('reduce', 'gather') else 'src'}={root}")
+        arguments.append(f"{VERBS[verb].root}={root}")
     return f"{verb}({', '.join(arguments)})"

@@ -37,7 +37,8 @@ from allranks._net.secret import load_secret, store_secret
 from allranks._store import StoreServer
 from allranks._store.address import addresses_of
 from allranks.launch.agents.agent_command import HERE, agent_words, carried
-from allranks.launch.agents.agent_pool import AgentPool, Host, wrong_version
+from allranks.launch.agents.agent_pool import AgentPool
+from allranks.launch.agents.hosts import Host, wrong_version
 from allranks.launch.agents.link import LinkLost, to_launcher
 from allranks.launch.agents.serve import AgentServer, hello
 from allranks.launch.arguments.layout import check_elastic, describe_plan, share_out

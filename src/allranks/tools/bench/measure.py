@@ -23,7 +23,7 @@ import torch
 import allranks
 from allranks.tools.bench.engines import BenchEngine
 from allranks.tools.bench.report import BenchRow, Timing
-from allranks.tools.bench.verbs import Data, Verb, expected, left_early
+from allranks.tools.bench.verbs import BenchVerb, Data, expected, left_early
 
 __all__ = ["BlockPlan", "largest", "measure", "seconds_per_call"]
 
@@ -65,7 +65,7 @@ class _Block:
     cpu_s: float  # per call, the mean of the ranks
 
 
-def measure(engines: Sequence[BenchEngine], verb: Verb, nbytes: int, plan: BlockPlan) -> BenchRow:
+def measure(engines: Sequence[BenchEngine], verb: BenchVerb, nbytes: int, plan: BlockPlan) -> BenchRow:
     """Measure one cell. Every rank calls it."""
     count = verb.count(nbytes, plan.dtype.itemsize, plan.ranks)
     gives, gets = (count * pieces for pieces in verb.pieces(plan.ranks))
@@ -152,7 +152,7 @@ def largest(value: float) -> float:
     return float(found)
 
 
-def _check(contender: _Contender, verb: Verb, count: int, data: Data, plan: BlockPlan) -> None:
+def _check(contender: _Contender, verb: BenchVerb, count: int, data: Data, plan: BlockPlan) -> None:
     """Add the number of wrong elements of one call, over all ranks."""
     wrong = 0
     contender.engine.enter(plan.cpus)
@@ -172,7 +172,7 @@ def _check(contender: _Contender, verb: Verb, count: int, data: Data, plan: Bloc
 
 
 def _row(
-    contenders: list[_Contender], samples: list[list[_Block]], verb: Verb, count: int, plan: BlockPlan
+    contenders: list[_Contender], samples: list[list[_Block]], verb: BenchVerb, count: int, plan: BlockPlan
 ) -> BenchRow:
     nbytes = count * max(verb.pieces(plan.ranks)) * plan.dtype.itemsize
     timings = {}

@@ -31,68 +31,63 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from allranks._base import verbs
+from allranks._base.verbs import Verb
+
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ROOT", "VERBS", "Data", "Verb", "expected", "left_early"]
+__all__ = ["ROOT", "VERBS", "BenchVerb", "Data", "expected", "left_early"]
 
 ROOT = 0
 _STAGGER_S = 0.005  # delay of rank 0 in `left_early`
 
 
 @dataclass(frozen=True)
-class Verb:
+class BenchVerb:
     """One row of the table above.
 
     Attributes:
-        name: The name in the public API.
-        gives: The number of chunks in a rank's input: 1, or 0 for one per rank.
-        gets: The number of chunks in a rank's output, in the same encoding.
-        in_place: Input and output are one tensor.
-        reduces: The verb computes, and therefore takes a reduce op.
+        facts: Its entry in the table of collectives. For ``send``: of a message there and back.
         link: busbw / algbw for P ranks.
         halves: Timed calls are round trips.
     """
 
-    name: str
-    gives: int
-    gets: int
-    in_place: bool
-    reduces: bool
+    facts: Verb
     link: Callable[[int], float]
     halves: bool = False
 
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def in_place(self) -> bool:
+        return self.facts.in_place or self.facts.given < 0
+
+    @property
+    def reduces(self) -> bool:
+        return self.facts.reduces
+
     def pieces(self, ranks: int) -> tuple[int, int]:
         """Return the numbers of chunks of input and of output."""
-        return self.gives or ranks, self.gets or ranks
+        return abs(self.facts.given) or ranks, abs(self.facts.results) or ranks
 
     def count(self, nbytes: int, itemsize: int, ranks: int) -> int:
         """Return the elements of a chunk for about ``nbytes`` bytes: rounded down, but at least one."""
         return 0 if self.name == "barrier" else max(1, nbytes // (itemsize * max(self.pieces(ranks))))
 
 
-def _half(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
-def _one(ranks: int) -> float:
-    return 1.0
+def _link(verb: Verb) -> Callable[[int], float]:
+    if verb.name == "all_reduce":
+        return lambda ranks: 2 * (ranks - 1) / ranks
+    return (lambda ranks: (ranks - 1) / ranks) if 0 in (verb.given, verb.results) else (lambda ranks: 1.0)
 
 
 VERBS = {
-    verb.name: verb
-    for verb in (
-        Verb("all_reduce", 1, 1, True, True, lambda ranks: 2 * (ranks - 1) / ranks),
-        Verb("reduce", 1, 1, True, True, _one),
-        Verb("broadcast", 1, 1, True, False, _one),
-        Verb("all_gather", 1, 0, False, False, _half),
-        Verb("gather", 1, 0, False, False, _half),
-        Verb("scatter", 0, 1, False, False, _half),
-        Verb("reduce_scatter", 0, 1, False, True, _half),
-        Verb("all_to_all", 0, 0, False, False, _half),
-        Verb("send", 1, 1, False, False, _one, halves=True),
-        Verb("barrier", 1, 1, True, False, _one),
-    )
+    verb.name: BenchVerb(verb, _link(verb), halves=verb.name == "send")
+    for verb in verbs.VERBS.values()
+    if verb.name != "recv"
 }
 
 
