@@ -16,15 +16,12 @@ import msgspec
 
 from allranks._base.errors import NotInitializedError
 from allranks._base.forks import follow, forks, refusal
-from allranks._call.types import Stats
 from allranks._cluster.env import notice_seconds
 from allranks._engines.base import Parent, never, not_begun
 from allranks._trace import memory
 from allranks._trace.watcher import WatchedPeer, unwatch, watch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from allranks._core import Planned
     from allranks._elastic.history import GroupHistory
     from allranks._elastic.membership_change import Decision
@@ -135,14 +132,6 @@ class BaseGroup:
     def highest_tag(self) -> int:
         """The highest tag of a message that the group can send."""
         return self._live().highest_tag
-
-    def empty_shared(self, nbytes: int) -> Tensor:
-        """See :func:`allranks.empty_shared`. Returns bytes."""
-        return self._live().empty_shared(nbytes)
-
-    def stats(self) -> Stats:
-        """See :class:`allranks.Stats`."""
-        return self._live().stats()
 
     # After a loss. See docs/resilience.md.
 

@@ -317,6 +317,14 @@ class Communicator(BaseGroup):
         work.shown = (tensor,)
         return work
 
+    def empty_shared(self, nbytes: int) -> Tensor:
+        """See :func:`allranks.empty_shared`. Returns bytes."""
+        return self._live().empty_shared(nbytes)
+
+    def stats(self) -> Stats:
+        """See :class:`allranks.Stats`."""
+        return self._live().stats()
+
     def _member(self, rank: int, what: str) -> int:
         number = integer_of(rank)
         if number is None:

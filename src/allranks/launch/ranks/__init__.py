@@ -10,6 +10,7 @@
 - ``rank``       the steps of a rank before, around and after the user's program
 - ``function``   a function on its way to the ranks, and results and exceptions on their way back
 - ``recording``  the memory in which a rank records its calls
-- ``agent``      starts the ranks and reports their events
+- ``rank_processes``  the processes of the ranks: their output, their state, signals to them
+- ``agent``      starts the ranks, restarts them, and reports their events
 - ``template``   the process from which ranks are replaced
 """
