@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from allranks._call.types import Stats
     from allranks._call.work import Work
 
     Op: TypeAlias = ReduceOp | PremulSum
