@@ -59,9 +59,12 @@ format: $(VENV)/checkers
 	$(BIN)/python tests/house/stub.py
 	$(BIN)/python tests/house/jobs.py
 	$(BIN)/python -m allranks.tools.completion
+	$(BIN)/python docs/errors.py
+	$(BIN)/python docs/draw.py
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $$(find core tests/core -name '*.cc' -o -name '*.h')
+	$(BIN)/python tests/house/api.py > $(BUILD)/api.txt && cp $(BUILD)/api.txt tests/house/api.txt
 
 # Each system call of a small job fails in turn (benchmarks/injection.py): about 40 minutes on two cores.
 injection: $(VENV)/installed

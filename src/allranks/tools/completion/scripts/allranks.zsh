@@ -233,7 +233,7 @@ _allranks_bench() {
     '--shared[our tensors lie in shared memory (empty_shared)]' \
     '--json=[write the figures]:FILE:_files' \
     '--plot=[draw them (needs matplotlib)]:FILE:_files' \
-    '1:VERB:(all all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all send barrier overlap python small trace)'
+    '1:VERB:(all all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all barrier send overlap python small trace)'
 }
 
 _allranks_tune() {
