@@ -64,7 +64,7 @@ format: $(VENV)/checkers
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $$(find core tests/core -name '*.cc' -o -name '*.h')
-	$(BIN)/python tests/house/api.py > $(BUILD)/api.txt && cp $(BUILD)/api.txt tests/house/api.txt
+	$(BIN)/python tests/house/api.py > build/api.txt && cp build/api.txt tests/house/api.txt
 
 # Each system call of a small job fails in turn (benchmarks/injection.py): about 40 minutes on two cores.
 injection: $(VENV)/installed
