@@ -27,7 +27,8 @@ TAKEN = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "docs/*.svg", "docs/decisions/*.md",
     "examples/**/*.md", "examples/**/*.py", "examples/**/*.sh", "examples/**/*.yaml", "examples/**/*.ipynb",
     "benchmarks/*.png", "benchmarks/*.json",
-    "tests/support/README.md", "core/collective/algorithms/table.h",
+    "tests/support/README.md", "src/allranks/_elastic/README.md", ".devcontainer/devcontainer.json",
+    "examples/recipes/*", "core/collective/algorithms/table.h",
     "src/allranks/_rendezvous/finders/interface.py", "src/allranks/_cluster/schedulers/interface.py",
 )  # fmt: skip
 MODULES = {

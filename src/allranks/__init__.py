@@ -35,7 +35,14 @@ work on this world: ``init_device_mesh``, ``fsdp``, ``tensor``, ... (docs/torch.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"allranks requires Linux, and this is {sys.platform}: run it in the container of examples/recipes/Dockerfile"
+        " (docs/recipes.md)"
+    )
 
 __version__ = "0.2.0"
 

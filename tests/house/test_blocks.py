@@ -32,6 +32,7 @@ PYTHON = {
     "docs/thd.md": "house/test_guides.py",
     "docs/moving.md": "house/test_moving.py",
     "docs/master_worker.md": "house/test_master_worker_page.py",
+    "docs/faq.md": "house/test_recipes.py",
     "docs/torch.md": "house/test_fragments.py",
     "docs/security.md": "house/test_fragments.py",
     "docs/launching.md": "house/test_docs.py",

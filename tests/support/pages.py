@@ -14,7 +14,7 @@ OUTPUT = re.compile(
 """How blocks begin that show what is printed or written."""
 SHELL = re.compile(
     r"allranks |make |git |source |python |srun |sbatch |mpirun |mpiexec |pip |openssl |export |for |done|cd "
-    r"|torchrun |(\.\./base/)?\.venv/bin/|\.\./base/"
+    r"|torchrun |docker |conda |(\.\./base/)?\.venv/bin/|\.\./base/"
 )
 
 
