@@ -259,18 +259,30 @@ def beginning(two):
 
 
 def readme_lines():
-    """One table and one picture."""
-    two = load("verbs_2")
+    """One table: small and large messages, the start of a job, and a lost rank."""
+    two, launch = load("verbs_2"), load("launch")
+    lost = {goal["name"]: goal for goal in load("resilience")["goals"]}["replaced"]
     yield beginning(two)
     yield ""
-    yield "| bytes | allranks, 2 ranks | gloo | Open MPI | gloo/allranks | MPI/allranks |"
-    yield "|---" * 6 + "|"
-    for row in next(table for table in two["tables"] if table["verb"] == "all_reduce")["rows"]:
-        if row["nbytes"] in (4, 1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 24, 1 << 26):
-            took = [f"{timing['median_s'] * 1e6:,.1f}" for timing in row["timings"].values()]
-            yield "| " + " | ".join([size(row["nbytes"]), *took, *map(times, row["ratios"].values())]) + " |"
+    yield "| | allranks | gloo, torchrun | Open MPI |"
+    yield "|---|---|---|---|"
+    rows = next(table for table in two["tables"] if table["verb"] == "all_reduce")["rows"]
+    for row in rows:
+        if row["nbytes"] in (4, 1 << 14, 1 << 20, 1 << 26):
+            took = [f"{timing['median_s'] * 1e6:,.1f} us" for timing in row["timings"].values()]
+            yield f"| {size(row['nbytes'])}, 2 ranks | " + " | ".join(took) + " |"
+    for ranks, seconds in launch["first_line_s"].items():
+        yield (
+            f"| start of {ranks} ranks that import torch, until the first line is printed | "
+            f"{seconds['allranks run']:.2f} s | {seconds['torchrun']:.2f} s | |"
+        )
+    yield (
+        f"| a rank dies: until its replacement has finished a step | {lost['value']:.2f} s | "
+        f"{lost['peer_value']:.2f} s ({lost['peer']}) | |"
+    )
     yield ""
-    yield "![time per call over tensor size, a panel for each verb](benchmarks/verbs_2.png)"
+    yield "Medians. The files of these figures are in [benchmarks/](benchmarks); [all figures](docs/performance.md) says how"
+    yield "they were measured. To measure this machine: `allranks bench all -n 2 --against gloo`."
 
 
 def performance_lines():
