@@ -379,10 +379,10 @@ def threads_lines(found):
         row = [f"{cell['ranks']} x {cell['threads']}", *rounds, times(ratios["gloo"]), times(better)]
         yield "| " + " | ".join(row) + " |"
     yield ""
-    yield "*/ gloo* is the ratio to gloo through torch.distributed, */ MPI* the ratio to MPI with its better setting. Each"
-    yield "ratio is one of medians of the same processes. If the number of threads is not set,"
-    yield "`init_process_group` lowers it to the first row of each number of ranks. With 8 x 2 a round takes half a second,"
-    yield "and a block has three of them."
+    yield "*/ gloo* is the ratio to gloo through torch.distributed, */ MPI* the ratio to MPI with its better setting."
+    yield "Each ratio is one of medians of the same processes. If the number of threads is not set,"
+    yield "`init_process_group` lowers it to the first row of each number of ranks. With 8 x 2 a round takes half a"
+    yield "second, and a block has three of them."
 
 
 def step_line(step):
