@@ -33,8 +33,8 @@ def all_reduce_table(two, four):
         {row["nbytes"]: row for table in report["tables"] if table["verb"] == "all_reduce" for row in table["rows"]}
         for report in (two, four)
     ]
-    title = "ranks | gloo | MPI | gloo/ours | MPI/ours"
-    yield f"| bytes | ours, 2 {title} | ours, 4 {title} |"
+    title = "ranks | gloo | MPI | gloo/allranks | MPI/allranks"
+    yield f"| bytes | allranks, 2 {title} | allranks, 4 {title} |"
     yield "|---" * 11 + "|"
     for nbytes in by_ranks[0]:
         cells = [size(nbytes)]
@@ -65,7 +65,7 @@ def verb_table(two, four, names=("2 ranks", "4 ranks")):
 
 def shared_table(shared):
     """all_reduce with tensors from empty_shared, from 1 MB on."""
-    yield "| bytes | ours, `empty_shared` | gloo | MPI | gloo/ours | MPI/ours |"
+    yield "| bytes | allranks, `empty_shared` | gloo | MPI | gloo/allranks | MPI/allranks |"
     yield "|---|---|---|---|---|---|"
     for row in shared["tables"][0]["rows"]:
         if row["nbytes"] < 1 << 20:
@@ -103,8 +103,9 @@ def many_hosts_lines(report):
     """Every verb on the smallest and the largest layouts that share this machine, beside gloo and Open MPI."""
     layouts = list(report["conditions"])
     first, last = (layout.replace("x", " hosts of ") for layout in (layouts[0], layouts[-1]))
-    yield f"From {first} rank to {last} (`benchmarks/many_hosts.py`), which share the CPUs of one machine: the peer's"
-    yield "time divided by ours, and in brackets the same of a rank's processor time. Median and worst of all layouts:"
+    yield f"From {first} rank to {last} (`benchmarks/many_hosts.py`), which share the CPUs of one machine. Cells show"
+    yield "the peer's time divided by the time of allranks, and in parentheses the ratio of a rank's processor time."
+    yield "Median and worst of all layouts:"
     yield ""
     yield "| verb | bytes | gloo | worst | MPI | worst |"
     yield "|---" * 6 + "|"
@@ -135,8 +136,8 @@ def ranks_lines(report):
         f"Calls of 8 bytes with {', '.join(ranks[:-1])} and {ranks[-1]} ranks on {report['cpus']} CPUs "
         "(`benchmarks/ranks.py`): microseconds,"
     )
-    yield "the peers' time divided by ours with the most ranks of the row, and the exponent with which a rank's"
-    yield "processor time grows with the ranks, from 4 on (goal: at most 1.2):"
+    yield "the peers' time divided by the time of allranks with the most ranks of the row, and the exponent with which"
+    yield "a rank's processor time grows with the ranks, from 4 on (goal: at most 1.2):"
     yield ""
     yield "| verb | " + " | ".join(ranks) + " | gloo | MPI | exponent, 8 B | 4 KB | 256 KB |"
     yield "|---" * (6 + len(ranks)) + "|"
@@ -156,8 +157,9 @@ def ranks_lines(report):
 def model_lines(report):
     """What is predicted of machines that are not at hand."""
     here = report["measured"]
-    yield "all_reduce of 8 bytes on machines with a CPU for each rank, predicted (`benchmarks/model.py`): lines of"
-    yield "other ranks that all ranks together read, and microseconds; flat is where every rank reads every rank's."
+    yield "all_reduce of 8 bytes on machines with a CPU for each rank, predicted (`benchmarks/model.py`): cache"
+    yield "lines of other ranks that all ranks together read, and microseconds. *Flat*: every rank reads the lines of"
+    yield "every rank."
     yield f"Two ranks here: {here['two_ranks_predicted_us']:.2f} us predicted, {here['two_ranks_us']:.2f} measured."
     yield ""
     yield "| machine | ranks | lines, flat | us | lines, by groups | us |"
@@ -196,7 +198,7 @@ def plugin_lines(report):
             f"{name} {row['allranks']['fastest'] * 1e6:.0f} us ({row['nothing']['fastest'] * 1e6:.0f})"
             for name, row in report["paths_s"].items()
         )
-        yield "A step of a tiny model, and in brackets the same on a backend that does nothing (for compiled: a call)."
+        yield "A step of a tiny model, and in parentheses on a backend that does nothing (for compiled: a call)."
         yield f"Fastest blocks: {rows}."
 
 
@@ -206,8 +208,8 @@ def small_lines(two, four):
     columns = [(row["ways_s"], row["fastest_s"]) for report in (two, four) for row in report["small"]]
     busy = " and ".join(f"{report['conditions']['busy']:.1f}" for report in (two, four))
     yield "`all_reduce` of float32 by the way in which it is called ([what the ways are](#ways-to-call)). Microseconds:"
-    yield "medians, and in brackets the fastest blocks, from which the differences and ratios are."
-    yield f"Other processes kept {busy} of {two['cpus']} CPUs busy meanwhile."
+    yield "medians, and in parentheses the fastest blocks. The differences and ratios are those of the fastest blocks."
+    yield f"Other processes kept {busy} of {two['cpus']} CPUs busy during the measurement."
     yield ""
     yield "| | " + " | ".join(f"{size(n)}, {ranks} ranks" for ranks in (2, 4) for n in sizes) + " |"
     yield "|---" * (1 + len(columns)) + "|"
@@ -219,7 +221,7 @@ def small_lines(two, four):
         ("torch", "torch, fake"), ("torch async", "torch async, fake"),
     ):  # fmt: skip
         cells = [f"({(fastest[way] - fastest[than]) * 1e6:+.2f})" for _, fastest in columns]
-        yield f"| {way} less {than} | " + " | ".join(cells) + " |"
+        yield f"| {way} minus {than} | " + " | ".join(cells) + " |"
     for peer in ("mpi", "mpi persistent"):
         cells = [f"({times(fastest[peer] / fastest['plan'])})" for _, fastest in columns]
         yield f"| {peer} / plan | " + " | ".join(cells) + " |"
@@ -254,7 +256,7 @@ def beginning(two):
     return (
         f"In-place float32 SUM `all_reduce` on {two['cpus']} CPUs ({two['processor']}), beside torch "
         f"{two['versions']['torch']}'s gloo and {two['versions']['mpi']} (mpi4py {two['versions']['mpi4py']}). "
-        "Times are microseconds per call, ratios are the peer's time divided by ours:"
+        "Times are microseconds per call, ratios are the peer's time divided by the time of allranks:"
     )
 
 
@@ -300,7 +302,7 @@ def performance_lines():
     yield ""
     yield "*fastest* is the median ratio of the fastest blocks: gloo's threads are woken quickly in some blocks only."
     yield "Calls follow each other without a pause. MPI's roots run ahead of the other ranks in `broadcast`, `reduce`,"
-    yield "`gather` and `scatter`, where our calls synchronise. `allranks bench --apart` measures calls one by one."
+    yield "`gather` and `scatter`; calls of allranks synchronize. `allranks bench --apart` measures calls one by one."
     yield ""
     yield "![time per call over tensor size, a panel for each verb, 2 ranks](../benchmarks/verbs_2.png)"
     yield "![the same with 4 ranks](../benchmarks/verbs_4.png)"
@@ -366,10 +368,10 @@ def overlap_lines(overlaps):
         for call in ("all_reduce", "late")
     }
     yield (
-        f"An asynchronous `all_reduce` of {size(overlaps[0]['nbytes'])}, to which a rank comes 10 ms late, beside a "
+        f"An asynchronous `all_reduce` of {size(overlaps[0]['nbytes'])}, which one rank enters 10 ms late, beside a "
         f"computation of equal length. Hidden behind the computation: {hidden['late']}."
     )
-    yield f"Where the computation keeps both CPUs busy, no CPU is free to move the bytes: {hidden['all_reduce']}."
+    yield f"If the computation keeps both CPUs busy, no CPU is free to move the bytes: {hidden['all_reduce']}."
 
 
 def threads_lines(found):
@@ -377,9 +379,9 @@ def threads_lines(found):
     about = found["about"]
     products = f"{about['products']} products of {about['width']} x {about['width']} matrices"
     yield f"Rounds a second of {products} and an `all_reduce` of 1 KB, on {about['cpus']} CPUs ({about['processor']})."
-    yield "Each rank computes with so many threads, which OpenMP lets spin while they wait:"
+    yield "Each rank computes with the threads in the first column. OpenMP lets them spin while they wait:"
     yield ""
-    yield "| ranks x threads | ours | by torch | gloo | MPI | MPI that yields | no call | ours / gloo | ours / MPI |"
+    yield "| ranks x threads | allranks | by torch | gloo | MPI | MPI, yields | no call | / gloo | / MPI |"
     yield "|---" * 9 + "|"
     for cell in found["cells"]:
         plain, mpi, ratios = cell["plain"], cell["yields"]["mpi"], cell["ratios"]
@@ -389,9 +391,10 @@ def threads_lines(found):
         row = [f"{cell['ranks']} x {cell['threads']}", *rounds, times(ratios["gloo"]), times(better)]
         yield "| " + " | ".join(row) + " |"
     yield ""
-    yield "*ours / gloo* is through torch.distributed, *ours / MPI* with MPI's better setting. Each ratio is one of"
-    yield "medians of the same processes. `init_process_group` lowers threads that nobody has chosen to the first line"
-    yield "of each number of ranks. With 8 x 2 a round takes half a second, and a block has three of them."
+    yield "*/ gloo* is the ratio to gloo through torch.distributed, */ MPI* the ratio to MPI with its better setting."
+    yield "Each ratio is one of medians of the same processes. If the number of threads is not set,"
+    yield "`init_process_group` lowers it to the first row of each number of ranks. With 8 x 2 a round takes half a"
+    yield "second, and a block has three of them."
 
 
 def step_line(step):
@@ -399,7 +402,7 @@ def step_line(step):
     contenders = step["contenders"]
     return (
         f"A training step of a {step['parameters'] / 1e6:.0f} M-parameter MLP on {step['ranks']} ranks: "
-        f"{contenders['allranks']['median_s'] * 1e3:.0f} ms with our `DistributedDataParallel`, "
+        f"{contenders['allranks']['median_s'] * 1e3:.0f} ms with allranks's `DistributedDataParallel`, "
         f"{contenders['torch']['median_s'] * 1e3:.0f} ms with torch's on gloo "
         f"({step['torch_over_allranks']:.2f}x), {contenders['no sync']['median_s'] * 1e3:.0f} ms with no sync."
     )
@@ -410,7 +413,7 @@ def groups_table():
     found = load("groups")
     yield f"Groups of all ranks of a host, after {found['calls']} calls of `all_reduce` each (`benchmarks/groups.py`):"
     yield ""
-    yield "| ranks | groups | bytes of a call | ms to make one | MiB in all | KiB a group | descriptors a rank |"
+    yield "| ranks | groups | bytes of a call | ms to create one | MiB in total | KiB a group | descriptors a rank |"
     yield "|---" * 7 + "|"
     for row in found["rows"]:
         yield (
@@ -440,8 +443,8 @@ def worlds_table():
     yield (
         f"Exponents of the growth with the ranks, from {found['from']} on: init {growth['init_s']:.2f}, own memory of "
         f"a rank {growth['own, init']:.2f}, shared memory {growth['shared, init']:.2f} and "
-        f"{growth['shared, 1 MB']:.2f}. In theory init is 1 where ranks share CPUs, as each rank has its own work and "
-        "a socket for each other rank; a rank's memory is a constant and one slot for each other rank."
+        f"{growth['shared, 1 MB']:.2f}. In theory the exponent of init is 1 if ranks share CPUs, because each rank has "
+        "its own work and a socket for each other rank. A rank's memory is a constant and one slot for each other rank."
     )
 
 
@@ -470,7 +473,7 @@ def resilience_table():
     around = found["conditions"]
     yield (
         f"On {found['cpus']} CPUs ({found['processor']}), torch {found['versions']['torch']}, medians. Other processes "
-        f"kept {around['busy']:.1f} of the CPUs busy meanwhile:"
+        f"kept {around['busy']:.1f} of the CPUs busy during the measurement:"
     )
     yield ""
     yield from goal_table(found, f"torchft {found['versions'].get('torchft', '')}".strip())
@@ -483,6 +486,13 @@ def resilience_table():
 
 
 FAULTS = {"one host": "faults", "three hosts and a spare one": "faults_hosts"}
+FAULT_NAMES = {
+    "nobody had the state: started again": "no rank had the state: job restarted",
+    "of the joiner": "kill of the joining process",
+    "stop and go on": "rank stopped and continued",
+    "two at once": "two simultaneously",
+}
+"""Names of faults on the page, by their names in the reports."""
 
 
 def fault_lines(found):
@@ -502,7 +512,7 @@ def fault_lines(found):
     for name, count in counts.items():
         yield f"| {name} | " + " | ".join(f"{count(report):,}" for report in found.values()) + " |"
     yield ""
-    yield "Seconds from a fault to the first step that all ranks have done after it, as median and longest:"
+    yield "Seconds from a fault to the first step that all ranks have completed after it, as median and longest:"
     yield ""
     yield "| fault | " + " | ".join(f"{where}: hits | recovery" for where in found) + " |"
     yield "|---" * (1 + 2 * len(found)) + "|"
@@ -511,7 +521,7 @@ def fault_lines(found):
         for report in found.values():
             took = report["recovery_s"].get(kind)
             cells += [str(report["kinds"].get(kind, "")), f"{took['median']:.2f}, {took['max']:.1f}" if took else ""]
-        yield f"| {kind} | " + " | ".join(cells) + " |"
+        yield f"| {FAULT_NAMES.get(kind, kind)} | " + " | ".join(cells) + " |"
 
 
 def kill_lines(found):
@@ -569,7 +579,7 @@ def checkpoint_kill_table():
         "kills": lambda report: report["kills"],
         **{f"killed: {victim}": lambda report, victim=victim: report["victims"][victim] for victim in first["victims"]},
         "inside a save": lambda report: report["inside"],
-        "the checkpoint was there, to the last bit": lambda report: report["kills"] - len(report["wrong"]),
+        "checkpoint complete and bit-identical": lambda report: report["kills"] - len(report["wrong"]),
     }
     yield "| | " + " | ".join(found) + " |"
     yield "|---" * (1 + len(found)) + "|"

@@ -142,7 +142,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "get_global_rank of a stranger": lambda d: d.get_global_rank(d.group.WORLD, 7),
     "new_group with rank 2": lambda d: d.new_group([0, 2]),
     "new_group with a rank twice": lambda d: d.new_group([0, 0]),
-    "new_group of nobody": lambda d: d.new_group([]),
+    "new_group of no rank": lambda d: d.new_group([]),
     "new_group on an unknown backend": lambda d: d.new_group([0, 1], backend="pigeon"),
     "new_subgroups of three": lambda d: d.new_subgroups(3),
     "new_subgroups of none": lambda d: d.new_subgroups(0),
@@ -180,13 +180,13 @@ UNFIT_FOR_GLOO = {
 
 # Other than torch, and why.
 DIFFERENT = {
-    "batch_isend_irecv of nothing": "no messages are none: an empty list",
-    "get_rank in a closed group": "a group knows its ranks for ever; what communicates raises",
-    "destroy a closed group": "to leave twice is to have left",
-    "new_group of nobody": "torch's is a TypeError of its C++ binding; a wrong value is a ValueError",
-    "new_group on an unknown backend": "torch's is an AssertionError; a wrong setting is a ValueError",
-    "all_gather_object into 1": "torch's is an IndexError; a wrong length is a ValueError",
-    "broadcast_object_list of None": "torch's is a TypeError by chance; it has a ValueError for scatter_object_list's",
+    "batch_isend_irecv of nothing": "an empty list is returned for zero messages",
+    "get_rank in a closed group": "a closed group keeps its ranks; only communication raises",
+    "destroy a closed group": "destroying a group twice has no effect",
+    "new_group of no rank": "torch raises a TypeError of its C++ binding; a wrong value is a ValueError",
+    "new_group on an unknown backend": "torch raises an AssertionError; a wrong setting is a ValueError",
+    "all_gather_object into 1": "torch raises an IndexError; a wrong length is a ValueError",
+    "broadcast_object_list of None": "torch raises a TypeError here, but a ValueError in scatter_object_list",
 }
 
 

@@ -16,21 +16,21 @@ MISSING = {
     **dict.fromkeys(
         [name for name in peer.__all__ if name.endswith("Options")], "torch's own argument bundles for its C++ backends"
     ),
-    "BackendConfig": "engines are named by strings",
+    "BackendConfig": "allranks names engines by strings",
     "GroupName": "a type alias of torch's",
-    "rendezvous": "init_process_group meets by itself",
-    "BuiltinCommHookType": "names hooks in torch's C++; allranks.algorithms.ddp_comm_hooks has them as functions",
-    "Reducer": "the inside of torch's DistributedDataParallel",
-    "Logger": "the inside of torch's DistributedDataParallel",
+    "rendezvous": "init_process_group performs the rendezvous",
+    "BuiltinCommHookType": "names hooks in torch's C++; allranks.algorithms.ddp_comm_hooks provides functions",
+    "Reducer": "internal to torch's DistributedDataParallel",
+    "Logger": "internal to torch's DistributedDataParallel",
     "RankType": "a type alias of torch's",
-    "breakpoint": "not here yet: pdb on one rank; the other ranks' calls end after the group's timeout",
-    "ProcessGroupGloo": 'engines are chosen by name: init_process_group("gloo")',
+    "breakpoint": "not implemented: run pdb on one rank; the other ranks' calls raise after the group's timeout",
+    "ProcessGroupGloo": 'engines are selected by name: init_process_group("gloo")',
     "get_pg_count": "counts torch's registry of groups",
-    "record_comm": "of torch's profiler",
+    "record_comm": "part of torch's profiler",
 }
 # Parameters that are here and not in torch, or the other way round, and why.
 DIFFERENT = {
-    "init_process_group": {"_ranks": "torch's own, for groups that torch makes itself"},
+    "init_process_group": {"_ranks": "torch's own, for groups that torch creates itself"},
 }
 _IN_DOCSTRINGS = "torch's are in docstrings only: tests/store/test_stores_as_torchs.py compares them"
 _BUILT_IN = "made by the library alone: no program calls it"
@@ -52,15 +52,15 @@ MADE_OTHERWISE = {
     "group": "a namespace in both",
     "reduce_op": "torch's is an object that warns; here it is ReduceOp",
 }
-_CXX = "of torch's C++ groups and their backends"
+_CXX = "part of torch's C++ groups and their backends"
 _DEVICES = "moves inputs to devices"
 _JOIN = "for torch's Join over several models"
-# Public methods that are not here, and why.
+# Public methods that allranks lacks, and why.
 MISSING_METHODS = {
     "Backend": {
         "FAKE": "torch's own, for its tests",
-        "backend_type_map": "engines are named by strings",
-        "register_backend": "a package brings an engine by an entry point (docs/extending.md)",
+        "backend_type_map": "allranks names engines by strings",
+        "register_backend": "a package adds an engine by an entry point (docs/extending.md)",
     },
     "DistributedDataParallel": {
         **dict.fromkeys(["gather", "scatter", "to_kwargs"], _DEVICES),
@@ -103,12 +103,12 @@ MISSING_METHODS = {
     ),
     "ReduceOp": {
         "RedOpType": "torch's op is an object around this enum",
-        "factor": "premul_sum's has it",
+        "factor": "only the op of premul_sum has it",
         "op": "torch's op is an object around an enum",
     },
-    "TCPStore": {"libuvBackend": "there is one kind of server here"},
+    "TCPStore": {"libuvBackend": "allranks has one kind of server"},
     "Work": {
-        "block_current_stream": "of devices",
+        "block_current_stream": "for devices",
         "boxed": _CXX,
         "get_future_result": "get_future().wait() raises or returns",
         "unbox": _CXX,

@@ -32,8 +32,8 @@ TEST_TIMEOUT_S = 30
 
 # Tests that gloo takes and allranks does not pass, by the pattern of their names, and why.
 EXCLUDED = {
-    "^test_ddp_logging_data_cpu$": "reads the log that torch's DistributedDataParallel keeps of itself",
-    "^test_static_graph_api_cpu$": "reads that log; the error it looks for there is raised here too",
+    "^test_ddp_logging_data_cpu$": "reads the internal log of torch's DistributedDataParallel",
+    "^test_static_graph_api_cpu$": "reads the same log; allranks raises the expected error, too",
 }
 
 # What every rank of every test would import again for its group: a tenth of a second of a core and more.

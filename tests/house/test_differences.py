@@ -36,15 +36,15 @@ def tables() -> str:
     excluded = {pattern.strip("^$"): reason for pattern, reason in torch_suite.EXCLUDED.items()}
     return "\n".join(
         [
-            "## Public names of torch.distributed that are not here\n",
+            "## Public names of torch.distributed that allranks lacks\n",
             table("Name", dict(sorted(test_signatures.MISSING.items()))),
-            "## Public methods that are not here\n",
+            "## Public methods that allranks lacks\n",
             table("Method", methods),
             "## Arguments\n",
             table("Argument", arguments),
-            "## Exceptions of another kind\n",
+            "## Exceptions of a different type\n",
             table("Call", test_bad_input.DIFFERENT),
-            "## Tests of torch's own suite that gloo passes and allranks does not\n",
+            "## Tests of torch's own suite that pass only on gloo\n",
             table("Test", excluded),
         ]
     )

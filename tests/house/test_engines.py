@@ -41,7 +41,7 @@ def table() -> str:
             cells = " | ".join(ops(engine, getattr(torch, name), name) for engine in registry.BUILT_IN)
             rows.setdefault(cells, []).append(f"`{name}`")
     lines += [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()]
-    lines.append("\n`premul_sum` is there where SUM is.")
+    lines.append("\n`premul_sum` is available for the dtypes of SUM.")
     return "\n".join(lines) + "\n"
 
 
