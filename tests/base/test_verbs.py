@@ -19,7 +19,7 @@ def test_order_is_that_of_the_core() -> None:
     none, *names = re.findall(r'"(\w+)"', found[1])
     assert none == "none"
     assert names == list(VERBS)
-    assert reader.VERBS == (COMMAND, *VERBS)
+    assert (COMMAND, *VERBS) == reader.VERBS
 
 
 @pytest.mark.parametrize("verb", VERBS.values(), ids=lambda verb: verb.name)
