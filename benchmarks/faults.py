@@ -72,7 +72,7 @@ AGAIN_KIND = "nobody had the state: started again"
 ERRORS = (
     "all ranks that had the state of the training are lost",
     "ranks remain before the training loop",
-    "no rank that is left has the same shards",
+    "no remaining rank has the same shards",
     "no rank is left that has the state of the program",  # and its hosts are lost: it is not restarted
     # The host is unplugged whose rank alone has the state.
     "is lost (no answer), so the remaining ranks cannot agree on a new group",
