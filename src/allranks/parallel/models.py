@@ -126,7 +126,7 @@ def require_same_model(
             differences.setdefault(_first_difference(model, reference), []).append(rank)
     source = group.ranks[0]
     raise MismatchError(
-        f"DistributedDataParallel: the models of the ranks differ in their parameters or buffers, not only in values. "
+        "DistributedDataParallel: the models of the ranks differ in their parameters or buffers, not only in values. "
         f"Compared with the reference, rank {source} ({len(reference)} parameters and buffers): "
         + "; ".join(f"{rank_list(ranks)}: {difference}" for difference, ranks in differences.items())
     )
