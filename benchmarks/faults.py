@@ -71,10 +71,11 @@ AGAIN = "starting again ("
 AGAIN_KIND = "nobody had the state: started again"
 ERRORS = (
     "all ranks that had the state of the training are lost",
-    "ranks are left before the training loop",
-    "no rank that is left has the same shards",
+    "ranks remain before the training loop",
+    "no remaining rank has the same shards",
     "no rank is left that has the state of the program",  # and its hosts are lost: it is not restarted
-    "is gone (no answer), and nobody can decide who goes on",  # the host is unplugged whose rank alone has the state
+    # The host is unplugged whose rank alone has the state.
+    "is lost (no answer), so the remaining ranks cannot agree on a new group",
 )
 ON_ONE_HOST = ("kill", "kill", "two at once", "during recovery", "of the joiner", "stop and go on")
 ON_HOSTS = ("host lost", "host unplugged")  # each job has one of each, or one alone: there is one spare host

@@ -230,7 +230,7 @@ def _judge(hit: Done, calm: dict[int, _End], killed: bool) -> tuple[str, str]:
         if ends[rank].digests.get(name) != digest
     }
     if names:
-        if "is not that of an undisturbed run to the last bit" in hit.err:
+        if "is not bit-identical to that of an undisturbed run" in hit.err:
             return "warned", "buffers were lost together with their backup"
         ranks = sorted(rank for rank, end in calm.items() if ends[rank].digests != end.digests)
         return "WRONG", f"exit code 0, on ranks {ranks} other {', '.join(sorted(names))}"

@@ -99,7 +99,7 @@ class DistributedSampler(_TorchDistributedSampler[T_co]):
         if not 0 <= rank < num_replicas:
             raise UsageError(f"DistributedSampler: rank {rank} is not in [0, {num_replicas}) (num_replicas)")
         if dealt < 0:
-            raise UsageError(f"DistributedSampler: {dealt} elements cannot have been dealt already")
+            raise UsageError(f"DistributedSampler: dealt={dealt}: expected a number of elements, at least 0")
         self.rank, self.num_replicas = rank, num_replicas
         self._dealt = min(dealt, len(self.dataset))  # type: ignore[arg-type]
         left = len(self.dataset) - self._dealt  # type: ignore[arg-type]

@@ -147,7 +147,7 @@ def test_members_without_a_common_store_are_told_so(tmp_path: Path) -> None:
         for call in (group.shrink, lambda: group.shrink([0])):
             text, _ = error_of(call, dist.UsageError)
             assert "have no store in common" in text
-            assert "Call reconfigure with the handles of those that are left" in text
+            assert "Call reconfigure with the handles of the remaining processes" in text
 
     run_ranks(2, body, init=False)
 

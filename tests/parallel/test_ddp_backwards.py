@@ -151,12 +151,12 @@ def test_an_optimizer_in_a_hook_is_refused_on_every_rank(before, clears):
             wrapper = DistributedDataParallel(model, **options)
             if not before and dist.get_rank() == 1:
                 hang_on_own()
-            with pytest.raises(dist.UsageError, match="Does an optimizer step in a hook of a parameter") as error:
+            with pytest.raises(dist.UsageError, match="If an optimizer steps in a hook of a parameter") as error:
                 loss(wrapper, data(dist.get_rank())).backward()
             said.append(str(error.value))
         return said
 
-    what = "removed from .grad before they were reduced" if clears else "something has changed the parameter"
+    what = "removed from .grad before they were reduced" if clears else "something changed the parameter"
     for said in run_ranks(RANKS, body):
         for each in said:
             assert what in each
@@ -263,7 +263,7 @@ def test_training_past_the_wrapper_warns_at_the_line_of_the_program():
 
     for ((filename, text),) in run_ranks(RANKS, body):
         assert filename == __file__
-        assert "Is the wrapped module called, and not its wrapper?" in text
+        assert "If the program calls the wrapped module instead of its wrapper" in text
 
 
 def test_a_parameter_without_elements_may_be_unused():

@@ -183,7 +183,7 @@ def test_the_first_backward_of_a_rank_that_learnt_from_others_is_judged(hook):
 
     zero, one = run_ranks(2, body)
     assert zero[0] == one[0]
-    assert "1 gradients in place of 0 to 2 of 6 parameters on rank 0: extra.weight, extra.bias" in zero[0]
+    assert "1 gradients instead of 0 to 2 of 6 parameters on rank 0: extra.weight, extra.bias" in zero[0]
     assert_same_bits(zero[1], one[1])
 
 

@@ -93,7 +93,7 @@ def test_conversion_after_wrapping_is_an_error_on_every_rank(kwargs, numel):
         zero, one = run_ranks(2, body, who)
         assert zero[0] == one[0]
         ranks = "ranks 0-1" if len(who) == 2 else "rank 1"
-        assert f"gradients of another dtype than when it was wrapped to 4 of 4 parameters on {ranks}: 0.wei" in zero[0]
+        assert f"gradients of a dtype that has changed since wrapping to 4 of 4 parameters on {ranks}: 0.wei" in zero[0]
         assert "before wrapping" in zero[0]
         assert_same_bits(zero[1], one[1])
         assert zero[1][0].eq(0.25).all()
@@ -122,8 +122,8 @@ def test_options_that_differ_are_an_error_that_names_them():
     assert zero == one
     for name, value in ways.items():
         said = "bucket caps in bytes=[1048576, 3145728]" if name == "bucket_cap_mb" else f"{name}={value}"
-        assert "must give the same options. Compared with rank 0's: rank 1: " in zero[name]
-        assert f"{said} (there " in zero[name]
+        assert "must pass the same options. Compared with the reference, rank 0: rank 1: " in zero[name]
+        assert f"{said} (reference: " in zero[name]
 
 
 class Talks(torch.autograd.Function):
@@ -233,7 +233,7 @@ def test_group_of_its_own():
     assert one[2].tolist() == three[2].tolist() == [1.0, 1.0]
     assert torch.equal(one[3], three[3])
     assert one[4] == three[4]
-    assert "Compared with rank 1's" in one[4][0]
+    assert "Compared with the reference, rank 1 (" in one[4][0]
     assert "rank 3: 2 of them, first difference at number 0: parameter weight: float32 (3, 2)" in one[4][0]
     assert "no gradient to 2 of 4 parameters on rank 3: 1.weight, 1.bias" in one[4][1]
 

@@ -132,7 +132,7 @@ def test_parameters_that_differ_between_ranks_are_refused() -> None:
                 net(torch.full((2, 3), float(dist.get_rank()))).sum().backward()
                 optimizer.step()
 
-    _refused(program, "net.weight has other values on each rank", "Average gradients before the optimizer runs")
+    _refused(program, "net.weight differs between ranks", "Average gradients before the optimizer runs")
 
 
 @pytest.mark.parametrize("moment", ["first", "between", "after"])
@@ -241,7 +241,7 @@ def test_a_batch_that_the_source_gives_again_as_the_step_has_left_it(source: str
                     total.add_(step.batch)
 
         if source == "views":
-            with pytest.raises(dist.StateLostError, match="Views gives the same memory again"):
+            with pytest.raises(dist.StateLostError, match="Views returns the same memory again"):
                 train()
         else:
             train()

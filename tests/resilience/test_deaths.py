@@ -393,5 +393,5 @@ def test_a_rank_that_was_stopped_for_20_s_learns_that_it_is_out(stopped: tuple[s
     assert "rank 1 has ended, as the others had gone on without it" in errors
     written = (folder / "written by the one that was stopped").read_text()
     assert written.startswith("as of step 10; rank 1 ("), written
-    assert "ranks 0, 2 went on without it" in written
-    assert "It must end: nothing that it computes from here on has a part in the job" in written
+    assert "ranks 0, 2 continued without it" in written
+    assert "Exit this process: the job does not use its results any more" in written

@@ -225,7 +225,7 @@ def test_the_training_goes_on_without_a_checkpoint_if_asked(tmp_path: Path) -> N
     (first, told), (second, quiet) = run_ranks(2, _cannot_be_written, tmp_path / "kept", "warn")
     torch.testing.assert_close([first, second], [straight[0][0], straight[1][0]], rtol=0, atol=0)
     assert len(told) >= 2
-    assert "goes on without this checkpoint" in told[0]
+    assert "continues without this checkpoint" in told[0]
     assert "step 8" in told[0]
     assert quiet == []
 
@@ -244,7 +244,7 @@ def test_no_checkpoint_that_is_whole_is_an_error_on_all_ranks(tmp_path: Path) ->
         return str(error.value)
 
     for said in run_ranks(2, main):
-        assert "cannot go on from a checkpoint" in said
+        assert "cannot continue from a checkpoint" in said
         assert part.name in said
 
 

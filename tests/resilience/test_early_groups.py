@@ -187,7 +187,7 @@ for step in state.steps(6):
 try:
     dist.barrier(group=half)
 except dist.NotInitializedError as error:
-    print("end", dist.get_rank(), "was closed when ranks were numbered anew" in str(error), flush=True)
+    print("end", dist.get_rank(), "was closed when the ranks were renumbered" in str(error), flush=True)
 """
     done = _run(tmp_path, body, "--respawns", "0")
     assert _ends(done) == ["0 True", "1 True", "2 True"], done
@@ -235,4 +235,4 @@ for step in state.steps(3):
 """
     done = _run(tmp_path, body)
     assert done.returncode, done
-    assert "before the training loop, where only calls on the world are made again" in done.stderr
+    assert "before the training loop. Only calls on the world are repeated there" in done.stderr

@@ -194,10 +194,10 @@ def test_a_new_process_keeps_what_the_one_before_it_kept(tmp_path: Path) -> None
 def test_a_rank_that_is_lost_with_the_one_that_kept_what_it_had(tmp_path: Path) -> None:
     buffers = _buddies(tmp_path, False, [1, 2], [])
     assert buffers.returncode == 0, buffers
-    assert "rank 1 is lost, and rank 2, which kept its buffers" in buffers.stderr
+    assert "rank 1 is lost together with rank 2, which stored its buffers" in buffers.stderr
     named = _buddies(tmp_path, True, [1, 2], [])
     assert named.returncode, named
-    assert "rank 1 is lost, and rank 2, which kept its tensors (own=): nobody has them" in named.stderr
+    assert "rank 1 is lost together with rank 2, which stored its tensors (own=). No rank has them" in named.stderr
 
 
 LATER = """

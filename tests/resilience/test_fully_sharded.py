@@ -183,7 +183,7 @@ def test_shards_that_nobody_has_any_more_end_the_job() -> None:
     ends, errors, code = _run("3:backward:0 3:backward:2")
     assert not ends
     assert code
-    assert "no rank that is left has the same shards of model.0.weight, model.0.bias" in errors
+    assert "no remaining rank has the same shards of model.0.weight, model.0.bias" in errors
     assert "each rank has shards" not in errors
 
 
@@ -192,7 +192,7 @@ def test_a_model_without_a_replicated_dimension_is_warned_of() -> None:
     assert not ends
     assert code
     assert "UserWarning: State: each rank has shards of model: 0.weight that no other rank has" in errors
-    assert "State: rank 1 was lost, and no rank that is left has the same shards of model.0.weight" in errors
+    assert "State: rank 1 was lost, and no remaining rank has the same shards of model.0.weight" in errors
 
 
 # Each step is computed by one process, too: that of the ranks that there are, with the same samples.

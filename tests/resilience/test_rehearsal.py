@@ -175,7 +175,7 @@ def test_refused_program_shows_the_error_and_its_output(tmp_path: Path, capsys: 
     assert code == 1
     assert "backward" not in results
     assert results["undisturbed"].startswith("error: allranks.UsageError: State: a lost rank could not be"), out
-    assert "scale (a dict, of which keys change: factor) is changed by the loop" in out
+    assert "scale (a dict; changed keys: factor) is changed by the loop" in out
 
 
 def test_error_after_a_loss_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,7 +141,7 @@ def test_steps_that_are_not_protected_and_wrong_parts_are_refused() -> None:
         with pytest.raises(dist.UsageError, match=r"State: x is a int, which cannot be changed in place"):
             dist.resilience.State(x=1)
         state = dist.resilience.State()
-        with pytest.raises(dist.UsageError, match="write `with step:` around its body"):
+        with pytest.raises(dist.UsageError, match="Write `with step:` around its body"):
             for _ in state.steps(2):
                 pass
         for step in dist.resilience.State().steps(1):

@@ -224,7 +224,7 @@ def test_wrappers_that_cannot_go_on_are_refused() -> None:
                     if step.index == 2 and dist.get_rank() == 1:
                         os.kill(os.getpid(), signal.SIGKILL)
 
-        with pytest.raises(dist.UsageError, match="on a group other than the world cannot go on with other ranks"):
+        with pytest.raises(dist.UsageError, match="on a group other than the world cannot continue with a different"):
             train()
 
     run_ranks(1, of_another_backend, init=False)

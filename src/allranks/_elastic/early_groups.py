@@ -190,11 +190,13 @@ class EarlyGroups:
                 self._groups.append(each)
                 connected.append((key, each, ranks))
             elif same:
-                each.group._close_because("was closed when a rank was replaced, as not all its members have made it")
+                each.group._close_because(
+                    "was closed when a rank was replaced, because not every member has created it"
+                )
             else:
                 each.group._close_because(
-                    "was closed when ranks were numbered anew after a loss: make groups of those that are left, in a"
-                    " step of the training loop"
+                    "was closed when the ranks were renumbered after a loss.\n  Create a new group of the remaining"
+                    " ranks in a step of the training loop"
                 )
         # After renumbering, members may have created them in different orders. Sorting by key makes the order the same.
         if not same:
@@ -274,10 +276,10 @@ def _record(slot: int, key: bytes) -> str:
 
 def _give_up(name: str, replay: ReplayEngine) -> NoReturn:
     """Raise for a call before the loop that a loss has interrupted, or whose outcome is not known."""
-    why = "has lost a rank" if replay.engine is not None else "is not connected yet, as a rank was lost"
+    why = "has lost a rank" if replay.engine is not None else "is not connected yet, because a rank was lost"
     raise AllranksError(
-        f"group '{name}' {why} before the training loop, where only calls on the world are made again.\n  Start the job"
-        " again (allranks run --restarts does so by itself), or call this group in a step of the loop"
+        f"group '{name}' {why} before the training loop. Only calls on the world are repeated there.\n  Restart the"
+        " job (automatic with allranks run --restarts), or call this group in a step of the loop"
     )
 
 

@@ -234,7 +234,7 @@ class GroupHistory:
                 found = tuple(proposal.member for proposal in decision.proposals)
                 return NextGeneration(engine, rank, found, decision)
         raise JoinError(
-            f"group '{self.name}': {rank_list([slot for slot, _ in self.members])} could not connect with each other,"
+            f"group '{self.name}': {rank_list([slot for slot, _ in self.members])} could not connect to each other,"
             f" although none of them is lost: {trouble}"
         ) from trouble
 
@@ -299,11 +299,11 @@ def no_membership_store(name: str, call: str, reconfigured: bool = False) -> Usa
     """
     if reconfigured:
         return UsageError(
-            f"{call} on group '{name}': its members, which reconfigure brought together, have no store in common on"
-            " which they could decide who goes on.\n  Call reconfigure with the handles of those that are left."
+            f"{call} on group '{name}': reconfigure has created the group, and its members have no store in common on"
+            " which they can agree on a new group.\n  Call reconfigure with the handles of the remaining processes."
         )
     return UsageError(
-        f"{call} on group '{name}': the ranks have nowhere to decide who goes on, as the store on which they met was"
-        " rank 0's and ended with the meeting.\n  Start the program with allranks run, or give init_process_group a"
-        " store= that outlives every rank."
+        f"{call} on group '{name}': the ranks have no store on which they can agree on a new group. Rank 0 served the"
+        " store of the rendezvous and has closed it.\n  Start the program with allranks run, or pass init_process_group"
+        " a store= that outlives every rank."
     )

@@ -106,7 +106,9 @@ def _await_loop(membership: MembershipStore) -> None:
         table = membership.table()
         assert table is not None
         if membership.read(OVER) or all(slot.state in (GONE, OPTIONAL) for slot in table.slots):
-            raise ExcludedError(f"rank {membership.me.rank}: the others had ended when this process came to join them")
+            raise ExcludedError(
+                f"rank {membership.me.rank} cannot join: all other ranks had exited before this process could join"
+            )
         time.sleep(_WAIT_S)
 
 
@@ -163,8 +165,8 @@ class _Beginning:
         if len(proposals) != group.size():
             found.engine.close()
             raise AllranksError(
-                f"rank {group.rank()}: {len(proposals)} of {group.size()} ranks are left before the training loop,"
-                " where ranks cannot be renumbered.\n  Start the job again (allranks run --restarts does so by itself)"
+                f"rank {group.rank()}: {len(proposals)} of {group.size()} ranks remain before the training loop,"
+                " where ranks cannot be renumbered.\n  Restart the job (automatic with allranks run --restarts)"
             )
         made = max(BEFORE_THE_LOOP - proposal.progress for proposal in proposals)
         # Processes with more progress have made all calls before the loop, and have the state.

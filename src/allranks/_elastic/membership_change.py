@@ -302,14 +302,14 @@ class MembershipChange:
         if is_out:
             others = rank_list([proposal.slot for proposal in decision.proposals])
             raise ExcludedError(
-                f"rank {me.slot} ({me.member.host}, pid {me.member.pid}): {others} went on without it, in generation"
-                f" {decision.generation} of the group: it was taken for lost, or did not answer in time.\n"
-                "  It must end: nothing that it computes from here on has a part in the job."
+                f"rank {me.slot} ({me.member.host}, pid {me.member.pid}): {others} continued without it, in generation"
+                f" {decision.generation} of the group. It was detected as lost, or did not answer in time.\n"
+                "  Exit this process: the job does not use its results any more."
             )
         if len(decision.proposals) < decision.least:
             raise AllranksError(
-                f"rank {me.slot}: {len(decision.proposals)} ranks are left; the job needs at least {decision.least}"
-                " (--elastic)"
+                f"rank {me.slot}: {len(decision.proposals)} ranks remain, but the job requires at least"
+                f" {decision.least} (--elastic)"
             )
         return decision
 
@@ -401,8 +401,11 @@ def _checked(answer: Answer | frozenset[tuple[int, int]], where: str) -> Request
             return answer
         case Lost(text, cause):
             raise StoreLostError(
-                f"{where} is gone ({text}), and nobody can decide who goes on: the job ends here.\n"
-                "  It is in the launcher, or in the process that served it: detect at the end of its output."
+                f"{where} is lost ({text}), so the remaining ranks cannot agree on a new group. The job stops.\n"
+                "  Check the end of the output of the launcher, or of the process that served the store."
             ) from cause
         case _:
-            raise AllranksError(f"{where} says {answer!r}: do all hosts run one version of allranks?")
+            raise AllranksError(
+                f"{where} returned an unexpected answer: {answer!r}.\n"
+                "  Check that all hosts run the same version of allranks."
+            )

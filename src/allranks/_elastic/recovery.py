@@ -80,7 +80,7 @@ def advance(group: BaseGroup, *, progress: int, replaces: bool, timeout_s: float
         replaces: Wait for processes that take lost rank slots, and accept newcomers.
         timeout_s: Seconds to wait for ranks that are not known to be lost.
     """
-    history = history_of(group, "go on after a loss")
+    history = history_of(group, "recovery after a loss")
     group.abort()  # whatever the cause of this call: other ranks may wait for this rank in a call
     following = _succeed(group, history, progress=progress, replaces=replaces, timeout_s=timeout_s)
     group._become(following.engine, following.rank, numbered(following.members))

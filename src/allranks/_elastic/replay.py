@@ -220,15 +220,15 @@ class ReplayEngine(Engine):
 
     def _refuse(self, verb: str, entry: LoggedCall | None) -> NoReturn:
         if entry is not None:
-            why = f"the lost process had called {entry.verb} here, or with other sizes"
+            why = f"the lost process called {entry.verb} here, or used other sizes"
         elif not self._keeps:
-            why = "the calls before the loop gave it more than is kept (4 MiB), or are asynchronous messages"
+            why = "the calls before the loop returned more data than is recorded (4 MiB), or are asynchronous messages"
         else:
-            why = "what it gave that rank is not known"
+            why = "the result of this call on the lost rank is not known"
         raise UsageError(
-            f"{verb} at {where()}: this process takes a lost rank's place and is given what the calls of that rank gave"
-            f" before the training loop, but {why}.\n  Make large or changing calls in a step of the loop; see"
-            " docs/resilience.md"
+            f"{verb} at {where()}: this process replaces a lost rank and repeats that rank's calls before the training"
+            f" loop from recorded results, but {why}.\n  Move large calls, and calls that differ between runs, into a"
+            " step of the loop; see docs/resilience.md"
         )
 
     def _live(self, verb: str) -> Engine:

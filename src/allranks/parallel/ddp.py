@@ -162,7 +162,7 @@ class DistributedDataParallel(nn.Module):
         caps = [25 if bucket_cap_mb is None else bucket_cap_mb]
         caps = [*bucket_cap_mb_list, *caps] if bucket_cap_mb_list else [min(_FIRST_BUCKET_MB, *caps), *caps]
         if min(caps) <= 0:
-            raise UsageError(f"{_WHO}: bucket_cap_mb must be > 0, is {min(caps)}")
+            raise UsageError(f"{_WHO}: bucket_cap_mb must be > 0, but is {min(caps)}")
         self.process_group = world.resolve_group(process_group)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
@@ -459,7 +459,8 @@ class DistributedDataParallel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not world.resolve_group(None):
             raise UsageError(
-                f"{_WHO}: it can be copied and pickled only if its process group is the default one; use .module"
+                f"{_WHO}: it can be copied and pickled only if its process group is the default one.\n"
+                "  Copy or pickle .module instead"
             )
         return {
             k: v
@@ -476,12 +477,12 @@ class DistributedDataParallel(nn.Module):
 def _refuse(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise UsageError(f"{_WHO}: {name} is not supported by allranks; leave it out")
+            raise UsageError(f"{_WHO}: {name} is not supported by allranks.\n  Omit this argument")
 
 
 def _check_initialized(module: nn.Module) -> None:
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
-        raise UsageError(f"{_WHO}: the module has uninitialized parameters. Run a dummy forward pass first")
+        raise UsageError(f"{_WHO}: the module has uninitialized parameters.\n  Run a dummy forward pass first")
 
 
 def _check_module(
@@ -493,8 +494,8 @@ def _check_module(
 ) -> None:
     if not trained:
         raise UsageError(
-            f"{_WHO} is not needed when a module doesn't have any parameter that requires a gradient: "
-            "use the module itself"
+            f"{_WHO} is not needed when a module doesn't have any parameter that requires a gradient.\n"
+            "  Use the module itself"
         )
     if device_ids is not None and len(device_ids) > 1:
         raise UsageError(f"{_WHO}: device_ids can only be None or contain a single element.")
@@ -502,25 +503,25 @@ def _check_module(
     where = ", ".join(sorted(map(str, devices)))
     if any(not _engines.moves(backend, device.type) for device in devices):
         raise UsageError(
-            f"{_WHO}: the module's parameters are on {where}, but the group's engine is {backend}, which does not move "
-            "such tensors. docs/engines.md says which engine moves what"
+            f"{_WHO}: the module's parameters are on {where}, but the group's engine is {backend}, which does not "
+            "support such tensors.\n  Choose an engine that supports them; see docs/engines.md"
         )
     if (device_ids or output_device is not None) and any(device.type == "cpu" for device in devices):
         raise UsageError(
-            f"{_WHO}: device_ids and output_device only work with GPU modules: leave them out. Got device_ids "
-            f"{device_ids}, output_device {output_device}, and module parameters on {where}."
+            f"{_WHO}: device_ids and output_device only work with GPU modules. Got device_ids {device_ids}, "
+            f"output_device {output_device}, and module parameters on {where}.\n  Omit both arguments"
         )
     if device_ids and devices != {_as_device(device_ids[0], trained[0].device.type)}:
         raise UsageError(f"{_WHO}: device_ids is {list(device_ids)}, but the module's parameters are on {where}")
     if any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
         raise UsageError(
-            f"{_WHO}: SyncBatchNorm layers only work with GPU modules, and in groups of torch.distributed's own"
+            f"{_WHO}: SyncBatchNorm layers only work with GPU modules, and only in groups of torch.distributed"
         )
     reduced = {id(parameter) for parameter in trained}
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and id(layer.weight) in reduced:
             raise UsageError(
-                f"{_WHO}: sparse gradients are not supported. Leave out sparse=True in {name or 'the module'} "
+                f"{_WHO}: sparse gradients are not supported.\n  Omit sparse=True in {name or 'the module'} "
                 f"({type(layer).__name__}), or freeze it"
             )
 

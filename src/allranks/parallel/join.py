@@ -41,8 +41,8 @@ def alone() -> Iterator[None]:
     """
     if _joins.is_in_one:
         raise UsageError(
-            "DistributedDataParallel.join: this rank is in the join of a model already, and joining several models is "
-            "not supported. Wrap one module that holds them all, or use one join after the other"
+            "DistributedDataParallel.join: this rank is already in the join of a model, and joining several models is "
+            "not supported.\n  Wrap one module that contains them all, or use one join after the other"
         )
     _joins.is_in_one = True
     try:
@@ -106,7 +106,7 @@ class UnevenInputs:
             )
         if len(set(acts.values())) > 1:
             who = ", ".join(f"rank {self._group.ranks[r]}: {a.name.lower()}" for r, a in acts.items())
-            raise MismatchError(f"join: the ranks that have inputs must do the same, but do different things ({who})")
+            raise MismatchError(f"join: the ranks that have inputs must perform the same action, but differ ({who})")
         return next(iter(acts.values()), Act.LISTEN), list(acts)
 
     def announce_backward(self) -> int:

@@ -78,9 +78,9 @@ def require_same_values(named: list[tuple[str, nn.Parameter]], group: ProcessGro
     raise MismatchError(
         f"DistributedDataParallel: the ranks train different models: {len(differing)} of {len(named)} parameters "
         f"differ. The first is {named[differing[0]][0]}, with some values on {values}. "
-        "An optimizer has used gradients that were not averaged over the ranks: of a backward in no_sync(), "
-        "of a forward that called the wrapped module itself, or of a second backward after the one that the forward "
-        "synchronized. Let the last backward before each optimizer step go through the wrapper's forward"
+        "An optimizer has used gradients that were not averaged over the ranks: from a backward in no_sync(), "
+        "from a forward that called the wrapped module itself, or from a second backward after the one that the "
+        "forward synchronized.\n  Make the last backward before each optimizer step follow a forward of the wrapper"
     )
 
 
@@ -126,8 +126,8 @@ def require_same_model(
             differences.setdefault(_first_difference(model, reference), []).append(rank)
     source = group.ranks[0]
     raise MismatchError(
-        f"DistributedDataParallel: the models of the ranks differ in more than values. Compared with rank {source}'s "
-        f"({len(reference)} parameters and buffers): "
+        "DistributedDataParallel: the models of the ranks differ in their parameters or buffers, not only in values. "
+        f"Compared with the reference, rank {source} ({len(reference)} parameters and buffers): "
         + "; ".join(f"{rank_list(ranks)}: {difference}" for difference, ranks in differences.items())
     )
 
@@ -136,21 +136,22 @@ def _compare_options(everyones: list[list[str]], group: ProcessGroup) -> None:
     reference = everyones[0]
     differences: dict[str, list[int]] = {}
     for rank, theirs in zip(group.ranks, everyones, strict=True):
-        others = [f"{here} (there {there})" for here, there in zip(theirs, reference, strict=True) if here != there]
+        pairs = zip(theirs, reference, strict=True)
+        others = [f"{here} (reference: {there})" for here, there in pairs if here != there]
         if others:
             differences.setdefault(", ".join(others), []).append(rank)
     if differences:
         raise MismatchError(
-            "DistributedDataParallel: the ranks must give the same options. "
-            f"Compared with rank {group.ranks[0]}'s: "
+            "DistributedDataParallel: the ranks must pass the same options. "
+            f"Compared with the reference, rank {group.ranks[0]}: "
             + "; ".join(f"{rank_list(ranks)}: {difference}" for difference, ranks in differences.items())
         )
 
 
 def _first_difference(model: list[str], reference: list[str]) -> str:
     position = next(i for i in range(len(model) + 1) if model[i : i + 1] != reference[i : i + 1])
-    here, there = (("".join(side[position : position + 1]) or "nothing more") for side in (model, reference))
-    return f"{len(model)} of them, first difference at number {position}: {here} (there {there})"
+    here, there = (("".join(side[position : position + 1]) or "nothing") for side in (model, reference))
+    return f"{len(model)} of them, first difference at number {position}: {here} (reference: {there})"
 
 
 def _describe(name: str, tensor: Tensor) -> str:

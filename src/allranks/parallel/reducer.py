@@ -56,28 +56,28 @@ _CONVERTED = -1
 _TAKEN = -2
 _CHANGED = -3
 _WRONG = {
-    _CONVERTED: "gradients of another dtype than when it was wrapped",
+    _CONVERTED: "gradients of a dtype that has changed since wrapping",
     _TAKEN: "gradients that were removed from .grad before they were reduced",
-    _CHANGED: "gradients, and something has changed the parameter before they were reduced,",
+    _CHANGED: "gradients (but something changed the parameter before they were reduced)",
 }
 
 _TOO_EARLY = (
     "DistributedDataParallel: {name} got its gradient in a backward within a backward (a re-entrant checkpoint). "
-    "No output of the forward leads to it, so that gradients were reduced before all were there. What is in .grad "
-    "now is not the mean over the ranks. Return tensors, or lists, tuples, dicts, dataclasses or plain objects of "
-    "them, or use checkpoint(..., use_reentrant=False)."
+    "No output of the forward leads to it, so gradients were reduced before all were available. The values in .grad "
+    "are not the mean over the ranks.\n  Return tensors, or lists, tuples, dicts, dataclasses or plain objects of "
+    "tensors, or use checkpoint(..., use_reentrant=False)."
 )
 
 _COMPILED = (
-    "DistributedDataParallel: backward runs in compiled autograd, which does not call what reduces gradients. Set "
-    "torch._dynamo.config.compiled_autograd = False. torch.compile(model), and torch.compile of a function that calls "
-    "backward(), work without it."
+    "DistributedDataParallel: backward runs in compiled autograd, which does not call the hooks that reduce "
+    "gradients.\n  Set torch._dynamo.config.compiled_autograd = False. torch.compile(model), and torch.compile of a "
+    "function that calls backward(), work without it."
 )
 
 _UNREDUCED = (
-    "DistributedDataParallel: the parameters have changed since they got gradients that were not averaged over the "
-    "ranks, and now get others that will not be. Is the wrapped module called, and not its wrapper? Then the ranks "
-    "train different models. Call the wrapper; only its own forward makes a backward average gradients."
+    "DistributedDataParallel: the parameters have changed since they received gradients that were not averaged over "
+    "the ranks, and now receive more of them. If the program calls the wrapped module instead of its wrapper, the "
+    "ranks train different models. Call the wrapper: a backward averages gradients only after a forward of the wrapper."
 )
 
 
@@ -460,7 +460,7 @@ class Reducer:
             ranks: dict[str, list[int]] = {}
             for rank, (got, due) in zip(self._group.ranks, everyones, strict=True):
                 if got[index] != due[index]:
-                    few = f"{got[index]} gradients in place of {due[index]}"
+                    few = f"{got[index]} gradients instead of {due[index]}"
                     if not got[index]:
                         few = "no gradient"
                     elif got[index] < 0:
@@ -479,26 +479,27 @@ class Reducer:
             remedy = "Convert the model (double(), half(), to(dtype)) before wrapping it, or wrap it again."
         elif any(few < _CONVERTED for got, _ in everyones for few in got):
             remedy = (
-                "Does an optimizer step in a hook of a parameter? It would use this rank's gradient. Step after "
-                "backward(), or hang the optimizer on with torch.distributed.optim._apply_optimizer_in_backward "
-                "before the first forward: then it steps when the mean is known."
+                "If an optimizer steps in a hook of a parameter, it uses the gradient of this rank only. Step after "
+                "backward(), or attach the optimizer with torch.distributed.optim._apply_optimizer_in_backward "
+                "before the first forward, so that it steps after the mean is computed."
             )
         elif self._static:
-            remedy = "With static_graph=True every backward must be as the first was; leave it out if they differ."
+            remedy = "Omit static_graph=True if backwards differ: with it, every backward must be equal to the first."
         elif any(few == "no gradient" for few, _ in problems):
             remedy = (
-                "Every trained parameter must take part in the loss of every rank: use it, or "
-                "requires_grad_(False) before wrapping, or pass find_unused_parameters=True. Do several backwards "
-                "follow one forward, each through a part of its outputs? Then add the losses and call backward once, "
-                "or pass find_unused_parameters=True."
+                "Every trained parameter must contribute to the loss of every rank: use it, or call "
+                "requires_grad_(False) on it before wrapping, or pass find_unused_parameters=True. If several "
+                "backwards follow one forward, each through a part of its outputs, add the losses and call backward "
+                "once, or pass find_unused_parameters=True."
             )
         else:
             remedy = (
-                "Does a re-entrant checkpoint use a parameter twice? Then use_reentrant=False or static_graph=True."
+                "If a re-entrant checkpoint uses a parameter twice, pass use_reentrant=False to the checkpoint, or "
+                "static_graph=True to the wrapper."
             )
         return (
             f"DistributedDataParallel: backward gave {'; '.join(parts)}. "
-            f"What is in .grad now is not the mean over the ranks. {remedy}"
+            f"The values in .grad are not the mean over the ranks.\n  {remedy}"
         )
 
 

@@ -151,7 +151,7 @@ class Audit:
         for name in sorted(now.keys() & self._plain.keys()):
             if now[name] != self._plain[name] and name not in self._names:
                 yield (
-                    f"{name} is a global that functions assign, and no part of the State.\n"
+                    f"{name} is a global variable that functions assign, but it is not part of the State.\n"
                     f"  Keep it in a dict: State(counts={{{name!r}: 0}}); or, if the training does not depend on it,"
                     f' declare it: State(local=["{name}"])'
                 )
@@ -172,7 +172,7 @@ class Audit:
             yield (
                 f"{name} is assigned in the loop (line {found.line(key)}) and read by the next step. It"
                 f" is a {type(value).__name__}, which State cannot restore.\n  Keep it in a part: State({name}=...),"
-                f" and change that in place; or, if the training does not depend on it, declare it:"
+                f" and change the part in place; or, if the training does not depend on it, declare it:"
                 f' State(local=["{name}"])'
             )
 
@@ -269,14 +269,15 @@ def _sentence(path: str, root: Any, value: Any, before: Any, after: Any, reached
     path = name + path[len(_first(path)) :]
     if hasattr(type(value), "__next__") and not isinstance(value, (dict, list)):
         return (
-            f"{path} is an iterator that a step advances, whose position State cannot hand over.\n  Pass it to"
-            f' State.steps(), as zip(loader, other); or, if the training does not depend on it, State(local=["{name}"])'
+            f"{path} is an iterator that a step advances. State cannot transfer its position.\n  Pass it to"
+            " State.steps(), as zip(loader, other); or, if the training does not depend on it, declare it:"
+            f' State(local=["{name}"])'
         )
     what = f"a {type(value if owner is None else owner).__name__}"
     if isinstance(value, dict):
         changed = sorted(str(key) for key in before.keys() | after.keys() if before.get(key, "") != after.get(key, ""))
         names = ", ".join(changed[:3]) + (" and others" if len(changed) > 3 else "")
-        what += f", of which {'attributes' if owner is not None else 'keys'} change: {names}"
+        what += f"; changed {'attributes' if owner is not None else 'keys'}: {names}"
     whole = hasattr(root, "load_state_dict") or (owner is not None and owner is not root and owner is not value)
     target = name if whole and hasattr(root, "load_state_dict") else path
     part, declared = name, f'"{name}"'
@@ -288,6 +289,6 @@ def _sentence(path: str, root: Any, value: Any, before: Any, after: Any, reached
     elif "[" in target:
         target = name
     return (
-        f"{path} ({what}) is changed by the loop, and is no part of the State.\n  Add it: State({part}={target}, ...);"
+        f"{path} ({what}) is changed by the loop, but is not part of the State.\n  Add it: State({part}={target}, ...);"
         f" or, if the training does not depend on it, declare it: State(local=[{declared}])"
     )

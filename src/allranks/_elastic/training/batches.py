@@ -86,9 +86,9 @@ class Batches:
         before = {_memory(tensor) for tensor in changed}
         if any(_memory(tensor) in before for tensor in _LoadedBatch(self.batch, False).tensors):
             raise StateLostError(
-                f"State.steps: the step has changed its batch in place, and {type(self._source).__name__} gives the"
-                " same memory again, so that the step cannot be repeated.\n  Change a copy (x = x - mean instead of"
-                " x.sub_(mean)), or pass a list of batches, which are copied"
+                f"State.steps: the step has changed its batch in place, and {type(self._source).__name__} returns the"
+                " same memory again, so the step cannot be repeated.\n  Change a copy (x = x - mean instead of"
+                " x.sub_(mean)), or pass a list of batches, which State copies"
             )
 
     def take(self) -> None:
@@ -111,8 +111,8 @@ class Batches:
         """
         if self._iterator is not None and self._iterator is self._source:
             raise UsageError(
-                f"State.steps: a {type(self._source).__name__} can be iterated only once, and its batches are needed"
-                " again after a loss.\n  Pass a DataLoader, a list, or an object whose __iter__ begins anew"
+                f"State.steps: a {type(self._source).__name__} can be iterated only once, but its batches are needed"
+                " again after a loss.\n  Pass a DataLoader, a list, or an object whose __iter__ starts over"
             )
         self._iterator, self._ready, self._kept = None, False, None
 

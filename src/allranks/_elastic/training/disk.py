@@ -198,7 +198,7 @@ class Disk:
             if self._wanted.on_error == "raise":
                 raise
             if self._world.rank() == 0:
-                callsite.warn(f"State: the training goes on without this checkpoint. {error}")
+                callsite.warn(f"State: the training continues without this checkpoint. {error}")
 
     def _whole(self, position: Position, seed: int) -> dict[str, Any]:
         where = {name: value for name, value in asdict(position).items() if name not in _OF_THE_JOB}
@@ -233,7 +233,8 @@ def _part(name: str, part: Any) -> Any:
         return part
     if any(layout_of(value) is not None for value in part.values() if isinstance(value, Tensor)):
         raise UsageError(
-            f"State: {name} has a DTensor, which checkpoints cannot load into a dict: make it a part itself"
+            f"State: {name} contains a DTensor, which checkpoints cannot load into a dict.\n"
+            "  Pass the DTensor to State as a separate part"
         )
     return _Dict(part)
 
@@ -255,5 +256,5 @@ def _agreed(world: ProcessGroup, act: Callable[[], Any]) -> list[Any]:
     objects.all_gather_object(found, (outcome, why), world)
     for rank, (_, why) in enumerate(found):
         if why:
-            raise CheckpointError(f"State: rank {rank} cannot go on from a checkpoint: {why}")
+            raise CheckpointError(f"State: rank {rank} cannot continue from a checkpoint: {why}")
     return [outcome for outcome, _ in found]

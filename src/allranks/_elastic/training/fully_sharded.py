@@ -25,8 +25,8 @@ def check_not_flat(name: str, module: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in module.modules()):
         raise UsageError(
-            f"State: {name} has a FullyShardedDataParallel in it, whose shards cannot be told from other tensors. Use"
-            " torch.distributed.fsdp.fully_shard"
+            f"State: {name} contains a FullyShardedDataParallel, whose shards cannot be distinguished from other"
+            " tensors.\n  Use torch.distributed.fsdp.fully_shard"
         )
 
 

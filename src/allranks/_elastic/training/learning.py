@@ -181,11 +181,11 @@ def merge(plan: StepPlan, reports: Sequence[Mapping[str, Any]], coverage: Covera
     plan.variables |= {name for name in carried if any(v.get(name) != values[0].get(name) for v in values[1:])}
     changed_late = {name for each in reports for name in each["variables after"]}
     late = [
-        *(["call other ranks"] if any(each["calls"] for each in reports) else []),
+        *(["communicate"] if any(each["calls"] for each in reports) else []),
         *(f"change {name}" for name in sorted(after & plan.own)),
         *(f"assign {name.rpartition('.')[2]}" for name in sorted(changed_late & plan.variables)),
         *(
-            ["clear gradients of several steps, which differ between ranks,"]
+            ["clear accumulated gradients, which differ between ranks,"]
             if plan.grads and plan.grads_differ and plan.boundaries
             else []
         ),
@@ -211,8 +211,8 @@ def _differs(name: str, coverage: Coverage) -> str:
     remedy = (
         "Average gradients before the optimizer runs, as DistributedDataParallel does"
         if coverage.is_trained(name)
-        else "Reduce it over the ranks (all_reduce), or name a tensor of each rank: State(own=[...]).\n"
+        else "Reduce it over the ranks (all_reduce), or declare it as a tensor of each rank: State(own=[...]).\n"
         "  If the training does not depend on it, declare it: State(local=[...])"
     )
     name = name.removesuffix("{}")
-    return f"{name} has other values on each rank, so that no rank could give another one the right one.\n  {remedy}"
+    return f"{name} differs between ranks, so no rank can send the correct value to a replacement process.\n  {remedy}"

@@ -58,8 +58,9 @@ class Replicas:
         missing = set(range(self.size)) - {proposal.place % self.size for proposal in proposals}
         if missing:
             raise AllranksError(
-                f"State: no rank that is left has the shards of place {min(missing)} of the {self.size} in a replica of"
-                " the model.\n  Start the job again from a checkpoint (allranks run --restarts does so by itself)"
+                f"State: no remaining rank has the shards of position {min(missing)} in a replica of the model,"
+                f" which has {self.size} positions.\n"
+                "  Restart the job from a checkpoint (automatic with allranks run --restarts)"
             )
 
     def renumber(self, world: ProcessGroup) -> None:
@@ -75,8 +76,8 @@ class Replicas:
         slices = list(_slices(mesh))
         if mesh._flatten_mapping or any(set(each.mesh_dim_names or "?") - set(_names(mesh)) for each in slices):
             raise UsageError(
-                "State: a mesh with flattened dimensions cannot go on with other ranks. Let lost ranks be replaced"
-                " (allranks run --elastic, --respawns)"
+                "State: a mesh with flattened dimensions cannot continue with a different set of ranks.\n"
+                "  Let the launcher replace lost ranks (allranks run --elastic, --respawns)"
             )
         for each in slices:
             _take(each, fresh[each.mesh_dim_names])
@@ -94,28 +95,28 @@ class Replicas:
         sizes = [torch.distributed.ProcessGroup.size(self._mesh.get_group(n)) for n in range(len(extents))]
         if sizes != list(extents):
             raise UsageError(
-                f"State: in torch {torch.__version__} a sharded model cannot go on with other ranks. Let lost ranks be"
-                " replaced (allranks run --elastic, --respawns)"
+                f"State: in torch {torch.__version__} a sharded model cannot continue with a different set of"
+                " ranks.\n  Let the launcher replace lost ranks (allranks run --elastic, --respawns)"
             )
 
     def _find_obstacle(self, world: ProcessGroup) -> str:
         if early_groups_of(world) is None:
-            return "its launcher is not allranks run --elastic"
+            return "the launcher is not allranks run --elastic"
         found = [(tensor, layout_of(tensor)) for _, tensor in dtensors_in(self._parts)]
         meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor, _ in found}  # type: ignore[attr-defined]
         meshes |= {id(group.mesh_info.mesh): group.mesh_info.mesh for group in self._groups()}
         self._mesh: Any = next(iter(meshes.values()))
         if len(meshes) > 1:
-            return "it is on several meshes"
+            return "the model is on several meshes"
         extents = tuple(self._mesh.mesh.shape)
         if self._mesh.mesh.flatten().tolist() != list(range(world.size())) or _root(self._mesh) is not self._mesh:
-            return "its mesh does not have all ranks in order"
+            return "the mesh does not contain all ranks in order"
         if len(extents) < 2 or extents[0] < 2 or math.prod(extents[1:]) == 1:
-            return "its mesh has no first dimension of several replicas, and others of several shards"
+            return "the mesh needs several replicas in its first dimension and several shards in the others"
         if not all(layout is not None and layout.placements[0].is_replicate() for _, layout in found):
-            return "it is sharded in the first dimension of its mesh"
+            return "the model is sharded in the first dimension of the mesh"
         if any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in self._groups()):
-            return "it is gathered again on a mesh of fewer ranks (reshard_after_forward=N)"
+            return "the model is resharded after the forward on a mesh of fewer ranks (reshard_after_forward=N)"
         return ""
 
     def _groups(self) -> Iterator[Any]:

@@ -140,8 +140,8 @@ def seeded_iterator(loader: DataLoader[Any], seed_of_section: int, sow: Callable
     if persistent and (batches is None or not mapped):
         kind = "an IterableDataset" if not mapped else "batch_size=None"
         raise UsageError(
-            f"State: a DataLoader with persistent_workers=True and {kind} draws other random numbers in a replacement"
-            " process, whose workers are new.\n  Pass persistent_workers=False"
+            f"State: a DataLoader with persistent_workers=True and {kind} draws different random numbers in a"
+            " replacement process, because its workers are new.\n  Pass persistent_workers=False"
         )
     init = loader.worker_init_fn
     attributes = vars(loader)  # DataLoader.__setattr__ rejects a new batch_sampler

@@ -38,8 +38,8 @@ from allranks._elastic.training.step_commit import StepCommit
 __all__ = ["State", "Step"]
 
 _ABANDONED = (
-    "State: the program has left the loop after a step that a loss has undone, so that the step is missing.\n  Leave"
-    " it only if the step is done: `if step.committed and ...: break`"
+    "State: the program has left the loop after a step that a loss has undone, so the step is missing.\n  Leave"
+    " the loop only if the step is committed: `if step.committed and ...: break`"
 )
 
 
@@ -225,7 +225,7 @@ class State(StepCommit):
         self._check_abandoned()
         if self._step is not None and self._step.running:
             raise UsageError(
-                "State.steps: called within a step, which would be repeated with a part of the inner loop only.\n"
+                "State.steps: called within a step. A repeated step would run only a part of the inner loop.\n"
                 "  Write a plain loop within the step, or one section after the other"
             )
         self._end_step(self._step, self._batches)
@@ -331,11 +331,13 @@ class State(StepCommit):
     def _check_used(self, step: Step, batches: Batches) -> None:
         """Raise if the program has not used a step correctly."""
         if not step.entered:
-            raise UsageError("a step of State.steps() was not used: write `with step:` around its body")
+            raise UsageError(
+                "State.steps: a step was not used as a context manager.\n  Write `with step:` around its body"
+            )
         if self._batches is not batches:
             raise UsageError(
-                "State.steps: two sections were run at the same time.\n  Finish one, or leave it by `break`,"
-                " before the next one begins"
+                "State.steps: two sections ran at the same time.\n  Finish one, or leave it with `break`,"
+                " before the next one starts"
             )
 
     def _check_abandoned(self) -> None:

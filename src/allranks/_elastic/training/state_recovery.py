@@ -128,8 +128,9 @@ class StateRecovery(StepValues):
         history = self._world.history
         if history is not None and history.replaces and next(_loops_entered):
             raise UsageError(
-                "State: another State has begun its loop in this process. A replacement process could not tell in which"
-                " of the two the others are.\n  Use one State with all parts; its loops may follow one another"
+                "State: another State has started its loop in this process. A replacement process could not determine"
+                " in which of the two loops the other ranks are.\n  Use one State with all parts. Its loops may run one"
+                " after another"
             )
         if history is not None:
             self._not_counted = history.counts
@@ -275,14 +276,14 @@ class StateRecovery(StepValues):
         if changed:
             self._lacks = True
             self._why_lacks = (
-                f"{changed[0]} was changed before the commit of a step, for the first time after the first"
-                " steps, so that there is no copy of it"
+                f"{changed[0]} was changed before the commit of a step, but not in the first steps, so no copy of"
+                " it exists"
             )
         elif step.went_on and step.learning is None and not step.is_copied and (unseen := self._unseen(step)):
             self._lacks = True
             self._why_lacks = (
-                "the program caught the error of a call that a loss had interrupted, and went on: the step may have"
-                f" changed {unseen.removesuffix('{}')}, of which there is no copy"
+                "the program caught the error of a call that a loss had interrupted, and continued. The step may have"
+                f" changed {unseen.removesuffix('{}')}, of which no copy exists"
             )
         step.variables.write({n: assign(old, copy) for n, (old, copy) in self._begin_values[step.place].items()})
         if self._batches is not None:
@@ -296,8 +297,9 @@ class StateRecovery(StepValues):
             torchs_ddp.check_renumbered(wrapper, self._world)
         if self._replicas is not None and self._replicas.obstacle:
             raise UsageError(
-                f"State: a model that is sharded over {size} ranks cannot go on with {self._world.size()}, as"
-                f" {self._replicas.obstacle}. Let lost ranks be replaced (allranks run --elastic, --respawns)"
+                f"State: a model that is sharded over {size} ranks cannot continue with {self._world.size()}:"
+                f" {self._replicas.obstacle}.\n"
+                "  Let the launcher replace lost ranks (allranks run --elastic, --respawns)"
             )
 
     def _wait_aside(self) -> None:
@@ -311,8 +313,8 @@ class StateRecovery(StepValues):
             for tensor, first in zip(self._own, self._first_own, strict=True):
                 tensor.copy_(first)  # another rank has passed their content to the program
         callsite.warn(
-            f"State: rank {self._world.rank()} waits. A rank of its replica of the model is lost, and nobody takes its"
-            " place; it goes on when one comes"
+            f"State: rank {self._world.rank()} waits. A rank of its replica of the model is lost, and no process has"
+            " replaced it. This rank continues when a replacement process joins"
         )
 
     def _nobody_left(self) -> AllranksError:
@@ -323,12 +325,11 @@ class StateRecovery(StepValues):
                 destroy_process_group()
                 raise SystemExit(0)
             return ExcludedError(
-                f"rank {history.slot}: the training was over when this process came to take a lost rank's place"
+                f"rank {history.slot} cannot replace a lost rank: the training finished before this process could join"
             )
         why = self._why_lacks or "all ranks that had the state of the training are lost"
         return StateLostError(
-            f"rank {history.slot}: {why}.\n  Start the job again from a checkpoint (allranks run --restarts does so by"
-            " itself)"
+            f"rank {history.slot}: {why}.\n  Restart the job from a checkpoint (automatic with allranks run --restarts)"
         )
 
     def _count(self) -> None:
@@ -355,9 +356,9 @@ class StateRecovery(StepValues):
         self._share_plans(full[0])
         if empty and self._unsent_anywhere():
             raise StateLostError(
-                f"{self._unsent or 'a tensor'} differs between ranks and was changed after the commit of a step: nobody"
-                " has the value of the lost rank. The first steps had not shown such a change.\n  Start the job again"
-                " from a checkpoint (allranks run --restarts does so by itself)"
+                f"State: {self._unsent or 'a tensor'} differs between ranks and was changed after the commit of a step,"
+                " so no rank has the value of the lost rank. The first steps did not contain such a change.\n"
+                "  Restart the job from a checkpoint (automatic with allranks run --restarts)"
             )
         # All ranks iterate in the same order, so that each send meets its receive.
         for rank in empty:
@@ -470,14 +471,15 @@ class StateRecovery(StepValues):
                     self._inherit(buddies.kept_own(self._own))
                 else:
                     callsite.warn(
-                        f"rank {slot} is gone, and its tensors (own=) with it: State(inherit=...) is given them"
+                        f"State: rank {slot} is lost and not replaced, and its tensors (own=) are dropped. To receive"
+                        " them, pass State(inherit=...)"
                     )
         return bool(gone)
 
     def _unkept(self, slot: int, keeper: int | None, what: str = "tensors (own=)") -> StateLostError:
         return StateLostError(
-            f"rank {slot} is lost, and rank {keeper}, which kept its {what}: nobody has them.\n  Start the"
-            " job again from a checkpoint (allranks run --restarts does so by itself)"
+            f"State: rank {slot} is lost together with rank {keeper}, which stored its {what}. No rank has them.\n"
+            "  Restart the job from a checkpoint (automatic with allranks run --restarts)"
         )
 
     def _miss(self, slot: int, keeper: int, first: bool) -> None:
@@ -493,8 +495,9 @@ class StateRecovery(StepValues):
             raise self._unkept(slot, keeper, "variables and gradients")
         if first and any(plan.own for plan in plans):
             callsite.warn(
-                f"rank {slot} is lost, and rank {keeper}, which kept its buffers: its process gets those of another"
-                " rank, and the result is not that of an undisturbed run to the last bit"
+                f"State: rank {slot} is lost together with rank {keeper}, which stored its buffers. The replacement"
+                " process receives the buffers of another rank, so the result is not bit-identical to that of an"
+                " undisturbed run"
             )
 
     def _warn_of_shards(self) -> None:
@@ -506,8 +509,8 @@ class StateRecovery(StepValues):
             layout = layout_of(tensor)
             if layout is not None and not layout.is_replicated:
                 callsite.warn(
-                    f"State: each rank has shards of {name} that no other rank has. A lost rank cannot be replaced: the"
-                    " job ends. Use a mesh with a replicated dimension; see docs/resilience.md"
+                    f"State: each rank has shards of {name} that no other rank has. If a rank is lost, it cannot be"
+                    " replaced, and the job stops. Use a mesh with a replicated dimension; see docs/resilience.md"
                 )
                 return
 

@@ -182,8 +182,8 @@ class StepCommit(StateRecovery):
                 step.variables.write({name: next(found[name] for found in full if name in found)})
             else:
                 raise StateLostError(
-                    f"State: the replacement process has another value of the variable {name} than the other ranks,"
-                    " and nothing tells which is right.\n  Keep it in a part of the State"
+                    f"State: the variable {name} has a different value in the replacement process than on the other"
+                    " ranks, and the correct value cannot be determined.\n  Keep it in a part of the State"
                 )
         plan.met = True
 
@@ -228,8 +228,8 @@ class StepCommit(StateRecovery):
             raise StateLostError(
                 f"State: {differ[0].removesuffix('{}')}{more} differs between rank 0 and rank"
                 f" {', '.join(map(str, ranks))} at step {done}{' after a loss' if after_recovery else ''}: the weights"
-                " would not be those of an undisturbed run.\n  Make all that a step changes a part of the State, and"
-                " start the job again from a checkpoint (allranks run --restarts does so by itself)"
+                " would differ from those of an undisturbed run.\n  Add everything that a step changes to the State,"
+                " and restart the job from a checkpoint (automatic with allranks run --restarts)"
             )
 
     def _begin(self, step: Step) -> None:
@@ -349,12 +349,10 @@ class StepCommit(StateRecovery):
         if not history.somebody_waits() or (self._disk is not None and self._disk.is_writing):
             return False
         obstacle = "" if self._replicas is None else self._replicas.obstacle
-        what = (
-            f"a sharded model, and {obstacle}" if obstacle else "groups other than the world" if open_groups() else ""
-        )
+        what = f"a sharded model ({obstacle})" if obstacle else "groups other than the world" if open_groups() else ""
         if what:
             if not self._warned:
-                callsite.warn(f"State: ranks have come that cannot join, as the program has {what}")
+                callsite.warn(f"State: new ranks cannot join, because the program has {what}")
             self._warned = True
             return False
         return True
@@ -386,8 +384,8 @@ class StepCommit(StateRecovery):
         for name in sorted(plan.variables | plan.own):
             if now.get(name) != step.at_commit.get(name):
                 self._complaints.append(
-                    f"{name} differs between ranks and is changed after step.commit(), so that no other rank has its"
-                    " value if this one is lost.\n  Change it before step.commit()"
+                    f"{name} differs between ranks and is changed after step.commit(), so no other rank has its value"
+                    " if this rank is lost.\n  Change it before step.commit()"
                 )
 
     def _learn(self, step: Step) -> None:
@@ -426,8 +424,8 @@ class StepCommit(StateRecovery):
         self._undo.forget_plan()
         if plan.late and self._world.rank() == 0 and self._audits_steps:
             callsite.warn(
-                f"State: steps at {step.place} {plan.why_late}: they are committed at their end, and a copy of"
-                f" {_size(self._undo.nbytes)} is made in each. To avoid that, do it before the first optimizer.step();"
+                f"State: steps at {step.place} {plan.why_late}. Each is therefore committed at its end, and State"
+                f" copies {_size(self._undo.nbytes)} in each. To avoid this, do that before the first optimizer.step();"
                 " see docs/resilience.md#what-a-step-is"
             )
 

@@ -265,7 +265,8 @@ class StepValues:
         if not common or step.frame is None:
             return {}
         audit = Audit(step.variables.frames, self._covered(), self._local)
-        return {f"{n} (no part of the State)": d for n, d in audit.around(step.variables.frames).items() if n in common}
+        values = audit.around(step.variables.frames)
+        return {f"{n} (not part of the State)": value for n, value in values.items() if n in common}
 
 
 def latest(packed: Mapping[str, Tensor]) -> dict[str, Any]:
