@@ -339,9 +339,9 @@ def test_wrong_arguments() -> None:
             (lambda: dist.all_to_all([one, one], [one, integer]), "together"),
             (lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)), "equal parts"),
             (lambda: dist.all_to_all_single(two, two, [1, 2], [1, 1]), "sum up to 2"),
-            (lambda: dist.gather(one, [one, one], dst=1 - me), "must not be given"),
-            (lambda: dist.gather(one, None, dst=me), "must be given"),
-            (lambda: dist.scatter(one, None, src=me), "must be given"),
+            (lambda: dist.gather(one, [one, one], dst=1 - me), "must not be passed"),
+            (lambda: dist.gather(one, None, dst=me), "must be passed"),
+            (lambda: dist.scatter(one, None, src=me), "must be passed"),
             (lambda: dist.reduce(one), "dst or group_dst"),
             (lambda: dist.reduce(one, 5), "expected 0 to 1"),
         ):

@@ -88,7 +88,7 @@ def test_a_leaf_that_requires_a_gradient() -> None:
 def test_errors() -> None:
     def body() -> None:
         rank = dist.get_rank()
-        with pytest.raises(dist.MismatchError, match=r"of rank 1 have another shape .* than rank 0's \(2,\)"):
+        with pytest.raises(dist.MismatchError, match=r"of rank 1 differ in shape .* from rank 0's, shape \(2,\)"):
             dist.all_reduce(torch.ones(2 + rank).to_sparse())
         with pytest.raises(dist.MismatchError, match="all_gather"):
             dist.all_reduce(torch.ones(*[2] * (1 + rank)).to_sparse())

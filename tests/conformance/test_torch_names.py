@@ -76,7 +76,7 @@ def test_methods_of_a_group_as_torchs() -> None:
         assert torch.cat(outputs).tolist() == [5, 6]
         group.alltoall(outputs, [torch.tensor([rank * 2.0 + i]) for i in range(size)]).wait()
         assert torch.cat(outputs).tolist() == [rank, rank + 2]
-        with pytest.raises(dist.UsageError, match="a list of one, not of 2"):
+        with pytest.raises(dist.UsageError, match="a list of one tensor, not of 2"):
             group.allreduce([tensor, tensor])
 
     run_ranks(2, body)
