@@ -102,7 +102,7 @@ def test_a_name_that_no_backend_can_have(site: Path) -> None:
 def test_an_engine_that_is_not_here(site: Path) -> None:
     text = spec().replace("interface", "available=lambda: False, missing='needs a wire', interface")
     brought(site, "wired", text, "mine = wired:ENGINE")
-    with pytest.raises(dist.ConfigError, match=r"backend 'mine' needs a wire\.\n  Give backend='native'"):
+    with pytest.raises(dist.ConfigError, match=r"backend 'mine' needs a wire\.\n  Pass backend='native'"):
         dist.init_process_group("mine")
     finding = software.engines()
     assert finding.verdict == "ok"
@@ -183,5 +183,5 @@ def test_an_engine_of_several_devices_is_one(monkeypatch: pytest.MonkeyPatch) ->
     assert meetings("mine") == 1
     assert moves("mine", "cuda")
     assert not moves("mine", "xpu")
-    with pytest.raises(dist.ConfigError, match="'xpu:mine' is wrong there"):
+    with pytest.raises(dist.ConfigError, match="'xpu:mine' is invalid"):
         check_backend("xpu:mine")
