@@ -305,7 +305,7 @@ def run(python, program, mode):
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     if done.returncode:
         raise SystemExit(f"{program.name} ({mode}) ended with {done.returncode}:\n{done.stdout[-4000:]}")
-    replaced = "gloo is asked for, and replaced" in done.stdout
+    replaced = "the program requested gloo" in done.stdout
     if replaced != (mode == "instead"):
         raise SystemExit(f"{program.name} ({mode}): gloo was {'' if replaced else 'not '}replaced:\n{done.stdout}")
     results = (

@@ -47,7 +47,7 @@ def test_wrong_ranks() -> None:
         for src in (-1, 2):
             with pytest.raises(dist.UsageError, match="is not a rank of group 'world': expected 0 to 1"):
                 dist.broadcast(torch.ones(1), src)
-        with pytest.raises(dist.UsageError, match="src or group_src must be given"):
+        with pytest.raises(dist.UsageError, match="src or group_src must be passed"):
             dist.broadcast(torch.ones(1))
         with pytest.raises(dist.UsageError, match="not both"):
             dist.broadcast(torch.ones(1), 0, group_src=0)

@@ -103,7 +103,7 @@ def test_local_synchronisation() -> None:
 
 def test_disagreement_is_an_error_on_every_rank() -> None:
     def body() -> None:
-        with pytest.raises(dist.MismatchError, match="rank 2 asked for other members or another engine than rank 0"):
+        with pytest.raises(dist.MismatchError, match="rank 2 requested other members or another engine than rank 0"):
             dist.new_group([0, 1] if dist.get_rank() < 2 else [0, 2])
         dist.barrier()
         for ranks, words in (([0, 3], "3 is not a rank"), ([0, 0], "twice"), ([], "at least one")):
@@ -269,7 +269,7 @@ def test_thd_s_names() -> None:
     assert not dist.supports_complex(dist.ReduceOp.MAX)
     assert dist.get_default_backend_for_device("cpu:0") == "native"
     assert dist.get_default_backend_for_device("cuda") == "nccl"
-    with pytest.raises(dist.ConfigError, match=r"no engine of the default backend \(.*\) moves tensors on gpu"):
+    with pytest.raises(dist.ConfigError, match=r"no engine of the default backend \(.*\) supports tensors on gpu"):
         dist.get_default_backend_for_device("gpu")
 
 

@@ -104,7 +104,7 @@ def test_an_ipv6_address_without_brackets_is_refused_with_the_right_form() -> No
 def test_a_world_of_torchs_own_is_named() -> None:
     def body() -> None:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-        with pytest.raises(dist.NotInitializedError, match=r"torch\.distributed is initialized, on its own gloo"):
+        with pytest.raises(dist.NotInitializedError, match=r"torch\.distributed is initialized with its own backend"):
             dist.all_reduce(torch.ones(1))
         torch.distributed.destroy_process_group()
 

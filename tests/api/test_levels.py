@@ -54,9 +54,9 @@ def test_a_topology_by_hand_makes_the_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("0-3/3-5", "CPU 3 is there twice"),
-        ("0-3/", "'' names no CPUs"),
-        ("0-3;4-7", "'0-3;4-7' names no CPUs"),
+        ("0-3/3-5", "CPU 3 occurs twice"),
+        ("0-3/", "'' is not a CPU or a range of CPUs"),
+        ("0-3;4-7", "'0-3;4-7' is not a CPU or a range of CPUs"),
         ("5-4", "'5-4' is not within 0-1023"),
         ("0/1024", "'1024' is not within 0-1023"),
     ],

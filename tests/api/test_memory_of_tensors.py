@@ -55,7 +55,7 @@ KINDS: dict[str, tuple[Callable[[int], Tensor], str]] = {
     "column of freed": (_column_of_freed, "bytes of its storage, which has 0"),
     "parameter": (_parameter, "bytes of its storage, which has 0"),
     "shrunk": (_shrunk, "needs 4194304 bytes of its storage, which has 32"),
-    "zeros": (lambda count: torch._efficientzerotensor(count), "stands for zeros"),
+    "zeros": (lambda count: torch._efficientzerotensor(count), "represents zeros"),
 }
 
 

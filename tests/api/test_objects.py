@@ -65,7 +65,7 @@ def test_wrong_arguments() -> None:
         me = dist.get_rank()
         for call, words in (
             (lambda: dist.all_gather_object([None], 1), "a list of 2 objects"),
-            (lambda: dist.gather_object(1, None if me == 0 else [None, None], dst=0), "only there"),
+            (lambda: dist.gather_object(1, None if me == 0 else [None, None], dst=0), "on no other rank"),
             (lambda: dist.broadcast_object_list([], src=0), "a list of size at least 1"),
             (lambda: dist.scatter_object_list([], [1, 2] if me == 0 else None), "a list of size at least 1"),
             (lambda: dist.send_object_list([1], dst=me), "is this rank itself"),
@@ -77,7 +77,7 @@ def test_wrong_arguments() -> None:
         if me == 0:
             dist.broadcast_object_list([1, 2], src=0)
         else:
-            with pytest.raises(dist.UsageError, match="1 objects here, but 2 on the sending rank"):
+            with pytest.raises(dist.UsageError, match="1 objects on this rank, but 2 on the sending rank"):
                 dist.broadcast_object_list([None], src=0)
         dist.barrier()
 

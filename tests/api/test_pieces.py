@@ -189,7 +189,7 @@ def test_all_gather_of_uneven_pieces() -> None:
         with pytest.raises(dist.MismatchError, match="rank 2 sends 16 bytes to rank 0, which expects 12"):
             dist.all_gather(outs, torch.zeros((1, 2, 4)[me]))
         if me == 1:
-            with pytest.raises(dist.UsageError, match="the tensor for this rank"):
+            with pytest.raises(dist.UsageError, match="the output for this rank"):
                 dist.all_gather(outs, torch.zeros(5))
         dist.barrier()
 
@@ -336,12 +336,12 @@ def test_wrong_arguments() -> None:
             (lambda: dist.reduce_scatter(one, [one]), "a list of 2 tensors"),
             (lambda: dist.reduce_scatter_single(one, torch.ones(3)), "2 x 1 elements"),
             (lambda: dist.all_to_all([one], [one, one]), "2 output tensors"),
-            (lambda: dist.all_to_all([one, one], [one, integer]), "together"),
+            (lambda: dist.all_to_all([one, one], [one, integer]), "the same dtype"),
             (lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)), "equal parts"),
             (lambda: dist.all_to_all_single(two, two, [1, 2], [1, 1]), "sum up to 2"),
-            (lambda: dist.gather(one, [one, one], dst=1 - me), "must not be given"),
-            (lambda: dist.gather(one, None, dst=me), "must be given"),
-            (lambda: dist.scatter(one, None, src=me), "must be given"),
+            (lambda: dist.gather(one, [one, one], dst=1 - me), "must not be passed"),
+            (lambda: dist.gather(one, None, dst=me), "must be passed"),
+            (lambda: dist.scatter(one, None, src=me), "must be passed"),
             (lambda: dist.reduce(one), "dst or group_dst"),
             (lambda: dist.reduce(one, 5), "expected 0 to 1"),
         ):

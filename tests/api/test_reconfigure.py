@@ -197,8 +197,8 @@ def test_processes_that_disagree(tmp_path: Path) -> None:
     assert zero is not None
     assert one is not None
     assert "rank 1" in zero[0][0]
-    assert "2 handles, here with 3" in zero[0][0]
-    assert "3 handles, here with 2" in one[0][0]
+    assert "2 handles, but this rank with 3" in zero[0][0]
+    assert "3 handles, but this rank with 2" in one[0][0]
     assert "in another order" in zero[1][0]
     assert max(seconds for found in (zero, one) for _, seconds in found) < 10
 
@@ -259,11 +259,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
         for uuid, given, words in (
             (5 + me(), [mine], "already used"),
             (7, [mine, mine], "unique"),
-            (7, [], "at least one"),
+            (7, [], "handles is empty"),
             (7, [handles[1 - me()]], "not among the 1"),
-            (7, [mine, "rubbish"], "'rubbish' is no handle"),
-            (7, [mine, mine[:-9]], "is no handle"),
-            (7, [mine, 3], "3 is no handle"),
+            (7, [mine, "rubbish"], "'rubbish' is not a handle"),
+            (7, [mine, mine[:-9]], "is not a handle"),
+            (7, [mine, 3], "3 is not a handle"),
             (7, mine, "a list"),
             ("7", [mine], "whole number"),
         ):
@@ -343,7 +343,7 @@ def test_one_call_at_a_time_and_nothing_is_left(tmp_path: Path) -> None:
             second()
             pass_on(tmp_path, "tried", "", 0)
             other.join()
-            assert "by another thread" in refused[0]
+            assert "another thread is already reconfiguring" in refused[0]
         else:
             wait_for(tmp_path / "tried.0")
             group.reconfigure(1, handles)

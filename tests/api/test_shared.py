@@ -191,7 +191,7 @@ def test_no_memory_on_one_rank_is_an_error_on_all() -> None:
             import signal
 
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        with pytest.raises(dist.AllranksError, match=r"could not be had on every rank.*(large|rank 1)"):
+        with pytest.raises(dist.AllranksError, match=r"could not be allocated on every rank.*(large|rank 1)"):
             dist.empty_shared(1 << 22)
         dist.barrier()
 

@@ -48,7 +48,7 @@ def test_a_call_of_nobody_and_of_odd_names() -> None:
     thread = threading.Thread(target=body, args=(said, (callsite.site, callsite.where)))
     thread.start()
     thread.join()
-    assert said == ["(no line of the program)"] * 2
+    assert said == ["(no call site)"] * 2
     for ask in (callsite.site, callsite.where):
         assert through("/home/me/caf\udce9.py", ask) == "/home/me/caf?.py:2"
     assert through("/home/me/caf\udce9.py", callsite.stack_hash) != through("/home/me/cafe.py", callsite.stack_hash)

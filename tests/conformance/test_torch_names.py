@@ -76,7 +76,7 @@ def test_methods_of_a_group_as_torchs() -> None:
         assert torch.cat(outputs).tolist() == [5, 6]
         group.alltoall(outputs, [torch.tensor([rank * 2.0 + i]) for i in range(size)]).wait()
         assert torch.cat(outputs).tolist() == [rank, rank + 2]
-        with pytest.raises(dist.UsageError, match="a list of one, not of 2"):
+        with pytest.raises(dist.UsageError, match="a list of one tensor, not of 2"):
             group.allreduce([tensor, tensor])
 
     run_ranks(2, body)
@@ -110,12 +110,12 @@ def test_device_and_options_of_init_process_group() -> None:
     dist.init_process_group(device_id=torch.device("cpu"))
     dist.destroy_process_group()
     for backend, wrong, says in (
-        ("gloo", torch.device("cuda:0"), "the gloo engine does not move tensors of cuda"),
+        ("gloo", torch.device("cuda:0"), "the gloo engine does not support cuda tensors"),
         ("native", torch.device("cuda:99"), "device_id device"),
         (None, 99, "device_id 99: "),
         (None, "cpu0", "device_id 'cpu0': "),
     ):
         with pytest.raises(ValueError, match=says):
             dist.init_process_group(backend, device_id=wrong)
-    with pytest.raises(ValueError, match="pg_options 'fast' is not known"):
+    with pytest.raises(ValueError, match="does not support pg_options 'fast'"):
         dist.init_process_group(pg_options="fast")

@@ -23,18 +23,18 @@ from allranks.testing import run_ranks
         ("cpu:gloo,cuda:nccl", False, "gloo"),
         ("cuda:nccl, cpu:gloo", True, "cuda:nccl,cpu:gloo"),
         ("nccl", True, "nccl"),
-        ("nccl", False, r"built without nccl\.\n  Give backend='native', which moves tensors of CPUs and GPUs"),
-        ("cuda:nccl", False, r"neither the engine nor the device\.\n  Give backend='native'"),
+        ("nccl", False, r"built without nccl\.\n  Pass backend='native', which supports CPU and GPU tensors"),
+        ("cuda:nccl", False, r"no pair of device and engine is available in this process\.\n  Pass backend='native'"),
         ("cuda:native", True, "native"),
         ("cpu:native,cuda:native", True, "native"),
         ("cpu:gloo,cuda:native", True, "cpu:gloo,cuda:native"),
         ("cpu:gloo,cuda:native", False, "gloo"),
         ("cpu:gloo,xla:native", True, "gloo"),
-        ("gpu:native", True, "'gpu:native' is wrong there"),
-        ("cuda:nccl,mtia:native", True, "one must be for the CPU"),
-        ("cpu:nccl", True, "'cpu:nccl' is wrong there"),
-        ("cpu:gloo,cpu:native", True, "'cpu:native' is wrong there"),
-        ("cpu:ucc", True, "not in this version"),
+        ("gpu:native", True, "'gpu:native' is invalid"),
+        ("cuda:nccl,mtia:native", True, "must be for the CPU"),
+        ("cpu:nccl", True, "'cpu:nccl' is invalid"),
+        ("cpu:gloo,cpu:native", True, "'cpu:native' is invalid"),
+        ("cpu:ucc", True, "not supported by this version"),
         ("cpu:mpi,cuda:nccl", True, "cpu:mpi,cuda:nccl"),
         ("cpu:mpi,cuda:mpi", True, "mpi"),
         ("cpu:infiniband", True, "unknown backend 'cpu:infiniband'"),
@@ -56,7 +56,7 @@ def test_nccl_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a torch that is built for CUDA, on a host that has no GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    with pytest.raises(dist.ConfigError, match=r"'nccl': this process sees no cuda device\.\n  Give backend='native'"):
+    with pytest.raises(dist.ConfigError, match=r"'nccl': this process has no cuda device\.\n  Pass backend='native'"):
         _engines.check_backend("nccl")
 
 
@@ -111,7 +111,7 @@ def test_each_tensor_goes_to_the_engine_of_its_device() -> None:
 def test_a_tensor_of_another_device_names_what_the_group_moves() -> None:
     def body() -> None:
         gloo = dist.new_group(backend="gloo")
-        for group, says in ((None, "no elements"), (gloo, "the gloo engine moves CPU tensors")):
+        for group, says in ((None, "no elements"), (gloo, "the gloo engine supports only CPU tensors")):
             with pytest.raises(dist.UsageError, match=f"the tensor is on meta, .*{says}"):
                 dist.all_reduce(torch.zeros(1, device="meta"), group=group)
 

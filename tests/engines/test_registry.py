@@ -37,17 +37,17 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 WRONG = {
     "too new": (
         "early", spec(interface=7), "mine = early:ENGINE",
-        rf"backend 'mine': early 1.0 is made for version 7 of the engine interface; this allranks \({HERE}\) takes "
+        rf"backend 'mine': early 1.0 requires version 7 of the engine interface, but this allranks \({HERE}\) supports "
         r"version 1\.\n  Install a newer allranks, or an older early",
     ),
     "too old": (
         "late", spec(interface=0), "mine = late:ENGINE",
-        r"late 1.0 is made for version 0 .* takes version 1\.\n  Install a newer late, or an older allranks",
+        r"late 1.0 requires version 0 .* supports version 1\.\n  Install a newer late, or an older allranks",
     ),
     "cannot be imported": (
         "broken", "import nothing_like_it\n", "mine = broken:ENGINE",
         r"broken 1.0 cannot be loaded \(broken:ENGINE\): ModuleNotFoundError: No module named 'nothing_like_it'\.\n  "
-        rf"Install a release of it for this allranks \({HERE}, engine interface version 1\), or uninstall it",
+        rf"Install a release that supports this allranks \({HERE}, engine interface version 1\), or uninstall it",
     ),
     "names nothing": ("empty", "", "mine = empty:ENGINE", r"empty 1.0 cannot be loaded .*AttributeError"),
     "names something else": (
@@ -56,9 +56,9 @@ WRONG = {
     "has another name": (
         "twofold", spec("yours"), "mine = twofold:ENGINE", r"twofold 1.0 names .* name is 'yours'\. Expected 'mine'"
     ),
-    "cannot say": (
+    "cannot report": (
         "unsure", spec().replace("interface", "available=lambda: 1 / 0, interface"), "mine = unsure:ENGINE",
-        r"unsure 1.0 cannot say whether it is available: ZeroDivisionError",
+        r"unsure 1.0 cannot report whether it is available: ZeroDivisionError",
     ),
 }  # fmt: skip
 
@@ -80,21 +80,21 @@ def test_own_names_stay_allranks_own(site: Path) -> None:
     brought(site, "clash", spec("native"), "native = clash:ENGINE", "allranks = clash:ENGINE")
     assert registry.find("native") is registry.BUILT_IN["native"]
     finding = software.engines()
-    assert "backend 'native': clash 1.0 brings an engine of this name, which is allranks' own" in finding.advice
-    assert "backend 'allranks': clash 1.0 brings" in finding.advice
+    assert "backend 'native': clash 1.0 provides an engine of this name, which allranks reserves" in finding.advice
+    assert "backend 'allranks': clash 1.0 provides" in finding.advice
 
 
 def test_two_packages_with_one_name(site: Path) -> None:
     for module in ("one", "two"):
         brought(site, module, spec(), f"mine = {module}:ENGINE")
-    with pytest.raises(dist.ConfigError, match=r"(one 1.0 and two|two 1.0 and one) 1.0 bring an engine of this name"):
+    with pytest.raises(dist.ConfigError, match=r"(one 1.0 and two|two 1.0 and one) 1.0 provide an engine of this name"):
         dist.init_process_group("mine")
 
 
 def test_a_name_that_no_backend_can_have(site: Path) -> None:
     brought(site, "odd", spec("My-Engine"), "My-Engine = odd:ENGINE")
     with pytest.raises(
-        dist.ConfigError, match=r"odd 1.0 brings an engine whose name is wrong\. Expected small letters"
+        dist.ConfigError, match=r"odd 1.0 provides an engine with an invalid name\. Expected lowercase letters"
     ):
         dist.init_process_group("My-Engine")
 
@@ -102,7 +102,7 @@ def test_a_name_that_no_backend_can_have(site: Path) -> None:
 def test_an_engine_that_is_not_here(site: Path) -> None:
     text = spec().replace("interface", "available=lambda: False, missing='needs a wire', interface")
     brought(site, "wired", text, "mine = wired:ENGINE")
-    with pytest.raises(dist.ConfigError, match=r"backend 'mine' needs a wire\.\n  Give backend='native'"):
+    with pytest.raises(dist.ConfigError, match=r"backend 'mine' needs a wire\.\n  Pass backend='native'"):
         dist.init_process_group("mine")
     finding = software.engines()
     assert finding.verdict == "ok"
@@ -183,5 +183,5 @@ def test_an_engine_of_several_devices_is_one(monkeypatch: pytest.MonkeyPatch) ->
     assert meetings("mine") == 1
     assert moves("mine", "cuda")
     assert not moves("mine", "xpu")
-    with pytest.raises(dist.ConfigError, match="'xpu:mine' is wrong there"):
+    with pytest.raises(dist.ConfigError, match="'xpu:mine' is invalid"):
         check_backend("xpu:mine")

@@ -112,7 +112,7 @@ def test_what_listens_in_a_rank_s_place_hears_nothing(offers: list[SegmentExchan
             os._exit(0)
         return listener
 
-    with child(NOBODY, listen), pytest.raises(JoinError, match=f"rank 0 belongs to user {NOBODY}"):
+    with child(NOBODY, listen), pytest.raises(JoinError, match=f"rank 0 runs as user {NOBODY}"):
         offers[1].meet(1, [gone.record, offers[1].record], 30.0)
     assert os.read(heard, 100) == b"heard: "
     os.close(heard)
@@ -125,7 +125,7 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     records = [here.record, ended.record]
     ended.__exit__()
     began = time.monotonic()
-    with here, pytest.raises(JoinError, match="rank 1 ended while the ranks were connecting"):
+    with here, pytest.raises(JoinError, match="rank 1 exited while the ranks were connecting"):
         here.meet(0, records, 30.0)
     assert time.monotonic() - began < WAITED_S
 
@@ -182,7 +182,7 @@ def test_no_memory_is_taken_from_another_user() -> None:
     with (
         child(NOBODY, listen),
         SegmentExchange(None) as offer,
-        pytest.raises(JoinError, match=f"rank 0 belongs to user {NOBODY}"),
+        pytest.raises(JoinError, match=f"rank 0 runs as user {NOBODY}"),
     ):
         offer.share(1, [gone.record, offer.record], 30.0)
 
@@ -194,7 +194,7 @@ def test_a_rank_that_does_not_fetch_its_memory_is_not_waited_for() -> None:
         with ThreadPoolExecutor(2) as pool:
             records = [first.record, second.record, ended.record]
             tried = [pool.submit(offer.share, rank, records, 30.0) for rank, offer in enumerate((first, second))]
-            with pytest.raises(JoinError, match="rank 2 ended while the ranks were connecting"):
+            with pytest.raises(JoinError, match="rank 2 exited while the ranks were connecting"):
                 tried[0].result()
             (fetched,), sockets = tried[1].result()  # which then finds that the first has given up
         assert sockets[0] is not None
@@ -207,7 +207,7 @@ def test_a_rank_that_does_not_fetch_its_memory_is_not_waited_for() -> None:
 def test_a_first_rank_that_has_ended_is_not_waited_for() -> None:
     with sharing() as (first, second, _):
         first.__exit__()
-        with pytest.raises(JoinError, match="rank 0 did not give it the memory"):
+        with pytest.raises(JoinError, match="rank 0 did not send the group's memory"):
             second.share(1, [first.record, second.record], 30.0)
 
 

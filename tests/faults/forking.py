@@ -124,7 +124,7 @@ def wait(children: Children) -> None:
 
 
 def refused(function) -> None:
-    with pytest.raises(allranks.NotInitializedError, match="A forked child cannot"):
+    with pytest.raises(allranks.NotInitializedError, match="A forked child can neither"):
         function()
 
 

@@ -93,7 +93,7 @@ def test_empty_shared_without_descriptors_or_bytes_on_one_rank() -> None:
                         break
                 for _ in range(left):
                     os.close(held.pop())
-            with pytest.raises(dist.AllranksError, match="could not be had on every rank"):
+            with pytest.raises(dist.AllranksError, match="could not be allocated on every rank"):
                 dist.empty_shared(1 << 16)
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             while held:

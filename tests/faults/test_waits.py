@@ -23,7 +23,7 @@ def test_two_ranks_that_both_receive_first_are_named(engine: str) -> None:
 
     for rank, (text, ranks) in enumerate(run_ranks(2, body, init=False)):
         other = 1 - rank
-        assert "ranks 0-1 wait for each other" in text
+        assert "ranks 0-1 have waited for each other" in text
         assert f"rank {rank} waits for rank {other} (recv, {__file__}:" in text
         assert f", which waits for rank {rank} (recv, {__file__}:" in text
         assert "no data from" not in text
@@ -50,7 +50,7 @@ def test_a_circle_of_sends_recvs_and_waits_is_named_and_who_waits_for_it(engine:
 
     texts = run_ranks(4, body, init=False)
     for text in texts:
-        assert "ranks 0-2 wait for each other" in text
+        assert "ranks 0-2 have waited for each other" in text
     here = rf"{__file__}:"
     assert "rank 3 waits for rank 1 (recv" in texts[3]
     first, second, third = texts[0].split("rank 0 waits for rank 1")[1].split(", which waits for rank ")
@@ -74,7 +74,7 @@ def test_a_chain_ends_at_who_waits_for_nothing() -> None:
     texts = run_ranks(3, body, init=False)
     assert "rank 0 waits for rank 1 (recv" in texts[0]
     assert "which waits for rank 2 (recv" in texts[0]
-    assert "wait for each other" not in texts[0] + texts[1]
+    assert "waited for each other" not in texts[0] + texts[1]
 
 
 def test_a_recv_says_that_messages_with_other_tags_are_there() -> None:

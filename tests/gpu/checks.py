@@ -236,9 +236,9 @@ def wrong_calls(device: torch.device) -> None:
     with pytest.raises(dist.MismatchError):
         dist.all_reduce(mine)
     same(mine, torch.ones(rank + 1), device)
-    with pytest.raises(dist.UsageError, match=r"all_gather: tensors on .* and on .* in one call"):
+    with pytest.raises(dist.UsageError, match=r"all_gather: tensors must be on one device"):
         dist.all_gather([torch.ones(1) for _ in range(size)], torch.ones(1, device=device))
-    with pytest.raises(dist.UsageError, match=r"scatter: tensors on .* and on .* in one call"):
+    with pytest.raises(dist.UsageError, match=r"scatter: tensors must be on one device"):
         dist.scatter(torch.ones(1, device=device), [torch.ones(1)] * size, rank)
     with pytest.raises(dist.UsageError, match=r"BAND of torch\.float32"):
         dist.all_reduce(torch.ones(1, device=device), dist.ReduceOp.BAND)
@@ -572,7 +572,7 @@ def of_nccl(device: torch.device) -> None:
     dist.all_reduce(tensor := given(rank, 3).to(device), group=group)
     same(tensor, functools.reduce(torch.add, [given(r, 3) for r in range(size)]), device)
     if size > 1:
-        with pytest.raises(dist.UsageError, match="from a given rank only"):
+        with pytest.raises(dist.UsageError, match="cannot receive from any rank"):
             dist.recv(torch.ones(1, device=device))
         messages(device)
 

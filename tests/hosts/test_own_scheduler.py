@@ -103,12 +103,12 @@ def test_it_is_submitted_to(tmp_path: Path) -> None:
         (
             "interface=1",
             "interface=0",
-            "is made for version 0 of .* takes version 1.*Install a newer yard-for-allranks, or an older allranks",
+            "requires version 0 of .* supports version 1.*Install a newer yard-for-allranks, or an older allranks",
         ),
         (
             "interface=1",
             "interface=7",
-            "is made for version 7 of .* takes version 1.*Install a newer allranks, or an older yard-for-allranks",
+            "requires version 7 of .* supports version 1.*Install a newer allranks, or an older yard-for-allranks",
         ),
         ("kinds=", "sorts=", r"cannot be loaded \(yard:SCHEDULER\): TypeError: .*'sorts'"),
         (

@@ -282,7 +282,7 @@ def test_nccl_without_gpus_says_what_to_change(tmp_path: Path) -> None:
     (tmp_path / "pbs.py").write_text(WALKTHROUGH.replace("BACKEND", '"nccl"').replace("PORT)", f'"{free_port()}")'))
     done = run(tmp_path, "pbs.py")
     assert done.stderr.count("allranks.ConfigError: backend 'nccl'") == 2
-    assert done.stderr.count("Give backend='native', which moves tensors of CPUs and GPUs") == 2
+    assert done.stderr.count("Pass backend='native', which supports CPU and GPU tensors") == 2
 
 
 def test_the_page_names_tests_that_are_there() -> None:

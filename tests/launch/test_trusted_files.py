@@ -62,18 +62,18 @@ def test_what_is_no_plain_file_is_not_replaced(launcher: Launcher, tmp_path: Pat
     link.symlink_to("behind")
     program = str(launcher.write("import allranks as dist; dist.init_process_group()"))
     refused = launcher.run("-n", "1", "--metrics", str(pipe), program, real_torch=True)
-    assert (refused.code, "it is not a plain file" in refused.err) == (2, True), refused
+    assert (refused.code, "it is not a regular file" in refused.err) == (2, True), refused
     assert launcher.run("-n", "1", "--metrics", str(link), program, real_torch=True).code == 0
     assert link.is_symlink()
     assert (tmp_path / "behind").is_file()
-    with pytest.raises(dist.ConfigError, match="not a plain file"):
+    with pytest.raises(dist.ConfigError, match="not a regular file"):
         dist.FileStore(str(pipe), 1).set("key", "value")
-    with pytest.raises(dist.UsageError, match="not a plain file"):
+    with pytest.raises(dist.UsageError, match="not a regular file"):
         dist.checkpoint.save({}, pipe)
     dist.checkpoint.save({"a": 1}, tmp_path / "saved", step=1)
     export = [sys.executable, "-m", "allranks", "checkpoint", "export", "--force", str(tmp_path / "saved"), str(pipe)]
     done = subprocess.run(export, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, "it is not a plain file" in done.stderr) == (2, True), done
+    assert (done.returncode, "it is not a regular file" in done.stderr) == (2, True), done
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 

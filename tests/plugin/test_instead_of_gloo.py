@@ -27,7 +27,7 @@ kind = type(dist.group.WORLD).__name__
 print(dist.get_backend(), dist.get_backend(half), total.item(), model.module.weight.sum().item().hex(), kind)
 dist.destroy_process_group()
 """
-NOTICE = "gloo is asked for, and replaced"
+NOTICE = "the program requested gloo"
 
 
 def run(folder: Path, *options: str, **variables: str) -> tuple[set[str], str]:

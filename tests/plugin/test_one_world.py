@@ -273,7 +273,7 @@ def test_what_gloo_does_not(tmp_path: Path) -> None:
             )
             with pytest.raises(dist.UsageError, match=r"AVG of torch\.bool"):
                 td.all_reduce(mine > 0, td.ReduceOp.AVG)
-            with pytest.warns(UserWarning, match="given when it is made"):
+            with pytest.warns(UserWarning, match="is set at creation"):
                 td.group.WORLD.set_timeout(timedelta(seconds=5))
             # A tensor without memory of its own is waited for by the plugin; and by nobody in ours.
             pending = AsyncCollectiveTensor(torch.ones(2))

@@ -215,7 +215,7 @@ def test_by_torchs_methods_and_with_other_backends(tmp_path: Path) -> None:
         options.hints = {"anything": "is ignored"}
         td.ProcessGroup.reconfigure(group, options).wait()
         assert (group.rank(), group.size()) == (0, 1)
-        with pytest.raises(RuntimeError, match="no handle"):
+        with pytest.raises(RuntimeError, match="is not a handle"):
             td._reconfigure(30, ["gloo:0:-1:0:"])
 
     in_world(tmp_path, body)

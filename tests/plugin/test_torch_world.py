@@ -178,7 +178,7 @@ def test_worlds_in_any_order(tmp_path: Path) -> None:
                 assert td.is_initialized() == (shared or gloo), said
             meet = {"init_method": f"file://{tmp_path}/{seed}-{step}", "rank": rank, "world_size": size}
             if action == "ours" and ours:
-                with pytest.raises(dist.UsageError, match="exists already"):
+                with pytest.raises(dist.UsageError, match="already exists"):
                     dist.init_process_group(timeout=30)
             elif action == "ours":
                 dist.init_process_group(timeout=30)

@@ -243,7 +243,7 @@ mw.shutdown()
     [
         (
             "import allranks\nallranks.init_process_group()\n",
-            "the others are the workers of init_master_worker, and join no process group",
+            "The other ranks are workers of init_master_worker and join no process group",
         ),
         *(
             (

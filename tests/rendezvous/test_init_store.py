@@ -91,7 +91,7 @@ def test_objects_without_pickle() -> None:
             ([{"a": lambda: 0}], "function"),
             (torch.nn.Parameter(tensors[0]), "Parameter"),
         ):
-            with pytest.raises(dist.UsageError, match=rf"cannot carry {name}.*ALLRANKS_PICKLE"):
+            with pytest.raises(dist.UsageError, match=rf"cannot encode {name}.*ALLRANKS_PICKLE"):
                 dist.all_gather_object(rows, wrong)
         calls: list[Any] = [
             lambda: dist.all_gather_object([None, None], Point(1) if rank else 0),

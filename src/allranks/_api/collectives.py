@@ -1253,7 +1253,7 @@ def outside(group: ProcessGroup | int | None, verb: str) -> bool:
     """Return whether this rank is not a member of the group. If so, warn, like torch."""
     if type(group) is not type(GroupMember.NON_GROUP_MEMBER) or group != GroupMember.NON_GROUP_MEMBER:
         return False
-    callsite.warn(f"{verb}: this rank is not in the given process group; nothing is done")
+    callsite.warn(f"{verb}: this rank is not in the given process group; the call has no effect")
     return True
 
 
@@ -1269,11 +1269,11 @@ def root_of(
         return world_rank
     if group_rank is not None:
         if world_rank is not None:
-            raise UsageError(f"give either {what} or group_{what}, not both")
+            raise UsageError(f"pass either {what} or group_{what}, not both")
         return group_rank
     if world_rank is None:
         if default is None:
-            raise UsageError(f"{what} or group_{what} must be given")
+            raise UsageError(f"{what} or group_{what} must be passed")
         world_rank = default
     if group is not resolve_group(None):
         number = integer_of(world_rank)

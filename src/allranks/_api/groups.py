@@ -103,7 +103,7 @@ def new_group(
         members = sorted(members)
     engine = _engines.check_backend(backend or world.backend)
     if pg_options is not None:
-        raise UsageError(f"new_group: pg_options {pg_options!r} is not known to the {engine} engine")
+        raise UsageError(f"new_group: the {engine} engine does not support pg_options {pg_options!r}")
     outsider: ProcessGroup = GroupMember.NON_GROUP_MEMBER
     if use_local_synchronization and world.rank() not in members:
         return outsider
@@ -146,7 +146,7 @@ def split_group(
     if not split_ranks:
         raise UsageError("split_group: split_ranks must name at least one part")
     if pg_options is not None:
-        raise UsageError(f"split_group: pg_options {pg_options!r} is not known")
+        raise UsageError(f"split_group: pg_options {pg_options!r} is not supported")
     parts = [sorted(_checked(part, parent.size(), "split_ranks")) for part in split_ranks]
     together = [rank for part in parts for rank in part]
     if len(set(together)) < len(together):
@@ -192,7 +192,7 @@ def new_subgroups(
     if not 0 < size <= cut.size() or cut.size() % size:
         raise UsageError(f"new_subgroups: group_size {size} does not divide the {cut.size()} ranks")
     if pg_options is not None:
-        raise UsageError(f"new_subgroups: pg_options {pg_options!r} is not known")
+        raise UsageError(f"new_subgroups: pg_options {pg_options!r} is not supported")
     engine = _engines.check_backend(backend or cut.backend)
     parts = [list(cut.ranks[i : i + size]) for i in range(0, cut.size(), size)]
     with part_of("new_group"):
@@ -229,7 +229,7 @@ def new_subgroups_by_enumeration(
         True
     """
     if not ranks_per_subgroup_list:
-        raise UsageError("new_subgroups_by_enumeration: no group is given")
+        raise UsageError("new_subgroups_by_enumeration: the list of groups is empty")
     together = [rank for ranks in ranks_per_subgroup_list for rank in ranks]
     if len(set(together)) < len(together):
         raise UsageError("new_subgroups_by_enumeration: a rank is in more than one group")
@@ -349,8 +349,8 @@ def _make(
             different = [rank for rank, row in enumerate(rows) if row[RECORD_BYTES:] != rows[0][RECORD_BYTES:]]
             if different:
                 raise MismatchError(
-                    f"new group on '{parent.name}': {rank_list(different)} asked for other members or another engine "
-                    f"than rank 0 (this is rank {parent.rank()}, which asked for {parts})"
+                    f"new group on '{parent.name}': {rank_list(different)} requested other members or another engine "
+                    f"than rank 0 (this is rank {parent.rank()}, which requested {parts})"
                 )
         wanted = mine or []
         return [rows[wanted.index(r) if local else parent.ranks.index(r)][:RECORD_BYTES] for r in wanted]
@@ -425,14 +425,14 @@ def shrink_group(
     """
     old = resolve_group(group)
     if pg_options is not None:
-        raise UsageError(f"shrink_group: pg_options {pg_options!r} is not known")
+        raise UsageError(f"shrink_group: pg_options {pg_options!r} is not supported")
     if shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
         raise UsageError(f"shrink_group: shrink_flags must be SHRINK_DEFAULT or SHRINK_ABORT, not {shrink_flags!r}")
     excluded = list(ranks_to_exclude)
     if len(set(excluded)) < len(excluded):
         raise UsageError(f"shrink_group: a rank is listed twice in {excluded}")
     if old.rank() in excluded:
-        raise UsageError(f"shrink_group: rank {old.rank()} leaves itself out; ranks that are left out must not call")
+        raise UsageError(f"shrink_group: rank {old.rank()} excludes itself; excluded ranks must not call shrink_group")
     if shrink_flags == SHRINK_ABORT:
         old.abort()
     is_world = old is resolve_group(None)

@@ -369,7 +369,7 @@ def _alike(tensors: Sequence[Tensor], verb: str, index: int = 0) -> list[Tensor]
     if any(tensor.shape != ours[0].shape or tensor.dtype != ours[0].dtype for tensor in ours):
         raise UsageError(f"{verb}: the tensors of a list must have one shape and dtype")
     if any(not tensor.is_cpu for tensor in ours):
-        raise UsageError(f"{verb}: this version takes CPU tensors; torch itself has dropped the verb for GPUs")
+        raise UsageError(f"{verb}: only CPU tensors are supported; torch has removed this function for GPUs")
     if not 0 <= index < len(ours):
         raise UsageError(f"{verb}: no tensor {index} in a list of {len(ours)}")
     return ours
@@ -400,7 +400,7 @@ def _combined(tensors: Sequence[Tensor], op: ReduceOp | PremulSum, verb: str) ->
         ReduceOp.BXOR: torch.bitwise_xor,
     }
     if op not in combines:
-        raise UsageError(f"PREMUL_SUM needs its factor: op=premul_sum(factor), not {op!r}")
+        raise UsageError(f"PREMUL_SUM requires a factor: pass op=premul_sum(factor), not {op!r}")
     try:
         combined = functools.reduce(combines[op], operands)
     except RuntimeError as error:

@@ -113,7 +113,7 @@ def gather_object(
     root = root_of(resolved, dst, group_dst, "dst", default=0)
     here = resolved.rank() == root
     if here != bool(object_gather_list):
-        raise UsageError(f"object_gather_list must be given on the dst rank ({root}) and only there")
+        raise UsageError(f"object_gather_list must be passed on the dst rank ({root}) and on no other rank")
     if here and object_gather_list is not None:
         _check_length(object_gather_list, resolved.size(), "object_gather_list")
     mine = _pack(obj, resolved)
@@ -329,8 +329,8 @@ def _unpack(data: Tensor, group: ProcessGroup, sender: int) -> Any:
             raise MismatchError(f"the object of rank {sender} is not valid msgpack: {error}") from None
     if not _pickles():
         raise MismatchError(
-            f"rank {sender} sent a pickle (group '{group.name}'), and ALLRANKS_PICKLE=0 refuses them on rank"
-            f" {group.rank()}.\n  Set ALLRANKS_PICKLE to the same on all ranks."
+            f"rank {sender} sent a pickle (group '{group.name}'), but rank {group.rank()} rejects pickles"
+            " (ALLRANKS_PICKLE=0).\n  Set ALLRANKS_PICKLE to the same value on all ranks."
         )
     return pickle.loads(packed)
 
@@ -364,8 +364,9 @@ def _as_plain(obj: Any) -> Any:
         row = [str(obj.dtype), list(obj.shape), obj.requires_grad, bytes_of(obj.resolve_conj().resolve_neg())]
         return msgspec.msgpack.Ext(_TENSOR, _encode(row))
     raise UsageError(
-        f"ALLRANKS_PICKLE=0 is set, and msgpack cannot carry {kind.__name__}. Expected None, bool, int, float, str,"
-        " bytes, list, tuple, dict, set or dense tensors; or allow pickles, ALLRANKS_PICKLE=1, on all ranks."
+        f"msgpack cannot encode {kind.__name__}, and ALLRANKS_PICKLE=0 forbids pickles. Expected None, bool, int,"
+        " float, str, bytes, list, tuple, dict, set or dense tensors.\n  To allow pickles, set"
+        " ALLRANKS_PICKLE=1 on all ranks."
     )
 
 
@@ -400,7 +401,7 @@ def _all_lengths(group: ProcessGroup, data: Tensor) -> list[int]:
 
 def _fill(objects: list[Any], packed: Tensor, count: int, group: ProcessGroup, sender: int) -> None:
     if len(objects) != count:
-        raise UsageError(f"object_list holds {len(objects)} objects here, but {count} on the sending rank")
+        raise UsageError(f"object_list contains {len(objects)} objects on this rank, but {count} on the sending rank")
     objects[:] = _unpack(packed, group, sender)
 
 

@@ -67,7 +67,7 @@ def empty_shared(
     sizes = [integer_of(size) for size in (shape if isinstance(shape, Sequence) else [shape])]
     known = [size for size in sizes if size is not None and size >= 0]
     if len(known) < len(sizes):
-        raise UsageError(f"empty_shared: a shape is integers of at least 0, not {shape!r}")
+        raise UsageError(f"empty_shared: shape must consist of integers of at least 0, not {shape!r}")
     tensor = torch.empty(0, dtype=dtype, device="cpu")
     memory = resolve_group(group).empty_shared(math.prod(known) * tensor.itemsize)
     strides = torch.empty(known, device="meta").stride()

@@ -97,9 +97,9 @@ def resolve_group(given: ProcessGroup | int | None) -> ProcessGroup:
             torchs = sys.modules.get("torch.distributed")
             if torchs is not None and torchs.is_available() and torchs.is_initialized():
                 raise NotInitializedError(
-                    f"torch.distributed is initialized, on its own {torchs.get_backend()}, but allranks is not.\n  Call"
-                    " allranks.init_process_group(), or the function of torch.distributed; or choose the backend"
-                    ' "allranks" in torch.distributed.init_process_group()'
+                    f"torch.distributed is initialized with its own backend {torchs.get_backend()}, but allranks is not"
+                    " initialized.\n  Call allranks.init_process_group(), or use the function of torch.distributed; or"
+                    ' pass the backend "allranks" to torch.distributed.init_process_group()'
                 )
             raise NotInitializedError(
                 "the default process group has not been initialized: call allranks.init_process_group() first"
@@ -186,7 +186,7 @@ def init_process_group(
         >>> dist.destroy_process_group()
     """
     if _world is not None and not _world.inherited:
-        raise UsageError("the default process group exists already: call destroy_process_group() first")
+        raise UsageError("the default process group already exists: call destroy_process_group() first")
     for argument, given in (("backend", backend), ("init_method", init_method)):
         if not isinstance(given, str | None):
             raise UsageError(f"{argument} must be a string or None, not {given!r}")
@@ -197,14 +197,14 @@ def init_process_group(
         raise UsageError(f"timeout must be a timedelta, a number of seconds or None, not {timeout!r}")
     engine_name = _check_backend(backend)
     if pg_options is not None:
-        raise UsageError(f"pg_options {pg_options!r} is not known to the {engine_name} engine")
+        raise UsageError(f"the {engine_name} engine does not support pg_options {pg_options!r}")
     if device_id is not None:
         _make_current(device_id, engine_name)
     timeout_s = DEFAULT_TIMEOUT_S if timeout is None else seconds_of(timeout)
     if not timeout_s > 0:  # also rejects nan
         raise UsageError(f"timeout must be positive, not {timeout!r}")
     if store is not None and init_method is not None:
-        raise UsageError("give either store or init_method, not both")
+        raise UsageError("pass either store or init_method, not both")
     if store is None and init_method in (None, "env://") and rank == world_size == -1:
         _refuse_workers()
     if _world is not None:
@@ -235,14 +235,15 @@ def _refuse_workers() -> None:
     launched = this_rank()
     if launched is not None and launched.target.mode == "master":
         raise UsageError(
-            "init_process_group: this program was started by allranks run --mode master, which runs it on rank 0 alone:"
-            " the others are the workers of init_master_worker, and join no process group.\n  Leave out --mode master;"
-            " or call init_master_worker() in place of init_process_group()"
+            "init_process_group: allranks run --mode master starts this program only on rank 0. The other ranks are"
+            " workers of init_master_worker and join no process group.\n  Omit --mode master, or call"
+            " init_master_worker() instead of init_process_group()"
         )
     if launched is not None and launched.target == Target("module", SERVE):
         raise UsageError(
-            "init_process_group: this process is a worker of a master, which is no member.\n  For a group of workers"
-            " say where they meet: init_process_group(init_method='file:///path', rank=..., world_size=...)"
+            "init_process_group: this process is a worker of a master, and the master joins no process group.\n  To"
+            " create a group of workers, pass a rendezvous: init_process_group(init_method='file:///path', rank=...,"
+            " world_size=...)"
         )
 
 
@@ -283,7 +284,7 @@ def establish(
                     f"{rank_list([r for r, n in enumerate(names) if n == name])} for '{name}'"
                     for name in dict.fromkeys(names)
                 )
-                raise MismatchError(f"init_process_group: the ranks ask for different backends: {wishes}")
+                raise MismatchError(f"init_process_group: the ranks requested different backends: {wishes}")
             return [row[: len(record)] for row in rows]
 
         share_cpus(meeting.rank, meeting.members)
@@ -348,9 +349,7 @@ def renew_groups() -> None:
     kept = [other for other in _groups if early is not None and other in early]
     for other in _groups:
         if other not in kept:
-            other._close_because(
-                "was closed when a rank was lost: make it again, in a step or before the training loop"
-            )
+            other._close_because("was closed when a rank was lost: recreate it in a step or before the training loop")
     _groups[:] = kept
 
 
@@ -476,7 +475,7 @@ def _make_current(device_id: torch.device | int, engine_name: str) -> None:
     except (RuntimeError, ValueError, TypeError) as error:
         raise UsageError(f"device_id {device_id!r}: {error}") from error
     if not moved:
-        raise UsageError(f"device_id {device_id!r}: the {engine_name} engine does not move tensors of {device.type}")
+        raise UsageError(f"device_id {device_id!r}: the {engine_name} engine does not support {device.type} tensors")
 
 
 def _close_all() -> None:

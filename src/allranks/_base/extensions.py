@@ -56,7 +56,7 @@ def load(points: Sequence[EntryPoint], what: str, part: str, kind: type[T], vers
     article = "an" if part[0] in "aeiou" else "a"
     if len(points) > 1:
         several = " and ".join(map(package_of, points))
-        raise ConfigError(f"{what}: {several} bring {article} {part} of this name. Uninstall all but one of them")
+        raise ConfigError(f"{what}: {several} provide {article} {part} of this name.\n  Uninstall all except one")
     import allranks
 
     oldest, newest = versions
@@ -66,7 +66,7 @@ def load(points: Sequence[EntryPoint], what: str, part: str, kind: type[T], vers
             found = point.load()
     except Exception as error:
         raise ConfigError(
-            f"{here} cannot be loaded ({point.value}): {described(error)}.\n  Install a release of it for this "
+            f"{here} cannot be loaded ({point.value}): {described(error)}.\n  Install a release that supports this "
             f"allranks ({allranks.__version__}, {part} interface {taken}), or uninstall it"
         ) from error
     if not isinstance(found, kind):
@@ -76,8 +76,8 @@ def load(points: Sequence[EntryPoint], what: str, part: str, kind: type[T], vers
         package = package_of(point).partition(" ")[0]
         newer, older = (package, "allranks") if found.interface < oldest else ("allranks", package)
         raise ConfigError(
-            f"{here} is made for version {found.interface} of the {part} interface; this allranks "
-            f"({allranks.__version__}) takes {taken}.\n  Install a newer {newer}, or an older {older}"
+            f"{here} requires version {found.interface} of the {part} interface, but this allranks "
+            f"({allranks.__version__}) supports {taken}.\n  Install a newer {newer}, or an older {older}"
         )
     if found.name != point.name:
         raise ConfigError(f"{here} names {point.value}, whose name is {found.name!r}. Expected {point.name!r}")
@@ -86,7 +86,7 @@ def load(points: Sequence[EntryPoint], what: str, part: str, kind: type[T], vers
 
 def package_of(point: EntryPoint) -> str:
     """Return the package that provides an entry point, with its version."""
-    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "a package without a name"
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unnamed package"
 
 
 def described(error: BaseException) -> str:

@@ -20,7 +20,7 @@ def plain_file(path: str | os.PathLike[str]) -> Path:
     """
     final = os.path.realpath(path)
     if os.path.lexists(final) and not os.path.isfile(final):
-        raise OSError(errno.EINVAL, "it is not a plain file", os.fspath(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
     return Path(final)
 
 

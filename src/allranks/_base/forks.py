@@ -58,8 +58,8 @@ def follow(made: Follower) -> None:
 
 
 _GROUPS = (
-    "Call it in the parent. For a group of its own the child calls init_process_group, with an init_method or a store"
-    " of its own"
+    "Call it in the parent, or create a separate group in the child: call init_process_group there with a separate"
+    " init_method or store"
 )
 
 
@@ -71,8 +71,8 @@ def refusal(what: str, hint: str = _GROUPS) -> NotInitializedError:
         hint: What the user should do.
     """
     return NotInitializedError(
-        f"{what} belongs to the parent process, from which this one was forked (as a data loader's worker is). A forked"
-        f" child cannot use it, nor wait for what it has started.\n  {hint}"
+        f"{what} belongs to the parent process, from which this process was forked (for example by a data loader). A"
+        f" forked child can neither use it nor wait for its calls.\n  {hint}"
     )
 
 

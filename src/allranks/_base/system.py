@@ -16,17 +16,17 @@ from allranks._base.errors import AllranksError, ConfigError
 __all__ = ["reason", "refusal", "refusals"]
 
 _ADVICE = {
-    errno.EMFILE: "This process has as many open files as it may: raise `ulimit -n`, or close some",
-    errno.ENFILE: "This host has as many open files as it may: `sysctl fs.file-max`",
-    errno.ENOMEM: "No memory is left on this host, in the job's cgroup, or below `ulimit -v`",
-    errno.EAGAIN: "There are as many processes as there may be: `ulimit -u`, or the cgroup's pids.max",
-    errno.ENOSPC: "A file system, /dev/shm perhaps, or a limit of the kernel is full: `df -h`",
-    errno.EDQUOT: "This user has no room left on a file system: `quota`",
-    errno.EACCES: "Something does not permit it: permissions, or a sandbox such as SELinux",
-    errno.EPERM: "Something does not permit it: a limit of this user, or a sandbox such as seccomp",
-    errno.EADDRINUSE: "Another process uses the address, or all ports are in use: `ss -tlnp`",
-    errno.EROFS: "The file system is mounted for reading only",
-    errno.EIO: "A disk or a file system is faulty: `dmesg`",
+    errno.EMFILE: "Raise `ulimit -n` or close files: this process has reached its limit of open files",
+    errno.ENFILE: "Raise `sysctl fs.file-max`: this host has reached its limit of open files",
+    errno.ENOMEM: "Check the free memory of this host, the memory limit of the job's cgroup, and `ulimit -v`",
+    errno.EAGAIN: "Check `ulimit -u` and the cgroup's pids.max: the limit of processes is reached",
+    errno.ENOSPC: "Check `df -h`: a file system, possibly /dev/shm, is full, or a limit of the kernel is reached",
+    errno.EDQUOT: "Check `quota`: this user has no space left on a file system",
+    errno.EACCES: "Check the permissions, and sandboxes such as SELinux",
+    errno.EPERM: "Check the limits of this user, and sandboxes such as seccomp",
+    errno.EADDRINUSE: "Check `ss -tlnp`: another process uses the address, or all ports are in use",
+    errno.EROFS: "Check `mount`: the file system is mounted read-only",
+    errno.EIO: "Check `dmesg`: a disk or a file system is faulty",
 }
 
 

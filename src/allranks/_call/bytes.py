@@ -41,7 +41,7 @@ def view_of(tensor: Tensor, writable: bool = False) -> memoryview:
     # A tensor can outlive its memory (`resize_` of the storage): reading it would crash the process.
     if tensor.storage_offset() * tensor.itemsize + tensor.nbytes > tensor.untyped_storage().nbytes():
         raise UsageError(
-            f"the memory of a tensor of shape {tuple(tensor.shape)} is smaller than that: its storage was freed, or"
+            f"a tensor of shape {tuple(tensor.shape)} has less memory than its shape requires: its storage was freed or"
             " resized"
         )
     view: memoryview = _memory_view(tensor.data_ptr(), tensor.nbytes, _WRITE if writable else _READ)

@@ -18,7 +18,7 @@ __all__ = ["NOWHERE", "is_program", "line_of", "site", "stack_hash", "warn", "wh
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DEEPEST = 32  # frames
-NOWHERE = "(no line of the program)"  # not "": the core searches for the call site itself if it receives ""
+NOWHERE = "(no call site)"  # not "": the core searches for the call site itself if it receives ""
 
 # File names by the file names of frames, in the form for the core; "" if a file is not part of the program. A cache,
 # because every asynchronous call needs it.

@@ -68,7 +68,7 @@ def set_debug_level_from_env() -> None:
     text = os.environ[variable] if variable else "OFF"
     levels = {**DebugLevel.__members__, **_OTHER_WORDS}
     if text.upper() not in levels:
-        raise ConfigError(f"{variable}={text!r} is no debug level. Expected {', '.join(DebugLevel.__members__)}.")
+        raise ConfigError(f"{variable}={text!r} is not a debug level. Expected {', '.join(DebugLevel.__members__)}.")
     _level = levels[text.upper()]
 
 

@@ -82,7 +82,7 @@ def scaled(tensor: Tensor, factor: float | Tensor) -> Tensor:
         factor = factor.to(tensor.device)
     if not torch.can_cast(torch.result_type(tensor, factor), tensor.dtype):
         number = factor if isinstance(factor, (int, float)) else factor.item()
-        raise UsageError(f"premul_sum: a factor of {number} on {tensor.dtype} tensors, which cannot hold the products")
+        raise UsageError(f"premul_sum: a factor of {number} on {tensor.dtype} tensors, which cannot hold the product")
     return (tensor * factor).to(tensor.dtype)
 
 

@@ -125,7 +125,7 @@ class Then(Work):
         if self._then is None:
             return True
         if self._forks != forks():
-            raise refusal("a work of the parent process: it")
+            raise refusal("wait: the work")
         with self._lock:  # after the check above: in a forked child, a thread of the parent may have held the lock
             if self._then is not None:
                 self._then()
@@ -168,7 +168,7 @@ class Together(Work):
         return next((error for error in (work.exception() for work in self._works) if error is not None), None)
 
     def source_rank(self) -> int:
-        raise UsageError("source_rank: not a message")
+        raise UsageError("source_rank: this work does not belong to a message")
 
     def _results(self) -> list[torch.Tensor]:
         return [tensor for work in self._works for tensor in work._results()]
@@ -194,7 +194,7 @@ class Complete(Work):
         return None
 
     def source_rank(self) -> int:
-        raise UsageError("source_rank: not a message")
+        raise UsageError("source_rank: this work does not belong to a message")
 
 
 publish(globals())

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["available", "check_backend", "engines_of", "make_engine", "meetings", "meets_by", "moves"]
 
 _INSTEAD = (
-    ".\n  Give backend='native', which moves tensors of CPUs and GPUs in every build of torch; or none, which means"
-    f" {DEFAULT_BACKEND!r} with those of the two that are here."
+    ".\n  Pass backend='native', which supports CPU and GPU tensors in every build of torch. Or omit backend to use the"
+    f" available engines of {DEFAULT_BACKEND!r}."
 )
 _PLANNED = ("ucc", "xccl")
 
@@ -53,7 +53,7 @@ def check_backend(backend: str | None) -> str:
         if not registry.is_here(spec):
             raise ConfigError(f"backend {backend!r} {spec.missing}{_INSTEAD}")
         if not any(_has(device) for device in _devices(spec)):
-            raise ConfigError(f"backend {backend!r}: this process sees no {' or '.join(spec.devices)} device{_INSTEAD}")
+            raise ConfigError(f"backend {backend!r}: this process has no {' or '.join(spec.devices)} device{_INSTEAD}")
         return given
     chosen: dict[str, EngineSpec] = {}
     for part in given.split(","):
@@ -64,16 +64,16 @@ def check_backend(backend: str | None) -> str:
                 f"{kind}:{name}" for name, own in registry.BUILT_IN.items() for kind in own.devices or ["any device"]
             )
             raise ConfigError(
-                f"backend {backend!r}: {part.strip()!r} is wrong there. Expected each type of device once, with an "
+                f"backend {backend!r}: {part.strip()!r} is invalid. Expected each type of device once, with an "
                 f"engine for it: {known}"
             )
         chosen[device] = spec
     here = {device: spec.name for device, spec in chosen.items() if _has(device) and registry.is_here(spec)}
     if not here:
-        raise ConfigError(f"backend {backend!r}: this process has neither the engine nor the device{_INSTEAD}")
+        raise ConfigError(f"backend {backend!r}: no pair of device and engine is available in this process{_INSTEAD}")
     one, *others = dict.fromkeys(here.values())
     if others and "cpu" not in here:
-        raise ConfigError(f"backend {backend!r}: of several engines one must be for the CPU, as in cpu:native")
+        raise ConfigError(f"backend {backend!r}: one of several engines must be for the CPU, as in cpu:native")
     return ",".join(f"{device}:{name}" for device, name in here.items()) if others else one
 
 
@@ -185,8 +185,8 @@ def _known(name: str, backend: str | None) -> EngineSpec:
         return spec
     known = ", ".join(f"'{each}'" for each in registry.names())
     if name in _PLANNED:
-        raise ConfigError(f"backend {backend!r} is not in this version of allranks yet; it has {known}")
-    raise ConfigError(f"unknown backend {backend!r}: expected {known}, 'cpu:gloo,cuda:nccl' or the like, or None")
+        raise ConfigError(f"backend {backend!r} is not supported by this version of allranks. Expected {known}")
+    raise ConfigError(f"unknown backend {backend!r}: expected {known}, 'cpu:gloo,cuda:nccl' or similar, or None")
 
 
 def _is_device(name: str) -> bool:

@@ -164,13 +164,13 @@ class BytesEngine(FlatEngine):
             raise TimeoutError(
                 f"{self.here(verb)}: another rank did not call within {self.timeout_s:g} s"
                 f"{', and the group cannot be used any more' if self._lost else ''}.\n"
-                "  A longer timeout is given by init_process_group(timeout=...)"
+                "  To wait longer, pass init_process_group(timeout=...)"
             ) from None
         super().explain(error, verb)
 
     def give_up(self, work: FlatWork) -> None:
         if work.verb not in ("send", "recv"):
-            self._lost = self._lost or f"{work.verb} was left before its end"
+            self._lost = self._lost or f"{work.verb} was abandoned before it completed"
 
     @property
     def _size(self) -> int:

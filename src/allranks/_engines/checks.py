@@ -57,7 +57,7 @@ def check_has_elements(verb: str, tensor: Tensor, group: str, rank: int) -> None
     """
     if tensor.is_meta:
         raise UsageError(
-            f"{verb} on group '{group}' (rank {rank}): the tensor is on meta, and so has a shape but no elements"
+            f"{verb} on group '{group}' (rank {rank}): the tensor is on meta, so it has a shape but no elements"
         )
 
 
@@ -72,8 +72,8 @@ def bare(verb: str, tensor: Tensor) -> Tensor:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         if _functorch.is_batchedtensor(tensor):
             raise UsageError(
-                f"{verb}: cannot be called within torch.func.vmap, for one row of a tensor.\n  Call it before or after,"
-                " for all rows"
+                f"{verb}: cannot be called within torch.func.vmap, on one row of a tensor.\n  Call it before or after"
+                " vmap, on all rows"
             )
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
@@ -91,7 +91,7 @@ def check_storage(verb: str, tensor: Tensor) -> None:
         return
     if tensor._is_zerotensor():
         raise UsageError(
-            f"{verb}: the tensor has no memory: it stands for zeros, which torch has not made.\n  Clone it"
+            f"{verb}: the tensor has no memory: it represents zeros that torch has not allocated.\n  Clone it"
         )
     end = 1 + tensor.storage_offset() + sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
     nbytes = tensor.untyped_storage().nbytes()
@@ -99,13 +99,13 @@ def check_storage(verb: str, tensor: Tensor) -> None:
         raise UsageError(
             f"{verb}: the tensor of shape {tuple(tensor.shape)} needs {end * tensor.element_size()} bytes of its"
             f" storage, which has {nbytes}: it was freed, or resized (FSDP frees parameters in this way).\n  Make the"
-            " call while the parameters are gathered, or give another tensor"
+            " call while the parameters are gathered, or pass another tensor"
         )
 
 
 def not_taken(verb: str, tensor: Tensor) -> UsageError:
     """Return the error for a dtype or layout that an engine does not transfer."""
-    return UsageError(f"{verb}: cannot take a tensor of {tensor.dtype}, {tensor.layout}")
+    return UsageError(f"{verb}: a tensor of {tensor.dtype}, {tensor.layout} is not supported")
 
 
 def check_same_dtype(verb: str, first: Tensor, other: Tensor) -> None:
@@ -115,7 +115,7 @@ def check_same_dtype(verb: str, first: Tensor, other: Tensor) -> None:
         UsageError: They differ.
     """
     if other.dtype != first.dtype:
-        raise UsageError(f"{verb}: tensors of {first.dtype} and {other.dtype} together")
+        raise UsageError(f"{verb}: the tensors must have the same dtype, not {first.dtype} and {other.dtype}")
 
 
 def check_own_piece(verb: str, output: Tensor, given: Tensor, rank: int) -> None:
@@ -126,8 +126,8 @@ def check_own_piece(verb: str, output: Tensor, given: Tensor, rank: int) -> None
     """
     if output.numel() != given.numel():
         raise UsageError(
-            f"{verb}: the tensor for this rank ({rank}) has {output.numel()} elements, "
-            f"what it gives has {given.numel()}"
+            f"{verb}: the output for this rank ({rank}) has {output.numel()} elements, "
+            f"but its input has {given.numel()}"
         )
 
 
@@ -140,7 +140,7 @@ def factor_of(verb: str, op: ReduceOp | PremulSum) -> float | Tensor | None:
     if isinstance(op, PremulSum):
         return op.factor
     if op is ReduceOp.PREMUL_SUM:
-        raise UsageError(f"{verb}: PREMUL_SUM needs its factor: op=premul_sum(factor)")
+        raise UsageError(f"{verb}: PREMUL_SUM requires a factor: pass op=premul_sum(factor)")
     return None
 
 
@@ -196,8 +196,8 @@ def check_apart(verb: str, results: Sequence[Tensor]) -> None:
     for (begin, nbytes, first), (after, _, second) in pairwise(spans):
         if begin and after < begin + nbytes:
             raise UsageError(
-                f"{verb}: results {min(first, second)} and {max(first, second)} share memory, so that one would "
-                "overwrite the other. Give each a tensor of its own"
+                f"{verb}: results {min(first, second)} and {max(first, second)} share memory, so one would "
+                "overwrite the other.\n  Pass a separate tensor for each"
             )
 
 
@@ -210,8 +210,8 @@ def check_distinct(verb: str, tensor: Tensor) -> None:
     if _overlaps(tensor):
         raise UsageError(
             f"{verb}: several elements of the tensor share memory (shape {tuple(tensor.shape)}, strides "
-            f"{tensor.stride()}: an expanded or overlapping view), so that no result can be written to it. "
-            "Call .contiguous() first"
+            f"{tensor.stride()}: an expanded or overlapping view), so it cannot receive a result.\n"
+            "  Call .contiguous() first"
         )
 
 

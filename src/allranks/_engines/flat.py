@@ -199,7 +199,7 @@ class FlatEngine(FlatCalls):
         if tensor.device.type != self.device and not self.on_host:
             raise UsageError(
                 f"{verb} on group '{self.group_name}' (rank {self.rank}): the tensor is on {tensor.device}, "
-                f"but the {self.name} engine moves {self.device.upper()} tensors"
+                f"but the {self.name} engine supports only {self.device.upper()} tensors"
             )
         if tensor.layout is not torch.strided:
             raise not_taken(verb, tensor)

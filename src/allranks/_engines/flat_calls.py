@@ -251,7 +251,7 @@ class FlatWork(OperandsWork):
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"{self._engine.here(verb)}: has not completed after {limit_s:.1f} s.\n"
-                    "  The call goes on: wait() may be called again."
+                    "  The call continues. Call wait() again to wait longer."
                 )
             self._record_wait()
         if not self._engine.queues:

@@ -136,7 +136,7 @@ class Operands:
         if self._device is None:
             self._device = tensor.device
         elif tensor.device != self._device:
-            raise UsageError(f"{self.verb}: tensors on {self._device} and on {tensor.device} in one call")
+            raise UsageError(f"{self.verb}: tensors must be on one device, not on {self._device} and {tensor.device}")
 
     def _fits(self, tensor: Tensor) -> bool:
         return _plain(tensor) and (tensor.is_cpu or not self._on_host)

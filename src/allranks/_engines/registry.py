@@ -79,7 +79,7 @@ def is_here(spec: EngineSpec) -> bool:
     except Exception as error:
         packages = ", ".join(package_of(point) for point in _entry_points() if point.name == spec.name)
         raise ConfigError(
-            f"backend {spec.name!r}: {packages} cannot say whether it is available: {described(error)}"
+            f"backend {spec.name!r}: {packages} cannot report whether it is available: {described(error)}"
         ) from error
 
 
@@ -119,12 +119,12 @@ def _load(points: list[EntryPoint]) -> EngineSpec:
     what = f"backend {name!r}"
     if len(points) == 1 and (name in BUILT_IN or name in ALIASES):
         raise ConfigError(
-            f"{what}: {package} brings an engine of this name, which is allranks' own. The package's engine is not "
-            "used: it must have another name"
+            f"{what}: {package} provides an engine of this name, which allranks reserves. The package's engine is "
+            "not used.\n  Rename it"
         )
     if len(points) == 1 and not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{what}: {package} brings an engine whose name is wrong. Expected small letters, digits and underscores, "
-            "as in 'mine'"
+            f"{what}: {package} provides an engine with an invalid name. Expected lowercase letters, digits and "
+            "underscores, as in 'mine'"
         )
     return load(points, what, "engine", EngineSpec, (OLDEST, INTERFACE))

@@ -342,14 +342,14 @@ class Communicator(BaseGroup):
 
     def _source(self, src: int | None) -> int:
         if self._size == 1:
-            raise UsageError(f"recv: this rank is alone in group '{self.name}'")
+            raise UsageError(f"recv: no other rank can send, because group '{self.name}' has a single rank")
         return -1 if src is None else self._other(src, "src")
 
     def _only_on(self, tensors: Sequence[Tensor] | None, root: int, name: str, role: str) -> None:
         if root == self._rank and not tensors:
-            raise UsageError(f"{name} must be given on the {role} rank ({root})")
+            raise UsageError(f"{name} must be passed on the {role} rank ({root})")
         if root != self._rank and tensors:
-            raise UsageError(f"{name} must not be given on rank {self._rank}: {role} is rank {root}")
+            raise UsageError(f"{name} must not be passed on rank {self._rank}: {role} is rank {root}")
 
     def _in_torchs_words(self, missing: Sequence[int], seconds: float, all_of_them: bool) -> str:
         """Return the text of torch's monitored_barrier, for programs that search for it."""
@@ -370,7 +370,7 @@ class Communicator(BaseGroup):
         if not sizes:
             if rows % self._size:
                 raise UsageError(
-                    f"all_to_all_single: the {rows} rows of the {what} cannot be cut in {self._size} equal parts"
+                    f"all_to_all_single: the {rows} rows of the {what} cannot be split into {self._size} equal parts"
                 )
             sizes = [rows // self._size] * self._size
         numbers = [number for size in sizes if (number := integer_of(size)) is not None]
@@ -395,7 +395,7 @@ def _only(listed: Any, verb: str) -> Any:
     if not isinstance(listed, (list, tuple)):
         return listed
     if len(listed) != 1:
-        raise UsageError(f"{verb}: expected a list of one, not of {len(listed)}: one call moves one tensor")
+        raise UsageError(f"{verb}: expected a list of one tensor, not of {len(listed)}")
     return listed[0]
 
 

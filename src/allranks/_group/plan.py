@@ -44,9 +44,9 @@ class Plan(Planned):
     def __init__(self, group: Communicator, verb: str, *args: Any, **named: Any) -> None:
         super().__init__()
         if verb not in VERBS:
-            raise UsageError(f"plan: {verb!r} is none of the verbs that can be planned: {', '.join(VERBS)}")
+            raise UsageError(f"plan: {verb!r} cannot be planned. Expected one of {', '.join(VERBS)}")
         if "async_op" in named:
-            raise UsageError("plan: async_op is given when the plan is called: plan(async_op=True)")
+            raise UsageError("plan: pass async_op when you call the plan: plan(async_op=True)")
         self.group = group
         self.verb = VERBS[VERBS.index(verb)]  # the core compares names by their identity
         self._call: Callable[..., Any] = getattr(group, verb)

@@ -118,7 +118,7 @@ class _ProcessHandle(msgspec.Struct, frozen=True, array_like=True):
             return msgspec.msgpack.decode(packed, type=cls)
         except (ValueError, binascii.Error, msgspec.MsgspecError):
             raise UsageError(
-                f"reconfigure: {text!r:.60} is no handle: expected what reconfigure_handle() returns"
+                f"reconfigure: {text!r:.60} is not a handle. Expected a result of reconfigure_handle()"
             ) from None
 
 
@@ -138,8 +138,8 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
         if self.members == other.members:
             return f"the same {self.size} handles in another order"
         if self.size == other.size:
-            return f"{other.size} other handles"
-        return f"{other.size} handles, here with {self.size}"
+            return f"{other.size} different handles"
+        return f"{other.size} handles, but this rank with {self.size}"
 
 
 class Place:
@@ -198,12 +198,12 @@ def reconfigure(
     """See ``ProcessGroup.reconfigure``."""
     backend = group.backend
     if _engines.meets_by(backend) is not None:
-        raise UsageError(f"reconfigure: a group on {backend} cannot be reconfigured: its ranks meet by themselves")
+        raise UsageError(f"reconfigure: a group on {backend} cannot be reconfigured: the engine has its own rendezvous")
     texts = _in_order(handles, place.handle)
     if isinstance(uuid, bool) or not isinstance(uuid, int):
         raise UsageError(f"reconfigure: uuid must be a whole number, not {uuid!r}")
     if not place.lock.acquire(blocking=False):
-        raise UsageError(f"reconfigure: process group '{group.name}' is being reconfigured already, by another thread")
+        raise UsageError(f"reconfigure: another thread is already reconfiguring process group '{group.name}'")
     try:
         if uuid in place.used:
             raise UsageError(f"reconfigure: uuid {uuid} was already used: each reconfiguration needs a new number")
@@ -270,7 +270,7 @@ class _Attempt:
             time.monotonic(),
             self._timeout_s,
             f"the store of rank 0 ({self._handles[0]})",
-            "Is that process running, and can this host reach it?",
+            "Check that this process runs and that this host can reach it.",
             longer="reconfigure(timeout=...)",
         )
         self._watched = [f"{_BOARD}member/{r}" for r in range(size)]
@@ -279,7 +279,7 @@ class _Attempt:
         except JoinError as error:
             if error is not self._trouble and self._missing:
                 named = "; ".join(f"rank {r} is {self._handles[r]}" for r in self._missing[:_LOOKED_AT])
-                error.args = (f"{error}\n  Of those, {named}.",)
+                error.args = (f"{error}\n  Missing: {named}.",)
                 error.ranks = tuple(self._missing)
             raise
         assert self._store is not None
@@ -342,7 +342,7 @@ class _Attempt:
             return drive(exchange(place, self._rank, size, record, self._left()), self._ask_and_look)
         except StoreLostError as error:
             raise JoinError(
-                f"reconfigure: rank 0 ({self._handles[0]}) went away while the ranks connected: {error}"
+                f"reconfigure: rank 0 ({self._handles[0]}) was lost while the ranks connected: {error}"
             ) from error
 
     # --- Requests of the protocols ---
@@ -426,8 +426,8 @@ class _Attempt:
 
     def _gone(self, rank: int) -> JoinError:
         error = JoinError(
-            f"reconfigure: rank {rank} ({self._handles[rank]}) is gone: its process has ended, or has destroyed the "
-            "group.\n  Leave out its handle; a process in its place has a handle of its own."
+            f"reconfigure: rank {rank} ({self._handles[rank]}) is gone: its process has exited, or has destroyed the "
+            "group.\n  Omit its handle. A replacement process has a new handle."
         )
         error.ranks = (rank,)
         self._trouble = error
@@ -444,7 +444,8 @@ class _Attempt:
         addresses = (handle.here,) if near else handle.far
         if not addresses:
             raise UsageError(
-                f"reconfigure: rank {rank} ({handle}) listens on its host only: its job was started for one host"
+                f"reconfigure: rank {rank} ({handle}) accepts connections only from its own host, because its job was"
+                " started for a single host"
             )
         secret = b"" if near and not handle.far else load_secret()
         errors: list[AllranksError] = []
@@ -467,15 +468,15 @@ def _in_order(handles: Sequence[str] | AbstractSet[str], own: str) -> list[str]:
         raise UsageError(f"reconfigure: handles must be a list (by rank) or a set of handles, not {handles!r:.80}")
     texts = list(handles) if isinstance(handles, Sequence) else sorted(handles)
     if not texts:
-        raise UsageError("reconfigure: at least one handle is needed, that of this process")
+        raise UsageError("reconfigure: handles is empty. Pass at least the handle of this process")
     for text in texts:
         _ProcessHandle.parse(text)
     if len(set(texts)) != len(texts):
-        raise UsageError("reconfigure: the handles must be unique, and one of them is there twice")
+        raise UsageError("reconfigure: the handles must be unique, but one occurs twice")
     if own not in texts:
         raise UsageError(
-            f"reconfigure: the handle of this process is not among the {len(texts)}: a process that is left out does "
-            "not call"
+            f"reconfigure: the handle of this process is not among the {len(texts)} handles. An excluded process must"
+            " not call reconfigure"
         )
     return texts
 

@@ -52,8 +52,8 @@ def all_reduce(group: Dense, tensor: Tensor, op: ReduceOp | PremulSum, async_op:
     different = [rank for rank, other in enumerate(shapes) if not torch.equal(other[1:], shapes[0][1:])]
     if different:
         raise MismatchError(
-            f"all_reduce on group '{group.name}': the sparse tensors of {rank_list(different)} have another shape "
-            f"or number of sparse dimensions than rank 0's {tuple(shapes[0][2:].tolist())}. No tensor was changed."
+            f"all_reduce on group '{group.name}': the sparse tensors of {rank_list(different)} differ in shape or "
+            f"number of sparse dimensions from rank 0's, shape {tuple(shapes[0][2:].tolist())}. No tensor was changed."
         )
     counts = [int(other[0]) for other in shapes]
     everyones = torch.cat(_gather(group, mine.indices().mT, counts))

@@ -89,7 +89,7 @@ class Calls:
         _check_distinct("allreduce", tensors)
         op = _op(opts)
         if not isinstance(op, ReduceOp):
-            raise UsageError("allreduce: PREMUL_SUM takes a list of one tensor")
+            raise UsageError("allreduce: PREMUL_SUM supports only a list of one tensor")
         first, *others = tensors
         for other in others:
             _LOCALLY[op](first, other)
@@ -264,7 +264,7 @@ class Calls:
             return
         *args, opts = given
         if isinstance(error, UsageError) and (words := _in_gloos_words(self.group.size(), opts, args)):
-            error.args = (f"{error}\n  In gloo's words: {words}",)
+            error.args = (f"{error}\n  gloo's message: {words}",)
         self.note(error)
 
     def _call_now(self, opts: Any, verb: Callable[..., Work | None], *args: Any) -> None:

@@ -68,7 +68,7 @@ def create(
         JoinError: Ranks are missing.
     """
     if options is not None:
-        raise UsageError(f"pg_options {options!r} is not known to the {name} backend")
+        raise UsageError(f"the {name} backend does not support pg_options {options!r}")
     adapt()
     _leave_aborted()
     if _adopted is not None:
@@ -78,7 +78,7 @@ def create(
     else:
         ours = _the_world(about) if is_default else _alone(about)
     if ours in MADE:
-        raise UsageError(f"torch.distributed has group '{ours.name}' already")
+        raise UsageError(f"torch.distributed already has group '{ours.name}'")
     return _wrap(ours, name, {} if helper is None else _other_backends(helper, about, name))
 
 
@@ -148,8 +148,8 @@ def _the_elastic_world(membership: MembershipStore, rank: int, size: int, timeou
     if (made.rank(), made.size()) != (rank, size):
         made.close()
         raise UsageError(
-            f"torch.distributed.init_process_group: this process takes the place of rank {rank} of {size}, but ranks"
-            f" were numbered anew: it is rank {made.rank()} of {made.size()}. Use allranks.init_process_group()"
+            f"torch.distributed.init_process_group: this process replaces rank {rank} of {size}, but the ranks"
+            f" were renumbered: it is rank {made.rank()} of {made.size()}.\n  Use allranks.init_process_group()"
         )
     establish_elastic(membership, made)
     return made
@@ -276,7 +276,7 @@ def _backend(name: str, store: Any, about: Any) -> Any:
         return _c10d.ProcessGroupGloo(store, rank, size, timeout)
     plugin = _c10d.Backend._plugins.get(name.upper())
     if plugin is None:
-        raise UsageError(f"backend {name!r} cannot stand beside {NAME}: expected nccl, gloo or a plugin of torch's")
+        raise UsageError(f"backend {name!r} cannot be combined with {NAME}. Expected nccl, gloo or a plugin of torch")
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, timeout)
     return plugin.creator_fn(about, None)

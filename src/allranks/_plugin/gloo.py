@@ -42,7 +42,7 @@ def _create(about: Any, options: Any) -> Any:
 
 def _say(rank: int, ranks: Any) -> None:
     if not ranks and rank == 0:
-        print("allranks: gloo is asked for, and replaced: the groups are ours (--instead-of-gloo)", file=sys.stderr)
+        print("allranks: the program requested gloo; its groups use allranks (--instead-of-gloo)", file=sys.stderr)
 
 
 class _CalledByTorch(type):

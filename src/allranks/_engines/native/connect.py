@@ -176,7 +176,7 @@ def confirm(rank: int, made: HostConnections, timeout_s: float) -> None:
     except JoinError:
         raise
     except OSError as error:
-        raise JoinError(f"rank {rank}: another rank did not make the group ({error})") from error
+        raise JoinError(f"rank {rank}: another rank did not create the group ({error})") from error
     finally:
         for connection in own:
             connection.close()
@@ -329,7 +329,7 @@ def _meet(
                 segments[peer] = given
             if other != peer or given is None:
                 raise JoinError(
-                    f"rank {numbers[rank]}: what answers at the address of rank {numbers[peer]} is not that rank"
+                    f"rank {numbers[rank]}: the process at the address of rank {numbers[peer]} is not that rank"
                 )
         # No rank returns before all are connected, because the store of the exchange may close afterwards.
         _agree(numbers[rank], sockets.values(), deadline)
@@ -340,7 +340,7 @@ def _meet(
         why = "in time" if isinstance(error, builtins.TimeoutError) else f"({error.strerror})"
         raise JoinError(
             f"rank {numbers[rank]}: no connection with {rank_list([numbers[r] for r in missing or sockets])} {why}.\n"
-            "  Did a rank end while the ranks were connecting? Look at the end of its output"
+            "  If one of these ranks exited while connecting, check the end of its output"
         ) from error
 
 
@@ -373,7 +373,7 @@ def _hand_out(
         why = "in time" if isinstance(error, builtins.TimeoutError) else f"({error.strerror})"
         raise JoinError(
             f"rank 0: no connection with {rank_list(missing or list(sockets))} {why}.\n"
-            "  Did a rank end while the ranks were connecting? Look at the end of its output"
+            "  If one of these ranks exited while connecting, check the end of its output"
         ) from error
 
 
@@ -392,13 +392,13 @@ def _fetch(rank: int, record: bytes, timeout_s: float) -> tuple[Socket, Descript
         raise
     except OSError as error:
         connection.close()
-        raise JoinError(f"rank {rank}: rank 0 did not give it the memory of the group ({error})") from error
+        raise JoinError(f"rank {rank}: rank 0 did not send the group's memory ({error})") from error
     except BaseException:
         connection.close()
         raise
     if other != 0 or memory is None:
         connection.close()
-        raise JoinError(f"rank {rank}: rank 0 broke off while the ranks were connecting")
+        raise JoinError(f"rank {rank}: rank 0 closed its connection while the ranks were connecting")
     return connection, memory
 
 
@@ -406,8 +406,8 @@ def _check_owner(connection: Socket, number: int, other: int) -> None:
     _, uid = unix_peer(connection)
     if uid != os.geteuid():
         raise JoinError(
-            f"rank {number}: what answers at the address of rank {other} belongs to user {uid}, "
-            f"this process to user {os.geteuid()}"
+            f"rank {number}: the process at the address of rank {other} runs as user {uid}, "
+            f"but this process runs as user {os.geteuid()}"
         )
 
 
@@ -419,7 +419,7 @@ def _agree(number: int, sockets: Collection[Socket], deadline: float, last: bool
     for connection in sockets:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         if connection.recv(1) != b"!":
-            raise JoinError(f"rank {number}: another rank broke off while the ranks were connecting")
+            raise JoinError(f"rank {number}: another rank closed its connection while the ranks were connecting")
     if last:
         for connection in sockets:
             connection.sendall(b"!")
@@ -431,8 +431,8 @@ def _check_there(number: int, names: Mapping[int, bytes]) -> None:
         with Socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as probe:
             if probe.connect_ex(_address(name)) == errno.ECONNREFUSED:
                 raise JoinError(
-                    f"rank {number}: rank {other} ended while the ranks were connecting.\n"
-                    "  Look at the end of its output"
+                    f"rank {number}: rank {other} exited while the ranks were connecting.\n"
+                    "  Check the end of its output"
                 )
 
 

@@ -157,7 +157,7 @@ class NativeEngine(Engine):
                 made.peers.close()
             if isinstance(error, _core.Failure):
                 words = explain(error, "", group=group_name, rank=rank, members=members, last_calls=[], troubles={})
-                raise JoinError(f"group '{group_name}' (rank {rank}) could not be made: {words}") from None
+                raise JoinError(f"group '{group_name}' (rank {rank}) could not be created: {words}") from None
             raise
         if shared is not None:
             try:
@@ -357,11 +357,11 @@ class NativeEngine(Engine):
         if len(set(asked)) > 1:
             sizes = ", ".join(f"rank {r}: {n}" for r, n in enumerate(asked))
             raise MismatchError(
-                f"empty_shared on group '{self._group_name}': the ranks ask for different sizes (bytes): {sizes}"
+                f"empty_shared on group '{self._group_name}': the ranks requested different sizes (bytes): {sizes}"
             )
         if not all(well):
             reason = refused or f"see the error of {rank_list([r for r, v in enumerate(well) if not v])}"
-            raise AllranksError(f"empty_shared: {nbytes} bytes could not be had on every rank: {reason}")
+            raise AllranksError(f"empty_shared: {nbytes} bytes could not be allocated on every rank: {reason}")
         return [vote[_VOTE.size :] for vote in votes]
 
     def _in_words(self, error: Exception) -> str:
@@ -429,7 +429,7 @@ class NativeEngine(Engine):
             and not tensor.data_ptr()
         ):
             raise UsageError(
-                f"{verb}: a {type(tensor).__name__} has no memory of its own. Give what is in it: "
+                f"{verb}: a {type(tensor).__name__} has no memory of its own.\n  Pass the tensor in it: "
                 "DTensor.to_local(), AsyncCollectiveTensor.wait()"
             )
         check_storage(verb, tensor)

@@ -60,7 +60,7 @@ def explain(
         number = f" #{call}" if call else ""
     elif reporter >= 0:
         within = "" if theirs[0] == "none" else f" in {theirs[0]}{f' #{call}' if call else ''}"
-        noticed = f"\n  noticed by {ranks.name(reporter)}{within}"
+        noticed = f"\n  detected by {ranks.name(reporter)}{within}"
     here = f"{verb}{number} on group '{group}' (rank {rank} of {len(members)})"
     if kind == "mismatch":
         return MismatchError(_mismatch(verb if text else theirs[0], call, peer, calls, sites, text, group, ranks))
@@ -72,11 +72,9 @@ def explain(
         return UsageError(f"{here}: the group was destroyed while the call was pending")
     who = ranks.name(peer)
     if kind == "aborted":
-        return AbortedError(f"{here}: {who} has ended the group by abort().{noticed}", peer)
+        return AbortedError(f"{here}: {who} has called abort() on the group.{noticed}", peer)
     if kind == "memory":
-        return AllranksError(
-            f"{here}: {who} ran out of memory in the middle of the call, so that the group cannot go on.{noticed}"
-        )
+        return AllranksError(f"{here}: {who} ran out of memory during the call, so the group cannot continue.{noticed}")
     return PeerLostError(f"{here}: {who} {_loss(kind, ranks.last_call(peer), noticed, troubles.get(peer))}", peer)
 
 
@@ -120,15 +118,15 @@ def _timeout(
     waits: Sequence[tuple[int, int, str, str]],
     unasked: Sequence[tuple[int, int, _core.Call, int]],
 ) -> TimeoutError:
-    hint = "  A longer timeout is given by init_process_group(timeout=...)"
+    hint = "  To wait longer, pass init_process_group(timeout=...)"
     if goes_on:
-        hint = "  The call goes on: wait() may be called again."
+        hint = "  The call continues. Call wait() again to wait longer."
     lines = [f"{here}no data from {', '.join(map(ranks.name, missing)) or 'other ranks'} for {seconds:.1f} s."]
     cycle = _cycle(waits)
     if cycle:
         missing = cycle
-        hint = "  Each of them waits for another: let one of them send first, or start with isend or irecv"
-        lines = [f"{here}{rank_list(sorted(cycle))} wait for each other, for {seconds:.1f} s."]
+        hint = "  Let one of these ranks send first, or use isend or irecv"
+        lines = [f"{here}{rank_list(sorted(cycle))} have waited for each other for {seconds:.1f} s."]
     if len(waits) > 1:
         lines.append(_chain(waits))
     else:
@@ -145,18 +143,17 @@ def _loss(kind: str, last_call: str, noticed: str, trouble: str | None) -> str:
     if kind == "interrupted":
         return f"was interrupted (Ctrl-C).{noticed}"
     if kind == "left":
-        return f"has left the group: it called destroy_process_group or its process ended.\n{last_call}{noticed}"
+        return f"has left the group: it called destroy_process_group, or its process exited.\n{last_call}{noticed}"
     if kind == "unreachable" and trouble is not None:
         return f"cannot be reached: {trouble}{noticed}"
     if kind == "unreachable":
         return (
-            f"cannot be reached: its host has not answered for some seconds, or the connection broke.\n{last_call}"
-            f"{noticed}\n  Is the host up, and the network between? allranks does not connect again: start the job"
-            " anew."
+            f"cannot be reached: its host has not responded for some seconds, or the connection failed.\n{last_call}"
+            f"{noticed}\n  Check the host and the network. allranks does not reconnect: restart the job."
         )
     return (
         f"died.\n{last_call}{noticed}"
-        "\n  Look at its output and exit code; a SIGKILL that nobody sent is often the kernel, out of memory."
+        "\n  Check its output and exit code. An unexpected SIGKILL often comes from the kernel's out-of-memory killer."
     )
 
 
@@ -182,8 +179,8 @@ def _unasked(unasked: Sequence[tuple[int, int, _core.Call, int]]) -> str:
         f"from rank {source} with tag {tag}: {_amount(first)}{f' and {count - 1} more' if count > 1 else ''}"
         for source, tag, first, count in sorted(unasked)[:4]
     ]
-    more = f"; and of {len(unasked) - 4} more tags" if len(unasked) > 4 else ""
-    return f"  Messages that no recv has asked for: {'; '.join(shown)}{more}."
+    more = f"; and messages with {len(unasked) - 4} more tags" if len(unasked) > 4 else ""
+    return f"  Messages that no recv has requested: {'; '.join(shown)}{more}."
 
 
 def _mismatch(
@@ -222,9 +219,9 @@ def _mismatch(
         return f"{here}: {', '.join(parts)}. No tensor was changed.{where}"
     if peer >= 0:
         return (
-            f"{here}: the ranks make their calls of {_call(calls[0])} in different orders: each of two places in the "
-            "program was reached by one rank before, and by another after, the other place. If they were meant to be "
-            f"called in one order, the earlier of these calls has mixed their tensors up.{where}"
+            f"{here}: the ranks made their calls of {_call(calls[0])} in different orders: one rank reached two call "
+            "sites in one order, and another rank in the opposite order. If all ranks should use the same order, the "
+            f"earlier of these calls has mixed up their tensors.{where}"
         )
     return f"{here}: the ranks called {_call(calls[0])} with tensors of different shapes. No tensor was changed.{where}"
 

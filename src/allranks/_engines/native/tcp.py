@@ -184,10 +184,10 @@ class PeerConnections:
         refused = "".join(f"\n  {line}" for line in self.refusals.values())
         return (
             f"rank {self.rank} (host {me.host}): {rank_list(missing)}"
-            f" ({', '.join(self._members[p].host for p in missing[:4])}) did not connect in {timeout_s:.1f} s. It"
-            f" listened on port {self._server.port} of {', '.join(me.addresses)}.{tried}{refused}\n"
-            "  Can they reach one of these addresses? A firewall between the hosts must let ranks connect;"
-            " ALLRANKS_IFACE names the interface to use."
+            f" ({', '.join(self._members[p].host for p in missing[:4])}) did not connect in {timeout_s:.1f} s. This"
+            f" rank listened on port {self._server.port} of {', '.join(me.addresses)}.{tried}{refused}\n"
+            "  Check that they can reach one of these addresses, and that no firewall blocks ranks. Set ALLRANKS_IFACE"
+            " to choose the interface."
         )
 
     def note_trouble(self, peer: int, port: int, addresses: Sequence[str], seconds: float, last: str) -> None:
@@ -195,8 +195,8 @@ class PeerConnections:
         self.troubles[peer] = (
             f"no connection with rank {peer} (host {self._members[peer].host}) for {seconds:.1f} s; tried port {port}"
             f" of {', '.join(addresses) or 'no address'} (last: {last}).\n"
-            "  Can this host reach one of these addresses? A firewall between the hosts must let ranks connect;"
-            " ALLRANKS_IFACE names the interface to use."
+            "  Check that this host can reach one of these addresses, and that no firewall blocks ranks. Set"
+            " ALLRANKS_IFACE to choose the interface."
         )
 
     def find_gone(self, ranks: Sequence[int]) -> list[int]:
@@ -333,7 +333,7 @@ class ConnectionServer:
         if not addresses:
             raise ConfigError(
                 f"host {socket.gethostname()} has no network address that other hosts could reach (loopback and bridges"
-                " of containers do not count). Name an interface: ALLRANKS_IFACE=eth0"
+                " of containers do not count).\n  Set the interface, for example ALLRANKS_IFACE=eth0"
             )
         self._addresses = addresses
         self._users = 0
@@ -554,7 +554,7 @@ class ConnectionServer:
             self._end(dial)
             return
         if answer != PROVED:
-            raise WireError("its answer is not of allranks's protocol")
+            raise WireError("its reply does not follow allranks's protocol")
         self._selector.unregister(connection)
         del self._dials[dial]
         if self._groups.get(dial.group.number) is not dial.group:

@@ -72,18 +72,18 @@ def read_topology(environ: Mapping[str, str]) -> list[list[int]]:
     seen: set[int] = set()
     for cpu in itertools.chain.from_iterable(lists):
         if cpu in seen:
-            raise ConfigError(f"ALLRANKS_TOPOLOGY={text!r}: CPU {cpu} is there twice. {_FORM}")
+            raise ConfigError(f"ALLRANKS_TOPOLOGY={text!r}: CPU {cpu} occurs twice. {_FORM}")
         seen.add(cpu)
     return lists
 
 
-_FORM = "Expected lists of CPUs that are near each other, with / between them, such as 0-7,64-71/8-15,72-79."
+_FORM = "Expected lists of neighboring CPUs, separated by /, such as 0-7,64-71/8-15,72-79."
 
 
 def _cpus(part: str, text: str) -> range:
     first, dash, last = part.partition("-")
     if not first.isdecimal() or (dash and not last.isdecimal()):
-        raise ConfigError(f"ALLRANKS_TOPOLOGY={text!r}: {part!r} names no CPUs. {_FORM}")
+        raise ConfigError(f"ALLRANKS_TOPOLOGY={text!r}: {part!r} is not a CPU or a range of CPUs. {_FORM}")
     cpus = range(int(first), int(last if dash else first) + 1)
     if not cpus or cpus[-1] >= _CPUS:
         raise ConfigError(f"ALLRANKS_TOPOLOGY={text!r}: {part!r} is not within 0-{_CPUS - 1}. {_FORM}")
@@ -95,12 +95,12 @@ def _table(path: str) -> dict[str, int]:
     try:
         found: Any = json.loads(read_bytes(path))
     except OSError as error:
-        raise ConfigError(f"{where} cannot be read: {error.strerror}. allranks tune writes such a file.") from None
+        raise ConfigError(f"{where} cannot be read: {error.strerror}.\n  Create it with `allranks tune`.") from None
     except ValueError as error:
-        raise ConfigError(f"{where} is not JSON: {error}. allranks tune writes such a file.") from None
+        raise ConfigError(f"{where} is not JSON: {error}.\n  Create it with `allranks tune`.") from None
     table = found.get("tuning") if isinstance(found, dict) else None
     if not isinstance(table, dict):
-        raise ConfigError(f"{where} has no table 'tuning'. allranks tune writes such a file.")
+        raise ConfigError(f"{where} has no table 'tuning'.\n  Create it with `allranks tune`.")
     for name, value in table.items():
         if name not in LIMITS:
             raise ConfigError(f"{where}: {name!r} is not known. Expected some of {', '.join(LIMITS)}.")
