@@ -251,7 +251,7 @@ await_key("end")
 def test_spares_of_an_allocation_of_one_host(job: Jobs) -> None:
     script = job.write("pass")
     for words, text in (
-        (("-H", "node0,node1", "--elastic", "1", "--spares", "2"), "--spares 2: there are 2 hosts, and at least one"),
+        (("-H", "node0,node1", "--elastic", "1", "--spares", "2"), "--spares 2: the job has 2 hosts, and at least one"),
         (
             ("-n", "2", "--elastic", "1", "--spares", "1"),
             "--spares 1 requires several hosts, but the job has only",

@@ -317,7 +317,7 @@ def test_an_agent_that_is_frozen_does_not_hold_up_the_end(job: Jobs, why: str) -
     finally:
         os.kill(agent, signal.SIGCONT)
     assert done.code == (130 if why == "signal" else 3)
-    assert "allranks run: node1: its agent did not answer for 0.5 s" in done.err
+    assert "allranks run: node1: its agent did not reply within 0.5 s" in done.err
     assert not job.left()
 
 
