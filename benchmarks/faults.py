@@ -65,15 +65,15 @@ SPARES = 1
 PATIENCE_S = 120.0  # without a step or a fault: the job hangs
 RECOVERY_S = 30.0  # until all train again, before the next fault: then some are left out, as there is no host for them
 GHOSTS_S = 15.0  # for ranks of a host that was unplugged to learn that they are out
-FEWER = "ended with it; the others go on"
-OVER = "has ended, as the others had gone on without it"
-AGAIN = "starting again ("
+FEWER = "terminated with it; the other ranks continue"
+OVER = "exited because the other ranks had continued without it"
+AGAIN = "restarting ("
 AGAIN_KIND = "nobody had the state: started again"
 ERRORS = (
     "all ranks that had the state of the training are lost",
     "ranks remain before the training loop",
     "no remaining rank has the same shards",
-    "no rank is left that has the state of the program",  # and its hosts are lost: it is not restarted
+    "no remaining rank has the state of the program",  # and its hosts are lost: it is not restarted
     # The host is unplugged whose rank alone has the state.
     "is lost (no answer), so the remaining ranks cannot agree on a new group",
 )

@@ -215,7 +215,7 @@ def _judge(hit: Done, calm: dict[int, _End], killed: bool) -> tuple[str, str]:
         if untyped:
             return "WRONG", f"exit code {hit.code}, untyped: {untyped[0]}"
         if not exceptions:
-            last = re.search(r"allranks run: (no rank is left that has .*|.* did not survive the loss of .*)", hit.err)
+            last = re.search(r"allranks run: (no remaining rank has .*|.* did not survive the loss of .*)", hit.err)
             if last is not None:  # all were killed at once, or not within the loop
                 return "error", last[1]
             return "WRONG", f"exit code {hit.code} without an error of a rank"

@@ -129,7 +129,7 @@ def _collect(
                 if rank in may_die:
                     results[rank] = None
                 else:
-                    failures.append((rank, None, f"ended with exit code {processes[rank].exitcode}"))
+                    failures.append((rank, None, f"exited with code {processes[rank].exitcode}"))
                 continue
             if ok:
                 results[rank] = value
@@ -158,7 +158,7 @@ def _hang_report(
         if pid is not None and processes[rank].is_alive():
             os.kill(pid, signal.SIGUSR1)
     time.sleep(0.5)  # the signal handler writes the stacks immediately, regardless of the thread's activity
-    lines = [f"{len(hanging)} of {len(pipes)} ranks have not ended after {timeout_s:g} s"]
+    lines = [f"{len(hanging)} of {len(pipes)} ranks have not finished after {timeout_s:g} s"]
     for rank in hanging:
         stacks = folder / f"stacks-{rank}"
         lines.append(f"--- rank {rank}\n{stacks.read_text() if stacks.exists() else '(no stack)'}")

@@ -132,4 +132,4 @@ def test_a_host_that_is_not_told_where_the_first_is(made: Jobs) -> None:
     (done,) = together(made, [1], "allranks torchrun", line)
     assert done.code == 2
     assert done.err.startswith("allranks torchrun: error: found no launcher at 127.0.0.1:29500")
-    assert "That is this host itself; if host 0 is another, name it: --master-addr" in done.err
+    assert "This is the address of this host. If host 0 is another host, pass --master-addr." in done.err

@@ -43,7 +43,7 @@ def without_pids(text: str) -> list[str]:
 
 def test_a_killed_rank_is_started_again_on_its_host(job: Jobs) -> None:
     done = job.run(2, "-H", "node0:2,node1:2", "--elastic", "3", job.write(SLOT_WATCH + KILLED))
-    again = ["rank 2 (host node1, pid N) was killed by SIGKILL; started again (1 of 3)"]
+    again = ["rank 2 (host node1, pid N) was killed by SIGKILL; restarted (1 of 3)"]
     assert (done.code, without_pids(done.err)) == (0, again)
     leader = job.hosts.hosts[0].address
     assert done.lines == [
@@ -67,9 +67,11 @@ def test_the_others_outlive_a_host(job: Jobs, lost: int) -> None:
     ranks = (0, 1) if lost == 0 else (2, 3)
     assert done.code == 0, done.err
     assert done.out.count("end") == 2
-    line = next(line for line in without_pids(done.err) if "go on" in line)
+    line = next(line for line in without_pids(done.err) if "ranks continue" in line)
     assert line.startswith(f"{name}: ")
-    assert line.endswith(f"; ranks {ranks[0]}-{ranks[1]} ended with it; the others go on (2 of at least 2)")
+    assert line.endswith(
+        f"; ranks {ranks[0]}-{ranks[1]} terminated with it; the other ranks continue (2 of at least 2)"
+    )
 
 
 def test_the_same_command_on_each_host(job: Jobs) -> None:
@@ -78,7 +80,7 @@ def test_the_same_command_on_each_host(job: Jobs) -> None:
     processes = [job.start(node, "--node-rank", str(node), *words, script) for node in (0, 1)]
     done = [finish(process) for process in processes]
     assert [each.code for each in done] == [0, 0], done
-    assert "started again (1 of 3)" in done[0].err
+    assert "restarted (1 of 3)" in done[0].err
     assert "start 1 node1" in done[1].out
 
 
@@ -99,7 +101,7 @@ def test_the_others_outlive_a_host_that_vanishes(job: Jobs, how: str) -> None:
         done = finish(process)
         assert done.code == 0, done.err
         assert done.out.count("end") == 2
-        assert "; ranks 2-3 ended with it; the others go on (2 of at least 2)" in done.err
+        assert "; ranks 2-3 terminated with it; the other ranks continue (2 of at least 2)" in done.err
     finally:
         job.hosts.plug(1)
         for pid in there:
@@ -174,7 +176,7 @@ def test_the_ranks_of_a_lost_host_are_started_on_a_spare_one(job: Jobs, lost: in
     assert done.lines == sorted(again + masters)
     lines = [line for line in without_pids(done.err) if "start" in line]
     assert lines[0].endswith(f"; ranks {ranks[0]}-{ranks[1]} are started on node2")
-    assert lines[1] == f"rank {ranks[1]} (host node2, pid N) was killed by SIGKILL; started again (1 of 3)"
+    assert lines[1] == f"rank {ranks[1]} (host node2, pid N) was killed by SIGKILL; restarted (1 of 3)"
 
 
 def test_a_host_with_room_is_spare(job: Jobs) -> None:
@@ -225,7 +227,7 @@ def test_a_rank_that_came_later_fails(job: Jobs) -> None:
     done = finish(leader)
     assert done.code == 0, done.err
     assert "[node1:1] ValueError: no luck\n" in done.err
-    assert "the others go on" in done.err
+    assert "the other ranks continue" in done.err
 
 
 def test_a_spare_host_is_lost(job: Jobs) -> None:
@@ -249,9 +251,12 @@ await_key("end")
 def test_spares_of_an_allocation_of_one_host(job: Jobs) -> None:
     script = job.write("pass")
     for words, text in (
-        (("-H", "node0,node1", "--elastic", "1", "--spares", "2"), "--spares 2: there are 2 hosts, and at least one"),
-        (("-n", "2", "--elastic", "1", "--spares", "1"), "--spares 1: for several hosts, and there is only localhost"),
-        (("-H", "node0,node1", "--spares", "1"), "--spares is for a job that goes on after a loss: add --elastic MIN"),
+        (("-H", "node0,node1", "--elastic", "1", "--spares", "2"), "--spares 2: the job has 2 hosts, and at least one"),
+        (
+            ("-n", "2", "--elastic", "1", "--spares", "1"),
+            "--spares 1 requires several hosts, but the job has only",
+        ),
+        (("-H", "node0,node1", "--spares", "1"), "--spares requires an elastic job.\n  Add --elastic MIN."),
     ):
         done = job.run(0, *words, script)
         assert done.code == 2

@@ -185,7 +185,7 @@ await_key("end")
     done = finish(process)
     assert done.code == 0, done.err
     assert "srun --no-kill --kill-on-bad-exit=0" in done.err
-    assert "; ranks 2-3 ended with it; the others go on (2 of at least 2)" in done.err
+    assert "; ranks 2-3 terminated with it; the other ranks continue (2 of at least 2)" in done.err
 
 
 TRAINING = """
@@ -241,7 +241,7 @@ def test_a_training_outlives_a_node_and_ends_in_order_when_it_is_told_to(job: Jo
     assert "JobState=COMPLETED" in shown, shown + out.read_text()
     assert "ExitCode=0:0" in shown
     text = out.read_text()
-    assert "; ranks 2-3 ended with it; the others go on (2 of at least 2)" in text
+    assert "; ranks 2-3 terminated with it; the other ranks continue (2 of at least 2)" in text
     ends = re.findall(r"epoch (.*)", text)
     assert len(ends) == 2
     assert len(set(ends)) == 1

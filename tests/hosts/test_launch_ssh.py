@@ -67,8 +67,13 @@ def test_ranks_know_their_place(job: Jobs) -> None:
     assert done.code == 0, done.err
     said = {int(line["RANK"]): line for line in (json.loads(text.partition("] ")[2]) for text in done.lines)}
     told = [line.partition(" s: ")[2] for line in done.err.splitlines()]
-    assert told[:2] == ["found no scheduler and no other launcher", "hosts: node0:2, node1:2, by ssh"]
-    for words in ("starting ssh ", "node1 is there: python ", "the store is at tcp:10.77.0.1:", "node1 starts rank 2"):
+    assert told[:2] == ["detected no scheduler and no other launcher", "hosts: node0:2, node1:2, by ssh"]
+    for words in (
+        "starting ssh ",
+        "node1 connected: python ",
+        "the store is at tcp:10.77.0.1:",
+        "node1 starts rank 2",
+    ):
         assert any(line.startswith(words) for line in told), done.err
     assert sorted(line[:6] for line in told if line.endswith("exited with code 0")) == ["rank 0", "rank 1", "rank 2"]
     assert [said[rank]["host"] for rank in range(3)] == ["node0", "node0", "node1"]
@@ -141,7 +146,7 @@ def test_nothing_is_left_when_a_part_is_killed(job: Jobs, victim: str) -> None:
     done = finish(process)
     if victim != "launcher":
         assert done.code == 255
-        assert "its agent is gone (ssh ended with " in done.err
+        assert "its agent has terminated (ssh: " in done.err
     assert not job.left()
 
 
@@ -177,14 +182,14 @@ def test_what_is_missing_on_the_other_host(job: Jobs) -> None:
     try:
         done = job.run(0, "-H", "node0,node1", "--chdir", str(job.folder), str(folder / "script.py"))
         assert (done.code, done.out) == (2, "")
-        assert f"node1: there is no script '{folder}/script.py'" in done.err
+        assert f"node1: cannot find script '{folder}/script.py'" in done.err
         site = folder / "venv" / "lib"
         packages = next(site.glob("python*")) / "site-packages"
         (packages / "more.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")))
         python = str(folder / "venv" / "bin" / "python")
         done = finish(job.start_any(0, python, "-m", "allranks", "run", "-H", "node0,node1", job.write("")))
         assert (done.code, done.out) == (2, "")
-        assert f"node1: there is no interpreter {python}" in done.err
+        assert f"node1: cannot run the interpreter {python}" in done.err
     finally:
         subprocess.run(host.inside("umount", str(folder)), check=True)
         os.rmdir("/tmp/empty-of-the-tests")
@@ -200,7 +205,7 @@ def test_a_job_is_started_again(job: Jobs) -> None:
         "[node1:1] round 1 1 2 node1",
     ]
     assert "rank 1 (host node1, pid " in done.err
-    assert "starting again on node0, node1" in done.err
+    assert "restarting on node0, node1" in done.err
 
 
 def test_an_elastic_job_goes_on_with_fewer_hosts_and_takes_one_back(job: Jobs) -> None:
@@ -217,7 +222,7 @@ def test_an_elastic_job_goes_on_with_fewer_hosts_and_takes_one_back(job: Jobs) -
     done = finish(process)
     assert done.code == 0, done.err
     assert done.lines == ["[node0:0] round 2 0 2", "[node1:1] round 2 1 2"]
-    assert "allranks run: node1 has come" in done.err
+    assert "allranks run: node1 has joined" in done.err
 
 
 def test_a_host_that_does_not_answer_any_more_is_missed(job: Jobs) -> None:
@@ -230,7 +235,7 @@ def test_a_host_that_does_not_answer_any_more_is_missed(job: Jobs) -> None:
     try:
         done = finish(process)
         assert done.code == 255
-        assert "node1: its agent is gone" in done.err
+        assert "node1: its agent has terminated" in done.err
     finally:
         job.hosts.plug(1)
         for pid in agents:
@@ -241,7 +246,7 @@ def test_an_elastic_job_starts_without_a_host_that_is_not_there(job: Jobs) -> No
     done = job.run(0, "-N", "1:2", "-H", "node0,nowhere", job.write("import os; print(os.environ['WORLD_SIZE'])"))
     assert (done.code, done.lines) == (0, ["[node0:0] 1"]), done.err
     assert "nowhere: ssh cannot connect" in done.err
-    assert "going on without it" in done.err
+    assert "continuing without it" in done.err
 
 
 def test_an_elastic_job_goes_on_without_a_host_that_cannot_start_its_ranks(job: Jobs) -> None:
@@ -256,13 +261,13 @@ def test_an_elastic_job_goes_on_without_a_host_that_cannot_start_its_ranks(job: 
     finally:
         subprocess.run(host.inside("umount", str(folder)), check=True)
     assert (done.code, done.lines) == (0, ["[node0:0] 1"]), done.err
-    assert "node1: there is no script" in done.err
+    assert "node1: cannot find script" in done.err
 
 
 def test_ranks_that_do_not_fit_the_fewest_hosts(job: Jobs) -> None:
     done = job.run(0, "-N", "1:2", "-n", "4", "-H", "node0:2,node1:2", job.write(""))
     assert done.code == 2
-    assert "with 1 host left (-N), 4 ranks do not fit: node0 has 2 slots" in done.err
+    assert "with 1 remaining host (-N): 4 ranks do not fit: node0 has 2 slots" in done.err
 
 
 def test_a_shell_that_talks(job: Jobs) -> None:
@@ -312,7 +317,7 @@ def test_an_agent_that_is_frozen_does_not_hold_up_the_end(job: Jobs, why: str) -
     finally:
         os.kill(agent, signal.SIGCONT)
     assert done.code == (130 if why == "signal" else 3)
-    assert "allranks run: node1: its agent did not answer for 0.5 s" in done.err
+    assert "allranks run: node1: its agent did not reply within 0.5 s" in done.err
     assert not job.left()
 
 

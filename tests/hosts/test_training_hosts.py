@@ -202,7 +202,7 @@ def test_a_host_that_comes_later_joins_the_training(job: Jobs) -> None:
     later = job.start(1, "--node-rank", "1", *words, torch=True)
     done = [finish(leader), finish(later)]
     assert [each.code for each in done] == [0, 0], done[0].err
-    assert done[0].err.count("node1 has come; ranks 2-3 join the others") == 2, done[0].err
+    assert done[0].err.count("node1 has joined; ranks 2-3 join the other ranks") == 2, done[0].err
     ends = _ends(done[0].out) + _ends(done[1].out)
     assert sorted(end.split()[0] for end in ends) == ["0", "1", "2", "3"]
     assert len({end.partition(" ")[2] for end in ends}) == 1
@@ -226,8 +226,8 @@ def test_a_host_that_is_lost_and_comes_back_joins_the_training(job: Jobs, how: s
     done = finish(process)
     assert done.code == 0, done.err
     assert not job.on(1, "agents.serve")
-    assert "ranks 1-2 ended with it; the others go on (1 of at least 1)" in done.err
-    assert "node1 has come; ranks 1-2 join the others" in done.err
+    assert "ranks 1-2 terminated with it; the other ranks continue (1 of at least 1)" in done.err
+    assert "node1 has joined; ranks 1-2 join the other ranks" in done.err
     ends = _ends(done.out)
     assert sorted(end.split()[0] for end in ends) == ["0", "1", "2"]
     assert len({end.partition(" ")[2] for end in ends}) == 1
@@ -285,9 +285,9 @@ def test_a_pod_comes_back_under_its_index_and_another_one_does_not(job: Jobs) ->
         for host, text in zip(job.hosts.hosts, before, strict=True):
             host.names.write_text(text)
     assert [each.code for each in done] == [0, 0], done
-    assert "rank 1 ended with it; the others go on (2 of at least 2)" in done[0].err
-    assert "node1 has come; rank 1 joins the others" in done[0].err
-    assert "rank 2 ended with it; the others go on (2 of at least 2)" in done[0].err
+    assert "rank 1 terminated with it; the other ranks continue (2 of at least 2)" in done[0].err
+    assert "node1 has joined; rank 1 joins the other ranks" in done[0].err
+    assert "rank 2 terminated with it; the other ranks continue (2 of at least 2)" in done[0].err
     ends = _ends(done[0].out) + _ends(done[1].out)
     assert [end.split()[:2] for end in sorted(ends)] == [["0", "2"], ["1", "2"]]
     assert len({end.partition(" ")[2] for end in ends}) == 1

@@ -68,7 +68,7 @@ def test_gpt(calm: str) -> None:
 def test_gpt_survives_a_rank(tmp_path: Path, calm: str) -> None:
     """The losses are those of a training that nobody killed."""
     printed, told = killed(tmp_path, 70, "1", ["--elastic", "1"], [])
-    assert "was killed by SIGKILL; started again" in told
+    assert "was killed by SIGKILL; restarted" in told
     assert printed == calm
 
 
@@ -76,7 +76,7 @@ def test_gpt_survives_all_its_ranks(tmp_path: Path, calm: str) -> None:
     """It goes on from its checkpoint of step 100."""
     printed, told = killed(tmp_path, 110, "01", ["--restarts", "1"], ["--checkpoints", str(tmp_path / "kept")])
     assert "was killed by SIGKILL" in told
-    assert "starting again (1 of 1)" in told
+    assert "restarting (1 of 1)" in told
     assert printed == calm
 
 

@@ -70,7 +70,10 @@ def test_a_file_that_cannot_be_written_ends_no_job(launcher: Launcher, tmp_path:
         "-n", "2", "--metrics", str(tmp_path / "no" / "job.prom"), launcher.write(LATE), real_torch=True
     )
     assert done.code == 0
-    assert done.err == f"allranks run: --metrics {tmp_path}/no/job.prom: cannot write it: No such file or directory\n"
+    assert (
+        done.err
+        == f"allranks run: --metrics {tmp_path}/no/job.prom: cannot write the file: No such file or directory\n"
+    )
 
 
 def test_when_the_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,8 @@ def test_a_timeout_says_where_the_late_rank_is(launcher: Launcher) -> None:
 
 def test_the_last_calls_of_a_killed_rank_are_shown(launcher: Launcher) -> None:
     lines, text = run(launcher, "kill", "--logs", "logs")
-    line = re.sub(r"\d+(\.\d+)? (us|ms|s)", "N s", re.sub(r"rank \d came", "rank X came", lines[-2]))
-    calls = [f"all_reduce #{n} (late.py:12, shape (4,)) took N s, rank X came last" for n in (2, 3, 4)]
+    line = re.sub(r"\d+(\.\d+)? (us|ms|s)", "N s", re.sub(r"rank \d arrived", "rank X arrived", lines[-2]))
+    calls = [f"all_reduce #{n} (late.py:12, shape (4,)) took N s, rank X arrived last" for n in (2, 3, 4)]
     assert line == f"allranks run: last calls of rank 1: {'; '.join(calls)}"
     assert "rank 1, pid " in text
     assert text == (launcher.folder / "logs" / "last_calls.txt").read_text()

@@ -42,7 +42,7 @@ else:
 @STARTS
 def test_a_killed_rank_is_started_again_alone(launcher: Launcher, start: str) -> None:
     done = run(launcher, KILLED, "-n", "3", "--elastic", "2", "--start", start)
-    assert (done.code, without_pids(done.err)) == (0, ["rank 1 (pid N) was killed by SIGKILL; started again (1 of 3)"])
+    assert (done.code, without_pids(done.err)) == (0, ["rank 1 (pid N) was killed by SIGKILL; restarted (1 of 3)"])
     assert done.lines == ["[0] start 0", "[1] start 0", "[1] start 1", "[2] start 0"]
 
 
@@ -63,8 +63,8 @@ say("end")
     done = run(launcher, body, "-n", "4", "--elastic", "2", "--respawns", "0")
     assert (done.code, done.lines) == (0, ["[0] end", "[3] end"])
     assert without_pids(done.err) == [
-        "rank 1 (pid N) was killed by SIGKILL; the others go on (3 of at least 2)",
-        "rank 2 (pid N) exited with code 3; the others go on (2 of at least 2)",
+        "rank 1 (pid N) was killed by SIGKILL; the other ranks continue (3 of at least 2)",
+        "rank 2 (pid N) exited with code 3; the other ranks continue (2 of at least 2)",
     ]
 
 
@@ -79,7 +79,7 @@ time.sleep(60)
     lines = without_pids(done.err)
     assert done.code == 1
     assert lines[:2] == [
-        "rank 1 (pid N) was killed by SIGKILL; the others go on (2 of at least 2)",
+        "rank 1 (pid N) was killed by SIGKILL; the other ranks continue (2 of at least 2)",
         "rank 2 (pid N) exited with code 1",
     ]
     assert lines[-1] == "ValueError: boom"
@@ -94,9 +94,9 @@ wait_for(1, 2, "gone")
     lines = without_pids(done.err)
     assert done.code == 0
     assert [line for line in lines if line.startswith("rank 1 (")] == [
-        "rank 1 (pid N) exited with code 1; started again (1 of 2)",
-        "rank 1 (pid N) exited with code 1; started again (2 of 2)",
-        "rank 1 (pid N) exited with code 1; the others go on (1 of at least 1)",
+        "rank 1 (pid N) exited with code 1; restarted (1 of 2)",
+        "rank 1 (pid N) exited with code 1; restarted (2 of 2)",
+        "rank 1 (pid N) exited with code 1; the other ranks continue (1 of at least 1)",
     ]
     assert [line for line in lines if "ValueError: " in line] == [f"[1] ValueError: boom {n}" for n in range(3)]
 
@@ -119,8 +119,8 @@ time.sleep(60)
     assert done.code == 137
     assert any(line.startswith("rank 1 (pid N) was killed by SIGKILL (often") for line in lines)
     assert (
-        "rank 0 did not survive the loss of rank 1 (allranks.PeerLostError: rank 1 died); the job ends (how a program"
-        " survives losses: docs/resilience.md)" in lines
+        "rank 0 did not survive the loss of rank 1 (allranks.PeerLostError: rank 1 died); the job stops (to survive"
+        " losses, see docs/resilience.md)" in lines
     )
 
 
@@ -132,7 +132,7 @@ wait_for(1, 0, "gone")
     done = run(launcher, body, "-n", "3", "--elastic", "2")
     assert done.code == 0
     assert without_pids(done.err) == [
-        "rank 1 has ended, as the others had gone on without it; the others go on (2 of at least 2)"
+        "rank 1 exited because the other ranks had continued without it; the other ranks continue (2 of at least 2)"
     ]
 
 
@@ -148,10 +148,10 @@ time.sleep(60)
     assert done.code == 1
     lines = without_pids(done.err)
     assert lines[:2] == [
-        "rank 1 (pid N) was killed by SIGKILL; started again (1 of 3)",
-        "no rank is left that has all of the state of the program: the job ends",
+        "rank 1 (pid N) was killed by SIGKILL; restarted (1 of 3)",
+        "no remaining rank has the complete state of the program; the job stops",
     ]
-    assert "started again" not in "".join(lines[1:])
+    assert "; restarted (" not in "".join(lines[1:])
 
 
 def test_a_rank_that_ends_well_is_gone(launcher: Launcher) -> None:
@@ -163,7 +163,7 @@ def test_the_last_rank_is_not_started_again(launcher: Launcher) -> None:
     """It has nobody to get the state of the program from."""
     done = run(launcher, "die()", "-n", "1", "--elastic", "1")
     assert done.code == 137
-    assert "started again" not in done.err
+    assert "; restarted (" not in done.err
 
 
 def test_restarts_begin_anew_when_too_few_are_left(launcher: Launcher) -> None:
@@ -176,7 +176,7 @@ say("round", round)
 """
     done = run(launcher, body, "-n", "2", "--elastic", "2", "--respawns", "0", "--restarts", "1")
     assert (done.code, done.lines) == (0, ["[0] round 1", "[1] round 1"])
-    assert "starting again (1 of 1)" in done.err
+    assert "restarting (1 of 1)" in done.err
 
 
 def test_two_ranks_are_lost_at_once(launcher: Launcher) -> None:
@@ -194,7 +194,7 @@ await_key("back2")
     done = run(launcher, body, "-n", "4", "--elastic", "2")
     assert done.code == 0
     assert sorted(without_pids(done.err)) == [
-        f"rank {rank} (pid N) was killed by SIGKILL; started again (1 of 3)" for rank in (1, 2)
+        f"rank {rank} (pid N) was killed by SIGKILL; restarted (1 of 3)" for rank in (1, 2)
     ]
 
 
@@ -345,11 +345,11 @@ def stdout(pid: int) -> str:
 def test_options(launcher: Launcher) -> None:
     script = str(launcher.write("pass"))
     for options, text in (
-        (("-n", "2", "--respawns", "1"), "--respawns is for a job that goes on after a loss: add --elastic MIN"),
-        (("-n", "2", "--elastic", "3"), "--elastic 3: at least 3 ranks, and 2 would be started (more: -n)"),
-        (("-n", "4", "--elastic", "1:2"), "--elastic 1:2: at most 2 ranks, and 4 would be started (fewer: -n)"),
+        (("-n", "2", "--respawns", "1"), "--respawns requires an elastic job.\n  Add --elastic MIN."),
+        (("-n", "2", "--elastic", "3"), "--elastic 3 requires at least 3 ranks, but the job has 2.\n  Increase -n."),
+        (("-n", "4", "--elastic", "1:2"), "--elastic 1:2 allows at most 2 ranks, but the job has 4.\n  Decrease -n."),
         (("-n", "2", "--elastic", "2:1"), "'2:1': MIN is greater than MAX"),
-        (("-n", "2", "--elastic", "1", "--mode", "master"), "--elastic is for ranks that are all alike"),
+        (("-n", "2", "--elastic", "1", "--mode", "master"), "--elastic cannot be combined with --mode master"),
     ):
         done = launcher.run(*options, script)
         assert done.code == 2
@@ -371,6 +371,6 @@ time.sleep(30)
     first, said, last = without_pids(done.err)[:3]
     ranks = sorted((first[5], last[5]))
     assert ranks == ["0", "1"]
-    assert first == f"rank {first[5]} (pid N) was killed by SIGKILL; started again (1 of 3)"
-    assert said == f"no rank is left that has the state of the program: rank {first[5]} cannot go on"
+    assert first == f"rank {first[5]} (pid N) was killed by SIGKILL; restarted (1 of 3)"
+    assert said == f"no remaining rank has the state of the program; rank {first[5]} cannot continue"
     assert last == f"rank {last[5]} (pid N) was killed by SIGKILL (often the kernel, out of memory)"

@@ -117,7 +117,7 @@ time.sleep(60)
 """
     code, err, _, seconds = failing(launcher, body, "-n", "3", "--start", "spawn", "--grace", "0.5")
     assert code == 5
-    assert err[0] == "allranks run: ranks 0-1 did not end within 0.5 s and were killed"
+    assert err[0] == "allranks run: ranks 0-1 did not exit within 0.5 s and were killed"
     assert "rank 2" in err[1]
     assert seconds < COMMAND_S
 
@@ -216,15 +216,15 @@ def test_who_left_early_is_told_while_the_others_go_on(launcher: Launcher) -> No
     backend = "if 'ALLRANKS_BACKEND' in os.environ: print(os.environ['ALLRANKS_BACKEND'], flush=True)\n"
     path = launcher.write(PROLOGUE + backend + "if rank == 0: time.sleep(1.5)")
     for options, said in (
-        ((), r"allranks run: rank 1 exited with code 0 before the others; rank 0 is still running\n"),
+        ((), r"allranks run: rank 1 exited with code 0 before the other ranks; rank 0 is still running\n"),
         (("-q",), ""),
         (
             ("-v", "--backend", "gloo"),
-            r"""allranks run: \d+\.\d\d s: found no scheduler and no other launcher
+            r"""allranks run: \d+\.\d\d s: detected no scheduler and no other launcher
 allranks run: \S+ s: the store is at unix:@\S+, OMP_NUM_THREADS=\d+
 allranks run: \S+ s: ranks 0-1 started
 allranks run: \S+ s: rank 1 \(pid \d+\) exited with code 0
-allranks run: rank 1 exited with code 0 before the others; rank 0 is still running
+allranks run: rank 1 exited with code 0 before the other ranks; rank 0 is still running
 allranks run: \S+ s: rank 0 \(pid \d+\) exited with code 0
 """,
         ),

@@ -84,14 +84,14 @@ step()
     lines = done.err.splitlines()
     assert done.code == 124
     assert done.lines == ["[0] begin", "[1] begin"]
-    assert lines[0] == "allranks run: no rank has written anything for 2 s (--idle-timeout); this is where they are:"
+    assert lines[0] == "allranks run: no rank has written anything for 2 s (--idle-timeout); stacks of all ranks:"
     assert lines[1] == "[0-1] main thread (most recent call first):"
     assert lines[2].endswith('script.py", line 10 in step')
     assert "[0-1] thread 1 (most recent call first):" in lines
     assert any(line.endswith("line 7 in other") for line in lines)
     assert lines[-3].startswith("allranks run: rank 2 is stopped (pid ")
     assert lines[-2:] == [
-        "allranks run: stopped, as no rank had written anything for 2 s",
+        "allranks run: stopped because no rank had written anything for 2 s",
         "allranks run: ranks 0-1: at script.py:10 in step",
     ]
     assert "line 10 in step" in (launcher.folder / "logs/rank1.log").read_text()
@@ -107,11 +107,11 @@ def test_a_job_that_writes_is_not_idle(launcher: Launcher) -> None:
 def test_idle_command_and_rank_that_blocks_all_signals(launcher: Launcher) -> None:
     done = launcher.run("--idle-timeout", "0.5", "--", "sleep", "60")
     assert done.code == 124
-    assert "rank 0 runs no python script (pid " in done.err
+    assert "rank 0 does not run a python script (pid " in done.err
     body = "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.NSIG))\nprint()\ntime.sleep(60)"
     done = launcher.script(WAITING + body, "--idle-timeout", "2", "--grace", "0.1")
     assert done.code == 124
-    assert "rank 0 did not report where it is (blocked signals, or the kernel)" in done.err
+    assert "rank 0 did not report its stacks (blocked signals, or a system call)" in done.err
 
 
 def test_ranks_that_hang_in_a_collective(launcher: Launcher) -> None:

@@ -35,7 +35,7 @@ def test_ranks_are_shared_out(hosts: str, nproc: int | None, per_host: object, w
         ("a:2,b:2", 5, None, "5 ranks do not fit: a has 2 slots, b has 2 slots"),
         ("a:2,b", None, 2, None),
         ("a:1,b", None, 2, "2 ranks on each host do not fit: a has 1 slot"),
-        ("a,b", 3, 2, "3 ranks were asked for"),
+        ("a,b", 3, 2, "requests 3 ranks"),
         ("a,b", None, "gpu", "b has no GPU"),
     ],
 )

@@ -48,7 +48,7 @@ def test_workers_serve(launcher: Launcher) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT, err
-    assert re.search(rb"rank 1 \(pid \d+\) was killed by SIGKILL; the others go on", err)
+    assert re.search(rb"rank 1 \(pid \d+\) was killed by SIGKILL; the other ranks continue", err)
     assert b"script.py:" in err
 
 
@@ -57,9 +57,9 @@ def test_wrong_command_lines(launcher: Launcher) -> None:
     for words, message in (
         (
             ("-n", "1", script),
-            "--mode master: rank 0 is the master and needs one worker at least; expected -n 2 or more",
+            "--mode master: rank 0 is the master and needs at least one worker.\n  Use -n 2 or more.",
         ),
-        (("-n", "2", "--", "true"), "--mode master is for a python program"),
+        (("-n", "2", "--", "true"), "--mode master requires a python program"),
     ):
         done = launcher.run("--mode", "master", *words)
         assert (done.code, done.out) == (2, "")

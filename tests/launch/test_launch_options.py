@@ -142,69 +142,81 @@ BAD = {
     "nothing": ([], "expected a script"),
     "no module": (["-m"], "expected a module"),
     "no command": (["--"], "expected a command"),
-    "module and command": (["-m", "--", "ls"], "exclude each other"),
-    "missing script": (["nowhere.py"], "there is no script 'nowhere.py'"),
+    "module and command": (["-m", "--", "ls"], "are mutually exclusive"),
+    "missing script": (["nowhere.py"], "cannot find script 'nowhere.py'"),
     "command without dashes": (["ls"], "put -- before it: -- ls"),
     "directory": (["folder"], "'folder' is a directory"),
     "no file": (["/dev/null"], "'/dev/null' is not a regular file"),
     "program": ([os.path.realpath(sys.executable)], "is a program, not a python script"),
     "shell script": (
         ["tool.sh"],
-        "'tool.sh' is not a python script (line 1: invalid syntax); to run a command, put --",
+        "'tool.sh' is not a python script (line 1: invalid syntax).\n  To run a command, put --",
     ),
     "shell script without execute permission": (["tool.sh"], "before it: -- sh tool.sh"),
     "executable script": (["run.sh"], "before it: -- ./run.sh"),
     "script of another interpreter": (["run.pl"], "before it: -- perl run.pl"),
-    "unknown module": (["-m", "nowhere"], "there is no python module 'nowhere'"),
-    "unknown submodule": (["-m", "json.nowhere"], "there is no python module 'json.nowhere'"),
-    "submodule of a module": (["-m", "this.nowhere"], "there is no python module 'this.nowhere'"),
-    "odd module": (["-m", ".x"], "there is no python module '.x'"),
+    "unknown module": (["-m", "nowhere"], "cannot find python module 'nowhere'"),
+    "unknown submodule": (["-m", "json.nowhere"], "cannot find python module 'json.nowhere'"),
+    "submodule of a module": (["-m", "this.nowhere"], "cannot find python module 'this.nowhere'"),
+    "odd module": (["-m", ".x"], "cannot find python module '.x'"),
     "package": (["-m", "json"], "'json' is a package without a __main__ module"),
-    "unknown command": (["--", "no-such-command"], "there is no command 'no-such-command'"),
-    "script as command": (["--", "./plain.py"], "leave out the --"),
-    "not executable": (["--", "./tool.sh"], "./tool.sh is not executable: chmod +x ./tool.sh"),
-    "no path": (["--", "tool.sh"], "there is no command 'tool.sh'; the file in this folder is ./tool.sh"),
-    "which hosts": (["--nnodes", "2", "plain.py"], "neither which they are (--hosts), nor which of them this is"),
-    "too few hosts": (["-N", "2", "-H", "a", "plain.py"], "2 hosts were asked for (-N), and there are 1: a"),
-    "host number": (["-N", "2", "--node-rank", "2", "plain.py"], "--node-rank 2 is out of range; there are 2 hosts"),
+    "unknown command": (["--", "no-such-command"], "cannot find command 'no-such-command'"),
+    "script as command": (["--", "./plain.py"], "remove the --"),
+    "not executable": (["--", "./tool.sh"], "./tool.sh is not executable.\n  Run chmod +x ./tool.sh"),
+    "no path": (
+        ["--", "tool.sh"],
+        "cannot find command 'tool.sh' in PATH.\n  To run the file in this folder, use ./",
+    ),
+    "which hosts": (["--nnodes", "2", "plain.py"], "-N requests 2 hosts, but no scheduler lists them.\n  Specify"),
+    "too few hosts": (["-N", "2", "-H", "a", "plain.py"], "-N requests 2 hosts, but the job has 1: a"),
+    "host number": (["-N", "2", "--node-rank", "2", "plain.py"], "--node-rank 2 is out of range; expected 0 to 1"),
     "odd hosts": (["-N", "3:2", "plain.py"], "MIN is greater than MAX"),
     "slots": (["-n", "5", "-H", "a:2,b:2", "plain.py"], "5 ranks do not fit: a has 2 slots, b has 2 slots"),
-    "no slots": (["-H", "a:0", "plain.py"], "there is no slot for a rank: a:0 (one: a:1)"),
-    "no slots at all": (["-H", "a:0,b:0", "plain.py"], "there is no slot for a rank: a:0, b:0"),
-    "listed and numbered": (["-H", "a,b", "--node-rank", "1", "plain.py"], "--node-rank: for hosts on which the same"),
-    "listed and led": (["-H", "a,b", "--master-port", "29511", "plain.py"], "--master-addr and --master-port: for"),
-    "listed and meeting": (["-H", "a,b", "--rdzv-endpoint", "a:29511", "plain.py"], "--rdzv-endpoint: for hosts on"),
-    "listed and alone": (["-H", "a,b", "--standalone", "plain.py"], "--standalone is for this host, and hosts were"),
+    "no slots": (["-H", "a:0", "plain.py"], "no host has a slot: a:0.\n  Specify slots: a:1."),
+    "no slots at all": (["-H", "a:0,b:0", "plain.py"], "no host has a slot: a:0, b:0"),
+    "listed and numbered": (["-H", "a,b", "--node-rank", "1", "plain.py"], "--node-rank requires that you start"),
+    "listed and led": (["-H", "a,b", "--master-port", "29511", "plain.py"], "--master-addr and --master-port requires"),
+    "listed and meeting": (["-H", "a,b", "--rdzv-endpoint", "a:29511", "plain.py"], "--rdzv-endpoint requires that"),
+    "listed and alone": (["-H", "a,b", "--standalone", "plain.py"], "--standalone runs the job on this host, but"),
     "fewer than asked for": (
         ["-N", "2", "-H", "a:2,b:2", "-n", "2", "plain.py"],
-        "2 hosts were asked for (-N), and 1 of them can take all 2 ranks: use --nproc-per-node, or give the ranks",
+        "-N requests 2 hosts, but all 2 ranks fit on 1 of them.\n  Use --nproc-per-node, or set the number",
     ),
-    "one of how many": (["--node-rank", "1", "plain.py"], "--node-rank 1: this is one of several hosts then; give the"),
-    "one of one": (["-N", "1", "--node-rank", "1", "plain.py"], "--node-rank 1 is out of range; there is 1 host"),
-    "host 0 elsewhere": (["--master-addr", "198.51.100.1", "plain.py"], "host 0 is 198.51.100.1, which is not here"),
-    "meeting elsewhere": (["--rdzv-endpoint", "198.51.100.1:7", "plain.py"], "several hosts then; give the number"),
+    "one of how many": (
+        ["--node-rank", "1", "plain.py"],
+        "--node-rank 1: the job has several hosts, but their",
+    ),
+    "one of one": (["-N", "1", "--node-rank", "1", "plain.py"], "--node-rank 1 is out of range; expected 0 (-N 1)"),
+    "host 0 elsewhere": (
+        ["--master-addr", "198.51.100.1", "plain.py"],
+        "host 0 is 198.51.100.1, another host: the",
+    ),
+    "meeting elsewhere": (
+        ["--rdzv-endpoint", "198.51.100.1:7", "plain.py"],
+        "several hosts, but their number is",
+    ),
     "hosts without GPUs": (
         ["-N", "2", "--node-rank", "0", "--nproc-per-node", "gpu", "plain.py"],
-        "this host has no GPU, and one rank for each was asked for",
+        "this host has no GPU, but -n gpu requests one rank per GPU",
     ),
-    "hosts twice": (["-H", "a", "--hostfile", "b", "plain.py"], "--hosts and --hostfile exclude each other"),
+    "hosts twice": (["-H", "a", "--hostfile", "b", "plain.py"], "--hosts and --hostfile are mutually exclusive"),
     "no hostfile": (["--hostfile", "nowhere", "plain.py"], "cannot read the hostfile 'nowhere'"),
-    "two ports": (["--master-addr", "a:1", "--master-port", "2", "plain.py"], "name two ports"),
-    "both numbers": (["-n", "3", "--nproc-per-node", "2", "plain.py"], "3 ranks were asked for (-n), and 2 by"),
+    "two ports": (["--master-addr", "a:1", "--master-port", "2", "plain.py"], "specify two different ports"),
+    "both numbers": (["-n", "3", "--nproc-per-node", "2", "plain.py"], "-n requests 3 ranks, but --nproc-per-node 2"),
     "folder to be in": (["--chdir", "nowhere", "plain.py"], "cannot enter 'nowhere'"),
     "environment": (["--env", "venus", "plain.py"], "invalid choice: 'venus'"),
     "not there": (["--env", "slurm", "plain.py"], "--env=slurm, but no variable of it is set here"),
-    "etcd": (["--rdzv_backend=etcd-v2", "plain.py"], "hosts meet at one of themselves (--rdzv-backend c10d"),
+    "etcd": (["--rdzv_backend=etcd-v2", "plain.py"], "the rendezvous runs on one of the hosts (--rdzv-backend c10d"),
     "rendezvous settings": (
         ["--rdzv-conf", "patience=3", "plain.py"],
-        "there is no setting 'patience'; there are is_host",
+        "unknown setting 'patience'; known settings: is_host",
     ),
     "rendezvous time": (["--rdzv-conf=timeout=1.5", "plain.py"], "timeout=1.5: expected a number of seconds"),
     "rendezvous words": (["--rdzv_conf", "is_host", "plain.py"], "expected KEY=VALUE,KEY=VALUE"),
-    "two meetings": (["--rdzv-endpoint", "a", "--master-port", "7", "plain.py"], "mean the same; expected one of them"),
-    "no port": (["-N", "2", "--rdzv-endpoint", "a:0", "plain.py"], "cannot meet on a port that is not known before"),
-    "alone": (["-N", "2", "--standalone", "plain.py"], "--standalone is for one host"),
-    "local address": (["--local-addr", "no.such.host", "plain.py"], "neither an address nor a name that resolves"),
+    "two meetings": (["--rdzv-endpoint", "a", "--master-port", "7", "plain.py"], "are equivalent.\n  Specify only one"),
+    "no port": (["-N", "2", "--rdzv-endpoint", "a:0", "plain.py"], "port 0: the other hosts cannot know the port"),
+    "alone": (["-N", "2", "--standalone", "plain.py"], "--standalone runs the job on one host"),
+    "local address": (["--local-addr", "no.such.host", "plain.py"], "is not an address, and the name does not resolve"),
     "no python": (["--no-python", "ls"], "use -- command"),
     "zero ranks": (["-n", "0", "plain.py"], "'0' is not a number of ranks"),
     "negative ranks": (["-n", "-1", "plain.py"], "'-1' is not a number of ranks"),
@@ -216,22 +228,25 @@ BAD = {
     "show": (["--show", "7", "plain.py"], "invalid choice: '7'"),
     "grace": (["--grace", "nan", "plain.py"], "'nan' is not a time (30 or 30s, 5m, 2h)"),
     "grace of days": (["--grace", "1d", "plain.py"], "'1d' is not a time"),
-    "idle": (["--idle-timeout", "0", "plain.py"], "--idle-timeout: it must be more than 0"),
+    "idle": (["--idle-timeout", "0", "plain.py"], "--idle-timeout: expected more than 0"),
     "streams": (["-t", "4", "plain.py"], "'4' is neither 0, 1, 2 or 3 nor a map"),
     "map of streams": (["-r", "0:1,x:2", "plain.py"], "'0:1,x:2' is neither"),
     "log folder": (["-t", "3", "--log-dir", "plain.py", "plain.py"], "cannot write to 'plain.py' for --log-dir"),
     "filter": (["--local-ranks-filter", "0-3", "plain.py"], "'0-3' is not a list of local ranks"),
     "collapse": (["--collapse", "some", "plain.py"], "invalid choice: 'some'"),
-    "signals": (["--signals", "USR3", "plain.py"], "there is no signal 'USR3'"),
-    "signals of the job": (["--signals", "sigterm", "plain.py"], "SIGTERM has a meaning for the job itself"),
+    "signals": (["--signals", "USR3", "plain.py"], "unknown signal 'USR3'"),
+    "signals of the job": (["--signals", "sigterm", "plain.py"], "SIGTERM controls the job itself"),
     "bind": (["--bind", "socket", "plain.py"], "invalid choice: 'socket'"),
     "cores": (["-n", "100000", "--bind", "core", "plain.py"], "100000 ranks cannot have a core each"),
-    "backend": (["--backend", "cpu:pigeon", "plain.py"], "'pigeon' is none of native, tcp, gloo, mpi, nccl; expected"),
+    "backend": (
+        ["--backend", "cpu:pigeon", "plain.py"],
+        "'pigeon' is not one of native, tcp, gloo, mpi, nccl;",
+    ),
     "loud and quiet": (["-q", "-v", "plain.py"], "-v/--verbose: not allowed with argument -q/--quiet"),
     "threads": (["--threads", "0", "plain.py"], "'0' is not a number of threads"),
     "rehearsal, not elastic": (
         ["-n", "2", "--rehearse", "plain.py"],
-        "--rehearse is for a job that goes on after a loss",
+        "--rehearse requires an elastic job",
     ),
     "rehearsal without replacement": (
         ["-n", "2", "--elastic", "1", "--respawns", "0", "--rehearse", "plain.py"],
@@ -266,12 +281,15 @@ def test_a_host_alone_may_say_so_as_one_of_many_would(launcher: Launcher, words:
 
 
 IN_PLACE = {
-    "restarts": (["--restarts", "2"], "--restarts is for ranks that allranks run starts, and this one was started by"),
-    "logs": (["--logs", "out"], "--logs is for ranks"),
-    "binding": (["--bind", "core"], "--bind is for ranks"),
-    "idle": (["--idle-timeout", "5m"], "--idle-timeout is for ranks"),
-    "hosts": (["-N", "2"], "--nodes is for ranks"),
-    "local ranks": (["--local-ranks-filter", "0"], "--local-ranks-filter is for ranks"),
+    "restarts": (
+        ["--restarts", "2"],
+        "--restarts applies only to ranks that allranks run starts, but mpich has",
+    ),
+    "logs": (["--logs", "out"], "--logs applies only to ranks"),
+    "binding": (["--bind", "core"], "--bind applies only to ranks"),
+    "idle": (["--idle-timeout", "5m"], "--idle-timeout applies only to ranks"),
+    "hosts": (["-N", "2"], "--nodes applies only to ranks"),
+    "local ranks": (["--local-ranks-filter", "0"], "--local-ranks-filter applies only to ranks"),
 }
 RANK = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_HOSTNAME": "node1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
@@ -299,7 +317,10 @@ def test_one_rank_on_each_host_of_a_launcher_that_does_not_say_where_host_0_is(l
     launcher.write("raise SystemExit('must not run')", "plain.py")
     done = launcher.run("plain.py", environ=RANK | {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"})
     assert (done.code, done.out) == (2, "")
-    assert "mpich reports that this is host 1 of 2, but not which is host 0: name it (--master-addr)" in done.err
+    assert (
+        "mpich reports that this is host 1 of 2, but not the name of host 0.\n  Specify it with --master-addr."
+        in done.err
+    )
 
 
 ONE_BY_ONE = """
@@ -355,7 +376,7 @@ def test_wrong_arguments_cost_no_time(launcher: Launcher) -> None:
     launcher.write("raise SystemExit('torch must not be imported')", "fake/torch.py")
     done = launcher.run("nowhere.py")
     assert (done.code, done.out) == (2, "")
-    assert done.err == f"allranks run: error: there is no script 'nowhere.py' in {launcher.folder}\n"
+    assert done.err == f"allranks run: error: cannot find script 'nowhere.py' in {launcher.folder}\n"
 
 
 def test_so_many_ranks_that_files_run_out(launcher: Launcher) -> None:

@@ -62,7 +62,7 @@ def test_ranks_are_next_to_their_gpus() -> None:
 
 
 def test_too_little_for_all() -> None:
-    with pytest.raises(ConfigError, match=r"5 ranks .* a core each: this host lets us use 4 cores \(8 CPUs\)"):
+    with pytest.raises(ConfigError, match=r"5 ranks .* a core each: this host allows 4 cores \(8 CPUs\)"):
         place(machine([4], threads=2), 5, "core", False)
     assert len(place(machine([4]), 5, "numa", False)) == 5
     with pytest.raises(ConfigError, match="3 ranks cannot have a GPU each: this host shows 2 GPUs"):

@@ -441,7 +441,7 @@ def test_folders_and_archives_that_are_no_programs(launcher: Launcher) -> None:
     for program, why in (
         (launcher.folder / "empty", "is a directory without a __main__.py"),
         (zipped, "is a zip file without a __main__.py"),
-        (compiled, "was compiled by another version of python, or is damaged"),
+        (compiled, "was compiled by another version of python, or is corrupted"),
     ):
         done = launcher.run("-n", "1", str(program))
         assert done.code == 2

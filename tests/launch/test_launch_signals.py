@@ -119,7 +119,7 @@ def test_rank_that_ignores_the_signal_is_killed_after_the_grace(launcher: Launch
     process.send_signal(signal.SIGTERM)
     code, _, err = end(process)
     assert code == 143
-    assert err[0] == "allranks run: ranks 0-1 did not end within 0.5 s and were killed"
+    assert err[0] == "allranks run: ranks 0-1 did not exit within 0.5 s and were killed"
 
 
 def test_ctrl_c_while_torch_is_imported(launcher: Launcher) -> None:
@@ -319,8 +319,8 @@ def test_processes_that_a_rank_leaves_behind_are_named(launcher: Launcher) -> No
     done = launcher.run("-n", "1", str(launcher.write(body)))
     assert done.code == 0
     assert re.fullmatch(
-        r"allranks run: rank 0 left sleep \(pid \d+\) behind, which is ended now; in a session of its own \(setsid\) it"
-        r" would stay\n",
+        r"allranks run: rank 0 left sleep \(pid \d+\) running; the launcher terminates it \(to keep a process, start it"
+        r" with setsid\)\n",
         done.err,
     )
 

@@ -148,9 +148,9 @@ def test_the_window_of_one_of_several(launcher: Launcher) -> None:
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("breakpoint()\n'here'", "a debugger reads from stdin, and that of rank {} is empty"),
+        ("breakpoint()\n'here'", "a debugger reads from stdin, but stdin of rank {} is empty"),
         ("import pdb\ndef f():\n    pdb.set_trace()\n    return 1\nf()", "a debugger reads from stdin"),
-        ("input('name? ')", "input() reads from stdin, and that of rank {} is empty"),
+        ("input('name? ')", "input() reads from stdin, but stdin of rank {} is empty"),
     ],
 )
 def test_without_stdin_the_option_is_named(launcher: Launcher, script: str, said: str) -> None:
@@ -158,7 +158,7 @@ def test_without_stdin_the_option_is_named(launcher: Launcher, script: str, said
     assert done.code == 1
     rank = done.err.partition("rank ")[2][0]
     assert f"UsageError: {said.format(rank)}" in done.err
-    assert f"`allranks run --stdin {rank}` gives it the launcher's" in done.err
+    assert f"Use `allranks run --stdin {rank}`" in done.err
     assert "BdbQuit" not in done.err + done.out
     assert "bdb.py" not in done.err
 
@@ -176,7 +176,7 @@ def test_without_stdin_other_ends_are_the_programs_own(launcher: Launcher) -> No
 
 def test_a_hook_of_the_programs_own_is_told_too(launcher: Launcher) -> None:
     hook = "import sys\nsys.excepthook = lambda kind, error, trace: print('hook:', error, file=sys.stderr)\n"
-    assert "hook: input() reads from stdin, and that of rank" in launcher.script(hook + "input()", "-n", "2").err
+    assert "hook: input() reads from stdin, but stdin of rank" in launcher.script(hook + "input()", "-n", "2").err
 
 
 def test_stdin_that_is_no_terminal(launcher: Launcher) -> None:
@@ -208,7 +208,7 @@ def test_a_loop_over_lines_keeps_those_that_no_rank_reads(launcher: Launcher) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["-n", "2", "--stdin", "2"], "--stdin 2: there is no such rank; expected 0 to 1, or none"),
+        (["-n", "2", "--stdin", "2"], "--stdin 2: no such rank; expected 0 to 1, or none"),
         (["--stdin", "-1"], "'-1' is not a whole number"),
         (["--stdin", "0", "-H", "a,b"], "--stdin 0: only ranks of a job on one host can have stdin"),
         (["--stdin", "0", "-N", "2", "--node-rank", "0"], "only ranks of a job on one host can have stdin"),

@@ -180,21 +180,21 @@ def test_scripts_are_told_their_local_rank_as_they_want_it(
 
 
 BAD: dict[str, tuple[str, dict[str, str], str]] = {
-    "etcd": ("--rdzv-backend etcd x.py", {}, "hosts meet at one of themselves"),
+    "etcd": ("--rdzv-backend etcd x.py", {}, "the rendezvous runs on one of the hosts"),
     "nothing": ("--nnodes 1", {}, "nothing to run: expected a script (see allranks torchrun --help)"),
-    "xpu": ("--nproc-per-node xpu x.py", {}, "expected their number"),
+    "xpu": ("--nproc-per-node xpu x.py", {}, "Specify their number"),
     "ranks": ("--nproc-per-node 0 x.py", {}, "'0' is not a number of ranks"),
     "hosts": ("--nnodes 1:2:3 x.py", {}, "is not a number of hosts"),
-    "events": ("--event-log-handler console x.py", {}, "leave it out"),
+    "events": ("--event-log-handler console x.py", {}, "Remove the option"),
     "plug-ins": ("--logs-specs mine x.py", {}, "--log-dir, -r and -t"),
-    "filters": ("--duplicate-stdout-filters a x.py", {}, "use grep on them"),
-    "module and command": ("-m --no-python x", {}, "exclude each other"),
+    "filters": ("--duplicate-stdout-filters a x.py", {}, "filter them with grep"),
+    "module and command": ("-m --no-python x", {}, "are mutually exclusive"),
     "flag": ("x.py", {"PET_STANDALONE": "yes"}, "PET_STANDALONE='yes': expected 0 or 1"),
     "number": ("x.py", {"PET_MAX_RESTARTS": "x"}, "invalid int value: 'x'"),
     "restarts": ("--max-restarts -1 x.py", {}, "'-1' is not a whole number"),
-    "signals": ("--signals-to-handle SIGNONE x.py", {}, "there is no signal 'SIGNONE'"),
+    "signals": ("--signals-to-handle SIGNONE x.py", {}, "unknown signal 'SIGNONE'"),
     "streams": ("-r 4 x.py", {}, "'4' is neither 0, 1, 2 or 3 nor a map"),
-    "two hosts, alone": ("--standalone --nnodes 2 x.py", {}, "--standalone is for one host"),
+    "two hosts, alone": ("--standalone --nnodes 2 x.py", {}, "--standalone runs the job on one host"),
 }
 
 
@@ -207,7 +207,7 @@ def test_what_cannot_be_honoured_is_an_error_that_says_what_to_do(case: str) -> 
 
 
 def test_launch_needs_use_env_for_commands() -> None:
-    with pytest.raises(ConfigError, match="--no-python needs --use-env"):
+    with pytest.raises(ConfigError, match="--no-python requires --use-env"):
         read(["--no-python", "ls"], {}, for_launch=True)
     assert read(["--no-python", "--use-env", "ls"], {}, for_launch=True).target.on(0) == Target("command", "ls")
 

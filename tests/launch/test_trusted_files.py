@@ -53,7 +53,7 @@ def test_a_function_that_closes_the_way_of_its_result(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done
-    assert "f closed the descriptor through which its result is returned" in done.stderr
+    assert "f closed the descriptor that transfers its result" in done.stderr
 
 
 def test_what_is_no_plain_file_is_not_replaced(launcher: Launcher, tmp_path: Path) -> None:

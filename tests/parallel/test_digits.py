@@ -124,7 +124,7 @@ def killed_and_started_again(folder, *args):
         out, err = job.communicate(timeout=100)
     assert job.returncode == 0, err
     assert "was killed by SIGKILL" in err
-    assert "starting again (1 of 1)" in err
+    assert "restarting (1 of 1)" in err
     return LAST_LINE.findall(out)[0][2]
 
 
@@ -170,7 +170,7 @@ def test_a_rank_of_an_elastic_run_is_killed(tmp_path):
     options = ("--epochs", 8, "--batch-size", 63)
     ((_, _, calm),) = train((*options, "--out", tmp_path / "calm"), ranks=3)
     out, err = killed_in_an_elastic_run(tmp_path / "replaced", 1, TRAIN, *options)
-    assert "started again (1 of 3)" in err
+    assert "restarted (1 of 3)" in err
     assert [found[1:] for found in LAST_LINE.findall(out)] == [("3", calm)]
     out, _ = killed_in_an_elastic_run(tmp_path / "fewer", 0, "--respawns", 0, TRAIN, *options)
     ((accuracy, size, fewer),) = LAST_LINE.findall(out)

@@ -342,8 +342,8 @@ def test_a_job_ends_at_once_when_the_last_ranks_with_the_state_are_lost(tmp_path
     words, environ = _words(tmp_path, STATELESS, "--elastic", "1"), _environ(tmp_path)
     job = warm.run(words, timeout=110, env=environ)
     assert job.returncode == 1, job
-    assert job.stderr.count("; started again (1 of 3)") == job.stderr.count("started again") == 3, job
-    assert job.stderr.count("no rank is left that has all of the state of the program: the job ends") == 1, job
+    assert job.stderr.count("; restarted (1 of 3)") == job.stderr.count("restarted") == 3, job
+    assert job.stderr.count("no remaining rank has the complete state of the program; the job stops") == 1, job
     assert "all ranks that had the state of the training are lost" in job.stderr
 
 
@@ -390,7 +390,7 @@ def test_a_rank_that_was_stopped_for_20_s_learns_that_it_is_out(stopped: tuple[s
     out, errors = job.communicate(timeout=60)
     assert job.returncode == 0, errors
     assert _ends(out) == ["0 2", "1 2"]
-    assert "rank 1 has ended, as the others had gone on without it" in errors
+    assert "rank 1 exited because the other ranks had continued without it" in errors
     written = (folder / "written by the one that was stopped").read_text()
     assert written.startswith("as of step 10; rank 1 ("), written
     assert "ranks 0, 2 continued without it" in written

@@ -50,7 +50,7 @@ def test_a_rank_is_replaced(tmp_path: Path) -> None:
     lines = sorted(line.partition("end ")[2] for line in done.stdout.splitlines() if "end " in line)
     assert lines == [f"{rank} 3 6.0 {float(6 * sum(range(30)))} 1" for rank in range(3)], done
     assert done.returncode == 0
-    assert "was killed by SIGKILL; started again (1 of 3)" in done.stderr
+    assert "was killed by SIGKILL; restarted (1 of 3)" in done.stderr
 
 
 def test_without_respawns_the_others_go_on(tmp_path: Path) -> None:

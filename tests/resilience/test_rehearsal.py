@@ -162,10 +162,10 @@ for epoch in state.epochs(5):
 def test_state_that_is_wrongly_declared_as_local_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, results, out = _rehearse(tmp_path, capsys, UNDECLARED, ["backward"], ranks=2)
     assert results["backward"] == (
-        "DIFFERENT: model.weight, in step 1 on rank 0 (declared as local, and different: scale)"
+        "DIFFERENT: model.weight, in step 1 on rank 0 (declared as local and also different: scale)"
     ), out
     assert code == 1
-    assert "1 of 1 phases do not end with the same bits" in out
+    assert "1 of 1 phases do not produce the same bits" in out
 
 
 def test_refused_program_shows_the_error_and_its_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,7 +217,7 @@ def test_variables_that_always_differ_are_not_compared(
     monkeypatch.chdir(tmp_path)
     code, results, out = _rehearse(tmp_path, capsys, TIMED.replace("NOISE", ""), ["forward"], ranks=2)
     assert results["forward"] == "same bits", out
-    assert "Not compared, as two undisturbed runs differ in it: before, spent" in out
+    assert "Not compared, because two undisturbed runs differ: before, spent" in out
     assert code == 0
     assert not Path("result").exists()  # although the program has no loop of epochs
 
@@ -232,7 +232,7 @@ def test_program_that_is_not_deterministic_is_reported(tmp_path: Path, capsys: p
     )
     code, results, out = _rehearse(tmp_path, capsys, program, ["forward"], ranks=2)
     assert code == 1
-    assert results["forward"] == "DIFFERENT: model.weight, which differs between two undisturbed runs, too", out
+    assert results["forward"] == "DIFFERENT: model.weight, which also differs between two undisturbed runs", out
 
 
 def test_command_prints_the_table(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_command_prints_the_table(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "allranks", "run", "-n", "2", "--elastic", "1", "--rehearse", "--", sys.executable]
     done = warm.run([*words, script], timeout=100)
     assert done.returncode == 1, done
-    assert "error: the program has done no step of allranks.resilience.State" in done.stdout
+    assert "error: the program has run no step of allranks.resilience.State" in done.stdout
     assert "hello" in done.stdout
     assert done.stderr == ""
 

@@ -287,7 +287,7 @@ def test_a_job_that_is_refused(folder: Path, tmp_path: Path) -> None:
     [
         (("show.py",), "the following arguments are required: --to"),
         (("--to", "slurm"), "nothing to run"),
-        (("--to", "slurm", "shwo.py"), "there is no script 'shwo.py'"),
+        (("--to", "slurm", "shwo.py"), "cannot find script 'shwo.py'"),
         (("--to", "slurm", "--time", "soon", "show.py"), "'soon' is not a duration"),
         (("--to", "slurm", "--time", "0:00:00", "show.py"), "'0:00:00' is not a duration"),
         (("--to", "slurm", "--memory", "lots", "show.py"), "'lots' is not a size"),
@@ -297,8 +297,11 @@ def test_a_job_that_is_refused(folder: Path, tmp_path: Path) -> None:
         (("--to", "k8s", "show.py"), "give --image"),
         (("--to", "k8s", "--image", "a", "--name", "7up", "show.py"), "'7up' is no name for Kubernetes"),
         (("--to", "k8s", "--image", "a", "--queue", "gpu", "show.py"), "leave out --queue"),
-        (("--to", "slurm", "--spares", "1", "show.py"), "add --elastic MIN"),
-        (("--to", "slurm", "-N", "2", "--elastic", "3", "show.py"), "--elastic 3: at least 3 ranks, and 2 would"),
+        (("--to", "slurm", "--spares", "1", "show.py"), "Add --elastic MIN"),
+        (
+            ("--to", "slurm", "-N", "2", "--elastic", "3", "show.py"),
+            "--elastic 3 requires at least 3 ranks, but the job",
+        ),
         (("--to", "slurm", "--elastic", "1", "--spares", "1", "show.py"), "--spares 1: of 1 hosts (-N), at least one"),
         (("--to", "slurm", "--chdir", "missing", "show.py"), "cannot enter 'missing' (--chdir): No such file"),
         (("--to", "k8s", "--image", "a", "--chdir", "x", "show.py"), "--chdir 'x': expected a folder of the image"),

@@ -123,7 +123,7 @@ def test_the_launcher_records_all_ranks(tmp_path, command):
     (tmp_path / "calls.py").write_text(CALLS)
     for twice in (False, True):
         done = command("run", "-n", "2", "--trace", "traces", "calls.py")
-        said = "allranks run: --trace traces: it has files of another job. A timeline of the folder shows both; "
+        said = "allranks run: --trace traces: the folder has files of another job. A timeline of it shows both jobs."
         assert (done.returncode, done.stderr.startswith(said), bool(done.stderr)) == (0, twice, twice)
     found = trace_files([tmp_path / "traces"])
     assert [path.name for path in found] == ["rank-0.trace", "rank-0.1.trace", "rank-1.trace", "rank-1.1.trace"]
@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, command):
     (tmp_path / "file").write_text("")
     done = command("run", "-n", "2", "--trace", "file", "calls.py")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "allranks run: error: cannot make 'file' (--trace): File exists\n"
+    assert done.stderr == "allranks run: error: cannot create 'file' (--trace): File exists\n"
     done = command("run", "-n", "1", "calls.py", ALLRANKS_TRACE="file")  # the job goes on
     assert done.returncode == 0
     assert "rank 0: cannot record calls in 'file': File exists (ALLRANKS_TRACE)" in done.stderr

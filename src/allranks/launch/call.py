@@ -109,16 +109,16 @@ def run(
     if n is not None and (not isinstance(n, int) or n < 1):
         raise UsageError(f"n={n!r}: expected a number of ranks, 1 or more")
     if threads is not None and threads < 1:
-        raise UsageError(f"threads={threads}: a rank has one at least")
+        raise UsageError(f"threads={threads}: expected 1 or more")
     for name, word, words in (("show", show, get_args(Show)), ("bind", bind, get_args(Bind))):
         if word not in words:
-            raise UsageError(f"{name}={word!r} is none of {', '.join(map(repr, words))}")
+            raise UsageError(f"{name}={word!r} is not one of {', '.join(map(repr, words))}")
     if bad := [name for name in env or () if not name or "=" in name]:
-        raise UsageError(f"env: {bad[0]!r} is no name of a variable")
+        raise UsageError(f"env: {bad[0]!r} is not a variable name")
     if not callable(fn):
-        raise UsageError(f"fn must be a function; {fn!r} is none")
+        raise UsageError(f"fn={fn!r}: expected a function")
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-        raise UsageError(f"args={args!r}: expected a tuple of the arguments, (x,) for one")
+        raise UsageError(f"args={args!r}: expected a tuple of the arguments; for a single argument, (x,)")
     used, command = _hosts(hosts)
     here = command is None
     options = Options(
@@ -157,11 +157,11 @@ def _outcome(job: SpreadJob, code: int, timeout: float | None) -> list[Any]:
     assert loop is not None
     if loop.late:
         places = "".join(f"\n  {rank_list(ranks)}: at {where}" for where, ranks in loop.places.items())
-        raise TimeoutError(f"{name} did not end on all ranks within {timeout:g} s{places}")
+        raise TimeoutError(f"{name} did not return on all ranks within {timeout:g} s{places}")
     if loop.caught is not None:
         signal.raise_signal(loop.caught)  # for the previous handler; this usually does not return
     if loop.signalled == signal.SIGPIPE:
-        raise BrokenPipeError(f"the output of the ranks of {name} is not read any more")
+        raise BrokenPipeError(f"{name}: the reader of the ranks' output has closed it")
     if loop.signalled is not None:
         raise KeyboardInterrupt(f"{name} was stopped by {signal.Signals(loop.signalled).name}")
     if (cause := loop.cause) is not None:
@@ -172,7 +172,7 @@ def _outcome(job: SpreadJob, code: int, timeout: float | None) -> list[Any]:
             raise reason
         raise error from reason
     if code:
-        raise OSError(f"what the ranks of {name} print could not be written; they were stopped")
+        raise OSError(f"{name}: the output of the ranks could not be written; the ranks were stopped")
     results = []
     for rank in range(job.world_size):
         if rank not in loop.results:

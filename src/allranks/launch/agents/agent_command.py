@@ -70,10 +70,10 @@ def explain(command: RemoteCommand, host: str, python: str, code: int | None, st
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     if "No module named allranks" in stderr or "No module named 'allranks" in stderr:
-        return f"{host}: allranks is not installed in {python} there: {last}"
+        return f"{host}: allranks is not installed in {python}: {last}"
     if code in (126, 127) or "No such file or directory" in last or "not found" in last:
-        return f"{host}: there is no interpreter {python}: {last or f'exit code {code}'}"
+        return f"{host}: cannot run the interpreter {python}: {last or f'exit code {code}'}"
     if why := command.explain(host, code, stderr):
         return f"{host}: {why}"
-    state = "did not answer in time" if code is None else f"{command.name} ended with exit code {code}"
+    state = "did not answer in time" if code is None else f"{command.name} exited with code {code}"
     return f"{host}: {state}{': ' + last if last else ''}"

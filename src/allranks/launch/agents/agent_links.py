@@ -215,7 +215,7 @@ class AgentLinks:
                         self._events.append(HostJoined(host.name, host.coming))
                         host.coming = 0
                 elif isinstance(message, Unable) and host.coming:
-                    self._events.append(HostMessage(host.name, f"it cannot join: {message.why}".encode()))
+                    self._events.append(HostMessage(host.name, f"cannot join the job: {message.why}".encode()))
                     self.turn_away(host, message.why)
                 elif isinstance(message, Unable) and (host.running or host.starting):
                     self._lose(host, f"{host.name}: {message.why}")
@@ -264,7 +264,7 @@ class AgentLinks:
         if host.link is None:
             return
         if host.process is None:
-            self._lose(host, f"{host.name}: the connection to its agent is gone ({lost})")
+            self._lose(host, f"{host.name}: lost the connection to its agent ({lost})")
             return
         self._detach(host)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -274,8 +274,8 @@ class AgentLinks:
         if isinstance(lost, Garbled):
             self._lose(
                 host,
-                f"{host.name}: {lost}.\n  A shell that prints something there (.bashrc, a banner) must be silent where"
-                " nobody types.",
+                f"{host.name}: {lost}.\n  Disable all output of the shell's startup files on that host (.bashrc, a"
+                " banner) for non-interactive shells.",
             )
             return
         if host.hello is None:
@@ -283,9 +283,9 @@ class AgentLinks:
                 host, explain(host.command, host.name, host.python, code, host.stderr_text.decode(errors="replace"))
             )
             return
-        what = f"({lost})"
+        what = f"lost the connection to its agent ({lost})"
         if code is not None:
-            what = f"its agent is gone ({host.command.name} ended with {ending(code)})"
+            what = f"its agent has terminated ({host.command.name}: {ending(code)})"
         last = host.stderr_text.decode(errors="replace").strip().splitlines()[-1:]
         self._lose(host, ": ".join([f"{host.name}: {what}", *last]))
 
@@ -319,7 +319,7 @@ class AgentLinks:
 
     def turn_away(self, host: Host, why: str) -> None:
         """Refuse a caller."""
-        self._send(host, EndAgent(2, self._reporter.line(f"error: host 0 does not take this host: {why}").encode()))
+        self._send(host, EndAgent(2, self._reporter.line(f"error: host 0 refused this host: {why}").encode()))
         self.forget(host)
 
     def forget(self, host: Host) -> None:

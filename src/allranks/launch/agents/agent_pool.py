@@ -193,7 +193,7 @@ class AgentPool(HostAdmission):
             self._turn(left)
         for host in self.hosts:
             if host.link is not None and not isinstance(host.answer, Finished):
-                self._lose(host, f"{host.name}: its agent did not answer for {_FINISH_S:g} s")
+                self._lose(host, f"{host.name}: its agent did not reply within {_FINISH_S:g} s")
             host.running.clear()
         self._reading = True
         events, self._events = self._events, []

@@ -87,7 +87,7 @@ class HostAdmission(AgentLinks):
     def refusals(self) -> str:
         """Return the refused connections, with the reasons; "" if there are none."""
         refused = self._listener.refused if self._listener is not None else {}
-        return f"(turned away: {'; '.join(f'{peer}: {why}' for peer, why in refused.items())})" if refused else ""
+        return f"(refused: {'; '.join(f'{peer}: {why}' for peer, why in refused.items())})" if refused else ""
 
     @property
     def callers(self) -> list[Host]:
@@ -134,10 +134,10 @@ class HostAdmission(AgentLinks):
         written = " | ".join(
             starter.stderr_text.decode(errors="replace").strip() for starter in self._starters if starter.stderr_text
         )
-        words = f"no answer from {', '.join(missing) or 'the other hosts'} in time"
+        words = f"no answer in time from {', '.join(missing) or 'the other hosts'}"
         if refused := self.refusals():
             words += f" {refused}"
-        return words + (f"; {written}" if written else "") + " (longer: --join-timeout)"
+        return words + (f"; {written}" if written else "") + ".\n  To wait longer, use --join-timeout."
 
     def greeted(self) -> bool:
         """Return whether the agents of all hosts have identified themselves.

@@ -112,7 +112,7 @@ def wrong_version(host: Host) -> str:
     if host.hello is None or host.hello.version == __version__:
         return ""
     theirs = f"allranks {host.hello.version} (python {host.hello.python})"
-    return f"it has {theirs}, host 0 has {__version__}; install one version on all hosts"
+    return f"{theirs} differs from host 0's allranks {__version__}; install the same version on all hosts"
 
 
 def like(host: Host, place: int, slots: int | None) -> Host:

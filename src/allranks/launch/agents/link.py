@@ -101,14 +101,14 @@ class Link(Generic[_In]):
         except OSError as error:
             raise LinkLost(str(error.strerror).lower()) from error
         if data == b"":
-            raise LinkLost("it ended")
+            raise LinkLost("closed by the peer")
         self._frames.feed(data or b"")
         messages = []
         try:
             while (frame := self._frames.next()) is not None:
                 messages.append(self._decoder.decode(frame))
         except (WireError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise Garbled(f"what it sent is no message of allranks ({error})") from error
+            raise Garbled(f"received data that is not an allranks message ({error})") from error
         return messages
 
     def await_one(self, until: float) -> list[_In]:

@@ -370,7 +370,7 @@ class AgentServer:
                 self._store = StoreClient.connect(self._server.here, self._prepared.secret, _REACH_S)
             self._store.set(Ended.key(ended.rank), msgspec.json.encode(ended))
         except (JoinError, StoreLostError, TimeoutError) as error:
-            print(f"the master gets no message of how rank {ended.rank} ended: {error}", file=sys.stderr, flush=True)
+            print(f"cannot report the exit of rank {ended.rank} to the master: {error}", file=sys.stderr, flush=True)
 
     def _finish(self, agent: Agent, patience_s: float) -> None:
         until = time.monotonic() + _STRAGGLERS_S
@@ -420,7 +420,7 @@ def _enter(folder: str) -> None:
         os.chdir(folder)
     except OSError as error:
         raise ConfigError(
-            f"cannot enter the working directory {folder!r}: {str(error.strerror).lower()} (another one: --chdir)"
+            f"cannot enter the working directory {folder!r}: {str(error.strerror).lower()} (to use another: --chdir)"
         ) from None
 
 
@@ -454,7 +454,9 @@ def _reach(stores: Sequence[str], secret: bytes, where: str) -> tuple[str, str]:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))
             return store, str(probe.getsockname()[0])
-    raise ConfigError(f"cannot reach the {where} at {', '.join(tried) or 'any address'}; which network to use: --iface")
+    raise ConfigError(
+        f"cannot reach the {where} at {', '.join(tried) or 'any address'}; select the network with --iface"
+    )
 
 
 def main(argv: Sequence[str]) -> int | Rank:

@@ -30,9 +30,13 @@ def check_elastic(elastic: tuple[int, int | None] | None, nproc: int) -> None:
         return
     least, most = elastic
     if nproc < least:
-        raise ConfigError(f"--elastic {least}: at least {least} ranks, and {nproc} would be started (more: -n)")
+        raise ConfigError(
+            f"--elastic {least} requires at least {least} ranks, but the job has {nproc}.\n  Increase -n."
+        )
     if most is not None and most < nproc:
-        raise ConfigError(f"--elastic {least}:{most}: at most {most} ranks, and {nproc} would be started (fewer: -n)")
+        raise ConfigError(
+            f"--elastic {least}:{most} allows at most {most} ranks, but the job has {nproc}.\n  Decrease -n."
+        )
 
 
 def share_out(
@@ -65,18 +69,18 @@ def share_out(
         found = [max(1, cpus) if per_host == "auto" else gpus for cpus, gpus in has]
         for host, count in zip(hosts, found, strict=True):
             if count == 0:
-                raise ConfigError(f"{host.name} has no GPU, and one rank for each was asked for (-n gpu)")
+                raise ConfigError(f"{host.name} has no GPU, but -n gpu requests one rank per GPU")
     elif per_host is not None:
         found = [per_host] * len(hosts)
         for host, slot in zip(hosts, slots, strict=True):
             if slot is not None and slot < per_host:
                 raise ConfigError(
-                    f"{per_host} ranks on each host do not fit: {host.name} has {_slots(slot)}"
-                    f" (more: {host.name}:{per_host})"
+                    f"{per_host} ranks on each host do not fit: {host.name} has {_slots(slot)}.\n"
+                    f"  To allow more, specify {host.name}:{per_host}."
                 )
     elif nproc is None:
         if not any(found := [1 if count is None else count for count in slots]):
-            raise ConfigError(f"there is no slot for a rank: {', '.join(map(str, hosts))} (one: {hosts[0].name}:1)")
+            raise ConfigError(f"no host has a slot: {', '.join(map(str, hosts))}.\n  Specify slots: {hosts[0].name}:1.")
         return found
     elif all(count is None for count in slots):
         least, more = divmod(nproc, len(hosts))
@@ -85,7 +89,7 @@ def share_out(
         return _fill(hosts, slots, nproc)
     if nproc is not None and nproc != sum(found):
         raise ConfigError(
-            f"{nproc} ranks were asked for (-n), and {sum(found)} by {_words(per_host)} on {len(hosts)} host(s)"
+            f"-n requests {nproc} ranks, but {_words(per_host)} on {len(hosts)} host(s) requests {sum(found)}"
         )
     return found
 
@@ -107,7 +111,7 @@ def _fill(hosts: Sequence[Slots], slots: Sequence[int | None], nproc: int) -> li
         left -= fitting
     if left:
         listed = ", ".join(f"{h.name} has {_slots(1 if h.count is None else h.count)}" for h in hosts)
-        raise ConfigError(f"{nproc} ranks do not fit: {listed} (more: {hosts[0].name}:{nproc})")
+        raise ConfigError(f"{nproc} ranks do not fit: {listed}.\n  To allow more, specify {hosts[0].name}:{nproc}.")
     return found
 
 

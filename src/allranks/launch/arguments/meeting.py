@@ -64,11 +64,11 @@ class MeetingOptions:
 def add_meeting(add: Callable[..., Any]) -> None:
     """Add the options. The help hides duplicate spellings: ``--master-addr`` and ``--rdzv-endpoint`` mean the same."""
     for words, dest, kind, metavar, shown in (
-        ("master addr", "master_addr", str, "HOST[:PORT]", "host 0, in that case"),
+        ("master addr", "master_addr", str, "HOST[:PORT]", "address of host 0, if you start the command on each host"),
         ("master port", "master_port", _port, "PORT", ""),
-        ("rdzv endpoint", "rdzv_endpoint", str, "HOST[:PORT]", "the same; hosts need no --node-rank then"),
+        ("rdzv endpoint", "rdzv_endpoint", str, "HOST[:PORT]", "like --master-addr, but hosts need no --node-rank"),
         ("rdzv backend", "rdzv_backend", _backend, "NAME", ""),
-        ("rdzv id", "rdzv_id", str, "NAME", "name of the job, which all hosts must give"),
+        ("rdzv id", "rdzv_id", str, "NAME", "name of the job, the same on all hosts"),
         ("rdzv conf", "rdzv_conf", str, "KEY=VALUE,...", ""),
         ("local addr", "local_addr", str, "HOST", ""),
     ):
@@ -85,13 +85,13 @@ def read_meeting(args: argparse.Namespace) -> MeetingOptions:
     """
     settings = _split(args.rdzv_conf or "")
     if settings.pop("store_type", "tcp") != "tcp":
-        raise ConfigError("--rdzv-conf store_type: hosts meet over TCP only; expected --rdzv-endpoint HOST:PORT")
+        raise ConfigError("--rdzv-conf store_type: the rendezvous supports TCP only.\n  Use --rdzv-endpoint HOST:PORT.")
     leads = _take(settings, "is_host", "yes or no", lambda text: _WORDS[text.lower()])
     join = [_take(settings, name, "a number of seconds", _seconds) for name in ("join_timeout", "timeout")]
     last_call = _take(settings, "last_call_timeout", "a number of seconds", _seconds)
     if unknown := [name for name in settings if name not in _IDLE]:
         known = ", ".join(("is_host", "join_timeout", "timeout", "last_call_timeout", "store_type", *_IDLE))
-        raise ConfigError(f"--rdzv-conf: there is no setting {unknown[0]!r}; there are {known}")
+        raise ConfigError(f"--rdzv-conf: unknown setting {unknown[0]!r}; known settings: {known}")
     return MeetingOptions(
         _leader(args),
         leads,
@@ -106,14 +106,16 @@ def _leader(args: argparse.Namespace) -> tuple[str, int | None] | None:
     port: int | None = args.master_port
     if args.rdzv_endpoint:
         if args.master_addr is not None or port is not None:
-            raise ConfigError("--rdzv-endpoint and --master-addr or --master-port mean the same; expected one of them")
+            raise ConfigError(
+                "--rdzv-endpoint and --master-addr or --master-port are equivalent.\n  Specify only one of them."
+            )
         host, inner = _host_port(args.rdzv_endpoint, "--rdzv-endpoint")
         return host, C10D_PORT if inner is None and args.rdzv_backend == "c10d" else inner
     if args.master_addr is None:
         return None if port is None else ("", port)
     host, inner = _host_port(args.master_addr, "--master-addr")
     if inner is not None and port not in (None, inner):
-        raise ConfigError(f"--master-addr {args.master_addr} and --master-port {port} name two ports")
+        raise ConfigError(f"--master-addr {args.master_addr} and --master-port {port} specify two different ports")
     return host, port if inner is None else inner
 
 
@@ -160,7 +162,7 @@ def _backend(text: str) -> str:
     if text in ("c10d", "static"):
         return text
     raise argparse.ArgumentTypeError(
-        f"there is no {text!r} here, nor a need for one: hosts meet at one of themselves"
+        f"{text!r} is not supported; the rendezvous runs on one of the hosts"
         " (--rdzv-backend c10d --rdzv-endpoint HOST:PORT)"
     )
 
@@ -170,5 +172,5 @@ def _addresses(name: str) -> str:
     try:
         found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError):
-        raise ConfigError(f"--local-addr {name!r} is neither an address nor a name that resolves") from None
+        raise ConfigError(f"--local-addr {name!r} is not an address, and the name does not resolve") from None
     return ",".join(address for address in found if not ipaddress.ip_address(address).is_loopback)

@@ -57,7 +57,7 @@ class _RefusedOption(argparse.Action):
             words = " ".join([option, *(values or ())])
             instead = _INSTEAD.get(option.replace("_", "-"))
             hint = f"; use {instead}" if instead else ""
-            parser.error(f"{words} is torchrun's, and not in this version of allranks run{hint}")
+            parser.error(f"{words} is an option of torchrun that allranks run does not support{hint}")
 
 
 class Parser(ArgumentParser):
@@ -118,9 +118,9 @@ def refuse_inelastic(args: argparse.Namespace) -> None:
         ConfigError: the options are refused; with the name of the option.
     """
     if args.elastic is None and args.respawns is not None:
-        raise ConfigError("--respawns is for a job that goes on after a loss: add --elastic MIN")
+        raise ConfigError("--respawns requires an elastic job.\n  Add --elastic MIN.")
     if args.elastic is None and args.spares:
-        raise ConfigError("--spares is for a job that goes on after a loss: add --elastic MIN")
+        raise ConfigError("--spares requires an elastic job.\n  Add --elastic MIN.")
 
 
 def _check_elastic(args: argparse.Namespace) -> None:
@@ -131,13 +131,13 @@ def _check_elastic(args: argparse.Namespace) -> None:
     """
     refuse_inelastic(args)
     if args.rehearse and args.elastic is None:
-        raise ConfigError("--rehearse is for a job that goes on after a loss: add --elastic MIN")
+        raise ConfigError("--rehearse requires an elastic job.\n  Add --elastic MIN.")
     if args.rehearse and args.respawns == 0:
-        raise ConfigError("--rehearse compares jobs in which lost ranks are replaced: leave out --respawns 0")
+        raise ConfigError("--rehearse compares jobs in which lost ranks are replaced.\n  Remove --respawns 0.")
     if args.elastic is not None and args.mode == "master":
         raise ConfigError(
-            "--elastic is for ranks that are all alike. With --mode master a worker may be lost anyway, and"
-            " the master starts it again (respawn)"
+            "--elastic cannot be combined with --mode master, which already tolerates the loss of a worker.\n"
+            "  Remove --elastic. The master can restart a worker (respawn)."
         )
 
 
@@ -160,25 +160,25 @@ def _refuse_contradictions(args: argparse.Namespace, meeting: MeetingOptions, li
         ConfigError: with the names of the options.
     """
     if args.standalone and args.nodes is not None and args.nodes[1] > 1:
-        raise ConfigError("--standalone is for one host, and more were asked for (-N)")
+        raise ConfigError("--standalone runs the job on one host, but -N requests more")
     if not listed:
         return
     if args.standalone:
-        raise ConfigError("--standalone is for this host, and hosts were listed (--hosts or --hostfile)")
+        raise ConfigError("--standalone runs the job on this host, but --hosts or --hostfile lists hosts")
     for given, option in (
         (args.node is not None, "--node-rank"),
         (meeting.leader is not None, "--rdzv-endpoint" if args.rdzv_endpoint else "--master-addr and --master-port"),
     ):
         if given:
             raise ConfigError(
-                f"{option}: for hosts on which the same command is started, and --hosts or --hostfile starts them all"
-                " from here; expected one of both"
+                f"{option} requires that you start the command on each host, but --hosts or --hostfile starts all hosts"
+                " from here.\n  Specify only one of them."
             )
 
 
 def _add_hosts(add: Callable[..., Any]) -> None:
     """Add the options that set several fields: number of ranks, hosts, rendezvous."""
-    shown = "ranks in all; auto: one per CPU; gpu: one per GPU (default 1)"
+    shown = "number of ranks; auto: one per CPU; gpu: one per GPU (default 1)"
     add("-n", "--nproc", type=values.rank_count, metavar="N|auto|gpu", help=shown)
     add("-np", dest="nproc", type=values.rank_count, default=argparse.SUPPRESS, help=_HIDE)
     for name in ("--nproc-per-node", "--nproc_per_node"):
@@ -190,9 +190,14 @@ def _add_hosts(add: Callable[..., Any]) -> None:
             help="ranks on each host" if "-per" in name else _HIDE,
         )
     add("-H", "--hosts", metavar="HOST[:N],...", help="run on these hosts by ssh, at most N ranks on each")
-    add("--hostfile", type=Path, metavar="FILE", help="the same from a file: a host a line, slots=N behind it")
+    add(
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help="like --hosts, from a file: one host per line, with slots=N",
+    )
     for name in ("-N", "--nodes", "--nnodes"):
-        shown = "number of hosts; MIN:MAX: go on with fewer, and with those that come back"
+        shown = "number of hosts; MIN:MAX: continue with fewer, and add hosts that return"
         add(name, dest="nodes", type=values.host_count, metavar="MIN[:MAX]", help=shown if name == "-N" else _HIDE)
     add_options(add, Options, ("node",))
     add_meeting(add)
@@ -204,7 +209,7 @@ def _add_program(add: Callable[..., Any]) -> None:
         "--mode",
         choices=get_args(Mode),
         default="group",
-        help="master: rank 0 alone runs the program, and drives the others by init_master_worker (default group)",
+        help="master: only rank 0 runs the program and drives the others with init_master_worker (default group)",
     )
 
 
@@ -212,15 +217,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="allranks run",
         usage=_USAGE,
-        description="Runs a program as N processes (ranks), here or on other hosts; all stop when one fails.",
-        epilog="A single rank has this terminal, or other stdin, for breakpoint() and input(); of several, --stdin's.",
+        description="Run a program as N processes (ranks), here or on other hosts. If one fails, all stop.",
+        epilog="breakpoint() and input() work in a single rank, or in the rank that --stdin selects.",
         examples=(
-            ("allranks run -n 4 train.py --epochs 3", "four ranks here; what follows the script is its own"),
+            ("allranks run -n 4 train.py --epochs 3", "four ranks here, with arguments for the script"),
             ("allranks run -H node0:4,node1:4 train.py", "eight ranks on two hosts, by ssh"),
-            ("allranks run train.py", "in a job of SLURM, PBS, LSF, SGE or Flux: on its nodes"),
-            ("allranks run -n 4 --elastic 2 --restarts 3 train.py", "goes on when ranks are lost"),
-            ("allranks run -n 4 --trace calls train.py", "records all calls, for allranks trace timeline calls"),
-            ("allranks run -n 4 -- ./program --option", "a command that is no Python script"),
+            ("allranks run train.py", "on the nodes of a job of SLURM, PBS, LSF, SGE or Flux"),
+            ("allranks run -n 4 --elastic 2 --restarts 3 train.py", "continue when ranks are lost"),
+            ("allranks run -n 4 --trace calls train.py", "record all calls, for allranks trace timeline calls"),
+            ("allranks run -n 4 -- ./program --option", "a command that is not a Python script"),
         ),
         allow_abbrev=False,
     )
@@ -232,9 +237,9 @@ def _parser() -> argparse.ArgumentParser:
             _add_program(group.add_argument)
         elif title == OUTPUT:
             loudness = group.add_mutually_exclusive_group()
-            shown = "of the launcher's own lines, print only the cause of a failure"
+            shown = "of the launcher's messages, print only the cause of a failure"
             loudness.add_argument("-q", "--quiet", action="store_true", help=shown)
-            shown = "print what is found, started and stopped, and when"
+            shown = "print each step of the launcher with its time"
             loudness.add_argument("-v", "--verbose", action="store_true", help=shown)
         for kind in (Options, Display):
             names = [name for name, each in declarations(kind).items() if each.group == title and name != "node"]
@@ -264,11 +269,11 @@ def _add_of_torchrun(add: Callable[..., Any]) -> None:
 
 def _hosts(text: str | None, file: Path | None) -> tuple[Slots, ...]:
     if text is not None and file is not None:
-        raise ConfigError("--hosts and --hostfile exclude each other")
+        raise ConfigError("--hosts and --hostfile are mutually exclusive")
     if file is None:
         return parse_hosts(text, "--hosts") if text is not None else ()
     try:
         return parse_hostfile(read_text(file), str(file))
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        why = error.strerror if isinstance(error, OSError) else "the file is not text"
         raise ConfigError(f"cannot read the hostfile {str(file)!r}: {why}") from None

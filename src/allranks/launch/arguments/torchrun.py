@@ -49,40 +49,45 @@ def _list(text: str) -> list[str]:
     return [word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")]
 
 
-_ignored = "accepted; it makes no difference here"
+_ignored = "accepted, without effect"
 _OPTIONS = (
     _Option("nnodes", "N|MIN:MAX", "number of hosts on which this command is started", "1:1"),
     _Option("nproc-per-node", "N|auto|cpu|gpu", "ranks on this host", "1"),
-    _Option("rdzv-backend", "c10d|static", "c10d: hosts are numbered as they come; static: by --node-rank", "static"),
-    _Option("rdzv-endpoint", "HOST[:PORT]", "one of the hosts, where all meet", ""),
+    _Option(
+        "rdzv-backend",
+        "c10d|static",
+        "c10d: hosts are numbered as they join; static: by --node-rank",
+        "static",
+    ),
+    _Option("rdzv-endpoint", "HOST[:PORT]", "the host of the rendezvous", ""),
     _Option("rdzv-id", "NAME", "name of the job, the same on all hosts", "none"),
     _Option("rdzv-conf", "KEY=VALUE,...", "join_timeout, timeout, last_call_timeout, is_host", ""),
-    _Option("max-restarts", "K", "start the ranks again when one fails, up to K times", 0, int),
+    _Option("max-restarts", "K", "restart the ranks if one fails, up to K times", 0, int),
     _Option("monitor-interval", "SECONDS", _ignored, 0.1, float),
     _Option("start-method", "METHOD", _ignored, "spawn", choices=("spawn", "fork", "forkserver")),
     _Option("event-log-handler", "NAME", "null only", "null"),
     _Option("role", "NAME", "ROLE_NAME of the ranks", "default"),
     _Option("log-dir", "DIR", "folder for -r and -t"),
     _Option("redirects", "STREAMS", "write to files only: 1 stdout, 2 stderr, 3 both, or 0:3,1:1", "0", short="-r"),
-    _Option("tee", "STREAMS", "write to files, too", "0", short="-t"),
+    _Option("tee", "STREAMS", "also write to files", "0", short="-t"),
     _Option("local-ranks-filter", "0,1,...", "show these local ranks only", ""),
     _Option("duplicate-stdout-filters", "WORDS", "not supported", [], _list),
     _Option("duplicate-stderr-filters", "WORDS", "not supported", [], _list),
-    _Option("node-rank", "I", "number of this host; without it hosts are numbered as they come", None, int),
+    _Option("node-rank", "I", "number of this host (default: hosts are numbered as they join)", None, int),
     _Option("master-addr", "HOST", "host 0", "127.0.0.1"),
-    _Option("master-port", "PORT", "a port there", None, int),
-    _Option("local-addr", "HOST", "the address of this host that others shall use"),
+    _Option("master-port", "PORT", "port on host 0", None, int),
+    _Option("local-addr", "HOST", "address of this host for the other hosts"),
     _Option("logs-specs", "NAME", "not supported", by_env=False),
     _Option("numa-binding", "MODE", "bind ranks to CPUs", choices=tuple(_BINDINGS), by_env=False),
-    _Option("signals-to-handle", "NAMES", "signals that are passed on to the ranks", ",".join(_STOPPING)),
-    _Option("shutdown-timeout", "SECONDS", "between SIGTERM and SIGKILL (default 30)", None, int),
+    _Option("signals-to-handle", "NAMES", "signals to forward to the ranks", ",".join(_STOPPING)),
+    _Option("shutdown-timeout", "SECONDS", "seconds between SIGTERM and SIGKILL (default 30)", None, int),
 )
 _FLAGS = {
-    "standalone": "a job of this host alone",
+    "standalone": "run the job on this host only",
     "module": "run a python module, as python -m does",
     "no-python": "run a command",
     "run-path": _ignored,
-    "virtual-local-rank": "let each rank see one GPU, and be local rank 0",
+    "virtual-local-rank": "make one GPU visible to each rank, with local rank 0",
 }
 
 
@@ -91,16 +96,16 @@ def _parser(environ: Mapping[str, str], for_launch: bool) -> argparse.ArgumentPa
     parser = Parser(
         prog=f"allranks {name}",
         usage=f"allranks {name} [options] script.py [args ...]",
-        description=f"Does what {'torch.distributed.launch' if for_launch else 'torchrun'} does, with the same options."
-        " allranks run has more of them, and finds hosts by itself.",
+        description=f"Drop-in replacement for {'torch.distributed.launch' if for_launch else 'torchrun'}."
+        " allranks run has more options and finds hosts by itself.",
         examples=(
             (f"allranks {name} --nproc-per-node 4 train.py", "four ranks on this host"),
             (
                 f"allranks {name} --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0 t.py",
-                "the same line on each of two hosts",
+                "the same command on each of two hosts",
             ),
         ),
-        epilog="Where an option is not given, PET_<OPTION> is, if it is set.",
+        epilog="The default of an option is the environment variable PET_<OPTION>, if it is set.",
     )
     for option in _OPTIONS:
         spellings = dict.fromkeys(("--" + option.name, "--" + option.name.replace("-", "_")))
@@ -127,7 +132,9 @@ def _parser(environ: Mapping[str, str], for_launch: bool) -> argparse.ArgumentPa
         parser.add_argument(*short, *spellings, action="store_true", default=default, help=text)
     if for_launch:
         parser.add_argument(
-            *("--use-env", "--use_env"), action="store_true", help="do not pass --local-rank=I; LOCAL_RANK has it"
+            *("--use-env", "--use_env"),
+            action="store_true",
+            help="do not pass --local-rank=I; LOCAL_RANK is set",
         )
     parser.add_argument("training_script", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -207,17 +214,17 @@ def _refuse(asked: argparse.Namespace) -> None:
         ConfigError: with the alternative.
     """
     if asked.no_python and asked.module and not asked.run_path:
-        raise ConfigError("--no-python and --module exclude each other")
+        raise ConfigError("--no-python and --module are mutually exclusive")
     if asked.no_python and not getattr(asked, "use_env", True):
-        raise ConfigError("--no-python needs --use-env, too: a command is not passed --local-rank")
+        raise ConfigError("--no-python requires --use-env: commands do not receive --local-rank.\n  Add --use-env.")
     if asked.event_log_handler != "null":
-        raise ConfigError("--event-log-handler: events are not recorded here; leave it out")
+        raise ConfigError("--event-log-handler: allranks does not record events.\n  Remove the option.")
     if asked.logs_specs is not None:
-        raise ConfigError("--logs-specs: there are no such plugins here; files are written by --log-dir, -r and -t")
+        raise ConfigError("--logs-specs: log plugins are not supported.\n  Use --log-dir, -r and -t.")
     if asked.duplicate_stdout_filters or asked.duplicate_stderr_filters:
         raise ConfigError(
-            "--duplicate-stdout-filters and --duplicate-stderr-filters are not here;"
-            " write files by -t 3 --log-dir DIR, and use grep on them"
+            "--duplicate-stdout-filters and --duplicate-stderr-filters are not supported.\n"
+            "  Write log files with -t 3 --log-dir DIR, and filter them with grep."
         )
 
 
@@ -251,7 +258,7 @@ def _ranks(asked: argparse.Namespace) -> list[str]:
     """Return the words for the number of ranks of this host, and their options."""
     count = asked.nproc_per_node
     if count == "xpu":
-        raise ConfigError("--nproc-per-node xpu: such devices cannot be counted here; expected their number")
+        raise ConfigError("--nproc-per-node xpu: allranks cannot count these devices.\n  Specify their number.")
     if count == "auto":
         count = "gpu" if len(visible_gpus(os.environ)) else "cpu"
     words = ["--nproc-per-node", count, "--max-restarts", str(asked.max_restarts), "--role", asked.role]

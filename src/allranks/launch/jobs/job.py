@@ -73,12 +73,12 @@ def launch(options: Options) -> int | Rank:
         try:
             options.trace.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cannot make {str(options.trace)!r} (--trace): {error.strerror}") from None
+            raise ConfigError(f"cannot create {str(options.trace)!r} (--trace): {error.strerror}") from None
         # If several launchers run the same command, another one may have started already.
         if options.node in (None, 0) and any(options.trace.glob("rank-*.trace")):
             options.reporter.remark(
-                f"--trace {options.trace}: it has files of another job. A timeline of the folder shows both; another"
-                " folder keeps them apart"
+                f"--trace {options.trace}: the folder has files of another job. A timeline of it shows both jobs.\n"
+                "  To separate them, use another folder."
             )
     check(options.target, "--" if options.reporter.name == "allranks run" else "--no-python")
     if options.iface:
@@ -89,7 +89,7 @@ def launch(options: Options) -> int | Rank:
         place = detect(os.environ, options.env, launcher=True)
         because = ", ".join(f"{clue.name}={clue.value}" for clue in place.why)
         options.reporter.detail(
-            f"found {place.kind}: {because}" if because else "found no scheduler and no other launcher"
+            f"detected {place.kind}: {because}" if because else "detected no scheduler and no other launcher"
         )
         return _launch(options, place)
     except KeyboardInterrupt:  # while hosts were being connected
@@ -113,13 +113,13 @@ def _check_single_host(options: Options) -> None:
         or options.node is not None
     ):
         raise ConfigError(
-            "--rehearse runs on one host only. Start it on one host, with fewer ranks: allranks run --env local -n 3"
+            "--rehearse runs on one host only.\n  Start it on one host, with fewer ranks: allranks run --env local -n 3"
             " --elastic 2 --rehearse ..."
         )
     if place.role == "rank" and place.kind not in _LAUNCHED:
         raise ConfigError(
-            f"--rehearse starts its own ranks, and this process is rank {place.rank} of {place.size} of {place.kind}."
-            " Add --env local, or start it outside that job"
+            f"--rehearse starts its own ranks, and this process is rank {place.rank} of {place.size} of {place.kind}.\n"
+            "  Add --env local, or start it outside that job."
         )
 
 
@@ -128,8 +128,8 @@ def _launch(options: Options, place: LaunchContext) -> int | Rank:
         if options.nproc is None and options.per_host is None:
             return _run_in_place(options, place)
         raise ConfigError(
-            f"this process is rank {place.rank} of {place.size} already, started by {place.kind}; -n would start ranks"
-            " in each of them. Leave it out to run the program as that rank, or use --env local"
+            f"this process is already rank {place.rank} of {place.size}, started by {place.kind}; -n would start ranks"
+            " in each of them.\n  Remove -n to run the program as this rank, or use --env local."
         )
     if options.hosts or (place.role == "allocation" and options.node is None):
         command = command_for(place) if place.role == "allocation" else SSH
@@ -137,7 +137,7 @@ def _launch(options: Options, place: LaunchContext) -> int | Rank:
             command = SSH
         hosts = options.hosts or read_hosts(place)
         if not hosts:
-            raise ConfigError(f"this is an allocation of {place.kind}, which lists no hosts; name them (--hosts)")
+            raise ConfigError(f"the allocation of {place.kind} does not list its hosts.\n  Specify them with --hosts.")
         options.reporter.detail(f"hosts: {', '.join(map(str, hosts))}, by {command.name}")
         if not (len(hosts) == 1 and is_here(hosts[0].name)):
             _refuse_stdin(options)
@@ -161,8 +161,8 @@ def _refuse_stdin(options: Options) -> None:
     """
     if isinstance(options.stdin, int):
         raise ConfigError(
-            f"--stdin {options.stdin}: only ranks of a job on one host can have stdin. Debug it on fewer ranks there"
-            " (ssh -t HOST allranks run -n 2 --stdin 0 ...), or by a debugger that listens on a port (debugpy)"
+            f"--stdin {options.stdin}: only ranks of a job on one host can have stdin.\n  Debug the job with fewer"
+            " ranks there (ssh -t HOST allranks run -n 2 --stdin 0 ...), or use a debugger on a port (debugpy)."
         )
 
 
@@ -174,18 +174,18 @@ def _check_number(options: Options, nodes: tuple[int, int] | None) -> None:
     """
     leader = options.leader[0] if options.leader is not None else ""
     if nodes is None and (options.node is not None or (leader and not is_here(leader))):
-        reason = f"--node-rank {options.node}" if options.node is not None else f"host 0 is {leader}, which is not here"
-        raise ConfigError(f"{reason}: this is one of several hosts then; give the number of hosts (-N)")
+        reason = f"--node-rank {options.node}" if options.node is not None else f"host 0 is {leader}, another host"
+        raise ConfigError(f"{reason}: the job has several hosts, but their number is missing.\n  Specify it with -N.")
     if nodes is not None and options.node is not None and options.node >= nodes[1]:
-        count = "is 1 host" if nodes[1] == 1 else f"are {nodes[1]} hosts"
-        raise ConfigError(f"--node-rank {options.node} is out of range; there {count}, numbered from 0")
+        expected = "0" if nodes[1] == 1 else f"0 to {nodes[1] - 1}"
+        raise ConfigError(f"--node-rank {options.node} is out of range; expected {expected} (-N {nodes[1]})")
 
 
 def _run_here(options: Options, host: Slots) -> int | Rank:
     if options.spares:
-        raise ConfigError(f"--spares {options.spares}: for several hosts, and there is only {host.name}")
+        raise ConfigError(f"--spares {options.spares} requires several hosts, but the job has only {host.name}")
     if options.nodes is not None and options.nodes[0] > 1:
-        raise ConfigError(f"{options.nodes[0]} hosts were asked for (-N), and there is only {host.name}")
+        raise ConfigError(f"-N requests {options.nodes[0]} hosts, but the job has only {host.name}")
     gpus = len(visible_gpus(os.environ)) if options.per_host == "gpu" else 0
     (nproc,) = share_out([host], options.nproc, options.per_host, [(usable_cpus(), gpus)], strict=bool(options.hosts))
     if options.dry_run:
@@ -201,16 +201,16 @@ def _run_among(options: Options, place: LaunchContext, nodes: tuple[int, int]) -
     name, port = options.leader or (place.leader, None)
     if options.node is None and node is not None and not name:
         raise ConfigError(
-            f"{place.kind} reports that this is host {node} of {nodes[1]}, but not which is host 0:"
-            " name it (--master-addr)"
+            f"{place.kind} reports that this is host {node} of {nodes[1]}, but not the name of host 0.\n"
+            "  Specify it with --master-addr."
         )
     if node is None and not name:
         raise ConfigError(
-            f"{nodes[1]} hosts were asked for (-N), and neither which they are (--hosts), nor which of them this is"
-            " (--node-rank), nor does a scheduler report more"
+            f"-N requests {nodes[1]} hosts, but no scheduler lists them.\n  Specify the hosts with --hosts, or start"
+            " the same command on each of them with --node-rank and --master-addr."
         )
     if options.per_host == "gpu" and not visible_gpus(os.environ):
-        raise ConfigError("this host has no GPU, and one rank for each was asked for (-n gpu)")
+        raise ConfigError("this host has no GPU, but -n gpu requests one rank per GPU")
     secret = load_secret()
     ports = [port] if port is not None else [*place.ports[:PORTS_TRIED]] or [_PORT]
     if port is None and place.job and place.hosts:  # several jobs may share these hosts
@@ -218,13 +218,15 @@ def _run_among(options: Options, place: LaunchContext, nodes: tuple[int, int]) -
         ports = [*place.ports[:PORTS_TRIED], *job_ports(secret)]
     if options.dry_run:
         where = f"{name or 'this host'}, port {', '.join(map(str, ports))}"
-        put(f"{options.target.words()}, on this host and {nodes[1] - 1} more, which meet on {where}\n")
+        put(f"{options.target.words()}, on this host and {nodes[1] - 1} more; rendezvous on {where}\n")
         return 0
     if ports == [0]:
         raise ConfigError(
-            "hosts cannot meet on a port that is not known before (0); expected one that is free on host 0"
+            "port 0: the other hosts cannot know the port that host 0 would choose.\n  Specify a free port of host 0."
         )
-    options.reporter.detail(f"hosts: {nodes[1]} that meet on {name or 'this host'}, port {', '.join(map(str, ports))}")
+    options.reporter.detail(
+        f"hosts: {nodes[1]}, rendezvous on {name or 'this host'}, port {', '.join(map(str, ports))}"
+    )
     sure = node == 0 or (node is None and options.leads is True)
     if sure or (node is None and options.leads is None and is_here(name)):
         try:
@@ -246,7 +248,7 @@ def _run_in_place(options: Options, place: LaunchContext) -> int:
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         words = [sys.executable, *flags, *(["-m"] if target.kind == "module" else []), *words]
     if not options.dry_run:
-        options.reporter.detail(f"runs {target.words()} in place, as rank {place.rank} of {place.size}")
+        options.reporter.detail(f"running {target.words()} in place, as rank {place.rank} of {place.size}")
         os.execvpe(words[0], words, {**os.environ, **environ})
     put(f"{target.words()}, in place of this process, which is rank {place.rank} of {place.size} of {place.kind}\n")
     return 0
@@ -269,8 +271,8 @@ def _environ_in_place(options: Options, kind: str) -> dict[str, str]:
             if not kept and getattr(place, field.name) != field.default:
                 option = _SPELLINGS.get(field.name) or option_name(type(place), field.name)
                 raise ConfigError(
-                    f"{option} is for ranks that allranks run starts, and this one was started by {kind}, which would"
-                    " have to do it; leave it out"
+                    f"{option} applies only to ranks that allranks run starts, but {kind} has started this rank.\n"
+                    f"  Remove {option}."
                 )
     environ = options.environ
     if options.threads is not None:

@@ -77,7 +77,7 @@ def run_here(options: Options, nproc: int) -> int | Rank:
         match action:
             case StartRound(restart):
                 if restart:
-                    options.reporter.report(f"starting again ({restart} of {options.restarts})")
+                    options.reporter.report(f"restarting ({restart} of {options.restarts})")
                 prepared = _prepare(options, replace(share, restart=restart, masters=masters))
                 if isinstance(prepared, Rank):
                     return prepared
@@ -156,7 +156,7 @@ def _prepare(options: Options, share: JobShare) -> _Round | Rank:
         ranks = replace(ranks, start="fork" if preload(ranks.target, environ) else "spawn")
         forked = "with torch imported" if "torch" in sys.modules else "without torch, which the script does not import"
         options.reporter.detail(
-            f"ranks are forked {forked}" if ranks.start == "fork" else "torch cannot be imported: no forking"
+            f"ranks are forked {forked}" if ranks.start == "fork" else "ranks are not forked: torch cannot be imported"
         )
     if options.elastic is not None:
         server.put(TABLE_KEY, first_table(range(nproc), options.elastic[0]).encode())
@@ -184,5 +184,5 @@ def _reader(options: Options, nproc: int) -> int | None:
     if options.stdin == "none":
         return None
     if options.stdin >= nproc:
-        raise ConfigError(f"--stdin {options.stdin}: there is no such rank; expected 0 to {nproc - 1}, or none")
+        raise ConfigError(f"--stdin {options.stdin}: no such rank; expected 0 to {nproc - 1}, or none")
     return options.stdin

@@ -146,9 +146,9 @@ class _Rehearsal:
             table.add(phase, killed, result)
         if self._ignored:
             names = ", ".join(sorted(name.removeprefix("variable ") for name in self._ignored)[:_NAMES])
-            put(f"\nNot compared, as two undisturbed runs differ in it: {names}\n")
+            put(f"\nNot compared, because two undisturbed runs differ: {names}\n")
         if bad:
-            many = f"{bad} of {len(phases)} phases do not end with the same bits"
+            many = f"{bad} of {len(phases)} phases do not produce the same bits"
             put(f"\n{many}. See docs/resilience.md#what-a-step-is\n")
         if self._failed is not None:
             _show_output(self._failed)
@@ -169,14 +169,14 @@ class _Rehearsal:
             return f"error: {self._again.error}"
         varying = _varying(first, self._again)
         if varying.trained:
-            return f"DIFFERENT: {varying.trained[0]}, which differs between two undisturbed runs, too"
+            return f"DIFFERENT: {varying.trained[0]}, which also differs between two undisturbed runs"
         self._ignored |= varying.values
         found = _difference(first, run, varying.values)
         if found is None:
             return "same bits"
         name, at, rank = found
         local = _local_differences(first, run, at, varying.local)
-        more = f" (declared as local, and different: {', '.join(local[:_NAMES])})" if local else ""
+        more = f" (declared as local and also different: {', '.join(local[:_NAMES])})" if local else ""
         return f"DIFFERENT: {name}, in step {first.records[at, rank]['step']} on rank {rank}{more}"
 
     def _run(self, phase: str, first: _Run | None = None) -> _Run:
@@ -189,14 +189,14 @@ class _Rehearsal:
         code = self._start(self._command, environ, folder / "output", limit_s)
         error = ""
         if code is None:
-            error = f"the run did not end within {limit_s:.0f} s"
+            error = f"the run did not finish within {limit_s:.0f} s"
         elif code:
             error = _first_line(errors, folder / "output") or f"exit code {code}"
         run = _Run(folder, error, time.monotonic() - began)
         if first is not None and not error and run.records.keys() < first.records.keys():
             last = max(first.records)
             if last not in run.records:
-                run.error = f"the run ended after {run.steps} of {first.steps} steps"
+                run.error = f"the run stopped after {run.steps} of {first.steps} steps"
         return run
 
 
@@ -250,9 +250,9 @@ def _local_differences(first: _Run, run: _Run, at: tuple[int, ...], ignored: fro
 def _unusable(first: _Run) -> str:
     """Return why a run that succeeded cannot be rehearsed; "" if it can."""
     if not first.records:
-        return "the program has done no step of allranks.resilience.State"
+        return "the program has run no step of allranks.resilience.State"
     if first.ranks < 2:
-        return "a lost rank gets the state from another rank: at least 2 ranks are needed (-n 2)"
+        return "a lost rank receives the state from another rank, so at least 2 ranks are required (-n 2)"
     return ""
 
 
@@ -261,7 +261,8 @@ def _first_line(errors: Path, output: Path) -> str:
     try:
         text = str(json.loads(errors.read_text())["message"]["message"])
     except (OSError, ValueError, KeyError):
-        lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
+        # Indented lines continue an error message: they contain the action for the user.
+        lines = [line for line in output.read_text(errors="replace").splitlines() if line[:2].strip()]
         text = lines[-1] if lines else ""
     return text.strip().partition("\n")[0].removeprefix("allranks run: error: ")
 
@@ -269,7 +270,7 @@ def _first_line(errors: Path, output: Path) -> str:
 def _show_output(run: _Run) -> None:
     lines = run.output.splitlines()
     left_out = f" (the last {_LINES} of {len(lines)} lines)" if len(lines) > _LINES else ""
-    put("\n".join([f"\nThe output of the run that failed first{left_out}:", *lines[-_LINES:]]) + "\n")
+    put("\n".join([f"\nOutput of the first run that failed{left_out}:", *lines[-_LINES:]]) + "\n")
 
 
 class PhaseTable:

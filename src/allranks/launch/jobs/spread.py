@@ -99,9 +99,7 @@ def run_there(options: Options, hosts: Sequence[Slots], command: RemoteCommand) 
     """
     least, most = options.nodes or (len(hosts), len(hosts))
     if least > len(hosts):
-        raise ConfigError(
-            f"{least} hosts were asked for (-N), and there are {len(hosts)}: {', '.join(map(str, hosts))}"
-        )
+        raise ConfigError(f"-N requests {least} hosts, but the job has {len(hosts)}: {', '.join(map(str, hosts))}")
     hosts = hosts[:most]
     hosts, spares = _split(hosts, options.spares)
     if least < len(hosts) and options.nproc is not None:
@@ -110,7 +108,7 @@ def run_there(options: Options, hosts: Sequence[Slots], command: RemoteCommand) 
             share_out(fewest, options.nproc, options.per_host, strict=bool(options.hosts))
         except ConfigError as error:
             raise ConfigError(
-                f"with {least} host{'s' * (least != 1)} left (-N), {error}; on each host: --nproc-per-node"
+                f"with {least} remaining host{'s' * (least != 1)} (-N): {error}\n  Or set --nproc-per-node."
             ) from None
     if not isinstance(options.per_host, str):
         counts = share_out(hosts, options.nproc, options.per_host, strict=bool(options.hosts))
@@ -120,8 +118,8 @@ def run_there(options: Options, hosts: Sequence[Slots], command: RemoteCommand) 
         hosts = [host for host, count in zip(hosts, counts, strict=True) if count]
         if options.nodes is not None and len(hosts) < least:
             raise ConfigError(
-                f"{least} hosts were asked for (-N), and {len(hosts)} of them can take all {sum(counts)} ranks:"
-                " use --nproc-per-node, or give the ranks of each host (-H HOST:N,...)"
+                f"-N requests {least} hosts, but all {sum(counts)} ranks fit on {len(hosts)} of them.\n"
+                "  Use --nproc-per-node, or set the number of ranks of each host (-H HOST:N,...)."
             )
         words: list[int | str] = [count for count in counts if count]
     else:
@@ -145,7 +143,7 @@ def _split(hosts: Sequence[Slots], spares: int) -> tuple[Sequence[Slots], Sequen
         ConfigError: no host would run ranks.
     """
     if spares >= len(hosts):
-        raise ConfigError(f"--spares {spares}: there are {len(hosts)} hosts, and at least one must run ranks")
+        raise ConfigError(f"--spares {spares}: the job has {len(hosts)} hosts, and at least one must run ranks")
     return hosts[: len(hosts) - spares], hosts[len(hosts) - spares :]
 
 
@@ -189,10 +187,10 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
 
     # Without an address, hosts search for host 0 on themselves.
     alone = all(host in _LOOPBACK for host, _ in targets)
-    hint = "\n  That is this host itself; if host 0 is another, name it: --master-addr" if alone else ""
+    hint = "\n  This is the address of this host. If host 0 is another host, pass --master-addr." if alone else ""
 
     def remark(last: str) -> None:
-        options.reporter.remark(f"waiting for host 0 at {where} (last: {last}){hint}")
+        options.reporter.remark(f"waiting for host 0 at {where} (last error: {last}){hint}")
 
     try:
         sock = dial(targets, secret, time.monotonic() + options.join_timeout_s, remark)
@@ -218,7 +216,7 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
             hello(node, _own_slots(options), options.run, options.role, count_gpus=options.per_host == "gpu")
         )
     except LinkLost:
-        raise ConfigError(f"host 0 ({where}) is gone; the ranks on this host were stopped") from None
+        raise ConfigError(f"lost the connection to host 0 ({where}); the ranks on this host were stopped") from None
     if isinstance(last, Rank):
         return last
     if last.text:
@@ -356,7 +354,7 @@ class SpreadJob:
     def _drop(self, host: Host) -> None:
         """Continue without a lost host, if enough hosts are left."""
         if self.rules.may_go_on_without(1, len(self.pool.hosts)):
-            self.options.reporter.report(f"{host.why}; going on without it")
+            self.options.reporter.report(f"{host.why}; continuing without it")
             self.pool.drop(host, try_again=True)
 
     def open_to_callers(self) -> None:
@@ -385,7 +383,11 @@ class SpreadJob:
                 options.reporter.remark(f"waiting for {self._missing()}")
             return pool.greeted() and (not missing or now >= last_call)
 
-        pool.gather(until, enough, lambda: f"no answer from {self._missing()} in time (longer: --join-timeout)")
+        pool.gather(
+            until,
+            enough,
+            lambda: f"no answer in time from {self._missing()}\n  To wait longer, use --join-timeout.",
+        )
         if not (self.elastic or options.elastic is not None):
             self.port = pool.close_listener()  # so that a program that uses torch.distributed finds it free
 
@@ -394,7 +396,7 @@ class SpreadJob:
             if (hello := host.hello) is not None and host not in self._reported:
                 self._reported.add(host)
                 gpus = "" if hello.gpus is None else f", {hello.gpus} GPUs"
-                self.options.reporter.detail(f"{host.name} is there: python {hello.python}, {hello.cpus} CPUs{gpus}")
+                self.options.reporter.detail(f"{host.name} connected: python {hello.python}, {hello.cpus} CPUs{gpus}")
 
     def _missing(self) -> str:
         """Describe the missing hosts, the address that they must reach, and the command to start there."""
@@ -403,19 +405,24 @@ class SpreadJob:
         who = f"{'host' if len(numbers) == 1 else 'hosts'} {', '.join(map(str, numbers))}"
         name = self.master or (self.options.leader[0] if self.options.leader else "") or socket.gethostname()
         port = self.pool.listener_port
-        words = f"{who} (they are numbered from 0 to {self.most - 1}; this is 0, and listens as {name}:{port})"
+        words = f"{who} (of hosts 0 to {self.most - 1}; this is host 0, which listens on {name}:{port})"
+        if refused := self.pool.refusals():
+            words += f" {refused}"
         if self.options.leader and name and not is_here(name):
-            words += f"; {name} is not a name of this host: is it host 0?"
+            words += f"; {name} is not a name of this host, so this may not be host 0"
         if self.elastic and len(here) >= self.least:
-            words += f"; it starts without in {self.options.last_call_s:g} s"
+            words += f"; the job starts without the missing hosts within {self.options.last_call_s:g} s"
         elif name in _LOOPBACK:
             words += (
-                f"; here: the same command, --node-rank {numbers[0]}. No other host can reach {name}: to use another"
-                f" one, stop this and give all the address of this host (--master-addr {_name_for_others()})"
+                f".\n  Start the same command here with --node-rank {numbers[0]}.\n  No other host can reach {name}. To"
+                f" use another host, start all with the address of this host (--master-addr {_name_for_others()})."
             )
         else:
-            words += f"; there: the same command, --node-rank {numbers[0]} --master-addr {name} --master-port {port}"
-        return f"{words} {self.pool.refusals()}".strip()
+            words += (
+                f".\n  Start the same command there with --node-rank {numbers[0]} --master-addr {name}"
+                f" --master-port {port}."
+            )
+        return words
 
     def admit_callers(self) -> None:
         """Admit agents that have connected, as long as the job needs hosts."""
@@ -464,8 +471,8 @@ class SpreadJob:
             return trouble
         place = self._place_for(caller)
         if place in self._taken:
-            return f"there is another host {place} already (--node-rank)"
-        return "" if place < self.most else f"the job has its {self.most} hosts already"
+            return f"the job already has a host {place} (--node-rank)"
+        return "" if place < self.most else f"the job already has its {self.most} hosts"
 
     def run(self) -> int:
         """Run rounds until the last one."""
@@ -479,7 +486,7 @@ class SpreadJob:
                     if restart:
                         names = ", ".join(host.name for host in pool)
                         how_often = f" ({left} of {options.restarts} restarts left)" if options.restarts else ""
-                        options.reporter.report(f"starting again on {names}{how_often}")
+                        options.reporter.report(f"restarting on {names}{how_often}")
                     event = self._round()
                 case policy.CountHosts():
                     self.admit_callers()
@@ -495,7 +502,7 @@ class SpreadJob:
     def _await_hosts(self, count: int) -> policy.Event:
         """Wait for hosts to join, or to return, if too few are left."""
         pool = self.pool
-        self.options.reporter.report(f"{count} of at least {self.least} hosts are left; waiting for others")
+        self.options.reporter.report(f"{count} of at least {self.least} hosts are left; waiting for other hosts")
 
         def enough() -> bool:
             pool.try_again()
@@ -520,7 +527,7 @@ class SpreadJob:
                 if not self.rules.may_go_on_without(len(unable) + len(lost), len(pool.hosts)):
                     raise
                 for host, why in unable.items():  # it would fail the next time, too
-                    self.options.reporter.report(f"{host.name}: {why}; going on without it")
+                    self.options.reporter.report(f"{host.name}: {why}; continuing without it")
                     pool.turn_away(host, why)
                 for host in lost:
                     self._drop(host)
@@ -591,7 +598,7 @@ class SpreadJob:
         options.reporter.detail(f"the store is at {', '.join(start[0].stores) or 'a unix socket there'}")
         for host, command in zip(pool, start, strict=True):
             ranks = rank_list(range(command.first, command.first + command.count))
-            options.reporter.detail(f"{host.name} starts {ranks}" if command.count else f"{host.name} is spare")
+            options.reporter.detail(f"{host.name} starts {ranks}" if command.count else f"{host.name} is a spare host")
         # The signals stay blocked until the loop has installed its handlers, so none is lost while the ranks start.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))
         screen.open()
@@ -682,8 +689,8 @@ class SpreadJob:
         counts = share_out(slots, options.nproc, options.per_host, has, strict=bool(options.hosts))
         if not all(counts):  # hosts were requested by number
             raise ConfigError(
-                f"{options.nproc} ranks for {len(counts)} hosts (-n is their number in all; on each host:"
-                " --nproc-per-node)"
+                f"-n {options.nproc} leaves some of the {len(counts)} hosts without ranks.\n"
+                "  Increase -n, the number of all ranks, or set the number on each host with --nproc-per-node."
             )
         return counts
 
@@ -707,8 +714,8 @@ def _prepare_of(options: Options, nproc: int, master: str) -> Prepare:
 
 
 def _other_job(ours: str, theirs: str) -> str:
-    names = [repr(name) if name else "one without a name" for name in (ours, theirs)]
-    return f"its job is {names[0]}, and {names[1]} was asked for (--rdzv-id); another job needs a port of its own"
+    names = [repr(name) if name else "a job without a name" for name in (ours, theirs)]
+    return f"host 0 runs {names[0]}, but this host requests {names[1]} (--rdzv-id); use a separate port for each job"
 
 
 def _own_slots(options: Options) -> int | None:

@@ -39,7 +39,7 @@ class ElasticRound(RoundState):
             self._root_cause.add(failure)
         elif _has_no_state(failure):
             self._root_cause.add(failure)
-            self._print("no rank is left that has all of the state of the program: the job ends")
+            self._print("no remaining rank has the complete state of the program; the job stops")
         elif failure.echo and not _is_excluded(failure):
             self._root_cause.add(failure)
             if slots.last_loss is not None:
@@ -66,13 +66,13 @@ class ElasticRound(RoundState):
             self._root_cause.add(failure)
             self._tell_starting(slots)
         elif excluded:
-            self._go_on(f"rank {rank} has ended, as the others had gone on without it", slots)
+            self._go_on(f"rank {rank} exited because the other ranks had continued without it", slots)
         else:
             if reported is not None and reported.report is not None:
                 self._actions.append(PrintReport(rank, reported.report.text))
             if again:
                 how_often = f"{slots.respawned(rank)} of {slots.respawns}"
-                self._print(f"{failure}; started again ({how_often})", Level.REMARK)
+                self._print(f"{failure}; restarted ({how_often})", Level.REMARK)
                 self._actions.append(RestartRank(rank, {START: str(slots.start_of(rank))}))
             else:
                 self._go_on(str(failure), slots)
@@ -109,7 +109,7 @@ class ElasticRound(RoundState):
             starts = {rank: slots.start_of(rank) for rank in ranks}
             self._actions.append(StartElsewhere(event.host, spare, starts))
         elif self._may_go_on(slots):
-            self._go_on(f"{event.why}; {rank_list(ranks)} ended with it", slots)
+            self._go_on(f"{event.why}; {rank_list(ranks)} terminated with it", slots)
         else:
             self._root_cause.add(losses[0])
             self._tell_starting(slots)
@@ -127,7 +127,7 @@ class ElasticRound(RoundState):
             return
         lost, starts = slots.join(event.host, event.room)
         if not starts:
-            self._print(f"{event.host} has come; it is spare", Level.REMARK)
+            self._print(f"{event.host} has joined; it is a spare host", Level.REMARK)
             return
         self._publish()
         self._hosts += [""] * (max(starts) + 1 - len(self._hosts))
@@ -135,7 +135,7 @@ class ElasticRound(RoundState):
             self._hosts[rank] = event.host
         self._all |= starts.keys()
         verb = "joins" if len(starts) == 1 else "join"
-        self._print(f"{event.host} has come; {rank_list(list(starts))} {verb} the others", Level.REMARK)
+        self._print(f"{event.host} has joined; {rank_list(list(starts))} {verb} the other ranks", Level.REMARK)
         self._actions.append(StartElsewhere(lost, event.host, starts))
 
     def _check_leaving(self) -> None:
@@ -160,13 +160,13 @@ class ElasticRound(RoundState):
         """Print that ranks which are being started cannot continue, if no rank is left that has the state."""
         starting = starting or slots.starting
         if starting and not self._exited and not self.running.difference(self._reports):
-            self._print(f"no rank is left that has the state of the program: {rank_list(starting)} cannot go on")
+            self._print(f"no remaining rank has the state of the program; {rank_list(starting)} cannot continue")
 
     def _may_go_on(self, slots: RankSlots[Failure]) -> bool:
         return slots.is_enough() and bool(self.running or self._exited)
 
     def _go_on(self, what: str, slots: RankSlots[Failure]) -> None:
-        self._print(f"{what}; the others go on ({slots.left} of at least {slots.table.least})", Level.REMARK)
+        self._print(f"{what}; the other ranks continue ({slots.left} of at least {slots.table.least})", Level.REMARK)
 
 
 def _is_excluded(failure: Failure) -> bool:

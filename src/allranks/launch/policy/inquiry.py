@@ -21,8 +21,8 @@ STACKS_S = 0.4
 
 
 class _Phase(Enum):
-    INSPECTING = "what ranks do"
-    DUMPING = "stacks of some"
+    INSPECTING = "states of the ranks"
+    DUMPING = "stacks of selected ranks"
     DONE = "nothing"
 
 

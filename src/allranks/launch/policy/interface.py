@@ -308,11 +308,11 @@ class FinishRanks:
 class Ending(Enum):
     """Reason why a round ended."""
 
-    CLEAN = "no rank is to blame"
+    CLEAN = "no rank failed"
     FAILED = "a rank failed or a host was lost"
-    SIGNALLED = "a signal stopped it"
-    IDLE = "no rank had written anything for too long"
-    JOINED = "a host has come that can take part"
+    SIGNALLED = "a signal stopped the job"
+    IDLE = "no rank wrote any output for too long"
+    JOINED = "a new host joined"
 
 
 @dataclass(frozen=True)

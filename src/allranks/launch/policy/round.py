@@ -197,7 +197,7 @@ class Round(ElasticRound):
                 self._silent.append(event.rank)
         elif self._may_fail(event.rank):
             if event.status:
-                self._print(f"{failure}; the others go on", Level.REMARK)
+                self._print(f"{failure}; the other ranks continue", Level.REMARK)
         elif self._slots is not None and (event.status or event.rank in self._reports):
             self._take_elastic_exit(failure, self._slots)
         elif event.status:
@@ -227,7 +227,7 @@ class Round(ElasticRound):
         if self.phase is not Phase.RUNNING:
             return  # the rank is reaped with the others
         self.running.add(rank)
-        self._print(f"rank {rank} started again", Level.DETAIL)
+        self._print(f"rank {rank} restarted", Level.DETAIL)
         if self._slots is not None and self._slots.start(rank):
             self._publish()
         elif self._slots is not None and not self.stopping:  # too late: no rank has the state that it needs
@@ -242,7 +242,7 @@ class Round(ElasticRound):
             self._take_newcomers(event, self._slots)
         elif not self.stopping and self.phase is Phase.RUNNING:
             self.joined = True
-            self._print(f"{event.host} has come; the ranks start again")
+            self._print(f"{event.host} has joined; all ranks restart")
             self._stop(signal.SIGTERM, self.running)
 
     def _take_output_lost(self, event: OutputLost) -> None:
@@ -259,7 +259,7 @@ class Round(ElasticRound):
             return
         if number in self.rules.passed_on:
             name = signal.Signals(number).name
-            self._print(f"{name} is passed on to {rank_list(sorted(self.running))}", Level.DETAIL)
+            self._print(f"forwarding {name} to {rank_list(sorted(self.running))}", Level.DETAIL)
             self._signal(number, self.running, alone=True)
             return
         self._asked_again = True
@@ -300,7 +300,7 @@ class Round(ElasticRound):
             if event.stopped or suspension.number == signal.SIGTSTP:
                 self._signal(signal.SIGCONT, self.running.intersection(suspension.ranks))
             else:
-                self._print(f"rank {self.rules.reader} waits for a terminal that another job has")
+                self._print(f"rank {self.rules.reader} waits for the terminal, which another job uses")
                 self._output_lost = True
                 self._stop(signal.SIGTERM, self.running)
 
@@ -339,7 +339,7 @@ class Round(ElasticRound):
         self._answer()
         self._check_waiting()
         if self._kill_at is not None and now >= self._kill_at and self._killed_at is None and self.running:
-            self._kill(f"did not end within {self.rules.grace_s:g} s")
+            self._kill(f"did not exit within {self.rules.grace_s:g} s")
         if self.phase is Phase.RUNNING and self._is_over():
             self.phase = Phase.CLOSING
             self._phase_ends_at = now + STRAGGLERS_S
@@ -361,13 +361,13 @@ class Round(ElasticRound):
             elif self.running:
                 # A rank that never joins makes the others wait for it, and no other message appears for a long time.
                 verb = "is" if len(self.running) == 1 else "are"
-                left = f"{rank_list(sorted(self._exited))} exited with code 0 before the others"
+                left = f"{rank_list(sorted(self._exited))} exited with code 0 before the other ranks"
                 self._print(f"{left}; {rank_list(sorted(self.running))} {verb} still running", Level.REMARK)
         if self._hint_at is not None and now >= self._hint_at:
             self._hint_at = None
             if self.running and self._killed_at is None:
                 wait = f"waiting up to {self.rules.grace_s:g} s for {rank_list(sorted(self.running))} (--grace)"
-                self._print(f"{wait}; Ctrl-C again kills", Level.REMARK)
+                self._print(f"{wait}; press Ctrl-C again to kill", Level.REMARK)
 
     def _is_over(self) -> bool:
         """Return whether the round no longer waits for any rank."""
@@ -418,9 +418,11 @@ class Round(ElasticRound):
     def _stop_idle(self, answered: StackRequest) -> None:
         self._idled = True
         idle = f"no rank has written anything for {self.rules.idle_s:g} s"
-        self._print(f"{idle} (--idle-timeout); this is where they are:")
+        self._print(f"{idle} (--idle-timeout); stacks of all ranks:")
         self._actions.append(PrintStacks(dict(answered.texts)))
-        silent = dict.fromkeys(sorted(answered.awaited), "did not report where it is (blocked signals, or the kernel)")
+        silent = dict.fromkeys(
+            sorted(answered.awaited), "did not report its stacks (blocked signals, or a system call)"
+        )
         for rank, why in (answered.reasons | silent).items():
             self._print(f"{rank_list([rank])} {why}")
         self._stop(signal.SIGTERM, self.running)

@@ -42,8 +42,8 @@ class Phase(Enum):
 
     RUNNING = "ranks"
     CLOSING = "processes that ranks left behind"
-    FINISHING = "what is left is killed and reaped"
-    DRAINING = "readers of our output"
+    FINISHING = "remaining processes that are killed and reaped"
+    DRAINING = "readers of the output"
     ENDED = "nothing"
 
 
@@ -183,8 +183,8 @@ class RoundState:
         title = f" ({echo.report.title})" if echo.report is not None and echo.report.title else ""
         self._root_cause.add(loss)
         self._print(
-            f"rank {echo.rank} did not survive the loss of rank {loss.rank}{title}; the job ends"
-            " (how a program survives losses: docs/resilience.md)"
+            f"rank {echo.rank} did not survive the loss of rank {loss.rank}{title}; the job stops"
+            " (to survive losses, see docs/resilience.md)"
         )
 
     def _interrupt(self, spared: Sequence[int] = ()) -> None:

@@ -309,7 +309,7 @@ class Agent(RankProcesses):
 
     def start_elsewhere(self, lost: str, spare: str, starts: Mapping[int, int]) -> None:
         """Never called: a job on one host has no spare host."""
-        raise AssertionError(f"one host has no spare host {spare}")
+        raise AssertionError(f"a job on one host has no spare host {spare}")
 
     def answer(self, answer: bytes) -> None:
         """Do nothing: no other host requests the state of these ranks."""
@@ -411,7 +411,7 @@ class Agent(RankProcesses):
 
 def _unable(rank: int, error: OSError) -> list[Event]:
     """Return the events for a rank that cannot be restarted."""
-    text = f"rank {rank} cannot be started again: {error.strerror}\n"
+    text = f"cannot restart rank {rank}: {error.strerror}\n"
     return [RankFailed(rank, 0, FailureReport(126, text=text, at=time.monotonic())), Exited(rank, 0, 126)]
 
 

@@ -49,13 +49,13 @@ def pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
         call = file.getvalue()
     except Exception as error:
         raise UsageError(
-            f"{name_of(fn)} or an argument of it cannot be sent to the ranks: {error} (files, locks, sockets and"
-            " generators must be made by the function itself)"
+            f"{name_of(fn)} or one of its arguments cannot be pickled for the ranks: {error}.\n  Create files, locks,"
+            " sockets and generators in the function itself."
         ) from error
     if len(call) > _LARGEST:
         raise UsageError(
-            f"{name_of(fn)} and its arguments take {len(call)} bytes, and {_LARGEST} can be sent to the ranks; let them"
-            " read large data from a file"
+            f"{name_of(fn)} and its arguments have {len(call)} bytes; the limit is {_LARGEST} bytes.\n  Read large data"
+            " from a file in the ranks."
         )
     return pickling.dumps((sys.path, sources, _main_program(), call))
 
@@ -76,8 +76,8 @@ def unpack(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[st
         _make_main(program, unpickler.load())
     except Exception as error:
         raise UsageError(
-            f"the function or an argument of it cannot be made here: {type(error).__name__}: {error} (a module that"
-            " it names must be on this host, too)"
+            f"the function or one of its arguments cannot be unpickled: {type(error).__name__}: {error}.\n  Install the"
+            " modules that it uses on this host too."
         ) from error
     return fn, args, kwargs
 
@@ -93,7 +93,7 @@ def pack_result(result: Any) -> memoryview:
         _ResultPickler(buffer).dump(result)
     except Exception as error:
         raise UsageError(
-            f"what the function returns cannot be sent to the caller: {type(result).__name__}: {error}"
+            f"the result of the function cannot be pickled for the caller: {type(result).__name__}: {error}"
         ) from error
     return buffer.getbuffer()
 
@@ -107,7 +107,7 @@ def unpack_result(data: bytearray, rank: int) -> Any:
     try:
         return cloudpickle.loads(data)
     except Exception as error:
-        raise UsageError(f"what rank {rank} returned cannot be made here: {type(error).__name__}: {error}") from error
+        raise UsageError(f"the result of rank {rank} cannot be unpickled: {type(error).__name__}: {error}") from error
 
 
 def pack_error(error: BaseException) -> bytes:

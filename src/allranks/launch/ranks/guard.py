@@ -51,8 +51,8 @@ class Guard:
             os.write(self.fd, b"%d\n" % pid)
         except BrokenPipeError:
             print(
-                f"allranks: the launcher's guard (pid {self.pid}) was killed: should the launcher be killed too, what"
-                f" process {pid} has started may go on",
+                f"allranks: the launcher's guard (pid {self.pid}) was killed. If the launcher is killed too, processes"
+                f" that process {pid} has started may continue",
                 file=sys.stderr,
                 flush=True,
             )

@@ -90,7 +90,7 @@ def place(machine: Machine, nproc: int, bind: Bind, one_gpu_per_rank: bool) -> t
             count = f"{len(machine.gpus)} GPU{'s' * (len(machine.gpus) != 1)}" if machine.gpus else "no GPU"
             raise ConfigError(
                 f"{nproc} ranks cannot have a GPU each: this host shows {count} (nvidia-smi -L, CUDA_VISIBLE_DEVICES);"
-                " start fewer ranks, or leave out --one-gpu-per-rank"
+                " start fewer ranks, or remove --one-gpu-per-rank"
             )
         gpus = list(machine.gpus[:nproc])
     names = [None if gpu is None else gpu.name for gpu in gpus]
@@ -99,7 +99,7 @@ def place(machine: Machine, nproc: int, bind: Bind, one_gpu_per_rank: bool) -> t
         return tuple(CpuPlace((), name, fair) for name in names)
     if bind == "core" and nproc > len(machine.cores):
         raise ConfigError(
-            f"{nproc} ranks cannot have a core each: this host lets us use {len(machine.cores)} cores"
+            f"{nproc} ranks cannot have a core each: this host allows {len(machine.cores)} cores"
             f" ({machine.cpus} CPUs); start fewer ranks, or use --bind numa or --bind none"
         )
     shares = _share(machine, [None if gpu is None else gpu.node for gpu in gpus], bind)

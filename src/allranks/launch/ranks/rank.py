@@ -228,11 +228,11 @@ class Rank:
             result = fn(*args, **kwargs)
         except SystemExit as error:
             if _exit_code(error) == 0:
-                raise UsageError(f"{self.target.name} ended by sys.exit(0) and returned nothing") from None
+                raise UsageError(f"{self.target.name} called sys.exit(0) and returned nothing") from None
             raise
         for piece in function.pieces(function.pack_result(result)):
             if not self._send(piece):
-                raise UsageError(f"{self.target.name} closed the descriptor through which its result is returned")
+                raise UsageError(f"{self.target.name} closed the descriptor that transfers its result")
 
     def _failed(self, error: BaseException) -> None:
         ours = os.getpid() == self.pid
@@ -367,14 +367,14 @@ def _needs_stdin(error: BaseException, kind: Kind) -> str:
     if os.fstat(0).st_rdev != os.stat(os.devnull).st_rdev:  # stdin is not /dev/null
         return ""
     rank, size, local_size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    what = f"{'a debugger' if quits else 'input()'} reads from stdin, and that of rank {rank}"
+    what = f"{'a debugger' if quits else 'input()'} reads from stdin, but stdin of rank {rank}"
     if kind == "function":
-        return f"{what} is empty, as of all ranks of allranks.run: call this in a script of `allranks run -n 1`"
+        return f"{what} is empty in allranks.run.\n  Use a script with `allranks run -n 1`."
     if size != local_size:
-        return f"{what} is empty, as of all ranks on several hosts: run it on one host, by `allranks run --stdin RANK`"
+        return f"{what} is empty in jobs on several hosts.\n  Use one host, with `allranks run --stdin RANK`."
     if size == "1":
-        return f"{what} is /dev/null, as the launcher's own is: start it from a terminal"
-    return f"{what} is empty: `allranks run --stdin {rank}` gives it the launcher's, -n 1 gives it to a single rank"
+        return f"{what} is /dev/null, like stdin of the launcher.\n  Start the launcher from a terminal."
+    return f"{what} is empty.\n  Use `allranks run --stdin {rank}`, or -n 1: a single rank has stdin of the launcher."
 
 
 def _without_debugger(trace: TracebackType | None) -> TracebackType | None:

@@ -375,12 +375,12 @@ def _why_mute(pid: int, stacks: int) -> str:
     with open(f"/proc/{pid}/status") as file:
         status = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
     if status["State"].startswith(("T", "t")):
-        return f"is stopped (pid {pid}: SIGSTOP, a terminal or a debugger) and cannot report where it is"
+        return f"is stopped (pid {pid}: SIGSTOP, a terminal or a debugger) and cannot report its stacks"
     if not int(status.get("SigCgt", "0"), 16) >> (DUMP - 1) & 1:  # without a handler, the signal would kill the process
-        return f"runs no python script (pid {pid}: a command, or not begun) and cannot report where it is"
+        return f"does not run a python script (pid {pid}: a command, or not started yet) and cannot report its stacks"
     # otherwise the stacks would go into one of the program's own files
     if stacks < 0 or not _has_pipe(pid, os.fstat(stacks).st_ino):
-        return f"has closed the descriptor for its stacks (pid {pid}) and cannot report where it is"
+        return f"has closed the descriptor for its stacks (pid {pid}) and cannot report them"
     return ""
 
 

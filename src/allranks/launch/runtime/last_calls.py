@@ -82,9 +82,9 @@ def write_report(text: str, folder: Path | None, environ: Mapping[str, str]) -> 
 def _call(call: CallState) -> str:
     site = f" ({call.site})" if call.site else ""
     if not call.ended:
-        return f"{call.title}{site}, not ended after {_time(call.seconds)}"
+        return f"{call.title}{site}, not finished after {_time(call.seconds)}"
     how = f"failed ({call.outcome}) after" if call.outcome else "took"
-    last = f", rank {call.last} came last" if call.last >= 0 else ""
+    last = f", rank {call.last} arrived last" if call.last >= 0 else ""
     return f"{call.title}{site} {how} {_time(call.seconds)}{last}"
 
 

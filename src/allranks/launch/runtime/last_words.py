@@ -85,7 +85,7 @@ def describe_interrupt(
 
 def describe_idle(outcome: Outcome, idle_s: float, reporter: Reporter) -> bytes:
     """Return the last lines of a job that was idle for too long: a summary, after all output of the ranks."""
-    lines = [reporter.line(f"stopped, as no rank had written anything for {idle_s:g} s")]
+    lines = [reporter.line(f"stopped because no rank had written anything for {idle_s:g} s")]
     for place, ranks in lines_of(outcome.stacks).items():
         lines.append(reporter.line(f"{rank_list(ranks)}: at {place}"))
     return "\n".join(lines).encode()

@@ -328,8 +328,8 @@ class RoundLoop:
             case HostMessage(host, text):
                 self._screen.note(host.encode() + b": " + text)
             case LeftBehind(rank, what):
-                hint = "in a session of its own (setsid) it would stay"
-                self._reporter.remark(f"rank {rank} left {what} behind, which is ended now; {hint}")
+                hint = "to keep a process, start it with setsid"
+                self._reporter.remark(f"rank {rank} left {what} running; the launcher terminates it ({hint})")
                 return
             case Returned(rank, piece):
                 self.results.setdefault(rank, bytearray()).extend(piece)

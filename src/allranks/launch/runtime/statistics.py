@@ -71,7 +71,7 @@ class Statistics:
         except OSError as error:  # the job continues without the file
             if self._refused != error.errno:
                 self._refused = error.errno or 0
-                self._reporter.report(f"--metrics {self._file}: cannot write it: {error.strerror}")
+                self._reporter.report(f"--metrics {self._file}: cannot write the file: {error.strerror}")
 
 
 def _replace(file: Path, text: str) -> None:

@@ -64,21 +64,21 @@ class Display:
         default="all",
         group=OUTPUT,
         choices=("0", "all", "none"),
-        help="whose output to print: 0 is rank 0's, unprefixed (default all)",
+        help="ranks whose output is printed; 0: rank 0 only, without prefix (default all)",
     )
     timestamps: bool = option(
         "--timestamps",
         default=False,
         group=OUTPUT,
         action="store_true",
-        help="put the time before each line, on the screen and in files",
+        help="print the time before each line, on the screen and in files",
     )
     collapse: Literal["auto", "always", "never"] = option(
         "--collapse",
         default="auto",
         group=OUTPUT,
         choices=("auto", "always", "never"),
-        help="print a line that several ranks write at the same time once (default auto: from 8 ranks on)",
+        help="print a line only once if several ranks write it at the same time (default auto: from 8 ranks on)",
     )
     logs: Path | None = option(
         "--logs",
@@ -166,14 +166,14 @@ class RankOptions:
         default="none",
         group=PLACEMENT,
         choices=("none", "core", "numa"),
-        help="give each rank cores of its own, or the cores of a NUMA node, its GPU's if it has one (default none)",
+        help="core: bind each rank to its own cores; numa: to a NUMA node, its GPU's if it has one (default none)",
     )
     one_gpu_per_rank: bool = option(
         "--one-gpu-per-rank",
         default=False,
         group=PLACEMENT,
         action="store_true",
-        help="let each rank see one GPU, by CUDA_VISIBLE_DEVICES",
+        help="make only one GPU visible to each rank, with CUDA_VISIBLE_DEVICES",
     )
     virtual_local_rank: bool = False
     role: str = option("--role", default="default", group=HOSTS, help=argparse.SUPPRESS)
@@ -183,7 +183,7 @@ class RankOptions:
         group=WATCH,
         type=values.signal_names,
         metavar="NAMES",
-        help="signals to pass on to the ranks; the job goes on (default USR1,USR2; none for none)",
+        help="signals to forward to the ranks, without stopping the job (default USR1,USR2; none: no signals)",
     )
     notice_s: float = option(
         "--notice-after",
@@ -192,8 +192,8 @@ class RankOptions:
         convert=lambda given: notice_seconds(os.environ) if given is None else given,
         type=values.seconds,
         metavar="TIME",
-        help="how long a rank may wait in one call before a line says for whom, and where that rank is; 0 for never"
-        " (default 10s)",
+        help="time that a rank may wait in one call before the missing ranks and their source lines are printed;"
+        " 0: never (default 10s)",
     )
     statistics: bool = False
     elastic: tuple[int, int | None] | None = option(
@@ -202,7 +202,7 @@ class RankOptions:
         group=LOSSES,
         type=values.elastic_range,
         metavar="MIN[:MAX]",
-        help="a lost rank does not end the job as long as MIN are left (docs/resilience.md: how a program goes on)",
+        help="continue after the loss of ranks while at least MIN are left (see docs/resilience.md)",
     )
 
 
@@ -255,7 +255,7 @@ class Options(RankOptions):
         group=HOSTS,
         type=values.whole,
         metavar="I",
-        help="number of this host, where you start the same command on each of them",
+        help="number of this host, if you start the same command on each host",
     )
     leader: tuple[str, int | None] | None = None
     leads: bool | None = None
@@ -267,7 +267,7 @@ class Options(RankOptions):
         in_place=True,
         type=values.environment_kind,
         metavar="KIND",
-        help=f"what has started this process: {', '.join(CHOICES)}",
+        help=f"scheduler or launcher that started this process: {', '.join(CHOICES)}",
     )
     display: Display = Display()
     grace_s: float = option(
@@ -276,7 +276,7 @@ class Options(RankOptions):
         group=PROGRAM,
         type=values.seconds,
         metavar="TIME",
-        help="between SIGTERM and SIGKILL (default 10s)",
+        help="time between SIGTERM and SIGKILL (default 10s)",
     )
     instead_of_gloo: bool = option(
         "--instead-of-gloo",
@@ -284,7 +284,7 @@ class Options(RankOptions):
         group=PROGRAM,
         in_place=True,
         action="store_true",
-        help="give a program that asks torch.distributed for gloo groups on our channel; it need not be changed",
+        help="replace gloo groups of torch.distributed by allranks groups, in an unchanged program",
     )
     restarts: int = option(
         "--restarts",
@@ -293,7 +293,7 @@ class Options(RankOptions):
         group=LOSSES,
         type=values.whole,
         metavar="K",
-        help="start the job again when a rank fails, up to K times (default 0)",
+        help="restart the job if a rank fails, up to K times (default 0)",
     )
     join_timeout_s: float = option(
         "--join-timeout",
@@ -301,7 +301,7 @@ class Options(RankOptions):
         group=HOSTS,
         type=values.seconds,
         metavar="TIME",
-        help="how long to wait for hosts (default 5m)",
+        help="time to wait for hosts (default 5m)",
     )
     last_call_s: float = 10.0
     exports: tuple[str, ...] = option(
@@ -312,7 +312,7 @@ class Options(RankOptions):
         in_place=True,
         action="append",
         metavar="VAR[=V]",
-        help="pass a variable on to other hosts, or all that match a pattern such as WANDB_*",
+        help="set a variable on other hosts, or all variables that match a pattern such as WANDB_*",
     )
     folder: Path | None = option(
         "--chdir",
@@ -329,7 +329,7 @@ class Options(RankOptions):
         default="",
         group=HOSTS,
         metavar="COMMAND",
-        help="call this in place of ssh, for example 'ssh -i key'",
+        help="command to use instead of ssh, for example 'ssh -i key'",
     )
     iface: str = option(
         "--iface",
@@ -337,7 +337,7 @@ class Options(RankOptions):
         group=HOSTS,
         in_place=True,
         metavar="NAME|CIDR",
-        help="interfaces or networks that hosts use among each other",
+        help="interfaces or networks for the traffic between hosts",
     )
     dry_run: bool = option(
         "--dry-run",
@@ -345,7 +345,7 @@ class Options(RankOptions):
         group=HOSTS,
         in_place=True,
         action="store_true",
-        help="print what would be started where, and start nothing",
+        help="print which ranks would run on which hosts, and start nothing",
     )
     reporter: Reporter = field(default_factory=Reporter)
     backend: str = option(
@@ -355,7 +355,7 @@ class Options(RankOptions):
         in_place=True,
         type=values.backend_names,
         metavar="NAME",
-        help="what init_process_group() takes where the program names none, as native, gloo or cpu:gloo,cuda:nccl",
+        help="default backend of init_process_group(), for example native, gloo or cpu:gloo,cuda:nccl",
     )
     idle_s: float | None = option(
         "--idle-timeout",
@@ -363,7 +363,7 @@ class Options(RankOptions):
         group=WATCH,
         type=values.some_seconds,
         metavar="TIME",
-        help="when no rank has written anything for so long, print the stacks of all, stop and exit with 124",
+        help="if no rank writes anything for this time, print all stacks, stop and exit with 124",
     )
     stdin: int | Literal["auto", "none"] = option(
         "--stdin",
@@ -371,7 +371,7 @@ class Options(RankOptions):
         group=PROGRAM,
         type=values.stdin_rank,
         metavar="RANK|none",
-        help="the rank that has stdin, or none; the others read end-of-file (default: a single rank, or the master)",
+        help="rank that receives stdin, or none; other ranks read end-of-file (default: a single rank, or the master)",
     )
     trace: Path | None = option(
         "--trace",
@@ -380,14 +380,14 @@ class Options(RankOptions):
         in_place=True,
         type=values.folder,
         metavar="DIR",
-        help="record all calls of all ranks, rank 3 in DIR/rank-3.trace; allranks trace timeline DIR draws them",
+        help="record all calls of all ranks in DIR/rank-N.trace; show them with allranks trace timeline DIR",
     )
     stats: bool = option(
         "--stats",
         default=False,
         group=WATCH,
         action="store_true",
-        help="at the end, print what the calls took, per verb, and who came last",
+        help="at the end, print the duration of the calls per verb, and the ranks that arrived last",
     )
     metrics: Path | None = option(
         "--metrics",
@@ -395,7 +395,7 @@ class Options(RankOptions):
         group=WATCH,
         type=values.replaced_file,
         metavar="FILE",
-        help="write the same there every 10 s, in Prometheus' text format, as node_exporter's textfile collector reads",
+        help="write these statistics every 10 s in Prometheus' text format, for node_exporter's textfile collector",
     )
     respawns: int = option(
         "--respawns",
@@ -403,7 +403,7 @@ class Options(RankOptions):
         group=LOSSES,
         type=values.whole,
         metavar="K",
-        help="with --elastic: start each lost rank again, up to K times (default 3; 0: go on without it)",
+        help="with --elastic: restart each lost rank, up to K times (default 3; 0: continue without it)",
     )
     spares: int = option(
         "--spares",
@@ -411,7 +411,7 @@ class Options(RankOptions):
         group=LOSSES,
         type=values.whole,
         metavar="N",
-        help="with --elastic, of several hosts: the last N run no rank at first; a lost host's ranks are started there",
+        help="with --elastic on several hosts: keep the last N hosts as spares for the ranks of a lost host",
     )
     rehearse: tuple[str, ...] = option(
         "--rehearse",

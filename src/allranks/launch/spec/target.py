@@ -108,13 +108,13 @@ def read_target(words: Sequence[str], as_module: bool, program: str, mode: Mode 
     """
     as_command = words[:1] == ["--"]
     if as_command and as_module:
-        raise ConfigError("-m and -- exclude each other")
+        raise ConfigError("-m and -- are mutually exclusive")
     words = words[as_command:]
     if not words:
         what = "a command after --" if as_command else "a module after -m" if as_module else "a script, -m module or --"
         raise ConfigError(f"nothing to run: expected {what} (see {program} --help)")
     if as_command and mode == "master":
-        raise ConfigError("--mode master is for a python program, which calls init_master_worker; expected no --")
+        raise ConfigError("--mode master requires a python program, which calls init_master_worker.\n  Remove the --.")
     kind: Kind = "command" if as_command else "module" if as_module else "script"
     return Target(kind, words[0], tuple(words[1:]), mode=mode)
 
@@ -126,7 +126,7 @@ def check_size(target: Target, size: int) -> None:
         ConfigError: a master would have no worker.
     """
     if target.mode == "master" and size < 2:
-        raise ConfigError("--mode master: rank 0 is the master and needs one worker at least; expected -n 2 or more")
+        raise ConfigError("--mode master: rank 0 is the master and needs at least one worker.\n  Use -n 2 or more.")
 
 
 def check(target: Target, as_command: str = "--") -> None:
@@ -160,23 +160,23 @@ def _check_script(name: str, as_command: str) -> None:
             raise ConfigError(f"{name!r} is a {what} without a __main__.py, not a python script")
         return
     if not os.path.exists(name):
-        hint = f"; to run a command, put {as_command} before it: {as_command} {name}" if shutil.which(name) else ""
-        raise ConfigError(f"there is no script {name!r} in {os.getcwd()}{hint}")
+        hint = f".\n  To run a command, put {as_command} before it: {as_command} {name}" if shutil.which(name) else ""
+        raise ConfigError(f"cannot find script {name!r} in {os.getcwd()}{hint}")
     if not os.path.isfile(name):
-        raise ConfigError(f"{name!r} is not a regular file, which all ranks could read")
+        raise ConfigError(f"{name!r} is not a regular file, so the ranks cannot all read it")
     try:
         with open(name, "rb") as file:
             head = file.readline(1 << 12)
             if name.endswith(".pyc"):
                 if head[: len(MAGIC_NUMBER)] != MAGIC_NUMBER:
-                    raise ConfigError(f"{name!r} was compiled by another version of python, or is damaged")
+                    raise ConfigError(f"{name!r} was compiled by another version of python, or is corrupted")
                 return
             program = head.startswith(b"\x7fELF")
             source = head + file.read() if _may_be_another(name, head) and not program else b""
     except OSError as error:
         raise ConfigError(f"cannot read script {name!r}: {error.strerror}") from None
     if program:
-        raise ConfigError(f"{name!r} is a program, not a python script; to run it, put {as_command} before it")
+        raise ConfigError(f"{name!r} is a program, not a python script.\n  To run it, put {as_command} before it.")
     try:
         ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -184,7 +184,7 @@ def _check_script(name: str, as_command: str) -> None:
         command = command if os.sep in command or " " in command else f".{os.sep}{command}"
         line = f" (line {error.lineno}: {error.msg})" if isinstance(error, SyntaxError) and error.lineno else ""
         raise ConfigError(
-            f"{name!r} is not a python script{line}; to run a command, put {as_command} before it:"
+            f"{name!r} is not a python script{line}.\n  To run a command, put {as_command} before it:"
             f" {as_command} {command}"
         ) from None
 
@@ -206,7 +206,7 @@ def _check_module(name: str) -> None:
     set_first_path(os.getcwd())
     spec = find(name)
     if spec is None:
-        raise ConfigError(f"there is no python module {name!r}")
+        raise ConfigError(f"cannot find python module {name!r}")
     if spec.submodule_search_locations is not None and find(f"{name}.__main__") is None:
         raise ConfigError(f"{name!r} is a package without a __main__ module; it cannot be run with -m")
 
@@ -238,7 +238,7 @@ def _check_command(name: str) -> None:
         here = os.path.isfile(name)
         if here and not name.endswith(".py"):
             if os.sep in name:
-                raise ConfigError(f"{name} is not executable: chmod +x {name}")
-            raise ConfigError(f"there is no command {name!r}; the file in this folder is ./{name}")
-        hint = "; for a python script leave out the --" if here else ""
-        raise ConfigError(f"there is no command {name!r}{hint}")
+                raise ConfigError(f"{name} is not executable.\n  Run chmod +x {name}.")
+            raise ConfigError(f"cannot find command {name!r} in PATH.\n  To run the file in this folder, use ./{name}.")
+        hint = ".\n  To run a python script, remove the --." if here else ""
+        raise ConfigError(f"cannot find command {name!r}{hint}")

@@ -73,7 +73,7 @@ def backend_names(text: str) -> str:
     for part in text.lower().split(","):
         if not registry.is_known(name := part.rpartition(":")[2].strip()):
             known = ", ".join(registry.names())
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {known}; expected NAME, or cpu:NAME,cuda:NAME")
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {known}; expected NAME, or cpu:NAME,cuda:NAME")
     return text
 
 
@@ -96,7 +96,7 @@ def seconds(text: str) -> float:
 
 def some_seconds(text: str) -> float:
     if not (found := seconds(text)):
-        raise argparse.ArgumentTypeError("it must be more than 0")
+        raise argparse.ArgumentTypeError("expected more than 0")
     return found
 
 
@@ -105,7 +105,9 @@ def streams(text: str) -> Streams:
         return Streams(int(text))
     if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text, re.ASCII):
         return Streams(of_some={int(rank): int(value) for rank, value in (x.split(":") for x in text.split(","))})
-    raise argparse.ArgumentTypeError(f"{text!r} is neither 0, 1, 2 or 3 nor a map as 0:3,1:2 of local ranks to these")
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is neither 0, 1, 2 or 3 nor a map of local ranks to these, such as 0:3,1:2"
+    )
 
 
 def folder(text: str) -> Path:
@@ -116,7 +118,7 @@ def folder(text: str) -> Path:
 
 def local_ranks(text: str) -> frozenset[int]:
     if not re.fullmatch(r"\d+(,\d+)*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of local ranks as 0,1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of local ranks, such as 0,1")
     return frozenset(map(int, text.split(",")))
 
 
@@ -125,8 +127,8 @@ def signal_names(text: str) -> tuple[int, ...]:
     for word in text.split(",") if text != "none" else ():
         name = "SIG" + word.strip().upper().removeprefix("SIG")
         if name not in signal.Signals.__members__:
-            raise argparse.ArgumentTypeError(f"there is no signal {word!r}; names are as USR1,USR2")
+            raise argparse.ArgumentTypeError(f"unknown signal {word!r}; expected names such as USR1,USR2")
         if name in _NOT_PASSED:
-            raise argparse.ArgumentTypeError(f"{name} has a meaning for the job itself and cannot be passed on")
+            raise argparse.ArgumentTypeError(f"{name} controls the job itself and cannot be forwarded")
         numbers.append(signal.Signals[name])
     return tuple(numbers)

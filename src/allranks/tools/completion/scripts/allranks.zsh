@@ -4,60 +4,60 @@
 _allranks_run() {
   _arguments -s -S -A '-*' \
     '(-h --help)'{-h,--help}'[show this help message and exit]' \
-    '(-n --nproc)'{-n+,--nproc=}'[ranks in all; auto\: one per CPU; gpu\: one per GPU (default 1)]:N|auto|gpu:(auto gpu)' \
+    '(-n --nproc)'{-n+,--nproc=}'[number of ranks; auto\: one per CPU; gpu\: one per GPU (default 1)]:N|auto|gpu:(auto gpu)' \
     '!-np+:NPROC: ' \
     '--nproc-per-node=[ranks on each host]:N|auto|gpu:(auto gpu)' \
     '!--nproc_per_node=:N|auto|gpu:(auto gpu)' \
     '(-H --hosts)'{-H+,--hosts=}'[run on these hosts by ssh, at most N ranks on each]:HOST\[\:N\],...:_hosts' \
-    '--hostfile=[the same from a file\: a host a line, slots=N behind it]:FILE:_files' \
-    '-N+[number of hosts; MIN\:MAX\: go on with fewer, and with those that come back]:MIN\[\:MAX\]: ' \
+    '--hostfile=[like --hosts, from a file\: one host per line, with slots=N]:FILE:_files' \
+    '-N+[number of hosts; MIN\:MAX\: continue with fewer, and add hosts that return]:MIN\[\:MAX\]: ' \
     '!--nodes=:MIN\[\:MAX\]: ' \
     '!--nnodes=:MIN\[\:MAX\]: ' \
-    '--node-rank=[number of this host, where you start the same command on each of them]:I: ' \
+    '--node-rank=[number of this host, if you start the same command on each host]:I: ' \
     '!--node_rank=:I: ' \
-    '--master-addr=[host 0, in that case]:HOST\[\:PORT\]:_hosts' \
+    '--master-addr=[address of host 0, if you start the command on each host]:HOST\[\:PORT\]:_hosts' \
     '!--master_addr=:HOST\[\:PORT\]:_hosts' \
     '!--master-port=:PORT: ' \
     '!--master_port=:PORT: ' \
-    '--rdzv-endpoint=[the same; hosts need no --node-rank then]:HOST\[\:PORT\]:_hosts' \
+    '--rdzv-endpoint=[like --master-addr, but hosts need no --node-rank]:HOST\[\:PORT\]:_hosts' \
     '!--rdzv_endpoint=:HOST\[\:PORT\]:_hosts' \
     '!--rdzv-backend=:NAME: ' \
     '!--rdzv_backend=:NAME: ' \
-    '--rdzv-id=[name of the job, which all hosts must give]:NAME: ' \
+    '--rdzv-id=[name of the job, the same on all hosts]:NAME: ' \
     '!--rdzv_id=:NAME: ' \
     '!--rdzv-conf=:KEY=VALUE,...: ' \
     '!--rdzv_conf=:KEY=VALUE,...: ' \
     '!--local-addr=:HOST:_hosts' \
     '!--local_addr=:HOST:_hosts' \
     '!--role=:ROLE: ' \
-    '--env=[what has started this process\: auto, local, ssh, torchrun, mpi, lsf, flux, slurm, k8s, sagemaker, pbs, sge]:KIND: ' \
-    '--join-timeout=[how long to wait for hosts (default 5m)]:TIME: ' \
-    '(-x --export)'{-x+,--export=}'[pass a variable on to other hosts, or all that match a pattern such as WANDB_*]:VAR\[=V\]: ' \
+    '--env=[scheduler or launcher that started this process\: auto, local, ssh, torchrun, mpi, lsf, flux, slurm, k8s, sagemaker, pbs, sge]:KIND: ' \
+    '--join-timeout=[time to wait for hosts (default 5m)]:TIME: ' \
+    '(-x --export)'{-x+,--export=}'[set a variable on other hosts, or all variables that match a pattern such as WANDB_*]:VAR\[=V\]: ' \
     '--chdir=[working directory]:DIR:_files -/' \
     '!--wdir=:DIR:_files -/' \
-    '--ssh=[call this in place of ssh, for example '\''ssh -i key'\'']:COMMAND: ' \
-    '--iface=[interfaces or networks that hosts use among each other]:NAME|CIDR: ' \
-    '--dry-run[print what would be started where, and start nothing]' \
+    '--ssh=[command to use instead of ssh, for example '\''ssh -i key'\'']:COMMAND: ' \
+    '--iface=[interfaces or networks for the traffic between hosts]:NAME|CIDR: ' \
+    '--dry-run[print which ranks would run on which hosts, and start nothing]' \
     '(-m --module)'{-m,--module}'[run a python module, as python -m does]' \
-    '--mode=[master\: rank 0 alone runs the program, and drives the others by init_master_worker (default group)]:{group,master}:(group master)' \
+    '--mode=[master\: only rank 0 runs the program and drives the others with init_master_worker (default group)]:{group,master}:(group master)' \
     '--start=[fork ranks from a process that has imported torch, or start fresh interpreters (default fork)]:{fork,spawn}:(fork spawn)' \
     '--threads=[OMP_NUM_THREADS per rank, or auto\: CPUs / ranks (default auto)]:N|auto:(auto)' \
-    '--grace=[between SIGTERM and SIGKILL (default 10s)]:TIME: ' \
-    '--instead-of-gloo[give a program that asks torch.distributed for gloo groups on our channel; it need not be changed]' \
-    '--backend=[what init_process_group() takes where the program names none, as native, gloo or cpu\:gloo,cuda\:nccl]:NAME: ' \
-    '--stdin=[the rank that has stdin, or none; the others read end-of-file (default\: a single rank, or the master)]:RANK|none:(none)' \
-    '--elastic=[a lost rank does not end the job as long as MIN are left (docs/resilience.md\: how a program goes on)]:MIN\[\:MAX\]: ' \
-    '--restarts=[start the job again when a rank fails, up to K times (default 0)]:K: ' \
+    '--grace=[time between SIGTERM and SIGKILL (default 10s)]:TIME: ' \
+    '--instead-of-gloo[replace gloo groups of torch.distributed by allranks groups, in an unchanged program]' \
+    '--backend=[default backend of init_process_group(), for example native, gloo or cpu\:gloo,cuda\:nccl]:NAME: ' \
+    '--stdin=[rank that receives stdin, or none; other ranks read end-of-file (default\: a single rank, or the master)]:RANK|none:(none)' \
+    '--elastic=[continue after the loss of ranks while at least MIN are left (see docs/resilience.md)]:MIN\[\:MAX\]: ' \
+    '--restarts=[restart the job if a rank fails, up to K times (default 0)]:K: ' \
     '!--max-restarts=:K: ' \
     '!--max_restarts=:K: ' \
-    '--respawns=[with --elastic\: start each lost rank again, up to K times (default 3; 0\: go on without it)]:K: ' \
-    '--spares=[with --elastic, of several hosts\: the last N run no rank at first; a lost host'\''s ranks are started there]:N: ' \
+    '--respawns=[with --elastic\: restart each lost rank, up to K times (default 3; 0\: continue without it)]:K: ' \
+    '--spares=[with --elastic on several hosts\: keep the last N hosts as spares for the ranks of a lost host]:N: ' \
     '--rehearse[with --elastic\: kill ranks in each phase of the first steps, and print whether the result is the same]' \
-    '(-q --quiet)'{-q,--quiet}'[of the launcher'\''s own lines, print only the cause of a failure]' \
-    '(-v --verbose)'{-v,--verbose}'[print what is found, started and stopped, and when]' \
-    '--show=[whose output to print\: 0 is rank 0'\''s, unprefixed (default all)]:{0,all,none}:(0 all none)' \
-    '--timestamps[put the time before each line, on the screen and in files]' \
-    '--collapse=[print a line that several ranks write at the same time once (default auto\: from 8 ranks on)]:{auto,always,never}:(auto always never)' \
+    '(-q --quiet)'{-q,--quiet}'[of the launcher'\''s messages, print only the cause of a failure]' \
+    '(-v --verbose)'{-v,--verbose}'[print each step of the launcher with its time]' \
+    '--show=[ranks whose output is printed; 0\: rank 0 only, without prefix (default all)]:{0,all,none}:(0 all none)' \
+    '--timestamps[print the time before each line, on the screen and in files]' \
+    '--collapse=[print a line only once if several ranks write it at the same time (default auto\: from 8 ranks on)]:{auto,always,never}:(auto always never)' \
     '--logs=[also write each rank'\''s output to DIR/rankN.log]:DIR:_files -/' \
     '(-t --tee)'{-t+,--tee=}'[write streams also to files under --log-dir\: 1 stdout, 2 stderr, 3 both; or 0\:3,10\:1 by local rank]:STREAMS: ' \
     '(-r --redirects)'{-r+,--redirects=}'[write streams only to files under --log-dir\: 1 stdout, 2 stderr, 3 both; or 0\:3,10\:1 by local rank]:STREAMS: ' \
@@ -65,14 +65,14 @@ _allranks_run() {
     '!--log_dir=:DIR:_files -/' \
     '--local-ranks-filter=[print the output of these local ranks only]:0,1,...: ' \
     '!--local_ranks_filter=:0,1,...: ' \
-    '--bind=[give each rank cores of its own, or the cores of a NUMA node, its GPU'\''s if it has one (default none)]:{none,core,numa}:(none core numa)' \
-    '--one-gpu-per-rank[let each rank see one GPU, by CUDA_VISIBLE_DEVICES]' \
-    '--signals=[signals to pass on to the ranks; the job goes on (default USR1,USR2; none for none)]:NAMES: ' \
-    '--notice-after=[how long a rank may wait in one call before a line says for whom, and where that rank is; 0 for never (default 10s)]:TIME: ' \
-    '--idle-timeout=[when no rank has written anything for so long, print the stacks of all, stop and exit with 124]:TIME: ' \
-    '--trace=[record all calls of all ranks, rank 3 in DIR/rank-3.trace; allranks trace timeline DIR draws them]:DIR:_files -/' \
-    '--stats[at the end, print what the calls took, per verb, and who came last]' \
-    '--metrics=[write the same there every 10 s, in Prometheus'\'' text format, as node_exporter'\''s textfile collector reads]:FILE:_files' \
+    '--bind=[core\: bind each rank to its own cores; numa\: to a NUMA node, its GPU'\''s if it has one (default none)]:{none,core,numa}:(none core numa)' \
+    '--one-gpu-per-rank[make only one GPU visible to each rank, with CUDA_VISIBLE_DEVICES]' \
+    '--signals=[signals to forward to the ranks, without stopping the job (default USR1,USR2; none\: no signals)]:NAMES: ' \
+    '--notice-after=[time that a rank may wait in one call before the missing ranks and their source lines are printed; 0\: never (default 10s)]:TIME: ' \
+    '--idle-timeout=[if no rank writes anything for this time, print all stacks, stop and exit with 124]:TIME: ' \
+    '--trace=[record all calls of all ranks in DIR/rank-N.trace; show them with allranks trace timeline DIR]:DIR:_files -/' \
+    '--stats[at the end, print the duration of the calls per verb, and the ranks that arrived last]' \
+    '--metrics=[write these statistics every 10 s in Prometheus'\'' text format, for node_exporter'\''s textfile collector]:FILE:_files' \
     '!--use-env' \
     '!--use_env' \
     '!--standalone' \
@@ -94,57 +94,57 @@ _allranks_torchrun() {
     '--nnodes=[number of hosts on which this command is started]:N|MIN\:MAX: ' \
     '--nproc-per-node=[ranks on this host]:N|auto|cpu|gpu:(auto cpu gpu)' \
     '!--nproc_per_node=[ranks on this host]:N|auto|cpu|gpu:(auto cpu gpu)' \
-    '--rdzv-backend=[c10d\: hosts are numbered as they come; static\: by --node-rank]:c10d|static:(c10d static)' \
-    '!--rdzv_backend=[c10d\: hosts are numbered as they come; static\: by --node-rank]:c10d|static:(c10d static)' \
-    '--rdzv-endpoint=[one of the hosts, where all meet]:HOST\[\:PORT\]:_hosts' \
-    '!--rdzv_endpoint=[one of the hosts, where all meet]:HOST\[\:PORT\]:_hosts' \
+    '--rdzv-backend=[c10d\: hosts are numbered as they join; static\: by --node-rank]:c10d|static:(c10d static)' \
+    '!--rdzv_backend=[c10d\: hosts are numbered as they join; static\: by --node-rank]:c10d|static:(c10d static)' \
+    '--rdzv-endpoint=[the host of the rendezvous]:HOST\[\:PORT\]:_hosts' \
+    '!--rdzv_endpoint=[the host of the rendezvous]:HOST\[\:PORT\]:_hosts' \
     '--rdzv-id=[name of the job, the same on all hosts]:NAME: ' \
     '!--rdzv_id=[name of the job, the same on all hosts]:NAME: ' \
     '--rdzv-conf=[join_timeout, timeout, last_call_timeout, is_host]:KEY=VALUE,...: ' \
     '!--rdzv_conf=[join_timeout, timeout, last_call_timeout, is_host]:KEY=VALUE,...: ' \
-    '--max-restarts=[start the ranks again when one fails, up to K times]:K: ' \
-    '!--max_restarts=[start the ranks again when one fails, up to K times]:K: ' \
-    '--monitor-interval=[accepted; it makes no difference here]:SECONDS: ' \
-    '!--monitor_interval=[accepted; it makes no difference here]:SECONDS: ' \
-    '--start-method=[accepted; it makes no difference here]:METHOD:(spawn fork forkserver)' \
-    '!--start_method=[accepted; it makes no difference here]:METHOD:(spawn fork forkserver)' \
+    '--max-restarts=[restart the ranks if one fails, up to K times]:K: ' \
+    '!--max_restarts=[restart the ranks if one fails, up to K times]:K: ' \
+    '--monitor-interval=[accepted, without effect]:SECONDS: ' \
+    '!--monitor_interval=[accepted, without effect]:SECONDS: ' \
+    '--start-method=[accepted, without effect]:METHOD:(spawn fork forkserver)' \
+    '!--start_method=[accepted, without effect]:METHOD:(spawn fork forkserver)' \
     '--event-log-handler=[null only]:NAME: ' \
     '!--event_log_handler=[null only]:NAME: ' \
     '--role=[ROLE_NAME of the ranks]:NAME: ' \
     '--log-dir=[folder for -r and -t]:DIR:_files -/' \
     '!--log_dir=[folder for -r and -t]:DIR:_files -/' \
     '(-r --redirects)'{-r+,--redirects=}'[write to files only\: 1 stdout, 2 stderr, 3 both, or 0\:3,1\:1]:STREAMS: ' \
-    '(-t --tee)'{-t+,--tee=}'[write to files, too]:STREAMS: ' \
+    '(-t --tee)'{-t+,--tee=}'[also write to files]:STREAMS: ' \
     '--local-ranks-filter=[show these local ranks only]:0,1,...: ' \
     '!--local_ranks_filter=[show these local ranks only]:0,1,...: ' \
     '--duplicate-stdout-filters=[not supported]:WORDS: ' \
     '!--duplicate_stdout_filters=[not supported]:WORDS: ' \
     '--duplicate-stderr-filters=[not supported]:WORDS: ' \
     '!--duplicate_stderr_filters=[not supported]:WORDS: ' \
-    '--node-rank=[number of this host; without it hosts are numbered as they come]:I: ' \
-    '!--node_rank=[number of this host; without it hosts are numbered as they come]:I: ' \
+    '--node-rank=[number of this host (default\: hosts are numbered as they join)]:I: ' \
+    '!--node_rank=[number of this host (default\: hosts are numbered as they join)]:I: ' \
     '--master-addr=[host 0]:HOST:_hosts' \
     '!--master_addr=[host 0]:HOST:_hosts' \
-    '--master-port=[a port there]:PORT: ' \
-    '!--master_port=[a port there]:PORT: ' \
-    '--local-addr=[the address of this host that others shall use]:HOST:_hosts' \
-    '!--local_addr=[the address of this host that others shall use]:HOST:_hosts' \
+    '--master-port=[port on host 0]:PORT: ' \
+    '!--master_port=[port on host 0]:PORT: ' \
+    '--local-addr=[address of this host for the other hosts]:HOST:_hosts' \
+    '!--local_addr=[address of this host for the other hosts]:HOST:_hosts' \
     '--logs-specs=[not supported]:NAME: ' \
     '!--logs_specs=[not supported]:NAME: ' \
     '--numa-binding=[bind ranks to CPUs]:MODE:(node socket exclusive core-complex)' \
     '!--numa_binding=[bind ranks to CPUs]:MODE:(node socket exclusive core-complex)' \
-    '--signals-to-handle=[signals that are passed on to the ranks]:NAMES: ' \
-    '!--signals_to_handle=[signals that are passed on to the ranks]:NAMES: ' \
-    '--shutdown-timeout=[between SIGTERM and SIGKILL (default 30)]:SECONDS: ' \
-    '!--shutdown_timeout=[between SIGTERM and SIGKILL (default 30)]:SECONDS: ' \
-    '--standalone[a job of this host alone]' \
+    '--signals-to-handle=[signals to forward to the ranks]:NAMES: ' \
+    '!--signals_to_handle=[signals to forward to the ranks]:NAMES: ' \
+    '--shutdown-timeout=[seconds between SIGTERM and SIGKILL (default 30)]:SECONDS: ' \
+    '!--shutdown_timeout=[seconds between SIGTERM and SIGKILL (default 30)]:SECONDS: ' \
+    '--standalone[run the job on this host only]' \
     '(-m --module)'{-m,--module}'[run a python module, as python -m does]' \
     '--no-python[run a command]' \
     '!--no_python[run a command]' \
-    '--run-path[accepted; it makes no difference here]' \
-    '!--run_path[accepted; it makes no difference here]' \
-    '--virtual-local-rank[let each rank see one GPU, and be local rank 0]' \
-    '!--virtual_local_rank[let each rank see one GPU, and be local rank 0]' \
+    '--run-path[accepted, without effect]' \
+    '!--run_path[accepted, without effect]' \
+    '--virtual-local-rank[make one GPU visible to each rank, with local rank 0]' \
+    '!--virtual_local_rank[make one GPU visible to each rank, with local rank 0]' \
     '1:program:_files' \
     '*:argument:_files'
 }
@@ -155,59 +155,59 @@ _allranks_launch() {
     '--nnodes=[number of hosts on which this command is started]:N|MIN\:MAX: ' \
     '--nproc-per-node=[ranks on this host]:N|auto|cpu|gpu:(auto cpu gpu)' \
     '!--nproc_per_node=[ranks on this host]:N|auto|cpu|gpu:(auto cpu gpu)' \
-    '--rdzv-backend=[c10d\: hosts are numbered as they come; static\: by --node-rank]:c10d|static:(c10d static)' \
-    '!--rdzv_backend=[c10d\: hosts are numbered as they come; static\: by --node-rank]:c10d|static:(c10d static)' \
-    '--rdzv-endpoint=[one of the hosts, where all meet]:HOST\[\:PORT\]:_hosts' \
-    '!--rdzv_endpoint=[one of the hosts, where all meet]:HOST\[\:PORT\]:_hosts' \
+    '--rdzv-backend=[c10d\: hosts are numbered as they join; static\: by --node-rank]:c10d|static:(c10d static)' \
+    '!--rdzv_backend=[c10d\: hosts are numbered as they join; static\: by --node-rank]:c10d|static:(c10d static)' \
+    '--rdzv-endpoint=[the host of the rendezvous]:HOST\[\:PORT\]:_hosts' \
+    '!--rdzv_endpoint=[the host of the rendezvous]:HOST\[\:PORT\]:_hosts' \
     '--rdzv-id=[name of the job, the same on all hosts]:NAME: ' \
     '!--rdzv_id=[name of the job, the same on all hosts]:NAME: ' \
     '--rdzv-conf=[join_timeout, timeout, last_call_timeout, is_host]:KEY=VALUE,...: ' \
     '!--rdzv_conf=[join_timeout, timeout, last_call_timeout, is_host]:KEY=VALUE,...: ' \
-    '--max-restarts=[start the ranks again when one fails, up to K times]:K: ' \
-    '!--max_restarts=[start the ranks again when one fails, up to K times]:K: ' \
-    '--monitor-interval=[accepted; it makes no difference here]:SECONDS: ' \
-    '!--monitor_interval=[accepted; it makes no difference here]:SECONDS: ' \
-    '--start-method=[accepted; it makes no difference here]:METHOD:(spawn fork forkserver)' \
-    '!--start_method=[accepted; it makes no difference here]:METHOD:(spawn fork forkserver)' \
+    '--max-restarts=[restart the ranks if one fails, up to K times]:K: ' \
+    '!--max_restarts=[restart the ranks if one fails, up to K times]:K: ' \
+    '--monitor-interval=[accepted, without effect]:SECONDS: ' \
+    '!--monitor_interval=[accepted, without effect]:SECONDS: ' \
+    '--start-method=[accepted, without effect]:METHOD:(spawn fork forkserver)' \
+    '!--start_method=[accepted, without effect]:METHOD:(spawn fork forkserver)' \
     '--event-log-handler=[null only]:NAME: ' \
     '!--event_log_handler=[null only]:NAME: ' \
     '--role=[ROLE_NAME of the ranks]:NAME: ' \
     '--log-dir=[folder for -r and -t]:DIR:_files -/' \
     '!--log_dir=[folder for -r and -t]:DIR:_files -/' \
     '(-r --redirects)'{-r+,--redirects=}'[write to files only\: 1 stdout, 2 stderr, 3 both, or 0\:3,1\:1]:STREAMS: ' \
-    '(-t --tee)'{-t+,--tee=}'[write to files, too]:STREAMS: ' \
+    '(-t --tee)'{-t+,--tee=}'[also write to files]:STREAMS: ' \
     '--local-ranks-filter=[show these local ranks only]:0,1,...: ' \
     '!--local_ranks_filter=[show these local ranks only]:0,1,...: ' \
     '--duplicate-stdout-filters=[not supported]:WORDS: ' \
     '!--duplicate_stdout_filters=[not supported]:WORDS: ' \
     '--duplicate-stderr-filters=[not supported]:WORDS: ' \
     '!--duplicate_stderr_filters=[not supported]:WORDS: ' \
-    '--node-rank=[number of this host; without it hosts are numbered as they come]:I: ' \
-    '!--node_rank=[number of this host; without it hosts are numbered as they come]:I: ' \
+    '--node-rank=[number of this host (default\: hosts are numbered as they join)]:I: ' \
+    '!--node_rank=[number of this host (default\: hosts are numbered as they join)]:I: ' \
     '--master-addr=[host 0]:HOST:_hosts' \
     '!--master_addr=[host 0]:HOST:_hosts' \
-    '--master-port=[a port there]:PORT: ' \
-    '!--master_port=[a port there]:PORT: ' \
-    '--local-addr=[the address of this host that others shall use]:HOST:_hosts' \
-    '!--local_addr=[the address of this host that others shall use]:HOST:_hosts' \
+    '--master-port=[port on host 0]:PORT: ' \
+    '!--master_port=[port on host 0]:PORT: ' \
+    '--local-addr=[address of this host for the other hosts]:HOST:_hosts' \
+    '!--local_addr=[address of this host for the other hosts]:HOST:_hosts' \
     '--logs-specs=[not supported]:NAME: ' \
     '!--logs_specs=[not supported]:NAME: ' \
     '--numa-binding=[bind ranks to CPUs]:MODE:(node socket exclusive core-complex)' \
     '!--numa_binding=[bind ranks to CPUs]:MODE:(node socket exclusive core-complex)' \
-    '--signals-to-handle=[signals that are passed on to the ranks]:NAMES: ' \
-    '!--signals_to_handle=[signals that are passed on to the ranks]:NAMES: ' \
-    '--shutdown-timeout=[between SIGTERM and SIGKILL (default 30)]:SECONDS: ' \
-    '!--shutdown_timeout=[between SIGTERM and SIGKILL (default 30)]:SECONDS: ' \
-    '--standalone[a job of this host alone]' \
+    '--signals-to-handle=[signals to forward to the ranks]:NAMES: ' \
+    '!--signals_to_handle=[signals to forward to the ranks]:NAMES: ' \
+    '--shutdown-timeout=[seconds between SIGTERM and SIGKILL (default 30)]:SECONDS: ' \
+    '!--shutdown_timeout=[seconds between SIGTERM and SIGKILL (default 30)]:SECONDS: ' \
+    '--standalone[run the job on this host only]' \
     '(-m --module)'{-m,--module}'[run a python module, as python -m does]' \
     '--no-python[run a command]' \
     '!--no_python[run a command]' \
-    '--run-path[accepted; it makes no difference here]' \
-    '!--run_path[accepted; it makes no difference here]' \
-    '--virtual-local-rank[let each rank see one GPU, and be local rank 0]' \
-    '!--virtual_local_rank[let each rank see one GPU, and be local rank 0]' \
-    '--use-env[do not pass --local-rank=I; LOCAL_RANK has it]' \
-    '!--use_env[do not pass --local-rank=I; LOCAL_RANK has it]' \
+    '--run-path[accepted, without effect]' \
+    '!--run_path[accepted, without effect]' \
+    '--virtual-local-rank[make one GPU visible to each rank, with local rank 0]' \
+    '!--virtual_local_rank[make one GPU visible to each rank, with local rank 0]' \
+    '--use-env[do not pass --local-rank=I; LOCAL_RANK is set]' \
+    '!--use_env[do not pass --local-rank=I; LOCAL_RANK is set]' \
     '1:program:_files' \
     '*:argument:_files'
 }
@@ -261,9 +261,9 @@ _allranks_submit() {
     '--image=[k8s\: the container'\''s image, with python, torch, allranks and the script]:IMAGE: ' \
     '--namespace=[k8s\: where it runs]:NAMESPACE: ' \
     '--chdir=[where it runs (default\: here; k8s\: as the image sets it)]:DIR:_files -/' \
-    '--elastic=[a lost rank does not end the job as long as MIN are left (docs/resilience.md\: how a program goes on)]:MIN\[\:MAX\]: ' \
-    '--respawns=[with --elastic\: start each lost rank again, up to K times (default 3; 0\: go on without it)]:K: ' \
-    '--spares=[with --elastic, of several hosts\: the last N run no rank at first; a lost host'\''s ranks are started there]:N: ' \
+    '--elastic=[continue after the loss of ranks while at least MIN are left (see docs/resilience.md)]:MIN\[\:MAX\]: ' \
+    '--respawns=[with --elastic\: restart each lost rank, up to K times (default 3; 0\: continue without it)]:K: ' \
+    '--spares=[with --elastic on several hosts\: keep the last N hosts as spares for the ranks of a lost host]:N: ' \
     '--trace=[record all calls of all ranks there, as allranks run does]:DIR:_files -/' \
     '--file=[write the file there]:PATH:_files' \
     '--now[submit it\: sbatch, qsub, bsub, kubectl create]' \
