@@ -174,13 +174,13 @@ class Connections:
     def command(self, place: DeviceTarget, name: str, /, **arguments: Any) -> None:
         """Queue a command that has no answer."""
         if name not in _WITHOUT_EFFECT:
-            self.refuse_recording(f"workers are given the command {name!r}")
+            self.refuse_recording(f"the step sends workers the command {name!r}")
         self.put(place, Command(name, 0, arguments))
 
     def request(self, place: DeviceTarget, name: str, /, **arguments: Any) -> Any:
         """Queue a command for the first worker of a place, and wait for its answer."""
         if name not in _WITHOUT_EFFECT:
-            self.refuse_recording(f"an answer of a worker's is waited for, {name!r}")
+            self.refuse_recording(f"the step waits for a worker's answer to {name!r}")
         self.check(place)
         number, rank = self.next_number(), place.ranks[0]
         self.outbox.put(place.master.devices.worker(rank).target, wire.pack(Command(name, number, arguments)))

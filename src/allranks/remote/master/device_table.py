@@ -144,7 +144,7 @@ class DeviceTable:
             each.calls = Inherited()
 
     def _make(self, ranks: tuple[int, ...], index: int) -> DeviceTarget:
-        self.connections.refuse_recording("a group is made")
+        self.connections.refuse_recording("the step creates a group")
         made = DeviceTarget(self._master, index, ranks, self._target(ranks))
         make_device(made)
         self.groups[ranks] = made

@@ -79,7 +79,7 @@ class Future(concurrent.futures.Future[Any]):
             WorkerLost: The worker is lost.
             TimeoutError: The time limit has passed. The caller may wait again.
         """
-        self._place.master.connections.refuse_recording("the result of a function is waited for")
+        self._place.master.connections.refuse_recording("the step waits for the result of a remote function")
         self._settle(timeout)
         with self._asking:
             if not self._made and self._error is None:
@@ -293,7 +293,7 @@ class RemoteFunction:
             for each in those:
                 if not set(place.ranks) <= set(each._place.ranks):
                     raise RuntimeError(f"remote: {self.__name__} runs on {place}, {what} is on {each._place}")
-        self._master.connections.refuse_recording("a function runs on a worker")
+        self._master.connections.refuse_recording("the step runs a function on a worker")
         futures = [self._start(self._master.devices.worker(rank), tensors, pickled) for rank in place.ranks]
         return futures[0] if len(futures) == 1 else Futures(futures)
 

@@ -174,7 +174,7 @@ class Group:
     def _deal(self, dim: int, tensor: torch.Tensor) -> Handle:
         """Send each worker its part."""
         place, master = self._place, self._place.master
-        master.connections.refuse_recording("a tensor of the master's is sent to workers")
+        master.connections.refuse_recording("the step sends a tensor of the master to workers")
         master.connections.check(place)
         plain = tensor.detach().resolve_conj().resolve_neg()
         parts = [each.contiguous() for each in plain.chunk(len(self.ranks), dim)]

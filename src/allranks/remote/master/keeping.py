@@ -196,7 +196,7 @@ class Kept:
         connections = self.connections
         if self.closed:
             raise UsageError("refresh: close() has ended this keep")
-        connections.refuse_recording("a snapshot is made")
+        connections.refuse_recording("the step makes a snapshot")
         connections.check_open()
         for rank in connections.by_rank:
             connections.check_worker(rank)

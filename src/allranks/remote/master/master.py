@@ -96,7 +96,7 @@ class Master:
             RemoteError: An operation has failed that has not been reported yet.
         """
         connections = self.connections
-        connections.refuse_recording("the workers are waited for")
+        connections.refuse_recording("the step waits for the workers")
         connections.check_open()
         if place is None:
             place = self.devices.everyone()

@@ -115,7 +115,7 @@ def twin(x: Handle, memo: dict[Any, Any]) -> Handle:
     place, connections = x._place, x._place.master.connections
     if x._sig.bits:
         return x.detach().clone()  # type: ignore[return-value]
-    connections.refuse_recording("a tensor is deep-copied")
+    connections.refuse_recording("the step deep-copies a tensor")
     connections.check(place)
     copying = memo.setdefault("allranks", _Copying())
     copying.places.add(place)
