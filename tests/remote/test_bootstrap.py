@@ -218,7 +218,7 @@ mw.shutdown()
     ]
     assert [each.communicate(timeout=60)[0] for each in started] == ["3.0\n", ""]
     assert [each.returncode for each in started] == [0, 0]
-    with pytest.raises(UsageError, match="backend 'gloo' is none that master and workers can use; expected 'tcp'"):
+    with pytest.raises(UsageError, match="cannot use backend 'gloo'; expected 'tcp'"):
         init_master_worker("gloo", init_method="env://")
 
 
