@@ -210,7 +210,7 @@ def prove(place: DeviceTarget) -> None:
     if found != expected:
         raise ConfigError(
             f"master-worker mode does not work with torch {torch.__version__}: the gradient on a worker is {found}"
-            f" instead of {expected}.\n  Install torch {TESTED}, with which this mode is tested."
+            f" instead of {expected}.\n  Install torch {TESTED}, the tested version."
         )
 
 
