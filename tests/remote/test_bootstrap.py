@@ -182,7 +182,7 @@ def test_all_end_with_the_master(program: Program, end: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"workers": 0}, "workers=0: expected how many to start, 1 or more"),
+        ({"workers": 0}, "workers=0: expected the number of workers to start, 1 or more"),
         ({"workers": True}, "workers=True"),
         ({"workers": 2, "hosts": "node1"}, "one of init_method, workers and hosts"),
         ({"workers": 2, "init_method": "env://"}, "one of init_method, workers and hosts"),
@@ -190,11 +190,11 @@ def test_all_end_with_the_master(program: Program, end: str) -> None:
         ({"hosts": "node1:0"}, "has no slot for a worker"),
         ({"hosts": []}, "hosts"),
         ({"workers": 2, "threads": 0}, "threads=0"),
-        ({"threads": 2}, "threads= is for workers that it starts"),
+        ({"threads": 2}, "threads= applies only to workers that this call starts"),
         ({"workers": 2, "timeout_s": 0.0}, "timeout must be positive"),
         ({"workers": 2, "worker_device": ""}, "worker_device=''"),
-        ({"workers": 2, "world_size": 3, "rank": 0}, "world_size= and rank= are of processes that are there"),
-        ({}, "this process is alone"),
+        ({"workers": 2, "world_size": 3, "rank": 0}, "world_size= and rank= apply only to existing processes"),
+        ({}, "the world has a single process"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ mw.shutdown()
     ]
     assert [each.communicate(timeout=60)[0] for each in started] == ["3.0\n", ""]
     assert [each.returncode for each in started] == [0, 0]
-    with pytest.raises(UsageError, match="backend 'gloo' is none that master and workers can use; expected 'tcp'"):
+    with pytest.raises(UsageError, match="cannot use backend 'gloo'; expected 'tcp'"):
         init_master_worker("gloo", init_method="env://")
 
 
@@ -268,7 +268,7 @@ def test_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("allranks.remote.bootstrap.workers._workers", None)
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match="rank 1 of 2 already"):
+    with pytest.raises(UsageError, match="already rank 1 of 2"):
         gather_workers(workers=2)
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(ConfigError, match=r"RANK=2 is out of range. Expected 0\.\.1"):
@@ -286,10 +286,10 @@ def test_what_cannot_be_had(program: Program) -> None:
             else:
                 raise SystemExit(f"nothing was wrong with {arguments}")
 
-        fails("worker_device='nonsense' cannot be used there", workers=1, worker_device="nonsense")
+        fails("worker_device='nonsense' cannot be used by this worker", workers=1, worker_device="nonsense")
         fails("allranks.invalid: ssh cannot connect", hosts="allranks.invalid")
         workers = bootstrap.gather_workers(workers=2, serve="stand_in:speak", timeout_s=60)
-        fails("has workers already", workers=1)
+        fails("already has workers", workers=1)
         for line in workers.connections:
             assert line.socket.recv(1) == b"!"
     """)

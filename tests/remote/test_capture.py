@@ -251,23 +251,23 @@ def test_what_cannot_be_captured_is_refused_at_its_line(mw: Master) -> None:
     nested = allranks.capture(lambda x: x + 1)
     outside = allranks.capture(lambda x: x.clone())
     for step, said in (
-        (lambda x: x * x.sum().item(), "a value is fetched"),
-        (lambda x: x + 1 if x.sum() > 0 else x, "a value is fetched"),
+        (lambda x: x * x.sum().item(), "the step fetches a value"),
+        (lambda x: x + 1 if x.sum() > 0 else x, "the step fetches a value"),
         (lambda x: x[x > 0], "depends on the data"),
-        (lambda x: x + torch.ones(3).to("worker:1"), "a tensor of the master's is sent"),
-        (lambda x: x.cpu(), "a tensor is fetched"),
-        (lambda x: (x * weight).sum(), r"with \.detach\(\)"),
-        (lambda x: nested(x), "captured itself"),
-        (lambda x: mw.remote(len)([1]), "a function runs on a worker"),
-        (lambda x: mw.synchronize(), "the workers are waited for"),
-        (lambda x: torch.zeros(2), "a tensor of the master's"),
+        (lambda x: x + torch.ones(3).to("worker:1"), "the step sends a tensor of the master"),
+        (lambda x: x.cpu(), "the step fetches a tensor"),
+        (lambda x: (x * weight).sum(), r"which a replay cannot return\.\n  Return it with \.detach\(\)"),
+        (lambda x: nested(x), "which is also captured"),
+        (lambda x: mw.remote(len)([1]), "the step runs a function on a worker"),
+        (lambda x: mw.synchronize(), "the step waits for the workers"),
+        (lambda x: torch.zeros(2), "returns a tensor of the master"),
     ):
         with pytest.raises(UsageError, match=f"capture: .*{said}"):
             allranks.capture(step)(x)
         assert outside(x).cpu().tolist() == [1.0] * 3  # nothing is left of it
-    with pytest.raises(UsageError, match=r"test_capture\.py:\d+: a value is fetched"):
+    with pytest.raises(UsageError, match=r"test_capture\.py:\d+: the step fetches a value"):
         allranks.capture(lambda x: x.sum().item())(x)
-    with pytest.raises(UsageError, match="tensor of the master's"):
+    with pytest.raises(UsageError, match="tensor of the master"):
         outside(torch.ones(3))
     with pytest.raises(UsageError, match="cannot be compared"):
         allranks.capture(lambda x, y: x)(x, {1, 2})
@@ -295,11 +295,11 @@ def test_what_does_not_repeat_is_named(mw: Master) -> None:
 
     for step, said in (
         (counts, r"a number that the master computes is \S+ and then \S+ in aten::mul.*test_capture\.py:\d+"),
-        (branches, r"was aten::(sin|cos) at .*test_capture\.py:\d+ and is then aten::(sin|cos)"),
-        (grows, "of other shapes or constants"),
+        (branches, r"is aten::(sin|cos) at .*test_capture\.py:\d+ and then aten::(sin|cos)"),
+        (grows, "with other shapes or constants"),
     ):
         captured = allranks.capture(step)
-        with pytest.raises(UsageError, match=f"does not repeat itself: (.|\n)*{said}"):
+        with pytest.raises(UsageError, match=f"does not repeat the same operations: (.|\n)*{said}"):
             call_often(captured, x)
 
 
@@ -452,7 +452,7 @@ def test_gradients_that_are_dropped_outside(mw: Master) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    with pytest.warns(UserWarning, match=r"is not replayed, as net\.\w+\.grad changes before(.|\n)*zero_grad"):
+    with pytest.warns(UserWarning, match=r"is not replayed, because net\.\w+\.grad changes before(.|\n)*zero_grad"):
         train(12)
 
 

@@ -341,7 +341,7 @@ def test_a_number_that_changes_before_each_call_is_told(mw: Master) -> None:
     (warning,) = told
     assert warning.filename == __file__
     assert re.search(
-        r"step is not replayed, as \S+param_groups\[0\]\['lr'\] \(0\.\d+, then 0\.\d+\) changes before each call",
+        r"step is not replayed, because \S+param_groups\[0\]\['lr'\] \(0\.\d+, then 0\.\d+\) changes before each call",
         str(warning.message),
     )
 
@@ -397,13 +397,13 @@ def test_a_step_that_changes_what_it_reads_is_not_replayed(mw: Master) -> None:
         return x * (2 if torch.rand(()) < 0.8 else 3)
 
     for step, said in (
-        (attribute, r"it changes counter\.n \(\d, then \d\) at each call"),
-        (entry, r"it changes COUNTS\['n'\] \(\d, then \d\) at each call"),
-        (grows, r"it changes COUNTS\['list'\] at each call"),
-        (tensor, "it changes count at each call"),
+        (attribute, r"it changes counter\.n \(\d, then \d\) on each call"),
+        (entry, r"it changes COUNTS\['n'\] \(\d, then \d\) on each call"),
+        (grows, r"it changes COUNTS\['list'\] on each call"),
+        (tensor, "it changes count on each call"),
         (iterator, "it uses the iterator numbers"),
-        (draws, "it draws random numbers of the master's"),
-        (draws_of_torch, "it draws random numbers of the master's"),
+        (draws, "it draws random numbers of the master on each call"),
+        (draws_of_torch, "it draws random numbers of the master on each call"),
     ):
         found = []
         for device in ("cpu", "worker:1"):
@@ -414,7 +414,7 @@ def test_a_step_that_changes_what_it_reads_is_not_replayed(mw: Master) -> None:
             if device == "cpu":
                 found.append(train(device, step, 14)[0])
                 continue
-            with pytest.warns(UserWarning, match=f"is not replayed, as {said}"):
+            with pytest.warns(UserWarning, match=f"is not replayed, because {said}"):
                 found.append(train(device, step, 14)[0])
         assert same(*found) == [True] * 14, step
 
@@ -426,7 +426,7 @@ def test_adam_that_counts_in_python(mw: Master) -> None:
         if device == "cpu":
             run.train(8)
         else:
-            with pytest.warns(UserWarning, match=r"it changes \S+state\S+ at each call(.|\n)*fused=True"):
+            with pytest.warns(UserWarning, match=r"it changes \S+state\S+ on each call(.|\n)*fused=True"):
                 run.train(8)
         found.append(run.found())
     assert all(same(*found))
@@ -541,7 +541,7 @@ def test_more_than_can_be_compared_is_refused(mw: Master) -> None:
     for _ in range(200):
         deep = [deep]
     for step, name in ((lambda x: x + len(many), "many"), (lambda x: x + len(deep), "deep")):
-        with pytest.raises(UsageError, match=f"capture: the step can see more than can be compared.*{name}"):
+        with pytest.raises(UsageError, match=rf"the step can read more values than can be compared.* in\s+{name}"):
             allranks.capture(step)(torch.ones(1, device="worker:1"))
 
 

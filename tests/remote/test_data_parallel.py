@@ -287,9 +287,9 @@ def test_which_devices(mw: Master, monkeypatch: pytest.MonkeyPatch) -> None:
         RuntimeError, match=r"on device worker:1 \(device_ids\[0\]\) but found one of them on device: cpu"
     ):
         allranks.DataParallel(module)(torch.ones(2, 2))
-    with pytest.raises(allranks.UsageError, match="there is no worker:9"):
+    with pytest.raises(allranks.UsageError, match="worker:9 does not exist"):
         allranks.DataParallel(module, ["worker:1", "worker:9"])
-    with pytest.raises(allranks.UsageError, match="workers, or devices of this process, but not both"):
+    with pytest.raises(allranks.UsageError, match="either workers or devices of this process, not both"):
         allranks.DataParallel(module, ["worker:1", "cuda:0"])
     with pytest.raises(allranks.UsageError, match="expected workers, not a group"):
         allranks.DataParallel(module, [str(mw.group([1, 2]).device)])

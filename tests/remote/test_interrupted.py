@@ -182,7 +182,7 @@ def test_numbers_beside_tensors_make_no_templates(mw: Master) -> None:
 
 def test_data_of_the_master_in_a_parameters_place(mw: Master) -> None:
     p = nn.Parameter(torch.ones(2, device="worker:1"))
-    with pytest.raises(TypeError, match="data on cpu cannot take the place of data on worker:1"):
+    with pytest.raises(TypeError, match="data on cpu cannot replace data on worker:1"):
         p.data = torch.zeros(2)
     assert p.cpu().tolist() == [1.0, 1.0]
 

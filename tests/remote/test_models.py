@@ -565,7 +565,7 @@ def test_a_module_moves_while_a_graph_holds_it() -> None:
     assert torch.allclose(model(torch.ones(2, 3, device="worker:1")).cpu(), expected)
     with pytest.raises(RuntimeError, match=r"moved from cpu to worker:1 since this graph|poisoned"):
         loss.backward()
-    with pytest.raises(RuntimeError, match="SGD has a parameter that a module left on cpu when it moved to worker:1"):
+    with pytest.raises(RuntimeError, match="SGD has a parameter that stayed on cpu when its module moved to worker:1"):
         before.step()
     assert hooked == []
     model(torch.ones(2, 3, device="worker:1")).sum().backward()

@@ -179,7 +179,8 @@ def test_as_on_the_cpu(function: Program) -> None:
 
 def refused() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
     x, plain = torch.eye(2, device=W), torch.eye(2)
-    strided = "only strided tensors can live on a worker. Have others on the master"
+    storage = "no storage in this process"
+    strided = r"workers support only strided tensors\.\n  Create other tensors on the master"
     at = (torch.tensor([0, 1, 2]), torch.tensor([0, 1]))
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(nn.Linear(2, 2)), file)
@@ -212,27 +213,27 @@ def refused() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
         "packed": (TypeError, "ScriptObject", lambda: torch.ops.quantized.linear_prepack_fp16(x)),
         "nested": (TypeError, strided, lambda: torch.nested.as_nested_tensor(ones)),
         "nested from here": (TypeError, strided, lambda: torch.nested.nested_tensor([torch.ones(2)]).to(W)),
-        "a pointer that is only read": (RuntimeError, "worker:1.*Tensor.cpu", lambda: x.const_data_ptr()),
-        "torch's dlpack": (BufferError, "worker:1: use Tensor.cpu", lambda: torch.from_dlpack(x)),
-        "a storage": (RuntimeError, "no storage here. Use Tensor.cpu", lambda: list(x.untyped_storage())),
-        "a typed storage": (RuntimeError, "no storage here. Use Tensor.cpu", lambda: x.storage().tolist()),
-        "into a storage": (RuntimeError, "no storage here", lambda: x.untyped_storage().copy_(plain.untyped_storage())),
-        "of a storage": (RuntimeError, "no storage here", lambda: x.set_(plain.untyped_storage())),
+        "a pointer that is only read": (RuntimeError, "worker:1(.|\n)*Tensor.cpu", lambda: x.const_data_ptr()),
+        "torch's dlpack": (BufferError, r"worker:1\.\n  Use Tensor.cpu", lambda: torch.from_dlpack(x)),
+        "a storage": (RuntimeError, storage + r"\.\n  Use Tensor.cpu", lambda: list(x.untyped_storage())),
+        "a typed storage": (RuntimeError, storage + r"\.\n  Use Tensor.cpu", lambda: x.storage().tolist()),
+        "into a storage": (RuntimeError, storage, lambda: x.untyped_storage().copy_(plain.untyped_storage())),
+        "of a storage": (RuntimeError, storage, lambda: x.set_(plain.untyped_storage())),
         "a file of TorchScript": (UsageError, "mw.remote.*or load the module's state", lambda: torch.jit.load(file, W)),
         "into a file of TorchScript": (
-            RuntimeError, "no storage here",
+            RuntimeError, storage,
             lambda: torch.jit.save(torch.jit.script(nn.Linear(2, 2).to(W)), io.BytesIO()),
         ),
-        "another process": (UsageError, r"has no workers: send its .cpu\(\)", lambda: ForkingPickler.dumps([x])),
-        "TorchScript": (RuntimeError, "first, and script it then", lambda: torch.jit.script(nn.Linear(2, 2)).to(W)),
+        "another process": (UsageError, r"has no workers.\n  Send its .cpu\(\)", lambda: ForkingPickler.dumps([x])),
+        "TorchScript": (RuntimeError, "first, then script it", lambda: torch.jit.script(nn.Linear(2, 2)).to(W)),
         "lengths of packed sequences": (
             RuntimeError, "should be a 1D CPU int64 tensor, but got 1D worker:1",
             lambda: nn.utils.rnn.pack_padded_sequence(torch.zeros(3, 2, 1, device=W), torch.tensor([3, 2]).to(W)),
         ),
-        "a pointer": (NotImplementedError, r"no pointer to it here. Use Tensor.cpu\(\)", lambda: x.data_ptr()),
+        "a pointer": (NotImplementedError, r"no pointer to it\.\n  Use Tensor.cpu\(\)", lambda: x.data_ptr()),
         "an operator of the master's": (NotImplementedError, "mw.remote", lambda: torch.ops.others.double(x)),
         "one graph": (
-            RuntimeError, "allranks.capture makes one command",
+            RuntimeError, "allranks.capture sends a whole step",
             lambda: torch.compile(lambda t: t * 2, backend="eager", fullgraph=True)(x),
         ),
     }  # fmt: skip

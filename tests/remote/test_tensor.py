@@ -1539,14 +1539,14 @@ def refused() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
             lambda: setattr(x.clone().requires_grad_(), "grad", plain),
         ),
         "no such worker": (
-            UsageError, "there is no worker:99; there are worker:1 to worker:2",
+            UsageError, "worker:99 does not exist; expected worker:1 to worker:2",
             lambda: torch.ones(2, device="worker:99"),
         ),
-        "no such worker to move to": (UsageError, "no worker:3;", lambda: plain.to("worker:3")),
-        "too large a rank": (UsageError, "no worker:200;", lambda: x.to("worker:200")),
-        "no such current worker": (UsageError, "no worker:7;", lambda: torch.worker.set_device(7)),
+        "no such worker to move to": (UsageError, "worker:3 does not exist;", lambda: plain.to("worker:3")),
+        "too large a rank": (UsageError, "worker:200 does not exist;", lambda: x.to("worker:200")),
+        "no such current worker": (UsageError, "worker:7 does not exist;", lambda: torch.worker.set_device(7)),
         "no such worker to load to": (
-            UsageError, "no worker:9;",
+            UsageError, "worker:9 does not exist;",
             lambda: torch.load(saved(plain), map_location="worker:9"),
         ),
         "numpy": (
@@ -1558,9 +1558,9 @@ def refused() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
         "a pointer": (RuntimeError, "worker:1", lambda: x.data_ptr()),
         "shared memory": (RuntimeError, "worker:1", lambda: x.share_memory_()),
         "pinned memory": (RuntimeError, "worker:1", lambda: x.pin_memory()),
-        "a generator of no worker": (UsageError, "no worker:9;", lambda: torch.Generator(device="worker:9")),
+        "a generator of no worker": (UsageError, "worker:9 does not exist", lambda: torch.Generator(device="worker:9")),
         "a generator of the CPU": (
-            UsageError, r"expected a generator of worker:1, not of cpu: torch.Generator\(device='worker:1'\)",
+            UsageError, r"a generator of worker:1, not of cpu.\n  Create it with torch.Generator\(device='worker:1'\)",
             lambda: x.normal_(generator=torch.Generator()),
         ),
         "a generator of another worker": (
@@ -1723,7 +1723,7 @@ def test_what_workers_know_is_queued_without_python_code() -> None:
 
 def test_a_process_group_beside_the_workers() -> None:
     for wrong in (99, "worker:99"):
-        with pytest.raises(UsageError, match="there is no worker:99; there are worker:1 to worker:2"):
+        with pytest.raises(UsageError, match="worker:99 does not exist; expected worker:1 to worker:2"):
             dist.init_process_group(device_id=wrong)
     dist.init_process_group(device_id=torch.device("worker:2"))
     try:

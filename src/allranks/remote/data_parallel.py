@@ -355,7 +355,9 @@ def _workers(devices: Sequence[Device]) -> list[torch.device] | None:
     if "worker" not in kinds:
         return None
     if len(kinds) > 1:
-        raise UsageError(f"device_ids: workers, or devices of this process, but not both: {[*map(str, devices)]}")
+        raise UsageError(
+            f"device_ids: expected either workers or devices of this process, not both: {[*map(str, devices)]}"
+        )
     master_of_this_process()  # without a master, torch does not have a device named worker
     places = [
         place_of(torch.device("worker", each) if isinstance(each, int) else torch.device(each)) for each in devices

@@ -79,7 +79,7 @@ class GroupRegistry:
         """
         ranks = list(ranks)
         if self._me.rank not in ranks or len(set(ranks)) < len(ranks):
-            raise UsageError(f"group '{name}': ranks {ranks} must be different ones, and this one ({self._me.rank})")
+            raise UsageError(f"group '{name}': ranks {ranks} must be distinct and include this rank ({self._me.rank})")
         keys = [f"member/{rank}" for rank in ranks]
         packed = self._store.multi_get(keys, timeout_s)
         members = [msgspec.msgpack.decode(one, type=Member) for one in packed]
@@ -112,8 +112,8 @@ class GroupRegistry:
             found = store.peek(records)
             missing = [rank for rank, row in zip(ranks, found, strict=True) if row is None]
             raise TimeoutError(
-                f"group '{name}': {rank_list(missing)} did not come in {timeout_s:.1f} s to make it (this is rank"
-                f" {self._me.rank}).\n  It may be busy with something long, or stopped."
+                f"group '{name}': {rank_list(missing)} did not join within {timeout_s:.1f} s (this is rank"
+                f" {self._me.rank}).\n  Check whether a missing rank is stopped or busy with a long operation."
             ) from None
         if verdict.lost >= 0:
             raise PeerLostError(f"group '{name}': {verdict.why}", ranks.index(verdict.lost))

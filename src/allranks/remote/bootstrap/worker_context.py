@@ -97,7 +97,9 @@ def connect_to_master(timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] =
     if packed := environ.get(MASTER):
         rank, local_rank = read_int(environ, "RANK", 1), read_int(environ, "LOCAL_RANK", 0)
         if rank is None:
-            raise ConfigError(f"{MASTER} is set, and RANK is not: this is no worker that allranks has started")
+            raise ConfigError(
+                f"{MASTER} is set, but RANK is not: allranks did not start this process as a worker.\n  Unset {MASTER}."
+            )
         endpoint = msgspec.json.decode(packed, type=MasterEndpoint)
         return _connect(endpoint, this_member(rank, endpoint.size), local_rank or 0, timeout_s)
     meeting = rendezvous.join("env://", timeout_s=timeout_s, environ=environ)
@@ -151,7 +153,7 @@ def _connect_store(endpoint: MasterEndpoint, near: bool, secret: bytes, timeout_
             tried.append(f"{store}: {str(error).partition(chr(10))[0]}")
     raise ConfigError(
         f"{socket.gethostname()} cannot reach the master at {'; '.join(tried) or 'any address'}.\n"
-        "  A firewall between the hosts must let workers connect; ALLRANKS_IFACE names the interface to use."
+        "  Check that no firewall between the hosts blocks workers, or set ALLRANKS_IFACE to the interface to use."
     )
 
 
@@ -162,13 +164,13 @@ def _choose_device(wanted: str, local_rank: int) -> tuple[str, str]:
     try:
         device = torch.device(wanted)
         if device.type == "meta":
-            raise ValueError("it holds no data")
+            raise ValueError("a meta tensor stores no data")
         if device.type != "cpu" and device.index is None:
             count = torch.get_device_module(device.type).device_count()
             device = torch.device(device.type, local_rank % max(1, count))
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-        return "", f"worker_device={wanted!r} cannot be used there: {str(error).partition(chr(10))[0]}"
+        return "", f"worker_device={wanted!r} cannot be used by this worker: {str(error).partition(chr(10))[0]}"
     return str(device), ""
 
 

@@ -103,9 +103,9 @@ class WorkerPool:
         loop.restart(RestartRank(rank, {}))
         while loop.restarts.get(rank) == before:
             if isinstance(lost := self.ended.get(rank), str):
-                raise ConfigError(f"respawn: rank {rank} cannot be started again: {lost}")
+                raise ConfigError(f"respawn: rank {rank} cannot be restarted: {lost}")
             if time.monotonic() > until:
-                raise TimeoutError(f"respawn: the host of rank {rank} did not start it in time")
+                raise TimeoutError(f"respawn: the host of rank {rank} did not start a new process in time")
             time.sleep(_LOOK_S)
 
     def close(self) -> None:

@@ -144,12 +144,12 @@ class Workers:
             spawn``.
         """
         if not isinstance(rank, int) or not 1 <= rank <= len(self.connections):
-            raise UsageError(f"respawn: rank {rank!r} is no worker; expected 1 to {len(self.connections)}")
+            raise UsageError(f"respawn: rank {rank!r} is not a worker; expected 1 to {len(self.connections)}")
         launched = this_rank()
         if self._pool is None and (launched is None or launched.target.mode != "master"):
             raise UsageError(
-                f"respawn: rank {rank} was started neither by this process (workers=, hosts=) nor by"
-                " allranks run --mode master, and no launcher is left that could start it.\n  Start the job again"
+                f"respawn: rank {rank} cannot be restarted: neither this process (workers=, hosts=) nor"
+                " allranks run --mode master has started it, and no other launcher is available.\n  Restart the job."
             )
         until = time.monotonic() + timeout_s
         old = self.connections[rank - 1]
@@ -158,7 +158,7 @@ class Workers:
             old.socket.shutdown(socket.SHUT_RDWR)
         with self._changed:
             if not self._changed.wait_for(lambda: rank in self._lost, timeout_s):
-                raise TimeoutError(f"respawn: the end of {old} was not noticed in {timeout_s:.1f} s")
+                raise TimeoutError(f"respawn: the termination of {old} was not detected within {timeout_s:.1f} s")
         old.socket.close()
         self._server.groups.admit(rank)
         try:
@@ -171,7 +171,7 @@ class Workers:
                 )
             connection = self._server.gather([rank], until, self._welcome, self._pool)[0]
         except BaseException:
-            self._server.groups.lose(rank, f"{old} has ended, and no other worker has connected in its place")
+            self._server.groups.lose(rank, f"{old} has terminated, and no replacement has connected")
             raise
         self.connections[rank - 1] = connection
         self._lost.discard(rank)
@@ -218,7 +218,7 @@ class Workers:
                     self._lose(watched.pop(fd))
 
     def _lose(self, connection: WorkerConnection) -> None:
-        self._server.groups.lose(connection.rank, f"{connection} is gone")
+        self._server.groups.lose(connection.rank, f"{connection} is lost")
         with self._changed:
             self._lost.add(connection.rank)
             self._changed.notify_all()
@@ -287,33 +287,39 @@ def _check(
     rank: int,
 ) -> None:
     if _workers is not None:
-        raise UsageError("init_master_worker: this process has workers already; close them first")
+        raise UsageError("init_master_worker: this process already has workers.\n  Close them first.")
     if sum(given is not None for given in (init_method, workers, hosts)) > 1:
         raise UsageError("init_master_worker: expected one of init_method, workers and hosts, not several")
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
-        raise UsageError(f"init_master_worker: workers={workers!r}: expected how many to start, 1 or more")
+        raise UsageError(f"init_master_worker: workers={workers!r}: expected the number of workers to start, 1 or more")
     names = [hosts] if isinstance(hosts, str) else () if hosts is None else hosts
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise UsageError(f"init_master_worker: hosts={hosts!r}: expected 'node1:2,node2', or a list of such words")
+        raise UsageError(f"init_master_worker: hosts={hosts!r}: expected 'node1:2,node2', or a list of these strings")
     if (workers is not None or hosts is not None) and (world_size, rank) != (-1, -1):
-        raise UsageError("init_master_worker: world_size= and rank= are of processes that are there; see workers=")
+        raise UsageError(
+            "init_master_worker: world_size= and rank= apply only to existing processes.\n"
+            "  Omit them if workers= or hosts= starts the workers."
+        )
     if threads is not None and (not isinstance(threads, int) or threads < 1):
-        raise UsageError(f"init_master_worker: threads={threads!r}: a worker has one at least")
+        raise UsageError(f"init_master_worker: threads={threads!r}: expected 1 or more threads for each worker")
     if not timeout_s > 0:
         raise UsageError(f"init_master_worker: timeout must be positive, not {timeout_s!r}")
     if not isinstance(worker_device, str) or not worker_device:
-        raise UsageError(f"init_master_worker: worker_device={worker_device!r}: expected a device's name, as 'cpu'")
+        raise UsageError(f"init_master_worker: worker_device={worker_device!r}: expected a device, such as 'cpu'")
     if workers is None and hosts is None:
         if threads is not None:
-            raise UsageError("init_master_worker: threads= is for workers that it starts; see workers= and hosts=")
+            raise UsageError(
+                "init_master_worker: threads= applies only to workers that this call starts.\n"
+                "  Pass workers= or hosts= to start workers, or omit threads=."
+            )
         return
     env = read_env()
     if env.world_size > 1:
         argument = "workers" if workers is not None else "hosts"
         raise UsageError(
-            f"init_master_worker: this process is rank {env.rank} of {env.world_size} already, and {argument}= would"
-            " start workers of each of them.\n  Leave it out, and rank 0 is the master of the others; or start this"
-            " program alone, without a launcher"
+            f"init_master_worker: this process is already rank {env.rank} of {env.world_size}, and {argument}= would"
+            f" start workers for each rank.\n  Omit {argument}= to make rank 0 the master of the other ranks, or start"
+            " this program without a launcher."
         )
 
 
@@ -324,9 +330,9 @@ def _gather_ranks(
     try:
         if meeting.world_size == 1:
             raise ConfigError(
-                "init_master_worker: this process is alone, and a master needs one worker at least.\n"
-                "  Start it with: allranks run --mode master -n 5 script.py. Or have it start workers:"
-                " init_master_worker(workers=4)"
+                "init_master_worker: the world has a single process, and a master needs at least one worker.\n"
+                "  Start the program with allranks run --mode master -n 5 script.py, or start workers with"
+                " init_master_worker(workers=4)."
             )
         if meeting.rank:
             context = join_master(meeting, timeout_s)
@@ -421,8 +427,9 @@ class MasterServer:
             while missing := [rank for rank in ranks if rank not in connections]:
                 if time.monotonic() > until:
                     raise JoinError(
-                        f"init_master_worker: {rank_list(missing)} did not come in {until - began:.1f} s."
-                        "\n  Look at their output.    Longer: init_master_worker(timeout=...)"
+                        f"init_master_worker: {rank_list(missing)} did not connect within {until - began:.1f} s.\n"
+                        "  Check the output of the missing workers. To wait longer, pass"
+                        " init_master_worker(timeout=...)."
                     )
                 _raise_trouble(pool, missing)
                 connections |= self.accept(welcome, missing)
@@ -444,7 +451,7 @@ class MasterServer:
             try:
                 member = receive_message(sock, WorkerHello, time.monotonic() + _HELLO_S).member
                 if member.rank not in missing or member.rank in found:
-                    raise ConnectionError(f"no worker is expected as {member}")
+                    raise ConnectionError(f"unexpected worker: {member}")
                 send_message(sock, welcome)
             # It has died or is not expected; if it was expected, `gather` reports it as missing.
             except (OSError, msgspec.MsgspecError):
@@ -466,8 +473,8 @@ def _raise_trouble(pool: WorkerPool | None, missing: Sequence[int]) -> None:
     for rank in missing:
         if rank in pool.ended:
             raise ConfigError(
-                f"init_master_worker: rank {rank} ended while it was started ({describe_end(pool.ended[rank])}); look"
-                " at its output"
+                f"init_master_worker: rank {rank} terminated during its start ({describe_end(pool.ended[rank])}).\n"
+                "  Check its output."
             )
 
 
@@ -476,9 +483,9 @@ def _await_ready(connection: WorkerConnection, until: float) -> str:
     try:
         return receive_message(connection.socket, WorkerReady, until).trouble
     except builtins.TimeoutError:
-        return "it did not get ready in time; longer: init_master_worker(timeout=...)"
+        return "the worker was not ready in time.\n  To wait longer, pass init_master_worker(timeout=...)."
     except OSError:
-        return "it ended while it was started; look at its output"
+        return "the worker terminated during its start.\n  Check its output."
 
 
 def _abandon_in_child() -> None:

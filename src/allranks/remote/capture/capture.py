@@ -129,7 +129,7 @@ class Captured(Generic[P, R]):
             if not _is_same(replay.watch, seen):
                 continue
             if replay.master.connections.recorder is not None:
-                replay.master.connections.recorder.refuse(f"{self._name}, which is captured itself, is called", True)
+                replay.master.connections.recorder.refuse(f"the step calls {self._name}, which is also captured", True)
             dropped = replay.dropped()
             if dropped is None and not replay.stale:
                 if replay is not self._replays[key][0]:
@@ -142,9 +142,9 @@ class Captured(Generic[P, R]):
                 if self._dropped > _FORGIVEN:
                     self._drop_stale(key)
                     raise UsageError(
-                        f"capture: {self._name} leaves a tensor behind that is dropped before the next call, made at"
-                        f" {line_of(dropped)}. A replay does not make Python's objects anew. Do within the step all"
-                        " that uses what it leaves"
+                        f"capture: {self._name} keeps a tensor, created at {line_of(dropped)}, that is deleted before"
+                        " the next call. A replay does not recreate Python objects.\n  Move all uses of this tensor"
+                        " into the step."
                     )
             break
         for replay in self._replays.get(key, ()):
@@ -181,7 +181,8 @@ class Captured(Generic[P, R]):
                 parts.append((each._sig, each._place, each.requires_grad, number))
             elif isinstance(each, torch.Tensor):
                 raise UsageError(
-                    f"capture: {self._name} is given a tensor of the master's; send it first, with .to() or scatter()"
+                    f"capture: an argument of {self._name} is a tensor of the master.\n"
+                    "  Send it to the workers first, with .to() or scatter()."
                 )
             elif isinstance(each, float):  # different floats may compare equal, such as 0.0 and -0.0
                 parts.append((type(each), each.hex()))
@@ -193,7 +194,7 @@ class Captured(Generic[P, R]):
             hash(key := tuple(parts))
         except TypeError as error:
             raise UsageError(
-                f"capture: {self._name} is given what cannot be compared from call to call: {error}"
+                f"capture: an argument of {self._name} cannot be compared between calls: {error}"
             ) from None
         return key, tensors, seen if len(seen) > 1 else self._function
 
@@ -205,9 +206,9 @@ class Captured(Generic[P, R]):
             self._drop_lost()
             if key not in self._replays and len(self._replays.keys() | self._past.keys()) >= self._most:
                 raise UsageError(
-                    f"capture: {self._name} is called with more than {self._most} kinds of arguments (shapes, dtypes,"
-                    " workers, other values). Pad shapes to a few, give a number that changes as a tensor on the"
-                    " worker, or raise max_recordings="
+                    f"capture: {self._name} was called with more than {self._most} kinds of arguments (shapes, dtypes,"
+                    " workers, other values).\n  Pad tensors to a few shapes, pass a changing number as a tensor on the"
+                    " worker, or raise max_recordings=."
                 )
             past = self._past[key] = _Past()
         if past.unrecorded:
@@ -225,10 +226,10 @@ class Captured(Generic[P, R]):
 
     def _warn(self, why: str, depth: int) -> None:
         warnings.warn(
-            f"capture: {self._name} is not replayed, as {why}: its calls take as long as without capture.\n"
-            "  What changes can be a tensor on the worker, as lr=torch.tensor(0.1, device=...), and a counter can be"
-            " outside of the step.\n  torch.optim's Adam and others count there with fused=True or capturable=True."
-            " optimizer.step() and zero_grad() belong into the step",
+            f"capture: {self._name} is not replayed, because {why}. Its calls take as long as without capture.\n"
+            "  Store a changing value in a tensor on the worker, such as lr=torch.tensor(0.1, device=...), or move a"
+            " counter out of the step.\n  Pass fused=True or capturable=True to Adam and other optimizers of"
+            " torch.optim, so that they count on the worker.\n  Call optimizer.step() and zero_grad() in the step.",
             stacklevel=depth,
         )
 
@@ -237,7 +238,7 @@ class Captured(Generic[P, R]):
     ) -> R:
         master = _master_of(tensors)
         if master.connections.recorder is not None:
-            master.connections.recorder.refuse(f"{self._name}, which is captured itself, is called", True)
+            master.connections.recorder.refuse(f"the step calls {self._name}, which is also captured", True)
         watch = past.watch or self._reach.watch(seen)
         drawn = random_state()
         with Recorder(master, self._name, tensors) as recorder:
@@ -276,13 +277,15 @@ class Captured(Generic[P, R]):
         elif past.calls >= _ATTEMPTS:
             del self._past[key]
             assert before is not None
-            raise UsageError(f"capture: {self._name} does not repeat itself: {difference(master, before, recording)}")
+            raise UsageError(
+                f"capture: {self._name} does not repeat the same operations: {difference(master, before, recording)}"
+            )
         return result
 
     def _changed(self, recording: Recording, changes: list[tuple[str, Any, Any]], drawn: Any) -> str:
         """Describe a change of values that the step reads, which a replay would not make; "" if there is none."""
         if self._reach.iterators:
-            return f"it uses the iterator {self._reach.iterators[0]}, whose next value cannot be known"
+            return f"it uses the iterator {self._reach.iterators[0]}, whose next value cannot be predicted"
         made = {id(each()) for each in recording.made.values()}
 
         def is_made(found: Any) -> bool:
@@ -293,8 +296,8 @@ class Captured(Generic[P, R]):
         changes = [each for each in changes if each[1] is None or not is_made(each[2])]
 
         if changes:
-            return f"it changes {_described(changes)} at each call"
-        return "" if drawn == random_state() else "it draws random numbers of the master's at each call"
+            return f"it changes {_described(changes)} on each call"
+        return "" if drawn == random_state() else "it draws random numbers of the master on each call"
 
     def _take_result(self, recorder: Recorder, result: Any) -> None:
         recording = recorder.recording
@@ -303,13 +306,13 @@ class Captured(Generic[P, R]):
             if isinstance(each, RemoteTensor):
                 if each.requires_grad:
                     raise UsageError(
-                        f"capture: {self._name} returns a tensor that autograd goes on from, which a replay cannot"
-                        " give: return it with .detach()"
+                        f"capture: {self._name} returns a tensor that requires grad, which a replay cannot return.\n"
+                        "  Return it with .detach()."
                     )
                 recording.returned.append(RecordedResult(recorder.number_of(each), each._place, each._sig, each._off))
                 recording.leaves.append(None)
             elif isinstance(each, torch.Tensor):
-                raise UsageError(f"capture: {self._name} returns a tensor of the master's, which a replay cannot give")
+                raise UsageError(f"capture: {self._name} returns a tensor of the master, which a replay cannot return")
             else:
                 recording.returned.append(None)
                 recording.leaves.append(each)

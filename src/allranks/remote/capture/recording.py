@@ -115,7 +115,9 @@ class Recorder:
         if threading.get_ident() != self._thread:
             return
         if always:
-            raise UsageError(f"capture: {self._name}, at {line_of(here(2))}: {why}. Do it outside of the captured step")
+            raise UsageError(
+                f"capture: {self._name}, at {line_of(here(2))}: {why}.\n  Do this outside of the captured step."
+            )
         self.recording.unsettled = why
 
     def call(
@@ -161,7 +163,7 @@ class Recorder:
 def difference(master: Driver, before: Recording, after: Recording) -> str:
     """Describe the first difference between two calls."""
     if after.unsettled or before.unsettled:
-        return f"{after.unsettled or before.unsettled}, at each call"
+        return f"{after.unsettled or before.unsettled}, on each call"
 
     def name(recording: Recording, at: int) -> str:
         op = master.operators.templates[recording.entries[at].template][0]
@@ -174,20 +176,21 @@ def difference(master: Driver, before: Recording, after: Recording) -> str:
         if old.template == new.template and old.inputs == new.inputs and old.values != new.values:
             numbers = [_numbers(master, each) for each in (old, new)]
             return (
-                f"a number that the master computes is {numbers[0]} and then {numbers[1]} in {name(after, at)}.\n"
-                "  Its source cannot be seen from the step, such as a clock or a file: pass it as a tensor"
+                f"a number that the master computes is {numbers[0]} and then {numbers[1]} in {name(after, at)}."
+                " Its source is not visible in the step, such as a clock or a file.\n  Pass it as a tensor."
             )
         if old.template == new.template:
             return (
-                f"{name(after, at)} has other operands than the time before: tensors are made anew outside of the step"
+                f"{name(after, at)} has other operands than in the previous call, because tensors are recreated outside"
+                " of the step"
             )
         return (
-            f"operation {at} was {name(before, at)} and is then {name(after, at)}"
-            f"{' of other shapes or constants' if name(before, at) == name(after, at) else ''}"
+            f"operation {at} is {name(before, at)} and then {name(after, at)}"
+            f"{' with other shapes or constants' if name(before, at) == name(after, at) else ''}"
         )
     if len(before.entries) != len(after.entries):
-        return f"it had {len(before.entries)} operations and then {len(after.entries)}"
-    return "what it works on, leaves behind or returns is another tensor, or of another kind, each time"
+        return f"it queued {len(before.entries)} operations and then {len(after.entries)}"
+    return "the tensors that it reads, keeps or returns, or their structure, differ between calls"
 
 
 def _numbers(master: Driver, entry: Entry) -> str:

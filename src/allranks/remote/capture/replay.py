@@ -143,7 +143,9 @@ class Replay:
         parts = []
         for own, ranks in together.items():
             if not master.operators.programs:
-                raise UsageError("capture: there are 4,096 captured steps; drop one by its reset()")
+                raise UsageError(
+                    "capture: 4,096 captured steps exist, which is the limit.\n  Call reset() on one of them."
+                )
             target, number = master.devices.target(ranks), master.operators.programs.pop()
             ranks_of[target] = tuple(ranks)
             entries = [recording.entries[each] for each in own]

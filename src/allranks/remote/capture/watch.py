@@ -160,8 +160,8 @@ class Reach:
         self._count += 1
         if self._count > _MOST or len(self._above) > _DEEPEST:
             raise UsageError(
-                f"capture: the step can see more than can be compared at each call, the last in {self._label}: pass"
-                " what it needs of that as an argument"
+                f"capture: the step can read more values than can be compared on each call, the last one in"
+                f" {self._label}.\n  Pass the values that it needs as arguments."
             )
         self._seen[number] = value
         self._above.add(number)

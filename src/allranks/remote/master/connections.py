@@ -55,7 +55,7 @@ _LOOK_S = 0.5  # seconds of one receive, after which a wait checks its time limi
 _CAUSE_S = 2.0  # seconds to wait, after a worker's fault that a loss has caused, until the loss is detected
 _OF_LOSSES = ("PeerLostError", "AbortedError")
 _CHUNK = 1 << 18  # bytes of one receive
-CPU = "What the child needs is fetched before it is forked, with .cpu()"
+CPU = "Before the fork, fetch the tensors that the child needs with .cpu()."
 
 _decode = msgspec.msgpack.Decoder(Answer).decode
 
@@ -174,13 +174,13 @@ class Connections:
     def command(self, place: DeviceTarget, name: str, /, **arguments: Any) -> None:
         """Queue a command that has no answer."""
         if name not in _WITHOUT_EFFECT:
-            self.refuse_recording(f"workers are given the command {name!r}")
+            self.refuse_recording(f"the step sends workers the command {name!r}")
         self.put(place, Command(name, 0, arguments))
 
     def request(self, place: DeviceTarget, name: str, /, **arguments: Any) -> Any:
         """Queue a command for the first worker of a place, and wait for its answer."""
         if name not in _WITHOUT_EFFECT:
-            self.refuse_recording(f"an answer of a worker's is waited for, {name!r}")
+            self.refuse_recording(f"the step waits for a worker's answer to {name!r}")
         self.check(place)
         number, rank = self.next_number(), place.ranks[0]
         self.outbox.put(place.master.devices.worker(rank).target, wire.pack(Command(name, number, arguments)))
@@ -281,7 +281,8 @@ class Connections:
             if answer != found[0][1]:
                 raise UsageError(
                     f"{what}: the workers of {place} differ: worker {found[0][0]} has {found[0][1][0]}, worker {rank}"
-                    f" {answer[0]}. What a shape, or a value here, depends on must be asked of each: x.shard({rank})"
+                    f" has {answer[0]}.\n  Request a value that determines a shape, or that the master reads, from each"
+                    f" worker: x.shard({rank})"
                 )
         return found[0][1]
 
@@ -334,7 +335,7 @@ class Connections:
         """
         rank = worker.rank
         if self.by_rank[rank] is not worker:  # another thread has replaced it
-            raise WorkerLost(f"worker {rank} ({worker.host}, pid {worker.pid}) is gone: another has its place", rank)
+            raise WorkerLost(f"worker {rank} ({worker.host}, pid {worker.pid}) is lost: it has been replaced", rank)
         if rank in self.lost:
             raise WorkerLost(self.lost[rank], rank)
         if rank in self._receiving:
@@ -375,7 +376,7 @@ class Connections:
         worker = self.by_rank[rank]
         return TimeoutError(
             f"{what}: worker {rank} ({worker.host}, pid {worker.pid}) has not answered for {timeout_s:g} s"
-            f"{_process_state(worker)}.\n  Longer: init_master_worker(timeout=...)"
+            f"{_process_state(worker)}.\n  To wait longer, pass init_master_worker(timeout=...)."
         )
 
     def _warn_of_interrupted(self, rank: int) -> None:
@@ -385,9 +386,9 @@ class Connections:
             return
         worker = self.by_rank[rank]
         warnings.warn(
-            f"worker {rank} ({worker.host}, pid {worker.pid}) still does what was queued before Ctrl-C,"
-            f" {time.monotonic() - since:.1f} s ago{_process_state(worker)}, and"
-            f" is waited for. mw.respawn({rank}, force=True) ends it, and its tensors with it",
+            f"worker {rank} ({worker.host}, pid {worker.pid}) is still executing commands queued before Ctrl-C,"
+            f" {time.monotonic() - since:.1f} s ago{_process_state(worker)}. This call waits for it.\n"
+            f"  To kill it and lose its tensors, call mw.respawn({rank}, force=True).",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -421,7 +422,8 @@ class Connections:
                 f"worker {rank} ({self.by_rank[rank].host}, pid {self.by_rank[rank].pid})" for rank in full
             )
             raise TimeoutError(
-                f"{stuck} has not taken what is queued for {seconds:.0f} s.\n  Longer: init_master_worker(timeout=...)"
+                f"{stuck} did not read the queued commands for {seconds:.0f} s.\n"
+                "  To wait longer, pass init_master_worker(timeout=...)."
             )
 
     # Lost workers, other processes and captured steps.
@@ -436,8 +438,8 @@ class Connections:
             if rank in self.lost or self.by_rank[rank] is not worker or self.closed:
                 return
             self.lost[rank] = (
-                f"worker {rank} ({worker.host}, pid {worker.pid}) is gone{': ' + how if how else ''}.\n"
-                f"  mw.respawn({rank}) starts another in its place; what was on it is lost"
+                f"worker {rank} ({worker.host}, pid {worker.pid}) is lost{': ' + how if how else ''}.\n"
+                f"  Call mw.respawn({rank}) to replace it; the tensors on it are lost."
             )
             self.outbox.lose(self.indices[rank])
             self.on_lost(rank, self.lost[rank])
@@ -589,4 +591,4 @@ def _process_state(worker: WorkerConnection) -> str:
         state = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
-    return {"T": "; it is stopped (SIGSTOP)", "t": "; a debugger has stopped it", "R": "; it computes"}.get(state, "")
+    return {"T": "; it is stopped (SIGSTOP)", "t": "; a debugger has stopped it", "R": "; it is running"}.get(state, "")

@@ -144,7 +144,7 @@ class DeviceTable:
             each.calls = Inherited()
 
     def _make(self, ranks: tuple[int, ...], index: int) -> DeviceTarget:
-        self.connections.refuse_recording("a group is made")
+        self.connections.refuse_recording("the step creates a group")
         made = DeviceTarget(self._master, index, ranks, self._target(ranks))
         make_device(made)
         self.groups[ranks] = made
@@ -169,8 +169,8 @@ class DeviceTable:
             free = list(filter(index_is_free, indices))
         if not free:
             raise UsageError(
-                f"group: {len(indices)} groups are in use, and torch knows no more devices. A group ends when neither"
-                " it nor a tensor on it is held any more"
+                f"group: {len(indices)} groups are in use, and torch supports no more devices.\n"
+                "  Delete all references to a group, and to the tensors on it."
             )
         self._index = next((each for each in free if each < self._index), free[0])
         return self._index

@@ -79,7 +79,7 @@ class Future(concurrent.futures.Future[Any]):
             WorkerLost: The worker is lost.
             TimeoutError: The time limit has passed. The caller may wait again.
         """
-        self._place.master.connections.refuse_recording("the result of a function is waited for")
+        self._place.master.connections.refuse_recording("the step waits for the result of a remote function")
         self._settle(timeout)
         with self._asking:
             if not self._made and self._error is None:
@@ -190,7 +190,7 @@ class Future(concurrent.futures.Future[Any]):
                 if leaf._place.target != self._place.target:
                     raise UsageError(
                         f"remote: the function computed a gradient on {self._place} of a tensor on {leaf._place}.\n"
-                        "  Return it, and give the function x.detach()"
+                        "  Return the gradient, and pass x.detach() to the function."
                     )
                 leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
         self._leaves.clear()
@@ -292,8 +292,8 @@ class RemoteFunction:
         for what, those in (("an argument", tensors), ("a tensor that it holds", self._held)):
             for each in those:
                 if not set(place.ranks) <= set(each._place.ranks):
-                    raise RuntimeError(f"remote: {self.__name__} runs on {place}, {what} is on {each._place}")
-        self._master.connections.refuse_recording("a function runs on a worker")
+                    raise RuntimeError(f"remote: {self.__name__} runs on {place}, but {what} is on {each._place}")
+        self._master.connections.refuse_recording("the step runs a function on a worker")
         futures = [self._start(self._master.devices.worker(rank), tensors, pickled) for rank in place.ranks]
         return futures[0] if len(futures) == 1 else Futures(futures)
 

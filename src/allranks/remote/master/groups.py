@@ -110,7 +110,7 @@ class Group:
             handles.append(tensor)
         if len({(each._sig, each._off) for each in handles}) > 1:
             looks = sorted(
-                {f"{x.dtype} {tuple(x.shape)} of strides {x.stride()} from {x.storage_offset()} on" for x in handles}
+                {f"{x.dtype} {tuple(x.shape)}, strides {x.stride()}, offset {x.storage_offset()}" for x in handles}
             )
             raise UsageError(f"join: the tensors differ: {'; '.join(looks)}")
         made: RemoteTensor = through(self._join, self._split, *handles)
@@ -138,7 +138,7 @@ class Group:
     def broadcast_(self, tensors: torch.Tensor | Iterable[torch.Tensor], src: int) -> None:
         """Copy the tensors, or parameters, of worker `src` to all workers, in place."""
         if src not in self.ranks:
-            raise UsageError(f"broadcast_: src={src} is not in the group, which has {list(self.ranks)}")
+            raise UsageError(f"broadcast_: src={src} is not in the group, which has the ranks {list(self.ranks)}")
         root = self.ranks.index(src)
 
         def spread(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -174,7 +174,7 @@ class Group:
     def _deal(self, dim: int, tensor: torch.Tensor) -> Handle:
         """Send each worker its part."""
         place, master = self._place, self._place.master
-        master.connections.refuse_recording("a tensor of the master's is sent to workers")
+        master.connections.refuse_recording("the step sends a tensor of the master to workers")
         master.connections.check(place)
         plain = tensor.detach().resolve_conj().resolve_neg()
         parts = [each.contiguous() for each in plain.chunk(len(self.ranks), dim)]
@@ -277,7 +277,7 @@ class Group:
         count = len(self.ranks)
         if not -len(shape) <= dim < len(shape) or shape[dim] % count:
             raise UsageError(
-                f"{name}: dimension {dim} of {tuple(shape)} cannot be cut into {count} equal parts, "
+                f"{name}: dimension {dim} of {tuple(shape)} cannot be split into {count} equal parts, "
                 "one for each worker of the group"
             )
         return shape[dim] // count
@@ -300,8 +300,8 @@ def _see_unchanged(joined: list[RemoteTensor], versions: list[int], grads: Any) 
     """
     if [each._version for each in joined] != versions:
         raise RuntimeError(
-            "join: one of the tensors, whose memory the joined one shares, has been modified by an inplace operation."
-            " Join clones of them"
+            "join: one of the tensors, which share memory with the joined tensor, has been modified by an inplace"
+            " operation.\n  Join clones of the tensors."
         )
 
 
@@ -322,18 +322,20 @@ def _op(name: str, op: str) -> str:
 
 def _no_graph(name: str, op: str) -> UsageError:
     return UsageError(
-        f"{name}: autograd does not go through op={op!r}, only through sums and averages. all_gather() the tensors and"
-        " reduce those, or call it in no_grad()"
+        f"{name}: autograd does not support op={op!r}, only sums and averages.\n"
+        "  Call all_gather() and reduce the result, or call this function in no_grad()."
     )
 
 
 def _group_of(tensors: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Group, list[torch.Tensor]]:
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if not listed:
-        raise UsageError("expected a tensor at least")
+        raise UsageError("expected at least one tensor")
     first = listed[0]
     if not isinstance(first, RemoteTensor):
-        raise UsageError("expected tensors on a group of workers; for the ranks of a job there is all_reduce()")
+        raise UsageError(
+            "expected tensors on a group of workers.\n  For the ranks of a job, call all_reduce() or broadcast()."
+        )
     return Group(first._place), listed
 
 

@@ -103,7 +103,7 @@ class _Record:
             return
         if tensor._sig.bits or tensor.is_inference():
             raise UsageError(
-                "keep: a conjugated or negated view, or a tensor of inference mode, cannot be kept: clone it"
+                "keep: a conjugated or negated view, or an inference tensor, cannot be kept.\n  Clone the tensor."
             )
         self.tensors.append(_SnapshotTensor(tensor, make(tensor._place, tensor._sig, tensor._ref, tensor._off)))
 
@@ -195,8 +195,8 @@ class Kept:
         """
         connections = self.connections
         if self.closed:
-            raise UsageError("refresh: close() has ended this keep")
-        connections.refuse_recording("a snapshot is made")
+            raise UsageError("refresh: close() has been called on these kept objects")
+        connections.refuse_recording("the step makes a snapshot")
         connections.check_open()
         for rank in connections.by_rank:
             connections.check_worker(rank)
@@ -341,16 +341,16 @@ class Kept:
     def _what_is_left(self, record: _Record, holdings: dict[int, set[tuple[int, int]]]) -> str:
         if self.snapshot <= 1:
             return (
-                "What was kept is lost: its first snapshot was not complete, or a worker is gone together with its"
-                " buddy.\n  mw.synchronize() after refresh() waits for a snapshot"
+                "The kept objects are lost: the first snapshot was not complete, or a worker and its backup worker are"
+                " both lost.\n  Call mw.synchronize() after refresh() to wait for a snapshot."
             )
         found = set().union(*holdings.values())
         gone = [rank for rank in record.ranks() if (rank, record.number) not in found]
-        pairs = [f"worker {rank} and its buddy, worker {self._buddy(rank)}," for rank in gone]
+        pairs = [f"worker {rank} and its backup worker {self._buddy(rank)}" for rank in gone]
         whose = " and ".join(pairs) if len(self.connections.by_rank) > 1 else "the worker"
         return (
-            f"What was kept is lost: {whose} are gone together. Other workers have taken their places, without their"
-            " tensors.\n  Load a checkpoint, and keep its tensors"
+            f"The kept objects are lost with {whose}. New workers have been started, without the tensors.\n"
+            "  Load a checkpoint, and keep its tensors."
         )
 
     def _return_parts(self, record: _Record, holdings: dict[int, set[tuple[int, int]]]) -> None:

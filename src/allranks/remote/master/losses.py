@@ -62,7 +62,7 @@ class Losses:
         """
         if action not in ("raise", "respawn") and not callable(action):
             raise UsageError(
-                f"on_lost: expected 'raise', 'respawn' or a function of a rank and a number, not {action!r}"
+                f"on_lost: expected 'raise', 'respawn' or a function of a rank and a snapshot number, not {action!r}"
             )
         self.action = action
         self._connections.recover = None if action == "raise" else self.recover
@@ -90,8 +90,8 @@ class Losses:
                 self.action(rank, number)
         rank = min(lost)
         why = lost[rank].partition("\n")[0]
-        kept = f"what was kept is as in snapshot {number}" if number else "nothing was kept"
-        return WorkerReplaced(f"{why}\n  Another has taken its place, and {kept}", rank, number)
+        kept = f"the kept objects have the state of snapshot {number}" if number else "no objects were kept"
+        return WorkerReplaced(f"{why}\n  A new worker has replaced it, and {kept}.", rank, number)
 
     def _replace(self, lost: dict[int, str]) -> int:
         connections, tries = self._connections, 0
@@ -128,5 +128,5 @@ def _may_pass(error: AllranksError) -> bool:
 def _not_replaced(lost: dict[int, str], tries: int, error: AllranksError) -> str:
     rank = min(lost)
     why = lost[rank].partition("\n")[0]
-    times = f"{tries} tries" if tries > 1 else "a try"
-    return f"{why}\n  No other could take its place, after {times}: {error}"
+    times = f"{tries} attempts" if tries > 1 else "1 attempt"
+    return f"{why}\n  It could not be replaced after {times}: {error}"

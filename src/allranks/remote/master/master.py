@@ -73,7 +73,7 @@ class Master:
         self.connections.check_open()
         wanted, there = tuple(ranks), self.connections.by_rank
         if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(there):
-            raise UsageError(f"group: expected ranks of workers, 1 to {max(there)}, each once, not {list(ranks)}")
+            raise UsageError(f"group: expected distinct ranks of workers, 1 to {max(there)}, not {list(ranks)}")
         place = self.devices.group(wanted)
         self.connections.check(place)
         self.transfers.leave_ended()
@@ -96,7 +96,7 @@ class Master:
             RemoteError: An operation has failed that has not been reported yet.
         """
         connections = self.connections
-        connections.refuse_recording("the workers are waited for")
+        connections.refuse_recording("the step waits for the workers")
         connections.check_open()
         if place is None:
             place = self.devices.everyone()
@@ -130,14 +130,14 @@ class Master:
         connections = self.connections
         connections.check_open()
         if rank not in connections.by_rank:
-            raise UsageError(f"respawn: there is no worker {rank}; there are 1 to {max(connections.by_rank)}")
+            raise UsageError(f"respawn: worker {rank} does not exist; expected 1 to {max(connections.by_rank)}")
         if rank not in self.lost and not force and not has_ended(connections.by_rank[rank].socket):
             raise UsageError(
-                f"respawn: worker {rank} lives, and what is on it would be lost. To kill it:"
-                f" respawn({rank}, force=True)"
+                f"respawn: worker {rank} is running, and its tensors would be lost.\n"
+                f"  To kill it, call respawn({rank}, force=True)."
             )
         if rank not in self.lost:
-            connections.lose(rank, "its place is taken by another")
+            connections.lose(rank, "respawn() replaces it")
         with connections.lock, connections.without_recovery():
             self._admit(connections.workers.respawn(rank))
             if self._losses.kept is not None and not self.lost:
@@ -165,7 +165,10 @@ class Master:
         """Mark tensors that must outlive their workers. See `allranks.keep`."""
         self.connections.check_open()
         if (before := self._losses.kept) is not None and not before.closed:
-            raise UsageError("keep: there is one already: name all in one call, or end that one with its close()")
+            raise UsageError(
+                "keep: other objects are already kept.\n"
+                "  Pass all objects in one call, or call close() on the result of the previous call first."
+            )
         made = self._losses.kept = Kept(things, self.connections, self.devices, self.transfers)
         return made
 

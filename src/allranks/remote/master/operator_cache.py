@@ -113,7 +113,7 @@ class OperatorCache:
         kind = (state, _kind(op, args, kwargs))
         trust = (op in _CERTAIN or self._trusted.get(kind)) if believable(about, args, kwargs) else False
         if about.dynamic or indexes_by_mask(op, args):
-            connections.refuse_recording(f"the shape, or value, of what {about.name} returns depends on the data")
+            connections.refuse_recording(f"the shape or value that {about.name} returns depends on the data")
             return AnsweredHandle(self._ask(about, args, kwargs, forms, named, place, refs, values)[0])
         if about.checks:
             connections.refuse_recording(f"{about.name} raises an error that depends on the data")
@@ -207,7 +207,7 @@ class OperatorCache:
     def _number(self) -> int:
         """Return a number for a template."""
         if self._next == self._end:
-            self.connections.refuse_recording("all numbers of templates are given anew", always=False)
+            self.connections.refuse_recording("all templates receive new numbers", always=False)
             self.forget()
         self._next += 1
         return self._next - 1

@@ -73,9 +73,9 @@ def init_master_worker(
         backend, init_method = None, backend
     if backend not in (None, "tcp", "native"):
         raise UsageError(
-            f"init_master_worker: backend {backend!r} is none that master and workers can use; expected 'tcp', or none:"
-            " init_master_worker(init_method='tcp://host:port', world_size=..., rank=...), or"
-            " init_master_worker(workers=4)"
+            f"init_master_worker: master and workers cannot use backend {backend!r}; expected 'tcp' or no backend.\n"
+            "  Call init_master_worker(init_method='tcp://host:port', world_size=..., rank=...) or"
+            " init_master_worker(workers=4)."
         )
     launched = this_rank()
     elsewhere = (init_method or "").startswith(("tcp://", "file://"))
@@ -125,7 +125,7 @@ def master_of_this_process() -> Master:
     if _master is not None:
         _master.connections.check_process()
     if _master is None or _master.closed:
-        raise NotInitializedError("there are no workers: call allranks.init_master_worker() first")
+        raise NotInitializedError("this process has no workers.\n  Call allranks.init_master_worker() first.")
     return _master
 
 

@@ -51,7 +51,7 @@ class Transfers:
     def upload(self, place: DeviceTarget, plain: torch.Tensor, non_blocking: bool = False) -> Handle:
         """Send a tensor of the master to a place. `non_blocking`: see `hold`."""
         connections = self.connections
-        connections.refuse_recording("a tensor of the master's is sent to a worker")
+        connections.refuse_recording("the step sends a tensor of the master to a worker")
         connections.check(place)
         wire.refuse_odd(plain, "the tensor")
         plain = plain.detach().resolve_conj().resolve_neg()
@@ -81,13 +81,13 @@ class Transfers:
 
     def item(self, x: Handle) -> Any:
         """Return the value of a tensor with one element."""
-        self.connections.refuse_recording("a value is fetched: .item(), or an if or while on a tensor")
+        self.connections.refuse_recording("the step fetches a value: .item(), or an if or while on a tensor")
         value = self.connections.request(single(x), "item", id=x._ref.id)
         return complex(*value) if isinstance(value, list) else value
 
     def fetch(self, x: Handle) -> torch.Tensor:
         """Return a tensor's data as a tensor of the master."""
-        self.connections.refuse_recording("a tensor is fetched")
+        self.connections.refuse_recording("the step fetches a tensor")
         place = single(x)
         dense = _dense(x)
         sig = dense._sig
@@ -176,7 +176,7 @@ class Transfers:
     @exclusive
     def _spread(self, x: Handle, place: DeviceTarget) -> Handle:
         connections = self.connections
-        connections.refuse_recording("a tensor is copied to a group")
+        connections.refuse_recording("the step copies a tensor to a group")
         (sender,) = x._place.ranks
         (ref,) = connections.outbox.reserve(place.target, 1)
         ranks = place.ranks if sender in place.ranks else (sender, *place.ranks)
@@ -204,7 +204,7 @@ class Transfers:
         for rank in ranks:
             if rank:
                 connections.check(self._devices.worker(rank))
-        connections.refuse_recording("workers meet for the first time", always=False)
+        connections.refuse_recording("workers create a new link", always=False)
         self.leave_ended()
         self._made += 1
         number = place.links[ranks] = self._made

@@ -242,7 +242,7 @@ def _compare_shapes(op: Any, given: Sequence[Any]) -> None:
     """
     base = op._schema.name.partition("::")[2]
     if base in ("put", "put_") and given[1].numel() != given[2].numel():
-        raise RuntimeError(f"{base}: as many indexes as values")
+        raise RuntimeError(f"{base}: expected as many indexes as values")
     if base in _INDEX and base not in ("index", "_unsafe_index") and not any(map(_is_mask, given[1])):
         given[2].expand(torch.ops.aten.index.Tensor(given[0], given[1]).shape)
 

@@ -188,8 +188,8 @@ def unpack(payload: memoryview) -> tuple[Message, memoryview]:
 
 
 ONLY_STRIDED = (
-    "only strided tensors can live on a worker. "
-    "Have others on the master, or within a function that mw.remote() runs on the worker"
+    "workers support only strided tensors.\n"
+    "  Create other tensors on the master, or in a function that mw.remote() runs on the worker."
 )
 
 

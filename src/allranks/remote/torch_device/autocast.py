@@ -141,8 +141,8 @@ def _casting(name: str, policy: _Policy) -> Callable[..., Any]:
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError(
-                f"torch.autocast: {name} overflows in low precision; "
-                "use binary_cross_entropy_with_logits, or BCEWithLogitsLoss, without the sigmoid before it"
+                f"torch.autocast: {name} overflows in low precision.\n"
+                "  Use binary_cross_entropy_with_logits or BCEWithLogitsLoss without the preceding sigmoid."
             )
 
         return refuse

@@ -72,7 +72,7 @@ def _leave_handles() -> None:
     from torch._subclasses.fake_impls import op_implementations_checks
     from torch._subclasses.fake_tensor import UnsupportedFakeTensorException
 
-    why = "Operations on workers are queued, not compiled: allranks.capture makes one command of a whole step."
+    why = "Operations on workers are queued, not compiled. allranks.capture sends a whole step as one command."
 
     def leave(builder: Any, handle: RemoteTensor) -> Any:
         unimplemented(gb_type="a tensor on a worker", context=str(handle.device), explanation=why, hints=[])

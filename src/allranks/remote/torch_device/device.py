@@ -47,8 +47,8 @@ def register() -> None:
     name = torch._C._get_privateuse1_backend_name()
     if name != "privateuseone":
         raise UsageError(
-            f"torch's one place for devices of others is taken by {name!r} in this process; "
-            "the device 'worker' cannot be beside it. Start the master in a process that does not import it"
+            f"the device 'worker' cannot be registered: {name!r} already uses torch's only device for extensions.\n"
+            "  Start the master in a process that does not import this extension."
         )
     _setup_privateuseone_for_python_backend("worker", backend_module=torch_worker)
     library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
@@ -139,8 +139,8 @@ def _point_to_ours() -> None:
         held = itertools.chain(module.parameters(), module.buffers())
         if torchs._get_available_device_type() == "worker" or any(isinstance(each, RemoteTensor) for each in held):
             raise UsageError(
-                "torch.nn.DataParallel does not know workers, which are the accelerator of this process:"
-                " use allranks.DataParallel(module, device_ids=['worker:1', 'worker:2'])"
+                "torch.nn.DataParallel does not support workers, which are the accelerator of this process.\n"
+                "  Use allranks.DataParallel(module, device_ids=['worker:1', 'worker:2'])."
             )
         made(self, module, *args, **kwargs)
 
@@ -169,7 +169,7 @@ def _refuse_memory() -> None:
             return made(cls, *args, **kwargs)
         if torch.device(device).type == "worker":
             raise UsageError(
-                f"a storage cannot be made on {device}: its memory is on another process.\n  Make a tensor,"
+                f"a storage cannot be created on {device}: its memory is in another process.\n  Create a tensor:"
                 f" torch.empty(n, dtype=torch.uint8, device={str(device)!r})"
             )
         return made(cls, *args, device=device, **kwargs)  # type: ignore[call-arg]
@@ -209,8 +209,8 @@ def prove(place: DeviceTarget) -> None:
     expected = (RemoteTensor, place.device, [threading.get_ident()], [3.0, 3.0])
     if found != expected:
         raise ConfigError(
-            f"master-worker mode does not work with torch {torch.__version__}: a gradient on a worker should be"
-            f" {expected} and is {found}.\n  It is tested with torch {TESTED}"
+            f"master-worker mode does not work with torch {torch.__version__}: the gradient on a worker is {found}"
+            f" instead of {expected}.\n  Install torch {TESTED}, the tested version."
         )
 
 

@@ -42,8 +42,8 @@ def place_of(device: torch.device | None) -> DeviceTarget:
     index = device.index if device is not None else None
     if index == 0:
         raise UsageError(
-            "worker:0: rank 0 is the master, and the first worker is worker:1. 'worker' alone is the current one,"
-            " of torch.worker.set_device()"
+            "worker:0: rank 0 is the master, and the first worker is worker:1.\n"
+            "  Use 'worker' for the current worker, which torch.worker.set_device() sets."
         )
     if index is None:
         index = CURRENT[0]
@@ -53,10 +53,12 @@ def place_of(device: torch.device | None) -> DeviceTarget:
     if place is None:
         there = [each.index for each in places() if each.index == each.ranks[0]]
         if not there:
-            raise UsageError(f"worker:{index}: there are no workers. Call allranks.init_master_worker() first")
+            raise UsageError(
+                f"worker:{index}: this process has no workers.\n  Call allranks.init_master_worker() first."
+            )
         was = index < len(_places) and _places[index] is not _nowhere
-        ended = "; a group's device ends with it: hold what group() returned" if was else ""
-        raise UsageError(f"there is no worker:{index}; there are worker:{min(there)} to worker:{max(there)}{ended}")
+        ended = ". A group's device exists only as long as the group.\n  Keep the result of group()." if was else ""
+        raise UsageError(f"worker:{index} does not exist; expected worker:{min(there)} to worker:{max(there)}{ended}")
     return place
 
 

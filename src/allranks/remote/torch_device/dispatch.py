@@ -106,7 +106,7 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Sign
             return _make_elsewhere(op, args, kwargs or {})
         return run(op, *_lift(op, args, kwargs or {}))
     if place is None:
-        raise NotImplementedError(f"{known.name} without an operand on a worker")
+        raise NotImplementedError(f"{known.name}: no operand is on a worker")
     call = place.calls.get(tuple(key))
     if call is None:
         prepared = place.master.operators.prepare(op, args, kwargs or {}, tuple(key), place, refs, values)
@@ -174,7 +174,9 @@ def _scan_device(device: torch.device, key: list[Any], place: DeviceTarget | Non
     there = place_of(device)
     if place is not None and there.index != place.index:
         if _GENERATOR in key:
-            raise UsageError(f"expected a generator of {there}, not of {place}: torch.Generator(device='{there}')")
+            raise UsageError(
+                f"expected a generator of {there}, not of {place}.\n  Create it with torch.Generator(device='{there}')."
+            )
         raise _OnAnotherDevice
     return place or there
 
@@ -185,7 +187,9 @@ def _scan_generator(value: torch.Generator, values: list[Any], place: DeviceTarg
     if generator is None or (place is not None and generator._place.index != place.index):
         of = generator.device if generator is not None else value.device
         device = place.device if place is not None else "worker:R"
-        raise UsageError(f"expected a generator of {device}, not of {of}: torch.Generator(device='{device}')")
+        raise UsageError(
+            f"expected a generator of {device}, not of {of}.\n  Create it with torch.Generator(device='{device}')."
+        )
     there: DeviceTarget = generator._place
     if place is not there:
         there.master.connections.check(there)  # the previous worker of this index may have been lost
@@ -198,7 +202,7 @@ def _make_elsewhere(op: Any, args: Any, kwargs: Any) -> Any:
     known = facts(op)
     device = kwargs.get("device")
     if not known.factory or device is None:
-        raise NotImplementedError(f"{known.name} to another device than that of its operands")
+        raise NotImplementedError(f"{known.name}: the result cannot be on another device than the operands")
 
     def there(value: Any) -> Any:
         if not isinstance(value, Handle):
@@ -220,7 +224,7 @@ def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if isinstance(each, torch.device) and each.type in ("worker", "lazy"):
             place = place_of(each)
     if place is None:
-        raise NotImplementedError(f"{facts(op).name} without an operand on a worker")
+        raise NotImplementedError(f"{facts(op).name}: no operand is on a worker")
     there: DeviceTarget = place
     lenient = indexes(op)
     written = {each.name for each in op._schema.arguments if each.alias_info and each.alias_info.is_write}

@@ -188,7 +188,7 @@ class Handle(torch.Tensor):
     def data(self, other: torch.Tensor) -> None:
         if not isinstance(other, Handle):
             raise TypeError(
-                f"data on {other.device} cannot take the place of data on {self._place}: send it first, with .to()"
+                f"data on {other.device} cannot replace data on {self._place}.\n  Send it first, with .to()."
             )
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self._leave()
@@ -244,7 +244,10 @@ def single(x: Handle) -> DeviceTarget:
         UsageError: The tensor is on the workers of a group.
     """
     if len(x._place.ranks) > 1:
-        raise UsageError(f"the tensor is on {x._place}: choose whose data is meant, x.shard({x._place.ranks[0]})")
+        raise UsageError(
+            f"expected a tensor on one worker, not on {x._place}.\n"
+            f"  Select the data of one worker, for example x.shard({x._place.ranks[0]})."
+        )
     return x._place
 
 

@@ -84,8 +84,8 @@ def _refuse_scripted(module: torch.nn.Module, fn: Callable[[Any], Any], recurse:
     modules = module.modules() if recurse else [module]
     if any(isinstance(each, torch.jit.ScriptModule) for each in modules) and _moves_to_worker(fn):
         raise RuntimeError(
-            f"{type(module).__name__} cannot move to a worker: TorchScript holds its parameters. Move the module first,"
-            " and script it then"
+            f"{type(module).__name__} cannot move to a worker: TorchScript holds its parameters.\n"
+            "  Move the module first, then script it."
         )
 
 
@@ -107,7 +107,7 @@ def _replacement(old: Any, new: Any) -> Any:
     where = f"a parameter has moved from {old.device} to {new.device}"
 
     def refuse(grad: Any) -> None:
-        raise RuntimeError(f"{where} since this graph was made. Run backward before the module moves")
+        raise RuntimeError(f"{where} since this graph was created.\n  Run backward before you move the module.")
 
     new.__dict__.update(RemoteTensor._notes(old))
     new._backward_hooks, old._backward_hooks = old._backward_hooks, OrderedDict()
@@ -134,9 +134,9 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         for each in group["params"]:
             if each in _replaced:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} has a parameter that a module left on {each.device} when it moved to"
-                    f" {_replaced[each].device}: a graph or a weak reference held it. Make the optimizer after the"
-                    " module has moved"
+                    f"{type(optimizer).__name__} has a parameter that stayed on {each.device} when its module moved to"
+                    f" {_replaced[each].device}, because a graph or a weak reference held it.\n"
+                    "  Create the optimizer after you move the module."
                 )
 
 

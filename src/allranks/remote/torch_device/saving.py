@@ -115,7 +115,7 @@ def twin(x: Handle, memo: dict[Any, Any]) -> Handle:
     place, connections = x._place, x._place.master.connections
     if x._sig.bits:
         return x.detach().clone()  # type: ignore[return-value]
-    connections.refuse_recording("a tensor is deep-copied")
+    connections.refuse_recording("the step deep-copies a tensor")
     connections.check(place)
     copying = memo.setdefault("allranks", _Copying())
     copying.places.add(place)
@@ -162,8 +162,8 @@ def _deserialize(storage: Any, location: str) -> Any:
 def _set(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if len(args) == 2 or not isinstance(args[1], Cargo):
         raise RuntimeError(
-            "a tensor on a worker has no storage here. "
-            "Use Tensor.cpu() to look into one; and set_ with a tensor, or copy_, to change a tensor's data"
+            "a tensor on a worker has no storage in this process.\n"
+            "  Use Tensor.cpu() to read its data, and set_ with a tensor, or copy_, to change its data."
         )
     x, cargo, offset, size, strides = (*args, ())[:5]
     if cargo.there is None:
@@ -185,7 +185,9 @@ def register(handle: type[Handle]) -> None:
 
 
 def _refuse_to_go(x: Handle) -> Any:
-    raise UsageError(f"a tensor on {x.device} cannot go to another process, which has no workers: send its .cpu()")
+    raise UsageError(
+        f"a tensor on {x.device} cannot be sent to another process, which has no workers.\n  Send its .cpu() instead."
+    )
 
 
 _validate = torch.jit._serialization.validate_map_location
@@ -196,7 +198,7 @@ def _validated(map_location: Any = None) -> Any:
     device = _validate(map_location)  # type: ignore[no-untyped-call]
     if device is not None and device.type == "worker":
         raise UsageError(
-            f"torch.jit.load cannot load to {device}: call it in a function that mw.remote() runs there, "
-            "or load the module's state with torch.load"
+            f"torch.jit.load cannot load to {device}.\n  Call it in a function that mw.remote() runs on the worker,"
+            " or load the module's state with torch.load."
         )
     return device

@@ -76,7 +76,7 @@ class RemoteTensor(Handle):
         return self.numpy()
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        raise BufferError(f"the data is on {self._place}: use Tensor.cpu() first")
+        raise BufferError(f"the data is on {self._place}.\n  Use Tensor.cpu() first.")
 
     __dlpack_device__ = __dlpack__
 
@@ -89,21 +89,22 @@ class RemoteTensor(Handle):
         self,
     ) -> int:  # NotImplementedError as for meta tensors: it is a RuntimeError, which safetensors expects
         raise NotImplementedError(
-            f"the data is on {self._place}: there is no pointer to it here. Use Tensor.cpu() first"
+            f"the data is on {self._place}: this process has no pointer to it.\n  Use Tensor.cpu() first."
         )
 
     const_data_ptr = data_ptr
 
     def storage(self) -> Any:
-        raise NotImplementedError("a tensor on a worker has no storage here. Use Tensor.cpu() to look into one")
+        raise NotImplementedError(
+            "a tensor on a worker has no storage in this process.\n  Use Tensor.cpu() to read its data."
+        )
 
     def record_stream(self, stream: Any) -> None:
         """Do nothing, because memory is freed in the order of the single queue."""
 
     def share_memory_(self) -> RemoteTensor:
         raise RuntimeError(
-            f"the data is on {self._place}: it cannot be in memory that processes of this host share. "
-            "Use Tensor.cpu() first"
+            f"the data is on {self._place}: it cannot be in shared memory of this host.\n  Use Tensor.cpu() first."
         )
 
     def pin_memory(self, device: Any = None) -> torch.Tensor:

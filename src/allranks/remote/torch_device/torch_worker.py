@@ -37,9 +37,9 @@ __all__ = [
 
 Generator = generators.Generator
 
-_CAPTURE = "a step on workers is recorded and replayed by allranks.capture"
-_ALLOCATOR = "tensors of a worker are in the memory of its process, of which no other allocator can be made from here"
-_SENSORS = "workers do not read their host's sensors"
+_CAPTURE = "allranks.capture records and replays steps on workers"
+_ALLOCATOR = "the tensors of a worker are in the memory of its process, and the master cannot replace its allocator"
+_SENSORS = "workers do not read the sensors of their host"
 _REFUSED = {
     **dict.fromkeys(("graph", "graph_pool_handle", "make_graphed_callables", "Graph", "CUDAGraph"), _CAPTURE),
     **dict.fromkeys(
@@ -50,10 +50,10 @@ _REFUSED = {
         _ALLOCATOR,
     ),
     **dict.fromkeys(("clock_rate", "memory_usage", "power_draw", "temperature", "utilization"), _SENSORS),
-    "default_generators": "torch.worker.get_rng_state() and manual_seed() are those of a worker's own generator,"
-    " torch.Generator('worker:1') makes another",
+    "default_generators": "torch.worker.get_rng_state() and manual_seed() use the worker's default generator;"
+    " torch.Generator('worker:1') creates another one",
     "get_gencode_flags": "nothing is compiled for workers",
-    "get_stream_from_external": "a worker has one queue, torch.worker.current_stream()",
+    "get_stream_from_external": "a worker has a single queue, torch.worker.current_stream()",
 }  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def _worker(given: Any) -> DeviceTarget:
     """
     place = _place(given)
     if len(place.ranks) > 1:
-        raise UsageError(f"{place} has no figures of its own: ask each of its workers")
+        raise UsageError(f"{place} has no statistics of its own.\n  Request the statistics of each of its workers.")
     return place
 
 
@@ -237,8 +237,8 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
     found = get_device_properties(device)
     if found.type != "cuda":
         raise UsageError(
-            f"{_worker(device)} computes on a CPU, which has no compute capability:"
-            f" get_device_properties().capability is its instructions, {found.capability!r}"
+            f"{_worker(device)} computes on a CPU, which has no compute capability.\n"
+            f"  Use get_device_properties().capability, its instruction set: {found.capability!r}"
         )
     major, minor = found.capability
     return major, minor
@@ -324,8 +324,8 @@ def max_memory_allocated(device: Any = None) -> int:
     stats = memory_stats(device)
     if "allocated_bytes.all.peak" not in stats:
         raise UsageError(
-            f"{_worker(device)} computes on a CPU, where torch does not count the most bytes of tensors there were;"
-            " max_memory_reserved() is the most memory that its process had"
+            f"{_worker(device)} computes on a CPU, for which torch does not record the peak memory of tensors.\n"
+            "  Use max_memory_reserved(), the peak memory of its process."
         )
     return stats["allocated_bytes.all.peak"]
 
@@ -565,13 +565,13 @@ class Event(torch.Event):
                 ``enable_timing=False``.
         """
         if not (self._timed and end._timed):
-            raise UsageError("both events must be made with enable_timing=True")
+            raise UsageError("both events must be created with enable_timing=True")
         if self._place is not end._place:
-            raise UsageError("the clocks of different workers differ: both events must be of one worker")
+            raise UsageError("the clocks of different workers differ: both events must be recorded on the same worker")
         return (end._when() - self._when()) * 1e3  # type: ignore[no-any-return]
 
     def ipc_handle(self) -> bytes:
-        raise UsageError("an event of a worker cannot go to another process")
+        raise UsageError("an event of a worker cannot be sent to another process")
 
     def _when(self) -> float:
         if self._place is None:

@@ -90,7 +90,7 @@ def call_source(
         ValueError: The name of an argument is not an identifier.
     """
     if not all(each.isidentifier() for each in kwargs):
-        raise ValueError(f"{list(kwargs)} are no names")
+        raise ValueError(f"{list(kwargs)}: expected identifiers")
     own = f"_{number}"
     names = {f"op{own}": getattr(op, "_op", op), f"R{own}": results, "flatten": flatten, **space}
     source = GeneratedSource(own, device, names)

@@ -57,7 +57,7 @@ def _said(value: Any) -> Any:
         return describe(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"the result is a {type(value).__name__}: workers can return tensors and numbers")
+    raise TypeError(f"the result is a {type(value).__name__}, but workers can only return tensors and numbers")
 
 
 class Interpreter(WorkerState):
@@ -196,7 +196,7 @@ class Interpreter(WorkerState):
                 try:
                     self.slots[id] = self._unpack(meta, data)
                 except Exception as error:  # noqa: BLE001 - usually out of memory; operations on the tensor report it
-                    self.slots[id] = Poison(self.fault("a tensor of the master's", error))
+                    self.slots[id] = Poison(self.fault("transfer of a tensor", error))
                     self.unreported.append(self.slots[id].fault)
             case RemoteProgram():
                 if self._recorded is not None:
@@ -287,11 +287,11 @@ class Interpreter(WorkerState):
             op = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
         except AttributeError:
             raise NotImplementedError(
-                f"worker {self.rank} has no operator {name}: run what defines it there, with mw.remote(), "
-                "or define it with torch.library.custom_op"
+                f"worker {self.rank} has no operator {name}.\n  Run the code that defines it there with mw.remote(), or"
+                " define it with torch.library.custom_op."
             ) from None
         if not isinstance(op, torch._ops.OpOverload):
-            raise TypeError(f"{name} is no operator")
+            raise TypeError(f"{name} is not an operator")
         return _Watched(op) if base in _WATCHED else op
 
     def _compile(self, define: Define) -> CallTemplate:
@@ -339,14 +339,14 @@ class Interpreter(WorkerState):
         """Return a result in the form that the master expects, or raise an error."""
         dtype, shape, strides, _, bits = metas[which]
         if not isinstance(result, torch.Tensor):
-            raise TypeError(f"result {which} is {result!r}, where the master expects a tensor")
+            raise TypeError(f"result {which} is {result!r}, but the master expects a tensor")
         same = list(result.shape) == shape and str(result.dtype) == f"torch.{dtype}"
         if same and list(result.stride()) == strides and wire.bits_of(result) == bits:
             return result
         if not same or bits or result._is_view():
             raise RuntimeError(
-                f"result {which} is {describe(result)}, where the master expects {metas[which]}: "
-                "please report this operator"
+                f"result {which} is {describe(result)}, but the master expects {metas[which]}.\n"
+                "  Report this operator to the developers of allranks."
             )
         self._mended += 1
         return result.new_empty_strided(shape, strides).copy_(result)

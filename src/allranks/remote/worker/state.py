@@ -166,7 +166,7 @@ class WorkerState:
         try:
             text = str(error)
         except Exception as another:  # noqa: BLE001 - the program defines the class of the error
-            text = f"(its text cannot be had: {type(another).__name__})"
+            text = f"(no error text: str() raised {type(another).__name__})"
         return Fault(self.rank, self._faults, name, self.line, kind, text, "".join(frames), pickled)
 
     def warn(self, message: Warning | str, category: type[Warning], *where: Any) -> None:
