@@ -283,8 +283,8 @@ def readme_lines():
         f"{lost['peer_value']:.2f} s ({lost['peer']}) | |"
     )
     yield ""
-    yield "Medians. The files of these figures are in [benchmarks/](benchmarks); [all figures](docs/performance.md) says"
-    yield "how they were measured. To measure this machine: `allranks bench all -n 2 --against gloo`."
+    yield "Medians. The files of these figures are in [benchmarks/](benchmarks). [All figures](docs/performance.md)"
+    yield "says how they were measured. To measure this machine: `allranks bench all -n 2 --against gloo`."
 
 
 def performance_lines():
