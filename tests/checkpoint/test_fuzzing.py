@@ -176,7 +176,7 @@ def test_heads_of_parts(whole: Path) -> None:
         assert torch.equal(checkpoint.load(whole)["t"], torch.ones(5))
         (problem,) = checkpoint.verify(whole)
         assert "its head" in problem
-        assert "is not what rank 0 wrote" in problem
+        assert "differs from what rank 0 wrote" in problem
 
 
 def test_a_head_is_read_in_steps(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ def test_shares_are_named(shares: Path) -> None:
     for words in (("export", shares / "host1", shares / "x.safetensors"), ("diff", shares / "host1", shares / "host0")):
         done = command(*words)
         assert done.returncode == 2
-        assert "has share 2 of 2 of step 2, without share 1 (written by rank 0 on " in done.stderr
+        assert "has only share 2 of 2 of step 2; missing: share 1 (written by rank 0 on " in done.stderr
 
 
 def test_merge(shares: Path, tmp_path: Path) -> None:
@@ -216,5 +216,5 @@ def test_merge(shares: Path, tmp_path: Path) -> None:
     assert output("verify", tmp_path / "into", "--all").count(": whole\n") == 2
     done = command("merge", shares / "host0", "--into", tmp_path / "into", "--step", "1")
     assert done.returncode == 2
-    assert "of step 1, share 2 of 2 is missing in" in done.stderr
-    assert "which rank 1 on" in done.stderr
+    assert "step 1 is incomplete in" in done.stderr
+    assert "missing: share 2 of 2 (written by rank 1 on" in done.stderr
