@@ -76,10 +76,10 @@ def merge_shares(
         merged = msgspec.structs.replace(first, format=WHOLE_FORMAT, files=files, share=None)
         taken = 0
         for file in first.files:
-            progress("copies", taken, 2 * merged.nbytes)
+            progress("copying", taken, 2 * merged.nbytes)
             _take(places[file.share] / file.name, partial / file.name)
             taken += file.nbytes
-        if problems := check_files(partial, merged, lambda done, total: progress("reads", total + done, 2 * total)):
+        if problems := check_files(partial, merged, lambda done, total: progress("reading", total + done, 2 * total)):
             raise CheckpointError(f"checkpoint.merge: step {candidate.step}: {problems[0]}")
         folders.sync_folder(partial)
         return folders.complete(partial, merged)
