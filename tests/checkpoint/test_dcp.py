@@ -332,7 +332,7 @@ def test_one_save_at_a_time_in_a_folder(tmp_path: Path) -> None:
     thread = threading.Thread(target=begin)
     thread.start()
     begun.wait()
-    with pytest.raises(UsageError, match="this process is saving into"):
+    with pytest.raises(UsageError, match="this process is already saving into"):
         second.prepare_global_plan([])
     end.set()
     thread.join()
@@ -412,7 +412,7 @@ def test_names_that_are_not_what_they_seem(tmp_path: Path) -> None:
         assert state["n"].tolist() == [0, 1, 2]
         assert state["list"] == [1, [2, torch.ones(1)]]
     checkpoint.save([torch.ones(1)], tmp_path / "list", step=1)
-    assert "loads dicts" in refusal_of_load({"a": 1}, checkpoint.StorageReader(tmp_path / "list"))
+    assert "loads only dicts" in refusal_of_load({"a": 1}, checkpoint.StorageReader(tmp_path / "list"))
     checkpoint.save({"a": {"b": 1}, "a.b": 2}, tmp_path / "twice", step=1)
     assert "has one name for" in refusal_of_load({"a": {"b": 1}}, checkpoint.StorageReader(tmp_path / "twice"))
     reader = checkpoint.StorageReader(tmp_path / "many")
@@ -441,9 +441,9 @@ def test_our_form_by_default(tmp_path: Path) -> None:
         for name in ("torchs", "path", "writer", "async"):
             assert loaded(checkpoint_id=tmp_path / name) == 5
             assert loaded(storage_reader=dcp.FileSystemReader(tmp_path / name)) == 5
-        with pytest.raises(UsageError, match=r"FileSystemWriter\(\.\.\., overwrite=False\) is not possible"):
+        with pytest.raises(UsageError, match=r"FileSystemWriter\(\.\.\., overwrite=False\) is not supported"):
             dcp.FileSystemWriter(tmp_path, overwrite=False)
-        with pytest.raises(UsageError, match=r"FileSystemWriter\(\.\.\., _extensions\) is not possible"):
+        with pytest.raises(UsageError, match=r"FileSystemWriter\(\.\.\., _extensions\) is not supported"):
             dcp.FileSystemWriter(tmp_path, _extensions=[])
         with pytest.raises(UsageError, match="step=-1"), checkpoint.as_default(step=-1):
             pass

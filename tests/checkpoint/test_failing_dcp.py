@@ -70,7 +70,7 @@ def test_a_call_that_fails_on_one_rank(tmp_path: Path) -> None:
                         save(folder, 2)
                 said[f"{name} {victim}"] = str(caught.value)
                 told = f"checkpoint.StorageWriter: step 2 was not saved into {folder}: rank {victim} ("
-                for part in (told, os.strerror(failure.error), "What was there before is unchanged"):
+                for part in (told, os.strerror(failure.error), "Earlier checkpoints are unchanged"):
                     assert part in str(caught.value), (name, victim, part, str(caught.value))
                 del caught
                 assert left_in(folder) == [".job", ".lock", "step-0000000001"], (name, victim)

@@ -100,11 +100,17 @@ def test_shards(rows: int, columns: int, height: int, width: int, replicas: int)
 @pytest.mark.parametrize(
     ("offers", "words"),
     [
-        ([part("t", (4,), (0,), (2,)), part("t", (4,), (3,), (1,))], "do not make up its shape [4] (3 of 4 elements)"),
-        ([part("t", (4,), (0,), (3,)), part("t", (4,), (3,), (1,)), part("t", (4,), (2,), (2,))], "do not make up"),
-        ([part("t", (4,), (0,), (3,)), part("t", (4,), (2,), (1,))], "do not make up"),
-        ([part("t", (2, 2), (0, 0), (2, 1)), part("t", (2, 2), (0, 0), (1, 2))], "do not make up"),
-        ([part("t", (4,), (0,), (2,)), part("t", (5,), (2,), (3,))], "ranks have shards of different tensors"),
+        (
+            [part("t", (4,), (0,), (2,)), part("t", (4,), (3,), (1,))],
+            "shape [4] exactly once (3 of 4 elements)",
+        ),
+        ([part("t", (4,), (0,), (3,)), part("t", (4,), (3,), (1,)), part("t", (4,), (2,), (2,))], "do not cover"),
+        ([part("t", (4,), (0,), (3,)), part("t", (4,), (2,), (1,))], "do not cover"),
+        ([part("t", (2, 2), (0, 0), (2, 1)), part("t", (2, 2), (0, 0), (1, 2))], "do not cover"),
+        (
+            [part("t", (4,), (0,), (2,)), part("t", (5,), (2,), (3,))],
+            "differ in dtype or in the shape",
+        ),
         ([part("t", (4,), (0,), (2,), 1), part("t", (4,), (0,), (2,), 2)], "have the same part of tensor 't'"),
     ],
 )

@@ -99,9 +99,9 @@ def test_a_state_is_filled_from_a_file(tmp_path: Path) -> None:
     part = {"t": [checkpoint.Shard(torch.zeros(2, dtype=torch.int64), (1,), (4,))]}
     checkpoint.load(path, into=part)
     assert part["t"][0].tensor.tolist() == [2, 3]
-    with pytest.raises(UsageError, match=r"tensor 't\.0' has dtype int64 in .*c\.pt, and float32 here"):
+    with pytest.raises(UsageError, match=r"tensor 't\.0' has dtype int64 in .*c\.pt, but float32 in the state to fill"):
         checkpoint.load(path, into={"t": [torch.zeros(4)]})
-    with pytest.raises(UsageError, match="step is for folders"):
+    with pytest.raises(UsageError, match="step=1 applies only to folders"):
         checkpoint.load(path, step=1)
 
 
@@ -117,7 +117,7 @@ def test_a_state_is_filled_from_safetensors(tmp_path: Path) -> None:
     assert torch.equal(found["model.z"], one["model"].z)
     assert set(found) == {"model.a.weight", "model.a.bias", "model.z", "t.0"}
     for into, words in (
-        ({"epoch": 0}, r"'epoch' is a int, and .*c\.safetensors is a safetensors file, which has tensors only"),
+        ({"epoch": 0}, r"'epoch' is a int, but .*c\.safetensors is a safetensors file, which contains only tensors"),
         ({"x": torch.zeros(1)}, r"c\.safetensors has no tensor 'x'; it has "),
         ({"model": nn.Linear(3, 3)}, r"has no 'weight', 'bias' at 'model'"),
         ({"t": [torch.zeros(4)]}, "has dtype int64"),
@@ -152,5 +152,5 @@ def test_heads_of_safetensors_are_fuzzed(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="damaged safetensors file"):
             checkpoint.load(file)
     file.write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
-    with pytest.raises(CheckpointError, match="its head would have"):
+    with pytest.raises(CheckpointError, match="its header would have"):
         checkpoint.load(file)

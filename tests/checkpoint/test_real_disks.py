@@ -113,7 +113,7 @@ def test_a_disk_that_is_full(disk: Path, tmp_path: Path) -> None:
     for words in first:
         assert "step 2 was not saved into" in words
         assert cause in words
-        assert "What was there before is unchanged" in words
+        assert "Earlier checkpoints are unchanged" in words
     for name in ("ours", "theirs"):
         assert [info.step for info in checkpoint.list(disk / name)] == [3]
         assert checkpoint.verify(disk / name) == []

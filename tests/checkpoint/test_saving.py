@@ -224,9 +224,9 @@ def test_a_part_of_a_state_is_loaded(tmp_path: Path) -> None:
         ({"model": nn.Linear(2, 3)}, "tensor 'model.weight' has shape [3, 3]"),
         ({"model": nn.Sequential(nn.Linear(3, 3))}, "the checkpoint has no '0.weight', '0.bias' at 'model'"),
         ({"tensor": torch.zeros(4)}, "tensor 'tensor' has shape [3]"),
-        ({"tensor": {"a": 1}}, "'tensor' is a dict here, and something else in the checkpoint"),
-        ({"pair": (1, 2, 3)}, "'pair' has 3 items here"),
-        ({"model": torch.zeros(1)}, "'model' is a tensor here"),
+        ({"tensor": {"a": 1}}, "'tensor' is a dict in the state to fill, but not in the checkpoint"),
+        ({"pair": (1, 2, 3)}, "'pair' has 3 items in the state to fill, but not in the checkpoint"),
+        ({"model": torch.zeros(1)}, "'model' is a tensor in the state to fill"),
     ],
 )
 def test_a_state_that_does_not_fit(tmp_path: Path, into: Any, words: str) -> None:
@@ -241,20 +241,23 @@ def test_where_there_is_nothing(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "none") is None
     with pytest.raises(CheckpointError, match="there is no complete checkpoint"):
         checkpoint.load(tmp_path)
-    with pytest.raises(FileNotFoundError, match="there is nothing at"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         checkpoint.load(tmp_path / "none")
 
 
 def test_arguments() -> None:
     for words, call in (
-        ("step=-1: expected a whole number", lambda: checkpoint.save({}, "x", step=-1)),
-        ("keep=0: expected a number of checkpoints", lambda: checkpoint.save({}, "x", step=1, keep=0)),
-        ("are for checkpoints of all ranks: add step=", lambda: checkpoint.save({}, "x", keep=1)),
-        ("a dict is no path; the order is save(state, path)", lambda: checkpoint.save("x", {})),
-        ("the order is save_async(state, path)", lambda: checkpoint.save_async("x", {}, step=1)),
+        ("step=-1: expected an integer", lambda: checkpoint.save({}, "x", step=-1)),
+        ("keep=0: expected an integer that is at least 1", lambda: checkpoint.save({}, "x", step=1, keep=0)),
+        ("apply only to checkpoints of all ranks.\n  Pass step=N", lambda: checkpoint.save({}, "x", keep=1)),
+        (
+            "the path has type dict; expected a string or a path object.\n  Pass the arguments",
+            lambda: checkpoint.save("x", {}),
+        ),
+        ("in this order: save_async(state, path)", lambda: checkpoint.save_async("x", {}, step=1)),
         ("only dense tensors", lambda: checkpoint.save({"a": torch.zeros(2).to_sparse()}, "x", step=1)),
         ("only dense tensors", lambda: checkpoint.save({"a": torch.zeros(2, device="meta")}, "x", step=1)),
-        ("does not lie in one of shape", lambda: checkpoint.Shard(torch.zeros(2), (1,), (2,))),
+        ("is not inside a tensor of shape", lambda: checkpoint.Shard(torch.zeros(2), (1,), (2,))),
     ):
         with pytest.raises(UsageError) as caught:
             call()
@@ -279,7 +282,7 @@ def test_a_failure_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
     assert first == second
     assert first is not None
     assert "'x' is a object" in first[0]
-    assert "the shards of tensor 'x' do not make up" in first[2]
+    assert "the shards of tensor 'x' do not cover" in first[2]
     assert [info.step for info in checkpoint.list(tmp_path)] == [3, 1]
 
 
@@ -343,7 +346,7 @@ def test_two_jobs_and_one_folder(tmp_path: Path) -> None:
         with pytest.raises(UsageError) as caught:
             checkpoint.save({"x": 1}, tmp_path, step=1)
         assert f"pid {other.pid}, run 'the other', since 20" in str(caught.value)
-        assert f"saves into {tmp_path}, until its processes have ended" in str(caught.value)
+        assert f"saves into {tmp_path} until its processes have exited" in str(caught.value)
         (tmp_path / ".step-0000000009.0011aabb.partial").mkdir()
         other.kill()
     checkpoint.save({"x": 1}, tmp_path, step=1)
@@ -359,7 +362,7 @@ def test_a_save_in_the_background_does_not_mix_with_the_program(tmp_path: Path) 
                 tensor = torch.full((100,), float(rank))
                 dist.all_reduce(tensor)
                 assert tensor[0] == ranks * (ranks - 1) / 2
-            assert "Saving of step" in repr(saving)
+            assert f"<Saving of step {step} into {tmp_path}: " in repr(saving)
         saving.wait(60)
         assert saving.done()
 

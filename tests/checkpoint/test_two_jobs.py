@@ -101,7 +101,7 @@ def test_the_first_job_has_the_folder_until_it_ends(jobs: Jobs, locks: str) -> N
         words = second.tell(step)
         assert words.startswith("UsageError checkpoint.save: another job")
         assert f"pid {first.process.pid}, run 'one', since 20" in words
-        assert f"saves into {jobs.folder}, until its processes have ended" in words
+        assert f"saves into {jobs.folder} until its processes have exited" in words
     assert first.tell(4) == "saved"
     again = jobs.start("one", locks=locks)
     assert again.tell(5) == "saved"
@@ -127,7 +127,7 @@ def test_jobs_on_two_hosts_without_locks(jobs: Jobs) -> None:
     assert words.startswith("saved")
     assert "step 2 is complete" in words
     assert f"host here, pid {first.process.pid}, run 'one'" in words
-    assert "has no locks, so it is not known whether that job still runs" in words
+    assert "has no locks, so allranks cannot detect whether that job still runs" in words
     for step in (3, 4):
         assert f"host there, pid {second.process.pid}, run 'two'" in first.tell(step)
     assert second.tell(5) == "saved"
@@ -158,7 +158,7 @@ def test_processes_of_a_job_have_its_name(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_checkpoint_that_is_gone_is_told(tmp_path: Path) -> None:
     (tmp_path / "step-0000000001").mkdir()
     told = folders.tidy(tmp_path / "step-0000000002", 1, None)
-    assert told == [f"{tmp_path / 'step-0000000002'} is not there any more: another program has removed it"]
+    assert told == [f"{tmp_path / 'step-0000000002'} no longer exists: another program has removed it"]
     assert (tmp_path / "step-0000000001").is_dir()
 
 

@@ -90,4 +90,4 @@ def test_the_same_path_on_disks_of_their_own(three_hosts: Cluster, disks: Path) 
         return str(caught.value)
 
     (words,) = on_hosts(three_hosts, [1], alone)
-    assert "has share 2 of 2 of step 2, without share 1 (written by rank 0 on node0)" in words
+    assert "has only share 2 of 2 of step 2; missing: share 1 (written by rank 0 on node0)" in words

@@ -94,15 +94,15 @@ def test_show(saved: Path) -> None:
 
 
 def test_verify(saved: Path, tmp_path: Path) -> None:
-    assert output("verify", saved) == f"{saved / 'step-0000000002'}: whole\n"
+    assert output("verify", saved) == f"{saved / 'step-0000000002'}: intact\n"
     copy = Path(shutil.copytree(saved, tmp_path / "copy"))
     part = copy / "step-0000000001" / "part-00000.safetensors"
     data = bytearray(part.read_bytes())
     data[-1] ^= 1
     part.write_bytes(data)
-    assert output("verify", copy).endswith("whole\n")
+    assert output("verify", copy).endswith("intact\n")
     text = output("verify", copy, "--all", code=1)
-    assert "step-0000000002: whole" in text
+    assert "step-0000000002: intact" in text
     assert "part-00000.safetensors is damaged in bytes" in text
     assert "written by rank 0" in text
     assert len(json.loads(output("verify", copy, "--step", 1, "--json", code=1))[str(part.parent)]) == 1
@@ -134,7 +134,7 @@ def test_export(saved: Path, tmp_path: Path) -> None:
     file = tmp_path / "one.safetensors"
     text = output("export", saved, file, "--rank", 1)
     assert text.startswith(f"{file}: 4 tensors (")
-    assert text.endswith("; 3 values that are no tensors are left out\n")
+    assert text.endswith("; 3 values that are not tensors are omitted\n")
     found = safetensors.torch.load_file(file)
     assert torch.equal(found["shard"], torch.tensor([[0.0] * 3] * 2 + [[1.0] * 3] * 2))
     assert torch.equal(found["model.weight"], torch.arange(12.0).reshape(3, 4) + 2)
@@ -147,7 +147,7 @@ def test_export(saved: Path, tmp_path: Path) -> None:
     before = file.read_bytes()
     done = command("export", saved, file)
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"{file} is there already; write over it: --force" in done.stderr
+    assert f"{file} already exists.\n  Pass --force to overwrite it." in done.stderr
     assert file.read_bytes() == before
     told = json.loads(output("export", saved, file, "--force", "--json"))
     assert told == {"file": str(file), "nbytes": file.stat().st_size, "step": 2, "rank": 0, "tensors": 4, "left_out": 3}
@@ -162,7 +162,7 @@ def test_export(saved: Path, tmp_path: Path) -> None:
         (["list", "nowhere"], "nowhere: No such file or directory"),
         (["show", "SAVED", "--step", "7"], "there is no checkpoint of step 7"),
         (["verify", "nowhere"], "nowhere/manifest.json: No such file or directory"),
-        (["export", "SAVED", "nowhere/x.pt"], "there is no folder"),
+        (["export", "SAVED", "nowhere/x.pt"], "does not exist"),
     ],
 )
 def test_errors(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
@@ -201,20 +201,20 @@ def test_shares_are_named(shares: Path) -> None:
     assert "model.weight" in text
     shown = json.loads(output("show", shares / "host1", "--json"))
     assert [file["share"] for file in shown["files"]] == [1, 2]
-    assert "share 2 of 2, whole; the others are not here" in output("verify", shares / "host1")
+    assert "share 2 of 2, intact; the other shares were not checked" in output("verify", shares / "host1")
     for words in (("export", shares / "host1", shares / "x.safetensors"), ("diff", shares / "host1", shares / "host0")):
         done = command(*words)
         assert done.returncode == 2
-        assert "has share 2 of 2 of step 2, without share 1 (written by rank 0 on " in done.stderr
+        assert "has only share 2 of 2 of step 2; missing: share 1 (written by rank 0 on " in done.stderr
 
 
 def test_merge(shares: Path, tmp_path: Path) -> None:
     text = output("merge", shares / "host0", shares / "host1", "--into", tmp_path / "into")
-    assert text.startswith(f"{tmp_path / 'into' / 'step-0000000002'}: whole (")
+    assert text.startswith(f"{tmp_path / 'into' / 'step-0000000002'}: complete (")
     told = output("merge", shares / "host1", shares / "host0", "--into", tmp_path / "into", "--step", "1", "--json")
     assert json.loads(told)["path"] == str(tmp_path / "into" / "step-0000000001")
-    assert output("verify", tmp_path / "into", "--all").count(": whole\n") == 2
+    assert output("verify", tmp_path / "into", "--all").count(": intact\n") == 2
     done = command("merge", shares / "host0", "--into", tmp_path / "into", "--step", "1")
     assert done.returncode == 2
-    assert "of step 1, share 2 of 2 is missing in" in done.stderr
-    assert "which rank 1 on" in done.stderr
+    assert "step 1 is incomplete in" in done.stderr
+    assert "missing: share 2 of 2 (written by rank 1 on" in done.stderr

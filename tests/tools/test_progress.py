@@ -102,7 +102,7 @@ def test_bars(command: str, shares: Path, tmp_path: Path) -> None:
     assert screen.cursor_visible
     if command == "verify":
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert (done.stdout, done.stderr) == (f"{whole}/step-0000000001: whole\n", "")
+        assert (done.stdout, done.stderr) == (f"{whole}/step-0000000001: intact\n", "")
 
 
 class OfTerminal:

@@ -121,7 +121,8 @@ def save(
     if step is None:
         if keep is not None or keep_every is not None or own or alike or group is not None:
             raise UsageError(
-                "checkpoint.save: keep, keep_every, own, alike and group are for checkpoints of all ranks: add step="
+                "checkpoint.save: keep, keep_every, own, alike and group apply only to checkpoints of all ranks.\n"
+                "  Pass step=N to save a checkpoint of all ranks."
             )
         single_file.save(obj, path)
         return None
@@ -221,7 +222,10 @@ def load(
     """
     if os.path.isfile(path):
         if step is not None:
-            raise UsageError(f"checkpoint.load: {os.fspath(path)!r} is a file; step is for folders of checkpoints")
+            raise UsageError(
+                f"checkpoint.load: {os.fspath(path)!r} is a file, but step={step} applies only to folders of"
+                " checkpoints.\n  Remove step, or pass a folder of checkpoints."
+            )
         return one_file.load_file(path, map_location, weights_only, into)
     is_told = isinstance(path, Info) or not (into is None and step is None and group is None)
     if not is_told and not os.path.exists(path):
@@ -229,7 +233,7 @@ def load(
     # All ranks load a checkpoint, but one process may load a file. A missing path without other arguments may be meant
     # as a file, so raise here instead of waiting for the other ranks.
     if not is_told and not os.path.exists(path):
-        raise FileNotFoundError(f"checkpoint.load: there is nothing at {os.fspath(path)!r}")
+        raise FileNotFoundError(f"checkpoint.load: {os.fspath(path)!r} does not exist")
     background.settle()
     return loading.load_folder(path, into, step, company_of(group))
 
@@ -262,7 +266,10 @@ def latest(folder: PathLike, *, group: Any = None, verify: bool = False) -> Info
 
 def _check_path(call: str, path: Any) -> None:
     if not isinstance(path, str | os.PathLike):
-        raise UsageError(f"checkpoint.{call}: a {type(path).__name__} is no path; the order is {call}(state, path)")
+        raise UsageError(
+            f"checkpoint.{call}: the path has type {type(path).__name__}; expected a string or a path object.\n"
+            f"  Pass the arguments in this order: {call}(state, path)."
+        )
 
 
 def __getattr__(name: str) -> Any:

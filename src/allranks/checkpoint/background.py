@@ -79,7 +79,7 @@ class Saving:
         return self._path
 
     def __repr__(self) -> str:
-        how = "goes on" if not self.done() else "failed" if self._error is not None else "is complete"
+        how = "in progress" if not self.done() else "failed" if self._error is not None else "complete"
         return f"<Saving of step {self.step} into {self.folder}: {how}>"
 
 

@@ -24,7 +24,7 @@ from allranks.checkpoint.verifying import check_files
 __all__ = ["Chosen", "agreed", "latest", "only_here"]
 
 
-_GONE = f"it has no {MANIFEST}"  # another process is removing it
+_GONE = f"the checkpoint has no {MANIFEST}"  # another process is removing it
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _choose(path: folders.PathLike, step: int | None, company: Company, verified
                 raise CheckpointError(why)
             elif company.rank == 0:
                 name = candidate.names[min(candidate.names)]
-                callsite.warn(f"checkpoint: {name} is left out: {why}. To remove it: rm -r {view.folder / name}")
+                callsite.warn(f"checkpoint: {name} is skipped: {why}.\n  To remove it, run: rm -r {view.folder / name}")
         if whole:
             _, _, identity, newest = max(whole, key=lambda each: each[:2])  # a step may have been saved twice
             opened = _open(newest, identity, view, company)
@@ -151,13 +151,14 @@ def _incomplete(candidate: CheckpointCandidate, view: View, company: Company) ->
     there, missing, count = sorted(candidate.names), candidate.missing, candidate.count
     if company.size > 1:
         return (
-            f"step {candidate.step} is left out: it consists of {count} shares, and {_shares(missing)} is in no folder"
-            f" {view.folder} of these ranks"
+            f"step {candidate.step} is skipped: no rank has {_shares(missing)} of {count} in its folder of checkpoints"
+            f" ({view.folder} on rank {company.rank})"
         )
     return (
-        f"{view.folder} has {_shares(there)} of {count} of step {candidate.step}, without {_shares(missing)}"
-        f"{_writers(candidate, view)}. Ranks on all of these hosts load it together: latest(folder, group=...) and"
-        " load(...). Or make one checkpoint of the shares: allranks checkpoint merge FOLDER FOLDER... --into FOLDER"
+        f"{view.folder} has only {_shares(there)} of {count} of step {candidate.step}; missing: {_shares(missing)}"
+        f"{_writers(candidate, view)}.\n"
+        "  Load it with ranks on all of these hosts: latest(folder, group=...), then load(...).\n"
+        "  Or merge the shares into one checkpoint: allranks checkpoint merge FOLDER FOLDER... --into FOLDER"
     )
 
 
@@ -166,7 +167,7 @@ def _writers(candidate: CheckpointCandidate, view: View) -> str:
     try:
         manifest = load_manifest(view.folder / candidate.names[min(candidate.names)], sizes=False)
     except (CheckpointError, OSError) as error:
-        return f" (and what is there cannot be read: {error})"
+        return f" (the existing share cannot be read: {error})"
     ranks = sorted({file.rank for file in manifest.files if file.share in candidate.missing})
     hosts = dict.fromkeys(manifest.writers[rank].host for rank in ranks if rank < len(manifest.writers))
     return f" (written by {rank_list(ranks)} on {', '.join(hosts)})" if ranks else ""
@@ -199,7 +200,7 @@ def _examine(candidate: CheckpointCandidate, view: View, company: Company, verif
             mine.append((number, 0.0, "", in_words(error)))
             continue
         expected = FileShare(candidate.save, number, candidate.count) if number else None
-        why = "" if manifest.share == expected else f"{folder / MANIFEST} is that of another share"
+        why = "" if manifest.share == expected else f"{folder / MANIFEST} belongs to another share"
         if verified and not why:
             why = next(iter(check_files(folder, manifest)), "")
         mine.append((number, manifest.when, manifest.identity(), why))
@@ -207,7 +208,7 @@ def _examine(candidate: CheckpointCandidate, view: View, company: Company, verif
     if troubles := [why for _, _, _, why in found if why]:
         return 0.0, "", troubles[0]
     if len({identity for _, _, identity, _ in found}) > 1:
-        return 0.0, "", f"its shares are not of one save: {', '.join(candidate.names.values())}"
+        return 0.0, "", f"its shares belong to different saves: {', '.join(candidate.names.values())}"
     return found[0][1], found[0][2], ""
 
 
@@ -235,7 +236,7 @@ def _open(candidate: CheckpointCandidate, identity: str, view: View, company: Co
         raise CheckpointError(f"rank {failed[0][0]}: {failed[0][1]}" if company.size > 1 else failed[0][1])
     holders = {number: [rank for rank, (seen, _) in enumerate(told) if number in seen] for number in candidate.names}
     if gone := [number for number, ranks in holders.items() if not ranks]:
-        raise CheckpointError(f"{candidate.names[gone[0]]} was removed while step {candidate.step} was to be read")
+        raise CheckpointError(f"{candidate.names[gone[0]]} was removed before step {candidate.step} could be read")
     if not all(seen for seen, _ in told):
         sender = min(ranks[0] for ranks in holders.values())
         encoded = manifest.encode() if manifest is not None and company.rank == sender else None

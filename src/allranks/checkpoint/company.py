@@ -68,10 +68,10 @@ class _Alone:
     identity: object = None
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        raise AssertionError("a process alone has nobody to send to")
+        raise AssertionError("cannot send: this process is the only rank")
 
     def receive(self, tensor: Tensor, rank: int) -> Callable[[], object]:
-        raise AssertionError("a process alone has nobody to receive from")
+        raise AssertionError("cannot receive: this process is the only rank")
 
     def is_open(self) -> bool:
         return True

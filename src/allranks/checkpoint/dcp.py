@@ -106,7 +106,7 @@ class StorageWriter(storage.StorageWriter):
             UsageError: Collectives are disabled, so no rank could combine the parts into one checkpoint.
         """
         if not kwargs.get("use_collectives", True):
-            raise UsageError("checkpoint.StorageWriter needs use_collectives=True: all ranks write one checkpoint")
+            raise UsageError("checkpoint.StorageWriter requires use_collectives=True: all ranks write one checkpoint")
         self._rank = kwargs.get("rank", company_of().rank)
         background.raise_failure()
 
@@ -175,7 +175,8 @@ class StorageWriter(storage.StorageWriter):
         found = folders.partials(self._folder, self._step)
         if len(found) != 1:
             raise CheckpointError(
-                f"{told} is not there: the coordinator of the save made it, and all ranks must see the same folder"
+                f"checkpoint.StorageWriter: rank {rank} does not see {told}, which the coordinator of the save has"
+                " created.\n  Use a folder that all ranks see."
             )
         return rank, found[0]
 
@@ -214,7 +215,10 @@ def _open(writer: StorageWriter, folder: Path, step: int) -> Path:
     with _guard:
         if (earlier := _opened.get(folder)) is not None:
             if earlier.thread is not threading.current_thread() and earlier.thread.is_alive():
-                raise UsageError(f"checkpoint.StorageWriter: this process is saving into {folder}; wait for that save")
+                raise UsageError(
+                    f"checkpoint.StorageWriter: this process is already saving into {folder}.\n"
+                    "  Wait until that save has finished."
+                )
             _discard(folder)
         with contextlib.ExitStack() as held:
             lock = held.enter_context(folders.holding(folder, owners.run_id()))
@@ -256,8 +260,8 @@ def _write(partial: Path, step: int, rank: int, plan: plans.SavePlan, planner: p
             flat = flatten(_object(item, planner), item.index.fqn)
             if isinstance(flat.tree, dict) and not flat.tree.keys().isdisjoint(("dict", "items")):
                 raise UsageError(
-                    f"checkpoint: {item.index.fqn!r} of the state is a dict: save with a planner that takes dicts"
-                    " apart, DefaultSavePlanner(flatten_state_dict=True)"
+                    f"checkpoint: {item.index.fqn!r} of the state is a dict, which StorageWriter cannot store.\n"
+                    "  Save with a planner that flattens dicts: DefaultSavePlanner(flatten_state_dict=True)."
                 )
             trees[item.index.fqn] = flat.tree
             for name, tensor in flat.tensors.items():
@@ -300,8 +304,8 @@ def _resolution(item: plans.WriteItem, planner: plans.SavePlanner, offer: layout
         require_dense(offer.name, tensor)
         if tensor.dtype != dtype_of(offer.dtype) or tuple(tensor.shape) != offer.part:
             raise UsageError(
-                f"checkpoint: the planner gives {offer.name!r} as {tensor.dtype} {list(tensor.shape)}, and its plan has"
-                f" torch.{offer.dtype} {list(offer.part)}"
+                f"checkpoint: the planner returned {offer.name!r} as {tensor.dtype} {list(tensor.shape)}, but its plan"
+                f" has torch.{offer.dtype} {list(offer.part)}"
             )
         return tensor
 
@@ -327,7 +331,7 @@ def _object(item: plans.WriteItem, planner: plans.SavePlanner) -> Any:
     except Exception as error:
         raise UsageError(
             f"checkpoint: {item.index.fqn!r} of the state was pickled by {type(planner).__name__}, and a checkpoint"
-            f" cannot hold it: {error!s:.200}"
+            f" cannot store it: {error!s:.200}"
         ) from error
 
 
@@ -354,8 +358,9 @@ def _manifest(step: int, metadata: torchs.Metadata, written: Sequence[_Written])
         found = sorted(pieces.get(name, []), key=lambda piece: piece.offsets)
         if (covered := sum(math.prod(piece.shape) for piece in found)) != math.prod(shape):
             raise UsageError(
-                f"checkpoint: the parts of tensor {name!r} do not make up its shape {list(shape)}: {covered} of"
-                f" {math.prod(shape)} elements" + ("" if name in own else "; another value of the state has its name")
+                f"checkpoint: the parts of tensor {name!r} do not cover its shape {list(shape)}: {covered} of"
+                f" {math.prod(shape)} elements"
+                + ("" if name in own else "; another value of the state has the same name")
             )
         tensors.append(Saved(name, dtype, shape, tuple(found)))
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
@@ -435,8 +440,8 @@ class StorageReader(storage.StorageReader):
         if len(set(names)) > 1:
             listed = ", ".join(f"rank {rank}: {name}" for rank, name in list(enumerate(names))[:8])
             raise CheckpointError(
-                f"the ranks have found different checkpoints in {self._path} ({listed}): a job saves into it; name one"
-                " with step="
+                f"checkpoint.StorageReader: the ranks have found different checkpoints in {self._path} ({listed}),"
+                " because a job is saving into it.\n  Select one with step=."
             )
         return plans
 

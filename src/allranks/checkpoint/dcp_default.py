@@ -85,7 +85,7 @@ def _writer_of(default_step: int) -> type[StorageWriter]:
 
         def __init__(self, path: folders.PathLike, *how: Any, overwrite: bool = True, **more: Any) -> None:
             if unknown := [name for name in more if name not in _HOW] + (["overwrite=False"] if not overwrite else []):
-                raise UsageError(f"checkpoint.as_default: FileSystemWriter(..., {unknown[0]}) is not possible here")
+                raise UsageError(f"checkpoint.as_default: FileSystemWriter(..., {unknown[0]}) is not supported")
             super().__init__(path, step=default_step)
 
     return PathWriter

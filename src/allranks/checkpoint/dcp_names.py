@@ -39,14 +39,17 @@ def leaves_of(tree: Tree) -> dict[str, tuple[Path, Tree]]:
         CheckpointError: The state is not a dict, or two values have the same name.
     """
     if _entries(tree) is None:
-        raise CheckpointError("torch's distributed checkpoint loads dicts, and this state is none: use checkpoint.load")
+        raise CheckpointError(
+            "torch's distributed checkpoint loads only dicts, and this state is not a dict.\n"
+            "  Use checkpoint.load instead."
+        )
     found: dict[str, tuple[Path, Tree]] = {}
     for path, leaf in _walk((), tree):
         name = ".".join(map(str, path))
         if name in found:
             raise CheckpointError(
                 f"torch's distributed checkpoint has one name for {list(path)} and {list(found[name][0])} of this"
-                " state: use checkpoint.load"
+                " state.\n  Use checkpoint.load instead."
             )
         found[name] = (path, leaf)
     return found
@@ -86,4 +89,4 @@ _OPEN = {"dict", "items", "tensor"}
 
 
 def _no_tensor(name: str) -> Any:
-    raise CheckpointError(f"the manifest's state is damaged: tensor {name[:200]!r} is the key of a dict")
+    raise CheckpointError(f"the state in the manifest is damaged: tensor {name[:200]!r} is a key of a dict")

@@ -109,7 +109,10 @@ class Filling:
     def _plan_items(self, into: list[Any] | tuple[Any, ...], tree: Tree, path: str) -> Callable[[], Any]:
         items = tree if isinstance(into, list) else _tagged(tree, "tuple", path, "a tuple")
         if not isinstance(items, list) or len(items) != len(into):
-            raise UsageError(f"checkpoint.load: {path or 'the state'!r} has {len(into)} items here, and others there")
+            raise UsageError(
+                f"checkpoint.load: {path or 'the state'!r} has {len(into)} items in the state to fill, but not in the"
+                " checkpoint"
+            )
         ends = [
             self._plan(mine, item, f"{path}.{number}" if path else str(number))
             for number, (mine, item) in enumerate(zip(into, items, strict=True))
@@ -147,9 +150,11 @@ class Filling:
             theirs = {key.removeprefix("module."): item for key, item in theirs.items()}
         missing, unexpected = [key for key in mine if key not in theirs], [key for key in theirs if key not in mine]
         if missing or unexpected:
-            more = f"; it has {_few(unexpected)}, which the module has not" if unexpected else ""
+            more = f"; the checkpoint has {_few(unexpected)}, which the module lacks" if unexpected else ""
             what = (
-                _not_there(path, missing, list(theirs)) if missing else f"checkpoint.load: {path!r} is another module"
+                _not_there(path, missing, list(theirs))
+                if missing
+                else f"checkpoint.load: {path!r} is a different module in the checkpoint"
             )
             raise UsageError(what + more)
         extra: dict[str, _Built] = {}
@@ -173,8 +178,8 @@ class Filling:
         mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if len(names) != len(mine):
             raise UsageError(
-                f"checkpoint.load: optimizer {path!r} has {len(mine)} parameters here, and {len(names)} in the"
-                " checkpoint"
+                f"checkpoint.load: optimizer {path!r} has {len(mine)} parameters in the state to fill, but {len(names)}"
+                " in the checkpoint"
             )
         theirs = self._pairs(entries.get("state"), path)
         states = {_number(key, names): item for key, item in theirs.items()}
@@ -208,7 +213,9 @@ def _require_fit(saved: Saved, into: Tensor | Shard, where: str) -> None:
         ("dtype", saved.dtype, str(part.dtype).removeprefix("torch.")),
     ):
         if there != here:
-            raise UsageError(f"checkpoint.load: tensor {saved.name!r} has {what} {there} in {where}, and {here} here")
+            raise UsageError(
+                f"checkpoint.load: tensor {saved.name!r} has {what} {there} in {where}, but {here} in the state to fill"
+            )
 
 
 def _set(target: Any, state: Any, path: str, **options: Any) -> Any:
@@ -219,8 +226,8 @@ def _set(target: Any, state: Any, path: str, **options: Any) -> Any:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"checkpoint.load: {path or 'the state'!r}: {type(target).__name__}.load_state_dict refuses what the"
-            f" checkpoint has: {error!r:.500}"
+            f"checkpoint.load: {path or 'the state'!r}: {type(target).__name__}.load_state_dict rejected the"
+            f" state of the checkpoint: {error!r:.500}"
         ) from error
     return target
 
@@ -230,7 +237,7 @@ def _parameters(groups: Any, path: str) -> list[Any]:
     lists = [group.get("params") if isinstance(group, dict) else None for group in groups or [None]]
     names = [name for each in lists for name in (each if isinstance(each, list) else [None])]
     if not all(isinstance(name, (int, str)) for name in names):
-        raise UsageError(f"checkpoint.load: {path!r} is an optimizer here, and something else in the checkpoint")
+        raise UsageError(f"checkpoint.load: {path!r} is an optimizer in the state to fill, but not in the checkpoint")
     return names
 
 
@@ -243,7 +250,7 @@ def _number(key: Any, names: list[Any]) -> Any:
 def _tagged(tree: Tree, tag: str, path: str, what: str) -> Any:
     if not isinstance(tree, dict) or tag not in tree:
         raise UsageError(
-            f"checkpoint.load: {path or 'the state'!r} is {what} here, and something else in the checkpoint"
+            f"checkpoint.load: {path or 'the state'!r} is {what} in the state to fill, but not in the checkpoint"
         )
     return tree[tag]
 

@@ -169,7 +169,7 @@ def list_checkpoints(folder: PathLike) -> list[Info]:
         except FileNotFoundError:
             continue  # removed in the meantime
         except (CheckpointError, OSError) as error:
-            callsite.warn(f"checkpoint: {one.path.name} is left out: {error}")
+            callsite.warn(f"checkpoint: {one.path.name} is skipped: {error}")
     return list(found.values())
 
 
@@ -181,7 +181,7 @@ def newest(folder: PathLike) -> Info | None:
         except FileNotFoundError:
             continue
         except (CheckpointError, OSError) as error:
-            callsite.warn(f"checkpoint: {one.path.name} is left out: {error}")
+            callsite.warn(f"checkpoint: {one.path.name} is skipped: {error}")
     return None
 
 
@@ -273,7 +273,9 @@ def _lock(fd: int, folder: Path) -> bool:
             return False
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
-        raise UsageError(f"checkpoint.save: {_holder(fd)} is saving into {folder}; wait until it has") from None
+        raise UsageError(
+            f"checkpoint.save: {_holder(fd)} is saving into {folder}.\n  Wait until that save has finished."
+        ) from None
     return True
 
 
@@ -313,7 +315,7 @@ def tell(what: str, remarks: list[str]) -> None:
 
 
 def _not_removed(path: Path, error: OSError | CheckpointError) -> str:
-    return f"{path} could not be removed: {getattr(error, 'strerror', None) or error}; the next save tries it again"
+    return f"{path} could not be removed: {getattr(error, 'strerror', None) or error}; the next save tries again"
 
 
 def new_partial(folder: Path, step: int, name: str = "") -> Path:
@@ -448,7 +450,7 @@ def tidy(new: Path, keep: int | None, every: int | None, run: str = "") -> list[
     own = named(new)
     assert own is not None
     if all(one.path != new for one in found):
-        return [f"{new} is not there any more: another program has removed it"]
+        return [f"{new} no longer exists: another program has removed it"]
     kept = sorted({one.step for one in found}, reverse=True)[:keep]
     troubles = []
     for one in found:

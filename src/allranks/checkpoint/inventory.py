@@ -131,7 +131,7 @@ def look_together(path: Path, company: Company) -> tuple[View, dict[int, list[Ch
     pins = {pin: rank for rank, (_, pin, count, _) in reversed(list(enumerate(told))) if pin or count}
     if len(pins) > 1:
         listed = "; ".join(f"rank {rank}: {pin or 'a folder of checkpoints'}" for pin, rank in list(pins.items())[:4])
-        raise CheckpointError(f"the ranks name different checkpoints ({listed})")
+        raise CheckpointError(f"the ranks have requested different checkpoints ({listed})")
     digests = [digest for digest, _, _, _ in told]
     is_first = digests.index(digests[company.rank]) == company.rank
     reports = company.exchange(view.entries if is_first else None, list[CheckpointEntry] | None)

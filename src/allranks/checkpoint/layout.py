@@ -147,7 +147,9 @@ def _jobs_of(name: str, had: list[tuple[int, Offer]]) -> list[SaveJob]:
     kinds = {(offer.dtype, offer.shape) for _, offer in had}
     if len(kinds) > 1:
         listed = "; ".join(f"rank {rank}: {offer.dtype} {list(offer.shape)}" for rank, offer in had[:4])
-        raise UsageError(f"checkpoint: ranks have shards of different tensors {name!r}: {listed}")
+        raise UsageError(
+            f"checkpoint: the shards of tensor {name!r} differ in dtype or in the shape of the whole tensor: {listed}"
+        )
     return _shards(name, had)
 
 
@@ -174,8 +176,8 @@ def _shards(name: str, had: list[tuple[int, Offer]]) -> list[SaveJob]:
         first = holders[0][1]
         if differs := [rank for rank, offer in holders if offer.digest != first.digest]:
             raise UsageError(
-                f"checkpoint: {rank_list([holders[0][0], *differs])} have the same part of tensor {name!r} with other"
-                " values: replicas of a shard must be the same"
+                f"checkpoint: {rank_list([holders[0][0], *differs])} have the same part of tensor {name!r} with"
+                " different values; replicas of a shard must be equal"
             )
         if first.nbytes:
             jobs.append(SaveJob(first, (), tuple(rank for rank, _ in holders)))
@@ -192,7 +194,7 @@ def _check_cover(name: str, shape: tuple[int, ...], parts: Sequence[Offer], jobs
         f"rank {job.holders[0]}: {list(job.offer.part)} at {list(job.offer.offsets)}" for job in list(jobs)[:4]
     )
     raise UsageError(
-        f"checkpoint: the shards of tensor {name!r} do not make up its shape {list(shape)} ({covered} of"
+        f"checkpoint: the shards of tensor {name!r} do not cover its shape {list(shape)} exactly once ({covered} of"
         f" {math.prod(shape)} elements): {listed}"
     )
 

@@ -70,8 +70,8 @@ def load_folder(path: folders.PathLike, into: Any, step: int | None, company: Co
 
 def _remedy(chosen: Chosen) -> str:
     return (
-        f"checkpoint.latest(folder, verify=True) gives the newest that is whole. To remove this one: rm -r"
-        f" {chosen.folder}"
+        f"To find the newest intact checkpoint, call checkpoint.latest(folder, verify=True). To remove this one, run:"
+        f" rm -r {chosen.folder}"
     )
 
 
@@ -169,7 +169,7 @@ class BlockReader:
             return in_huge_pages(torch.empty(saved.shape, dtype=dtype, device="cpu"))
         except (RuntimeError, MemoryError) as error:
             nbytes = math.prod(saved.shape) * dtype.itemsize
-            raise CheckpointError(f"there is no memory for tensor {saved.name!r} of {nbytes} bytes: {error}") from error
+            raise CheckpointError(f"not enough memory for tensor {saved.name!r} ({nbytes} bytes): {error}") from error
 
     def find(self, name: object) -> Saved:
         """Return the description of a tensor."""

@@ -214,7 +214,7 @@ def dtype_of(name: str) -> torch.dtype:
     """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"{name!r} is no dtype of torch {torch.__version__}")
+        raise CheckpointError(f"torch {torch.__version__} has no dtype {name!r}")
     return found
 
 
@@ -232,7 +232,9 @@ def load_manifest(folder: Path, sizes: bool = True) -> Manifest:
     path = folder / MANIFEST
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:
-        raise CheckpointError(f"{path} is no manifest: it is no plain file, or has {found.st_size} bytes")
+        raise CheckpointError(
+            f"{path} is not a manifest: it is not a regular file, or it is too large ({found.st_size} bytes)"
+        )
     manifest = decode(path, path.read_bytes())
     if sizes:
         check_sizes(folder, manifest)
@@ -271,14 +273,15 @@ def _decode(path: Path, data: bytes) -> Manifest:
     try:
         return msgspec.json.decode(body + b"}", type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a manifest that this version reads: {error}") from None
+        raise CheckpointError(f"{path} is not a manifest that this version of allranks can read: {error}") from None
 
 
 def _check(path: Path, manifest: Manifest) -> None:
     """Check that all numbers are consistent."""
     if manifest.format > SHARED_FORMAT:
         raise CheckpointError(
-            f"{path} has format {manifest.format}; this allranks reads up to {SHARED_FORMAT}: update it"
+            f"{path} has format {manifest.format}, but this version of allranks reads only formats up to"
+            f" {SHARED_FORMAT}; update allranks"
         )
     problem = _problem(manifest)
     if problem:
@@ -287,21 +290,21 @@ def _check(path: Path, manifest: Manifest) -> None:
 
 def _problem(manifest: Manifest) -> str:
     if not manifest.writers or not manifest.trees or not 0 < manifest.block <= 1 << 30:
-        return "it has no writers, no state or no blocks"
+        return "it has no writers or no state, or its block size is invalid"
     if not all(0 <= writer.tree < len(manifest.trees) for writer in manifest.writers):
-        return "a writer's state is not there"
+        return "the state of a writer is missing"
     share = manifest.share or FileShare("", 0, 0)
     if not 0 <= share.number <= share.count or (manifest.share is not None and not share.number):
-        return f"share {share.number} of {share.count} is impossible"
+        return f"share {share.number} of {share.count} is invalid"
     if not (0 <= manifest.step < 10**18 and 0 <= manifest.when < _LATEST):
-        return f"step {manifest.step} at {manifest.when} is impossible"
+        return f"step {manifest.step} or time {manifest.when} is invalid"
     if len({file.name for file in manifest.files}) < len(manifest.files):
-        return "two files have one name"
+        return "two files have the same name"
     for file in manifest.files:
         if not (0 < file.share <= share.count if share.count else file.share == 0):
-            return f"the file {file.name[:80]!r} is in share {file.share} of {share.count}"
+            return f"the file {file.name[:80]!r} is in share {file.share} of {share.count}, which does not exist"
         if not _PLAIN.fullmatch(file.name) or not 0 <= file.head <= file.nbytes < _MOST:
-            return f"the file {file.name[:80]!r} is impossible"
+            return f"the name or size of the file {file.name[:80]!r} is invalid"
     for saved in manifest.tensors:
         if problem := _tensor_problem(manifest, saved):
             return f"tensor {saved.name[:200]!r}: {problem}"
@@ -313,24 +316,24 @@ def _problem(manifest: Manifest) -> str:
 def _tensor_problem(manifest: Manifest, saved: Saved) -> str:
     size = dtype_of(saved.dtype).itemsize
     if not all(0 <= length < _MOST for length in saved.shape) or math.prod(saved.shape) * size >= _MOST:
-        return "its shape is impossible"
+        return "its shape is invalid"
     covered = 0
     for piece in saved.pieces:
         if not 0 <= piece.file < len(manifest.files):
-            return "its file is not there"
+            return "its file is not listed"
         if not len(piece.shape) == len(piece.offsets) == len(saved.shape) or not all(
             begin >= 0 and length >= 0 and begin + length <= whole
             for begin, length, whole in zip(piece.offsets, piece.shape, saved.shape, strict=True)
         ):
-            return "a part of it lies outside"
+            return "a part of it is outside its shape"
         file, nbytes = manifest.files[piece.file], math.prod(piece.shape) * size
         if not file.head <= piece.begin or piece.begin + nbytes > file.nbytes:
-            return f"a part of it lies outside of {file.name}"
+            return f"a part of it is outside {file.name}"
         if len(piece.hashes) != 8 * -(-nbytes // manifest.block):
-            return "hashes are missing"
+            return "the number of its hashes is wrong"
         covered += math.prod(piece.shape)
     if covered != math.prod(saved.shape):
-        return "its parts do not make it up"
+        return "its parts do not cover its shape"
     return "two parts of it overlap" if overlap([(piece.offsets, piece.shape) for piece in saved.pieces]) else ""
 
 
@@ -360,7 +363,7 @@ def _check_size(folder: Path, file: ManifestFile) -> None:
 def size_problem(found: os.stat_result, file: ManifestFile) -> str:
     """Return why a file found under this name is not the listed file; "" if it may be."""
     if not stat.S_ISREG(found.st_mode):
-        return f"is no plain file; rank {file.rank} wrote one"
+        return f"is not a regular file; rank {file.rank} wrote one"
     if found.st_size != file.nbytes:
-        return f"has {found.st_size} bytes, and must have {file.nbytes}; rank {file.rank} wrote it"
+        return f"has {found.st_size} bytes instead of {file.nbytes}; rank {file.rank} wrote it"
     return ""

@@ -65,7 +65,10 @@ def merge_shares(
     with contextlib.ExitStack() as held:
         held.enter_context(folders.holding(target, owners.run_id(), stays=False))
         if there := [one.path for one in folders.find(target) if one.step == candidate.step and one.share is None]:
-            raise UsageError(f"checkpoint.merge: there is a checkpoint of step {candidate.step} already: {there[0]}")
+            raise UsageError(
+                f"checkpoint.merge: a checkpoint of step {candidate.step} already exists: {there[0]}\n"
+                "  Remove it, or merge into another folder."
+            )
         partial = folders.new_partial(target, candidate.step)
         held.callback(shutil.rmtree, partial, ignore_errors=True)
         first = manifests[1]
@@ -73,10 +76,10 @@ def merge_shares(
         merged = msgspec.structs.replace(first, format=WHOLE_FORMAT, files=files, share=None)
         taken = 0
         for file in first.files:
-            progress("copies", taken, 2 * merged.nbytes)
+            progress("copying", taken, 2 * merged.nbytes)
             _take(places[file.share] / file.name, partial / file.name)
             taken += file.nbytes
-        if problems := check_files(partial, merged, lambda done, total: progress("reads", total + done, 2 * total)):
+        if problems := check_files(partial, merged, lambda done, total: progress("reading", total + done, 2 * total)):
             raise CheckpointError(f"checkpoint.merge: step {candidate.step}: {problems[0]}")
         folders.sync_folder(partial)
         return folders.complete(partial, merged)
@@ -90,7 +93,7 @@ def _candidate(sources: Sequence[Path], step: int | None) -> tuple[CheckpointCan
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source))
         views.append(look(source))
     if len(pins := {view.pin for view in views if view.pin}) > 1:
-        raise UsageError(f"checkpoint.merge: these are shares of different saves: {', '.join(map(str, sources))}")
+        raise UsageError(f"checkpoint.merge: the paths are shares of different saves: {', '.join(map(str, sources))}")
     only = next(iter(pins), "")
     reports = {
         number: [one for one in view.entries if one.share is not None and (not only or only == f"save {one.share.id}")]
@@ -116,11 +119,11 @@ def _words(candidate: CheckpointCandidate, places: Sequence[Path], older: int | 
     lost = ["share " if len(candidate.missing) == 1 else "shares ", spans(candidate.missing, ", ")]
     ranks = sorted({file.rank for file in manifest.files if file.share in candidate.missing})
     hosts = ", ".join(dict.fromkeys(manifest.writers[rank].host for rank in ranks))
-    written = f", which {rank_list(ranks)} on {hosts} wrote" if ranks else ""
+    written = f" (written by {rank_list(ranks)} on {hosts})" if ranks else ""
     return (
-        f"checkpoint.merge: of step {candidate.step}, {''.join(lost)} of {candidate.count} is missing in"
-        f" {', '.join(map(str, places))}{written}"
-        + ("" if older is None else f". All shares of step {older} are there: step={older}")
+        f"checkpoint.merge: step {candidate.step} is incomplete in {', '.join(map(str, places))}; missing:"
+        f" {''.join(lost)} of {candidate.count}{written}"
+        + ("" if older is None else f".\n  All shares of step {older} exist. To merge it, pass step={older}.")
     )
 
 
@@ -128,7 +131,7 @@ def _manifests(candidate: CheckpointCandidate, places: dict[int, Path]) -> dict[
     found = {number: load_manifest(path) for number, path in places.items()}
     if len({manifest.identity() for manifest in found.values()}) > 1:
         listed = ", ".join(map(str, places.values()))
-        raise CheckpointError(f"checkpoint.merge: these are not shares of one save: {listed}")
+        raise CheckpointError(f"checkpoint.merge: the shares belong to different saves: {listed}")
     return found
 
 

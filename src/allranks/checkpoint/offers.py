@@ -69,7 +69,7 @@ def _part_of_dtensor(name: str, value: Any) -> tuple[Tensor, tuple[int, ...], tu
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(placement.is_partial() for placement in value.placements):
-        raise UsageError(f"checkpoint: DTensor {name!r} is a partial sum; redistribute it before it is saved")
+        raise UsageError(f"checkpoint: DTensor {name!r} is a partial sum.\n  Redistribute it before saving.")
     part = value._local_tensor.detach()
     shape, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     if tuple(shape) != tuple(part.shape):

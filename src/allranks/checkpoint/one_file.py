@@ -163,8 +163,8 @@ class _Safetensors(_Source):
             items = [self.tree_for(item, _join(path, number)) for number, item in enumerate(into)]
             return items if isinstance(into, list) else {"tuple": items}
         raise UsageError(
-            f"checkpoint.load: {path or 'the state'!r} is a {type(into).__name__}, and {self.where} is a safetensors"
-            " file, which has tensors only. Load a checkpoint, or leave it out of the state"
+            f"checkpoint.load: {path or 'the state'!r} is a {type(into).__name__}, but {self.where} is a safetensors"
+            " file, which contains only tensors.\n  Load a checkpoint, or remove this value from the state."
         )
 
     def _tree_of_module(self, module: nn.Module, path: str) -> Tree:
@@ -206,7 +206,7 @@ def _head_of(file: BinaryIO, where: str) -> tuple[int, dict[str, tuple[Saved, in
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     if length > min(_LONGEST, size - 8):
-        raise CheckpointError(f"{where} is no safetensors file: its head would have {length} bytes, of {size}")
+        raise CheckpointError(f"{where} is not a safetensors file: its header would have {length} of {size} bytes")
     found: dict[str, tuple[Saved, int]] = {}
     ends: list[tuple[int, int]] = []
     try:
@@ -220,11 +220,11 @@ def _head_of(file: BinaryIO, where: str) -> tuple[int, dict[str, tuple[Saved, in
         dtype, shape = others.get(name, (_DTYPES.get(entry.dtype), entry.shape))
         begin, end = entry.data_offsets
         if dtype is None:
-            raise CheckpointError(f"{where}: tensor {name!r} has dtype {entry.dtype!r}, which torch has not")
+            raise CheckpointError(f"{where}: tensor {name!r} has dtype {entry.dtype!r}, which torch does not support")
         nbytes = math.prod(shape) * dtype_of(dtype).itemsize
         if any(n < 0 for n in shape) or end - begin != nbytes or not 0 <= begin <= end <= size - 8 - length:
             raise CheckpointError(
-                f"{where} is a damaged safetensors file: tensor {name!r} is not in bytes {begin} to {end}"
+                f"{where} is a damaged safetensors file: tensor {name!r} does not fit into bytes {begin} to {end}"
             )
         found[name] = Saved(name, dtype, shape, ()), begin
         ends.append((begin, end))

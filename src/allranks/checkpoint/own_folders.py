@@ -58,8 +58,8 @@ def leaders_of(company: Company, folder: Path, partial: str, vote: FolderVote, h
         expected = [rank for rank in missing if leaders[rank] == leaders[company.rank]]
         if seen != expected or (leaders[company.rank] == 0) != sees_first[company.rank]:
             raise CheckpointError(
-                f"it is not clear which ranks share the folder {folder}: this one sees files of {_listed(seen)}, and"
-                f" those of {_listed(expected)} should be there"
+                f"cannot determine which ranks share the folder {folder}: rank {company.rank} sees the marker files of"
+                f" {_listed(seen)}; expected those of {_listed(expected)}"
             )
 
     vote(company, check)

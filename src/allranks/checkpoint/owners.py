@@ -175,8 +175,8 @@ def _claim_without_lock(fd: Descriptor, folder: Path, mine: BlockOwner) -> Owner
             raise _refusal(owner, folder)
         if is_dead is None:
             remark = (
-                f"{owner} has saved into {folder}. This file system has no locks, so it is not known whether that job"
-                " still runs: if it does, give each job a folder. Its checkpoints are not removed"
+                f"{owner} has saved into {folder}. This file system has no locks, so allranks cannot detect whether"
+                " that job still runs. Its checkpoints are not removed. If it still runs, use one folder per job"
             )
     _write(fd, mine)
     return OwnerClaim(mine.run, fd, False, remark)
@@ -185,7 +185,8 @@ def _claim_without_lock(fd: Descriptor, folder: Path, mine: BlockOwner) -> Owner
 def _refusal(owner: BlockOwner | None, folder: Path) -> UsageError:
     who = "another job" if owner is None else str(owner)
     return UsageError(
-        f"checkpoint.save: {who} saves into {folder}, until its processes have ended; give each job a folder"
+        f"checkpoint.save: {who} saves into {folder} until its processes have exited.\n"
+        "  Use a separate folder for each job."
     )
 
 

@@ -189,7 +189,7 @@ def open_part(folder: Path, file: ManifestFile) -> Iterator[LocalFile]:
         raise CheckpointError(f"{path} is missing; rank {file.rank} wrote it") from None
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise CheckpointError(f"{path} is no plain file; rank {file.rank} wrote one") from None
+            raise CheckpointError(f"{path} is not a regular file; rank {file.rank} wrote one") from None
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; rank {file.rank} wrote it") from error
     try:
         if problem := size_problem(os.fstat(fd), file):
@@ -281,5 +281,9 @@ def damaged(manifest: Manifest, saved: Saved, piece: Piece, begin: int, end: int
     writer = manifest.writers[file.rank] if 0 <= file.rank < len(manifest.writers) else None
     who = f"rank {file.rank}" + (f" ({writer.host}, pid {writer.pid})" if writer else "")
     where = f"bytes {piece.begin + begin} to {piece.begin + end}"
-    what = f"cannot be read in {where} ({why})" if why else f"is damaged in {where} (it is not what was written)"
+    what = (
+        f"cannot be read in {where} ({why})"
+        if why
+        else f"is damaged in {where} (the data differs from what was written)"
+    )
     return CheckpointError(f"step {manifest.step}: {file.name} {what}: tensor {saved.name!r}, written by {who}")

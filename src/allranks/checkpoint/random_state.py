@@ -34,7 +34,7 @@ class RandomState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not isinstance(state, dict) or "torch" not in state or "python" not in state:
-            raise UsageError("RandomState: this is not the state of one")
+            raise UsageError("RandomState: the value to load is not the state of a RandomState")
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
         if "cuda" in state:
@@ -49,6 +49,6 @@ class RandomState:
             _cuda.set_rng_state_all(states)
             return
         callsite.warn(
-            f"RandomState: the generators of {len(states)} CUDA devices were saved, and this process has {devices}: its"
-            " own are left as they are, so random numbers on CUDA are others than without the restart"
+            f"RandomState: the generators of {len(states)} CUDA devices were saved, but this process has {devices}. Its"
+            " CUDA generators are unchanged, so random numbers on CUDA differ from those of an uninterrupted run"
         )

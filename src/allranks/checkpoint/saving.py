@@ -303,10 +303,10 @@ class SaveCall:
 def check_numbers(call: str, step: int, keep: int | None, keep_every: int | None) -> None:
     """Reject an invalid step, and an invalid number of checkpoints to keep."""
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
-        raise UsageError(f"{call}: step={step!r}: expected a whole number that is not negative")
+        raise UsageError(f"{call}: step={step!r}: expected an integer from 0 to 10**18 - 1")
     for name, number in (("keep", keep), ("keep_every", keep_every)):
         if number is not None and (not isinstance(number, int) or number < 1):
-            raise UsageError(f"{call}: {name}={number!r}: expected a number of checkpoints, at least 1")
+            raise UsageError(f"{call}: {name}={number!r}: expected an integer that is at least 1")
 
 
 def new_manifest(
@@ -325,7 +325,7 @@ def not_saved(
     """Return the error of a save that has failed on some ranks. The process is that of the first failed rank."""
     return CheckpointError(
         f"{call}: step {step} was not saved into {folder}: {rank_list(list(ranks))} ({process[0]}, pid {process[1]}):"
-        f" {failure}.\n  What was there before is unchanged."
+        f" {failure}.\n  Earlier checkpoints are unchanged."
     )
 
 

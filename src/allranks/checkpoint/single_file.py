@@ -94,7 +94,7 @@ def save(obj: Any, path: PathLike) -> None:
                 os.unlink(temporary)
             raise
     except OSError as error:
-        what = f"{error.strerror or error}; checkpoint not saved, what was there before is unchanged"
+        what = f"{error.strerror or error}; the checkpoint was not saved, and an existing file is unchanged"
         raise OSError(error.errno or errno.EIO, what, os.fspath(path)) from error
     _sync_directory(directory)
 
@@ -166,7 +166,7 @@ def _check(file: BinaryIO, name: str) -> None:
         left -= len(part)
     found.update(bytes(_LENGTH))  # the length of the comment was 0 when the hash was computed
     if found.hexdigest().encode() != seal[len(_SEAL) :]:
-        raise CheckpointError(f"{name} is damaged: its bytes are not what was written")
+        raise CheckpointError(f"{name} is damaged: its data differs from what was written")
 
 
 def _check_records(file: BinaryIO, name: str) -> None:
@@ -176,13 +176,13 @@ def _check_records(file: BinaryIO, name: str) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:  # EINVAL: a position before the first byte of the file
             raise
-        raise CheckpointError(f"{name} is damaged: a record would be outside of it") from error
+        raise CheckpointError(f"{name} is damaged: a record would be outside the file") from error
     except _DAMAGES as error:
         raise CheckpointError(f"{name} is damaged: {error}") from error
     if damaged is not None:
         raise CheckpointError(
-            f"{name} is damaged in {damaged}: the record does not have its CRC-32. Where torch has written none"
-            " (torch.serialization.set_crc32_options), torch.load reads the file"
+            f"{name} is damaged: the record {damaged} does not match its CRC-32.\n"
+            "  If torch wrote no CRC-32 (torch.serialization.set_crc32_options), load the file with torch.load."
         )
 
 

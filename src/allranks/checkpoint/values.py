@@ -74,7 +74,7 @@ class Shard:
         )
         if not fits:
             raise UsageError(
-                f"Shard: a tensor of shape {list(own)} at {list(self.offsets)} does not lie in one of shape"
+                f"Shard: a tensor of shape {list(own)} at {list(self.offsets)} is not inside a tensor of shape"
                 f" {list(self.shape)}"
             )
 
@@ -219,9 +219,9 @@ def _encode_scalar(value: Any, path: str, flat: Flat) -> Tree:
     if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
         return _encode_numpy(value, path, flat)
     raise UsageError(
-        f"checkpoint: {path or 'the state'!r} is a {type(value).__name__}, which a checkpoint cannot hold. Expected"
+        f"checkpoint: {path or 'the state'!r} is a {type(value).__name__}, which a checkpoint cannot store.\n  Use"
         " tensors, NumPy arrays, numbers, strings, bytes, None, lists, tuples and dicts of these, or objects with"
-        " state_dict() and load_state_dict()"
+        " state_dict() and load_state_dict()."
     )
 
 
@@ -255,7 +255,7 @@ def tree_problem(tree: Tree) -> str:
             continue
         inner = item if isinstance(item, list) else _inside(item)
         if inner is None:
-            return f"its state has an impossible value: {str(item)[:80]}"
+            return f"its state has an invalid value: {str(item)[:80]}"
         todo += [(each, depth + 1) for each in inner]
     return ""
 
@@ -341,7 +341,7 @@ def unflatten(tree: Tree, tensor: Callable[[str], Any]) -> Any:
     except AllranksError:
         raise
     except (ValueError, TypeError, AttributeError, OverflowError, RuntimeError, binascii.Error) as error:
-        raise CheckpointError(f"the manifest's state is damaged: {error!r:.200}") from error
+        raise CheckpointError(f"the state in the manifest is damaged: {error!r:.200}") from error
 
 
 def _decode(tree: Tree, tensor: Callable[[str], Any]) -> Any:
@@ -375,13 +375,13 @@ def _decode(tree: Tree, tensor: Callable[[str], Any]) -> Any:
         case "numpy" | "numpy_scalar":
             return _decode_numpy(value, tensor)
         case _:
-            raise ValueError(f"there is no tag {tag!r}")
+            raise ValueError(f"unknown tag {tag!r}")
 
 
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
+        raise TypeError(f"{name} is not a dtype")
     return found
 
 
@@ -389,7 +389,9 @@ def _decode_numpy(value: list[Any], tensor: Callable[[str], Any]) -> Any:
     try:
         import numpy
     except ImportError:
-        raise UsageError("checkpoint: this state has NumPy arrays: pip install numpy") from None
+        raise UsageError(
+            "checkpoint: this state has NumPy arrays, but NumPy is not installed.\n  Run: pip install numpy"
+        ) from None
     if len(value) == 2:
         kind, raw = value
         return numpy.frombuffer(base64.b64decode(raw, validate=True), dtype=numpy.dtype(kind))[0]

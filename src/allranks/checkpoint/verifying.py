@@ -80,14 +80,14 @@ def check_files(
 
 
 def _head_problem(source: parts.LocalFile, file: ManifestFile) -> str:
-    head = f"{file.name}: its head (bytes 0 to {file.head})"
+    head = f"{file.name}: its header (bytes 0 to {file.head})"
     found = xxhash.xxh3_64()
     try:
         for begin in range(0, file.head, _STEP):
             found.update(os.pread(source.fd, min(_STEP, file.head - begin), begin))
     except OSError as error:
         return f"{head} cannot be read: {in_words(error)}; rank {file.rank} wrote it"
-    return "" if found.hexdigest() == file.hash else f"{head} is not what rank {file.rank} wrote"
+    return "" if found.hexdigest() == file.hash else f"{head} differs from what rank {file.rank} wrote"
 
 
 def _blocks(manifest: Manifest, number: int) -> Iterator[tuple[Saved, Piece, int, int]]:

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         print(harmless(f"{_NAME}: error: {_words(error)}"), file=sys.stderr)
         return USAGE
     except MemoryError:
-        print(f"{_NAME}: error: there is not enough memory", file=sys.stderr)
+        print(f"{_NAME}: error: not enough memory", file=sys.stderr)
         return USAGE
     return code
 
@@ -72,56 +72,87 @@ def _words(error: Exception) -> str:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="allranks checkpoint",
-        description="Look at checkpoints that allranks.checkpoint.save has written.",
-        epilog="A PATH is a checkpoint, or a folder of checkpoints: then its newest, or that of --step. verify and diff"
-        " end with exit code 1 if they find something.",
+        description="Inspect, compare, export and merge checkpoints that allranks.checkpoint.save has written.",
+        epilog="A PATH is a checkpoint or a folder of checkpoints. For a folder, the command uses the newest"
+        " checkpoint, or the one of --step. verify exits with code 1 if it finds damage, and diff if it finds a"
+        " difference.",
     )
     folder = "checkpoints"
     examples = {
         "list": (
-            (f"allranks checkpoint list {folder}", "their steps, sizes and times"),
-            (f"allranks checkpoint list {folder} --verify", "and which are damaged, after reading them"),
+            (f"allranks checkpoint list {folder}", "list steps, times, sizes, ranks and hosts"),
+            (f"allranks checkpoint list {folder} --verify", "read every byte, and mark damaged checkpoints"),
         ),
-        "show": ((f"allranks checkpoint show {folder} --step 500", "its ranks, tensors and values"),),
-        "verify": ((f"allranks checkpoint verify {folder} --all", "exit code 1 if a byte is wrong"),),
-        "diff": (("allranks checkpoint diff run1 run2", "the newest of two folders, value by value"),),
-        "export": ((f"allranks checkpoint export {folder} model.safetensors", "the newest one's tensors of rank 0"),),
-        "merge": ((f"allranks checkpoint merge node0 node1 --into {folder}", "of hosts that share no folder"),),
+        "show": ((f"allranks checkpoint show {folder} --step 500", "show the ranks, tensors and values of step 500"),),
+        "verify": (
+            (
+                f"allranks checkpoint verify {folder} --all",
+                "verify all checkpoints; exit with code 1 if any byte is damaged",
+            ),
+        ),
+        "diff": (("allranks checkpoint diff run1 run2", "compare the newest checkpoints of two folders"),),
+        "export": (
+            (
+                f"allranks checkpoint export {folder} model.safetensors",
+                "export the tensors of rank 0 from the newest checkpoint",
+            ),
+        ),
+        "merge": (
+            (
+                f"allranks checkpoint merge node0 node1 --into {folder}",
+                "merge the shares of hosts without a common folder",
+            ),
+        ),
     }
     parser.examples = (*examples["list"], *examples["verify"])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, act, summary in (
-        ("list", _list, "the checkpoints in a folder"),
-        ("show", _show, "who wrote a checkpoint, and what is in it"),
-        ("verify", _verify, "read every byte, and name what is damaged"),
-        ("diff", _diff, "what differs between two checkpoints"),
-        ("export", _export, "write one file: safetensors, or what torch.load reads"),
-        ("merge", _merge, "make one checkpoint of the shares of several hosts"),
+        ("list", _list, "list the checkpoints in a folder"),
+        ("show", _show, "show the writers and the contents of a checkpoint"),
+        ("verify", _verify, "read every byte, and report damage"),
+        ("diff", _diff, "show the differences between two checkpoints"),
+        ("export", _export, "export one file: safetensors, or a file for torch.load"),
+        ("merge", _merge, "merge the shares of several hosts into one checkpoint"),
     ):
         add = commands.add_parser(name, help=summary, description=_sentence(summary), examples=examples[name])
         add.set_defaults(act=act)
         if name == "merge":
-            add.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a folder of each host, or a share")
-            add.add_argument("--into", type=Path, required=True, metavar="FOLDER", help="a folder of checkpoints")
+            add.add_argument(
+                "paths", type=Path, nargs="+", metavar="PATH", help="one folder of checkpoints per host, or one share"
+            )
+            add.add_argument(
+                "--into",
+                type=Path,
+                required=True,
+                metavar="FOLDER",
+                help="folder of checkpoints that receives the result",
+            )
         else:
             add.add_argument("path", type=Path, metavar="FOLDER" if name == "list" else "PATH")
         if name == "diff":
             add.add_argument("other", type=Path, metavar="PATH")
         if name == "export":
-            add.add_argument("file", type=Path, metavar="FILE", help="NAME.safetensors, or another ending")
-            add.add_argument("--force", action="store_true", help="write over a file that is there")
+            add.add_argument(
+                "file",
+                type=Path,
+                metavar="FILE",
+                help="NAME.safetensors; with any other extension, a file for torch.load",
+            )
+            add.add_argument("--force", action="store_true", help="overwrite an existing file")
         if name == "list":
-            add.add_argument("--verify", action="store_true", help="read every byte, to find damage")
+            add.add_argument("--verify", action="store_true", help="read every byte to find damage")
         if name == "verify":
-            add.add_argument("--all", action="store_true", help="all checkpoints in the folder")
+            add.add_argument("--all", action="store_true", help="verify all checkpoints in the folder")
         if name not in ("list", "diff"):
-            add.add_argument("--step", type=int, metavar="N", help="which checkpoint of a folder (default: the newest)")
+            add.add_argument("--step", type=int, metavar="N", help="step to use in a folder (default: the newest)")
         if name in ("diff", "export", "show"):
             whose = (
-                "what this rank has for itself (default: all tensors)" if name == "show" else "whose state (default 0)"
+                "show the tensors and values of this rank (default: all tensors, and the values of rank 0)"
+                if name == "show"
+                else "rank whose state is used (default: 0)"
             )
             add.add_argument("--rank", type=int, default=None if name == "show" else 0, metavar="R", help=whose)
-        add.add_argument("--json", action="store_true", help="write JSON")
+        add.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -204,7 +235,7 @@ def _show(options: argparse.Namespace) -> int:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.when))
     hosts = ", ".join(entry["hosts"])
     who = f"{entry['ranks']} ranks on {hosts}, run {entry['run']}"
-    share = f"{_share(entry)}: {_size(manifest.nbytes)} are here" if manifest.share else _size(manifest.nbytes)
+    share = f"{_share(entry)}: {_size(manifest.nbytes)} in this folder" if manifest.share else _size(manifest.nbytes)
     put(f"step {manifest.step}, {when}, {share}, {who}\n\n")
     width = max((len(tensor["name"]) for tensor in tensors), default=0)
     for tensor in tensors:
@@ -273,7 +304,7 @@ def _verify(options: argparse.Namespace) -> int:
 
         def look(path: Path) -> list[str]:
             nonlocal before
-            problems = check(path, lambda done, of: bar.at(f"{path.name} is read", before + done, sum(sizes.values())))
+            problems = check(path, lambda done, of: bar.at(f"reading {path.name}", before + done, sum(sizes.values())))
             before += sizes[path]
             return problems
 
@@ -298,7 +329,11 @@ def _nbytes(path: Path) -> int:
 def _verdict(path: Path) -> str:
     """Return the result for a checkpoint or share without problems."""
     share = load_manifest(path).share
-    return "whole" if share is None else f"share {share.number} of {share.count}, whole; the others are not here"
+    return (
+        "intact"
+        if share is None
+        else f"share {share.number} of {share.count}, intact; the other shares were not checked"
+    )
 
 
 def _path_of(path: Path, step: int | None) -> Path:
@@ -316,7 +351,7 @@ def _diff(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(LoopBar(_NAME))
         chosen = [only_here(path) for path in (options.path, options.other)]
-        count = _counted(bar, "both are read", sum(_tensor_bytes(each.manifest, options.rank) for each in chosen))
+        count = _counted(bar, "reading both", sum(_tensor_bytes(each.manifest, options.rank) for each in chosen))
         one, other = (stack.enter_context(BlockReader(each, options.rank, progress=count)) for each in chosen)
         mine, theirs = (reader.manifest.tensors_of(options.rank) for reader in (one, other))
         lines = []
@@ -330,7 +365,7 @@ def _diff(options: argparse.Namespace) -> int:
         left, right = (dict(_values(reader.manifest.tree(options.rank), "")) for reader in (one, other))
         for name in sorted({*left, *right}):
             if left.get(name) != right.get(name):
-                lines.append(f"{name}: {left.get(name, 'nothing')} and {right.get(name, 'nothing')}")
+                lines.append(f"{name}: {left.get(name, 'no value')} and {right.get(name, 'no value')}")
     put(json.dumps(lines, indent=1) + "\n" if options.json else "".join(f"{line}\n" for line in lines))
     return FOUND if lines else 0
 
@@ -379,23 +414,23 @@ def _read(reader: BlockReader, saved: Saved) -> Tensor:
 def _export(options: argparse.Namespace) -> int:
     chosen, file = only_here(options.path, options.step), options.file
     if os.path.lexists(file) and not options.force:
-        raise CheckpointError(f"{file} is there already; write over it: --force")
+        raise CheckpointError(f"{file} already exists.\n  Pass --force to overwrite it.")
     try:
         file = plain_file(file)
     except OSError as error:
-        raise CheckpointError(f"{options.file} cannot be written over: {error.strerror}") from None
+        raise CheckpointError(f"{options.file} cannot be overwritten: {error.strerror}") from None
     if not file.absolute().parent.is_dir():
-        raise CheckpointError(f"there is no folder {file.absolute().parent}")
+        raise CheckpointError(f"the folder {file.absolute().parent} does not exist")
     _rank(options.rank, chosen.manifest)
     total = _tensor_bytes(chosen.manifest, options.rank)
     with LoopBar(_NAME) as bar:
-        count = _counted(bar, f"{chosen.folder.name} is read", total)
+        count = _counted(bar, f"reading {chosen.folder.name}", total)
         if file.suffix == ".safetensors":
             with BlockReader(chosen, options.rank, progress=count) as reader:
                 _write_safetensors(file, reader, list(reader.manifest.tensors_of(options.rank).values()))
         else:
             state = load_here(chosen, None, options.rank, count)
-            bar.at(f"{file.name} is written", total, None)
+            bar.at(f"writing {file.name}", total, None)
             single_file.save(state, file)
     tensors, nbytes = len(chosen.manifest.tensors_of(options.rank)), os.path.getsize(file)
     values = len(dict(_values(chosen.manifest.tree(options.rank), "")))
@@ -404,9 +439,9 @@ def _export(options: argparse.Namespace) -> int:
         written = {"file": str(file), "nbytes": nbytes, "step": chosen.manifest.step, "rank": options.rank}
         put(json.dumps({**written, "tensors": tensors, "left_out": left_out}, indent=1) + "\n")
     elif file.suffix != ".safetensors":
-        put(f"{file}: torch.load reads it ({_size(nbytes)})\n")
+        put(f"{file}: written for torch.load ({_size(nbytes)})\n")
     else:
-        more = f"; {left_out} values that are no tensors are left out" if left_out else ""
+        more = f"; {left_out} values that are not tensors are omitted" if left_out else ""
         put(f"{file}: {tensors} tensors ({_size(nbytes)}){more}\n")
     return 0
 
@@ -444,5 +479,5 @@ def _merge(options: argparse.Namespace) -> int:
     if options.json:
         put(json.dumps({"path": str(path), "step": manifest.step, "nbytes": manifest.nbytes}, indent=1) + "\n")
     else:
-        put(f"{path}: whole ({_size(manifest.nbytes)})\n")
+        put(f"{path}: complete ({_size(manifest.nbytes)})\n")
     return 0

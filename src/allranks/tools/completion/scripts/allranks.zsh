@@ -348,12 +348,12 @@ _allranks_checkpoint() {
   case $state in
     command)
       local -a commands=(
-        'list:the checkpoints in a folder'
-        'show:who wrote a checkpoint, and what is in it'
-        'verify:read every byte, and name what is damaged'
-        'diff:what differs between two checkpoints'
-        'export:write one file: safetensors, or what torch.load reads'
-        'merge:make one checkpoint of the shares of several hosts'
+        'list:list the checkpoints in a folder'
+        'show:show the writers and the contents of a checkpoint'
+        'verify:read every byte, and report damage'
+        'diff:show the differences between two checkpoints'
+        'export:export one file: safetensors, or a file for torch.load'
+        'merge:merge the shares of several hosts into one checkpoint'
       )
       _describe command commands
       ;;
@@ -366,34 +366,34 @@ _allranks_checkpoint() {
 _allranks_checkpoint_list() {
   _arguments -s -S -A '-*' \
     '(-h --help)'{-h,--help}'[show this help message and exit]' \
-    '--verify[read every byte, to find damage]' \
-    '--json[write JSON]' \
+    '--verify[read every byte to find damage]' \
+    '--json[print JSON]' \
     '1:FOLDER:_files -/'
 }
 
 _allranks_checkpoint_show() {
   _arguments -s -S -A '-*' \
     '(-h --help)'{-h,--help}'[show this help message and exit]' \
-    '--step=[which checkpoint of a folder (default\: the newest)]:N: ' \
-    '--rank=[what this rank has for itself (default\: all tensors)]:R: ' \
-    '--json[write JSON]' \
+    '--step=[step to use in a folder (default\: the newest)]:N: ' \
+    '--rank=[show the tensors and values of this rank (default\: all tensors, and the values of rank 0)]:R: ' \
+    '--json[print JSON]' \
     '*:PATH:_files'
 }
 
 _allranks_checkpoint_verify() {
   _arguments -s -S -A '-*' \
     '(-h --help)'{-h,--help}'[show this help message and exit]' \
-    '--all[all checkpoints in the folder]' \
-    '--step=[which checkpoint of a folder (default\: the newest)]:N: ' \
-    '--json[write JSON]' \
+    '--all[verify all checkpoints in the folder]' \
+    '--step=[step to use in a folder (default\: the newest)]:N: ' \
+    '--json[print JSON]' \
     '*:PATH:_files'
 }
 
 _allranks_checkpoint_diff() {
   _arguments -s -S -A '-*' \
     '(-h --help)'{-h,--help}'[show this help message and exit]' \
-    '--rank=[whose state (default 0)]:R: ' \
-    '--json[write JSON]' \
+    '--rank=[rank whose state is used (default\: 0)]:R: ' \
+    '--json[print JSON]' \
     '1:PATH:_files' \
     '2:PATH:_files'
 }
@@ -401,10 +401,10 @@ _allranks_checkpoint_diff() {
 _allranks_checkpoint_export() {
   _arguments -s -S -A '-*' \
     '(-h --help)'{-h,--help}'[show this help message and exit]' \
-    '--force[write over a file that is there]' \
-    '--step=[which checkpoint of a folder (default\: the newest)]:N: ' \
-    '--rank=[whose state (default 0)]:R: ' \
-    '--json[write JSON]' \
+    '--force[overwrite an existing file]' \
+    '--step=[step to use in a folder (default\: the newest)]:N: ' \
+    '--rank=[rank whose state is used (default\: 0)]:R: ' \
+    '--json[print JSON]' \
     '1:PATH:_files' \
     '2:FILE:_files'
 }
@@ -412,9 +412,9 @@ _allranks_checkpoint_export() {
 _allranks_checkpoint_merge() {
   _arguments -s -S -A '-*' \
     '(-h --help)'{-h,--help}'[show this help message and exit]' \
-    '--into=[a folder of checkpoints]:FOLDER:_files -/' \
-    '--step=[which checkpoint of a folder (default\: the newest)]:N: ' \
-    '--json[write JSON]' \
+    '--into=[folder of checkpoints that receives the result]:FOLDER:_files -/' \
+    '--step=[step to use in a folder (default\: the newest)]:N: ' \
+    '--json[print JSON]' \
     '*:PATH:_files'
 }
 
