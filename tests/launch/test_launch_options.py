@@ -193,7 +193,7 @@ BAD = {
     "both numbers": (["-n", "3", "--nproc-per-node", "2", "plain.py"], "3 ranks were asked for (-n), and 2 by"),
     "folder to be in": (["--chdir", "nowhere", "plain.py"], "cannot enter 'nowhere'"),
     "environment": (["--env", "venus", "plain.py"], "invalid choice: 'venus'"),
-    "not there": (["--env", "slurm", "plain.py"], "--env=slurm, but no variable of it is set here"),
+    "not there": (["--env", "slurm", "plain.py"], "--env=slurm, but this process has no variable of that scheduler"),
     "etcd": (["--rdzv_backend=etcd-v2", "plain.py"], "hosts meet at one of themselves (--rdzv-backend c10d"),
     "rendezvous settings": (
         ["--rdzv-conf", "patience=3", "plain.py"],
