@@ -374,7 +374,7 @@ def test_the_command_itself() -> None:
     assert "bench" in allranks("--help").stdout
     for words, said in (
         ([], "a command is missing"),
-        (["fly"], "there is no command 'fly'"),
+        (["fly"], "unknown command 'fly'"),
         (["hello.py", "a b"], "did you mean: allranks run hello.py 'a b'"),
         (["-n", "2", "hello.py"], "did you mean: allranks run -n 2 hello.py"),
     ):
