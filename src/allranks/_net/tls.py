@@ -191,7 +191,7 @@ def _explain(error: ssl.SSLError) -> str:
     if why := getattr(error, "verify_message", ""):
         return f"this process does not accept its certificate ({why}); {SET_TLS}"
     if "ALERT" in (error.reason or ""):
-        return f"it does not accept the certificate or the TLS version of this process ({_reason(error)}); {SET_TLS}"
+        return f"it does not accept the certificate or the TLS settings of this process ({_reason(error)}); {SET_TLS}"
     return f"TLS with it failed ({_reason(error)}); {SET_TLS}"
 
 

@@ -117,7 +117,7 @@ def judge_memory(total: int, free: int, limit: tuple[int, int] | None) -> Findin
     if left < _LOW_MEMORY:
         return warn(
             described,
-            "A rank that imports torch needs 0.3 GB or more. The kernel kills ranks that exceed this limit (exit 137).",
+            "A rank that imports torch needs 0.3 GB or more. The kernel kills ranks if memory runs out (exit 137).",
         )
     return ok(described)
 
