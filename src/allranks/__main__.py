@@ -51,7 +51,7 @@ def _run(name: str, words: Sequence[str]) -> int | Program:
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
-            print(f"allranks {name}: error: it needs torch, and {sys.executable} has none", file=sys.stderr)
+            print(f"allranks {name}: error: torch is required, but {sys.executable} cannot import it", file=sys.stderr)
             return USAGE
         return ended
     if name in ("-V", "--version"):
@@ -63,8 +63,8 @@ def _run(name: str, words: Sequence[str]) -> int | Program:
         put(_help() + "\n")
         return 0
     known = ", ".join(COMMANDS)
-    wrong = f"there is no command {name!r}" if name else "a command is missing"
-    hint = f"there are {known} (see allranks --help)"
+    wrong = f"unknown command {name!r}" if name else "a command is missing"
+    hint = f"expected one of {known} (see allranks --help)"
     if name.endswith(".py") or os.path.isfile(name) or name in ("-n", "-np", "-m", "--"):
         hint = f"did you mean: allranks run {shlex.join(words)}"
     print(f"allranks: error: {wrong}; {hint}", file=sys.stderr)

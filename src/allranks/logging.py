@@ -134,7 +134,7 @@ def _log_and_go_on(before: Any, kind: type[BaseException], error: BaseException,
 
 def _log_thread_and_go_on(before: Any, about: threading.ExceptHookArgs) -> None:
     if about.exc_value is not None and about.exc_type is not SystemExit:
-        name = about.thread.name if about.thread is not None else "that is gone"
+        name = about.thread.name if about.thread is not None else "that no longer exists"
         _log_to_file(f"Uncaught exception in thread {name}", (about.exc_type, about.exc_value, about.exc_traceback))
     before(about)
 

@@ -80,7 +80,7 @@ class TracedCall:
             parts.append(f"at {self.line}")
         parts.append(f"{'under way for' if self.under_way else 'took'} {_duration(self.seconds)}")
         if self.waited is not None and self.last is not None:
-            parts.append(f"{_duration(self.waited)} until rank {self.last} came last")
+            parts.append(f"{_duration(self.waited)} until rank {self.last} arrived last")
         if self.outcome:
             parts.append(self.outcome)
         return ", ".join(parts)
@@ -134,8 +134,10 @@ class Stragglers:
 
     def __str__(self) -> str:
         if not self.compared:
-            return f"group '{self.group}': it is not known of any call who came last"
-        lines = [f"group '{self.group}': who came last in {self.compared} calls (the last {self.recent} calls)"]
+            return f"group '{self.group}': the rank that arrived last is not known for any call"
+        lines = [
+            f"group '{self.group}': ranks that arrived last in {self.compared} calls (in the last {self.recent} calls)"
+        ]
         lines += [
             f"  rank {each.rank}: {each.share:.0%} by {_duration(each.seconds)}"
             f" ({each.recent_share:.0%} by {_duration(each.recent_seconds)})"
@@ -280,7 +282,7 @@ def flight_dump(folder: str | os.PathLike[str]) -> Path:
     """
     reader = memory.reader()
     if reader is None:
-        raise NotInitializedError("there are no calls: there is no group yet, or calls are not recorded")
+        raise NotInitializedError("no calls are available: no group exists yet, or calls are not recorded")
     process = read_process(0, "memory", reader)
     ((dump, _),) = flight_recorder.dumps([process]).values()
     try:

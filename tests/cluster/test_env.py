@@ -41,7 +41,7 @@ def test_a_worker_ignores_master_port_and_the_master_master_addr(caplog: pytest.
     assert not caplog.records
     assert read_env(environ=both | {"RANK": "0"}).master == ("", 29592)
     (warning,) = caplog.messages
-    assert warning.startswith("rank 0 listens on MASTER_PORT=29592; ranks that are given MASTER_ADDR=127.0.0.1:29591")
+    assert warning.startswith("rank 0 listens on MASTER_PORT=29592, but ranks with MASTER_ADDR=127.0.0.1:29591")
     assert read_env(environ=both | {"RANK": "0", "MASTER_PORT": "29591"}).master == ("127.0.0.1", 29591)
     assert len(caplog.records) == 1
 
@@ -122,7 +122,7 @@ def test_the_master_is_not_read_for_another_init_method() -> None:
         (without("MASTER_PORT", "MASTER_ADDR"), "MASTER_ADDR and MASTER_PORT are not set (rank 1 of 4)."),
         (without("RANK"), "RANK is not set (world size 4). Expected the number of this process, for example RANK=0."),
         (without("WORLD_SIZE"), "WORLD_SIZE is not set (rank 1)."),
-        (without("RANK", "WORLD_SIZE"), "RANK and WORLD_SIZE are not set (no rank given either way)."),
+        (without("RANK", "WORLD_SIZE"), "RANK and WORLD_SIZE are not set (rank and world size are unknown)."),
         ({"ALLRANKS_STORE": "unix:@x"}, "RANK and WORLD_SIZE are not set"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT is not set (rank 0 of 2)."),
         (FULL | {"RANK": "one"}, "RANK='one' is not a number. Expected a whole number, 0 or more."),

@@ -66,5 +66,5 @@ def test_malformed_identity_is_ignored(text: str) -> None:
 def test_no_secret_is_said_aloud(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "allranks.store"):
         assert load_secret({"ALLRANKS_INSECURE": "1"})
-    assert "whoever reaches the ports" in caplog.text
+    assert "any process that can reach the ports" in caplog.text
     assert load_secret({"ALLRANKS_INSECURE": "0", "ALLRANKS_SECRET": "x" * 20}) == b"x" * 20

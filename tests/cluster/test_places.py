@@ -272,7 +272,7 @@ def test_a_launcher(environ: Env, place: Here) -> None:
 @pytest.mark.parametrize(
     ("environ", "hint"),
     [
-        (BATCH, "was not started by srun, and is alone, in a job of 3 tasks"),
+        (BATCH, "srun did not start this process. It runs alone in a job of 3 tasks"),
         (KUBEFLOW, "kubeflow started one process on each of 2 nodes"),
         (SAGEMAKER, "sagemaker started one process on each of 2 nodes"),
     ],
@@ -310,7 +310,7 @@ def test_why() -> None:
         ({"PET_NODE_RANK": "1"}, "PET_NNODES is not set"),
         ({"SM_HOSTS": "[]"}, "SM_CURRENT_HOST is not set"),
         ({"SM_HOSTS": "algo-1", "SM_CURRENT_HOST": "algo-1"}, "Expected a JSON list of hosts"),
-        ({"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "b"}, "with this one in it"),
+        ({"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "b"}, "that contains this host"),
         (OPENMPI | {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK='4': Expected a whole number, in 0..3"),
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "x"}, "OMPI_COMM_WORLD_SIZE='x': Expected a whole number, 1 or more"),
         (STEP | {"SLURM_STEP_NODELIST": "node[1-"}, "SLURM_STEP_NODELIST='node[1-' is not a list of hosts"),
@@ -335,7 +335,9 @@ def test_an_override_looks_for_that_only() -> None:
     with pytest.raises(ConfigError, match=r"ALLRANKS_ENV='x' is not known"):
         detect({"ALLRANKS_ENV": "x"}, launcher=False)
     for choice in set(CHOICES) - {"auto", "local", "ssh"}:
-        with pytest.raises(ConfigError, match=f"--env={choice}, but no variable of it is set here: expected [A-Zo]"):
+        with pytest.raises(
+            ConfigError, match=f"--env={choice}, but this process has no variable of that scheduler: expected [A-Zo]"
+        ):
             detect({}, choice, launcher=True)
 
 

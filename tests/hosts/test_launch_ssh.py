@@ -335,4 +335,4 @@ def test_the_calls_of_all_hosts_are_in_one_table(job: Jobs) -> None:
     assert done.code == 0, done.err
     assert re.search(r"^allranks run: 2 ranks, [\d.]+ s, \d+% of it in calls$", done.err, re.M), done.err
     assert re.search(r"^  all_reduce +100 ", done.err, re.M), done.err
-    assert re.search(r"warning: rank 1 \(node1\) came last in \d+ of \d+ calls of group 'world'", done.err), done.err
+    assert re.search(r"warning: rank 1 \(node1\) arrived last in \d+ of \d+ calls of group 'world'", done.err), done.err

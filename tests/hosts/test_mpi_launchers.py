@@ -95,6 +95,7 @@ def test_who_does_not_come(ssh: Ssh, mpi: str) -> None:
         assert "did not answer for 1.5 s (last: host node0: connection refused)" in said, said
     else:
         assert (
-            "rank 0 (whose address comes by PMI) did not answer for 1.5 s (last: not all ranks have connected " in said
+            "rank 0 (which posts its address over PMI) did not answer for 1.5 s (last: not all ranks have connected "
+            in said
         ), said
-        assert "A rank that prints no such line has not called init_process_group" in said, said
+        assert "A rank that does not print this message has not called init_process_group" in said, said

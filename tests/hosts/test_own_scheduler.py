@@ -71,7 +71,7 @@ def test_it_is_detected(tmp_path: Path) -> None:
     assert "starts the ranks on 2 nodes of this allocation" in done.stdout
     done = run(site, "run", "--env", "yard", "yard.py")
     assert done.returncode == 2
-    assert "no variable of it is set here: expected YARD_HOSTS or YARD_RANK" in done.stderr
+    assert "this process has no variable of that scheduler: expected YARD_HOSTS or YARD_RANK" in done.stderr
 
 
 def test_it_is_launched_with(job: Jobs) -> None:

@@ -67,7 +67,7 @@ def test_a_batch_script_starts_ranks_and_is_none_itself(slurm: Slurm, tmp_path: 
     )
     assert done.returncode == 0, done.stderr + out.read_text()
     alone, *of_launchers = out.read_text().split("--\n")
-    assert "not started by srun, and is alone, in a job of 3 tasks (SLURM_NTASKS)" in alone, alone
+    assert "srun did not start this process. It runs alone in a job of 3 tasks (SLURM_NTASKS)" in alone, alone
     assert "rank 0 of 1 local 0 on node0" in alone, alone
     expected = [f"rank {rank} of 3 local {int(rank == 1)} on node0,node0,node1" for rank in range(3)]
     # srun's, and mpiexec's; a srun that the controller has told to try again says so.

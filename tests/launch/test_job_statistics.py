@@ -35,7 +35,7 @@ def test_the_table_names_who_is_late(launcher: Launcher, end: str, code: int) ->
     assert re.search(r"^allranks run: 3 ranks, [\d.]+ s, \d+% of it in calls$", done.err, re.M), done.err
     assert re.search(r"^  all_reduce +1[45]\d +5\.\d KiB ", done.err, re.M), done.err
     (rank,) = re.findall(
-        r"^allranks run: warning: rank (\d) .*came last in \d+ of \d+ calls of group 'world'", done.err, re.M
+        r"^allranks run: warning: rank (\d) .*arrived last in \d+ of \d+ calls of group 'world'", done.err, re.M
     )
     assert rank == "1"
 
@@ -113,5 +113,5 @@ def test_a_straggler_of_a_long_job_is_named_without_being_asked(seconds: float, 
         )
         of_job.take(RankStats(rank, "here", seconds, (world,)))
     line = of_job.conclude().decode()
-    assert line.startswith("allranks run: warning: rank 2 (here) came last in 900 of 1,000 calls") == told
+    assert line.startswith("allranks run: warning: rank 2 (here) arrived last in 900 of 1,000 calls") == told
     assert bool(line) == told

@@ -205,7 +205,7 @@ BAD = {
     "both numbers": (["-n", "3", "--nproc-per-node", "2", "plain.py"], "-n requests 3 ranks, but --nproc-per-node 2"),
     "folder to be in": (["--chdir", "nowhere", "plain.py"], "cannot enter 'nowhere'"),
     "environment": (["--env", "venus", "plain.py"], "invalid choice: 'venus'"),
-    "not there": (["--env", "slurm", "plain.py"], "--env=slurm, but no variable of it is set here"),
+    "not there": (["--env", "slurm", "plain.py"], "--env=slurm, but this process has no variable of that scheduler"),
     "etcd": (["--rdzv_backend=etcd-v2", "plain.py"], "the rendezvous runs on one of the hosts (--rdzv-backend c10d"),
     "rendezvous settings": (
         ["--rdzv-conf", "patience=3", "plain.py"],
@@ -395,7 +395,7 @@ def test_the_command_itself() -> None:
     assert "bench" in allranks("--help").stdout
     for words, said in (
         ([], "a command is missing"),
-        (["fly"], "there is no command 'fly'"),
+        (["fly"], "unknown command 'fly'"),
         (["hello.py", "a b"], "did you mean: allranks run hello.py 'a b'"),
         (["-n", "2", "hello.py"], "did you mean: allranks run -n 2 hello.py"),
     ):

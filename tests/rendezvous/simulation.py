@@ -572,7 +572,7 @@ class Job:
         elif "ranks did not join" in text:
             if not any(text == said for s in self.servers for _, said, _ in s.verdicts.values()):
                 raise Wrong(f"{process} is told what no other is: {text}")
-        elif "did not answer" in text or "went away" in text:
+        elif "did not answer" in text or "became unreachable" in text:
             if (
                 process.clean
                 and process.delay_s < FAST_S

@@ -92,10 +92,10 @@ def test_a_scheme_is_taken_once() -> None:
 
     allranks.register_rendezvous_handler("mine", handler)
     for scheme in ("mine", "env", "tcp", "file"):
-        with pytest.raises(UsageError, match=f"{scheme}:// has a handler already"):
+        with pytest.raises(UsageError, match=f"{scheme}:// already has a handler"):
             allranks.register_rendezvous_handler(scheme, handler)
     for scheme in ("", "Mine", "mine://", 5):
-        with pytest.raises(UsageError, match="no scheme of a URL"):
+        with pytest.raises(UsageError, match="is not a URL scheme"):
             allranks.register_rendezvous_handler(scheme, handler)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="is None, not a function"):
         allranks.register_rendezvous_handler("none", None)  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def test_a_scheme_is_taken_once() -> None:
 def test_what_a_wrong_handler_yields_is_shown(given: Any) -> None:
     allranks.register_rendezvous_handler("mine", lambda url, timeout: iter(given))
     with pytest.raises(
-        UsageError, match=r"'mine://x': the handler of mine:// gave .*yields \(store, rank, world_size\)"
+        UsageError, match=r"'mine://x': the handler of mine:// returned .*yields \(store, rank, world_size\)"
     ):
         allranks.init_process_group(init_method="mine://x")
     assert not allranks.is_initialized()

@@ -148,7 +148,7 @@ store = ForeignStore(torch.distributed.HashStore())
 store.set("a", b"\\x00\\xff")
 assert store.get("a", 1.0) == b"\\x00\\xff" and store.add("n", 2) == 2 and store.peek(["b"]) == [None]
 assert store.compare_set("c", b"", b"x\\xff") == b"x\\xff" and store.delete_key("a") and not store.check(["a"])
-with pytest.raises(TimeoutError, match="nobody set 'b' in 0.1 s"):
+with pytest.raises(TimeoutError, match="no process set 'b' in 0.1 s"):
     store.get("b", 0.1)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=os.environ | {"PYTHONPATH": SRC})
@@ -194,8 +194,8 @@ def test_local_rank_is_the_launchers_where_it_says_so(launcher: dict[str, str]) 
         ("tcp://localhost:29500?rank=1", {}, "WORLD_SIZE is not set (rank 1)"),
         ("tcp://localhost:29500?rank=x&world_size=2", {}, "rank='x' is not a number"),
         ("file://relative/path", {"rank": 0, "world_size": 2}, "has no absolute path"),
-        ("file:///no/such/folder/x", {"rank": 0, "world_size": 2}, "in a folder that does"),
-        ("file:///no/such/folder/x", {"rank": 1, "world_size": 2}, "in a folder that does"),
+        ("file:///no/such/folder/x", {"rank": 0, "world_size": 2}, "Expected a new file in an existing folder"),
+        ("file:///no/such/folder/x", {"rank": 1, "world_size": 2}, "Expected a new file in an existing folder"),
         ("file:///proc/nothing", {"rank": 0, "world_size": 2}, "cannot be written"),
         ("env://", {"rank": 1, "world_size": 2}, "MASTER_ADDR and MASTER_PORT are not set (rank 1 of 2)"),
     ],
@@ -209,7 +209,7 @@ def test_wrong_settings_are_told_at_once(url: str, given: dict[str, int], text: 
 
 
 def test_a_store_and_a_url_are_one_too_many() -> None:
-    with pytest.raises(UsageError, match="Expected one of them"):
+    with pytest.raises(UsageError, match="Expected only one of them"):
         join("env://", timeout_s=1.0, store=HashStore(), environ={})
 
 
@@ -252,7 +252,9 @@ def test_another_protocol_is_told_at_once() -> None:
     store = HashStore()
     other = {"process": "x", "member": {"rank": 1, "pid": 5, "host": "h", "machine": "m", "world_size": 2}}
     store.set("allranks/1/join/first", msgspec.msgpack.encode(other))
-    with pytest.raises(ConfigError, match=r"joins by protocol 2, rank 1 \(host h, pid 5\) by 1: they run different"):
+    with pytest.raises(
+        ConfigError, match=r"joins with protocol 2, rank 1 \(host h, pid 5\) with protocol 1: they run different"
+    ):
         join(None, rank=0, world_size=2, timeout_s=30.0, store=store, environ={})
     store.set("allranks/2/join/first", b"1")
     with pytest.raises(ConfigError, match="Another version of allranks"):
@@ -265,7 +267,7 @@ def test_an_exchange_names_who_did_not_come(launcher: dict[str, str]) -> None:
         try:
             rows = meeting.exchange(b"%d" % rank, 5.0)
             if rank:
-                with pytest.raises(TimeoutError, match=r"rank 0 did not come to an exchange of 3 ranks in 0\.1 s"):
+                with pytest.raises(TimeoutError, match=r"rank 0 did not take part in an exchange of 3 ranks in 0\.1 s"):
                     meeting.exchange(b"", 0.1)
             return rows
         finally:
@@ -295,7 +297,7 @@ def test_rank_0_never_comes(port: int, tmp_path: Path) -> None:
         Rank(None, timeout_s=0.5, RANK=1, WORLD_SIZE=3, ALLRANKS_STORE="unix:@allranks-nobody"),
     )
     assert_missing(told[0], f"rank 0 (the server at tcp:localhost:{port}) did not answer for 0.5 s", 0.5)
-    assert_missing(told[1], "did not answer for 0.5 s (last: the file is not there)", 0.5)
+    assert_missing(told[1], "did not answer for 0.5 s (last: the file does not exist)", 0.5)
     assert_missing(told[2], "unix:@allranks-nobody did not answer for 0.5 s (last: connection refused)", 0.5)
 
 
@@ -315,7 +317,7 @@ def test_rank_0_dies_while_the_others_wait(port: int, tmp_path: Path) -> None:
         assert time.monotonic() - died < PROMPT_S
         assert answer["error"] == "JoinError"
         assert "rank 0 (the server" in answer["text"]
-        assert "went away while the ranks joined" in answer["text"]
+        assert "became unreachable while the ranks joined" in answer["text"]
 
 
 def test_the_launcher_dies_while_the_ranks_wait() -> None:
@@ -326,7 +328,9 @@ def test_the_launcher_dies_while_the_ranks_wait() -> None:
         while not any(map(server._table.waits, server._peers)):
             time.sleep(0.005)
         server.close()
-        with pytest.raises(JoinError, match=r"the launcher's store at unix:@.* went away while the ranks joined"):
+        with pytest.raises(
+            JoinError, match=r"the launcher's store at unix:@.* became unreachable while the ranks joined"
+        ):
             rank.result(PROMPT_S)
 
 
@@ -380,8 +384,8 @@ def test_different_world_sizes_are_told_to_all(launcher: dict[str, str]) -> None
     for answer in told:
         assert answer["error"] == "JoinError"
         assert "The ranks disagree on the world size: rank " in answer["text"]
-        assert " says 3" in answer["text"]
-        assert f"rank 2 (host {socket.gethostname()}, pid {told[2]['pid']}) says 4" in answer["text"]
+        assert " has 3" in answer["text"]
+        assert f"rank 2 (host {socket.gethostname()}, pid {told[2]['pid']}) has 4" in answer["text"]
         assert answer["took"] < PROMPT_S
 
 
@@ -416,7 +420,7 @@ def test_different_secrets(port: int) -> None:
         with pytest.raises(ConfigError) as caught:
             other.result(PROMPT_S)
     for text in (told[0], str(caught.value)):
-        assert "secret differs from this process's; give both sides the same one: set ALLRANKS_SECRET" in text
+        assert "secret differs from this process's; use the same secret on both sides: set ALLRANKS_SECRET" in text
     assert "missing rank 1" in told[0]
 
 
@@ -466,7 +470,7 @@ def test_who_waits_long_says_so_once(
     for url, last in (
         (f"tcp://no.such.host.invalid:{port}", r"tcp:no.such.host.invalid:\d+\); last: .*name"),
         (f"tcp://localhost:{port}", rf"tcp:localhost:{port}\); last: connection refused"),
-        (f"file://{tmp_path}/meet", rf"named in {tmp_path}/meet\); last: the file is not there"),
+        (f"file://{tmp_path}/meet", rf"named in {tmp_path}/meet\); last: the file does not exist"),
     ):
         failures(url, (1, 2, 0.8), environ={"ALLRANKS_SECRET": SECRET})
         [line] = capsys.readouterr().err.splitlines()
@@ -489,7 +493,7 @@ def test_one_rank_speaks_for_all_that_wait_for_the_same_ranks(
     monkeypatch.setattr(rendezvous, "_NOTICE_S", 0.3)
     failures(f"tcp://127.0.0.1:{port}", *((i, 5, 0.8) for i in range(3)), environ={"ALLRANKS_SECRET": SECRET})
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("allranks: rank 0 has waited 0 s for ranks 3-4 (it listens on port ")
+    assert line.startswith("allranks: rank 0 has waited 0 s for ranks 3-4 (rank 0 listens on port ")
     failures(None, *((i, 5, 0.8) for i in (4, 2, 1)), environ=launcher)
     [line] = capsys.readouterr().err.splitlines()
     assert re.match(r"allranks: rank [124] has waited 0 s for ranks 0, 3 on the launcher's store at unix:@", line)
@@ -518,7 +522,7 @@ def test_who_is_in_time_says_nothing(
 @pytest.mark.parametrize(
     ("host", "where"),
     [
-        ("127.0.0.1", "on port {port} of 127.0.0.1, which only this host reaches."),
+        ("127.0.0.1", "on port {port} of 127.0.0.1, which only this host can reach."),
         ("", "on port {port} of 127.0.0.1"),
         ("192.0.2.1", "; '192.0.2.1' is not an address of this host ("),
         ("no.such.host.invalid", "; 'no.such.host.invalid' does not resolve"),

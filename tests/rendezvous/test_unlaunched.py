@@ -66,7 +66,7 @@ def test_a_process_that_is_alone_by_an_oversight_says_so(caplog: pytest.LogCaptu
     batch = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     assert read_env(environ=batch) == JobEnv(0, 1)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "was not started by srun" in caplog.text
+    assert "srun did not start this process" in caplog.text
     caplog.clear()
     assert read_env(environ=batch | {"ALLRANKS_ENV": "local"}) == JobEnv(0, 1)
     assert read_env(world_size=1, environ=batch) == JobEnv(0, 1)
@@ -128,7 +128,7 @@ def test_all_ports_taken(few_ports: range) -> None:
         for server in taken:
             server.close()
     assert isinstance(zero, ConfigError)
-    assert "rank 0 can have none of the ports on which the others look for it" in str(zero)
+    assert "rank 0 cannot listen on any of the ports on which the other ranks search for it" in str(zero)
     assert f"{few_ports[2]}" in str(zero)
     assert "Set MASTER_ADDR and MASTER_PORT" in str(zero)
     assert isinstance(one, JoinError)
@@ -137,7 +137,7 @@ def test_all_ports_taken(few_ports: range) -> None:
 
 def test_a_launcher_that_does_not_say_where_rank_0_is() -> None:
     environ = {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}
-    with pytest.raises(ConfigError, match=r"mvapich does not say where rank 0 is\.\n  Set MASTER_ADDR "):
+    with pytest.raises(ConfigError, match=r"mvapich does not provide the address of rank 0\.\n  Set MASTER_ADDR "):
         join(None, timeout_s=1.0, environ=environ)
 
 
@@ -206,6 +206,6 @@ def test_a_daemon_that_speaks_otherwise(strange: str) -> None:
 def test_a_daemon_that_hangs_up() -> None:
     daemon = Daemon()
     daemon.far.close()
-    with pytest.raises(ConfigError, match=r"does not serve there as PMI-1 does: .*\n  Set MASTER_ADDR "):
+    with pytest.raises(ConfigError, match=r"does not serve PMI-1 on this descriptor: .*\n  Set MASTER_ADDR "):
         pmi.PmiBoard(daemon.near.fileno())
     daemon.near.close()

@@ -109,7 +109,7 @@ def test_one_frame_is_read_and_nothing_behind_it() -> None:
         assert read_frame(ours, FrameDecoder(5), until) == b""
         assert ours.recv(100) == b"what follows"
         theirs.sendall(pack_frame(b"longer"))
-        with pytest.raises(WireError, match="6 bytes is announced, the limit is 5"):
+        with pytest.raises(WireError, match="6 bytes, but the limit is 5 bytes"):
             read_frame(ours, FrameDecoder(5), until)
         theirs.close()
         assert ours.recv(6) == b"longer"
@@ -133,8 +133,8 @@ def test_junk_is_a_wire_error_or_a_short_frame(junk: bytes) -> None:
         (b"HTTP/1.1 400 Bad Request\r\nServer: x", "it looks like HTTP: 'HTTP/1.1 400 Bad Request'"),
         (b"<!DOCTYPE HTML>\n<html>", "it looks like HTTP: '<!DOCTYPE HTML>'"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", "it sends text: 'SSH-2.0-OpenSSH_9.2'"),
-        (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes is announced, the limit is 256"),
-        (b"\n\n\n\n", "a frame of 168430090 bytes is announced, the limit is 256"),
+        (b"\xff\xff\xff\xff", "it announced a frame of 4294967295 bytes, but the limit is 256 bytes"),
+        (b"\n\n\n\n", "it announced a frame of 168430090 bytes, but the limit is 256 bytes"),
     ],
 )
 def test_another_protocol_is_told_apart(said: bytes, text: str) -> None:
@@ -486,7 +486,7 @@ def test_who_is_dropped_with_its_proof_unread_dials_again() -> None:
 
 def test_a_frame_over_the_limit_ends_the_connection(server: StoreServer) -> None:
     with StoreClient.connect(server.address, SECRET, 5.0) as client:
-        with pytest.raises(UsageError, match="the limit is"):
+        with pytest.raises(UsageError, match="exceeds the limit of"):
             client.set("big", bytes(FRAME_LIMIT))
         client.set("big", bytes(1 << 20))
         assert len(client.get("big", 1.0)) == 1 << 20
@@ -501,7 +501,7 @@ def test_a_wrong_argument_is_the_callers_error(server: StoreServer) -> None:
     with StoreClient.connect(server.address, SECRET, 5.0) as client:
         with pytest.raises(UsageError, match="must be bytes or a string, not 5"):
             client.set("a", 5)  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match="a wrong argument"):
+        with pytest.raises(UsageError, match="invalid argument"):
             client._reply(Set("a", 5), RequestDone)  # type: ignore[arg-type]
         client.set("a", b"word")
         with pytest.raises(UsageError, match="not a whole number"):
@@ -587,7 +587,7 @@ def stranger(answer: bytes | None) -> Iterator[str]:
 def test_a_stranger_on_the_port_is_recognised_at_once(answer: bytes) -> None:
     with stranger(answer) as address:
         began = time.monotonic()
-        with pytest.raises(ConfigError, match="something answers there, but it is not an allranks store"):
+        with pytest.raises(ConfigError, match="a server answers at this address, but it is not an allranks store"):
             StoreClient.connect(address, SECRET, 30.0)
         assert time.monotonic() - began < PROMPT_S
 
@@ -603,7 +603,7 @@ def test_a_silent_stranger_costs_no_more_than_the_timeout() -> None:
 @pytest.mark.parametrize("address", ["tcp:127.0.0.1:9", "unix:@allranks-nobody", "tcp:no-such-host.invalid:1"])
 def test_nobody_there(address: str) -> None:
     began = time.monotonic()
-    with pytest.raises(JoinError, match=r"did not answer for 0\.\d s \(last: .*\)\.\n  Is its process"):
+    with pytest.raises(JoinError, match=r"did not answer for 0\.\d s \(last: .*\)\.\n  Check that the process"):
         StoreClient.connect(address, SECRET, 0.2)
     assert time.monotonic() - began < PROMPT_S
 
@@ -635,7 +635,7 @@ def test_the_port_is_free_again_at_once_even_where_a_child_still_holds_it() -> N
         with StoreServer.tcp("localhost", port, SECRET).start():
             with StoreClient.connect(f"tcp:localhost:{port}", SECRET, 5.0) as again:
                 assert again.peek(["a"]) == [None]
-        with pytest.raises(StoreLostError, match=r"the connection broke .*\n  Its process"):
+        with pytest.raises(StoreLostError, match=r"the connection broke .*\n  The process that serves it"):
             client.check(["a"])
         client.close()
     finally:
@@ -853,7 +853,9 @@ def test_a_secret_that_others_can_read_or_that_cannot_be_made(tmp_path: Path, mo
     (tmp_path / "allranks" / "secret").chmod(0o604)
     with pytest.raises(ConfigError, match="not safe"):
         load_secret(environ)
-    with pytest.raises(ConfigError, match=r"Cannot make this user's secret in /proc/nowhere/.*Set ALLRANKS_SECRET"):
+    with pytest.raises(
+        ConfigError, match=r"Cannot create this user's secret in /proc/nowhere/.*\n  Set ALLRANKS_SECRET"
+    ):
         load_secret({"XDG_CONFIG_HOME": "/proc/nowhere"})
 
 
@@ -865,16 +867,16 @@ def test_errors_are_ours() -> None:
 def test_a_pickled_store_says_what_to_do_instead(tmp_path: Path) -> None:
     with TCPStore("localhost", 0, is_master=True) as tcp, FileStore(str(tmp_path / "file")) as file:
         for store, told in (
-            (tcp, rf"TCPStore\('localhost', {tcp.port}\), without is_master"),
-            (file, rf"make it in the other process, too, as FileStore\('{file.path}'\)"),
-            (HashStore(), "need a TCPStore or a FileStore"),
+            (tcp, rf"TCPStore\('localhost', {tcp.port}\) in the other process, too, without is_master"),
+            (file, rf"Create FileStore\('{file.path}'\) in the other process, too\."),
+            (HashStore(), "use a TCPStore or a FileStore"),
             (
                 PrefixStore("a", PrefixStore("b", file)),
-                r"FileStore\('.*'\); then PrefixStore\('b', .* PrefixStore\('a', ",
+                r"FileStore\('.*'\) .* Then create PrefixStore\('b', .* PrefixStore\('a', ",
             ),
         ):
             for copied in (pickle.dumps, copy.deepcopy, cloudpickle.dumps, ForkingPickler.dumps):
-                with pytest.raises(TypeError, match=f"^a {type(store).__name__} belongs to its process.*{told}"):
+                with pytest.raises(TypeError, match=f"^a {type(store).__name__} belongs to its process[\\s\\S]*{told}"):
                     copied(store)
             clone = store.clone()
             clone.set_timeout(1)

@@ -234,14 +234,14 @@ def test_who_does_not_fit_is_told_on_both_sides(
     served, dialled, at_client, at_server = {
         "all theirs": (
             ours.environ(), theirs.environ(),
-            r"its certificate is not accepted here \(.*\)", r"does not accept our certificate.*alert.*",
+            r"this process does not accept its certificate \(.*\)", r"does not accept the certificate or .*alert.*",
         ),
         "their certificate": (
             ours.environ(), ours.environ(cert=theirs.cert, key=theirs.key),
-            r"does not accept our certificate.*alert.*", r"its certificate is not accepted here \(.*\)",
+            r"does not accept the certificate or .*alert.*", r"this process does not accept its certificate \(.*\)",
         ),
-        "client without": (ours.environ(), {}, "this process does not", "does not use TLS, this process does"),
-        "server without": ({}, ours.environ(), "does not use TLS, this process does", "this process does not"),
+        "client without": (ours.environ(), {}, "this process does not", "does not use TLS, but this process does"),
+        "server without": ({}, ours.environ(), "does not use TLS, but this process does", "this process does not"),
     }[case]  # fmt: skip
     with setting(served), StoreServer.tcp("localhost", 0, SECRET).start() as server:
         began = time.monotonic()
@@ -263,7 +263,7 @@ def test_a_rank_without_tls_is_named_by_rank_0(ours: Site) -> None:
     told, other = zero.answer(), one.answer()
     assert (told["error"], other["error"]) == ("JoinError", "ConfigError")
     assert "127.0.0.1 was refused: it does not use TLS" in told["text"]
-    assert "it uses TLS, this process does not" in other["text"]
+    assert "it uses TLS, but this process does not" in other["text"]
 
 
 def test_tcp_store_and_a_socket_that_was_given(ours: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def test_tcp_store_and_a_socket_that_was_given(ours: Site, monkeypatch: pytest.M
     with setting(ours.environ()):
         store = TCPStore("127.0.0.1", 0, is_master=True, master_listen_fd=bound.detach())
         store.set("key", b"value")
-        with setting({}), pytest.raises(ConfigError, match="uses TLS, this process does not"):
+        with setting({}), pytest.raises(ConfigError, match="uses TLS, but this process does not"):
             TCPStore("127.0.0.1", store.port)
         store.close()
 
@@ -290,7 +290,7 @@ def test_a_unix_server_that_listens_to_other_hosts_too(ours: Site, monkeypatch: 
         for number, where in enumerate((server.address, address), 1):
             with StoreClient.connect(where, SECRET, 5.0) as client:
                 assert client.add("alive", 1) == number
-        with setting({}), pytest.raises(ConfigError, match="uses TLS, this process does not"):
+        with setting({}), pytest.raises(ConfigError, match="uses TLS, but this process does not"):
             StoreClient.connect(address, SECRET, 5.0)
 
 

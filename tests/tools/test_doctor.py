@@ -120,7 +120,7 @@ def test_what_is_wrong_with_a_host_is_a_line_each(tmp_path: Path) -> None:
     assert sorted(wrong) == ["interfaces", "open files", "secret", "variables"]
     assert "WORLD_SIZE is not set" in wrong["variables"]["measured"]
     assert wrong["variables"]["advice"].endswith("unset RANK MASTER_ADDR MASTER_PORT")
-    assert "GLOO_SOCKET_IFNAME=ib7 names none of" in wrong["interfaces"]["measured"]
+    assert "GLOO_SOCKET_IFNAME=ib7 matches none of" in wrong["interfaces"]["measured"]
     assert "Too many open files; limit 300" in wrong["open files"]["measured"]
     assert f"chmod 600 {secret}" in wrong["secret"]["advice"]
     assert (found["master port"]["verdict"], found["master port"]["measured"]) == ("warn", f"{port} is taken")
@@ -141,7 +141,7 @@ def test_a_secret_is_looked_at_and_not_made(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_variables() -> None:
-    assert job.judge_variables({}).measured == "RANK and its like are not set: rank 0 of 1"
+    assert job.judge_variables({}).measured == "RANK and similar variables are not set: rank 0 of 1"
     there = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0:29500"}
     assert job.judge_variables(there).measured.endswith("MASTER_ADDR=node0:29500: rank 1 of 2")
     said = job.judge_variables({"ALLRANKS_IFACES": "eth0"})
@@ -212,16 +212,16 @@ def test_a_check_that_raises() -> None:
         (["127.0.1.1"], ["10.0.0.5"], "warn", "which on another host means that host itself"),
         (["::1", "127.0.0.1"], ["10.0.0.5"], "warn", "which on another host means that host itself"),
         (["127.0.1.1", "10.0.0.5"], ["10.0.0.5"], "ok", ""),
-        (["203.0.113.9"], ["10.0.0.5"], "warn", "no address of this host"),
+        (["203.0.113.9"], ["10.0.0.5"], "warn", "not an address of this host"),
         ([], ["10.0.0.5"], "warn", "unknown"),
-        (["127.0.1.1"], [], "ok", "without a network"),
+        (["127.0.1.1"], [], "ok", "this host has no network"),
     ],
 )
 def test_names(addresses: list[str], published: list[str], verdict: str, says: str) -> None:
     said = network.judge_name("node7", addresses, "no such name", published)
     assert said.verdict == verdict
     assert says in said.measured
-    assert ("'10.0.0.5 node7' into /etc/hosts" in said.advice) == (verdict == "warn")
+    assert ("'10.0.0.5 node7' to /etc/hosts" in said.advice) == (verdict == "warn")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_ports(port: int, error: OSError | None, verdict: str) -> None:
         (4, 2, "ok", ""),
         (4, None, "warn", "OMP_NUM_THREADS=2"),
         (4, 8, "warn", "OMP_NUM_THREADS=2"),
-        (16, 1, "warn", "take turns"),
+        (16, 1, "warn", "Ranks share CPUs"),
     ],
 )
 def test_threads(ranks_here: int, threads: int | None, verdict: str, advice: str) -> None:
@@ -445,8 +445,8 @@ def test_the_matrix_in_text() -> None:
         (("-n", "0"), "-n must be at least 1"),
         (("--timeout", "0"), "--timeout must be positive"),
         (("--plot", "/no/such/folder/pairs.png"), "no such directory: /no/such/folder"),
-        (("--plot", "pairs.png"), "--plot draws pairs of ranks, and this is no job: add -n 4"),
-        (("-n", "2", "--plot", "pairs.txt"), "--plot pairs.txt: there is no picture format 'txt'; there are"),
+        (("--plot", "pairs.png"), "--plot draws pairs of ranks, but this is not a job: add -n 4"),
+        (("-n", "2", "--plot", "pairs.txt"), "--plot pairs.txt: unknown picture format 'txt'; expected one of"),
         (("--json", "/"), "/ is a directory"),
         (("--fast",), "unrecognized arguments: --fast"),
     ],

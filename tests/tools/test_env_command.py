@@ -50,12 +50,12 @@ Because of:
   SLURM_STEP_NUM_NODES=2         The number of nodes.
   SLURM_STEP_ID=0                The step: srun started this process.
   SLURM_STEP_NODELIST=node[1-2]  The nodes of this step.
-  SLURM_STEP_TASKS_PER_NODE=2,1  The number of tasks on each of them.
+  SLURM_STEP_TASKS_PER_NODE=2,1  The number of tasks on each of these nodes.
   SLURM_JOB_ID=17                The job.
 
 Also set:
   ALLRANKS_SECRET=(not shown)  Secret of the job, at least 16 characters.
-  ALLRANKS_DEBUG=INFO          Debug level: OFF (or 0), INFO, DETAIL (or 1). Wins over torch's."""
+  ALLRANKS_DEBUG=INFO          Debug level: OFF (or 0), INFO, DETAIL (or 1). Overrides torch's variable."""
     )
 
 
@@ -69,7 +69,7 @@ def test_an_allocation() -> None:
     assert "A program here runs alone, as rank 0 of 1" in text
     assert "allranks run here starts the ranks on 20 nodes of this allocation, by " in text
     assert "  hosts      node1, node2, node3, node4, node5, node6, node7, node8, and 12 more" in text
-    assert "\nPossibly a mistake: this process was not started by srun" in text
+    assert "\nPossibly a mistake: srun did not start this process" in text
 
 
 def test_what_is_wrong() -> None:

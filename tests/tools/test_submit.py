@@ -278,7 +278,7 @@ def test_a_job_that_is_refused(folder: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.splitlines() == [
         "sbatch: error: invalid partition",
-        "allranks submit: error: sbatch refused it (exit code 3)",
+        "allranks submit: error: sbatch rejected the job (exit code 3)",
     ]
 
 
@@ -293,10 +293,10 @@ def test_a_job_that_is_refused(folder: Path, tmp_path: Path) -> None:
         (("--to", "slurm", "--memory", "lots", "show.py"), "'lots' is not a size"),
         (("--to", "slurm", "--name", "a\n#SBATCH --uid=0", "show.py"), "is not a plain name"),
         (("--to", "slurm", "-N", "0", "show.py"), "'0' is not a number, 1 or more"),
-        (("--to", "slurm", "--image", "a", "show.py"), "Kubernetes': --to k8s"),
-        (("--to", "k8s", "show.py"), "give --image"),
-        (("--to", "k8s", "--image", "a", "--name", "7up", "show.py"), "'7up' is no name for Kubernetes"),
-        (("--to", "k8s", "--image", "a", "--queue", "gpu", "show.py"), "leave out --queue"),
+        (("--to", "slurm", "--image", "a", "show.py"), "options for Kubernetes: use --to k8s"),
+        (("--to", "k8s", "show.py"), "set --image"),
+        (("--to", "k8s", "--image", "a", "--name", "7up", "show.py"), "'7up' is not a valid Kubernetes name"),
+        (("--to", "k8s", "--image", "a", "--queue", "gpu", "show.py"), "omit --queue"),
         (("--to", "slurm", "--spares", "1", "show.py"), "Add --elastic MIN"),
         (
             ("--to", "slurm", "-N", "2", "--elastic", "3", "show.py"),
@@ -319,7 +319,7 @@ def test_wrong_arguments(folder: Path, words: tuple[str, ...], says: str) -> Non
 def test_no_such_system_here(folder: Path) -> None:
     done = submit(folder, "--to", "lsf", "--now", "show.py", PATH="/nowhere")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "there is no bsub on this host" in done.stderr
+    assert "bsub is not installed on this host" in done.stderr
 
 
 def test_ranks_in_all_or_on_each_host(folder):
@@ -333,7 +333,7 @@ def test_ranks_in_all_or_on_each_host(folder):
     for words in (("-N", "2", "-n", "3"), ("-N", "2", "-n", "4", "--nproc-per-node", "4")):
         done = submit(folder, "--to", "slurm", *words, "show.py")
         assert (done.returncode, done.stdout) == (2, "")
-        assert "cannot be shared out evenly to 2 hosts" in done.stderr
+        assert "cannot be distributed evenly over 2 hosts" in done.stderr
 
 
 def test_a_job_that_records_its_calls(folder: Path) -> None:

@@ -44,11 +44,11 @@ def test_one_late_rank_and_what_it_does():
         "after all_reduce #41 (train.py:88)"
     ]
     gone = rank(3, process="gone", last=call(41, site=""), near="train.py:80")
-    assert lines(*waiting, gone)[0].endswith("whose process has ended, after all_reduce #41 (near train.py:80)")
+    assert lines(*waiting, gone)[0].endswith("whose process has exited, after all_reduce #41 (near train.py:80)")
     assert lines(*waiting, RankState(3, 1, "in uninterruptible sleep", 0.0))[0].endswith(
         "for rank 3, whose process is in uninterruptible sleep"
     )
-    assert lines(*waiting)[0].endswith("for rank 3, of which nothing is known")
+    assert lines(*waiting)[0].endswith("for rank 3, whose state is not known")
 
 
 def test_several_late_ranks_are_one_line():

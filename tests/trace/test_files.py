@@ -80,7 +80,7 @@ def test_record_is_refused(tmp_path):
     ((file, proc, twice),) = run_ranks(1, body)
     assert file == f"cannot record calls in '{tmp_path}/file': File exists"
     assert proc.startswith("cannot record calls in '/proc/self/none': ")
-    assert twice.startswith(f"calls are recorded in '{tmp_path}/rank-0.trace' already")
+    assert twice.startswith(f"calls are already recorded in '{tmp_path}/rank-0.trace'")
     assert len(trace_files([tmp_path])) == 2
 
 

@@ -48,7 +48,7 @@ def test_the_tool_names_the_same_culprit(command, tmp_path, end):
     command("run", "-n", "3", "--trace", "traces", "train.py", "-q")
     done = command("trace", "flight", "traces", "-o", "dumps")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("now: torchfrtrace dumps\n")
+    assert done.stdout.endswith("next: torchfrtrace dumps\n")
     said, missing, differ, database = torchfrtrace(tmp_path / "dumps")
     if end in ("mismatch", "another verb"):
         assert (missing, differ) == ([], [{2}])
@@ -123,7 +123,7 @@ open("{folder}/torchs", "wb").write(torch._C._distributed_c10d._dump_fr_trace())
 
 def test_before_there_is_a_group(tmp_path):
     def body():
-        with pytest.raises(dist.NotInitializedError, match="there are no calls"):
+        with pytest.raises(dist.NotInitializedError, match="no calls are available"):
             dist.trace.flight_dump(tmp_path)
 
     run_ranks(1, body, init=False)

@@ -41,7 +41,7 @@ def test_last_calls():
         assert under_way.async_op
         assert all(c.seconds >= (c.waited or 0) >= 0 for c in calls)
         assert text.startswith(f"broadcast #1(5 x int64) on '{broadcast.group}'")
-        assert "until rank 1 came last" in text
+        assert "until rank 1 arrived last" in text
         assert waiting.startswith(f"recv from rank {1 - rank}(1 x float32), ")
         assert "under way for " in waiting
 
@@ -69,10 +69,10 @@ def test_stragglers():
         assert worst.seconds > 0.003
         assert (worst.recent_times, worst.recent_seconds) == (worst.times, worst.seconds)
         assert sum(each.times for each in found) == found.compared
-        assert str(found).startswith(f"group 'world': who came last in {found.compared} calls (the last ")
+        assert str(found).startswith(f"group 'world': ranks that arrived last in {found.compared} calls (in the last ")
         assert "\n  rank 2: " in str(found)
         assert (len(empty), empty.compared) == (0, 0)
-        assert str(empty) == f"group '{empty.group}': it is not known of any call who came last"
+        assert str(empty) == f"group '{empty.group}': the rank that arrived last is not known for any call"
 
 
 def test_a_program_on_torch_distributed(tmp_path):

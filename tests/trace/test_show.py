@@ -64,7 +64,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 def test_show_and_top(job: subprocess.Popen[bytes]) -> None:
     done = command("trace", "show", "--calls", "2", str(job.pid))
     assert done.returncode == 0, done.stderr
-    text = re.sub(r"\b\d+(\.\d+)? (s|ms)\b", "N s", re.sub("rank . came last", "rank X came last", done.stdout))
+    text = re.sub(r"\b\d+(\.\d+)? (s|ms)\b", "N s", re.sub("rank . arrived last", "rank X arrived last", done.stdout))
     pids = [
         str(state["pid"]) for state in json.loads(command("trace", "show", "--json", str(job.pid)).stdout)["states"]
     ]
@@ -81,7 +81,7 @@ def test_show_and_top(job: subprocess.Popen[bytes]) -> None:
     )
     assert lines[8:11] == [
         "rank 0:",
-        " all_reduce #2 N s, rank X came last, hung.py:11, shape (4,)",
+        " all_reduce #2 N s, rank X arrived last, hung.py:11, shape (4,)",
         " all_reduce #3 for N s, hung.py:11, shape (4,)",
     ]
     data = json.loads(command("trace", "show", "--json", str(job.pid)).stdout)
@@ -107,7 +107,7 @@ def test_top_ends_with_its_job(job: subprocess.Popen[bytes]) -> None:
 def test_ranks_that_are_gone_and_a_launcher_that_is_stopped(job: subprocess.Popen[bytes]) -> None:
     found = next(each for each in jobs.find() if each.pid == job.pid)
     os.kill(job.pid, signal.SIGSTOP)
-    with pytest.raises(jobs.NoAnswer, match="does not answer: is its launcher stopped"):
+    with pytest.raises(jobs.NoAnswer, match="does not answer: check whether its launcher is stopped"):
         jobs.ask(found, jobs.Question(), timeout_s=0.5)
     os.kill(job.pid, signal.SIGCONT)
     assert len(jobs.ask(found, jobs.Question()).states) == 2
@@ -121,7 +121,7 @@ def test_ranks_that_are_gone_and_a_launcher_that_is_stopped(job: subprocess.Pope
 def test_wrong_jobs_are_refused(job: subprocess.Popen[bytes]) -> None:
     done = command("trace", "show", "1")
     assert done.returncode == 2
-    assert "no job here has the launcher 1; there are:\n" in done.stderr
+    assert "no job here has the launcher 1; running jobs:\n" in done.stderr
     assert f"\n  {job.pid}: python hung.py, 2 ranks\n" in done.stderr
     assert command("trace").returncode == command("trace", "shwo").returncode == 2
 

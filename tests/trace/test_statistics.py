@@ -20,10 +20,11 @@ def test_the_table():
         "3 ranks, 100.0 s, 20% of it in calls",
         "              calls     bytes  seconds  waiting  of the time",
         "  all_reduce  3,000  12.0 KiB    60.00    45.00        20.0%",
-        "  came last  group  calls     of  seconds  of the time",
-        "  rank 2     world    900  1,000    12.00        12.0%",
-        "  rank 0     world    100  1,000     0.10         0.1%",
-        "warning: rank 2 (node1) came last in 900 of 1,000 calls of group 'world', by 12.0 s in all: 12% of the time",
+        "  arrived last  group  calls     of  seconds  of the time",
+        "  rank 2        world    900  1,000    12.00        12.0%",
+        "  rank 0        world    100  1,000     0.10         0.1%",
+        "warning: rank 2 (node1) arrived last in 900 of 1,000 calls of group 'world', by 12.0 s in total: 12% of the"
+        " time",
     ]
 
 

@@ -219,7 +219,7 @@ def test_the_command(command, tmp_path):
     assert "http" not in (tmp_path / "c.html").read_text().replace("http-equiv", "")
     done = command("trace", "timeline", "traces/rank-1.trace")
     assert done.stdout.startswith("1 of 2 ranks, 6 calls in ")
-    assert "there are no files of rank 0\n" in done.stdout
+    assert "no files of rank 0\n" in done.stdout
 
 
 def test_record(command, tmp_path):
@@ -227,13 +227,13 @@ def test_record(command, tmp_path):
     done = command("trace", "record", "-o", "out.html", "--", "-n", "2", "-q", "steps.py")
     assert done.returncode == 3
     assert "allranks trace record: 2 ranks, 12 calls in " in done.stderr
-    assert "rank 1 came last in " in done.stderr
+    assert "rank 1 arrived last in " in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"steps.py", "out.html"}
     assert "all_reduce #5" in (tmp_path / "out.html").read_text()
     (tmp_path / "nothing.py").write_text("print(1)\n")
     done = command("trace", "record", "-o", "out.html", "--", "nothing.py")
     assert (done.returncode, done.stdout) == (2, "[0] 1\n")
-    assert done.stderr.startswith("allranks trace record: error: there is nothing to draw: ")
+    assert done.stderr.startswith("allranks trace record: error: no calls to draw: ")
 
 
 def test_a_job_that_hangs(tmp_path):
@@ -265,14 +265,14 @@ def test_a_job_that_hangs(tmp_path):
         (["record", "--", "x.py"], "-o FILE is missing"),
         (["record", "-o", "a.json"], "a program is missing: allranks trace record -o timeline.html -- -n 4 train.py"),
         (["record", "-o", "none/a.json", "--", "x.py"], "no such directory: "),
-        (["timeline", "x", "-o", "a.bmpx"], "-o a.bmpx: there is no picture format 'bmpx'"),
-        (["timeline", "x", "--profiler", "y"], "--profiler is for a timeline in *.json"),
+        (["timeline", "x", "-o", "a.bmpx"], "-o a.bmpx: unknown picture format 'bmpx'"),
+        (["timeline", "x", "--profiler", "y"], "--profiler requires a timeline in *.json"),
         (["timeline", "none.trace"], "cannot read none.trace: No such file or directory"),
         (["timeline", "."], ". has no trace files (rank-N.trace)"),
         (["timeline", "text"], "text is not a trace of allranks"),
         (["timeline", "newer"], "newer was written by another version of allranks (layout 99, not 1)"),
-        (["timeline", "cut"], "cut is damaged or cut off"),
-        (["timeline", "unused"], "there is no call to draw"),
+        (["timeline", "cut"], "cut is damaged or truncated"),
+        (["timeline", "unused"], "no calls to draw"),
     ],
 )  # fmt: skip
 def test_what_is_refused(command, tmp_path, words, says):
@@ -374,15 +374,15 @@ def test_a_profile_is_merged(command, tmp_path):
         assert any(e["name"] == "aten::mm" for e in mine)
     (tmp_path / "other.json").write_text('{"traceEvents": [{"ph": "X", "pid": 1, "ts": 1, "dur": 1}]}')
     for name, data, says in (
-        ("other.json", None, "is of a process that is not in the timeline (pid 1)"),
-        ("cut.json", (tmp_path / "profile-0.json").read_text()[:500], "it is not JSON, or cut off"),
+        ("other.json", None, "belongs to a process that is not in the timeline (pid 1)"),
+        ("cut.json", (tmp_path / "profile-0.json").read_text()[:500], "it is not JSON, or it is truncated"),
         ("list.json", "[1, 2]", "it has no list of events"),
     ):
         if data is not None:
             (tmp_path / name).write_text(data)
         done = command("trace", "timeline", "traces", "-o", "all.json", "--profiler", name)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith(f"allranks trace timeline: error: {name} is ")
+        assert done.stderr.startswith(f"allranks trace timeline: error: {name} ")
         assert says in done.stderr
 
 

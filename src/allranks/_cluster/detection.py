@@ -57,8 +57,9 @@ def detect(environ: Mapping[str, str], override: str = "auto", *, launcher: bool
     context = _find(environ, launcher, schedulers)
     if context is None and override != "auto" and launcher:
         raise ConfigError(
-            f"{source}={override}, but no variable of it is set here: expected {schedulers[0].proof}.\n"
-            "  Start this where that scheduler has set them, or leave the choice to allranks: --env auto"
+            f"{source}={override}, but this process has no variable of that scheduler: expected"
+            f" {schedulers[0].proof}.\n"
+            "  Start this command in a job of that scheduler, or let allranks detect the environment: --env auto"
         )
     return context or LaunchContext("local", "none")
 

@@ -52,104 +52,127 @@ class Variable:
     default: str | None = ""
 
 
-_LAUNCHERS = "allranks run, torchrun, or by hand"
+_LAUNCHERS = "allranks run, torchrun, user"
 VARIABLES: tuple[Variable, ...] = (
     Variable("RANK", _LAUNCHERS, "Number of this process in the job, 0..WORLD_SIZE-1."),
     Variable("WORLD_SIZE", _LAUNCHERS, "Number of processes in the job."),
     Variable("LOCAL_RANK", "allranks run, torchrun", "Number of this process on its host, 0..LOCAL_WORLD_SIZE-1."),
     Variable("LOCAL_WORLD_SIZE", "allranks run, torchrun", "Number of the job's processes on this host."),
     Variable("GROUP_RANK", "allranks run, torchrun", "Number of this host in the job."),
-    Variable("NODE_RANK", "by hand, Lightning", "The same as GROUP_RANK, which wins where both are set."),
-    Variable("MASTER_ADDR", _LAUNCHERS, "Host of rank 0, or host:port. Rank 0 itself may leave it out."),
-    Variable("MASTER_PORT", _LAUNCHERS, "Port that rank 0 listens on. Workers need it if MASTER_ADDR has none."),
+    Variable("NODE_RANK", "user, Lightning", "Number of this host in the job, if GROUP_RANK is not set."),
+    Variable("MASTER_ADDR", _LAUNCHERS, "Host of rank 0, or host:port. Optional on rank 0."),
+    Variable(
+        "MASTER_PORT", _LAUNCHERS, "Port on which rank 0 listens. The other ranks need it if MASTER_ADDR has no port."
+    ),
     Variable("TORCHELASTIC_USE_AGENT_STORE", "torchrun", "True: the agent serves a store at MASTER_ADDR:MASTER_PORT."),
     Variable("TORCHELASTIC_RUN_ID", "torchrun", "Name of the job on the agent's store."),
-    Variable("TORCHELASTIC_RESTART_COUNT", "torchrun", "How often the agent has started the ranks again."),
-    Variable("TORCHELASTIC_ERROR_FILE", "who starts a launcher", "Where it writes why the job failed, as JSON."),
-    Variable("ALLRANKS_ENV", "by hand", f"What started this process: {', '.join(CHOICES)}.", "auto"),
+    Variable("TORCHELASTIC_RESTART_COUNT", "torchrun", "Number of times that the agent has restarted the ranks."),
+    Variable(
+        "TORCHELASTIC_ERROR_FILE",
+        "caller of a launcher",
+        "File to which the launcher writes why the job failed, as JSON.",
+    ),
+    Variable("ALLRANKS_ENV", "user", f"What started this process: {', '.join(CHOICES)}.", "auto"),
     Variable(
         "ALLRANKS_BACKEND",
-        "by hand, --backend",
-        "What init_process_group() without backend takes.",
+        "user, --backend",
+        "Backend of init_process_group() if the program names none.",
         DEFAULT_BACKEND,
     ),
-    Variable("ALLRANKS_TORCH_WORLD", "by hand", "0: torch.distributed gets no default group around the world.", "1"),
     Variable(
-        "ALLRANKS_INSTEAD_OF_GLOO", "by hand, --instead-of-gloo", "1: torch.distributed's groups on gloo are ours.", "0"
+        "ALLRANKS_TORCH_WORLD", "user", "0: allranks creates no default group of torch.distributed for the world.", "1"
+    ),
+    Variable(
+        "ALLRANKS_INSTEAD_OF_GLOO", "user, --instead-of-gloo", "1: torch.distributed's gloo groups use allranks.", "0"
     ),
     Variable(
         "ALLRANKS_IFACE",
-        "by hand, --iface",
-        "Interfaces (eth0) or networks (10.0.0.0/16) that hosts use among each other.",
-        "all but those of containers",
+        "user, --iface",
+        "Interfaces (eth0) or networks (10.0.0.0/16) for traffic between hosts.",
+        "all except those of containers",
     ),
     Variable(
         "ALLRANKS_SECRET",
-        "by hand",
+        "user",
         "Secret of the job, at least 16 characters.",
         "this user's own, ~/.config/allranks/secret",
     ),
-    Variable("ALLRANKS_SECRET_FILE", "by hand", "File that holds the secret (mode 0600).", "none"),
-    Variable("ALLRANKS_INSECURE", "by hand", "1: no secret. Whoever reaches the ports of the job can join it.", "0"),
-    Variable("ALLRANKS_TLS_CERT", "by hand", "TLS for TCP stores: this host's certificate (PEM file).", "no TLS"),
+    Variable("ALLRANKS_SECRET_FILE", "user", "File that holds the secret (mode 0600).", "none"),
     Variable(
-        "ALLRANKS_TLS_KEY", "by hand", "The certificate's key (PEM file, mode 0600, without a password).", "no TLS"
+        "ALLRANKS_INSECURE", "user", "1: no secret. Any process that can reach the ports of the job can join it.", "0"
     ),
-    Variable("ALLRANKS_TLS_CA", "by hand", "The authority that signs all hosts' certificates (PEM file).", "no TLS"),
-    Variable(
-        "ALLRANKS_PICKLE", "by hand", "0: object collectives carry plain values and tensors only, no pickle.", "1"
-    ),
+    Variable("ALLRANKS_TLS_CERT", "user", "TLS for TCP stores: this host's certificate (PEM file).", "no TLS"),
+    Variable("ALLRANKS_TLS_KEY", "user", "The certificate's key (PEM file, mode 0600, without a password).", "no TLS"),
+    Variable("ALLRANKS_TLS_CA", "user", "The authority that signs all hosts' certificates (PEM file).", "no TLS"),
+    Variable("ALLRANKS_PICKLE", "user", "0: object collectives carry plain values and tensors only, no pickle.", "1"),
     Variable(
         "ALLRANKS_MESSAGE_BUFFER",
-        "by hand",
-        "MiB of messages from each rank that a rank keeps until it receives them; beyond, a send waits for its recv.",
+        "user",
+        "Limit in MiB for the messages that a rank buffers from each rank. Beyond the limit, a send waits for its"
+        " recv.",
         "8",
     ),
     Variable(
         "ALLRANKS_TUNING",
-        "by hand",
-        "A file that `allranks tune` has written for this machine. Of the ranks of a host the first one's counts.",
-        "what is shipped",
+        "user",
+        "File that `allranks tune` has written for this host. The value of the first rank on each host applies.",
+        "built-in tuning",
     ),
     Variable(
         "ALLRANKS_TOPOLOGY",
-        "by hand",
-        "Which CPUs of the host are near each other: lists with `/` between them, such as `0-7,64-71/8-15,72-79`. Many "
-        "ranks of a host meet by such groups. It counts for ranks that are bound to CPUs of one list.",
-        "what the kernel tells",
+        "user",
+        "Groups of nearby CPUs of the host: lists separated by `/`, such as `0-7,64-71/8-15,72-79`. If a host has many "
+        "ranks, they synchronize in these groups. Applies to ranks that are bound to CPUs of one list.",
+        "reported by the kernel",
     ),
     Variable(
         "ALLRANKS_NOTICE_AFTER",
-        "by hand",
-        "How long a rank may wait in one call before the launcher says for whom. 0: it never does.",
+        "user",
+        "How long a rank may wait in one call before the launcher reports the ranks for which it waits. 0: no reports.",
         "10s",
     ),
-    Variable("ALLRANKS_RECORD", "by hand", "0: calls are not recorded, so that nothing can be told about them.", "1"),
+    Variable("ALLRANKS_RECORD", "user", "0: calls are not recorded, so no tool can report them.", "1"),
     Variable(
         "ALLRANKS_TRACE",
-        "by hand, or allranks run --trace",
-        "A folder in which every rank records all its calls, in a file of its own.",
+        "user, allranks run --trace",
+        "Folder in which every rank records all its calls in its own file.",
         "none",
     ),
-    Variable("ALLRANKS_RECORD_MEMORY", "allranks run", "Where the agent holds the memory for this rank's calls.", None),
+    Variable(
+        "ALLRANKS_RECORD_MEMORY", "allranks run", "Memory of the agent for the record of this rank's calls.", None
+    ),
     Variable(
         "ALLRANKS_DOCS",
-        "by hand",
-        "The site to which the links of errors lead, where you have one of your own. 0: errors have no links.",
+        "user",
+        "Site to which the links in error messages lead, if you host your own. 0: errors have no links.",
         DOCUMENTATION,
     ),
-    Variable("ALLRANKS_DEBUG", "by hand", "Debug level: OFF (or 0), INFO, DETAIL (or 1). Wins over torch's.", "OFF"),
-    Variable("ALLRANKS_STORE", "allranks run", "Address of the launcher's store; wins over MASTER_ADDR.", None),
-    Variable("ALLRANKS_ELASTIC", "allranks run --elastic", "1: the launcher says who belongs to the job.", None),
-    Variable("ALLRANKS_START", "allranks run --elastic", "How many processes had this rank's place before it.", None),
-    Variable("ALLRANKS_REHEARSAL", "allranks run --rehearse", "Where a rehearsal records, and kills ranks.", None),
-    Variable("ALLRANKS_SEAL", "allranks run", "Tells a rank from what it starts: jobs within the job.", None),
-    Variable("ALLRANKS_CPUS", "allranks run --bind", "CPUs that the ranks of this host have together.", None),
+    Variable(
+        "ALLRANKS_DEBUG", "user", "Debug level: OFF (or 0), INFO, DETAIL (or 1). Overrides torch's variable.", "OFF"
+    ),
+    Variable("ALLRANKS_STORE", "allranks run", "Address of the launcher's store. Overrides MASTER_ADDR.", None),
+    Variable(
+        "ALLRANKS_ELASTIC", "allranks run --elastic", "1: the launcher decides which ranks belong to the job.", None
+    ),
+    Variable("ALLRANKS_START", "allranks run --elastic", "Number of earlier processes in this rank slot.", None),
+    Variable(
+        "ALLRANKS_REHEARSAL",
+        "allranks run --rehearse",
+        "Folder and phase of a rehearsal: where it records, and when it kills ranks.",
+        None,
+    ),
+    Variable(
+        "ALLRANKS_SEAL",
+        "allranks run",
+        "Distinguishes a rank from the processes that it starts, such as nested jobs.",
+        None,
+    ),
+    Variable("ALLRANKS_CPUS", "allranks run --bind", "CPUs shared by the ranks of this host.", None),
     Variable("ALLRANKS_MACHINE", "allranks run", "Identity of the host, constant while the agent runs.", None),
-    Variable("ALLRANKS_MASTER", "init_master_worker", "Where the master is, for the workers that it starts.", None),
+    Variable("ALLRANKS_MASTER", "init_master_worker", "Address of the master, for the workers that it starts.", None),
     Variable("ALLRANKS_BENCH_CPUS", "allranks bench", "CPUs for the ranks that mpirun starts.", None),
-    Variable("ALLRANKS_BENCH_MPIRUN", "allranks bench", "How it has called mpirun.", None),
-    Variable("TORCH_DISTRIBUTED_DEBUG", "by hand", "Debug level, by torch's name: OFF, INFO, DETAIL."),
+    Variable("ALLRANKS_BENCH_MPIRUN", "allranks bench", "Options with which it called mpirun.", None),
+    Variable("TORCH_DISTRIBUTED_DEBUG", "user", "Debug level under torch's name: OFF, INFO, DETAIL."),
 )
 
 _ANY = ("0.0.0.0", "::", "*")
@@ -346,7 +369,13 @@ def _read_rank(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[int,
     number = read_int(env, "RANK", 0) if rank == -1 else rank
     if size is None or (number is None and size != 1):
         missing = (["RANK"] if number is None else []) + (["WORLD_SIZE"] if size is None else [])
-        known = f"world size {size}" if size else f"rank {number}" if number is not None else "no rank given either way"
+        known = (
+            f"world size {size}"
+            if size
+            else f"rank {number}"
+            if number is not None
+            else "rank and world size are unknown"
+        )
         raise _missing(missing, known, size)
     number = number or 0
     if size < 1:
@@ -379,8 +408,8 @@ def _read_master(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[st
     port = read_int(env, "MASTER_PORT", 1, 65535)
     if port is not None and addr_port not in (None, port):
         _log.warning(
-            "rank 0 listens on MASTER_PORT=%d; ranks that are given MASTER_ADDR=%s connect to its port %d. They meet"
-            " only if something forwards one port to the other.",
+            "rank 0 listens on MASTER_PORT=%d, but ranks with MASTER_ADDR=%s connect to its port %d. They can connect"
+            " only if one port is forwarded to the other.",
             port,
             address,
             addr_port,

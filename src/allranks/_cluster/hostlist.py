@@ -129,7 +129,7 @@ def parse_hostfile(text: str, source: str) -> tuple[Slots, ...]:
             if match[1] is None:  # max_slots limits how far mpirun may oversubscribe the host; it requests no slots
                 count = int(match[2])
         if left := _SLOTS.sub("", words).strip():
-            raise ConfigError(f"{where}: {left!r} is not known. Expected a host and how many, such as: node0 slots=4")
+            raise ConfigError(f"{where}: {left!r} is not known. Expected a host and its slots, such as: node0 slots=4")
         found += [Slots(name, count) for name in ([names] if _NAME.fullmatch(names) else expand_hosts(names, where))]
     return _some(_merged(found), source)
 
@@ -258,7 +258,7 @@ def _some(found: tuple[Slots, ...], source: str) -> tuple[Slots, ...]:
 
 def _limit(count: int, source: str) -> None:
     if count > _MOST:
-        raise ConfigError(f"{source} names more than {_MOST} of them.")
+        raise ConfigError(f"{source} names more than {_MOST} hosts.")
 
 
 def _not_hosts(text: str, source: str, why: str) -> ConfigError:

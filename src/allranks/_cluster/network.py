@@ -62,7 +62,8 @@ def published_addresses(environ: Mapping[str, str] = os.environ) -> tuple[str, .
     if not chosen:
         here = ", ".join(f"{i.name} ({i.address})" for i in found) or "no network"
         raise ConfigError(
-            f"ALLRANKS_IFACE={environ['ALLRANKS_IFACE']!r} (--iface) names nothing on host {socket.gethostname()},"
+            f"ALLRANKS_IFACE={environ['ALLRANKS_IFACE']!r} (--iface) matches no interface of host"
+            f" {socket.gethostname()},"
             f" which has {here}. Expected the name of an interface, or a network such as 10.0.0.0/16."
         )
     return tuple(dict.fromkeys(chosen))

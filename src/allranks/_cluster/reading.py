@@ -48,8 +48,8 @@ class Reader:
             raise ConfigError(
                 f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, but {there or self.kind} is:"
                 f" {self.kind} sets all of {', '.join(names)}.\n"
-                "  Was the environment cleaned on the way (ssh, sudo, a container)? Hand the missing ones on, or say"
-                " what this process is: RANK and WORLD_SIZE, or ALLRANKS_ENV=local for a process alone."
+                "  If ssh, sudo or a container removed variables, pass the missing ones on. Otherwise set RANK and"
+                " WORLD_SIZE, or ALLRANKS_ENV=local for a single process."
             )
 
     @property
@@ -108,7 +108,7 @@ class TaskVariables:
 
 def read_pmi(read: Reader, context: LaunchContext) -> LaunchContext:
     """Add the launcher's PMI server to the context."""
-    return replace(context, pmi=read.number("PMI_FD", "A PMI server answers on this descriptor: the ranks meet by it."))
+    return replace(context, pmi=read.number("PMI_FD", "Descriptor of a PMI server. The ranks find each other over it."))
 
 
 def node_or_hint(context: LaunchContext, launcher: bool) -> LaunchContext | None:
@@ -119,8 +119,8 @@ def node_or_hint(context: LaunchContext, launcher: bool) -> LaunchContext | None
     if context.nodes != 1:
         many = f"{context.nodes} nodes" if context.nodes else "several nodes"
         hint = (
-            f"{context.kind} started one process on each of {many}. Here that process is the program itself, which has"
-            " no rank. Start it there with: allranks run train.py"
+            f"{context.kind} started one process on each of {many}. This process is the program itself, which has"
+            " no rank. Start it on each node with: allranks run train.py"
         )
     return LaunchContext(context.kind, "none", hint=hint, why=context.why)
 

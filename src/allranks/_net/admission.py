@@ -91,7 +91,7 @@ class UnprovedPeer:
         except BlockingIOError:
             sent = 0
         if sent < len(data):
-            raise ConnectionAbortedError("it does not read")
+            raise ConnectionAbortedError("it does not read from the connection")
 
 
 class Admission:
@@ -152,7 +152,7 @@ class Admission:
         """Accept no more connections, and drop all candidates."""
         self.stop()
         for candidate in list(self._candidates):
-            self.drop(candidate, "the server ends")
+            self.drop(candidate, "the server is closing")
 
     def has_begun(self) -> bool:
         """Return whether any candidate has begun a valid handshake."""
@@ -258,7 +258,7 @@ class Admission:
                 self._unwatch()
                 self._full_until = until
                 return False
-            self.drop(candidate, "its slot was needed")
+            self.drop(candidate, "another client needs its slot")
         return True
 
     def _forget(self, candidate: UnprovedPeer) -> bool:

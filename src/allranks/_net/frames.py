@@ -16,7 +16,7 @@ LARGEST = (1 << 32) - 1
 
 SET_TLS = (
     "set ALLRANKS_TLS_CERT, ALLRANKS_TLS_KEY and ALLRANKS_TLS_CA on both sides, with certificates that the same"
-    " authority signed, or on neither"
+    " authority signed, or on neither side"
 )
 
 _LENGTH = struct.Struct(">I")
@@ -81,10 +81,10 @@ class FrameDecoder:
 
     def _refusal(self, head: bytes, length: int) -> WireError:
         if head.startswith(_TLS_HANDSHAKE):
-            return TlsError(f"it uses TLS, this process does not; {SET_TLS}")
+            return TlsError(f"it uses TLS, but this process does not; {SET_TLS}")
         # A length beyond the limit is usually the first four letters of another protocol.
         if not all(0x20 <= byte < 0x7F for byte in head[:4]):
-            return WireError(f"a frame of {length} bytes is announced, the limit is {self.limit}")
+            return WireError(f"it announced a frame of {length} bytes, but the limit is {self.limit} bytes")
         line = head.splitlines()[0].decode("ascii", "replace")
         kind = "it looks like HTTP" if line.startswith(("HTTP", "<")) else "it sends text"
         return WireError(f"{kind}: {line!r}")

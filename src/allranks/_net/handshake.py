@@ -58,7 +58,7 @@ WANTS_TLS = b"allranks/tls"
 """Second frame, from a server with TLS to a client without it."""
 
 _SHARE_SECRET = (
-    "give both sides the same one: set ALLRANKS_SECRET, or ALLRANKS_SECRET_FILE, or copy the file"
+    "use the same secret on both sides: set ALLRANKS_SECRET, or ALLRANKS_SECRET_FILE, or copy the file"
     " ~/.config/allranks/secret (mode 0600) from one host to the other"
 )
 
@@ -98,11 +98,13 @@ class Protocol(NamedTuple):
             raise WireError("it does not use allranks's protocol")
         if not head.startswith(self.name):
             raise ConfigError(
-                f"it uses {head[:24]!r}, this process {self.head!r}: this is the port of another service of allranks,"
-                " or of another version"
+                f"it uses {head[:24]!r}, but this process uses {self.head!r}: the port belongs to another service of"
+                " allranks, or to another version"
             )
         if head != self.head:
-            raise ConfigError(f"it uses {head[:24]!r}, this process {self.head!r}; install one version on all hosts")
+            raise ConfigError(
+                f"it uses {head[:24]!r}, but this process uses {self.head!r}; install one version on all hosts"
+            )
 
 
 class ServerHandshake:
@@ -155,7 +157,7 @@ class ServerHandshake:
         self.subject, nonce = frame[begin : end - NONCE], frame[end - NONCE : end]
         key = self._key_of(self.subject)
         if key is None:
-            raise UnknownSubject("it asks for a group that is unknown here")
+            raise UnknownSubject("it requested a group that this process does not know")
         nonces = nonce + self._nonce + channel
         self._expected = self._protocol.proof(key, b"client", self.subject, nonces)
         self.begun = True
@@ -192,9 +194,9 @@ class ClientHandshake:
             ConfigError: The server has another version.
         """
         if frame == WANTS_TLS:
-            raise TlsError(f"it uses TLS, this process does not; {SET_TLS}")
+            raise TlsError(f"it uses TLS, but this process does not; {SET_TLS}")
         if frame == UNKNOWN:
-            raise UnknownSubject("it does not know this group yet, or no longer")
+            raise UnknownSubject("it has not created this group yet, or has closed it")
         head, server_nonce, proof = frame[: -2 * NONCE], frame[-2 * NONCE : -NONCE], frame[-NONCE:]
         self._protocol.check_version(frame if len(frame) < 2 * NONCE else head)
         nonces = self._nonce + server_nonce + channel

@@ -182,7 +182,7 @@ def dial(
             return sock
         if time.monotonic() >= until:
             where = ", ".join(f"{address}:{port}" for address, port in targets)
-            longer = "; longer: --join-timeout" if peer == "launcher" else ""
+            longer = "; to wait longer, set --join-timeout" if peer == "launcher" else ""
             raise ConfigError(f"found no {peer} at {where} (last: {trouble}{longer})")
         if time.monotonic() >= remark_at:
             remark_at = math.inf
@@ -195,7 +195,7 @@ def _connect(address: str, port: int, timeout_s: float) -> socket.socket:
     if not address.startswith("@"):
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
         targets = [(family, target) for family, _, _, _, target in found]
-    trouble: Exception = OSError(errno.EADDRNOTAVAIL, "its name has no address")
+    trouble: Exception = OSError(errno.EADDRNOTAVAIL, "the host name has no address")
     for family, target in targets:
         sock = Socket(family, socket.SOCK_STREAM)
         try:

@@ -35,7 +35,7 @@ def load_secret(environ: Mapping[str, str] = os.environ) -> bytes:
         ConfigError: it is too short, cannot be read, or others can read it.
     """
     if environ.get("ALLRANKS_INSECURE", "").strip() not in ("", "0"):
-        _log.warning("ALLRANKS_INSECURE is set: whoever reaches the ports of this job can join it")
+        _log.warning("ALLRANKS_INSECURE is set: any process that can reach the ports of this job can join it")
         return b"allranks: no secret"
     if secret := environ.get("ALLRANKS_SECRET", "").strip():
         return _checked(secret.encode(), "ALLRANKS_SECRET")
@@ -47,8 +47,8 @@ def load_secret(environ: Mapping[str, str] = os.environ) -> bytes:
             _make_secret(path)
     except OSError as error:
         raise ConfigError(
-            f"Cannot make this user's secret in {environ.get('XDG_CONFIG_HOME') or '~/.config'}/allranks:"
-            f" {reason(error)}. Set ALLRANKS_SECRET, the same on all ranks, or XDG_CONFIG_HOME."
+            f"Cannot create this user's secret in {environ.get('XDG_CONFIG_HOME') or '~/.config'}/allranks:"
+            f" {reason(error)}.\n  Set ALLRANKS_SECRET, the same on all ranks, or XDG_CONFIG_HOME."
         ) from None
     return _read_secret(path)
 
@@ -74,7 +74,7 @@ def own_secret(environ: Mapping[str, str] = os.environ) -> Path:
         folder = Path(config) if os.path.isabs(config) else Path.home() / ".config"
     except RuntimeError:
         raise ConfigError(
-            f"User {os.geteuid()} has no home directory, where its secret would be.\n"
+            f"User {os.geteuid()} has no home directory for its secret.\n"
             "  Set ALLRANKS_SECRET, the same on all ranks, or XDG_CONFIG_HOME."
         ) from None
     return folder / "allranks" / "secret"
@@ -106,12 +106,14 @@ def _read_secret(path: Path) -> bytes:
         raise ConfigError(
             f"The secret in {path} is not safe: owner {status.st_uid}, mode {status.st_mode & 0o777:04o}."
             f" Expected owner {os.geteuid()}, mode 0600.\n"
-            f"  Run chmod 600 {path}, or, if others may have read it, remove it: a new one is made."
+            f"  Run chmod 600 {path}. If other users may have read it, remove it: allranks then creates a new secret."
         )
     return _checked(secret, str(path))
 
 
 def _checked(secret: bytes, source: str) -> bytes:
     if len(secret) < 16:
-        raise ConfigError(f"The secret in {source} has {len(secret)} bytes. Expected 16 or more: openssl rand -hex 32")
+        raise ConfigError(
+            f"The secret in {source} has {len(secret)} bytes. Expected 16 or more.\n  Create one: openssl rand -hex 32"
+        )
     return secret

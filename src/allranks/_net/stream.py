@@ -54,7 +54,7 @@ class ClientStream:
         self.send(handshake.prove(answer, b"" if self._tls is None else self._tls.channel))
         handshake.check_server()
         if self.receive(deadline) != PROVED:
-            raise WireError("its answer is not of allranks's protocol")
+            raise WireError("its answer does not use allranks's protocol")
         self._decoder.limit = limit
 
     def ask(self, payload: bytes, deadline: float) -> bytes:

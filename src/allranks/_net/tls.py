@@ -28,7 +28,7 @@ __all__ = ["Tls", "tls_context"]
 
 _CERT, _KEY, _CA = _NAMES = ("ALLRANKS_TLS_CERT", "ALLRANKS_TLS_KEY", "ALLRANKS_TLS_CA")
 _RECORDS = (b"\x15", b"\x16")  # how a peer that speaks TLS begins: an alert, or a handshake
-_OPENSSL = "see docs/security.md for the openssl lines"
+_OPENSSL = "see docs/security.md for the openssl commands"
 
 
 def tls_context(server_side: bool, environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | None:
@@ -47,7 +47,7 @@ def tls_context(server_side: bool, environ: Mapping[str, str] = os.environ) -> s
         given = ", ".join(name for name, file in files.items() if file)
         raise ConfigError(
             f"{given} is set, {', '.join(missing)} is not. Expected all three, or none of them: TLS needs this host's"
-            f" certificate, its key, and the authority that signs everybody's; {_OPENSSL}."
+            f" certificate, its key, and the authority that signs the certificates of all hosts; {_OPENSSL}."
         )
     for name, file in files.items():
         _check_file(name, Path(file))
@@ -93,7 +93,7 @@ def _check_file(name: str, path: Path) -> None:
         raise ConfigError(
             f"{name}={path} is not safe: owner {status.st_uid}, mode {status.st_mode & 0o777:04o}."
             f" Expected owner {os.geteuid()}, mode 0600.\n"
-            f"  Run chmod 600 {path}, or, if others may have read it, make a new key and certificate."
+            f"  Run chmod 600 {path}. If other users may have read it, create a new key and certificate."
         )
 
 
@@ -142,9 +142,9 @@ class Tls:
         if not self.begun:
             if data.startswith(b"\0"):  # a frame
                 self._answer = pack_frame(WANTS_TLS)
-                raise TlsError(f"it does not use TLS, this process does; {SET_TLS}")
+                raise TlsError(f"it does not use TLS, but this process does; {SET_TLS}")
             if not data.startswith(_RECORDS):
-                raise WireError(f"neither TLS nor allranks: {data[:40]!r}")
+                raise WireError(f"it uses neither TLS nor allranks's protocol: {data[:40]!r}")
             self.begun = True
         self._in.write(data)
         self._advance()
@@ -189,10 +189,10 @@ class Tls:
 
 def _explain(error: ssl.SSLError) -> str:
     if why := getattr(error, "verify_message", ""):
-        return f"its certificate is not accepted here ({why}); {SET_TLS}"
+        return f"this process does not accept its certificate ({why}); {SET_TLS}"
     if "ALERT" in (error.reason or ""):
-        return f"it does not accept our certificate, or our TLS ({_reason(error)}); {SET_TLS}"
-    return f"TLS with it fails ({_reason(error)}); {SET_TLS}"
+        return f"it does not accept the certificate or the TLS settings of this process ({_reason(error)}); {SET_TLS}"
+    return f"TLS with it failed ({_reason(error)}); {SET_TLS}"
 
 
 def _reason(error: ssl.SSLError) -> str:

@@ -226,7 +226,7 @@ class Joining:
             if self._left() <= 0:
                 raise JoinError(
                     f"{self.me}: {self.where} did not answer for {self.timeout_s:.1f} s (last: {trouble.text}).\n"
-                    f"  {self.advice}    Longer: {self.longer}"
+                    f"  {self.advice}\n  To wait longer, set {self.longer}."
                 ) from trouble.cause
             if self._now - self.began >= self.notice_s:
                 yield from self._notice(f"for {self.where}; last: {trouble.text}")
@@ -258,8 +258,8 @@ class Joining:
         if first.member.world_size != self.me.world_size:
             yield from self._fail(
                 JoinError,
-                f"The ranks disagree on the world size: {first.member} says {first.member.world_size}, {self.me} says"
-                f" {self.me.world_size}.\n  Start all of them with the same WORLD_SIZE (or world_size=).",
+                f"The ranks disagree on the world size: {first.member} has {first.member.world_size}, {self.me} has"
+                f" {self.me.world_size}.\n  Start all ranks with the same WORLD_SIZE (or world_size=).",
             )
         holder = yield from self._claim(f"member/{self.me.rank}", mine)
         if holder != claim:
@@ -309,7 +309,7 @@ class Joining:
         if not missing:  # the last rank died before it wrote the verdict
             return (yield from self._roll_call())
         listens = self.listens()
-        where = f"(it listens {listens})" if listens else f"on {self.where}"
+        where = f"(rank 0 listens {listens})" if listens else f"on {self.where}"
         yield from self._notice(f"for {rank_list(missing)} {where}")
         return None
 
@@ -334,7 +334,8 @@ class Joining:
             ),
             *self.refusals(),
             *self._empty_hosts(members),
-            f"Look at the output of those that are missing.    Longer: {self.longer}",
+            "Check the output of the missing ranks.",
+            f"To wait longer, set {self.longer}.",
         ]
         return (yield from self._settle(_JoinVerdict("\n  ".join(lines), missing)))
 
@@ -365,13 +366,13 @@ class Joining:
                 return answer
             case Lost(text, cause) if self._left() <= 0:
                 raise JoinError(
-                    f"{self.me}: not all ranks joined in {self.timeout_s:.1f} s, and {self.where} did not answer in"
-                    f" time who is missing ({text}).\n  Look at its output.    Longer: {self.longer}"
+                    f"{self.me}: not all ranks joined in {self.timeout_s:.1f} s, and {self.where} did not report the"
+                    f" missing ranks in time ({text}).\n  Check its output.\n  To wait longer, set {self.longer}."
                 ) from cause
             case Lost(text, cause):
                 raise JoinError(
-                    f"{self.me}: {self.where} went away while the ranks joined ({text}).\n"
-                    "  Look at the end of its output."
+                    f"{self.me}: {self.where} became unreachable while the ranks joined ({text}).\n"
+                    "  Check the end of its output."
                 ) from cause
             case _:
                 raise self._strange(answer)
@@ -411,14 +412,14 @@ class Joining:
 
     def _other_version(self, first: _Claim) -> str:
         return (
-            f"{self.me} joins by protocol {_PROTOCOL}, {first.member} by {first.protocol}: they run different versions"
-            " of allranks.\n  Install one version on all hosts."
+            f"{self.me} joins with protocol {_PROTOCOL}, {first.member} with protocol {first.protocol}: they run"
+            " different versions of allranks.\n  Install one version on all hosts."
         )
 
     def _strange(self, answer: Answer) -> ConfigError:
         return ConfigError(
-            f"{self.me}: {self.where} says {answer!r}.\n"
-            "  Another version of allranks may be using it: install one on all hosts."
+            f"{self.me}: {self.where} returned an unexpected answer: {answer!r}.\n"
+            "  Another version of allranks may be using it. Install one version on all hosts."
         )
 
 
@@ -461,8 +462,10 @@ def exchange(place: str, rank: int, size: int, record: bytes, timeout_s: float) 
     missing = [r for r, row in enumerate(rows) if row is None]
     if missing:
         raise TimeoutError(
-            f"rank {rank}: {rank_list(missing)} did not come to an exchange of {size} ranks in {timeout_s:.1f} s.\n"
-            "  They may be late or gone: look at their output.    Longer: init_process_group(timeout=...)"
+            f"rank {rank}: {rank_list(missing)} did not take part in an exchange of {size} ranks in {timeout_s:.1f}"
+            " s.\n"
+            "  They may be late or may have exited. Check their output.\n"
+            "  To wait longer, set init_process_group(timeout=...)."
         )
     return [row for row in rows if row is not None]
 
@@ -512,6 +515,5 @@ def _verdict(answer: RequestDone | FoundValues | WaitTimedOut) -> _JoinVerdict:
 def _twice(first: Member, second: Member) -> str:
     return (
         f"Two processes have the same rank: {first} joined first, then {second}.\n"
-        "  Give each process a rank of its own (RANK, or rank=). One that was started again cannot join again"
-        " alone: start all ranks."
+        "  Give each process its own rank (RANK, or rank=). A restarted process cannot rejoin alone: restart all ranks."
     )

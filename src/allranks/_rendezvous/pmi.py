@@ -52,8 +52,8 @@ class PmiBoard:
         self._server = _connected(fd)
         if self._server.in_barrier:
             raise ConfigError(
-                "The ranks of this job cannot meet again by PMI: not all of them came to the last meeting."
-                " Start the job anew."
+                "The ranks of this job cannot use PMI again: not all ranks took part in the previous rendezvous.\n"
+                "  Restart the job."
             )
         self._key = f"allranks-{next(self._server.boards)}"
         self._passed = False
@@ -151,8 +151,9 @@ def _checked(line: str, reply: str, request: str) -> dict[str, str]:
 
 def _trouble(why: str) -> ConfigError:
     return ConfigError(
-        f"PMI_FD={os.environ.get('PMI_FD', '')}: this job's launcher does not serve there as PMI-1 does: {why}.\n"
-        "  Set MASTER_ADDR and MASTER_PORT, the same on all ranks: they meet there instead."
+        f"PMI_FD={os.environ.get('PMI_FD', '')}: the launcher of this job does not serve PMI-1 on this descriptor:"
+        f" {why}.\n"
+        "  Set MASTER_ADDR and MASTER_PORT, the same on all ranks, to join without PMI."
     )
 
 
@@ -166,7 +167,7 @@ def _connected(fd: int) -> _Server:
         _server = _Server(fd)
         atexit.register(_leave, _server)
     elif _server.pid != os.getpid():
-        raise ConfigError("This process was forked from a rank that uses PMI, and cannot join in its place.")
+        raise ConfigError("This process was forked from a rank that uses PMI, and cannot join in place of that rank.")
     return _server
 
 

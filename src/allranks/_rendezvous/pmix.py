@@ -52,10 +52,10 @@ def host_of_rank_0() -> str:
     from allranks._base.errors import ConfigError
 
     raise ConfigError(
-        "Open MPI's mpirun started this job, but its PMIx does not say where rank 0 is:"
-        f" {lines[-1] if lines else 'its process ended'}.\n"
-        "  Set MASTER_ADDR and MASTER_PORT, the same on all ranks (mpirun -x MASTER_ADDR=node0 -x MASTER_PORT=29500):"
-        " they meet there instead."
+        "Open MPI's mpirun started this job, but its PMIx server does not provide the host of rank 0:"
+        f" {lines[-1] if lines else 'the process that asked it exited'}.\n"
+        "  Set MASTER_ADDR and MASTER_PORT, the same on all ranks (mpirun -x MASTER_ADDR=node0 -x MASTER_PORT=29500),"
+        " to join without PMIx."
     )
 
 

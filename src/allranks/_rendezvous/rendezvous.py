@@ -53,7 +53,7 @@ _PROCESS = uuid.uuid4().hex  # together with the pid, unique among all processes
 
 def this_member(rank: int, world_size: int) -> Member:
     """Return the description of this process for the other ranks."""
-    with refusals(f"rank {rank} cannot find out on which host it is"):
+    with refusals(f"rank {rank} cannot determine its host"):
         addresses = published_addresses() if world_size > 1 else ()
         return Member(rank, os.getpid(), socket.gethostname(), machine(), world_size, addresses)
 
@@ -86,7 +86,7 @@ def join(
         JoinError: Ranks are missing when the timeout expires, or two ranks disagree on rank or world size.
     """
     if store is not None and init_method is not None:
-        raise UsageError(f"init_method={init_method!r} and store= are given. Expected one of them.")
+        raise UsageError(f"init_method={init_method!r} and store= are both set. Expected only one of them.")
     if isinstance(environ, MutableMapping):
         leave_outer_job(environ, rank, world_size)
     began = time.monotonic()
@@ -132,7 +132,7 @@ def _finder(
     world_size = _given(world_size, query, "world_size", 1)
     request = Request(text, url, rank, world_size, timeout_s, deadline, environ)
     if store is not None:
-        return GivenStoreFinder(request, request.read_job(by_env=False), store, "the store given as store=")
+        return GivenStoreFinder(request, request.read_job(by_env=False), store, "the store passed as store=")
     return method.make(request)
 
 

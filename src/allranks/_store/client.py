@@ -120,7 +120,8 @@ class StoreClient(Store):
         payload = encode(request)
         if len(payload) > FRAME_LIMIT:
             raise UsageError(
-                f"{self}: {len(payload)} bytes, the limit is {FRAME_LIMIT}. Data travels by send or broadcast."
+                f"{self}: a request of {len(payload)} bytes exceeds the limit of {FRAME_LIMIT} bytes.\n"
+                "  Transfer data with send or broadcast."
             )
         began = time.monotonic()
         patience_s = self.timeout_s
@@ -135,13 +136,14 @@ class StoreClient(Store):
         except builtins.TimeoutError:
             raise TimeoutError(
                 f"{self} did not answer for {time.monotonic() - began:.1f} s.\n"
-                "  Its process (rank 0, or the launcher) is stopped, overloaded or unreachable: look at its host."
+                "  The process that serves it (rank 0, or the launcher) is stopped, overloaded or unreachable. Check"
+                " its host."
             ) from None
         except (OSError, WireError, msgspec.MsgspecError) as error:
             why = "this client was closed" if self._closed else reason(error)
             raise StoreLostError(
                 f"{self}: the connection broke ({why}).\n"
-                "  Its process (rank 0, or the launcher) ended: look at the end of its output."
+                "  The process that serves it (rank 0, or the launcher) has exited. Check the end of its output."
             ) from error
         finally:
             with self._lock:
@@ -178,8 +180,9 @@ class StoreClient(Store):
                 if left_s <= 0 or not retry:
                     raise JoinError(
                         f"{self} did not answer for {time.monotonic() - began:.1f} s (last: {reason(error)}).\n"
-                        "  Is its process (rank 0, or the launcher) running, and can this host reach it?"
-                        "    Longer: init_process_group(timeout=...)"
+                        "  Check that the process that serves it (rank 0, or the launcher) is running and that this"
+                        " host can"
+                        " reach it.\n  To wait longer, set init_process_group(timeout=...)."
                     ) from error
                 if on_failure is not None:
                     on_failure(reason(error))
@@ -187,7 +190,7 @@ class StoreClient(Store):
             pause_s = min(pause_s * 1.5, 0.2)
 
     def _dial_once(self, deadline: float) -> ClientStream:
-        trouble: OSError = OSError(errno.EADDRNOTAVAIL, "its name has no address")
+        trouble: OSError = OSError(errno.EADDRNOTAVAIL, "the host name has no address")
         stranger: Exception | None = None
         if self._context is None and self.address.startswith("tcp:"):
             self._context = tls_context(server_side=False)
@@ -218,8 +221,8 @@ class StoreClient(Store):
             raise type(stranger)(f"{self}: {stranger}.")
         if stranger:
             raise ConfigError(
-                f"{self}: something answers there, but it is not an allranks store ({stranger}).\n"
-                "  Another program holds that port: choose another one (MASTER_PORT), the same on all ranks."
+                f"{self}: a server answers at this address, but it is not an allranks store ({stranger}).\n"
+                "  Another program uses this port. Choose another port (MASTER_PORT), the same on all ranks."
             )
         raise trouble
 
@@ -235,5 +238,5 @@ def _resolve(address: str) -> list[tuple[int, Any]]:
         # The server binds 127.0.0.1 for this name. On ::1, another program may use the same port.
         found = socket.getaddrinfo("127.0.0.1" if host == "localhost" else host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:
-        raise ConfigError(f"{host!r} is not a host name ({error}). Expected one such as node0.") from None
+        raise ConfigError(f"{host!r} is not a host name ({error}). Expected a name such as node0.") from None
     return [(family, target) for family, _, _, _, target in found]

@@ -109,7 +109,7 @@ class FileStore(Store):
         return f"FileStore({self.path})"
 
     def _elsewhere(self) -> str:
-        return f"make it in the other process, too, as FileStore({self.path!r})"
+        return f"Create FileStore({self.path!r}) in the other process, too."
 
     def clone(self) -> FileStore:
         """Return another object for the same file, with a separate timeout. Both count as one user."""
@@ -175,8 +175,9 @@ class _Log:
         payload = encode(request)
         if len(payload) > FRAME_LIMIT:
             raise UsageError(
-                f"FileStore({self._path}): {len(payload)} bytes, the limit is {FRAME_LIMIT}."
-                " Data travels by send or broadcast."
+                f"FileStore({self._path}): a request of {len(payload)} bytes exceeds the limit of {FRAME_LIMIT}"
+                " bytes.\n"
+                "  Transfer data with send or broadcast."
             )
         with self._open(fcntl.LOCK_EX, patience_s) as file:
             self._catch_up(file)
@@ -227,7 +228,7 @@ class _Log:
                     inode = os.fstat(file.fileno()).st_ino
                     if self._is_named(inode):
                         if self._inode not in (None, inode):
-                            raise StoreLostError(f"FileStore({self._path}): it is another file now.")
+                            raise StoreLostError(f"FileStore({self._path}): another file has replaced the file.")
                         self._inode = inode
                         yield file
                         if began != forks():  # a signal handler forked during the request, and this is the child
@@ -246,7 +247,7 @@ class _Log:
                     file.close()  # releases the lock, too
 
     def _forked(self) -> NotInitializedError:
-        return refusal(f"this request to FileStore({self._path})", "Make it in the child anew")
+        return refusal(f"this request to FileStore({self._path})", "Create a new FileStore in the child.")
 
     def _is_named(self, inode: int) -> bool:
         try:
@@ -264,8 +265,9 @@ class _Log:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
-                        f"FileStore({self._path}): another process holds its lock for {patience_s:.1f} s.\n"
-                        "  Is one of its users stopped? (fuser shows who has it open.)"
+                        f"FileStore({self._path}): another process has held its lock for {patience_s:.1f} s.\n"
+                        f"  Check whether a process that uses the file is stopped: fuser {self._path} lists these"
+                        " processes."
                     ) from None
             except OSError as error:
                 raise ConfigError(
@@ -278,13 +280,13 @@ class _Log:
         """Replay the new records. Return the reply to the last one."""
         size = os.fstat(file.fileno()).st_size
         if size < self.position:
-            raise StoreLostError(f"FileStore({self._path}): it was cut short by something else.")
+            raise StoreLostError(f"FileStore({self._path}): another program truncated the file.")
         data = memoryview(_read(file, self.position, size))
         reply: Reply = RequestDone()
         at = 0
         if self.position == 0:
             if bytes(data[: len(_MAGIC)]) != _MAGIC[: len(data)]:
-                raise ConfigError(f"{self._path} is not the file of a FileStore. Expected one that is new, or empty.")
+                raise ConfigError(f"{self._path} is not the file of a FileStore. Expected a new or empty file.")
             at = len(_MAGIC)
         while at + _HEAD.size <= len(data):
             length, checksum = _HEAD.unpack_from(data, at)

@@ -153,7 +153,7 @@ class StoreServer:
             raise
         except (OSError, IndexError) as error:
             bound.close()
-            raise ConfigError(f"Cannot listen on the socket that was given: {reason(error)}.") from None
+            raise ConfigError(f"Cannot listen on the socket that was passed: {reason(error)}.") from None
         return cls([bound], _tcp_address(host, port), secret, host, context)
 
     @property
@@ -185,7 +185,7 @@ class StoreServer:
         hosts = [str(listener.getsockname()[0]) for listener in self._listeners]
         where = f"on port {self.port} of {', '.join(hosts)}"
         if all(host == "::1" or host.startswith("127.") for host in hosts):
-            where += ", which only this host reaches"
+            where += ", which only this host can reach"
         trouble = trouble_with(self.host) if self.host else ""
         return where + (f"; {self.host!r} {trouble}" if trouble else "")
 
@@ -236,7 +236,7 @@ class StoreServer:
         """
         addresses = published_addresses()
         if not addresses or not self._secret:
-            raise ConfigError(f"host {socket.gethostname()} has no network address that other hosts could reach.")
+            raise ConfigError(f"host {socket.gethostname()} has no network address that other hosts can reach.")
         self._context = tls_context(server_side=True)
         self._more = tuple(_listen(addresses, 0))
         where = [_tcp_address(*listener.getsockname()[:2]) for listener in self._more]
@@ -359,11 +359,11 @@ class StoreServer:
     def _serve(self, peer: _Peer, frame: bytes) -> None:
         # One request at a time for each client, so that a client cannot make replies accumulate in the server.
         if self._table.waits(peer) or peer.out:
-            raise WireError("a request before the reply to the last one")
+            raise WireError("it sent a request before the reply to the previous request")
         try:
             due = self._table.handle(peer, decode_request(frame), time.monotonic())
         except msgspec.ValidationError as error:
-            due = [(peer, RequestFailed(f"a wrong argument: {error}"))]
+            due = [(peer, RequestFailed(f"invalid argument: {error}"))]
         self._reply(due)
 
     def _reply(self, due: list[tuple[Hashable, Reply]]) -> None:
@@ -378,7 +378,7 @@ class StoreServer:
             return self._last[1]
         payload = encode(reply)
         if len(payload) > FRAME_LIMIT:
-            payload = encode(RequestFailed(f"a reply of {len(payload)} bytes, the limit is {FRAME_LIMIT}"))
+            payload = encode(RequestFailed(f"a reply of {len(payload)} bytes exceeds the limit of {FRAME_LIMIT} bytes"))
         frame = pack_frame(payload)
         if value is not None and len(value) >= _LARGE:
             self._last = value, frame
@@ -419,7 +419,7 @@ class StoreServer:
             self.refusals[name] = f"{name} was refused: {error}"
             _log.warning("%s: %s", self.address, self.refusals[name])
 
-    def _drop(self, peer: _Peer, why: str = "the server ends") -> None:
+    def _drop(self, peer: _Peer, why: str = "the server is closing") -> None:
         if peer not in self._peers:
             return
         _log.debug("%s: %s is dropped: %s", self.address, peer.name, why)
@@ -441,7 +441,7 @@ def _listen(addresses: Sequence[str], port: int) -> list[socket.socket]:
         holder = _port_holder(port) if error.errno == errno.EADDRINUSE else ""
         raise ConfigError(
             f"Cannot listen on port {port} ({', '.join(addresses)}): {reason(error)}{holder}.\n"
-            "  Choose another port (MASTER_PORT), the same on all ranks, or end the program that holds it."
+            "  Choose another port (MASTER_PORT), the same on all ranks, or stop the program that uses it."
         ) from None
 
 

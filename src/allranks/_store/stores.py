@@ -80,12 +80,12 @@ class Store(abc.ABC):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} belongs to its process and cannot be pickled or copied: {self._elsewhere()}"
+            f"a {type(self).__name__} belongs to its process and cannot be pickled or copied.\n  {self._elsewhere()}"
         )
 
     def _elsewhere(self) -> str:
         """Return what the user should do instead of pickling the store."""
-        return "make a store in the other process"
+        return "Create a store in the other process."
 
     @property
     def timeout(self) -> timedelta:
@@ -134,7 +134,9 @@ class Store(abc.ABC):
         """
         values = self._reply(WaitForKeys(_keys(keys), self._patience(timeout), True), FoundValues).values
         if None in values:
-            raise UsageError(f"{self}: {keys[values.index(None)]!r} was deleted while others were waited for")
+            raise UsageError(
+                f"{self}: {keys[values.index(None)]!r} was deleted while this call waited for the other keys"
+            )
         return values  # type: ignore[return-value]
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
@@ -254,9 +256,9 @@ class Store(abc.ABC):
         match reply:
             case WaitTimedOut(missing):
                 raise TimeoutError(
-                    f"{self}: nobody set {', '.join(map(repr, missing))} in {waited_s:.1f} s.\n"
-                    "  The rank that sets it may be late or gone: look at its output."
-                    "    Longer: init_process_group(timeout=...), or the store's timeout"
+                    f"{self}: no process set {', '.join(map(repr, missing))} in {waited_s:.1f} s.\n"
+                    "  The rank that sets it may be late or may have exited. Check its output.\n"
+                    "  To wait longer, set init_process_group(timeout=...) or the timeout of the store."
                 )
             case RequestFailed(text):
                 raise UsageError(f"{self}: {text}")
@@ -282,7 +284,7 @@ class HashStore(Store):
         return "the store of this process"
 
     def _elsewhere(self) -> str:
-        return "nobody else can see what is in it; several processes need a TCPStore or a FileStore"
+        return "Only this process can read its values. For several processes, use a TCPStore or a FileStore."
 
     def _ask(self, request: Request) -> Reply:
         who = object()
@@ -326,7 +328,7 @@ class PrefixStore(Store):
         return str(self._store)
 
     def _elsewhere(self) -> str:
-        return f"of the store behind it, {self._store._elsewhere()}; then PrefixStore({self.prefix[:-1]!r}, ...)"
+        return f"{self._store._elsewhere()} Then create PrefixStore({self.prefix[:-1]!r}, ...) around that store."
 
     def num_keys(self) -> int:
         """Return the number of keys in the underlying store: as in torch, all keys, whatever their prefix."""
@@ -354,7 +356,7 @@ class ForeignStore(Store):
         missing = [name for name in ("set", "get", "add", "check", "wait") if not callable(getattr(store, name, None))]
         if missing:
             raise UsageError(
-                f"store={store!r} has no method {', '.join(missing)}. Expected one such as torch's TCPStore."
+                f"store={store!r} has no method {', '.join(missing)}. Expected a store such as torch's TCPStore."
             )
         self._store = store
 
@@ -395,7 +397,10 @@ class ForeignStore(Store):
                     return WaitTimedOut((missing or keys)[:20])
                 return FoundValues([bytes(self._store.get(key)) for key in keys] if values else [])
             case _:
-                raise UsageError(f"{self}: queues of a store that is not ours are reached by its own methods only")
+                raise UsageError(
+                    f"{self}: allranks cannot use the queues of another library's store. Call the methods of that"
+                    " store."
+                )
         return RequestDone()
 
     def _wait(self, keys: list[str], timeout_s: float) -> bool:

@@ -110,7 +110,7 @@ class TCPStore(Store):
         if world_size is not None and world_size < 1:
             raise UsageError(f"TCPStore: world_size={world_size!r}. Expected 1 or more, or None for any number")
         if master_listen_fd is not None and not is_master:
-            raise UsageError("TCPStore: master_listen_fd= is the master's, and is_master is false")
+            raise UsageError("TCPStore: master_listen_fd= requires is_master=True")
         secret, self.timeout_s = load_secret(), seconds_of(timeout, LONGEST_WAIT_S)
         self._host = host_name
         lease = _Lease.take(host_name, port, secret, multi_tenant, master_listen_fd) if is_master else None
@@ -144,7 +144,7 @@ class TCPStore(Store):
         return f"TCPStore({self.host}:{self.port})"
 
     def _elsewhere(self) -> str:
-        return f"make it in the other process, too, as TCPStore({self.host!r}, {self.port}), without is_master"
+        return f"Create TCPStore({self.host!r}, {self.port}) in the other process, too, without is_master."
 
     def set_timeout(self, timeout: Timeout) -> None:
         """Set the default timeout of ``get``, ``wait`` and similar methods, and of all requests to the server.
@@ -181,8 +181,9 @@ class TCPStore(Store):
             except TimeoutError:
                 here = (self.peek([_WORKERS])[0] or b"0").decode()
                 raise JoinError(
-                    f"{self}: {here} of {world_size} stores came in {self.timeout_s:.1f} s (world_size={world_size}).\n"
-                    "  Look at the output of the others.    Longer: timeout="
+                    f"{self}: {here} of {world_size} stores connected in {self.timeout_s:.1f} s"
+                    f" (world_size={world_size}).\n"
+                    "  Check the output of the other processes.\n  To wait longer, set timeout=."
                 ) from None
 
 

@@ -144,7 +144,7 @@ def _decoder(kind: Any) -> Callable[[bytes], Any]:
         except msgspec.ValidationError:
             raise
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise WireError(f"not a message: {error}") from None
+            raise WireError(f"invalid message: {error}") from None
 
     return checked
 

@@ -165,9 +165,9 @@ def _call_events(each: Slice, where: dict[str, int], arrived: bool) -> Iterator[
         last = f"waits for rank {each.last}" if each.last >= 0 else "waits for ranks"
         yield _slice(last, "waiting", each.begin, each.waited_until, where)
         if arrived:
-            yield _slice("all ranks are there", "met", each.waited_until, each.end, where)
+            yield _slice("all ranks have arrived", "met", each.waited_until, each.end, where)
     elif arrived:
-        yield _slice("the last to come", "met", each.begin, min(each.begin + _INSTANT, each.end), where)
+        yield _slice("arrived last", "met", each.begin, min(each.begin + _INSTANT, each.end), where)
 
 
 def _flow(timeline: Timeline, places: _Places, number: int, arrow: Arrow) -> Iterator[dict[str, Any]]:
@@ -205,23 +205,23 @@ def read_profile(file: Path, timeline: Timeline) -> tuple[RecordedProcess, dict[
     except OSError as error:
         raise TraceError(f"cannot read {file}: {error.strerror or error}") from None
     except (EOFError, ValueError):
-        raise TraceError(f"{file} is not a trace of torch.profiler: it is not JSON, or cut off") from None
+        raise TraceError(f"{file} is not a trace of torch.profiler: it is not JSON, or it is truncated") from None
     found = profile.get("traceEvents") if isinstance(profile, dict) else None
     if not isinstance(found, list) or not isinstance(profile.get("baseTimeNanoseconds", 0), int):
         raise TraceError(f"{file} is not a trace of torch.profiler: it has no list of events")
     if not all(isinstance(event, dict) for event in found):
-        raise TraceError(f"{file} is not a trace of torch.profiler: an event is no object")
+        raise TraceError(f"{file} is not a trace of torch.profiler: an event is not an object")
     pids = Counter(event.get("pid") for event in found if event.get("ph") == "X" and isinstance(event.get("pid"), int))
     rank = (profile.get("distributedInfo") or {}).get("rank")
     for pid, _ in pids.most_common():
         mine = [process for process in timeline.processes if process.pid == pid]
         mine = [process for process in mine if rank is None or process.rank == rank] or mine
         if len(mine) > 1:
-            raise TraceError(f"{file} may be of several ranks, which have the same pid {pid} on different hosts")
+            raise TraceError(f"{file} is ambiguous: ranks on different hosts have the same pid {pid}")
         if mine:
             return mine[0], profile
     raise TraceError(
-        f"{file} is of a process that is not in the timeline (pid {pids.most_common(1)[0][0] if pids else '-'})"
+        f"{file} belongs to a process that is not in the timeline (pid {pids.most_common(1)[0][0] if pids else '-'})"
     )
 
 

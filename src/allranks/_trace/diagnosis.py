@@ -105,12 +105,12 @@ class Diagnosis:
         """Return the place of a late rank, and the state of its process."""
         state = self.states.get(rank)
         if state is None:
-            return "of which nothing is known"
+            return "whose state is not known"
         if state.doing and state.process not in ("gone", "stopped"):
             return f"which executes {state.doing}; its process is {state.process}"
         if place and state.process not in ("gone", "stopped"):
             return f"which is at {place}; its process is {state.process}"
-        process = "whose process has ended" if state.process == "gone" else f"whose process is {state.process}"
+        process = "whose process has exited" if state.process == "gone" else f"whose process is {state.process}"
         if state.last is not None:
             return f"{process}, after {state.last.title}{_at(state.last.site or _near(state.near))}"
         return f"{process}, before its first call" if state.recorded else process

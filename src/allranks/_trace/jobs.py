@@ -110,11 +110,11 @@ def ask(job: RunningJob, question: Question, timeout_s: float = 10.0) -> JobAnsw
             connection.settimeout(timeout_s)
             connection.connect(job.address)
             if unix_peer(connection)[1] != os.geteuid():
-                raise NoAnswer(f"what answers for job {job.pid} belongs to another user")
+                raise NoAnswer(f"the process that answers for job {job.pid} belongs to another user")
             connection.sendall(msgspec.json.encode(question) + b"\n")
             data = b"".join(_read(connection, deadline))
         except TimeoutError:
-            raise NoAnswer(f"job {job.pid} does not answer: is its launcher stopped?") from None
+            raise NoAnswer(f"job {job.pid} does not answer: check whether its launcher is stopped") from None
         except OSError as error:
             raise JobEnded(f"job {job.pid} has ended ({error.strerror})") from None
     try:
@@ -122,7 +122,7 @@ def ask(job: RunningJob, question: Question, timeout_s: float = 10.0) -> JobAnsw
     except msgspec.DecodeError:
         if not data:
             raise JobEnded(f"job {job.pid} has ended") from None
-        raise NoAnswer(f"job {job.pid} has answered in another version of allranks") from None
+        raise NoAnswer(f"job {job.pid} runs another version of allranks") from None
 
 
 def _read(connection: socket.socket, deadline: float) -> Iterator[bytes]:

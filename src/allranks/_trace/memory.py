@@ -150,12 +150,14 @@ def record_in(folder: Path) -> FileRecording:
     global _file
     with _lock:
         if _made != forks():
-            raise NotInitializedError("there is nothing to record before the first group: call init_process_group()")
+            raise NotInitializedError(
+                "calls cannot be recorded before the first group exists: call init_process_group() first"
+            )
         if _recorder is None or _owner is None:
             raise UsageError(f"calls are not recorded in this process ({RECORD_SWITCH}=0)")
         if _file is not None and _file.active:
             raise UsageError(
-                f"calls are recorded in {str(_file.path)!r} already; a process has one such file at a time"
+                f"calls are already recorded in {str(_file.path)!r}; a process records into one file at a time"
             )
         _file = FileRecording(_recorder, _owner, folder)
         return _file

@@ -110,7 +110,7 @@ def _draw_legend(figure: Any, timeline: Timeline) -> None:
 
     verbs = {each.call.verb for each in timeline.slices}
     handles = [Patch(facecolor=shade, label=verb) for verb, shade in COLOURS.items() if verb in verbs]
-    handles.append(Patch(facecolor=pale("barrier"), label="the same, pale: waits for ranks"))
+    handles.append(Patch(facecolor=pale("barrier"), label="pale: waits for ranks"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(8, len(handles)), frameon=False, fontsize=8)
 
 
@@ -121,10 +121,10 @@ def _title(timeline: Timeline) -> str:
     if timeline.late:
         late = timeline.late[0]
         words.append(
-            f"rank {late.rank} came last in {late.times / timeline.compared:.0%} of the collectives;"
-            f" others have waited {late.waited / 1e9:.3g} s for it"
+            f"rank {late.rank} arrived last in {late.times / timeline.compared:.0%} of the collectives;"
+            f" other ranks waited {late.waited / 1e9:.3g} s for it"
         )
     if len(timeline.clocks) > 1:
         error = timeline.error
-        words.append("clocks: error not known" if error is None else f"clocks within {error / 1e3:.0f} us")
+        words.append("clock error not known" if error is None else f"clocks within {error / 1e3:.0f} us")
     return "; ".join(words)

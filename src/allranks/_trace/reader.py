@@ -254,10 +254,10 @@ class TraceReader:
         self._host = _text(head[19])
         for size, (offset, entry_bytes, entries) in zip(_SIZES[:3], self._tables[:3], strict=True):
             if entry_bytes != size or offset + size * entries > len(self._data):
-                raise TraceError(f"{source} is damaged or cut off")
+                raise TraceError(f"{source} is damaged or truncated")
         offset, entry_bytes, entries = self._tables[3]
         if entry_bytes != _RECORD.size or entries == 0 or entries & (entries - 1) or offset > len(self._data):
-            raise TraceError(f"{source} is damaged or cut off")
+            raise TraceError(f"{source} is damaged or truncated")
         # A file is only as long as its records, so its table may have fewer entries than the header states.
         self._there = min(entries, (len(self._data) - offset) // _RECORD.size)
         self._sites: dict[int, str] = {}

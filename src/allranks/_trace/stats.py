@@ -173,7 +173,7 @@ class JobStats:
             numbers = [f"{v.calls:,}", _human(v.bytes), f"{v.seconds:.2f}", f"{v.waiting:.2f}", f"{v.share:.1%}"]
             rows.append([v.verb, *numbers])
         lines += _columns(rows) if self.verbs else []
-        rows = [["came last", "group", "calls", "of", "seconds", "of the time"]]
+        rows = [["arrived last", "group", "calls", "of", "seconds", "of the time"]]
         for each in self.late:
             numbers = [f"{each.times:,}", f"{each.compared:,}", f"{each.seconds:.2f}", f"{each.share:.1%}"]
             rows.append([f"rank {each.rank}", each.group, *numbers])
@@ -183,8 +183,8 @@ class JobStats:
     def warnings(self) -> list[str]:
         """Return one line for each rank that stands out."""
         return [
-            f"warning: rank {each.rank}{f' ({each.host})' if each.host else ''} came last in {each.times:,} of "
-            f"{each.compared:,} calls of group '{each.group}', by {each.seconds:.1f} s in all: {each.share:.0%} of "
+            f"warning: rank {each.rank}{f' ({each.host})' if each.host else ''} arrived last in {each.times:,} of "
+            f"{each.compared:,} calls of group '{each.group}', by {each.seconds:.1f} s in total: {each.share:.0%} of "
             "the time"
             for each in self.late
             if each.stands_out
@@ -234,16 +234,16 @@ def prometheus(ranks: Iterable[RankStats]) -> str:
 
 _METRICS = {
     "ranks": ("gauge", "Ranks of the job that record their calls."),
-    "rank_seconds": ("gauge", "Time since the rank has begun to record its calls."),
-    "calls_total": ("counter", "Calls that have ended well."),
+    "rank_seconds": ("gauge", "Time since the rank began to record its calls."),
+    "calls_total": ("counter", "Calls that succeeded."),
     "bytes_total": ("counter", "Bytes of the tensors of these calls."),
     "call_seconds_total": ("counter", "Time inside these calls."),
-    "waiting_seconds_total": ("counter", "Of that, the time until all ranks had come."),
+    "waiting_seconds_total": ("counter", "Part of that time until all ranks had arrived."),
     "commands_total": ("counter", "Commands that the worker has executed."),
     "command_seconds_total": ("counter", "Time inside these commands."),
-    "compared_calls_total": ("counter", "Calls of a group of which it is known who came last."),
-    "last_calls_total": ("counter", "Of these, the calls in which the rank came last."),
-    "late_seconds_total": ("counter", "By how much it came later than the last but one."),
+    "compared_calls_total": ("counter", "Calls of a group for which the last rank is known."),
+    "last_calls_total": ("counter", "Of these, the calls in which the rank arrived last."),
+    "late_seconds_total": ("counter", "Delay of the rank in these calls after the last but one rank."),
 }
 
 

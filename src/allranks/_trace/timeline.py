@@ -256,7 +256,7 @@ def build(processes: Sequence[RecordedProcess], last_s: float | None = None) -> 
     clocks = clocks_of(processes)
     placed = [replace(process, clock=clocks[process.number]) for process in processes]
     if not any(process.calls or process.alone for process in placed):
-        raise TraceError("there is no call to draw: no rank has called anything")
+        raise TraceError("no calls to draw: no rank has made a call")
     _, collectives, messages = match(placed)
     links = _links(placed, collectives, messages)
     return _Builder(placed, links, last_s).build(collectives, messages)
@@ -327,7 +327,7 @@ class _Builder:
             by_row[_COMMANDS if call.verb == COMMAND else _WAITS].append(call)
         for call in process.calls:
             group = process.groups.get(call.group)
-            name = group.name if group is not None else "a group that is not known"
+            name = group.name if group is not None else "an unknown group"
             by_row[_MESSAGES if call.verb in MESSAGES else name].append(call)
         by_row[_MESSAGES] = by_row.pop(_MESSAGES, [])  # move the messages to the last row
         for title, calls in by_row.items():

@@ -154,7 +154,7 @@ def _has_begun(state: RankState | None, call: CallState) -> bool:
 def _far_state(peer: WatchedPeer, call: CallState, number: int) -> RankState:
     """Return the known state of a rank on another host."""
     group = GroupState(call.group, call.ranks, "", number, True)
-    return RankState(peer.rank, peer.pid, "not to be seen from here", 0.0, groups=(group,))
+    return RankState(peer.rank, peer.pid, "not visible from here", 0.0, groups=(group,))
 
 
 def _place_of(pid: int) -> str:

@@ -99,10 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = Parser(
         prog="allranks env",
-        description="Say what started this process, from which variables, and why.",
+        description="Show what started this process, and the variables that show it.",
         examples=(
             ("allranks env", "what allranks run would do here"),
-            ("srun -N 2 allranks env", "what each rank of such a job takes itself for"),
+            ("srun -N 2 allranks env", "what each rank of that job detects"),
         ),
     )
     parser.add_argument(
@@ -110,9 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=environment_kind,
         metavar="KIND",
         default="auto",
-        help=f"look for this only (as ALLRANKS_ENV): {', '.join(CHOICES)}",
+        help=f"detect only this (same as ALLRANKS_ENV): {', '.join(CHOICES)}",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     try:
         options = parser.parse_args(argv)
     except ConfigError as error:

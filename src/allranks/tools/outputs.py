@@ -29,10 +29,10 @@ def why_not(report: Path | None, picture: Path | None) -> str:
     if picture is None:
         return ""
     if not importlib.util.find_spec("matplotlib"):
-        return "--plot needs matplotlib: pip install matplotlib"
+        return "--plot requires matplotlib: pip install matplotlib"
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.get_supported_filetypes()
     if (ending := picture.suffix.removeprefix(".").lower() or "png") not in known:
-        return f"--plot {picture}: there is no picture format {ending!r}; there are {', '.join(sorted(known))}"
+        return f"--plot {picture}: unknown picture format {ending!r}; expected one of {', '.join(sorted(known))}"
     return ""

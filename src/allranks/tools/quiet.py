@@ -20,7 +20,7 @@ _STOLEN = 0.02  # share of the CPU time that the hypervisor took
 _WAITED = 0.05  # share of the last minute in which a process waited for a CPU
 _CPUFREQ = Path("/sys/devices/system/cpu/cpu0/cpufreq")
 
-READING = "medians are of a machine that others use, too; fastest blocks are nearer to a quiet one's"
+READING = "other processes affect the medians; the fastest blocks are closer to those of a quiet machine"
 """How to interpret figures that were measured on a machine that is not quiet."""
 
 

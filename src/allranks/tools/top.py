@@ -23,24 +23,24 @@ def main(argv: Sequence[str]) -> int:
     """Run the command. Return its exit code."""
     parser = ArgumentParser(
         prog="allranks top",
-        description="Shows calls (of workers: and commands) and bytes per second, the share of the time in which a rank"
-        " waits for others, its CPU and memory, and what it is in. Ctrl-C ends it.",
+        description="Show calls and bytes per second, the share of the time in which a rank waits for other ranks, its"
+        " CPU and memory, and its current call. For workers, commands are shown, too. Press Ctrl-C to stop.",
         examples=(
             ("allranks top", "the only job of this user here, every 2 s"),
-            ("allranks top -d 10 -n 6 --json >usage.jsonl", "a minute of it, for programs"),
+            ("allranks top -d 10 -n 6 --json >usage.jsonl", "one minute, as JSON for programs"),
         ),
     )
     parser.add_argument(
-        "job", nargs="?", type=int, metavar="JOB", help="the pid of its launcher, where several jobs run"
+        "job", nargs="?", type=int, metavar="JOB", help="pid of the launcher, required if several jobs run"
     )
     parser.add_argument(
-        "-d", "--delay", type=float, default=2.0, metavar="S", help="seconds between two looks (default 2)"
+        "-d", "--delay", type=float, default=2.0, metavar="S", help="seconds between updates (default 2)"
     )
-    parser.add_argument("-n", "--count", type=int, metavar="N", help="end after so many looks")
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each look")
+    parser.add_argument("-n", "--count", type=int, metavar="N", help="stop after N updates")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON for each update")
     args = parser.parse_args(argv)
     if args.delay <= 0:
-        parser.error("--delay: it must be more than 0")
+        parser.error("--delay must be positive")
     try:
         return _watch(args.job, args.delay, args.count, args.json)
     except AllranksError as error:

@@ -28,11 +28,11 @@ def main(argv: Sequence[str]) -> int | Program:
             return USAGE
     parser = ArgumentParser(
         prog="allranks trace",
-        description="Tells what the ranks of a job do, or did.",
+        description="Show what the ranks of a job do, or did.",
         epilog="allranks trace COMMAND --help describes a command.",
         examples=(
             ("allranks trace show", "what each rank of the job on this host waits for"),
-            ("allranks trace record -o calls.html -- -n 4 train.py", "runs a program, and draws its calls"),
+            ("allranks trace record -o calls.html -- -n 4 train.py", "run a program, and draw its calls"),
         ),
     )
     parser.add_argument("command", choices=_COMMANDS, help="; ".join(f"{n}: {s}" for n, (_, s) in _COMMANDS.items()))
@@ -43,18 +43,18 @@ def main(argv: Sequence[str]) -> int | Program:
 def _show(words: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="allranks trace show",
-        description="Shows what each rank of a running job does, for how long, and for whom it waits. It finds the jobs"
-        " of this user on this host; on any host of a job it shows all of the job.",
+        description="Show what each rank of a running job does, for how long, and for which ranks it waits. Finds the"
+        " jobs of this user on this host, and shows all hosts of a job.",
         examples=(
             ("allranks trace show", "the only job of this user here"),
-            ("allranks trace show --calls 5 4711", "one of several, with the newest calls of each rank"),
+            ("allranks trace show --calls 5 4711", "one of several jobs, with the newest calls of each rank"),
         ),
     )
     parser.add_argument(
-        "job", nargs="?", type=int, metavar="JOB", help="the pid of its launcher, where several jobs run"
+        "job", nargs="?", type=int, metavar="JOB", help="pid of the launcher, required if several jobs run"
     )
     parser.add_argument("--calls", type=int, default=0, metavar="N", help="also the N newest calls of each rank")
-    parser.add_argument("--json", action="store_true", help="all that is known, as JSON")
+    parser.add_argument("--json", action="store_true", help="print all information as JSON")
     args = parser.parse_args(words)
     answer = choose(args.job, Question(recent=max(0, min(args.calls, 1000))))
     if args.json:
@@ -87,12 +87,12 @@ def choose(pid: int | None, question: Question) -> JobAnswer:
     if len(found) == 1:
         return found[0]
     if found:
-        raise NoAnswer(f"several jobs run here; name one:{listed}")
+        raise NoAnswer(f"several jobs run here; choose one:{listed}")
     if silent:
         raise silent[0]
     if listed:
-        raise NoAnswer(f"no job here has the launcher {pid}; there are:{listed}")
-    raise NoAnswer("this user has no job here that a launcher of allranks has started")
+        raise NoAnswer(f"no job here has the launcher {pid}; running jobs:{listed}")
+    raise NoAnswer("no launcher of allranks runs a job of this user on this host")
 
 
 def _overview(answer: JobAnswer, calls: int) -> list[str]:
@@ -106,7 +106,7 @@ def _overview(answer: JobAnswer, calls: int) -> list[str]:
         lines += ["", f"rank {state.rank}:"]
         for call in state.recent:
             took = f"{call.seconds * 1e3:.3f} ms" if call.ended else f"for {_time(call.seconds)}"
-            last = f", rank {call.last} came last" if call.last >= 0 else ""
+            last = f", rank {call.last} arrived last" if call.last >= 0 else ""
             lines.append(f"  {call.title:24} {took:>14}{last}{f', {call.site}' if call.site else ''}")
     return lines
 
@@ -177,8 +177,8 @@ def _flight(words: Sequence[str]) -> int:
 
 
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int | Program], str]] = {
-    "show": (_show, "what the ranks of a running job do"),
-    "timeline": (_timeline, "draws the calls of all ranks on one clock, from trace files"),
-    "record": (_record, "runs a program and writes its timeline"),
-    "flight": (_flight, "writes trace files in the format of torch's Flight Recorder, for torchfrtrace"),
+    "show": (_show, "show what the ranks of a running job do"),
+    "timeline": (_timeline, "draw the calls of all ranks on one clock, from trace files"),
+    "record": (_record, "run a program and write its timeline"),
+    "flight": (_flight, "convert trace files to the format of torch's Flight Recorder, for torchfrtrace"),
 }

@@ -35,9 +35,9 @@ def timeline(words: Sequence[str]) -> int:
     """
     parser = ArgumentParser(
         prog="allranks trace timeline",
-        description="Puts the calls of all ranks on one clock, and draws them: who waited for whom, and how long.",
+        description="Put the calls of all ranks on one clock and draw them: which rank waited for which, and how long.",
         examples=(
-            ("allranks trace timeline calls", "what allranks run --trace calls has recorded, in some lines"),
+            ("allranks trace timeline calls", "summary of the calls that allranks run --trace calls has recorded"),
             ("allranks trace timeline -o calls.html calls", "a page for a browser"),
         ),
     )
@@ -45,15 +45,15 @@ def timeline(words: Sequence[str]) -> int:
     _add_output(parser)
     parser.add_argument(
         "--profiler", nargs="+", action="extend", default=[], type=Path, metavar="FILE",
-        help="traces of torch.profiler of the same ranks (export_chrome_trace); they become part of the *.json",
+        help="traces of torch.profiler of the same ranks (export_chrome_trace), to add to the *.json",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     args = parser.parse_args(words)
     _check_outputs(args.output)
     if args.profiler and not any(_is_json(file) for file in args.output):
-        raise ConfigError("--profiler is for a timeline in *.json or *.json.gz (-o)")
+        raise ConfigError("--profiler requires a timeline in *.json or *.json.gz (-o)")
     with TerminalProgress("allranks trace") as progress:
-        progress.at("reads the trace files")
+        progress.at("reading the trace files")
         found = read(args.paths, args.last)
         _write(found, args.output, args.profiler, progress)
     if args.json:
@@ -76,14 +76,14 @@ def record(words: Sequence[str]) -> int | Program:
     parser = ArgumentParser(
         prog="allranks trace record",
         usage="allranks trace record -o FILE [--last TIME] --\n         [options of allranks run] script.py [args ...]",
-        description="Runs a program as allranks run does, and writes the timeline of its calls when it has ended.",
+        description="Run a program as allranks run does, and write the timeline of its calls when it has exited.",
         examples=(("allranks trace record -o calls.html -- -n 4 train.py", "four ranks, and a page for a browser"),),
     )
     _add_output(parser)
     own, job = _split(list(words))
     args = parser.parse_args(own)
     if not args.output:
-        raise ConfigError("-o FILE is missing: where the timeline is to be written")
+        raise ConfigError("-o FILE is missing: the file for the timeline")
     if not job:
         raise ConfigError("a program is missing: allranks trace record -o timeline.html -- -n 4 train.py")
     _check_outputs(args.output)
@@ -96,13 +96,13 @@ def record(words: Sequence[str]) -> int | Program:
     try:
         if any(folder.iterdir()):
             with TerminalProgress("allranks trace") as progress:
-                progress.at("reads the trace files")
+                progress.at("reading the trace files")
                 found = read([folder], args.last, just_ended=True)
                 _write(found, args.output, [], progress)
             for line in summary(found, args.output):
                 print(f"allranks trace record: {line}", file=sys.stderr)
         elif code == 0:
-            raise ConfigError("there is nothing to draw: no rank of this host has made a group of allranks")
+            raise ConfigError("no calls to draw: no rank of this host has created a group of allranks")
     finally:
         shutil.rmtree(folder)
     return code
@@ -117,21 +117,21 @@ def flight(words: Sequence[str]) -> int:
     """
     parser = ArgumentParser(
         prog="allranks trace flight",
-        description="Writes the calls of each rank in the format of torch's Flight Recorder. torchfrtrace FOLDER, which"
-        " comes with torch, then says which rank has not called what the others have.",
+        description="Write the calls of each rank in the format of torch's Flight Recorder. torchfrtrace FOLDER, a tool"
+        " of torch, then reports the ranks that missed a call.",
         examples=(("allranks trace flight -o dumps calls && torchfrtrace dumps", "what torch's tool finds"),),
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=_PATHS)
     parser.add_argument(
-        *("-o", "--output"), required=True, type=Path, metavar="FOLDER", help="where to write; it has no other files"
+        *("-o", "--output"), required=True, type=Path, metavar="FOLDER", help="output folder, without other files"
     )
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     args = parser.parse_args(words)
     with TerminalProgress("allranks trace") as progress:
-        progress.at("reads the trace files")
+        progress.at("reading the trace files")
         processes = [read_process(i, str(path), open_trace(path)) for i, path in enumerate(trace_files(args.paths))]
         found = flight_recorder.dumps(processes)
-        progress.at(f"writes into {args.output}")
+        progress.at(f"writing into {args.output}")
         try:
             files = [flight_recorder.write(args.output, dump, process) for dump, process in found.values()]
         except OSError as error:
@@ -142,10 +142,8 @@ def flight(words: Sequence[str]) -> int:
         return 0
     lines = [f"{len(files)} ranks, {sum(len(dump.calls) for dump, _ in found.values())} calls, in {args.output}"]
     if left_out:
-        lines.append(
-            f"{left_out} messages are left out, as it is not known which message they were (recv from any rank)"
-        )
-    lines.append(f"now: torchfrtrace {args.output}")
+        lines.append(f"{left_out} messages are omitted, because the received message is not known (recv from any rank)")
+    lines.append(f"next: torchfrtrace {args.output}")
     put("".join(f"{line}\n" for line in lines))
     return 0
 
@@ -162,7 +160,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         *("-o", "--output"), action="append", default=[], type=Path, metavar="FILE", help=f"what to write: {_FORMATS}"
     )
-    parser.add_argument("--last", type=_seconds, metavar="TIME", help="only the last so much time: 30, 5m")
+    parser.add_argument("--last", type=_seconds, metavar="TIME", help="only this much time at the end: 30, 5m")
 
 
 def _seconds(text: str) -> float:
@@ -188,7 +186,7 @@ def _check_outputs(files: Sequence[Path]) -> None:
 def _write(found: Timeline, files: Sequence[Path], profiler: Sequence[Path], progress: TerminalProgress) -> None:
     profiles = [read_profile(file, found) for file in profiler]
     for file in files:
-        progress.at(f"draws {found.calls} calls into {file.name}")
+        progress.at(f"drawing {found.calls} calls into {file.name}")
         try:
             if _is_json(file):
                 from allranks._trace import chrome
@@ -216,16 +214,18 @@ def summary(found: Timeline, files: Sequence[Path]) -> list[str]:
     commands = f" and {found.commands} commands of workers" if found.commands else ""
     lines = [f"{len(ranks)}{of} ranks{where}, {found.calls} calls{commands} in {found.end / 1e9:.3g} s"]
     if of:
-        lines.append(f"there are no files of {rank_list(sorted(set(range(size)) - set(ranks)))}")
+        lines.append(f"no files of {rank_list(sorted(set(range(size)) - set(ranks)))}")
     if found.late:
         late = found.late[0]
         lines.append(
-            f"rank {late.rank} came last in {late.times} of {found.compared} collectives; others have waited"
+            f"rank {late.rank} arrived last in {late.times} of {found.compared} collectives; other ranks waited"
             f" {late.waited / 1e9:.3g} s for it"
         )
     lines += [_clock(clock, found.clocks[0]) for clock in found.clocks[1:]]
     if found.missing:
-        lines.append(f"{found.missing} calls are missing: files keep the newest ones, and end where a disk is full")
+        lines.append(
+            f"{found.missing} calls are missing: files keep only the newest calls, and stop growing if the disk is full"
+        )
     lines += [f"written to {file}" for file in files]
     return lines
 

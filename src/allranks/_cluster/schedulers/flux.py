@@ -24,7 +24,7 @@ def _read_flux(read: Reader, context: LaunchContext) -> LaunchContext:
 
 def _find_allocation(environ: Environ, launcher: bool) -> LaunchContext | None:
     read = Reader(environ, "flux")
-    if not read.text("FLUX_URI", "A Flux instance, whose nodes are ours.") or not launcher:
+    if not read.text("FLUX_URI", "The Flux instance of this allocation.") or not launcher:
         return None
     return allocation_of(read, "flux", remote_commands=("flux",))
 
@@ -36,7 +36,7 @@ def _read_hosts(context: LaunchContext) -> tuple[Slots, ...]:
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"cannot ask Flux for its hosts ({shlex.join(words)}): {error}") from None
+        raise ConfigError(f"cannot get the hosts from Flux ({shlex.join(words)}): {error}") from None
     return tuple(Slots(name) for name in expand_hosts(done.stdout.strip(), shlex.join(words)))
 
 

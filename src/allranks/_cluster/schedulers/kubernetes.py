@@ -80,7 +80,7 @@ def _find_indexed_job(environ: Environ, launcher: bool) -> LaunchContext | None:
     read = Reader(environ, "indexedjob")
     index = read.number("JOB_COMPLETION_INDEX", "The number of this pod.")
     jobset = read.text("JOBSET_NAME", "The JobSet, and the domain of its pods.")
-    own = read.text("HOSTNAME", "This pod; the first has the same name, with a 0 at its end.")
+    own = read.text("HOSTNAME", "This pod. The first pod has the same name with a 0 at the end.")
     stem, dash, last = own.partition(".")[0].rpartition("-")
     known = bool(dash) and last == str(index)
     leader = f"{stem}-0" if known else ""
@@ -157,19 +157,19 @@ def _quoted(text: str) -> str:
 
 def _check(job: Job) -> None:
     if not job.image:
-        raise ConfigError("Kubernetes runs an image: give --image REGISTRY/NAME:TAG")
+        raise ConfigError("Kubernetes requires an image: set --image REGISTRY/NAME:TAG")
     for option, value in (("--name", job.name), ("--namespace", job.namespace or "default")):
         if len(value) > _LONGEST_LABEL or not _DNS_LABEL.fullmatch(value):
             raise ConfigError(
-                f"{option} {value!r} is no name for Kubernetes. Expected a lower-case letter, then such, digits and"
-                f" dashes, at most {_LONGEST_LABEL}, for example train-7."
+                f"{option} {value!r} is not a valid Kubernetes name. Expected a lower-case letter, then lower-case"
+                f" letters, digits and dashes, at most {_LONGEST_LABEL} characters, for example train-7."
             )
     if job.folder and not job.folder.startswith("/"):
-        raise ConfigError(f"--chdir {job.folder!r}: expected a folder of the image, as /srv/train")
+        raise ConfigError(f"--chdir {job.folder!r}: expected a folder of the image, such as /srv/train")
     if job.account:
-        raise ConfigError("Kubernetes has no accounts: leave out --account")
+        raise ConfigError("Kubernetes has no accounts: omit --account")
     if job.queue:
-        raise ConfigError("Kubernetes has no queues of its own: leave out --queue")
+        raise ConfigError("Kubernetes has no queues: omit --queue")
 
 
 def _name_for(stem: str) -> str:

@@ -27,7 +27,7 @@ def _read_jsrun(read: Reader, context: LaunchContext) -> LaunchContext:
 def _find_allocation(environ: Environ, launcher: bool) -> LaunchContext | None:
     read = Reader(environ, "lsf")
     path = read.text("LSB_DJOB_HOSTFILE", "This file lists its hosts.")
-    pairs = read.text("LSB_MCPU_HOSTS", "Its hosts, and how many processes each is meant for.")
+    pairs = read.text("LSB_MCPU_HOSTS", "Its hosts, and the number of processes planned for each host.")
     job = read.text("LSB_JOBID", "The job.")
     if not (path or pairs) or not launcher:
         return None
@@ -97,7 +97,7 @@ SCHEDULER = Scheduler(
         command=("bsub",),
         id=r"^Job <(\d+)>",
         state="bjobs {id}",
-        output="bpeek -f {id}  (then {id}.out)",
+        output="bpeek -f {id}  (after the job ends: {id}.out)",
         stop="bkill {id}",
     ),
 )

@@ -17,8 +17,8 @@ __all__ = ["SCHEDULER"]
 
 
 def _read_openmpi(read: Reader, context: LaunchContext) -> LaunchContext:
-    read.text("PMIX_HOSTNAME", "This host, as Open MPI calls it.")
-    job = read.text("PMIX_NAMESPACE", "The job; its PMIx server says where rank 0 is.")
+    read.text("PMIX_HOSTNAME", "Name of this host in Open MPI.")
+    job = read.text("PMIX_NAMESPACE", "The job. Its PMIx server provides the host of rank 0.")
     return replace(context, job=job)
 
 

@@ -77,7 +77,7 @@ SCHEDULER = Scheduler(
         command=("qsub",),
         id=r"^(\d+\S*)$",
         state="qstat {id}",
-        output="cat {name}.o{number}  (there when it has ended)",
+        output="cat {name}.o{number}  (available after the job ends)",
         stop="qdel {id}",
     ),
 )

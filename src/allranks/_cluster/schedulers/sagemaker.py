@@ -22,15 +22,15 @@ def _find_node(environ: Environ, launcher: bool) -> LaunchContext | None:
     read = Reader(environ, "sagemaker")
     read.require("SM_HOSTS", "SM_CURRENT_HOST")
     text = read.text("SM_HOSTS", "The hosts.")
-    here = read.text("SM_CURRENT_HOST", "This one.")
-    read.text("SM_NETWORK_INTERFACE_NAME", "The interface between them.")
+    here = read.text("SM_CURRENT_HOST", "This host.")
+    read.text("SM_NETWORK_INTERFACE_NAME", "The network interface between the hosts.")
     try:
         names = json.loads(text)
     except ValueError:
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or here not in names:
         raise ConfigError(
-            f"SM_HOSTS={text!r} and SM_CURRENT_HOST={here!r}: Expected a JSON list of hosts, with this one in it."
+            f"SM_HOSTS={text!r} and SM_CURRENT_HOST={here!r}: Expected a JSON list of hosts that contains this host."
         )
     context = LaunchContext(
         "sagemaker",

@@ -43,14 +43,14 @@ def _read_slurm(read: Reader, context: LaunchContext) -> LaunchContext:
     step = read.text("SLURM_STEP_ID", "The step: srun started this process.")
     nodelist = read.text("SLURM_STEP_NODELIST", "The nodes of this step.")
     names = expand_hosts(nodelist, "SLURM_STEP_NODELIST") if nodelist else []
-    per_node = read.text("SLURM_STEP_TASKS_PER_NODE", "The number of tasks on each of them.")
+    per_node = read.text("SLURM_STEP_TASKS_PER_NODE", "The number of tasks on each of these nodes.")
     counts = expand_counts(per_node, "SLURM_STEP_TASKS_PER_NODE") if per_node else []
     ports = read.text("SLURM_STEP_RESV_PORTS", "Ports that SLURM has reserved for this step.")
     if counts and names and (len(counts) != len(names) or sum(counts) != context.size):
         raise ConfigError(
             f"SLURM_STEP_NODELIST={nodelist}, SLURM_STEP_TASKS_PER_NODE={per_node} and"
             f" SLURM_STEP_NUM_TASKS={context.size} contradict each other: some of"
-            " them are left over from another step.\n"
+            " them belong to another step.\n"
             "  Start with srun --export=ALL from a fresh shell, or set RANK and WORLD_SIZE."
         )
     node = context.node
@@ -94,7 +94,7 @@ def _hosts_of(read: Reader, group: str) -> list[Slots]:
     """Return the nodes of an allocation, or of one component of it."""
     nodelist, tasks = f"SLURM_JOB_NODELIST{group}", f"SLURM_TASKS_PER_NODE{group}"
     names = expand_hosts(read.text(nodelist, "Its nodes."), nodelist)
-    per_node = read.text(tasks, "How many tasks each is meant for.")
+    per_node = read.text(tasks, "The number of tasks planned for each node.")
     counts: list[int | None] = [*expand_counts(per_node, tasks)] if per_node else []
     if len(counts) != len(names):
         counts = [None] * len(names)
@@ -102,11 +102,11 @@ def _hosts_of(read: Reader, group: str) -> list[Slots]:
 
 
 def _alone(read: Reader, tasks: str, instead: str) -> LaunchContext | None:
-    count = read.number(tasks, "The number of tasks that were asked for.")
+    count = read.number(tasks, "The number of requested tasks.")
     if count is None or count < 2:
         return None
     hint = (
-        f"this process was not started by srun, and is alone, in a job of {count} tasks ({tasks}). Start with {instead}"
+        f"srun did not start this process. It runs alone in a job of {count} tasks ({tasks}). Start it with {instead}"
     )
     return LaunchContext(read.kind, "none", hint=hint, why=read.why)
 

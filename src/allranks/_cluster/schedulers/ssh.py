@@ -37,10 +37,10 @@ def _explain(host: str, code: int | None, stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     hint = ""
     if "Permission denied" in stderr:
-        hint = f" (ssh must get in without a password: ssh-copy-id {host}, or --ssh 'ssh -i KEY')"
+        hint = f" (ssh must connect without a password: ssh-copy-id {host}, or --ssh 'ssh -i KEY')"
     elif "Host key verification failed" in stderr:
-        hint = f" (connect once by hand: ssh {host})"
-    return f"ssh cannot connect: {lines[-1] if lines else 'no reason given'}{hint}"
+        hint = f" (connect once manually: ssh {host})"
+    return f"ssh cannot connect: {lines[-1] if lines else 'no reason reported'}{hint}"
 
 
 SSH = RemoteCommand(

@@ -18,8 +18,8 @@ def _find_rank(environ: Environ, launcher: bool) -> LaunchContext | None:
         return None  # the variables number pods, not ranks: see PyTorchJob in ``kubernetes``
     read = Reader(environ, "torchrun")
     for name, kind, meaning in (
-        ("TORCHELASTIC_RUN_ID", "torchrun", "torchrun, or a launcher of its style, started this process."),
-        ("ALLRANKS_STORE", "allranks", "allranks run started this process; the ranks meet on its store."),
+        ("TORCHELASTIC_RUN_ID", "torchrun", "torchrun, or a compatible launcher, started this process."),
+        ("ALLRANKS_STORE", "allranks", "allranks run started this process. The ranks join through its store."),
     ):
         if read.text(name, meaning):
             read.kind = kind

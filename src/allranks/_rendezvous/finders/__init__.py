@@ -53,11 +53,13 @@ def register_rendezvous_handler(scheme: str, handler: Callable[..., Iterator[tup
         >>> dist.destroy_process_group()
     """
     if not isinstance(scheme, str) or not _SCHEME.fullmatch(scheme):
-        raise UsageError(f"register_rendezvous_handler: {scheme!r} is no scheme of a URL. Expected for example 'mine'.")
+        raise UsageError(
+            f"register_rendezvous_handler: {scheme!r} is not a URL scheme. Expected a scheme such as 'mine'."
+        )
     if not callable(handler):
         raise UsageError(f"register_rendezvous_handler: the handler of {scheme}:// is {handler!r}, not a function.")
     if scheme in BUILT_IN or scheme in _registered:
-        raise UsageError(f"register_rendezvous_handler: {scheme}:// has a handler already. Expected another scheme.")
+        raise UsageError(f"register_rendezvous_handler: {scheme}:// already has a handler. Expected another scheme.")
     _registered[scheme] = Method(scheme, f"{scheme}://", functools.partial(HandlerFinder, handler=handler))
 
 

@@ -38,5 +38,5 @@ class Endpoint(msgspec.Struct, frozen=True):
         if self.machine == me.machine:
             return self.address
         if not self.far:
-            raise NotYet(f"rank 0, on host {self.host}, listens on its host only")
+            raise NotYet(f"rank 0, on host {self.host}, listens on that host only")
         return self.far[attempt % len(self.far)]

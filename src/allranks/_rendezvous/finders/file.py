@@ -47,7 +47,7 @@ class FileFinder(ServedFinder):
     def open(self, me: Member) -> None:
         path = self._path = _path_of(self.request)
         if not path.parent.is_dir() or (path.exists() and not path.is_file()):
-            raise ConfigError(f"file://{path}: Expected a file that does not exist yet, in a folder that does.")
+            raise ConfigError(f"file://{path}: Expected a new file in an existing folder.")
         self.where = f"rank 0 (the server named in {path})"
         token = secrets.token_hex(32)
         self.secret = token.encode()
@@ -69,11 +69,11 @@ class FileFinder(ServedFinder):
                 _request_for_port(path, endpoint.token).touch(0o600)
                 raise NotYet(f"rank 0, on host {endpoint.host}, does not listen for other hosts yet")
         except FileNotFoundError:
-            raise NotYet("the file is not there") from None
+            raise NotYet("the file does not exist") from None
         except msgspec.MsgspecError:
             raise NotYet("the file names no server") from None
         except OSError as error:
-            raise ConfigError(f"file://{path}: cannot be read, or the folder not written: {reason(error)}.") from None
+            raise ConfigError(f"file://{path}: cannot read the file or write to its folder: {reason(error)}.") from None
         if endpoint.trouble:
             raise NotYet(endpoint.trouble)
         self.secret = endpoint.token.encode()

@@ -147,7 +147,7 @@ class ServedFinder(Finder):
     """
 
     fresh = True
-    advice = "Is rank 0 running, with the same address, and can this host reach it?"
+    advice = "Check that rank 0 is running with the same address and that this host can reach it."
     secret = b""
 
     def open(self, me: Member) -> None:

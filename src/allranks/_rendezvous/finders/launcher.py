@@ -13,7 +13,7 @@ __all__ = ["LauncherFinder"]
 class LauncherFinder(Finder):
     """Finder of the launcher's store, whose address is in the environment."""
 
-    advice = "Is the launcher running, and can this host reach it?"
+    advice = "Check that the launcher is running and that this host can reach it."
     _secret = b""
 
     def open(self, me: Member) -> None:

@@ -50,12 +50,12 @@ def find_by_context(request: Request, job: JobEnv, context: LaunchContext) -> Fi
         return _PortsFinder(request, job, context)
     if job.world_size == 1:
         return GivenStoreFinder(request, job, HashStore(), "this process")
-    why = f"{context.kind} does not say where rank 0 is"
+    why = f"{context.kind} does not provide the address of rank 0"
     if mpi and context.pmi is not None:
-        why = "MPI has been started in this process, and PMI is its own from then on"
+        why = "MPI is initialized in this process, and only MPI can use PMI after that"
     raise ConfigError(
         f"rank {context.rank} of {context.size}: the ranks cannot find each other: {why}.\n"
-        "  Set MASTER_ADDR and MASTER_PORT, the same on all ranks, or, where MPI is to move the tensors:"
+        "  Set MASTER_ADDR and MASTER_PORT, the same on all ranks. If MPI is to move the tensors, call"
         " init_process_group('mpi')."
     )
 
@@ -116,7 +116,7 @@ class _PortsFinder(_SchedulerFinder):
             except ConfigError as error:  # the port is taken
                 troubles.append(str(error).partition("\n")[0])
         raise ConfigError(
-            "rank 0 can have none of the ports on which the others look for it:\n  "
+            "rank 0 cannot listen on any of the ports on which the other ranks search for it:\n  "
             + "\n  ".join(troubles)
             + "\n  Set MASTER_ADDR and MASTER_PORT, the same on all ranks."
         )
@@ -145,7 +145,7 @@ class _PortsFinder(_SchedulerFinder):
 class _PmiFinder(_SchedulerFinder):
     """Finder of a unix socket, and of a port for other hosts. Rank 0 posts the addresses over PMI."""
 
-    advice = "A rank that prints no such line has not called init_process_group: look at its output."
+    advice = "A rank that does not print this message has not called init_process_group. Check its output."
 
     def __init__(self, request: Request, job: JobEnv, context: LaunchContext, fd: int) -> None:
         super().__init__(request, job, context)
@@ -154,7 +154,7 @@ class _PmiFinder(_SchedulerFinder):
 
     def open(self, me: Member) -> None:
         self._board = PmiBoard(self._fd)
-        self.where = "rank 0 (whose address comes by PMI)"
+        self.where = "rank 0 (which posts its address over PMI)"
         self.secret = secrets.token_hex(32).encode()
         super().open(me)
         if self.server is not None:
@@ -173,7 +173,7 @@ class _PmiFinder(_SchedulerFinder):
     def locate(self) -> str:
         text = self._board.read(min(_BOARD_S, max(self.request.left_s(), 0.0)))
         if text is None:
-            raise NotYet("not all ranks have connected to it yet")
+            raise NotYet("not all ranks have connected to the PMI server yet")
         endpoint = msgspec.json.decode(bytes.fromhex(text), type=Endpoint)
         self.secret = endpoint.token.encode()
         return endpoint.address_for(self.me, next(self._attempts))

@@ -32,7 +32,7 @@ class Handler(Protocol):
 class GivenStoreFinder(Finder):
     """Finder of a store that outlives the rendezvous. It stays open."""
 
-    advice = "Is its server running?"
+    advice = "Check that its server is running."
 
     def __init__(self, request: Request, job: JobEnv, store: object, where: str) -> None:
         super().__init__(request, job)
@@ -55,7 +55,7 @@ class HandlerFinder(GivenStoreFinder):
                 pass
             case _:
                 raise UsageError(
-                    f"init_method={request.init_method!r}: the handler of {scheme}:// gave {given!r}. Expected a "
+                    f"init_method={request.init_method!r}: the handler of {scheme}:// returned {given!r}. Expected a "
                     "generator that yields (store, rank, world_size)."
                 )
         job = read_env(rank, world_size, request.environ, by_env=False)

@@ -18,7 +18,7 @@ _PROBE_S = 3.0  # seconds to check that the agent answers
 class AgentFinder(Finder):
     """Finder of the store that torchrun's agent serves at MASTER_ADDR and MASTER_PORT."""
 
-    advice = "Is torchrun still running there, and can this host reach it?"
+    advice = "Check that torchrun is still running there and that this host can reach it."
 
     def open(self, me: Member) -> None:
         super().open(me)

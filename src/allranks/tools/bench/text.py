@@ -65,7 +65,7 @@ def conditions(found: Conditions, ranks: int, cores: int) -> str:
     """
     why = judge(found)
     if ranks > found.cpus:
-        why.append(f"{ranks} ranks take turns on {found.cpus} CPUs")
+        why.append(f"{ranks} ranks share {found.cpus} CPUs")
     elif ranks > cores:
         why.append(f"{ranks} ranks share {cores} cores (hyperthreads)")
     if why:
@@ -164,7 +164,7 @@ def small_text(found: Small) -> str:
         ("async", "blocking"), ("torch", "torch, nothing"), ("torch async", "torch async, nothing"),
         ("torch", "torch, fake"), ("torch async", "torch async, fake"),
     ):  # fmt: skip
-        lines.append(f"# {way}: {found.more_s(way, than) * 1e6:+.2f} us, beside {than}")
+        lines.append(f"# {way}: {found.more_s(way, than) * 1e6:+.2f} us, compared with {than}")
     for peer in ("mpi", "mpi persistent"):
         if peer in found.ways_s:
             lines.append(f"# {peer} / plan: {times(found.ways_s[peer] / found.ways_s['plan'])}")

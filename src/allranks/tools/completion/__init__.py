@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command. Return the exit code."""
     parser = ArgumentParser(
         prog="allranks completion",
-        description="Print the script that completes allranks in a shell: commands, options, and what they take.",
+        description="Print the script with which a shell completes the commands, options and values of allranks.",
         examples=(
             ("source <(allranks completion bash)", "in ~/.bashrc; source <(allranks completion zsh) in ~/.zshrc"),
             ("allranks completion fish >~/.config/fish/completions/allranks.fish", "once, for fish"),

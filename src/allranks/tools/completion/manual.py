@@ -31,7 +31,7 @@ def _overview(commands: Sequence[CliCommand]) -> Iterator[str]:
     for command in commands:
         yield from (".TP", rf"\fBallranks\-{_plain(command.name)}\fR(1)", _plain(command.summary))
     yield ".SH OPTIONS"
-    yield from (".TP", r"\fB\-h\fR, \fB\-\-help\fR", "print the commands; after a command, what it takes")
+    yield from (".TP", r"\fB\-h\fR, \fB\-\-help\fR", "print the commands; after a command, print its options")
     yield from (".TP", r"\fB\-V\fR, \fB\-\-version\fR", "print the version")
     yield from _examples(EXAMPLES)
 

@@ -92,7 +92,7 @@ def _parser(module: str, words: Sequence[str], name: str) -> ArgumentParser:
     with collecting_help() as found, contextlib.suppress(SystemExit):
         importlib.import_module(module).main([*words, "--help"])
     if len(found) != 1:
-        raise ConfigError(f"allranks {name} --help shows no help here")
+        raise ConfigError(f"allranks {name} --help printed no help")
     return found[0]
 
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int | Program:
 
         return cli.main(["-n", str(wanted.nproc), "-q", "--show", "0", "-m", __name__, *options.without_nproc(argv)])
     if wanted.plot is not None and job.job_here().world_size == 1:
-        print("allranks doctor: error: --plot draws pairs of ranks, and this is no job: add -n 4", file=sys.stderr)
+        print("allranks doctor: error: --plot draws pairs of ranks, but this is not a job: add -n 4", file=sys.stderr)
         return USAGE
     every = (*software.CHECKS, *limits.CHECKS, *network.CHECKS, *job.CHECKS)  # in the order of the report
     # if the ranks have not met, each rank continues here, but only one writes the file
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int | Program:
         for number, each in enumerate(every):
             progress.at(f"check {number + 1} of {len(every)}, {each.__name__.replace('_', ' ')}")
             checks.append(check.run(each))
-        progress.at("what the ranks have found, and the connections between them")
+        progress.at("results of the ranks, and the connections between them")
         try:
             found = ranks.examine(checks, wanted)
         except ConfigError:  # the check of the variables has already reported it

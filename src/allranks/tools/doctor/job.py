@@ -45,20 +45,22 @@ def judge_variables(environ: Mapping[str, str]) -> Finding:
     there = {name: environ[name] for name in _RANKS if environ.get(name)}
     if "ALLRANKS_STORE" in there:
         there["ALLRANKS_STORE"] = "..."  # the value gives access to the job, so it is not printed
-    described = ", ".join(f"{name}={value}" for name, value in there.items()) or "RANK and its like are not set"
+    described = (
+        ", ".join(f"{name}={value}" for name, value in there.items()) or "RANK and similar variables are not set"
+    )
     try:
         env = read_env(environ=environ)
     except ConfigError as error:
         return fail(
             f"{described}: {str(error).splitlines()[0]}",
-            f"Left over from another job? unset {' '.join(there)}",
+            f"If these variables belong to another job: unset {' '.join(there)}",
         )
     known = [variable.name for variable in VARIABLES]
     unknown = [n for n in environ if n.startswith("ALLRANKS_") and n not in known and not n.startswith(_OF_TESTS)]
     if unknown:
         close = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
         meant = ", ".join(f"{name} (did you mean {near[0]}?)" if near else name for name, near in close.items())
-        return warn(f"{described}; nobody reads {meant}", "Correct or unset it.")
+        return warn(f"{described}; allranks does not read {meant}", "Correct or unset it.")
     return ok(f"{described}: rank {env.rank} of {env.world_size}")
 
 
@@ -67,7 +69,8 @@ def secret() -> Finding:
     environ = os.environ
     if environ.get("ALLRANKS_INSECURE", "").strip() not in ("", "0"):
         return warn(
-            "ALLRANKS_INSECURE is set", "Whoever reaches this job's ports can join it: unset ALLRANKS_INSECURE."
+            "ALLRANKS_INSECURE is set",
+            "Any process that can reach the ports of this job can join it. Unset ALLRANKS_INSECURE.",
         )
     given = next((name for name in ("ALLRANKS_SECRET", "ALLRANKS_SECRET_FILE") if environ.get(name, "").strip()), "")
     if not given:
@@ -77,13 +80,13 @@ def secret() -> Finding:
             problem, _, advice = str(error).partition("\n")
             return warn(problem, advice.strip())  # only a warning: the launcher creates one for a job on this host
         if not file.exists():
-            return ok(f"none yet: {file} is made when one is needed")
+            return ok(f"none yet: allranks creates {file} when it needs one")
         given = str(file)
     try:
         load_secret(environ)
     except ConfigError as error:
         problem, _, advice = str(error).partition("\n")
-        return fail(problem, advice.strip() or "Make one: openssl rand -hex 32")
+        return fail(problem, advice.strip() or "Create one: openssl rand -hex 32")
     return ok(f"from {given}")
 
 

@@ -54,7 +54,7 @@ def judge_quiet(found: Conditions) -> Finding:
     described = f"load {_round(found.load)} in the last minute{waited}; steal {_share(found.steal or 0.0)}"
     described += f"; governor {found.governor}" if found.governor else ""
     if judge(found):
-        return warn(described, f"Not quiet: {READING}. Measure again, or elsewhere; allranks bench reports both.")
+        return warn(described, f"Not quiet: {READING}. Measure again, or on another host; allranks bench reports both.")
     return ok(described)
 
 
@@ -80,10 +80,10 @@ def judge_cpus(usable: int, all_cpus: int, ranks: int, threads: int | None, whol
     described = f"{usable} of {all_cpus} usable" if usable != all_cpus else f"{usable}"
     described += f", ranks here {ranks}, OMP_NUM_THREADS {threads or 'not set'}"
     if ranks > usable:
-        return warn(described, "Ranks take turns: start no more of them than there are CPUs, or ask for more CPUs.")
+        return warn(described, "Ranks share CPUs. Start at most one rank for each CPU, or request more CPUs.")
     if whole is not None and ranks > whole:
         return warn(
-            f"{described}, {whole} cores", "Ranks share cores (hyperthreads), and are slower than alone: fewer of them?"
+            f"{described}, {whole} cores", "Ranks share cores (hyperthreads) and are slower. Start fewer ranks."
         )
     if ranks > 1 and threads is None:
         return warn(described, f"Each rank starts a thread per CPU. Set OMP_NUM_THREADS={max(1, usable // ranks)}.")
@@ -116,7 +116,8 @@ def judge_memory(total: int, free: int, limit: tuple[int, int] | None) -> Findin
         left = min(free, limit[0] - limit[1])
     if left < _LOW_MEMORY:
         return warn(
-            described, "A rank that imports torch takes 0.3 GB and more; who exceeds this is killed (exit 137)."
+            described,
+            "A rank that imports torch needs 0.3 GB or more. The kernel kills ranks if memory runs out (exit 137).",
         )
     return ok(described)
 
@@ -159,14 +160,14 @@ def shared_memory() -> Finding:
     took = time.perf_counter() - began
     described = f"{_TRIED // _MB} MiB mapped and written"
     if took > _SLOW_S:
-        return warn(f"{described} in {took:.1f} s", "The host is short of memory, and swaps: free -m; vmstat 1")
+        return warn(f"{described} in {took:.1f} s", "The host is short of memory and swaps. Check: free -m; vmstat 1")
     return ok(described)
 
 
 def dev_shm() -> Finding:
     """Check /dev/shm, which workers of torch's DataLoader, NCCL and MPI use."""
     if not _SHM.is_dir():
-        return warn("there is no /dev/shm", "Mount it: mount -t tmpfs tmpfs /dev/shm. allranks itself does without.")
+        return warn("no /dev/shm", "Mount it: mount -t tmpfs tmpfs /dev/shm. allranks itself does not need it.")
     space = os.statvfs(_SHM)
     total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
     if free >= _TRIED // 4:
@@ -184,11 +185,11 @@ def judge_shm(total: int, free: int) -> Finding:
     if total < _LOW_SHM:
         return warn(
             described,
-            "DataLoader's workers and NCCL die when it is full (bus error). docker run --shm-size=8g; in Kubernetes an "
-            "emptyDir with medium: Memory at /dev/shm. allranks itself does without.",
+            "DataLoader workers and NCCL crash if it is full (bus error). Use docker run --shm-size=8g; in Kubernetes "
+            "an emptyDir with medium: Memory at /dev/shm. allranks itself does not need it.",
         )
     if free < total / 10:
-        return warn(described, "Files fill it: ls -l /dev/shm, and remove those that no process uses.")
+        return warn(described, "Files fill it. Check ls -l /dev/shm, and remove files that no process uses.")
     return ok(described)
 
 
@@ -200,8 +201,8 @@ def locked_memory() -> Finding:
     if devices and soft != resource.RLIM_INFINITY:
         return warn(
             f"{described} (hard limit {_limit(hard)})",
-            "NCCL and MPI cannot register memory with it. ulimit -l unlimited; under SLURM PropagateResourceLimits "
-            "and LimitMEMLOCK=infinity of slurmd.",
+            "NCCL and MPI cannot register memory with this limit. Set ulimit -l unlimited; under SLURM, "
+            "PropagateResourceLimits and LimitMEMLOCK=infinity of slurmd.",
         )
     return ok(described)
 
@@ -236,7 +237,7 @@ def processes() -> Finding:
     described = f"limit {_limit(soft, '')}"
     if limit.exists() and (most := limit.read_text().strip()) != "max":
         left = int(most) - int(current.read_text())
-        described += f"; the container may have {most}, {left} left"
+        described += f"; limit of the container {most}, {left} left"
         if left < 256:
             return warn(described, "Every rank starts threads. docker run --pids-limit=-1; systemd: TasksMax=infinity.")
     if soft != resource.RLIM_INFINITY and soft < 1024:
@@ -266,7 +267,7 @@ def _fill(descriptor: int, size: int) -> None:
             mapped[start : start + mmap.PAGESIZE] = page
         last = mapped[size - mmap.PAGESIZE :]
     if last != page:
-        raise OSError(f"the last of {size} bytes of shared memory is not what was written")
+        raise OSError(f"the last of {size} bytes of shared memory does not have the written value")
 
 
 def _limit(value: int, unit: str = "bytes") -> str:

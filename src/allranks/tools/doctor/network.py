@@ -47,8 +47,8 @@ def judge_name(
     """
     described = f"{name} is {', '.join(addresses) or f'unknown ({trouble})'}"
     if not published:
-        return ok(f"{described}; without a network no other host uses it")
-    line = f"write the line '{published[0]} {name}' into /etc/hosts"
+        return ok(f"{described}; this host has no network, so no other host uses it")
+    line = f"add the line '{published[0]} {name}' to /etc/hosts"
     others = (
         "allranks does not connect to it. gloo, torchrun and some MPIs do, and fail between hosts: "
         f"set GLOO_SOCKET_IFNAME={interface_of(published[0]) or 'eth0'}, or {line}."
@@ -60,9 +60,9 @@ def judge_name(
         return warn(f"{described}, which on another host means that host itself", others)
     foreign = [address for address in addresses if address not in published and address not in loopback]
     if foreign and len(foreign) + len(loopback) == len(addresses):
-        return warn(f"{described}, which is no address of this host ({', '.join(published)})", others)
+        return warn(f"{described}, which is not an address of this host ({', '.join(published)})", others)
     if seconds > _SLOW_S:
-        return warn(f"{described}, after {seconds:.1f} s", f"The name service is slow. To do without, {line}.")
+        return warn(f"{described}, after {seconds:.1f} s", f"The name service is slow. To avoid it, {line}.")
     return ok(described)
 
 
@@ -74,8 +74,9 @@ def interfaces() -> Finding:
     described = ", ".join(f"{interface_of(address)} {address}{_mtu(interface_of(address))}" for address in published)
     if wrong:
         return fail(
-            f"{described or 'none'}; {', '.join(wrong)} names none of {', '.join(sorted(here))}",
-            f"Unset {' and '.join(each.partition('=')[0] for each in wrong)}, or name one that is here.",
+            f"{described or 'none'}; {', '.join(wrong)} matches none of {', '.join(sorted(here))}",
+            f"Unset {' and '.join(each.partition('=')[0] for each in wrong)}, or set the name of an existing"
+            " interface.",
         )
     if not published:
         return ok("none: ranks of this host only")
@@ -100,15 +101,15 @@ def ports() -> Finding:
                         answer = accepted.recv(4)
             except OSError as error:
                 return fail(
-                    f"{address}: not even this host reaches a port of its own: {error}",
+                    f"{address}: this host cannot connect to its own port: {error}",
                     "Loopback is down: ip link set lo up"
                     if error.errno == errno.ENETUNREACH
-                    else "A firewall stands between: nft list ruleset, or iptables -L.",
+                    else "A firewall may block the connection. Check: nft list ruleset, or iptables -L.",
                 )
         if answer != b"here":
             return fail(
-                f"{address}: sent b'here', got {answer!r}",
-                "Another program answers at this host's address. Is there a proxy?",
+                f"{address}: sent b'here', received {answer!r}",
+                "Another program answers at this host's address. Check for a proxy.",
             )
         reached.append(address)
     return ok(f"one each bound and reached on {', '.join(reached)}")
@@ -142,11 +143,11 @@ def judge_port(port: int, ephemeral: tuple[int, int], error: OSError | None) -> 
     if error is not None and error.errno == errno.EADDRINUSE:
         return warn(f"{port} is taken", f"A running or hanging job holds it: ss -ltnp 'sport = :{port}' shows which.")
     if error is not None:
-        return fail(f"{port}: {error.strerror}", "Choose another: MASTER_PORT=29501.")
+        return fail(f"{port}: {error.strerror}", "Choose another port: MASTER_PORT=29501.")
     if ephemeral[0] <= port <= ephemeral[1]:
         return warn(
             f"{port} is free, but any connection may take it: it is one of {ephemeral[0]}-{ephemeral[1]}",
-            f"Choose one below {ephemeral[0]}.",
+            f"Choose a port below {ephemeral[0]}.",
         )
     return ok(f"{port} is free")
 

@@ -57,21 +57,34 @@ def without_nproc(argv: Sequence[str]) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="allranks doctor",
-        description="Check this host; in a job, all of its hosts and every pair of ranks. A line a check: ok, warn or "
-        "FAIL, what was measured, what to do. The exit code is 1 if anything failed.",
-        epilog="In a job: allranks run -n 4 -- allranks doctor; between hosts start it on each as any program, with "
-        "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.",
+        description="Check this host, or all hosts and all pairs of ranks of a job. Prints one line per check: ok, "
+        "warn or FAIL, the measurement, and what to do. The exit code is 1 if a check failed.",
+        epilog="In a job: allranks run -n 4 -- allranks doctor. For several hosts, start it on each host like any "
+        "program, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.",
         examples=(
             ("allranks doctor", "this host: memory, limits, torch, engines"),
-            ("allranks doctor -n 4", "and four ranks on it, each pair"),
+            ("allranks doctor -n 4", "this host, four ranks on it, and each pair of them"),
             ("allranks run -H node0,node1 -- allranks doctor", "two hosts, and the network between them"),
         ),
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", "--nproc", type=int, metavar="N", help="start N ranks on this host, and check them")
-    add("--json", type=Path, nargs="?", const=Path("-"), metavar="FILE", help="write the report as JSON; to stdout")
-    add("--plot", type=Path, metavar="FILE", help="draw latency and bandwidth of all pairs (needs matplotlib)")
-    add("--timeout", type=float, default=30.0, metavar="S", help="how long ranks wait for each other (default 30)")
-    add("--megabytes", type=int, default=16, metavar="M", help="messages that measure bandwidth (default 16)")
+    add("-n", "--nproc", type=int, metavar="N", help="start N ranks on this host and check them")
+    add(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=Path("-"),
+        metavar="FILE",
+        help="write the report as JSON, by default to stdout",
+    )
+    add("--plot", type=Path, metavar="FILE", help="plot latency and bandwidth of all pairs (requires matplotlib)")
+    add("--timeout", type=float, default=30.0, metavar="S", help="seconds that ranks wait for each other (default 30)")
+    add(
+        "--megabytes",
+        type=int,
+        default=16,
+        metavar="M",
+        help="size in MiB of the messages that measure bandwidth (default 16)",
+    )
     return parser

@@ -110,7 +110,7 @@ def judge_pairs(pairs: Pairs, hosts: Sequence[str], machines: Sequence[str]) -> 
                     f"ranks {p.first} ({hosts[p.first]}) and {p.second} ({hosts[p.second]}): {figure(p):.3g}"
                     for p in bad[:3]
                 )
-                advice = "Another job there, a slow link, or another interface than the others' (ALLRANKS_IFACE)?"
+                advice = "Check for another job there, a slow link, or a wrong interface (ALLRANKS_IFACE)."
                 lines.append(DoctorLine(name, "warn", f"{measured}; {named}", advice))
             else:
                 lines.append(DoctorLine(name, "ok", measured))
@@ -128,7 +128,9 @@ def judge_clock(host: str, ahead_s: float, error_s: float) -> DoctorLine:
     way = "ahead of" if ahead_s >= 0 else "behind"
     measured = f"{abs(ahead_s) * 1e3:.2f} ms {way} rank 0's, +- {error_s * 1e3:.2f} ms"
     if abs(ahead_s) - error_s > _SKEW_S:
-        return DoctorLine("clock", "warn", measured, "Let chrony or ntpd set the hosts' clocks: chronyc makestep", host)
+        return DoctorLine(
+            "clock", "warn", measured, "Synchronize the clocks of the hosts with chrony or ntpd: chronyc makestep", host
+        )
     return DoctorLine("clock", "ok", measured, where=host)
 
 
@@ -139,7 +141,8 @@ def _failure(name: str, error: Exception, who: str) -> DoctorLine:
         name,
         "FAIL",
         text if ours else f"{type(error).__name__}: {text}",
-        " ".join(advice.split()) or "Is it running, and may the hosts connect to each other (see ports, interfaces)?",
+        " ".join(advice.split())
+        or "Check that it is running and that the hosts can connect to each other (see ports, interfaces).",
         who,
     )
 

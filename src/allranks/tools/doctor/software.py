@@ -56,7 +56,7 @@ def core() -> Finding:
     try:
         loaded = importlib.import_module("allranks._core")
     except ImportError as error:
-        return fail(f"cannot be loaded: {error}", f"Install allranks again with {sys.executable} -m pip install.")
+        return fail(f"cannot be loaded: {error}", f"Reinstall allranks with {sys.executable} -m pip install.")
     return ok(f"allranks {allranks.__version__}, {loaded.ISA}, {Path(loaded.__file__ or '').parent}")
 
 
@@ -66,7 +66,7 @@ def torch() -> Finding:
     if trouble:
         return fail(
             f"cannot be imported: {trouble}",
-            f"Install it with {sys.executable} -m pip install torch; see that no torch.py of yours hides it.",
+            f"Install it with {sys.executable} -m pip install torch, and check that no other torch.py hides it.",
         )
     import torch
 
@@ -79,7 +79,7 @@ def torch() -> Finding:
 def gpus() -> Finding:
     """Compare the CUDA devices that torch detects with those of the host."""
     if _trouble_with_torch():
-        return ok("not looked for, without torch")
+        return ok("not checked, because torch is missing")
     import torch
 
     built = torch.version.cuda or getattr(torch.version, "hip", None)
@@ -87,7 +87,7 @@ def gpus() -> Finding:
     if not built:
         described = "torch is built for CPUs"
         return (
-            warn(f"{described}; this host has /dev/nvidia*", "For its GPUs install a torch for CUDA.")
+            warn(f"{described}; this host has /dev/nvidia*", "To use its GPUs, install torch for CUDA.")
             if (driver)
             else ok(described)
         )
@@ -112,11 +112,11 @@ def engines() -> Finding:
     from allranks._engines import registry
 
     if _trouble_with_torch():
-        return ok("none, without torch")
+        return ok("none, because torch is missing")
     listing = registry.listing()
     usable = ", ".join(f"{each.name} ({each.package})" if each.package else each.name for each in listing if each.here)
     missing = ", ".join(each.name for each in listing if not each.here and not each.error)
-    described = f"{usable}{f' (not here: {missing})' if missing else ''}"
+    described = f"{usable}{f' (not available: {missing})' if missing else ''}"
     errors = [each.error for each in listing if each.error]
     return warn(described, " ".join(" ".join(errors).split())) if errors else ok(described)
 
@@ -146,14 +146,14 @@ def judge_mpi(library: str | None, launchers: Mapping[str, str], refuses_root: b
     if library is None:
         several = len(set(found.values())) > 1
         described = f"no mpi4py; {runs}"
-        advice = "Two MPIs are on the PATH: the first is used. Leave one (module purge; module load ...)."
+        advice = "Two MPIs are on the PATH, and the first one is used. Keep only one (module purge; module load ...)."
         return warn(described, advice) if several else ok(described)
     loaded = mpi_name(library)
     described = f"mpi4py loads {loaded}; {runs}"
     if loaded.startswith("unknown"):
         return fail(described, f"{sys.executable} -c 'from mpi4py import MPI' shows what is wrong with it.")
     if not found:
-        return warn(described, "Put the bin folder of that MPI on the PATH, else mpirun cannot start its ranks.")
+        return warn(described, "Add the bin folder of that MPI to the PATH. Otherwise mpirun cannot start its ranks.")
     first = next(iter(found.values()))
     if first.split()[:-1] != loaded.split()[:-1]:
         return fail(
@@ -164,7 +164,7 @@ def judge_mpi(library: str | None, launchers: Mapping[str, str], refuses_root: b
     if first != loaded:
         return warn(described, "Two versions of one MPI: start ranks with the mpirun of the one that mpi4py loads.")
     if len(set(found.values())) > 1:
-        return warn(described, "More than one MPI is on the PATH: on other hosts another one may come first.")
+        return warn(described, "More than one MPI is on the PATH. On other hosts, another one may be first.")
     return ok(described)
 
 
@@ -173,7 +173,7 @@ def mpi_name(output: str) -> str:
     for name, pattern in _MPI_NAMES:
         if match := re.search(pattern, output, re.DOTALL):
             return f"{name} {match[1]}"
-    return f"unknown: {' '.join(output.split())[:100] or 'says nothing'}"
+    return f"unknown: {' '.join(output.split())[:100] or 'no output'}"
 
 
 def _trouble_with_torch() -> str:

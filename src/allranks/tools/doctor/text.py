@@ -39,7 +39,7 @@ def lines_of(report: DoctorReport) -> Iterator[Text]:
     if report.pairs is not None and len(report.hosts) <= _WIDEST:
         yield from map(Text, _matrices(report.pairs, report.hosts))
     warned = sum(line.verdict == "warn" for line in report.lines)
-    yield Text(f"{len(report.lines)} checks: {report.failed} failed, {warned} to look at")
+    yield Text(f"{len(report.lines)} checks: {report.failed} failed, {warned} with warnings")
 
 
 def _line(line: DoctorLine, width: int) -> Iterator[Text]:

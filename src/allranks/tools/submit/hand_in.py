@@ -38,14 +38,14 @@ def hand_in(to: Scheduler, text: str, job: Job, quiet: bool = False) -> int:
     command = to.submission.command
     if shutil.which(command[0]) is None:
         raise ConfigError(
-            f"there is no {command[0]} on this host: run this where jobs are submitted, or leave out --now and take"
-            " the file (--file) there"
+            f"{command[0]} is not installed on this host: run this on a host where jobs are submitted, or omit --now"
+            " and copy the file (--file) to that host"
         )
     # its stderr is not captured, so the user sees its errors
     done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         put(done.stdout)
-        print(f"allranks submit: error: {command[0]} refused it (exit code {done.returncode})", file=sys.stderr)
+        print(f"allranks submit: error: {command[0]} rejected the job (exit code {done.returncode})", file=sys.stderr)
         return done.returncode
     name = id_in(to.submission, done.stdout)
     put(name + "\n")
@@ -83,6 +83,6 @@ def id_in(submission: Submission, output: str) -> str:
     match = re.search(submission.id, output, re.MULTILINE)
     if match is None:
         raise ConfigError(
-            f"{submission.command[0]} took the job, and printed no id that is known here: {output.strip()!r}"
+            f"{submission.command[0]} accepted the job, but its output has no known job id: {output.strip()!r}"
         )
     return match[1]

@@ -78,7 +78,7 @@ def parse(argv: Sequence[str]) -> SubmitOptions:
     if not submission.containers:  # the contents of an image are not visible here
         check(target)
     if not submission.containers and (given.image or given.namespace):
-        raise ConfigError(f"--image and --namespace are Kubernetes': --to k8s, not --to {to.name}")
+        raise ConfigError(f"--image and --namespace are options for Kubernetes: use --to k8s, not --to {to.name}")
     inside = sys.prefix != sys.base_prefix
     job = Job(
         name=name,
@@ -110,11 +110,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="allranks submit",
         usage=_USAGE,
-        description="Writes the job file of a batch system or of Kubernetes, in which allranks run starts the ranks.",
-        epilog="The file goes to stdout, or to --file; --now submits it: the job's id is on stdout then.",
+        description="Write a job file for a batch system or Kubernetes. In the job, allranks run starts the ranks.",
+        epilog="The file is written to stdout, or to --file. With --now, the job is submitted and its id is printed.",
         examples=(
-            ("allranks submit --to slurm -N 2 -n 8 --time 2h train.py >job.sh", "the file, to look at"),
-            ("allranks submit --to slurm -N 2 --gpus 4 --now train.py", "hands it in"),
+            ("allranks submit --to slurm -N 2 -n 8 --time 2h train.py >job.sh", "the file, for review"),
+            ("allranks submit --to slurm -N 2 --gpus 4 --now train.py", "submit the job"),
             ("allranks submit --to k8s -N 2 --image train:7 t.py | kubectl create -f -", "in Kubernetes"),
         ),
         allow_abbrev=False,
@@ -124,29 +124,29 @@ def _parser() -> argparse.ArgumentParser:
     files = "sbatch's, qsub's or bsub's file, or Kubernetes' manifest"
     add("--to", type=_system, required=True, metavar=f"{{{names}}}", help=files)
     add("-N", "--nodes", "--nnodes", type=_count, default=1, metavar="N", help="hosts (default 1)")
-    add("-n", "--nproc", type=_count, metavar="N", help="ranks in all, as many on each host")
+    add("-n", "--nproc", type=_count, metavar="N", help="total number of ranks, equal on all hosts")
     add("--nproc-per-node", type=_count, metavar="N", help="ranks on each host (default: its GPUs, or 1)")
     add("--cpus", type=_count, default=1, metavar="N", help="CPUs for each rank (default 1)")
     add("--gpus", type=_none_or_more, default=0, metavar="N", help="GPUs on each host (default 0)")
     add("--memory", type=_mib, metavar="SIZE", help="memory on each host: 500M, 64G")
-    add("--time", type=_duration, metavar="T", help="how long at most: 90m, 2h, 1:30:00, 1-12:00:00")
+    add("--time", type=_duration, metavar="T", help="time limit: 90m, 2h, 1:30:00, 1-12:00:00")
     add("--partition", "--queue", dest="queue", type=_plain, default="", metavar="NAME", help="partition or queue")
     add("--account", "--project", type=_plain, default="", metavar="NAME", help="account or project")
-    add("--name", type=_plain, default="", help="the job's (default: the script's; k8s: and a random suffix)")
+    add("--name", type=_plain, default="", help="name of the job (default: the script's; k8s: with a random suffix)")
     add("--image", default="", help="k8s: the container's image, with python, torch, allranks and the script")
-    add("--namespace", type=_plain, default="", help="k8s: where it runs")
+    add("--namespace", type=_plain, default="", help="k8s: namespace of the job")
     add(
         "--chdir",
         dest="folder",
         default="",
         metavar="DIR",
-        help="where it runs (default: here; k8s: as the image sets it)",
+        help="working directory (default: the current one; k8s: set by the image)",
     )
     add_options(add, RunOptions, ("elastic", "respawns", "spares"))
-    add("--trace", default="", metavar="DIR", help="record all calls of all ranks there, as allranks run does")
-    add("--file", metavar="PATH", help="write the file there")
-    add("--now", action="store_true", help="submit it: sbatch, qsub, bsub, kubectl create")
-    add("-q", "--quiet", action="store_true", help="with --now: print the job's id only")
+    add("--trace", default="", metavar="DIR", help="record all calls of all ranks in DIR, as allranks run does")
+    add("--file", metavar="PATH", help="write the file to PATH")
+    add("--now", action="store_true", help="submit the job: sbatch, qsub, bsub, kubectl create")
+    add("-q", "--quiet", action="store_true", help="with --now: print only the id of the job")
     add("-m", "--module", action="store_true", help="run a python module, as python -m does")
     add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -162,7 +162,7 @@ def _per_host(given: argparse.Namespace) -> int:
         return each
     if given.nproc % hosts or given.nproc_per_node not in (None, given.nproc // hosts):
         also = f", of {given.nproc_per_node} each" if given.nproc_per_node else ""
-        raise ConfigError(f"{given.nproc} ranks (-n) cannot be shared out evenly to {hosts} hosts{also}")
+        raise ConfigError(f"{given.nproc} ranks (-n) cannot be distributed evenly over {hosts} hosts{also}")
     return int(given.nproc) // hosts
 
 

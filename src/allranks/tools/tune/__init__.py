@@ -44,11 +44,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options. Exit with code 2 and one line if they are wrong."""
     parser = ArgumentParser(
         prog="allranks tune",
-        description="Find what is fastest on this host, and write it into a file for ALLRANKS_TUNING.",
-        epilog="Run it where nothing else runs. Results of calls are the same bits with every such file.",
+        description="Find the fastest settings on this host, and write them to a file for ALLRANKS_TUNING.",
+        epilog="Run it on an idle host. The results of calls are bit-identical with every such file.",
         examples=(
             ("allranks tune -o host.json", "takes a minute or two"),
-            ("ALLRANKS_TUNING=host.json allranks run -n 32 train.py", "uses what was found"),
+            ("ALLRANKS_TUNING=host.json allranks run -n 32 train.py", "uses the settings"),
         ),
     )
     parser.add_argument("-n", "--nproc", type=int, metavar="N", help="ranks; default: four on each CPU, up to 64")

@@ -81,7 +81,7 @@ class _Rank:
         times = self._times(ranks, tables, _SHOTS, folder)
         self._found.shots[ranks] = {n: (times[n][0], times[n][1]) for n in _SHOTS if times}
         if self._rank == 0:
-            for i, how in enumerate(("at once", "in shards")):
+            for i, how in enumerate(("one shot", "in shards")):
                 put(f"{ranks:4} ranks, {how:12} " + _cells(_SHOTS, [times[n][i] for n in _SHOTS]) + "\n")
 
     def _times(
@@ -89,7 +89,7 @@ class _Rank:
     ) -> dict[int, list[float]]:
         """Return the times of an all_reduce of the first ranks, by size and table. Empty on the other ranks."""
         with TerminalProgress("allranks tune", self._rank == 0) as progress:
-            progress.at(f"{len(tables)} ways for {ranks} ranks, {len(sizes)} sizes each")
+            progress.at(f"{len(tables)} variants for {ranks} ranks, {len(sizes)} sizes each")
             return self._timed(ranks, tables, sizes, folder)
 
     def _timed(
@@ -150,8 +150,7 @@ class _Rank:
             put(f"{name:20} {'never' if value == NEVER else value}\n")
         if noise:
             print(
-                f"allranks tune: warning: {'; '.join(noise)}: what was found may be noise. Run it again where nothing"
-                " else runs",
+                f"allranks tune: warning: {'; '.join(noise)}: the results may be noise. Run it again on an idle host",
                 file=sys.stderr,
             )
         put(f"Written to {path}. To use it: export ALLRANKS_TUNING={path.resolve()}\n")
