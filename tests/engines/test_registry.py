@@ -106,7 +106,7 @@ def test_an_engine_that_is_not_here(site: Path) -> None:
         dist.init_process_group("mine")
     finding = software.engines()
     assert finding.verdict == "ok"
-    assert "mine" in finding.measured.partition("not here: ")[2]
+    assert "mine" in finding.measured.partition("not available: ")[2]
 
 
 def test_the_doctor_lists_it(site: Path) -> None:

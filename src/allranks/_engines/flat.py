@@ -63,6 +63,9 @@ class FlatEngine(FlatCalls):
     """Collectives and messages of an engine that takes flat tensors.
 
     An engine implements the ``begin_`` methods on flat tensors: of bytes, or of numbers if it reduces.
+
+    Attributes:
+        timeout_s: Seconds that a call waits for other ranks.
     """
 
     @abc.abstractmethod

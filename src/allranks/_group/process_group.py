@@ -27,6 +27,10 @@ class ProcessGroup(Communicator):
     """A group of ranks and the rank of this process in it.
 
     Attributes:
+        name: The name of the group in error messages.
+        members: The members, by rank in this group. ``members[i].rank`` is the rank in the world.
+        ranks: The ranks of the members in the world, by rank in this group.
+        timeout_s: Seconds that a call waits for other ranks.
         register: Called with each group that ``shrink`` creates from this one.
     """
 
