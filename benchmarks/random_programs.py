@@ -102,7 +102,7 @@ def _exceptions(text: str) -> list[str]:
     continues = False  # a message of allranks: its last line is the address of its documentation
     for line in text.splitlines():
         line = re.sub(r"^\[[\d, -]+\] ?", "", line)
-        if continues and line and "errors.html" not in line:
+        if continues and line and "See: allranks help" not in line:
             found[-1] += f" {line.strip()}"
             continue
         continues = False

@@ -21,8 +21,8 @@ HEAD = """\
 # Errors and exit codes
 
 Every error that allranks raises by intent is one of these. A message names the call, what was seen against what was
-expected (rank, host, pid, bytes, seconds), and what to do next. From Python 3.11 on, a traceback ends with a link to
-the section of its error. `ALLRANKS_DOCS` names another site for the link, and 0 leaves it out.
+expected (rank, host, pid, bytes, seconds), and what to do next. From Python 3.11 on, a traceback ends with the command
+that prints the section of its error. `ALLRANKS_DOCS` names a site to link to instead, and 0 omits both.
 `python docs/errors.py` writes this page from the code.
 """
 TREE = "The tree::\n\n"

@@ -39,6 +39,9 @@ def process() -> NoReturn:
 def _read(argv: Sequence[str]) -> tuple[str, Callable[[], int | Program]]:
     words = list(argv)
     if words[:1] == ["help"]:
+        topic = words[1] if len(words) > 1 else ""
+        if topic and topic not in COMMANDS and topic not in ("-h", "--help"):
+            return "allranks help", lambda: _explain(topic)
         words = [*words[1:2], "--help"]
     name = words[0] if words else ""
     return f"allranks {name}" if name in COMMANDS else "allranks", lambda: _run(name, words)
@@ -71,10 +74,26 @@ def _run(name: str, words: Sequence[str]) -> int | Program:
     return USAGE
 
 
+def _explain(topic: str) -> int:
+    from allranks.tools import pages  # late: other commands do not need it
+
+    if pages.show(topic):
+        return 0
+    known = ", ".join(pages.topics())
+    print(
+        f"allranks help: error: unknown topic {topic!r}; expected a command, an error, a variable, or one of {known}",
+        file=sys.stderr,
+    )
+    return USAGE
+
+
 def _help() -> str:
     lines = ["usage: allranks [-V] COMMAND ...", "", "commands:"]
     lines += [f"  {name:10} {summary}" for name, (_, summary) in COMMANDS.items()]
-    more = "allranks help COMMAND, or allranks COMMAND --help, describes a command."
+    more = (
+        "allranks help COMMAND, or allranks COMMAND --help, describes a command.\n"
+        "allranks help TOPIC prints a page (launching, debugging, faq, ...), an error or a variable."
+    )
     return "\n".join([*lines, "", examples_text(EXAMPLES), more])
 
 

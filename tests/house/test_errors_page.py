@@ -14,7 +14,7 @@ from allranks.tools.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 RAISE = "import allranks; allranks.get_rank()"
-LINK = f"  See {errors.DOCUMENTATION}/docs/errors.html#notinitializederror"
+LINK = "  See: allranks help NotInitializedError"
 
 
 def test_page_is_that_of_the_code() -> None:
@@ -52,7 +52,7 @@ def test_traceback_ends_with_the_link(docs: str | None, last: str, monkeypatch: 
         monkeypatch.setenv("ALLRANKS_DOCS", docs)
     done = subprocess.run([sys.executable, "-c", RAISE], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1].endswith(last)
-    assert done.stderr.count("See https://") == (docs != "0")
+    assert done.stderr.count("  See") == (docs != "0")
 
 
 def test_text_has_no_link_and_notes_of_others_are_kept() -> None:
@@ -67,5 +67,35 @@ def test_a_message_with_a_link_gets_no_second() -> None:
     assert not hasattr(allranks.RankError(inner, 1), "__notes__")
 
 
-def test_the_site_is_that_of_the_package() -> None:
-    assert f'\nDocumentation = "{errors.DOCUMENTATION}"\n' in (ROOT / "pyproject.toml").read_text()
+@pytest.mark.parametrize(
+    ("topic", "first", "contains"),
+    [
+        ("MismatchError", "## MismatchError", "Remedy"),
+        ("mismatcherror", "## MismatchError", "Part of: allranks help errors"),
+        ("ALLRANKS_DOCS", "`ALLRANKS_DOCS`", "Part of: allranks help launching"),
+        ("rank slot", "rank slot", "Part of: allranks help glossary"),
+        ("debugging", "# ", "allranks trace show"),
+        ("master-worker", "# ", "worker"),
+    ],
+)
+def test_help_prints_a_topic(topic: str, first: str, contains: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "allranks", "help", topic], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(first)
+    assert contains in done.stdout
+
+
+@pytest.mark.parametrize("topic", ["nonsense", "../README", "decisions/001"])
+def test_unknown_topic_is_refused_with_the_known_ones(topic: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "allranks", "help", topic], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"allranks help: error: unknown topic '{topic}'; expected a command, an error")
+    assert "launching" in done.stderr
+
+
+def test_pages_fit_into_the_wheel() -> None:
+    assert sum(page.stat().st_size for page in (ROOT / "docs").glob("*.md")) < 1 << 20

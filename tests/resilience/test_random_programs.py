@@ -68,7 +68,7 @@ def test_each_program_compiles_and_calls_die_once(programs: ModuleType) -> None:
         ("Traceback (most recent call last):\n  File x\nKeyError: 'a'\n", ["KeyError: 'a'"]),
         (
             "[1] Traceback (most recent call last):\n[1]   File x\n[1] allranks.UsageError: State: a\n[1]   b\n"
-            "[1]   See https://allranks.readthedocs.io/docs/errors.html#usageerror\n",
+            "[1]   See: allranks help UsageError\n",
             ["allranks.UsageError: State: a b"],
         ),
         (

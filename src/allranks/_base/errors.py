@@ -62,16 +62,15 @@ __all__ = [
     "WorkerReplaced",
 ]
 
-DOCUMENTATION = "https://allranks.readthedocs.io"
-"""Address of the site that a release publishes (``make docs``). ``[project.urls]`` in pyproject.toml has it, too."""
-
-_CATALOGUE = "/docs/errors.html"
+_CATALOG = "/docs/errors.html"
+_HELP = "See: allranks help "
 
 
 class AllranksError(RuntimeError):
     """Base class of the errors of allranks.
 
-    A traceback ends with a link to the error's section of the catalogue. ``str()`` of the error does not contain it.
+    A traceback ends with the command that prints the error's section of this page. ``str()`` of the error does not
+    contain it. ``ALLRANKS_DOCS`` replaces it by a link to a site.
 
     Remedy:
         ``except dist.AllranksError`` catches all errors of this page. Errors without a more specific class have this
@@ -84,11 +83,12 @@ class AllranksError(RuntimeError):
             self.__notes__ = notes  # Python prints them below the message, from 3.11 on
 
     def _links(self) -> list[str]:
-        base = os.environ.get("ALLRANKS_DOCS", DOCUMENTATION)
-        if base in ("", "0") or any(isinstance(text, str) and f"{base}{_CATALOGUE}" in text for text in self.args):
-            return []  # the message contains the traceback of another error, with its link
+        base = os.environ.get("ALLRANKS_DOCS")
+        mark = _HELP if base is None else f"{base}{_CATALOG}"
+        if base in ("", "0") or any(isinstance(text, str) and mark in text for text in self.args):
+            return []  # the message contains the traceback of another error, with its reference
         name = next(each.__name__ for each in type(self).__mro__ if each.__name__ in __all__)
-        return [f"  See {base}{_CATALOGUE}#{name.lower()}"]
+        return [f"  {_HELP}{name}" if base is None else f"  See {base}{_CATALOG}#{name.lower()}"]
 
 
 class UsageError(AllranksError, ValueError):

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from allranks._base.errors import DOCUMENTATION, ConfigError
+from allranks._base.errors import ConfigError
 from allranks._cluster.context import LaunchContext
 from allranks._cluster.detection import CHOICES, detect
 
@@ -144,8 +144,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "ALLRANKS_DOCS",
         "user",
-        "Site to which the links in error messages lead, if you host your own. 0: errors have no links.",
-        DOCUMENTATION,
+        "Site with the pages, to which tracebacks then link instead of naming a command. 0: neither.",
+        "allranks help",
     ),
     Variable(
         "ALLRANKS_DEBUG", "user", "Debug level: OFF (or 0), INFO, DETAIL (or 1). Overrides torch's variable.", "OFF"
