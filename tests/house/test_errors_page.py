@@ -67,10 +67,15 @@ def test_a_message_with_a_link_gets_no_second() -> None:
     assert not hasattr(allranks.RankError(inner, 1), "__notes__")
 
 
+def helped(topic: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "allranks", "help", topic]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize(
     ("topic", "first", "contains"),
     [
-        ("MismatchError", "## MismatchError", "Remedy"),
+        ("MismatchError", "## MismatchError", "Causes:"),
         ("mismatcherror", "## MismatchError", "Part of: allranks help errors"),
         ("ALLRANKS_DOCS", "`ALLRANKS_DOCS`", "Part of: allranks help launching"),
         ("rank slot", "rank slot", "Part of: allranks help glossary"),
