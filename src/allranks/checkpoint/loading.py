@@ -62,16 +62,18 @@ def load_folder(path: folders.PathLike, into: Any, step: int | None, company: Co
     try:  # `into` may be partially filled: an older checkpoint fills all of it
         older = agreed(path, None, company, verified=True)
     except CheckpointError:
-        older = chosen
+        raise CheckpointError(f"{damaged}\n  No checkpoint in {path} is intact.") from damaged.__cause__
     if older.folder == chosen.folder:
-        raise CheckpointError(f"{damaged}\n  {_remedy(chosen)}") from damaged.__cause__
+        raise damaged  # every byte is intact, so another checkpoint would fail in the same way
     return _load(older, into, company)
 
 
 def _remedy(chosen: Chosen) -> str:
+    # Not every failure is damage: memory may be short, or a load_state_dict may reject the state. So it suggests a
+    # check, and no removal.
     return (
-        f"To find the newest intact checkpoint, call checkpoint.latest(folder, verify=True). To remove this one, run:"
-        f" rm -r {chosen.folder}"
+        f"To check this checkpoint, run: allranks checkpoint verify {chosen.folder}\n"
+        "  To find the newest intact one, call checkpoint.latest(folder, verify=True)."
     )
 
 
