@@ -7,7 +7,8 @@ import signal
 import pytest
 
 from allranks._base.errors import PeerLostError
-from allranks.launch.policy.root_cause import SETTLE_S, Failure, RootCause
+from allranks.launch.agents.agent_command import last_message
+from allranks.launch.policy.root_cause import SETTLE_S, Failure, RootCause, consequence
 from allranks.launch.ranks.rank import is_echo
 from allranks.launch.reporter import Reporter
 from allranks.launch.runtime.last_words import describe_failure, describe_interrupt
@@ -155,3 +156,27 @@ def test_a_group_is_an_echo_if_all_in_it_are() -> None:
     lost = PeerLostError("rank 1 died", 1)
     assert is_echo(Group(lost, lost))
     assert not is_echo(Group(lost, ValueError()))
+
+
+def test_a_consequence_stands_before_the_advice() -> None:
+    assert consequence("node1: lost", "rank 2 terminated with it") == "node1: lost; rank 2 terminated with it"
+    why = "node1: garbled output.\n  Make the shell silent."
+    assert consequence(why, "continuing without it") == (
+        "node1: garbled output; continuing without it\n  Make the shell silent."
+    )
+
+
+@pytest.mark.parametrize(
+    ("stderr", "message"),
+    [
+        ("", ""),
+        ("motd\n\nssh: connect to host a: refused\n", "ssh: connect to host a: refused"),
+        (
+            "Traceback\n  File x\nConfigError: no secret.\n  Set ALLRANKS_SECRET.\n",
+            "ConfigError: no secret.\n  Set ALLRANKS_SECRET.",
+        ),
+        ("  indented only\n", "indented only"),
+    ],
+)
+def test_last_message_has_cause_and_advice(stderr: str, message: str) -> None:
+    assert last_message(stderr) == message

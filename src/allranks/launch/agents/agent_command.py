@@ -15,7 +15,7 @@ from allranks._cluster.schedulers import SCHEDULERS
 from allranks._cluster.schedulers.interface import RemoteCommand
 from allranks.launch.spec.options import given
 
-__all__ = ["CONNECTED", "HERE", "agent_words", "carried", "explain"]
+__all__ = ["CONNECTED", "HERE", "agent_words", "carried", "explain", "last_message"]
 
 HERE = RemoteCommand("agent")
 """The agent's command itself, on this host."""
@@ -67,8 +67,7 @@ def explain(command: RemoteCommand, host: str, python: str, code: int | None, st
         code: the exit code of the command; None if it still runs.
         stderr: the output of the command on stderr.
     """
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    last = lines[-1] if lines else ""
+    last = last_message(stderr)
     if "No module named allranks" in stderr or "No module named 'allranks" in stderr:
         return f"{host}: allranks is not installed in {python}: {last}"
     if code in (126, 127) or "No such file or directory" in last or "not found" in last:
@@ -77,3 +76,10 @@ def explain(command: RemoteCommand, host: str, python: str, code: int | None, st
         return f"{host}: {why}"
     state = "did not answer in time" if code is None else f"{command.name} exited with code {code}"
     return f"{host}: {state}{': ' + last if last else ''}"
+
+
+def last_message(text: str) -> str:
+    """Return the last line that is not indented, and the indented lines below it: an error with its advice."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    begin = next((n for n in reversed(range(len(lines))) if not lines[n][0].isspace()), 0)
+    return "\n".join(lines[begin:]).strip()

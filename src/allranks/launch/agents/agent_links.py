@@ -14,7 +14,7 @@ import msgspec
 
 from allranks._net.listener import Listener
 from allranks._net.sockets import keep_alive
-from allranks.launch.agents.agent_command import CONNECTED, explain
+from allranks.launch.agents.agent_command import CONNECTED, explain, last_message
 from allranks.launch.agents.hosts import Host, SharedStarter, ending, like, same_name
 from allranks.launch.agents.link import Garbled, LinkLost, to_agent
 from allranks.launch.reporter import Reporter
@@ -286,8 +286,8 @@ class AgentLinks:
         what = f"lost the connection to its agent ({lost})"
         if code is not None:
             what = f"its agent has terminated ({host.command.name}: {ending(code)})"
-        last = host.stderr_text.decode(errors="replace").strip().splitlines()[-1:]
-        self._lose(host, ": ".join([f"{host.name}: {what}", *last]))
+        last = last_message(host.stderr_text.decode(errors="replace"))
+        self._lose(host, ": ".join(filter(None, [f"{host.name}: {what}", last])))
 
     def _lose(self, host: Host, why: str) -> None:
         self._detach(host)

@@ -46,6 +46,7 @@ from allranks.launch.jobs.error_file import write_error_file
 from allranks.launch.output.bar import bar_for
 from allranks.launch.output.screen import Screen
 from allranks.launch.policy import job as policy
+from allranks.launch.policy.root_cause import consequence
 from allranks.launch.policy.round import Rules
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.runtime.loop import FORWARDED, Ports, RoundLoop, RoundSpec, elastic_rules
@@ -354,7 +355,7 @@ class SpreadJob:
     def _drop(self, host: Host) -> None:
         """Continue without a lost host, if enough hosts are left."""
         if self.rules.may_go_on_without(1, len(self.pool.hosts)):
-            self.options.reporter.report(f"{host.why}; continuing without it")
+            self.options.reporter.report(consequence(host.why, "continuing without it"))
             self.pool.drop(host, try_again=True)
 
     def open_to_callers(self) -> None:

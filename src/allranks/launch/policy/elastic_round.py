@@ -14,7 +14,7 @@ from allranks.launch.policy.interface import (
     PrintReport,
     StartElsewhere,
 )
-from allranks.launch.policy.root_cause import Failure
+from allranks.launch.policy.root_cause import Failure, consequence
 from allranks.launch.policy.round_state import Phase, RoundState
 from allranks.launch.spec.events import (
     FailureKind,
@@ -81,7 +81,7 @@ class ElasticRound(RoundState):
     def _take_elastic_loss(self, event: HostLost, slots: RankSlots[Failure]) -> None:
         if event.host in slots.spares:
             slots.spares.remove(event.host)
-            self._print(f"{event.why}; {_spares(slots.spares)} left", Level.REMARK)
+            self._print(consequence(event.why, f"{_spares(slots.spares)} left"), Level.REMARK)
             return
         # A rank that was being started on this host is lost, too. The pool reports it a second time.
         starting = [rank for rank in slots.starting if rank not in event.ranks]
@@ -105,11 +105,11 @@ class ElasticRound(RoundState):
             for rank in ranks:
                 self._hosts[rank] = spare
             verb = "is" if len(ranks) == 1 else "are"
-            self._print(f"{event.why}; {rank_list(ranks)} {verb} started on {spare}", Level.REMARK)
+            self._print(consequence(event.why, f"{rank_list(ranks)} {verb} started on {spare}"), Level.REMARK)
             starts = {rank: slots.start_of(rank) for rank in ranks}
             self._actions.append(StartElsewhere(event.host, spare, starts))
         elif self._may_go_on(slots):
-            self._go_on(f"{event.why}; {rank_list(ranks)} terminated with it", slots)
+            self._go_on(consequence(event.why, f"{rank_list(ranks)} terminated with it"), slots)
         else:
             self._root_cause.add(losses[0])
             self._tell_starting(slots)
@@ -166,7 +166,8 @@ class ElasticRound(RoundState):
         return slots.is_enough() and bool(self.running or self._exited)
 
     def _go_on(self, what: str, slots: RankSlots[Failure]) -> None:
-        self._print(f"{what}; the other ranks continue ({slots.left} of at least {slots.table.least})", Level.REMARK)
+        left = f"the other ranks continue ({slots.left} of at least {slots.table.least})"
+        self._print(consequence(what, left), Level.REMARK)
 
 
 def _is_excluded(failure: Failure) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from allranks._base.exit_codes import SIGNAL
 from allranks.launch.spec.events import FailureReport
 
-__all__ = ["SETTLE_S", "Failure", "RootCause"]
+__all__ = ["consequence", "SETTLE_S", "Failure", "RootCause"]
 
 SETTLE_S = 0.3
 
@@ -95,3 +95,9 @@ class RootCause:
             return failure.echo, reported, failure.at
 
         return min(self.failures.values(), key=key)
+
+
+def consequence(why: str, what: str) -> str:
+    """Return a reason with its consequence. The advice below the first line of the reason stays at the end."""
+    first, newline, advice = why.partition("\n")
+    return f"{first.removesuffix('.')}; {what}{newline}{advice}"
