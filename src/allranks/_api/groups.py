@@ -190,7 +190,7 @@ def new_subgroups(
     cut = resolve_group(group)
     size = int(os.environ.get("LOCAL_WORLD_SIZE", cut.size())) if group_size is None else group_size
     if not 0 < size <= cut.size() or cut.size() % size:
-        raise UsageError(f"new_subgroups: group_size {size} does not divide the {cut.size()} ranks")
+        raise UsageError(f"new_subgroups: group_size {size} does not divide the {cut.size()} ranks.\n  Pass a divisor")
     if pg_options is not None:
         raise UsageError(f"new_subgroups: pg_options {pg_options!r} is not supported")
     engine = _engines.check_backend(backend or cut.backend)

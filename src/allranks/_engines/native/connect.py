@@ -339,9 +339,16 @@ def _meet(
         missing = [r for r in range(size) if r not in segments]
         why = "in time" if isinstance(error, builtins.TimeoutError) else f"({error.strerror})"
         raise JoinError(
-            f"rank {numbers[rank]}: no connection with {rank_list([numbers[r] for r in missing or sockets])} {why}.\n"
+            f"rank {numbers[rank]}: {_unreached([numbers[r] for r in missing], [numbers[r] for r in sockets])} {why}.\n"
             "  If one of these ranks exited while connecting, check the end of its output"
         ) from error
+
+
+def _unreached(missing: list[int], connected: list[int]) -> str:
+    """Describe the ranks that have not connected, or if all have, those that did not confirm the connection."""
+    if missing:
+        return f"no connection with {rank_list(missing)}"
+    return f"no confirmation of the connection from {rank_list(connected)}"
 
 
 def _hand_out(
@@ -372,7 +379,7 @@ def _hand_out(
         missing = [r for r in range(1, size) if r not in sockets]
         why = "in time" if isinstance(error, builtins.TimeoutError) else f"({error.strerror})"
         raise JoinError(
-            f"rank 0: no connection with {rank_list(missing or list(sockets))} {why}.\n"
+            f"rank 0: {_unreached(missing, list(sockets))} {why}.\n"
             "  If one of these ranks exited while connecting, check the end of its output"
         ) from error
 

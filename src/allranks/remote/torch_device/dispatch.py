@@ -175,7 +175,8 @@ def _scan_device(device: torch.device, key: list[Any], place: DeviceTarget | Non
     if place is not None and there.index != place.index:
         if _GENERATOR in key:
             raise UsageError(
-                f"expected a generator of {there}, not of {place}.\n  Create it with torch.Generator(device='{there}')."
+                f"expected a generator of {there.device}, not of {place.device}.\n  Create it with"
+                f" torch.Generator(device='{there.device}')."
             )
         raise _OnAnotherDevice
     return place or there
