@@ -342,7 +342,7 @@ void allranks::bind_calls(nb::module_& m) {
         uint64_t positions = 0;
         for (const nb::handle each : nb::iter(numbers)) {
           const long at = PyLong_Check(each.ptr()) ? PyLong_AsLong(each.ptr()) : -1;
-          if (at >= 64) return;  // positions are bits of a uint64_t; no operator of torch has so many arguments
+          if (at >= 64) return;  // positions are bits of a uint64_t; no operator of torch has 64 arguments
           if (at >= 0) positions |= uint64_t{1} << at;
         }
         state.operators->known[op.ptr()] = {nb::borrow(op), nb::borrow(facts), nb::borrow(numbers), positions,
