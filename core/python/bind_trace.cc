@@ -144,6 +144,7 @@ void bind_trace(nb::module_& m) {
       .def(
           "count_commands",
           [](Recorder& recorder, size_t group, uint64_t count, uint64_t ns) {
+            // Relaxed, as in OtherCall::end.
             trace::Totals& totals = recorder.group(group).totals[static_cast<size_t>(Verb::none)];
             totals.calls.fetch_add(count, std::memory_order_relaxed);
             totals.ns.fetch_add(ns, std::memory_order_relaxed);

@@ -28,7 +28,7 @@ namespace allranks {
 
 namespace {
 
-// Return whether a tensor overlaps no piece, except a piece at exactly the same address.
+// Return whether a tensor overlaps none of the pieces, which have its size. A piece at the same address is allowed.
 bool beside(const Buffer& tensor, const std::vector<std::byte*>& pieces) {
   const size_t n = tensor.nbytes();
   return std::all_of(pieces.begin(), pieces.end(), [&](const std::byte* piece) {
@@ -66,7 +66,8 @@ bool pieces_of_all_to_all(Operation& op, const Shown& in, nb::handle output, siz
   op.in_bytes.assign(ranks, each);
   op.out_bytes.assign(ranks, each);
   op.buffer = {};
-  op.fingerprint.count = 0;  // not compared: in all_to_all, counts may differ between ranks
+  // Other ranks may make this call through bind_comm.cc, so the fingerprint must be equal to the one there.
+  op.fingerprint.count = 0;
   op.fingerprint.shape = 0;
   return true;
 }
@@ -243,10 +244,12 @@ class Started {
         group_.comm->wait(request_, caller, timeout_s < 0 ? -1 : static_cast<int64_t>(timeout_s * 1e9));
       });
     } catch (...) {
+      // A wait that has timed out may be repeated: until the call is done, the core uses the tensors.
       if (done()) forget(self);
       throw;
     }
     forget(self);
+    // Release the operand that is not the result. The core no longer uses it.
     (shows_pieces() ? tensor_ : pieces_) = nb::none();
   }
 

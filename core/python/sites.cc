@@ -64,6 +64,7 @@ const std::string& Sites::text(nb::handle frame) const {
   const nb::object code = attribute(frame, code_name_);
   const long instruction = PyLong_AsLong(attribute(frame, instruction_name_).ptr());
   if (instruction == -1 && PyErr_Occurred() != nullptr) PyErr_Clear();  // -1 without an error: the frame has not begun
+  // A cache with one entry per index. Addresses of objects are multiples of 16, so the hash omits the low four bits.
   const auto mixed = (reinterpret_cast<uintptr_t>(code.ptr()) >> 4) * 31 + static_cast<uintptr_t>(instruction);
   Text& kept = texts_.at(mixed % kTexts);
   if (!code.is(kept.code) || kept.instruction != instruction) {

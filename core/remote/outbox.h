@@ -43,7 +43,7 @@ namespace allranks {
 // is closed, or in a forked child.
 class Outbox {
  public:
-  static constexpr uint16_t kFirstTemplate = 16;
+  static constexpr uint16_t kFirstTemplate = 16;        // lower numbers are the kinds of the other frames
   static constexpr size_t kMostBulk = size_t{1} << 30;  // limit of one worker's pending bytes of bulk messages
 
   // delay_ns: the time after which the thread sends a frame that no other frame or flush has sent.
