@@ -1,13 +1,15 @@
-// The module allranks._core. Addresses come in, and exceptions with facts go out.
+// The module allranks._core: the core's interface to Python. Python passes addresses of memory. Errors leave the core
+// as exceptions that contain facts (errors.h).
 //
-// Ordinary tensors are read through DLPack's table (tensors.h), others in Python (allranks/_engines/native/engine.py).
-// So this module does not link with torch, and one build works with every version of it.
+// C++ reads ordinary tensors through DLPack's exchange table (tensors.h). Python reads all other tensors
+// (allranks/_engines/native/engine.py). So this module does not link against torch, and one build works with every
+// version of torch (docs/decisions/007).
 #include <nanobind/nanobind.h>
 
 #include "python/binding.h"
 
 NB_MODULE(_core, m) {
-  nanobind::set_leak_warnings(false);  // a rank that ends with a live traceback still holds its group
+  nanobind::set_leak_warnings(false);  // a rank that exits with a live traceback still references its group
   m.doc() = "The C++ core of allranks: one rank of one group, over shared memory.";
   allranks::bind_errors(m);
   allranks::bind_types(m);

@@ -1,6 +1,7 @@
-// The way of an operation on handles that its workers know, from torch's dispatcher to the outbox, without Python code
-// in between: what `run` of allranks/remote/torch_device/dispatch.py does, for all but the unusual. Whatever is unusual
-// is left, before anything is queued, to that function, which handles it or raises an error.
+// Queues known operations on handles in C++: from torch's dispatcher to the outbox, without Python code in between.
+//
+// This file does what `run` of allranks/remote/torch_device/dispatch.py does, for ordinary calls only. It leaves every
+// other call to that function before it queues anything. So all rules and errors are in `run` (docs/decisions/061).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -15,30 +16,30 @@
 #include "python/state.h"
 
 namespace nb = nanobind;
-using namespace allranks;  // NOLINT: this file is the seam
+using namespace allranks;  // NOLINT: this file is the binding
 
-// What Python gives once for handles, their places and the dispatcher. It lives as long as the module.
+// The objects that Python passes once (set_handles). They are never freed: a thread may still use previous ones.
 struct allranks::Handles {
   PyObject *handle, *place, *make, *here, *dispatch, *in_inference_mode;  // classes and functions
-  PyObject *true_mark, *false_mark, *int_mark, *float_mark;               // what stands in a key for such a value
+  PyObject *true_mark, *false_mark, *int_mark, *float_mark;               // entries of a key for such values
   PyObject *ref, *sig, *at, *off, *looks, *calls, *call, *target, *lazy, *brief, *build;  // names of attributes
   PyObject* one;
   struct Kind {
     PyTypeObject* type;
     char code;
   };
-  std::vector<Kind> kinds;               // those of allranks/remote/protocol/arguments.py that are taken here
-  char list_code, int_code, float_code;  // the others are in a key as they are
+  std::vector<Kind> kinds;               // the kinds of allranks/remote/protocol/arguments.py that C++ supports
+  char list_code, int_code, float_code;  // values of all other kinds are entries of a key themselves
 };
 
 namespace {
 
-// What is known of an operator.
+// Facts about one operator.
 struct Operator {
-  nb::object op;  // so that its address stays its own
+  nb::object op;  // keeps the operator alive: its address is the key in `known`
   nb::object facts;
-  nb::object number_names;    // of the arguments by name that are numbers
-  uint64_t number_positions;  // a bit for each
+  nb::object number_names;    // names of the keyword arguments that are numbers
+  uint64_t number_positions;  // one bit for each positional argument that is a number
   bool floats_matter;
 };
 }  // namespace
@@ -60,7 +61,7 @@ bool is_true(const nb::object& value) {
   return value.is(nb::handle(Py_True));
 }
 
-// Objects that become a tuple.
+// Collects objects for a tuple. It owns a reference to each object until tuple() passes them on.
 class Objects {
  public:
   Objects() { all_.reserve(24); }
@@ -82,7 +83,8 @@ class Objects {
   std::vector<PyObject*> all_;
 };
 
-// What a call's arguments amount to: as `_scan` in Python, in the same order, by the same table of kinds.
+// The key, operands and numbers of a call. `_scan` in dispatch.py must build equal keys: both look up the same
+// dictionary.
 struct Scan {
   const Operator& about;
   Objects key;
@@ -92,7 +94,7 @@ struct Scan {
 
   explicit Scan(const Operator& known) : about(known) { key.add(known.facts.ptr()); }
 
-  // False: the value is unusual.
+  // Add one argument. Return false if Python must handle the call.
   bool take(PyObject* value, bool is_number) {
     const Handles& known = *state.handles;
     PyTypeObject* type = Py_TYPE(value);
@@ -124,7 +126,7 @@ struct Scan {
   }
 
  private:
-  // 0: there is none.
+  // Return the code of a type, or 0 if C++ does not support it.
   static char code_of(PyTypeObject* type) {
     for (const Handles::Kind& each : state.handles->kinds) {
       if (each.type == type) return each.code;
@@ -150,10 +152,10 @@ struct Scan {
   }
 };
 
-// A handle; its data are where `place` is.
+// Create a handle of a tensor on the workers of `place`.
 nb::object make_handle(nb::handle place, nb::handle sig, nb::handle ref, nb::handle offset) {
-  // What `_make_wrapper_subclass` takes, by position, which costs it less than names. Looks are all of it but the
-  // class, the offset and the device.
+  // The arguments of `_make_wrapper_subclass`, by position: torch parses positions faster than keywords. `looks` has
+  // all arguments except the class (0), the offset (3) and the device (7).
   const nb::object looks = attribute(sig.ptr(), state.handles->looks);
   const nb::object lazy = attribute(place.ptr(), state.handles->lazy);
   const Py_ssize_t count = PyTuple_Size(looks.ptr()) + 3;
@@ -176,7 +178,7 @@ nb::object make_handle(nb::handle place, nb::handle sig, nb::handle ref, nb::han
   return made;
 }
 
-// What the operation returns; nothing where it is left to Python.
+// Queue a call and return the operation's result. Return an invalid object if Python must handle the call.
 nb::object queue(const Operator& about, PyObject* args, PyObject* kwargs) {
   Scan scan(about);
   const Py_ssize_t count = PyTuple_Size(args);
@@ -194,7 +196,7 @@ nb::object queue(const Operator& about, PyObject* args, PyObject* kwargs) {
   PyObject* place = scan.place.ptr();
   if (place == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(place)) != state.handles->place) return {};
   const nb::object calls = attribute(place, state.handles->calls);
-  if (!PyDict_CheckExact(calls.ptr())) return {};  // of a lost worker
+  if (!PyDict_CheckExact(calls.ptr())) return {};  // the worker is lost
   const nb::object key = scan.key.tuple();
   const nb::object known = nb::borrow(PyDict_GetItemWithError(calls.ptr(), key.ptr()));
   if (!known.is_valid()) {
@@ -203,7 +205,8 @@ nb::object queue(const Operator& about, PyObject* args, PyObject* kwargs) {
   }
   const nb::object brief = attribute(known.ptr(), state.handles->brief);
   if (brief.is_none()) return {};
-  // The number, the outputs, the result, the shift, whether the result is a view of the first argument.
+  // The template's number, the number of outputs, the result, the shift, and whether the result is a view of the first
+  // argument: `brief` of KnownCall in handle.py.
   const auto told = [&](Py_ssize_t i) { return PyTuple_GetItem(brief.ptr(), i); };
 
   const nb::object line = nb::steal(PyObject_CallFunctionObjArgs(state.handles->here, state.handles->one, nullptr));
@@ -218,7 +221,7 @@ nb::object queue(const Operator& about, PyObject* args, PyObject* kwargs) {
   const nb::object made = nb::steal(PyObject_CallFunctionObjArgs(call.ptr(), target.ptr(), line.ptr(), told(0),
                                                                  refs.ptr(), told(1), values.ptr(), nullptr));
   if (!made.is_valid()) {
-    // Operands of several places: nothing has been queued.
+    // The operands are on different workers. The outbox has queued nothing, so Python can report the error.
     if (PyErr_Occurred() != PyExc_ValueError) throw nb::python_error();
     PyErr_Clear();
     return {};
@@ -231,7 +234,8 @@ nb::object queue(const Operator& about, PyObject* args, PyObject* kwargs) {
   }
   if (!is_argument && result != Py_True) {
     if (told(4) != Py_True) return make_handle(place, result, made, told(3));
-    // `build` leaves inference mode if the base is an ordinary tensor: its views must be ordinary, too.
+    // In inference mode the result would be an inference tensor, but a view of an ordinary tensor must be ordinary.
+    // `build` leaves inference mode for this case.
     if (count > 0 && !is_true(nb::steal(PyObject_CallNoArgs(state.handles->in_inference_mode)))) {
       const nb::object before = attribute(PyTuple_GetItem(args, 0), state.handles->off);
       const nb::object offset = nb::steal(PyNumber_Add(before.ptr(), told(3)));
@@ -247,7 +251,7 @@ nb::object queue(const Operator& about, PyObject* args, PyObject* kwargs) {
   return built;
 }
 
-// An error of the program's own is shown with its lines alone.
+// Remove the traceback of an error that the program caused, so that Python prints only frames of the program.
 void leave_out_frames() {
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
@@ -259,13 +263,13 @@ void leave_out_frames() {
   PyErr_Restore(type, value, trace);
 }
 
-// As `RemoteTensor.__torch_dispatch__`.
+// Implement `RemoteTensor.__torch_dispatch__`.
 nb::object dispatch(nb::handle op, nb::handle types, nb::handle args, nb::handle kwargs) {
   (void)types;
   auto& operators = state.operators->known;
   const auto found = operators.find(op.ptr());
   if (found != operators.end() && PyTuple_CheckExact(args.ptr())) {
-    const Operator& about = found->second;  // stays where it is, whatever is added meanwhile
+    const Operator& about = found->second;  // insertions into an unordered_map keep references to its elements valid
     nb::object done = queue(about, args.ptr(), kwargs.ptr());
     if (done.is_valid()) return done;
   }
@@ -280,7 +284,7 @@ nb::object dispatch(nb::handle op, nb::handle types, nb::handle args, nb::handle
 void set_handles(nb::handle handle, nb::handle place, nb::handle make, nb::handle here, nb::handle dispatch,
                  nb::handle in_inference_mode, nb::tuple marks, const nb::dict& kinds, const nb::tuple& codes,
                  const nb::dict& numbers) {
-  // Numbers are packed here as 64 bits, integers and IEEE floats.
+  // Scan::append packs numbers as 64-bit integers and IEEE doubles. The workers must unpack the same formats.
   if (nb::cast<std::string>(numbers[codes[1]]) != "q" || nb::cast<std::string>(numbers[codes[2]]) != "d") {
     throw nb::value_error("integers are packed as q and floats as d");
   }
@@ -318,7 +322,7 @@ void set_handles(nb::handle handle, nb::handle place, nb::handle make, nb::handl
   for (const auto& [type, kind] : kinds) {
     given->kinds.push_back({reinterpret_cast<PyTypeObject*>(kept(type)), code(kind)});
   }
-  state.handles = given;  // a thread may still be using the ones before
+  state.handles = given;  // the previous object is not deleted: a thread may still use it
 }
 
 }  // namespace
@@ -338,7 +342,7 @@ void allranks::bind_calls(nb::module_& m) {
         uint64_t positions = 0;
         for (const nb::handle each : nb::iter(numbers)) {
           const long at = PyLong_Check(each.ptr()) ? PyLong_AsLong(each.ptr()) : -1;
-          if (at >= 64) return;  // no operator of torch's has as many
+          if (at >= 64) return;  // positions are bits of a uint64_t; no operator of torch has 64 arguments
           if (at >= 0) positions |= uint64_t{1} << at;
         }
         state.operators->known[op.ptr()] = {nb::borrow(op), nb::borrow(facts), nb::borrow(numbers), positions,

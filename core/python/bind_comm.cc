@@ -1,4 +1,4 @@
-// A group: Comm and its requests. Addresses come in, and errors go out as facts (errors.h).
+// The binding of a group: Comm and its requests. Python passes addresses of memory. Errors leave as facts (errors.h).
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -36,17 +36,19 @@ namespace allranks {
 
 namespace {
 
-using MaybeRequest = std::shared_ptr<Request>;  // None where the call has blocked
-using Started = std::optional<std::string>;     // of an asynchronous call: where in the program it stands
+using MaybeRequest = std::shared_ptr<Request>;  // None if the call has blocked
+using Started = std::optional<std::string>;     // the call site of an asynchronous call; nullopt: the call blocks
 
 std::vector<sys::Fd> own(const std::vector<int>& fds) { return {fds.begin(), fds.end()}; }
 
-// Asks those who connect (native/tcp.py), whose thread reads this from a pipe.
+// Return a function that requests a connection from Python (native/tcp.py). A thread there reads the requests from a
+// pipe, because connecting needs addresses and secrets that the core does not have.
 Net::Opener asking(int pipe, uint32_t number) {
   auto own = std::make_shared<sys::Fd>(fcntl(pipe, F_DUPFD_CLOEXEC, 0));
   if (own->get() < 0) throw Error(std::string("dup of a pipe: ") + std::strerror(errno));
   return [own, number](int rank, Connection kind) {
     const std::array<uint32_t, 3> wanted{number, static_cast<uint32_t>(rank), static_cast<uint32_t>(kind)};
+    // 12 bytes are less than PIPE_BUF: the write is atomic, so requests of several threads do not mix.
     if (write(own->get(), wanted.data(), sizeof wanted) != sizeof wanted) {
       throw Error(std::string("cannot ask for a connection: ") + std::strerror(errno));
     }
@@ -110,7 +112,7 @@ MaybeRequest reduce_scatter(Comm& comm, Address data, size_t n, int dtype, Mark 
   return call(comm, std::move(op), started);
 }
 
-// The element counts may differ from rank to rank, so that they are no part of the fingerprint.
+// The element counts may differ between ranks. So they are not part of the fingerprint, which must be equal.
 MaybeRequest all_to_all(Comm& comm, int dtype, Mark mark, const std::vector<Address>& ins,
                         const std::vector<size_t>& in_bytes, const std::vector<Address>& outs,
                         const std::vector<size_t>& out_bytes, const Started& started) {
@@ -136,7 +138,7 @@ MaybeRequest send(Comm& comm, Address data, size_t n, int dtype, int to, int tag
   return nullptr;
 }
 
-// Lists of CPUs that are near each other; none: as the kernel tells.
+// Lists of CPUs that are near each other. An empty topology selects the kernel's.
 using Topology = std::vector<std::vector<int>>;
 
 Place place_in(const Topology& topology) {
@@ -169,7 +171,7 @@ void bind_making(nb::class_<Comm>& comm) {
              const Liveness& liveness, const std::vector<int>& heartbeats, int asking_pipe, uint32_t number,
              double timeout_s, Us polling, Us progress_polling, size_t eager, const Tuning& tuning,
              const Topology& topology) {
-            // Owned before anything can fail.
+            // Take ownership of all descriptors before any statement can throw. Otherwise an exception would leak them.
             auto memories = own(segments);
             auto signs = own(heartbeats);
             const Hosts hosts(host_of);
@@ -290,7 +292,7 @@ void bind_completions(nb::module_& m) {
   m.def(
       "add_completion", [](uint64_t ticket) { state.completions->add(ticket); }, nb::arg("ticket"),
       "Lets take_completions return it.");
-  // The parent's, whose lock may be held, stay as they are.
+  // The child does not delete the parent's object: a thread of the parent may have held its lock during the fork.
   m.def("renew_completions", [] { state.completions = new Completions; }, "In a forked child: forgets the parent's.");
 }
 
@@ -299,6 +301,7 @@ void bind_parts(nb::module_& m) {
       .def_prop_ro("address", [](const SharedBlock& b) { return reinterpret_cast<Address>(b.mine()); });
 
   nb::class_<Request>(m, "Request")
+      // Acquire: if the request is done, this thread also sees the results that another thread has written.
       .def("done", [](const Request& r) { return r.done.load(std::memory_order_acquire); })
       .def(
           "watch", [](Request& r, uint64_t ticket) { r.watch(ticket, *state.completions); }, nb::arg("ticket"),

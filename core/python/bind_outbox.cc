@@ -1,7 +1,7 @@
-// The seam of the outbox (outbox.h) with Python: handles that free their ids when they die.
+// The binding of the outbox (outbox.h): Refs, which free their ids when they are deallocated.
 //
-// A Ref is a type of CPython's own kind: it is born and dies once for each operation that a program queues, and so is
-// the one thing here that must cost no more than it has to.
+// A program creates and deallocates a Ref for each operation that it queues. Its cost therefore matters, and it is a
+// plain CPython type instead of a nanobind class.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -25,23 +25,23 @@
 #include "remote/outbox.h"
 
 namespace nb = nanobind;
-using namespace allranks;  // NOLINT: this file is the seam
+using namespace allranks;  // NOLINT: this file is the binding
 
 namespace {
 
-// What Python does while a caller waits for room: it hears the workers' answers, or both would wait for ever.
-
+// A caller that runs a Python function while it waits for room in the outbox. That function receives the workers'
+// answers. Without it a worker could block in sending an answer while this caller waits for that worker: a deadlock.
 class WaitingCaller final : public GilCaller {
  public:
   bool interrupted() override {
     if (GilCaller::interrupted()) return true;
     if (state.while_waiting == nullptr) return false;
     acquire();
-    waited_++;
+    waited_++;  // the outbox calls this function every 0.1 s (kInterruptible of outbox.cc)
     try {
       nb::borrow(state.while_waiting)(0.1 * waited_);
     } catch (nb::python_error& error) {
-      error.restore();  // as the exception of a signal handler: it is raised where the call ends
+      error.restore();  // handled like an exception of a signal handler: the binding raises it when the call returns
       check_process();
       return true;
     }
@@ -57,7 +57,7 @@ class WaitingCaller final : public GilCaller {
 struct Ref {
   PyObject ob_base;
   PyObject* weak;
-  PyObject* keeps;  // the Ref that has the id, of a view; else the outbox's object; nullptr: nothing to free
+  PyObject* keeps;  // of a view: the Ref that owns the id; else: the outbox's Python object; nullptr: no id to free
   Outbox* outbox;
   uint32_t id;
   int target;
@@ -66,7 +66,7 @@ struct Ref {
 bool is_ref(PyObject* object) { return Py_TYPE(object) == state.ref_type; }
 Ref* as_ref(PyObject* object) { return reinterpret_cast<Ref*>(object); }
 
-// Without an id, so that all that can fail is done before anything is queued.
+// Create a Ref without an id. All allocations must precede the queueing of the call, which cannot be undone.
 nb::object blank_ref() {
   Ref* self = PyObject_New(Ref, state.ref_type);
   if (self == nullptr) throw nb::python_error();
@@ -131,7 +131,7 @@ std::span<const std::byte> view(nb::handle object) {
           static_cast<size_t>(PyBytes_Size(object.ptr()))};
 }
 
-// Up to kFew without an allocation.
+// The ids of one call. Up to kFew ids need no heap allocation.
 class Ids {
  public:
   explicit Ids(size_t count)
@@ -173,7 +173,7 @@ nb::list blank_list(size_t count) {
 nb::object call(nb::handle self, int target, uint32_t line, uint16_t code, nb::handle inputs, size_t outputs,
                 std::optional<nb::bytes> values) {
   Outbox& outbox = *nb::inst_ptr<Outbox>(self);
-  // A list may change while the call waits.
+  // Copy a list: while the call waits for room it releases the GIL, and another thread may change the list.
   const nb::object given = PyTuple_Check(inputs.ptr()) ? nb::borrow(inputs) : nb::steal(PySequence_Tuple(inputs.ptr()));
   if (!given.is_valid()) throw nb::python_error();
   const auto count = static_cast<size_t>(PyTuple_Size(given.ptr()));
@@ -204,7 +204,7 @@ void put(Outbox& outbox, int target, nb::bytes head, nb::object payload, bool bu
   WaitingCaller caller;
   if (payload.is_none()) return outbox.put(target, view(head), {}, bulk, caller);
   if (PyBytes_Check(payload.ptr())) return outbox.put(target, view(head), view(payload), bulk, caller);
-  // The stable interface knows buffers from 3.11 on; nanobind reads them, and arrays of all kinds, in 3.10 too.
+  // CPython's stable ABI has the buffer protocol only since 3.11. nanobind reads buffers and arrays in 3.10, too.
   nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu> array;
   if (!nb::try_cast(payload, array)) throw nb::type_error("a payload is bytes, or a contiguous buffer on the CPU");
   outbox.put(target, view(head), {static_cast<const std::byte*>(array.data()), array.nbytes()}, bulk, caller);

@@ -1,5 +1,5 @@
-// The recorder of this process's calls. Calls of the native engine are recorded by Comm; those of other engines by
-// begin and end.
+// The binding of the recorder of this process's calls. Comm records the calls of the native engine. For other engines,
+// Python calls begin and end.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -24,7 +24,7 @@ namespace {
 using trace::Memory;
 using trace::Recorder;
 
-// A call of an engine that is not the core's.
+// A call in progress of an engine other than the native engine.
 struct OtherCall {
   std::shared_ptr<Recorder> recorder;
   Recorder::Call call;
@@ -35,7 +35,7 @@ struct OtherCall {
 
   void set_awaited(const std::string& site) const {
     if (call.record == nullptr || recorder->forked()) return;
-    if (call.record->index.load(std::memory_order_relaxed) != call.index) return;  // so many calls later
+    if (call.record->index.load(std::memory_order_relaxed) != call.index) return;  // a later call has the record now
     Recorder::set_awaited(*call.record);
     if (call.record->site == 0) recorder->set_site(call, recorder->site(site));
   }
@@ -47,13 +47,14 @@ struct OtherCall {
     call.record = nullptr;
     if (!succeeded) return;
     trace::Totals& totals = recorder->group(group).totals[static_cast<size_t>(verb)];
+    // Relaxed: the counters are statistics. No reader depends on an order between them.
     totals.calls.fetch_add(1, std::memory_order_relaxed);
     totals.bytes.fetch_add(nbytes, std::memory_order_relaxed);
     totals.ns.fetch_add(static_cast<uint64_t>(now - entered_ns), std::memory_order_relaxed);
   }
 };
 
-// A forked child's calls are not the rank's.
+// Return the recorder, or throw in a forked child: its calls are not calls of the rank and must not be recorded.
 Recorder& live(Recorder& recorder) {
   if (recorder.forked()) throw nb::value_error("this recorder is the parent process's");
   return recorder;
@@ -70,7 +71,7 @@ OtherCall begin(const std::shared_ptr<Recorder>& recorder, size_t group, int ver
   if (verb < static_cast<int>(Verb::send)) recorder->group(group).number.store(number);
   const int64_t now = sys::now_ns();
   uint16_t line = recorder->site(site);
-  if (line == 0) {
+  if (line == 0) {  // Python passed no call site: look it up, as often as kSiteShare (recorder.h) permits
     PythonCaller caller;
     line = recorder->site_of(caller, now);
   }
@@ -143,6 +144,7 @@ void bind_trace(nb::module_& m) {
       .def(
           "count_commands",
           [](Recorder& recorder, size_t group, uint64_t count, uint64_t ns) {
+            // Relaxed, as in OtherCall::end.
             trace::Totals& totals = recorder.group(group).totals[static_cast<size_t>(Verb::none)];
             totals.calls.fetch_add(count, std::memory_order_relaxed);
             totals.ns.fetch_add(ns, std::memory_order_relaxed);

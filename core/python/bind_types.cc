@@ -1,4 +1,4 @@
-// Constants, sizes and memory: what Python needs of the core besides a group.
+// The bindings that belong to no group: constants, names, sizes, memory.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

@@ -1,9 +1,9 @@
-// What a captured step reads from Python, compared with what it was when the step was recorded.
+// Compares the values that a captured step reads from Python with their values in the recording.
 //
-// A Watch is a tree that allranks/remote/capture/watch.py describes: each node says what one value is expected to be,
-// and how its parts are found from it. It is walked at every replay, so nothing here makes an object unless it has to,
-// and its nodes lie in one array, in the order of the walk. It holds numbers, texts and weak references, and so keeps
-// nothing of the program alive.
+// A Watch is a tree that allranks/remote/capture/watch.py describes. Each node has the expected value of one object,
+// and finds the parts of that object. Every replay walks the tree. So this file creates objects only if necessary, and
+// the nodes are in one array, in the order of the walk. The tree contains numbers, texts and weak references only, so
+// it keeps no object of the program alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -21,19 +21,19 @@ namespace nb = nanobind;
 namespace {
 
 enum class Kind {
-  kIs,     // the object, or a number or text like it
-  kEqual,  // what compares equal to the object
-  kWeak,   // what the weak reference means
-  kType,   // of the class that the weak reference means
-  kAll,    // all children hold
-  kNamed,  // the child holds; reports give it that name
-  kItems,  // a list or tuple: a child for each item
-  kDict,   // a dict: a child for each entry, in order
-  kKeys,   // a dict: a child for each of some keys
-  kVars,   // the child holds for the __dict__
-  kClass,  // the child holds for the class
-  kAttr,   // the child holds for an attribute
-  kCall,   // the child holds for what a function makes of the value
+  kIs,     // the value is the object, or an indistinguishable number or text
+  kEqual,  // the value compares equal to the object
+  kWeak,   // the value is the object that the weak reference refers to
+  kType,   // the value's class is the class that the weak reference refers to
+  kAll,    // all children match the value
+  kNamed,  // the child matches the value; reports use the node's name for it
+  kItems,  // a list or tuple: one child matches each item
+  kDict,   // a dict: one child matches each entry, in order
+  kKeys,   // a dict: one child matches the entry of each of some keys
+  kVars,   // the child matches the value's __dict__
+  kClass,  // the child matches the value's class
+  kAttr,   // the child matches an attribute of the value
+  kCall,   // the child matches the result of calling a function with the value
 };
 
 constexpr std::pair<std::string_view, Kind> kKinds[] = {
@@ -46,9 +46,9 @@ constexpr std::pair<std::string_view, Kind> kKinds[] = {
 struct Node {
   Kind kind = Kind::kIs;
   uint32_t children = 0;
-  uint32_t size = 1;  // of this node and all below it, which follow it
-  nb::object object;  // what is expected, or the attribute's name, the function, the name in reports
-  nb::object key;     // under which a dict has it; None where that is not compared
+  uint32_t size = 1;  // number of nodes in the subtree; its nodes follow this one in the array
+  nb::object object;  // the expected object, the attribute's name, the function, or the name in reports
+  nb::object key;     // the node's key in a dict; None if the key is not compared
 
   const Node* first() const { return this + 1; }
   const Node* next() const { return this + size; }
@@ -61,7 +61,8 @@ Kind kind_of(std::string_view wanted) {
   throw nb::value_error("no such kind of node");
 }
 
-// (kind, object, children) or, of a dict, (kind, object, children, keys).
+// Append a node and its subtree. A description is (kind, object, children), or (kind, object, children, keys) for a
+// dict.
 void parse(nb::handle description, nb::object key, std::vector<Node>& nodes) {
   const auto parts = nb::cast<nb::tuple>(description);
   const nb::str name = nb::cast<nb::str>(parts[0]);
@@ -77,7 +78,8 @@ void parse(nb::handle description, nb::object key, std::vector<Node>& nodes) {
   nodes[at].size = static_cast<uint32_t>(nodes.size() - at);
 }
 
-// Numbers and texts of one type that cannot be told apart: 0.0 and -0.0 can, and nan is like nan.
+// Return whether two objects are identical, or numbers or texts of one type that are indistinguishable. Floats are
+// compared by their bits: 0.0 and -0.0 differ, and a nan matches a nan with the same bits.
 bool alike(PyObject* one, PyObject* other) {
   if (one == other) return true;
   if (Py_TYPE(one) != Py_TYPE(other)) return false;
@@ -96,13 +98,13 @@ bool alike(PyObject* one, PyObject* other) {
 
 bool equal(PyObject* one, PyObject* other) {
   const int found = PyObject_RichCompareBool(one, other, Py_EQ);
-  if (found < 0) PyErr_Clear();  // what cannot be compared is another thing
+  if (found < 0) PyErr_Clear();  // objects that cannot be compared are different
   return found == 1;
 }
 
 struct Report {
   std::string path;
-  nb::list changes;  // path, what was expected, what is found; ... where there is nothing
+  nb::list changes;  // tuples (path, expected value, found value); ... replaces a value that does not exist
 };
 
 std::string text_of(nb::handle key) {
@@ -112,11 +114,11 @@ std::string text_of(nb::handle key) {
 
 bool holds(const Node& node, PyObject* found, Report* report);
 
-// Of a part of a value; `place` adds to the path where in the value that is.
+// Return whether a part of a value matches. `place` appends the part's position in the value to the report's path.
 template <typename Place>
 bool part_holds(const Node& node, PyObject* found, Report* report, Place place) {
   if (report == nullptr && node.children == 0) return holds(node, found, nullptr);
-  const nb::object kept = nb::borrow(found);  // a function that is called may let go of it
+  const nb::object kept = nb::borrow(found);  // Python code that a child calls may delete the last other reference
   if (report == nullptr) return holds(node, found, nullptr);
   const size_t length = report->path.size();
   place(report->path);
@@ -193,7 +195,8 @@ bool holds(const Node& node, PyObject* found, Report* report) {
       bool result = true;
       for (const Node* each = node.first(); each != node.next(); each = each->next()) {
         if (holds(*each, found, report)) continue;
-        if (report == nullptr || each->kind == Kind::kType) return false;  // what is of another class has other parts
+        // After a mismatch of the class the other children are meaningless: another class has other parts.
+        if (report == nullptr || each->kind == Kind::kType) return false;
         result = false;
       }
       return result;
@@ -221,7 +224,7 @@ bool holds(const Node& node, PyObject* found, Report* report) {
     case Kind::kAttr: {
       nb::object value = nb::steal(PyObject_GetAttr(found, object));
       if (!value.is_valid()) {
-        PyErr_Clear();  // an empty cell, or an attribute that is gone
+        PyErr_Clear();  // an empty cell, or an attribute that no longer exists
         value = nb::borrow(Py_Ellipsis);
       }
       if (report == nullptr) return holds(*node.first(), value.ptr(), nullptr);

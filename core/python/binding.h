@@ -1,4 +1,4 @@
-// The parts of the module, each of which adds to it what its file is about.
+// The parts of the module. Each function is in a separate file and adds its definitions to the module.
 #pragma once
 
 #include <nanobind/nanobind.h>

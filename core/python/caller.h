@@ -1,4 +1,4 @@
-// The thread of Python that makes a call: when it holds the GIL, and how signals and forks reach it.
+// The Python thread that makes a call: when it holds the GIL, and how it handles signals and forks.
 #pragma once
 
 #include <cxxabi.h>
@@ -16,7 +16,7 @@
 
 namespace allranks {
 
-// Releases the GIL on demand and takes it back at the end of the call.
+// Releases the GIL on request and acquires it again when the call returns.
 class GilCaller : public Caller {
  public:
   GilCaller() = default;
@@ -27,7 +27,7 @@ class GilCaller : public Caller {
   }
   bool interrupted() override {
     acquire();
-    // On true the exception of the signal handler is set, and the GIL stays with us to raise it.
+    // If this returns true, the signal handler's exception is set. This thread keeps the GIL, to raise the exception.
     const bool raised = PyErr_CheckSignals() != 0;
     check_process();
     if (raised) return true;
@@ -36,13 +36,14 @@ class GilCaller : public Caller {
   }
 
  protected:
-  // To be called with the GIL after Python code has run, which may have forked.
+  // Throw Forked in a forked child. Callers hold the GIL and call this after Python code has run, because that code may
+  // have forked.
   void check_process() const {
     if (forked()) throw sys::Forked{PyErr_Occurred() != nullptr};
   }
   bool forked() const { return forks_ != sys::forks(); }
-  // Before 3.14 a thread that comes back while Python ends is ended by pthread_exit, whose unwinding ends the
-  // process at the first noexcept frame. It may as well stay here.
+  // Before Python 3.14, PyEval_RestoreThread calls pthread_exit if the interpreter is finalizing. The forced unwinding
+  // terminates the process at the first noexcept frame. So this thread sleeps until the process has exited.
   void acquire() {
     if (saved_ == nullptr) return;
     try {
@@ -57,11 +58,13 @@ class GilCaller : public Caller {
   const uint32_t forks_ = sys::forks();
 };
 
-// Also finds where in the program the call stands.
+// A GilCaller that also finds the call site.
 class PythonCaller final : public GilCaller {
  public:
   ~PythonCaller() override {
-    if (!raised_) return;  // else the call has ended before the exception could be raised
+    if (!raised_) return;
+    // The call returned before interrupted() could raise the exception. KeyboardInterrupt is made pending again, so
+    // that Ctrl-C is not lost.
     acquire();
     if (raised_->matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
     raised_->discard_as_unraisable("where a call stands");
@@ -74,7 +77,7 @@ class PythonCaller final : public GilCaller {
     try {
       site = nanobind::cast<std::string>(nanobind::borrow(state.where)());
     } catch (nanobind::python_error& error) {
-      raised_.emplace(error);  // by a signal handler: interrupted() raises it
+      raised_.emplace(error);  // raised by a signal handler; where() cannot raise it, so interrupted() does
     }
     if (raised_ && forked()) restore();
     check_process();

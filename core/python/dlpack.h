@@ -1,5 +1,5 @@
-// The part of DLPack's binary interface that the seam uses: how a framework shows a tensor's memory to
-// C without making Python objects. Layout: the DLPack specification, version 1 (dmlc/dlpack).
+// The part of DLPack's binary interface that the binding uses. With it a framework describes a tensor's memory to C
+// without creating Python objects. Layout: the DLPack specification, version 1 (dmlc/dlpack).
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ struct Tensor {
   int32_t ndim;
   DataType dtype;
   int64_t* shape;
-  int64_t* strides;  // in elements; nullptr: contiguous
+  int64_t* strides;  // in elements; nullptr if contiguous
   uint64_t byte_offset;
 };
 
@@ -49,8 +49,8 @@ struct ExchangeApi {
     uint32_t minor;
   } version;
   void* previous;
-  void* unused[3];                                // what makes and takes tensors
-  int (*show)(void* python_object, Tensor* out);  // nullptr: not offered; -1: a Python exception is set
+  void* unused[3];                                // functions that create and import tensors
+  int (*show)(void* python_object, Tensor* out);  // nullptr: unsupported; returns -1 if a Python exception is set
   void* stream;
 };
 

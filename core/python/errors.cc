@@ -38,7 +38,8 @@ const Error& forked_error() {
   return error;
 }
 
-// If signalled, KeyboardInterrupt, or the exception that the signal handler raised, is set.
+// If `signalled` is true, KeyboardInterrupt or another exception of a signal handler is already set. It must not be
+// replaced.
 void set_exception(const Error& error) {
   if (!error.signalled) PyErr_SetObject(state.failure_type, facts(error).ptr());
 }

@@ -1,5 +1,5 @@
-// Errors of the core as Python gets them: an exception with facts. The text for users is written in Python
-// (allranks/_base/errors.py), which knows hosts and names.
+// Errors of the core as Python receives them: an exception that contains facts. Python writes the text for users
+// (allranks/_base/errors.py), because it knows hosts and names.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,7 +13,7 @@
 
 namespace allranks {
 
-// A call as Python describes it: verb, dtype, op, root, count.
+// The description of a call in Python: verb, dtype, op, root, count.
 using CallFacts = std::tuple<std::string, std::string, std::string, int, uint64_t>;
 
 CallFacts describe(const Fingerprint& f);
@@ -21,7 +21,7 @@ nanobind::tuple facts(const Error& error);
 
 const Error& forked_error();
 
-// Sets Python's exception for an error of the core, unless a signal handler has set one.
+// Set the Python exception for an error of the core, unless a signal handler has already set one.
 void set_exception(const Error& error);
 void set_exception(const sys::Forked& forked);
 

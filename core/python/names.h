@@ -1,4 +1,4 @@
-// The names that Python has for the core's enums, by their numbers.
+// The names in Python of the core's enumerators. The position in each array is the enumerator's number.
 #pragma once
 
 #include <array>

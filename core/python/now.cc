@@ -28,7 +28,7 @@ namespace allranks {
 
 namespace {
 
-// Whether a tensor overlaps no piece of its size, or lies exactly where one does.
+// Return whether a tensor overlaps none of the pieces, which have its size. A piece at the same address is allowed.
 bool beside(const Buffer& tensor, const std::vector<std::byte*>& pieces) {
   const size_t n = tensor.nbytes();
   return std::all_of(pieces.begin(), pieces.end(), [&](const std::byte* piece) {
@@ -36,7 +36,7 @@ bool beside(const Buffer& tensor, const std::vector<std::byte*>& pieces) {
   });
 }
 
-// Whether pieces of `n` bytes share no memory.
+// Return whether pieces of `n` bytes share no memory.
 bool apart(const std::vector<std::byte*>& pieces, size_t n) {
   const auto in_order = [n](const auto& all) {
     const auto close = [n](const std::byte* a, const std::byte* b) { return b < a + n; };
@@ -48,7 +48,8 @@ bool apart(const std::vector<std::byte*>& pieces, size_t n) {
   return in_order(sorted);
 }
 
-// The piece of each rank: of all_to_all, which has two tensors of equal pieces. False: out of the ordinary.
+// Set the piece of each rank of an all_to_all: the input and the output are tensors of equal pieces. Return false if
+// the arguments are unusual.
 bool pieces_of_all_to_all(Operation& op, const Shown& in, nb::handle output, size_t ranks) {
   const auto out = state.ordinary->show(output);
   const Buffer& b = in.buffer;
@@ -65,13 +66,14 @@ bool pieces_of_all_to_all(Operation& op, const Shown& in, nb::handle output, siz
   op.in_bytes.assign(ranks, each);
   op.out_bytes.assign(ranks, each);
   op.buffer = {};
-  op.fingerprint.count = 0;  // as all_to_all's
+  // Other ranks may make this call through bind_comm.cc, so the fingerprint must be equal to the one there.
+  op.fingerprint.count = 0;
   op.fingerprint.shape = 0;
   return true;
 }
 
-// The same of other verbs: `pieces` is one tensor of all pieces in turn, or a list by rank, whose tensors `keep` holds
-// because the list may change during the call.
+// Set the pieces of any other verb: `pieces` is one tensor of all pieces in order, or a list by rank. `keep` receives
+// references to the tensors of the list, because another thread may change the list during the call.
 bool pieces_of_others(Operation& op, const Buffer& b, nb::handle pieces, size_t ranks, std::vector<nb::object>& keep) {
   std::vector<std::byte*> addresses;
   addresses.reserve(ranks);
@@ -91,14 +93,16 @@ bool pieces_of_others(Operation& op, const Buffer& b, nb::handle pieces, size_t 
   }
   const Verb verb = op.fingerprint.verb;
   const bool gathers = verb == Verb::all_gather || verb == Verb::gather;
-  // What overlaps otherwise is copied, or refused.
+  // Python copies operands that overlap in another way, or raises an error.
   if (!beside(b, addresses) || (gathers && !apart(addresses, b.nbytes()))) return false;
   (gathers ? op.outs : op.ins) = std::move(addresses);
   return true;
 }
 
-// A collective with arguments as the user gave them. False: something is out of the ordinary, or wrong. `pieces`: None,
-// one tensor of all pieces in turn, or a list by rank, whose tensors `keep` holds; of all_to_all: the output.
+// Read a collective from the user's arguments. Return false if an argument is unusual or wrong.
+//
+// pieces: None, one tensor of all pieces in order, or a list by rank; the output of an all_to_all.
+// keep: receives references to the tensors of the list.
 bool read(Operation& op, const Comm& comm, Verb verb, nb::handle tensor, nb::handle pieces, nb::handle op_object,
           nb::handle root_object, std::vector<nb::object>& keep) {
   if (verb == Verb::barrier) {
@@ -131,8 +135,7 @@ bool read(Operation& op, const Comm& comm, Verb verb, nb::handle tensor, nb::han
   return pieces.is_none() || pieces_of_others(op, b, pieces, ranks, keep);
 }
 
-// What the calls of a group have in common: where they run, and their errors as the user is to see them, which are what
-// explain(failure, verb) returns.
+// The group of a call: its Comm, and the function explain(failure, verb), which returns the error for the user.
 struct Group {
   std::shared_ptr<Comm> comm;
   nb::object explain;
@@ -164,7 +167,7 @@ struct Group {
   }
 };
 
-// A call that has been read, to be made many times.
+// A call whose arguments have been read once, for many executions.
 class Prepared {
  public:
   Prepared(Group group, nb::object verb, Operation op, const std::vector<nb::object>& tensors)
@@ -174,7 +177,8 @@ class Prepared {
     }
   }
 
-  // False: nothing was done, as a tensor's memory lies elsewhere now.
+  // Execute the call. Return false if nothing was done, because the memory of a tensor has moved. The program can move
+  // it by `resize_` or `.data =`, so each execution checks the addresses (docs/decisions/105).
   bool operator()() const {
     if (!in_place()) return false;
     group_.call(verb_, [this] { group_.run(op_); });
@@ -201,15 +205,16 @@ class Prepared {
   std::vector<Placed> tensors_;
 };
 
-// Calls whose tensors the core may still use, although the program may have dropped all of them: a set of Python's, and
-// a function that takes those out that have ended and that nobody has waited for. It returns from how many on it is to
-// be called again.
+// Calls whose tensors the core may still use, although the program may have deleted all references to them.
+//
+// calls: a Python set. tidy(): removes completed calls that the program has not waited for. It returns the size of the
+// set from which it must be called again.
 struct Pending {
   nb::object calls;
   nb::object tidy;
 };
 
-// An asynchronous call of tensors as the user gave them. In Python it stands where a Request does.
+// An asynchronous call with the user's tensors. Python uses it like a Request.
 class Started {
  public:
   Started(Group group, nb::object pending, nb::object verb, nb::object tensor, nb::object pieces)
@@ -219,7 +224,8 @@ class Started {
         tensor_(std::move(tensor)),
         pieces_(std::move(pieces)) {}
 
-  // The core gets the tensors. They are kept before, so that no exception in between can let one go.
+  // Start the call. The set `pending` must reference the tensors before the core uses them. Otherwise an exception in
+  // between could free a tensor that the core writes to.
   void start(nb::handle self, Operation op) {
     code_ = op.fingerprint.verb;
     if (PySet_Add(pending_.ptr(), self.ptr()) != 0) nb::raise_python_error();
@@ -238,17 +244,20 @@ class Started {
         group_.comm->wait(request_, caller, timeout_s < 0 ? -1 : static_cast<int64_t>(timeout_s * 1e9));
       });
     } catch (...) {
+      // A wait that has timed out may be repeated: until the call is done, the core uses the tensors.
       if (done()) forget(self);
       throw;
     }
     forget(self);
+    // Release the operand that is not the result. The core no longer uses it.
     (shows_pieces() ? tensor_ : pieces_) = nb::none();
   }
 
+  // Acquire: if the call is done, this thread also sees the results that another thread has written.
   bool done() const { return request_ != nullptr && request_->done.load(std::memory_order_acquire); }
   Request& request() const { return *request_; }
   bool inherited() const { return forks_ != sys::forks(); }
-  // Verb, tensor, pieces. When it has ended, one of the two is None: that which is no result.
+  // Return the verb, the tensor and the pieces. After a wait, the one of the two that is not the result is None.
   nb::tuple about() const { return nb::make_tuple(verb_, tensor_, pieces_); }
 
  private:
@@ -269,7 +278,8 @@ class Started {
 
 }  // namespace
 
-// What a plan of Python's calls first. To have that in Python would take a third of a small call.
+// The base class of Python's plans, which implements their __call__. In Python it would take a third of a small call
+// (docs/decisions/105).
 class Planned {
  public:
   void set(nb::object prepared) { prepared_ = std::move(prepared); }
@@ -278,7 +288,7 @@ class Planned {
     const int async = PyObject_IsTrue(async_op.ptr());
     if (async < 0) nb::raise_python_error();
     if (async == 0 && prepared_.is_valid() && !prepared_.is_none()) {
-      const nb::object prepared = prepared_;  // Python code that runs during the call may forget it
+      const nb::object prepared = prepared_;  // Python code that runs during the call may replace prepared_
       const bool made =
           nb::isinstance<Prepared>(prepared) ? (*nb::inst_ptr<Prepared>(prepared))() : nb::cast<bool>(prepared());
       if (made) return nb::none();
@@ -305,7 +315,7 @@ class Now {
     return true;
   }
 
-  // A Started, or None.
+  // Start an asynchronous collective and return a Started. Return None if nothing was done.
   nb::object start(nb::handle verb, nb::handle tensor, nb::handle pieces, nb::handle op, nb::handle root,
                    const Sites& sites, int depth) const {
     Operation call;
@@ -314,7 +324,7 @@ class Now {
     call.site = sites.behind(depth);
     if (PySet_Size(pending_.calls.ptr()) > many_) many_ = nb::cast<Py_ssize_t>(pending_.tidy());
     nb::object kept = nb::borrow(pieces);
-    if (PyList_Check(pieces.ptr())) {  // the program may change its own
+    if (PyList_Check(pieces.ptr())) {  // a copy: the program may change its list before the call is done
       kept = nb::steal(PyList_GetSlice(pieces.ptr(), 0, PyList_Size(pieces.ptr())));
       if (!kept.is_valid()) nb::raise_python_error();
     }
@@ -338,7 +348,8 @@ class Now {
   bool read(Operation& call, nb::handle verb, nb::handle tensor, nb::handle pieces, nb::handle op, nb::handle root,
             std::vector<nb::object>& keep) const {
     size_t code = 0;
-    while (code < verbs_.size() && !verbs_[code].is(verb)) code++;  // literals of Python are interned
+    // Comparing identities suffices: Python interns the literals that its code passes, and verbs_ is interned, too.
+    while (code < verbs_.size() && !verbs_[code].is(verb)) code++;
     return code < verbs_.size() &&
            allranks::read(call, *group_.comm, static_cast<Verb>(code), tensor, pieces, op, root, keep);
   }
@@ -351,9 +362,10 @@ class Now {
 
 namespace {
 
-// The arguments are positional: verb, tensor, pieces = None, op = None, root = -1. A C function with METH_FASTCALL gets
-// them as they are on the interpreter's stack. nanobind's __call__ costs a tuple, a look-up of the method and a match
-// of keywords more, which is a tenth of a small call.
+// Execute a blocking collective. The arguments are positional: verb, tensor, pieces = None, op = None, root = -1.
+//
+// A C function with METH_FASTCALL receives the arguments on the interpreter's stack. nanobind's __call__ would also
+// create a tuple, look up the method and match keywords, which costs a tenth of a small call.
 PyObject* call_now(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   constexpr Py_ssize_t kLeast = 2;
   constexpr Py_ssize_t kMost = 5;
@@ -401,7 +413,6 @@ nb::object start_now(const Now& now, nb::handle verb, nb::handle tensor, nb::han
   return now.start(verb, tensor, pieces, op, root, sites, depth);
 }
 
-// A blocking message of an ordinary tensor, as `now`.
 bool send_now(Comm& comm, nb::handle tensor, int to, int tag) {
   const auto shown = state.ordinary->show(tensor);
   if (!shown) return false;
@@ -410,7 +421,6 @@ bool send_now(Comm& comm, nb::handle tensor, int to, int tag) {
   return true;
 }
 
-// The sender, or -1 if nothing was done.
 int recv_now(Comm& comm, nb::handle tensor, int from, int tag) {
   const auto shown = state.ordinary->show(tensor);
   if (!shown) return -1;

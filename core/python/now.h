@@ -1,6 +1,6 @@
-// The fast path of a blocking call: tensors as the user gave them, read without Python code.
+// The fast path: executes calls of ordinary tensors with the user's arguments, without Python code.
 //
-// Whatever is out of the ordinary, or wrong, is left to Python before anything is done.
+// If an argument is unusual or wrong, these functions do nothing. Python then executes the call or raises the error.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,18 +12,18 @@ namespace allranks {
 
 class Now;
 
-// The Now that is a group's short way; nullptr: that is another function.
+// Return the object behind a group's fast-path function, or nullptr if `function` is another function.
 const Now* now_of(nanobind::handle function);
-// A blocking collective. False: nothing was done.
+// Execute a blocking collective. Return false if nothing was done.
 bool run_now(const Now& now, nanobind::handle verb, nanobind::handle tensor, nanobind::handle pieces,
              nanobind::handle op, nanobind::handle root);
-// An asynchronous one: a Started. None: nothing was done.
+// Start an asynchronous collective and return a Started. Return None if nothing was done. depth: see Sites::behind.
 nanobind::object start_now(const Now& now, nanobind::handle verb, nanobind::handle tensor, nanobind::handle pieces,
                            nanobind::handle op, nanobind::handle root, const Sites& sites, int depth);
 
-// False: nothing was done.
+// Send a message. Return false if nothing was done.
 bool send_now(Comm& comm, nanobind::handle tensor, int to, int tag);
-// The sender, or -1 if nothing was done.
+// Receive a message. Return the sender, or -1 if nothing was done.
 int recv_now(Comm& comm, nanobind::handle tensor, int from, int tag);
 
 }  // namespace allranks

@@ -1,4 +1,4 @@
-// Addresses and numbers of Python as buffers and operations of the core.
+// Converts addresses and numbers from Python to buffers and operations of the core.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ inline std::byte* bytes(Address address) { return reinterpret_cast<std::byte*>(a
 
 inline Buffer buffer(Address data, size_t count, int dtype) { return {bytes(data), count, static_cast<DType>(dtype)}; }
 
-using Mark = uint64_t;  // a fingerprint's shape, and above it its site
+using Mark = uint64_t;  // low 32 bits: a fingerprint's shape; high 32 bits: its site
 
 inline Operation operation(Verb verb, Buffer buffer, Mark mark, int op = 0, int root = -1) {
   return {.fingerprint = {.verb = verb,

@@ -14,7 +14,7 @@ namespace allranks {
 
 namespace {
 
-constexpr int kWrapped = 2;  // frames from a function to who calls its wrapper
+constexpr int kWrapped = 2;  // frames from a function to the caller of its wrapper
 
 nb::object attribute(nb::handle object, const nb::object& name) {
   PyObject* const value = PyObject_GetAttr(object.ptr(), name.ptr());
@@ -35,7 +35,8 @@ Sites::Sites(nb::object text_of, std::string nowhere, const nb::list& passed)
 }
 
 std::string Sites::behind(int depth) const {
-  // Each frame that is looked at becomes an object of Python's, which takes as long as other parts of the call.
+  // Python creates an object for each frame that is read, which takes as long as other parts of the call. So frames of
+  // known wrappers are skipped without reading them.
   nb::object frame = frame_at(depth);
   if (!frame.is_none() && is_passed(frame)) frame = frame_at(depth + kWrapped);
   for (; !frame.is_none(); frame = attribute(frame, back_name_)) {
@@ -49,7 +50,7 @@ nb::object Sites::frame_at(int depth) const {
   PyObject* const found = PyObject_CallFunctionObjArgs(get_frame_.ptr(), nb::int_(depth).ptr(), nullptr);
   if (found != nullptr) return nb::steal(found);
   if (PyErr_ExceptionMatches(PyExc_ValueError) == 0) nb::raise_python_error();
-  PyErr_Clear();  // the thread has not so many
+  PyErr_Clear();  // the thread has fewer frames
   return nb::none();
 }
 
@@ -62,7 +63,8 @@ bool Sites::is_passed(nb::handle frame) const {
 const std::string& Sites::text(nb::handle frame) const {
   const nb::object code = attribute(frame, code_name_);
   const long instruction = PyLong_AsLong(attribute(frame, instruction_name_).ptr());
-  if (instruction == -1 && PyErr_Occurred() != nullptr) PyErr_Clear();  // the frame has not begun
+  if (instruction == -1 && PyErr_Occurred() != nullptr) PyErr_Clear();  // -1 without an error: the frame has not begun
+  // A cache with one entry per index. Addresses of objects are multiples of 16, so the hash omits the low four bits.
   const auto mixed = (reinterpret_cast<uintptr_t>(code.ptr()) >> 4) * 31 + static_cast<uintptr_t>(instruction);
   Text& kept = texts_.at(mixed % kTexts);
   if (!code.is(kept.code) || kept.instruction != instruction) {

@@ -1,7 +1,8 @@
-// Where in the program asynchronous calls stand, as text.
+// Finds the call sites of asynchronous calls, as text.
 //
-// Every one of them is asked for it, as an error may come when its frames are gone. To make the text takes as long as a
-// small call: the number of a line is counted from the beginning of its function. So texts are kept by the instruction.
+// Every asynchronous call needs its call site when it starts: when it fails, its frames may no longer exist. Creating
+// the text takes as long as a small call, because Python counts line numbers from the beginning of the function. So the
+// texts are cached by code object and instruction (docs/decisions/126).
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -14,17 +15,19 @@ namespace allranks {
 
 class Sites {
  public:
-  // text_of(frame): the line that a frame is at, "" if that is not the program's. nowhere: the text where the thread
-  // runs none of it. passed: code of functions that only a wrapper of their own calls.
+  // text_of(frame): returns a frame's call site, or "" if the frame is not the program's.
+  // nowhere: the result if no frame of the thread is the program's.
+  // passed: code objects of functions that are only called by their own wrapper. Their frames are skipped.
   Sites(nanobind::object text_of, std::string nowhere, const nanobind::list& passed);
   Sites(const Sites&) = delete;
 
-  // Of the innermost frame of the program, so many frames behind the one that runs or more.
+  // Return the call site of the innermost frame of the program. The search begins `depth` frames outside the current
+  // Python frame.
   std::string behind(int depth) const;
 
  private:
   struct Text {
-    nanobind::object code;  // kept, so that no other gets its address
+    nanobind::object code;  // a reference, so that no other code object gets this address
     long instruction = 0;
     std::string text;
   };

@@ -1,5 +1,5 @@
-// What Python gives to the core for the life of the module. These are all mutable globals of the core, but for what a
-// fork needs (base/forks.cc): a fork is one of the whole process.
+// The objects that Python passes to the core for the lifetime of the module. The core has no other mutable global
+// variables, except those for forks (base/forks.cc): a fork copies the whole process.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,19 +15,19 @@ struct Operators;
 
 struct State {
   PyObject* failure_type = nullptr;     // allranks._core.Failure
-  PyObject* where = nullptr;            // function(): where in the program a call stands
-  const Tensors* ordinary = nullptr;    // the classes of tensors that are read without Python code
+  PyObject* where = nullptr;            // function(): the call site of the current call
+  const Tensors* ordinary = nullptr;    // reads the tensors that need no Python code
   PyObject* reduce_op_class = nullptr;  // Python's ReduceOp
   PyObject* while_waiting = nullptr;    // function(seconds), called while a master waits for room; nullptr: none
-  PyTypeObject* ref_type = nullptr;     // of the handles of an outbox
-  const Handles* handles = nullptr;     // of tensors on workers
-  Operators* operators = nullptr;       // that are queued without Python code
-  Completions* completions = nullptr;   // never deleted: threads may end after static objects
+  PyTypeObject* ref_type = nullptr;     // allranks._core.Ref
+  const Handles* handles = nullptr;     // the objects for creating handles of tensors on workers
+  Operators* operators = nullptr;       // the operators whose calls need no Python code
+  Completions* completions = nullptr;   // never deleted: threads may outlive static objects
 };
 
 inline constinit State state;
 
-// Of the calls that this thread starts.
+// The purpose of the calls that this thread starts.
 inline constinit thread_local Purpose purpose = Purpose::none;
 
 }  // namespace allranks

@@ -8,7 +8,7 @@ namespace allranks {
 
 namespace {
 
-// -1: not one of ours.
+// Return the number of a DType, or -1 if the core does not support the type.
 int dtype_of(const dlpack::DataType& type) {
   if (type.lanes != 1) return -1;
   const auto by_bits = [&](int b8, int b16, int b32, int b64, int b128 = -1) {
@@ -102,12 +102,13 @@ std::optional<Shown> Tensors::memory(nb::handle tensor) const {
 }
 
 bool Tensors::in_storage(nb::handle tensor, const Buffer& buffer) const {
-  // Asking for the storage takes 0.3 us. Of a freed one the address is the offset in it, which no memory that is in use
-  // has below 4 GiB, as a rule; and to move a large tensor takes 100 times as long.
+  // Reading the storage takes 0.3 us, so most small tensors are not checked. A freed storage has the address 0: the
+  // address of its tensor is only the offset in it. As a rule, no memory in use is below 4 GiB, so such an address
+  // requires the check. A large tensor is always checked, because moving it takes 100 times as long.
   constexpr size_t kLarge = 1 << 18;
   const size_t n = buffer.nbytes();
   if (n == 0 || (n < kLarge && reinterpret_cast<uintptr_t>(buffer.data) >> 32 != 0)) return true;
-  if (buffer.data == nullptr) return false;  // a tensor of zeros that torch has not made
+  if (buffer.data == nullptr) return false;  // a tensor of zeros that torch has not materialized
   const auto size = nb::cast<size_t>(untyped_storage_(tensor).attr("nbytes")());
   return nb::cast<size_t>(storage_offset_(tensor)) * size_of(buffer.dtype) + n <= size;
 }
@@ -115,7 +116,8 @@ bool Tensors::in_storage(nb::handle tensor, const Buffer& buffer) const {
 std::optional<Shown> Tensors::show(nb::handle tensor) const {
   const auto shown = memory(tensor);
   if (!shown) return {};
-  // A flag of the tensor, which its memory does not show. Only views of complex tensors and of their parts have it.
+  // DLPack does not describe these flags. Only views of complex tensors and of their real or imaginary parts can have
+  // them, so other dtypes need no check.
   const DType dtype = shown->buffer.dtype;
   const bool complex = dtype == DType::c32 || dtype == DType::c64 || dtype == DType::c128;
   const bool part = dtype == DType::f16 || dtype == DType::f32 || dtype == DType::f64;

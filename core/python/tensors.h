@@ -1,8 +1,8 @@
-// Python tensors as they are: the short way from a torch tensor to a Buffer. Part of the seam.
+// Reads the Buffer of an ordinary torch tensor without Python code. Part of the binding.
 //
-// Most calls pass ordinary tensors, and a handful of attribute look-ups for each would cost more than the
-// call. Whatever is out of the ordinary (another device, layout or class, a lazily negated tensor, a
-// wrong argument) is left to Python, which copies, or finds the words.
+// Most calls pass ordinary tensors. A few attribute lookups for each tensor would cost more than the call
+// (docs/decisions/021). All other arguments are left to Python: another device, layout or class, a lazily negated
+// tensor, a wrong argument. Python copies the tensor or raises the error.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,25 +17,27 @@ namespace allranks {
 
 struct Shown {
   Buffer buffer;
-  uint32_t shape = 0;  // as Fingerprint's
-  int64_t rows = 0;    // the first dimension; 0 of a scalar
+  uint32_t shape = 0;  // Fingerprint::shape
+  int64_t rows = 0;    // size of the first dimension; 0 if the tensor has none
 };
 
 class Tensors {
  public:
-  // classes: those whose instances are ordinary tensors; the first has the exchange interface.
+  // classes: the classes whose instances are ordinary tensors. The first one has the exchange table.
   explicit Tensors(const nanobind::list& classes);
 
-  // Whether it is of one of these classes, and not of one derived from them.
+  // Return whether a tensor is an instance of one of these classes itself, not of a derived class.
   bool has_class(nanobind::handle tensor) const;
+  // Return the tensor's buffer, or nullopt if the tensor is not ordinary.
   std::optional<Shown> show(nanobind::handle tensor) const;
-  // The same of a tensor that was shown before, whose flags do not change.
+  // The same without a check of the tensor's flags, which do not change after a first successful show().
   std::optional<Shown> memory(nanobind::handle tensor) const;
 
  private:
   std::vector<nanobind::object> classes_;
-  const dlpack::ExchangeApi* api_ = nullptr;  // nullptr: a framework without it; no tensor is ordinary then
-  // Whether the memory that a tensor's shape describes lies in its storage, which may have been freed or resized.
+  const dlpack::ExchangeApi* api_ = nullptr;  // nullptr: the framework has no table, so no tensor is ordinary
+  // Return whether the memory that a tensor's shape describes is inside its storage. The program may have freed or
+  // resized the storage.
   bool in_storage(nanobind::handle tensor, const Buffer& buffer) const;
 
   nanobind::object is_neg_;  // unbound methods

@@ -1,8 +1,8 @@
-// A call as torch.distributed passes it to a backend: tensors, lists of one tensor or of pieces, and an object of
-// options.
+// Reads the arguments that torch.distributed passes to a backend: tensors, lists of one tensor or of pieces, and an
+// options object.
 //
-// It is read here, because Python would take as long for that as a small call takes. Whatever is not plain is left to
-// Python, before anything is done.
+// Python would need 4 us for this, while a small call takes 1 us (docs/decisions/106). If the arguments are unusual,
+// this code does nothing and leaves the call to Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -43,7 +43,8 @@ bool is_list_of(nb::handle object, Py_ssize_t length) {
 
 class TorchCall {
  public:
-  // An argument: its number, and whether it is what the list there holds as its only item.
+  // The location of an operand: the argument's position, and whether the argument is a list with the operand as its
+  // only item.
   using Where = std::optional<std::pair<Py_ssize_t, bool>>;
 
   TorchCall(nb::object verb, Py_ssize_t arguments, Where tensor, Where pieces, nb::object options, const nb::dict& ops,
@@ -101,12 +102,13 @@ class TorchCall {
   }
 
  private:
-  static constexpr int kTorchs = 1;         // the frame behind that of the method: of torch's function, as a rule
-  static constexpr Py_ssize_t kSplits = 2;  // the first argument behind the tensors, of verbs that have more
+  static constexpr int kTorchs = 1;         // the frame outside the method's, usually that of torch's function
+  static constexpr Py_ssize_t kSplits = 2;  // position of the first argument after the tensors, if the verb has more
 
-  // Whether it is None, a tensor of no subclass, which could have a meaning of its own, or a list of such tensors.
+  // Return whether a value is None, an ordinary tensor, or a list of them. Instances of subclasses are not ordinary:
+  // a subclass may interpret its data in its own way.
   static bool plain(nb::handle value) {
-    if (state.ordinary == nullptr) return false;  // no engine of ours is loaded, but torch's own
+    if (state.ordinary == nullptr) return false;  // the process uses only engines of torch
     if (!PyList_CheckExact(value.ptr())) return value.is_none() || state.ordinary->has_class(value);
     for (Py_ssize_t i = 0; i < PyList_Size(value.ptr()); i++) {
       if (!state.ordinary->has_class(PyList_GetItem(value.ptr(), i))) return false;
@@ -114,7 +116,7 @@ class TorchCall {
     return true;
   }
 
-  // False: it is not of this form.
+  // Find an operand. Return false if the arguments do not have this form.
   static bool find(const Where& where, nb::handle given, nb::handle& found) {
     if (!where) return true;
     found = PyTuple_GetItem(given.ptr(), where->first);
@@ -129,7 +131,7 @@ class TorchCall {
   Where tensor_;
   Where pieces_;
   nb::object options_;
-  std::vector<std::pair<Py_hash_t, nb::object>> ops_;  // torch's ops know how to hash faster than how to compare
+  std::vector<std::pair<Py_hash_t, nb::object>> ops_;  // by hash: to compare torch's ops is slower (0.5 us)
   bool rooted_;
   nb::object sites_object_;
   const Sites& sites_;

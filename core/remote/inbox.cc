@@ -29,7 +29,7 @@ size_t receive(int fd, std::span<std::byte> room, bool echoes, Caller& caller) {
   for (;;) {
     const ssize_t n = recv(fd, room.data(), room.size(), 0);
     if (n < 0) {
-      if (errno == ECONNRESET) return 0;
+      if (errno == ECONNRESET) return 0;  // the master may have exited with unread input: also the end of the stream
       if (errno != EINTR) throw Error(std::string("recv: ") + std::strerror(errno));
       if (caller.interrupted()) {
         Error error(Failure{.kind = Kind::interrupted});
@@ -42,7 +42,8 @@ size_t receive(int fd, std::span<std::byte> room, bool echoes, Caller& caller) {
     if (!echoes || !is_echo(room.first(count))) return count;
     std::byte answer[8] = {};
     std::memcpy(answer + 4, room.data() + 2, sizeof(uint32_t));
-    // The answer is short and the master reads: a socket without room for it is one that is gone.
+    // The answer has 8 bytes and the master reads all answers. So a send that fails or is partial means that the
+    // connection is lost.
     if (send(fd, answer, sizeof answer, MSG_NOSIGNAL) != sizeof answer) return 0;
   }
 }

@@ -1,7 +1,8 @@
-// The worker's side of master-worker mode: it receives what the master sends.
+// The worker's side of master-worker mode: receives the frames that the master sends.
 //
-// An ECHO frame that comes alone, when all before it is done, is answered here and not in Python. With more workers
-// than cores the master waits until each has run, and an answer in Python would touch some hundred cache lines in each.
+// An ECHO frame that arrives alone means that all earlier frames have been processed. C++ answers it, not Python. If
+// there are more workers than cores, the master waits until each worker has run. An answer in Python would access some
+// hundred cache lines in each worker.
 //
 //   answer to an ECHO: u32 0, u32 number
 #pragma once
@@ -13,8 +14,9 @@
 
 namespace allranks {
 
-// Waits for bytes: how many there are; 0 at the end of the stream.
-// echoes: answer ECHO frames that come alone. Throws Error where the system refuses, and when a signal asks to stop.
+// Wait for bytes and return their number, or 0 at the end of the stream.
+//
+// echoes: answer ECHO frames that arrive alone. Throws Error if the system call fails, or if a signal handler raises.
 size_t receive(int fd, std::span<std::byte> room, bool echoes, Caller& caller);
 
 }  // namespace allranks

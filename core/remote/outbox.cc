@@ -30,13 +30,15 @@ constexpr uint16_t kLine = 2;
 constexpr uint16_t kEcho = 3;
 constexpr size_t kMostFreed = std::numeric_limits<uint16_t>::max();
 constexpr size_t kLongestMessage = std::numeric_limits<uint32_t>::max();
-constexpr size_t kMostPieces = 64;      // of one system call
-constexpr size_t kMostBytes = 1 << 20;  // about
-// A longer piece is never copied. One for a worker that does not read would keep the memory of the others' frames
-// around it, which may be a hundred times as much.
+// Limits of one system call, so that each worker gets its turn. The number of bytes is approximate: a piece is not
+// divided.
+constexpr size_t kMostPieces = 64;
+constexpr size_t kMostBytes = 1 << 20;
+// The largest piece that is copied if the worker's socket is full. If this worker does not read, an uncopied piece
+// would keep the whole chunk in memory. The frames for other workers in it may be a hundred times as long.
 constexpr size_t kShort = 1 << 10;
-constexpr size_t kOwn = 1 << 14;
-constexpr auto kInterruptible = std::chrono::milliseconds(100);
+constexpr size_t kOwn = 1 << 14;                                 // memory for such copies
+constexpr auto kInterruptible = std::chrono::milliseconds(100);  // interval at which a waiting caller checks signals
 
 template <class T>
 std::byte* write(std::byte* to, T value) {
@@ -58,7 +60,8 @@ std::byte* write_message(std::byte* to, std::span<const std::byte> head, std::sp
 
 }  // namespace
 
-// Has the lock, and rings for the thread without it.
+// Holds the lock. If the thread must wake, it writes to the bell after it has released the lock, so that the thread
+// does not wake only to wait for the lock.
 class Outbox::Hold {
  public:
   explicit Hold(Outbox& outbox) : outbox_(outbox) {
@@ -70,7 +73,7 @@ class Outbox::Hold {
   ~Hold() { let_go(); }
 
   void let_go() {
-    if (!lock.owns_lock()) return;  // in a child that was forked while the caller waited for room
+    if (!lock.owns_lock()) return;  // a child that was forked while the caller waited for room
     const Sleep sleep = outbox_.sleep_;
     const bool ring = sleep != Sleep::none && (outbox_.urgent_ || (outbox_.queued_ && sleep == Sleep::idle));
     if (ring) outbox_.sleep_ = Sleep::none;
@@ -123,7 +126,7 @@ void Outbox::replace(int number, int fd) {
   Hold hold(*this);
   Worker& w = worker(number);
   seal();
-  open_ = -1;  // so that the next call looks which line each worker knows
+  open_ = -1;  // so that the next call checks which call site each worker knows: the new process knows none
   drop(w, hold.lock);
   w.fd = fd;
   w.line = -1;
@@ -138,7 +141,8 @@ void Outbox::lose(int number) {
   drop(w, hold.lock);
 }
 
-// When this returns nobody uses the worker's descriptor, so that its number may mean another file.
+// Drop a worker's pending bytes. After this function no thread uses its descriptor. So its owner may close it, and the
+// kernel may reuse the number for another file.
 void Outbox::drop(Worker& w, std::unique_lock<std::mutex>& lock) {
   w.lost = true;
   waiters_++;
@@ -147,7 +151,7 @@ void Outbox::drop(Worker& w, std::unique_lock<std::mutex>& lock) {
   w.queue.clear();
   w.pending = w.bulk = 0;
   w.full = false;
-  urgent_ = true;  // the thread may be polling it
+  urgent_ = true;  // wake the thread: it may be polling the descriptor
   changed_.notify_all();
 }
 
@@ -176,7 +180,7 @@ void Outbox::call(int target, uint32_t line, uint16_t code, std::span<const uint
   existing(target);
   if (open_ != target || !has_room_) wait_for_room(target, false, hold, caller);
   const bool told = open_ == target && line_ == line;
-  tell_frees(target);
+  tell_frees(target);  // before take_id(), so that the call can reuse these ids
   if (!told) tell_line(target, line);
   for (uint32_t& id : outputs) id = take_id();
   std::byte* to = extend(target, sizeof code + inputs.size_bytes() + outputs.size_bytes() + values.size());
@@ -194,8 +198,8 @@ void Outbox::reserve(int target, std::span<uint32_t> ids) {
 }
 
 void Outbox::free(int target, uint32_t id) noexcept {
-  if (forks_ != sys::forks()) return;  // it is the parent's
-  // No Hold: it is no error when the outbox is closed.
+  if (forks_ != sys::forks()) return;  // the id belongs to the parent
+  // Not a Hold, which throws if the outbox is closed: the program may still delete tensors then.
   bool ring;
   {
     const std::lock_guard lock(lock_);
@@ -218,7 +222,7 @@ void Outbox::put(int target, std::span<const std::byte> head, std::span<const st
                                 std::to_string(kLongestMessage) + " can be sent");
   }
   const size_t bytes = sizeof kMessage + sizeof(uint32_t) + length;
-  Memory large;  // written before the lock is taken
+  Memory large;  // copied before the lock is taken, so that no other caller waits for the copy
   if (bytes > chunk_bytes_) {
     check();
     if (bytes > kMostBytes) caller.release();
@@ -239,7 +243,7 @@ void Outbox::put(int target, std::span<const std::byte> head, std::span<const st
   urgent_ = true;
 }
 
-// Frames of one target's workers that are full wait here, in their caller. Nothing of the call has been queued.
+// Wait until all workers of a target have room. The caller has queued nothing of its call yet, so this may throw.
 void Outbox::wait_for_room(int target, bool bulk, Hold& hold, Caller& caller) {
   const auto over = [&](size_t limit) {
     const auto& numbers = targets_[static_cast<size_t>(target)].workers;
@@ -253,11 +257,12 @@ void Outbox::wait_for_room(int target, bool bulk, Hold& hold, Caller& caller) {
     has_room_ = !bulk;
     return;
   }
-  sweep();  // others' frames are not to wait with us
+  sweep();  // frames of other targets must not wait for this call
   urgent_ = true;
-  hold.let_go();  // which rings
+  hold.let_go();  // wakes the thread
   caller.release();
   hold.lock.lock();
+  // Half of the limit: otherwise the caller would wait again after each frame.
   const auto ready = [&] { return closed_ || !over(most / 2); };
   bool interrupted = false;
   while (!interrupted && !ready()) {
@@ -266,7 +271,7 @@ void Outbox::wait_for_room(int target, bool bulk, Hold& hold, Caller& caller) {
     waiters_--;
     if (in_time) break;
     hold.lock.unlock();
-    interrupted = caller.interrupted();  // may need the GIL, whose holder may need the lock
+    interrupted = caller.interrupted();  // without the lock: it may acquire the GIL, whose holder may need the lock
     hold.lock.lock();
   }
   if (closed_) throw std::runtime_error("the outbox is closed");
@@ -285,7 +290,7 @@ std::byte* Outbox::extend(int target, size_t bytes) {
   }
   if (memory_bytes_ - end_ < bytes) {
     seal();
-    urgent_ = urgent_ || memory_ != nullptr;
+    urgent_ = urgent_ || memory_ != nullptr;  // the thread sends a full chunk without waiting for the delay
     memory_bytes_ = std::max(bytes, chunk_bytes_);
     memory_.reset(new std::byte[memory_bytes_]);
     begin_ = end_ = 0;
@@ -330,7 +335,8 @@ void Outbox::Worker::append(Piece piece) {
   }
 }
 
-// A worker may have heard another line since, by calls to another target that it is of.
+// Queue a call site, unless all workers of the target know it. A worker may have received another one since, in calls
+// to another target.
 void Outbox::tell_line(int target, uint32_t line) {
   bool known = true;
   for (const int number : targets_[static_cast<size_t>(target)].workers) {
@@ -383,11 +389,13 @@ void Outbox::flush(Caller& caller) {
   sweep();
   size_t bytes = 0;
   for (const Worker& w : workers_) bytes += w.pending;
-  if (bytes > kMostBytes) caller.release();  // for less, to get the GIL back may take longer than the calls
+  // For fewer bytes, acquiring the GIL again may take longer than the system calls.
+  if (bytes > kMostBytes) caller.release();
   send(hold.lock);
 }
 
-// In turn, so that one that reads as fast as this writes does not keep the others waiting.
+// Write from the workers' queues in turn. Otherwise a worker that reads as fast as this thread writes would delay the
+// others.
 void Outbox::send(std::unique_lock<std::mutex>& lock) {
   for (bool again = true; again;) {
     again = false;
@@ -410,7 +418,7 @@ void Outbox::send_some(Worker& w, std::unique_lock<std::mutex>& lock) {
     bytes += piece.end - piece.begin;
   }
   msghdr message{.msg_iov = parts.data(), .msg_iovlen = count};
-  w.sending = true;  // keeps the queue's front, and the descriptor, as they are
+  w.sending = true;  // while this is set, no other thread removes pieces from the queue or replaces the descriptor
   lock.unlock();
   const ssize_t n = sendmsg(w.fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
   const int error = errno;
@@ -421,7 +429,7 @@ void Outbox::send_some(Worker& w, std::unique_lock<std::mutex>& lock) {
     if (error == EINTR) return;
     if (error == EAGAIN || error == EWOULDBLOCK) {
       w.full = true;
-      urgent_ = true;  // where it is not the thread that finds out
+      urgent_ = true;  // if a caller has found this, the thread must wake to poll the socket
       return;
     }
     w.failure = error;
@@ -490,7 +498,8 @@ void Outbox::run() {
   std::unique_lock lock(lock_);
   std::vector<pollfd> polled;
   std::vector<size_t> full;
-  // When to sweep; 0: nothing has come for a whole delay. Until then the callers, who go on, need not ring.
+  // The time of the next sweep; 0: no frame has been queued for a whole delay. While it is not 0 the thread wakes
+  // without a bell, so callers save the system call.
   int64_t due = 0;
   while (!closed_) {
     const int64_t now = sys::now_ns();

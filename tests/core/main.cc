@@ -1,4 +1,4 @@
-// Runs the core's tests, or those whose name contains an argument.
+// Runs the core's tests. With an argument, it runs only the tests whose name contains the argument.
 #include <sys/mman.h>
 
 #include <cinttypes>
@@ -16,16 +16,17 @@ std::vector<Test>& tests() {
 }  // namespace allranks::test
 
 #ifdef __SANITIZE_THREAD__
-// libstdc++ counts the holders of an exception in code that is not instrumented: where two threads hold one, the
-// sanitizer does not see that the last to let go comes after what the other has read.
+// libstdc++ counts the references to an exception in code that is not instrumented. If two threads have references, the
+// sanitizer does not see the order: the last release happens after all reads of the other thread.
 extern "C" const char* __tsan_default_suppressions() { return "race:std::__exception_ptr::exception_ptr::_M_release"; }
 
-// What the sanitizer knows of a page of ours lies in two of its own, which it reads before it writes them. Each costs
-// an interrupt of all CPUs then, a third of the time of all tests; with huge pages there are few.
+// The sanitizer has two shadow pages for each page of the program, and reads them before it writes them. Each first
+// write after a read interrupts all CPUs, which takes a third of the time of all tests. With huge pages there are few
+// such writes.
 extern "C" const char* __tsan_default_options() { return "no_huge_pages_for_shadow=0"; }
 
 void use_huge_pages() {
-  constexpr uint64_t kShadow = uint64_t{1} << 40;  // longer than any mapping of ours
+  constexpr uint64_t kShadow = uint64_t{1} << 40;  // bytes; only the sanitizer's shadow memory has longer mappings
   std::FILE* maps = std::fopen("/proc/self/maps", "r");
   uint64_t from = 0;
   uint64_t to = 0;

@@ -1,4 +1,4 @@
-// Ranks as threads of one process, on the real channel: what the sanitizers can see through.
+// Ranks as threads of one process, on the real channel. The sanitizers cannot analyze several processes together.
 #pragma once
 
 #include <netinet/in.h>
@@ -25,7 +25,7 @@
 
 namespace allranks::test {
 
-// Two connected sockets, over the network of this host.
+// Return two connected TCP sockets on the loopback interface.
 inline std::pair<sys::Fd, sys::Fd> tcp_pair() {
   const sys::Fd listener(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in address{.sin_family = AF_INET, .sin_port = 0, .sin_addr = {htonl(INADDR_LOOPBACK)}, .sin_zero = {}};
@@ -40,7 +40,7 @@ inline std::pair<sys::Fd, sys::Fd> tcp_pair() {
   return {std::move(one), std::move(other)};
 }
 
-// Four ranks of a host and more meet by groups of two.
+// With at least four ranks per host, ranks synchronize in groups of two.
 inline constexpr Tuning kLevels{.levels_from = 4, .crowded_levels_from = 4, .group = 2};
 inline constexpr Tuning kNoLevels{.levels_from = Tuning::kNever};
 
@@ -49,14 +49,14 @@ struct Ranks {
                  const std::vector<Place>& places = {})
       : Ranks(std::vector<int>(static_cast<size_t>(n)), sizes, timeout_s, spin_ns, Settings{}.eager, tuning, places) {}
 
-  // host_of: which ranks are to share memory; those of different hosts have TCP connections. places: where each may
-  // run, as it tells the others; none: where it may.
+  // host_of: the host of each rank. Ranks of one host share memory; ranks of different hosts have TCP connections.
+  // places: the CPUs that each rank publishes as those on which it may run. Empty: the real ones.
   explicit Ranks(const std::vector<int>& host_of, Sizes sizes = {}, double timeout_s = 20, int64_t spin_ns = 0,
                  size_t eager = Settings{}.eager, const Tuning& tuning = kLevels,
                  const std::vector<Place>& places = {}) {
     const Hosts hosts(host_of);
     const size_t n = host_of.size();
-    // near[a][b], heartbeats[a][b]: the socket that rank a holds towards rank b.
+    // near[a][b], heartbeats[a][b]: the socket of rank a that is connected to rank b.
     using Row = std::vector<sys::Fd>;
     const auto square = [n] {
       std::vector<Row> rows(n);
@@ -64,7 +64,7 @@ struct Ranks {
       return rows;
     };
     std::vector<Row> near = square();
-    std::vector<Row> heartbeats(n);  // of leaders
+    std::vector<Row> heartbeats(n);  // only the rows of leaders have sockets
     for (int h = 0; h < hosts.count() && hosts.count() > 1; h++)
       heartbeats[static_cast<size_t>(hosts.leader(h))].resize(n);
     for (size_t a = 0; a < n; a++) {
@@ -112,7 +112,7 @@ struct Ranks {
     }
   }
 
-  // Connects two ranks, once, whichever asks, as Python does for real ones.
+  // Connect two ranks when either of them first requests it, as Python does in a real job.
   void open(int rank, int peer, Connection kind) {
     const std::lock_guard lock(opening);
     if (!opened.insert({std::min(rank, peer), std::max(rank, peer), kind}).second) return;
@@ -121,7 +121,7 @@ struct Ranks {
     comms[static_cast<size_t>(peer)]->adopt(rank, kind, std::move(other));
   }
 
-  // Runs body(comm) on every rank; throws the first rank's failure.
+  // Run body(comm) on every rank. Rethrow the exception of the lowest rank that failed.
   void each(const std::function<void(Comm&)>& body) {
     std::vector<std::exception_ptr> errors(comms.size());
     std::vector<std::thread> threads;
@@ -145,13 +145,13 @@ struct Ranks {
   std::vector<std::shared_ptr<Comm>> comms;
 };
 
-// Which host each rank is on: alone, together, apart, even and uneven, and on so many that leaders pass on what they
-// hear.
+// The host of each rank: single ranks, one host, one rank per host, equal and unequal numbers of ranks. The last shape
+// has more than 8 hosts, so that leaders forward messages of other hosts.
 inline const std::vector<std::vector<int>> kShapes = {
     {0},       {0, 0},       {0, 0, 0},       {0, 0, 0, 0, 0}, {0, 1},
     {0, 1, 2}, {0, 0, 1, 1}, {0, 1, 1, 2, 2}, {0, 1, 0, 1, 1}, {0, 0, 1, 2, 3, 3, 4, 5, 6, 7, 8, 8}};
 
-// Small pieces, so that small tensors take every path.
+// Sizes of small pieces, so that small tensors take every path.
 inline Sizes small_sizes() { return {.piece = 512, .ring = 6 * 512, .small_ring = 1024, .pipe = 1024}; }
 
 template <class T>
@@ -194,7 +194,8 @@ struct Register {
   static const ::allranks::test::Register register_##name(#name, name); \
   static void name()
 
-// The same test with its ranks together on one host, apart, and the last one apart. The body sees `hosts`.
+// Define a test that runs with all ranks on one host, with each rank on its own host, and with only the last rank on
+// another host. The body can use `hosts`.
 #define TEST_PLACED(name, n)                                \
   static void name##_placed(const std::vector<int>& hosts); \
   TEST(name) {                                              \

@@ -1,4 +1,5 @@
-// An algorithm is one file and one row: this file adds one, and ranks take it where it applies.
+// The table of algorithms. An algorithm is one function and one row: this file adds a row, and ranks use it if it
+// applies (docs/decisions/092).
 #include <atomic>
 
 #include "collective/algorithms/moves.h"
@@ -14,7 +15,7 @@ std::atomic<int> ran = 0;
 
 bool is_of_three(const LocalComm&, const Operation& operation) { return operation.buffer.count == 3; }
 
-// Every rank reads every rank's operand in its ring, and adds them.
+// Every rank reads the operands from the rings of all ranks and adds them.
 void sum_of_three(LocalComm& comm, LocalComm::Call& call, const Operation& operation) {
   const Buffer& buffer = operation.buffer;
   const auto ring = comm.take(buffer.nbytes());
@@ -36,7 +37,7 @@ constexpr auto kTable = [] {
   return table;
 }();
 
-// The ranks of one host.
+// The ranks of one host. If their number is even, one file has all segments; otherwise each segment has its own file.
 struct Host {
   explicit Host(int n) {
     const auto size = static_cast<size_t>(n);
@@ -109,7 +110,7 @@ TEST(an_added_algorithm_is_taken_where_it_applies) {
       run(comm, all_reduce(v));
       CHECK(v == std::vector<int32_t>(count, 6));
     }
-    std::vector<int32_t> v(3, comm.rank());  // the row is of another verb
+    std::vector<int32_t> v(3, comm.rank());  // the added row is for another verb
     run(comm, broadcast(v, 2));
     CHECK(v == std::vector<int32_t>(3, 2));
     run(comm, barrier());

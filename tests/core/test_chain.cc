@@ -1,5 +1,6 @@
-// Large calls between hosts: the same bits as of one kernel for all hosts, no operand changed that is to stay. Above
-// all between more hosts than speak to each other directly, and what happens when a host of the chain is lost.
+// Large calls between hosts. Results must have the same bits as one kernel for all hosts. Operands must not change
+// unless they are also results. Most tests use more than 8 hosts, which form a chain. One test loses a host of the
+// chain.
 #include <algorithm>
 #include <cstring>
 
@@ -13,18 +14,18 @@ namespace {
 
 using Bytes = std::vector<std::byte>;
 
-// At once: the thread sanitizer makes a loop over bytes half of the time of these tests.
+// Compare with one memcmp. With the thread sanitizer, a loop over the bytes takes half of the time of these tests.
 bool same(const Bytes& one, const Bytes& other) {
   return one.size() == other.size() && std::memcmp(one.data(), other.data(), one.size()) == 0;
 }
 
 const std::vector<std::vector<int>> kMany = {
     {0, 1, 2, 3, 4, 5, 6, 7, 8},
-    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 9},  // hosts' ranks are not side by side
-    {0, 0, 1, 2, 3, 3, 3, 4, 5, 6, 7, 8, 8, 9, 10, 11},            // not as many on each
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 9},  // ranks of a host are not consecutive
+    {0, 0, 1, 2, 3, 3, 3, 4, 5, 6, 7, 8, 8, 9, 10, 11},            // unequal numbers of ranks per host
 };
 
-// Numbers of several magnitudes, so that another order of summation would give other bits.
+// Return numbers of several magnitudes, so that another order of summation would give other bits.
 Bytes operand(int rank, size_t count, DType dtype) {
   Bytes bytes(count * size_of(dtype));
   uint32_t state = static_cast<uint32_t>(rank) * 7919u + 17u;
@@ -39,14 +40,15 @@ Bytes operand(int rank, size_t count, DType dtype) {
       const auto upper = static_cast<uint16_t>(word >> 16);
       std::memcpy(at, &upper, 2);
     } else {
-      const auto half = static_cast<uint16_t>((state >> 16) & 0xbbff);  // float16 that is finite, and its sums too
+      const auto half = static_cast<uint16_t>((state >> 16) & 0xbbff);  // finite float16, also as sums
       std::memcpy(at, &half, 2);
     }
   }
   return bytes;
 }
 
-// Each host's operands by rank, then the hosts' results by host.
+// Return the expected result: reduce each host's operands in the order of ranks, then the results in the order of
+// hosts.
 Bytes reduced(const std::vector<Bytes>& operands, const std::vector<int>& host_of, DType dtype, ReduceOp op) {
   const Hosts hosts(host_of);
   const size_t count = operands.front().size() / size_of(dtype);
@@ -113,8 +115,8 @@ TEST(chains_reduce_to_the_bits_of_one_kernel) {
   check_reductions(kMany[1], 10'000, DType::bf16, ReduceOp::prod);
 }
 
-// By each rank its shard, by the leaders, and in stages: so large that one part is on the network while the next is
-// reduced on each host.
+// The three ways: each rank transfers its shard, the leaders transfer all, or stages overlap. The larger size has
+// stages: one part is on the network while each host reduces the next part.
 TEST(an_all_reduce_has_the_bits_of_one_kernel_in_each_way) {
   const std::vector<std::pair<std::vector<int>, DType>> cases{{{0, 0, 1, 1}, DType::f32},
                                                               {{0, 1, 2, 2, 0, 1}, DType::bf16}};
@@ -127,7 +129,7 @@ TEST(an_all_reduce_has_the_bits_of_one_kernel_in_each_way) {
       Ranks ranks(host_of);
       ranks.each([&](Comm& comm) {
         Caller caller;
-        for (int i = 0; i < 8; i++) {  // in one way, in the other, and as was found to be faster
+        for (int i = 0; i < 8; i++) {  // one way, the other way, then the faster one
           Bytes mine = operands[static_cast<size_t>(comm.rank())];
           comm.run(operation(Verb::all_reduce, mine, dtype, ReduceOp::avg), caller);
           CHECK(same(mine, whole));
@@ -147,7 +149,7 @@ TEST(the_faster_way_is_chosen_by_the_slowest_rank) {
       ways.push_back(trial.choose(under_way ? told : std::vector<uint64_t>{}));
       trial.took(ways.back() == faster ? 2'000'000 : 1'000'000, 2 << 20);
       CHECK(trial.told() == (ways.back() == faster ? 1'000'000 : 500'000));
-      told = {trial.told(), ways.back() == faster ? 0U : 1'500'000U};  // another rank, which is slower the other way
+      told = {trial.told(), ways.back() == faster ? 0U : 1'500'000U};  // another rank, slower in the other way
     }
     CHECK(std::vector(ways.begin(), ways.begin() + 6) == (std::vector<size_t>{0, 1, 0, 1, 0, 1}));
     CHECK(std::vector(ways.begin() + 6, ways.end()) == std::vector<size_t>(4, faster));
@@ -155,7 +157,7 @@ TEST(the_faster_way_is_chosen_by_the_slowest_rank) {
   }
 }
 
-// So many segments that the memory of partial results is used again.
+// The call has more segments than the memory for partial results can hold, so the memory is reused.
 TEST(chains_use_the_memory_of_partial_results_again) {
   check_reductions(kMany[0], 400'000, DType::bf16, ReduceOp::sum);
 }
@@ -248,7 +250,7 @@ TEST(a_rank_speaks_to_few_of_many_hosts) {
         }
       }
     });
-    // Leaders have four rounds, of two peers each: the branches of the trees go to the same.
+    // The exchange of the leaders has four rounds, with two peers each. The trees use the same connections.
     const Hosts hosts(host_of);
     std::vector<int> held(n);
     for (const auto& [one, other, kind] : ranks.opened) {

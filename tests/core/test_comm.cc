@@ -12,7 +12,8 @@ using namespace allranks::test;
 
 namespace {
 
-// Bytes of float32 around every border: empty, call line, piece, several pieces, ring wrapped.
+// Numbers of float32 elements around each boundary: empty, a call's cache line, a piece, several pieces, a wrapped
+// ring.
 const std::vector<size_t> kCounts = {0, 1, 25, 26, 27, 127, 128, 129, 200, 256, 257, 1000, 5000};
 
 template <class Body>
@@ -56,7 +57,7 @@ TEST(all_reduce_every_path) {
 }
 
 TEST(all_reduce_is_the_same_on_every_rank_and_path) {
-  // Sums of these depend on the order: only one order gives the same bits everywhere.
+  // The sums of these operands depend on the order. The bits are equal only if all ranks and paths use one order.
   const int n = 3;
   const size_t count = 1000;
   std::vector<std::vector<float>> results;
@@ -80,7 +81,7 @@ TEST(all_reduce_is_the_same_on_every_rank_and_path) {
 }
 
 TEST(all_reduce_between_hosts_has_one_order) {
-  // (rank 0 + rank 2) + rank 1, by segments and in the meeting, on every rank.
+  // The order is (rank 0 + rank 2) + rank 1 on every rank, for large calls in segments and for small calls.
   const size_t count = 100'000;
   Ranks ranks({0, 1, 0});
   std::vector<std::vector<float>> operands(3);
@@ -160,7 +161,7 @@ TEST_PLACED(asynchronous_calls_keep_their_order, 3) {
       requests.push_back(comm.start(all_reduce(buffers[i])));
     }
     std::vector<int32_t> last(1, 5);
-    comm.run(all_reduce(last), caller);  // blocking, behind those that are queued
+    comm.run(all_reduce(last), caller);  // a blocking call after the queued ones
     CHECK(last[0] == 15);
     for (size_t i = buffers.size(); i-- > 0;) {
       comm.wait(requests[i], caller, -1);
@@ -184,7 +185,7 @@ TEST_PLACED(watched_requests_are_told_of_once, 2) {
     }
     Caller caller;
     for (auto& request : requests) comm.wait(request, caller, -1);
-    for (size_t i = 0; i < requests.size(); i += 2) requests[i]->watch(tickets++, completions);  // which have ended
+    for (size_t i = 0; i < requests.size(); i += 2) requests[i]->watch(tickets++, completions);  // already done
   });
   while (told.size() < 2 * kCalls) {
     for (const uint64_t ticket : completions.take(-1)) told.insert(ticket);
@@ -391,12 +392,12 @@ TEST_PLACED(send_and_recv, 3) {
     Caller caller;
     const int next = (comm.rank() + 1) % 3;
     const int previous = (comm.rank() + 2) % 3;
-    // Everybody sends first: what fits in the pipe is buffered.
+    // All ranks send first. A message that fits into the pipe is buffered, so no send blocks.
     std::vector<int32_t> small(10, comm.rank());
     comm.send({small.data(), small.size(), DType::i32}, next, 0, caller);
     comm.recv({small.data(), small.size(), DType::i32}, previous, 0, caller);
     CHECK(small[9] == previous);
-    // Larger than the pipe, one after the other.
+    // Messages up to sizes larger than the pipe, one after the other.
     for (const size_t count : {0, 1, 1000, 5000}) {
       std::vector<int32_t> v(count, comm.rank());
       if (comm.rank() == 0) {
@@ -454,7 +455,8 @@ TEST_PLACED(recv_of_the_wrong_size_is_refused_and_the_next_is_found, 2) {
 }
 
 TEST(call_numbers_wrap) {
-  // Only the comparisons matter: steps far apart, and across the wrap.
+  // Ranks only compare steps, so a start just before 2^32 is valid. The comparisons must be correct for steps that are
+  // far apart, and after the overflow.
   Ranks ranks(2, small_sizes());
   for (auto& comm : ranks.comms) {
     comm->local_comm().base_step = 0xfffffffd;
@@ -469,7 +471,7 @@ TEST(call_numbers_wrap) {
 }
 
 TEST_PLACED(an_interrupted_wait_ends_the_request_first, 2) {
-  // The request is in the progress thread's hands when the signal comes.
+  // The progress thread is executing a request when the signal arrives.
   struct Interrupted : Caller {
     bool interrupted() override { return true; }
   };
@@ -487,7 +489,7 @@ TEST_PLACED(an_interrupted_wait_ends_the_request_first, 2) {
 }
 
 TEST_PLACED(a_call_that_nobody_waits_for_ends, 3) {
-  // When the progress thread is new, looks for calls, and sleeps.
+  // The pauses cover three states of the progress thread: newly started, polling for calls, and sleeping.
   Ranks ranks(hosts);
   ranks.each([&](Comm& comm) {
     std::vector<float> v(1, 1.0f);
@@ -496,10 +498,10 @@ TEST_PLACED(a_call_that_nobody_waits_for_ends, 3) {
       std::this_thread::sleep_for(std::chrono::milliseconds(pause_ms));
       const auto request = comm.start(all_reduce(v));
       while (!request->done) std::this_thread::yield();
-      const auto waited = comm.start(all_reduce(v));  // and one that may be run by either thread
+      const auto waited = comm.start(all_reduce(v));  // a call that either thread may execute
       comm.wait(waited, caller, -1);
     }
-    CHECK(v[0] == 59049.0f);
+    CHECK(v[0] == 59049.0f);  // 3^10: ten calls of three ranks
   });
 }
 
@@ -516,7 +518,7 @@ TEST_PLACED(a_wait_with_a_limit_leaves_the_call_to_the_progress_thread, 2) {
 }
 
 TEST_PLACED(threads_start_and_wait_at_once, 2) {
-  // All calls are alike, so that their order in a rank does not matter.
+  // All calls are equal, so their order within a rank does not matter.
   Ranks ranks(hosts);
   ranks.each([&](Comm& comm) {
     std::vector<std::thread> threads;

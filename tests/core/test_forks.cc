@@ -1,4 +1,4 @@
-// Forked children: they end whatever their parent's threads were doing, and their parent does not notice.
+// Forked children: they exit whatever the parent's threads were doing, and they do not affect the parent.
 #include <fcntl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -20,7 +20,8 @@ namespace {
 
 constexpr unsigned kLimitS = 60;
 
-// What a forked child returns from body; one that hangs ends by a signal.
+// Run body in a forked child and return the child's wait status: 0 if body returned true. A child that hangs is killed
+// by SIGALRM after kLimitS seconds.
 int child_of(const std::function<bool()>& body) {
   const pid_t pid = fork();
   if (pid == 0) {
@@ -43,9 +44,10 @@ int open_descriptors() {
   return count;
 }
 
-// Without an allocation: the sanitizer's allocator may have been locked by another thread when the child was forked.
+// Return whether the process maps segments. This must not allocate: another thread may have held the lock of the
+// sanitizer's allocator when the child was forked.
 bool has_segments() {
-  // qemu-user ignores MADV_DONTFORK, which only the kernel of a real machine can show (make aarch64).
+  // qemu-user ignores MADV_DONTFORK, so this can be tested only on a real kernel (make aarch64).
   static const bool emulated = std::getenv("ALLRANKS_TEST_EMULATED") != nullptr;
   if (emulated) return false;
   static std::array<char, 1 << 20> maps;
@@ -73,7 +75,7 @@ TEST_PLACED(a_child_has_nothing_of_a_group_with_calls_under_way, 3) {
   const int before = open_descriptors();
   Ranks ranks(hosts);
   Caller nobody;
-  ranks.each([&](Comm& comm) {  // so that all threads and connections are there
+  ranks.each([&](Comm& comm) {  // so that all threads and connections exist
     std::vector<float> tensor(100'000, 1);
     auto request = comm.start(all_reduce(tensor));
     comm.wait(request, nobody, -1);
@@ -176,7 +178,7 @@ TEST(a_child_that_is_forked_within_a_call_leaves_it) {
   };
   for (const auto& hosts : {std::vector<int>{0, 0}, std::vector<int>{0, 1}}) {
     Ranks ranks(hosts);
-    std::atomic<int> forked = 0;  // rank 1 comes to a call only when rank 0 has forked in it
+    std::atomic<int> forked = 0;  // rank 1 joins a call only after rank 0 has forked in it
     ranks.each([&](Comm& comm) {
       Caller nobody;
       std::vector<int32_t> tensor{comm.rank()};

@@ -1,7 +1,8 @@
-// Thousands of networks of simulated hosts: delays, slow links, stops, deaths, hosts that vanish, ranks that leave.
+// Heartbeats on thousands of networks of simulated hosts: delays, slow links, stopped and dead processes, unreachable
+// hosts, ranks that leave.
 //
-// A seed makes one network and what befalls it. The time is simulated, so that all of them take some seconds. A seed
-// that fails is printed; ALLRANKS_TEST_HEARTBEAT_SEED=n runs that one alone.
+// A seed determines one network and its events. Time is simulated, so all networks take some seconds. If a seed fails,
+// the test prints it; ALLRANKS_TEST_HEARTBEAT_SEED=n runs only this seed.
 #include <cerrno>
 #include <cstdlib>
 #include <deque>
@@ -19,12 +20,12 @@ namespace {
 
 constexpr int64_t kMs = 1'000'000;
 constexpr int64_t kTickNs = 50 * kMs;
-constexpr int64_t kSilentNs = 15'000 * kMs;  // until a kernel gives up a host
+constexpr int64_t kSilentNs = 15'000 * kMs;  // time after which a kernel reports a host as unreachable
 constexpr int64_t kEndNs = 30'000 * kMs;
 
 struct Network;
 
-// One host: what its ranks do, and what its node has heard.
+// One host: the state of its ranks, and the messages that it has received.
 struct Node final : Heartbeat::Listener {
   Node(Network& network, int host, const Hosts& hosts)
       : network(network), host(host), heartbeat(host, hosts, *this), own(hosts.on(host).size()) {}
@@ -48,10 +49,10 @@ struct Node final : Heartbeat::Listener {
   std::optional<Failure> verdict;
   int64_t condemned_ns = 0;
   int64_t stopped_until = 0;
-  int64_t clock_began = 0;  // its clock runs since then, and
-  int64_t clock_drift = 0;  // gains so much in a million
+  int64_t clock_began = 0;  // network time at which its clock showed 0
+  int64_t clock_drift = 0;  // its clock gains this many parts per million
   int measured = 0;
-  bool gone = false;  // dead, or left
+  bool gone = false;  // dead, or has left
   bool dead = false;
   bool cut = false;
 };
@@ -82,11 +83,11 @@ struct Network {
     bool end = false;
     int error = 0;
   };
-  // One way of a connection: in order, whatever the delays.
+  // One direction of a connection. Packets arrive in order, whatever their delays.
   struct Link {
     int64_t delay = 0;
     std::deque<Packet> packets;
-    bool closed = false;  // nothing can be put in any more
+    bool closed = false;  // accepts no more packets
   };
 
   int pick(int least, int most) { return std::uniform_int_distribution<>(least, most)(random); }
@@ -100,7 +101,7 @@ struct Network {
     link.packets.push_back({.due = now + delay, .bytes = {}, .end = true, .error = error});
   }
 
-  // What the kernel of a host does when its leader's process has ended, if anybody hears it.
+  // Close the connections to all reachable neighbors, as the kernel does after the leader's process has exited.
   void close_all(Node& node) {
     for (const int other : Heartbeat::neighbours(node.host, hosts->count())) {
       if (up(node.host, other)) close(node.host, other, 0);
@@ -143,7 +144,7 @@ struct Network {
       if (outbox.empty()) continue;
       Link& link = links[{from.host, to}];
       if (link.closed) continue;
-      // In pieces of any size: a stream.
+      // A stream has no message boundaries, so packets have random sizes.
       for (size_t at = 0; at < outbox.size();) {
         const size_t n = std::min(outbox.size() - at, static_cast<size_t>(pick(1, 2'000)));
         link.packets.push_back({.due = now + link.delay + pick(0, 5) * kMs / 10,
@@ -157,7 +158,7 @@ struct Network {
     }
   }
 
-  // One round: what has arrived by now, then what each node sends.
+  // One round: deliver the packets that are due, then send the messages of each node.
   void turn() {
     for (auto& [ends, link] : links) {
       Node& to = node(ends.second);
@@ -168,7 +169,7 @@ struct Network {
         if (packet.end && packet.error != 0) {
           to.heartbeat.ended(ends.first, packet.error);
         } else if (!up(ends.first, ends.second)) {
-          continue;  // lost on the way
+          continue;  // the packet is lost
         } else if (packet.end) {
           to.heartbeat.ended(ends.first, 0);
         } else {
@@ -207,7 +208,7 @@ int64_t Node::clock() const {
 
 void Node::on_clock(int other, const ClockOffset& offset) {
   const auto [ns, error] = offset.at(clock());
-  CHECK(std::abs(network.node(other).clock() - clock() - ns) <= error + 100);  // it is rounded
+  CHECK(std::abs(network.node(other).clock() - clock() - ns) <= error + 100);  // 100 ns for rounding
   CHECK(error < 20'000 * kMs);
   measured++;
 }
@@ -219,7 +220,7 @@ void Node::condemn(const Failure& failure) {
   condemned_ns = network.now;
 }
 
-// Nodes that hear of each other, over those that live and are not stopped for ever.
+// Return the nodes that receive messages of `first`, directly or through other nodes that are alive and reachable.
 std::set<int> reached_from(Network& net, int first) {
   std::set<int> found{first};
   std::deque<int> ahead{first};
@@ -260,7 +261,8 @@ void run(uint64_t seed) {
       events++;
       switch (event) {
         case mate_dies: {
-          // Its leader sees it, if there is one besides and it is not stopped; that is net.cc's affair.
+          // The leader detects the death of another rank of its host, unless the leader is stopped. net.cc implements
+          // this, so the test calls condemn() directly.
           const int rank = net.hosts->on(host).back();
           if (rank == net.hosts->leader(host) || net.now < s.stopped_until) break;
           net.failed(rank);
@@ -292,16 +294,17 @@ void run(uint64_t seed) {
     net.turn();
   }
 
-  // Nothing is said for ever.
+  // Without new events, the nodes stop sending.
   const size_t said = net.sent_bytes;
   for (int i = 0; i < 20; i++, net.now += kTickNs) net.turn();
   CHECK(net.sent_bytes == said);
-  // What a node may owe another at once: a status and notes of every host, and a few short messages.
+  // The limit of the bytes that may be queued for one neighbor: a status and notes of every host, and a few short
+  // messages.
   CHECK(net.backlog < static_cast<size_t>(net.hosts->ranks()) * 128 + static_cast<size_t>(count) * 128 + 512);
 
   for (const auto& s : net.nodes) {
     if (!s->verdict) continue;
-    // Whoever is named is lost, or is so from here.
+    // The rank in a verdict is lost, or cannot be reached from the reporter's host.
     const int peer = s->verdict->peer;
     const Node& named = net.node(net.hosts->of(peer));
     const bool from_cut = net.node(net.hosts->of(s->verdict->reporter)).cut;
@@ -310,7 +313,7 @@ void run(uint64_t seed) {
     if (s->verdict->kind == Kind::died) CHECK(net.lost.contains(peer));
     CHECK(net.failed_ns > 0 && s->condemned_ns >= net.failed_ns);
   }
-  // Each of those that live and can be reached by a neighbour of the lost knows; in time.
+  // Every live node that a neighbor of a lost rank can reach must know of the failure, within the time limit.
   for (const int rank : net.lost) {
     const Node& from = net.node(net.hosts->of(rank));
     std::vector<int> witnesses = Heartbeat::neighbours(from.host, count);
@@ -321,13 +324,13 @@ void run(uint64_t seed) {
       for (const int host : reached_from(net, witness)) {
         const Node& s = net.node(host);
         CHECK(s.verdict.has_value());
-        // Those that left on the way, and those that were stopped, excuse a delay.
+        // If nodes have left or were stopped, the verdict may be late.
         if (net.left.empty() && stop == 0 && net.lost.size() == 1)
           CHECK(s.condemned_ns - net.failed_ns < kSilentNs + 3'000 * kMs);
       }
     }
   }
-  // Where nothing was lost everybody has heard the last of everybody.
+  // If no rank was lost, every node has the latest status of every rank.
   if (net.lost.empty()) {
     for (const auto& s : net.nodes) {
       CHECK(!s->verdict);
@@ -381,7 +384,7 @@ TEST(every_host_is_near_in_signs_of_life) {
       CHECK(!next.empty());
       edge = next;
     }
-    CHECK(Heartbeat::neighbours(0, hosts).size() <= 18);
+    CHECK(Heartbeat::neighbours(0, hosts).size() <= 18);  // twice log2(300), rounded up: distances 2^k both ways
     CHECK(steps <= (hosts <= 9 ? 2 : 5));
   }
 }
@@ -396,7 +399,7 @@ TEST(garbage_ends_a_sign_of_life_and_no_more) {
       void on_close(int) override {}
       void on_end(int host, Kind how) override { CHECK(host == 1 && how == Kind::unreachable); }
       void on_verdict(const Failure&) override {}
-      void on_clock(int, const ClockOffset&) override { CHECK(false); }  // nothing was asked
+      void on_clock(int, const ClockOffset&) override { CHECK(false); }  // no ping was sent, so no pong is valid
     } quiet;
     Heartbeat heartbeat(0, hosts, quiet);
     std::vector<std::byte> bytes(200);

@@ -1,6 +1,7 @@
-// The exchange between leaders alone: up to 24 hosts on slow streams, and a peer that sends anything.
+// The exchange between leaders without the rest of a group: up to 24 hosts on slow streams, and a peer that sends
+// invalid bytes.
 //
-// A seed makes the hosts, their messages and the streams' sizes. A seed that fails is printed.
+// A seed determines the hosts, their messages and the sizes of the streams. If a seed fails, the test prints it.
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -35,7 +36,7 @@ HostMessage made_up(std::mt19937_64& random, size_t fingerprints, size_t nbytes,
   return made;
 }
 
-// Streams that hold a few bytes each, as full socket buffers do.
+// The streams between hosts. Each holds only a few bytes, like an almost full socket buffer.
 struct Network {
   Network(int hosts, size_t room) : room(room), wires(static_cast<size_t>(hosts * hosts)), hosts(hosts) {}
 
@@ -46,7 +47,7 @@ struct Network {
   const size_t room;
   std::vector<std::deque<std::byte>> wires;
   const int hosts;
-  // By host: what its clock shows, and how wrong others may be about it.
+  // The clock of each host, and the maximum error of the other hosts' estimates of it.
   std::vector<int64_t> clocks = std::vector<int64_t>(static_cast<size_t>(hosts));
   int64_t clock_error_ns = 0;
   std::mutex mutex;
@@ -177,7 +178,8 @@ void all_get_all(uint64_t seed) {
   }
 }
 
-// Hosts with clocks of their own, whose last ranks come at random times: what each leader finds out.
+// Check which rank each leader finds to be the last to arrive. Hosts have different clocks, and their last ranks arrive
+// at random times.
 void who_came_last(uint64_t seed) {
   constexpr int64_t kUs = 1'000;
   std::mt19937_64 random(seed);
@@ -219,7 +221,7 @@ void who_came_last(uint64_t seed) {
     });
   }
   for (auto& leader : leaders) leader.join();
-  const int64_t hops = count <= 8 ? 1 : 5;
+  const int64_t hops = count <= 8 ? 1 : 5;  // rounds between up to 24 hosts; each round adds a clock's error
   const int64_t error = network.clock_error_ns * hops;
   for (int here = 0; here < count; here++) {
     const LastArrival& a = found[static_cast<size_t>(here)];
@@ -229,7 +231,7 @@ void who_came_last(uint64_t seed) {
   }
 }
 
-// What the other hosts send is there from the beginning. What is sent to them is dropped.
+// Streams with the bytes of the other hosts already in them. Sent bytes are dropped.
 class Written final : public LeaderStreams {
  public:
   explicit Written(std::map<int, std::vector<std::byte>> bytes) : bytes_(std::move(bytes)) {}
@@ -256,7 +258,7 @@ void append(std::vector<std::byte>& to, const void* data, size_t nbytes) {
   to.insert(to.end(), bytes, bytes + nbytes);
 }
 
-// By host, what host 0 gets from the others, as they send it.
+// Return the bytes that host 0 receives, by sending host.
 std::map<int, std::vector<std::byte>> sent_to_first(const std::vector<HostMessage>& messages) {
   const int count = static_cast<int>(messages.size());
   std::map<int, std::vector<std::byte>> bytes;
@@ -289,7 +291,7 @@ std::string outcome(const std::vector<HostMessage>& messages, std::map<int, std:
   Written streams(std::move(bytes));
   try {
     const auto got = exchange.run(streams, {messages[0].head.data(), messages[0].body.data()}, {});
-    size_t sum = 0;  // all that is said to be there can be read
+    size_t sum = 0;  // read all bytes that the messages claim to have
     for (const auto& each : got) {
       const Opening opening = Opening::of(each.head);
       for (size_t i = 0; i < opening.head_bytes(); i++) sum += static_cast<size_t>(each.head[i]);
@@ -368,7 +370,7 @@ TEST(lengths_that_another_host_states_have_a_limit) {
   CHECK(outcome(messages, bytes) == "the message of host 1 is cut off");
 }
 
-// Any bytes end in messages that can be read, or in an Error. The address sanitizer looks on.
+// Invalid bytes must result in readable messages or in an Error. The address sanitizer checks all reads.
 TEST(leaders_read_changed_bytes_safely) {
   size_t refused = 0;
   for (uint64_t seed = 1; seed <= 3000; seed++) {

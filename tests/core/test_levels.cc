@@ -1,4 +1,5 @@
-// Many ranks of a host meet by groups: which these are, that results are the same bits, who is named when one is late.
+// Ranks of one host that synchronize in groups: the choice of the groups, equal bits with and without groups, and the
+// reported rank if one is late.
 #include <unistd.h>
 
 #include <filesystem>
@@ -18,7 +19,7 @@ Place on_cpu(int cpu, int package, int node, int cache) {
   return place;
 }
 
-// One rank bound to each CPU of a machine with two sockets.
+// Return the places of ranks on a machine with two sockets. One rank is bound to each CPU.
 std::vector<Place> bound(int nodes, int caches_of_node, int cpus_of_cache) {
   std::vector<Place> places;
   for (int node = 0; node < nodes; node++) {
@@ -46,7 +47,7 @@ Failure failure_of(Comm& comm) {
   return {};
 }
 
-// The bits that each rank ends with, of operands of several sizes.
+// Return the results of each rank, for operands of several sizes.
 std::vector<std::vector<float>> reduced(const Tuning& tuning, int n, ReduceOp op,
                                         const std::vector<Place>& places = {}) {
   std::vector<std::vector<float>> found(static_cast<size_t>(n));
@@ -78,15 +79,15 @@ TEST(lists_of_cpus_are_read) {
 }
 
 TEST(groups_follow_the_caches_and_nodes_of_a_machine) {
-  // 192 CPUs, a cache for 8 of them: two caches of one node make a group.
+  // 192 CPUs, 8 per cache. Two caches of one node form a group.
   CHECK(sizes_of(near_ranks(bound(2, 12, 8), 16)) == std::vector<size_t>(12, 16));
-  // 96 CPUs with one cache for each socket.
+  // 96 CPUs with one cache per socket.
   CHECK(sizes_of(near_ranks(bound(2, 1, 48), 16)) == std::vector<size_t>(6, 16));
-  // Nodes of 6 CPUs are not put together.
+  // Nodes of 6 CPUs: a group has CPUs of one node only.
   CHECK(sizes_of(near_ranks(bound(4, 1, 6), 16)) == std::vector<size_t>(4, 6));
   // Processes that may run anywhere.
   CHECK(sizes_of(near_ranks(std::vector<Place>(40), 16)) == (std::vector<size_t>{13, 13, 14}));
-  // Ranks that are dealt to the sockets in turn.
+  // Ranks that are distributed to the sockets in turn.
   std::vector<Place> places = bound(2, 1, 4);
   for (size_t i = 0; i < places.size(); i++) places[i] = on_cpu(static_cast<int>(i), i % 2, i % 2, i % 2);
   CHECK(near_ranks(places, 16) == (std::vector<std::vector<int>>{{0, 2, 4, 6}, {1, 3, 5, 7}}));
@@ -121,7 +122,7 @@ TEST(the_kernel_says_where_a_process_may_run) {
   const Place place = read_place(root);
   CHECK(place.cpus == real.cpus);
   CHECK(place.package == 3 && place.node == 2 && place.cache == 0);
-  put(root / "node/node2/cpulist", std::to_string(cpu + 1));  // it may run elsewhere, too
+  put(root / "node/node2/cpulist", std::to_string(cpu + 1));  // the process may also run outside the node
   CHECK(read_place(root).node == -1);
   fs::remove_all(root);
   CHECK(read_place(root).cache == -1);
@@ -136,7 +137,8 @@ TEST(levels_do_not_change_a_bit) {
   }
 }
 
-// Ranks that are dealt to two sockets in turn, to three caches of one in another order, and some to no cache.
+// Ranks that are distributed to two sockets in turn, to three caches of one socket in another order, and in part to no
+// cache.
 TEST(groups_of_ranks_that_are_not_side_by_side_do_not_change_a_bit) {
   std::vector<std::vector<Place>> topologies(3);
   std::vector<std::vector<std::vector<int>>> expected{
@@ -155,7 +157,7 @@ TEST(groups_of_ranks_that_are_not_side_by_side_do_not_change_a_bit) {
   }
 }
 
-// A ring holds six pieces: each is written many times, by the root and by those that pass on what they read.
+// A ring holds six pieces. So the root, and the ranks that forward pieces, write each part of their rings many times.
 TEST(a_large_broadcast_goes_through_the_groups) {
   for (const size_t group : {2, 3}) {
     Ranks ranks(7, small_sizes(), 20, 0,
@@ -170,7 +172,7 @@ TEST(a_large_broadcast_goes_through_the_groups) {
         if (comm.rank() == root) std::iota(v.begin(), v.end(), static_cast<float>(i));
         comm.run(broadcast(v, root), caller);
         std::vector<float> sum(static_cast<size_t>(i) % 5 * 100 + 1, 1);
-        comm.run(all_reduce(sum), caller);  // writes to the rings at once
+        comm.run(all_reduce(sum), caller);  // writes to the rings immediately after the broadcast
         for (size_t k = 0; k < count; k++) CHECK(v[k] == static_cast<float>(static_cast<size_t>(i) + k));
         for (const float each : sum) CHECK(each == 7);
       }

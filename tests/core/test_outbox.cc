@@ -1,4 +1,5 @@
-// The outbox on real sockets: order over targets, ids, a worker that does not read, one that is lost, the end.
+// The outbox on real sockets: the order of frames across targets, ids, a worker that does not read, a lost worker,
+// closing.
 #include <sys/socket.h>
 
 #include <atomic>
@@ -19,10 +20,10 @@ using namespace allranks::test;
 
 namespace {
 
-constexpr int64_t kNever = 3'600'000'000'000;  // ns: only flush() and full memory send
+constexpr int64_t kNever = 3'600'000'000'000;  // ns; so only flush() or a full chunk sends frames
 constexpr int64_t kSoon = 50'000;
 constexpr size_t kRoomy = 1 << 20;
-constexpr uint32_t kSequenced = 16;  // the one template here: an input, an output, and a number as its value
+constexpr uint32_t kSequenced = 16;  // the only template: one input, one output, one number as its value
 
 Caller nobody;
 
@@ -32,7 +33,7 @@ std::pair<sys::Fd, sys::Fd> unix_pair() {
   return {sys::Fd(pair[0]), sys::Fd(pair[1])};
 }
 
-// The worker's end: what comes, in the words of outbox.h.
+// The worker's end of a socket: parses the frames of outbox.h.
 class Reader {
  public:
   explicit Reader(sys::Fd fd) : fd_(std::move(fd)) {
@@ -42,11 +43,11 @@ class Reader {
 
   struct Frame {
     uint16_t kind;
-    std::vector<uint32_t> words;  // a FREE's ids; a LINE's line; a call's input, output and value
-    std::string payload;          // a MESSAGE's
+    std::vector<uint32_t> words;  // FREE: the ids; LINE: the call site; call: its input, output and value
+    std::string payload;          // MESSAGE: the payload
   };
 
-  // nullopt: the stream has ended.
+  // Return the next frame, or nullopt at the end of the stream.
   std::optional<Frame> next() {
     uint16_t kind;
     if (!read(&kind, sizeof kind)) return std::nullopt;
@@ -99,7 +100,8 @@ uint32_t call(Outbox& outbox, int target, uint32_t line, uint32_t input, uint32_
   return output;
 }
 
-// Sockets that the workers' readers have the other ends of. They are closed behind the outbox, which may be writing.
+// The outbox's sockets and the readers at their other ends. The outbox must be closed before the sockets, because its
+// thread may be writing.
 struct Workers {
   Workers(Outbox& outbox, int n, bool tcp = false) : outbox(outbox) {
     for (int i = 0; i < n; i++) {
@@ -115,7 +117,8 @@ struct Workers {
   std::vector<Reader> readers;
 };
 
-// A caller that may block: if the test fails meanwhile it is let go.
+// A thread whose calls may block. If the test fails while it blocks, the destructor closes the outbox, which ends the
+// call.
 class Background {
  public:
   Background(Outbox& outbox, std::function<void()> body)
@@ -166,7 +169,7 @@ TEST(each_worker_gets_its_frames_in_the_programs_order) {
       threads.push_back(std::make_unique<Background>(outbox, [&, i] {
         Reader& reader = workers.readers[i];
         uint32_t line = 0;
-        std::set<uint32_t> there;  // ids that this worker has been given
+        std::set<uint32_t> there;  // ids of tensors on this worker
         for (;;) {
           const auto frame = reader.next();
           if (!frame || frame->kind == 1) break;
@@ -175,7 +178,7 @@ TEST(each_worker_gets_its_frames_in_the_programs_order) {
           } else if (frame->kind == 2) {
             line = frame->words[0];
           } else {
-            CHECK(there.insert(frame->words[1]).second);  // an id comes again only behind its FREE
+            CHECK(there.insert(frame->words[1]).second);  // an id is reused only after its FREE
             heard[i].push_back({line, frame->words[2]});
           }
         }
@@ -215,7 +218,7 @@ TEST(frees_ride_along_and_ids_come_again) {
   const int other = outbox.target({1});
   const uint32_t id = call(outbox, one, 1, 0, 0);
   outbox.free(one, id);
-  CHECK(call(outbox, other, 1, 0, 0) != id);  // which worker 0 still has
+  CHECK(call(outbox, other, 1, 0, 0) != id);  // worker 0 has not received the FREE, so the id is in use
   CHECK(call(outbox, one, 1, 0, 0) == id);
   outbox.flush(nobody);
   Reader& reader = workers.readers[0];
@@ -223,8 +226,8 @@ TEST(frees_ride_along_and_ids_come_again) {
   CHECK(reader.expect(kSequenced).words[1] == id);
   CHECK(reader.expect(0).words == std::vector{id});
   CHECK(reader.expect(kSequenced).words[1] == id);
-  CHECK(reader.nothing());                        // the line has not changed
-  until([&] { return outbox.pending(0) == 0; });  // the thread counts behind sending
+  CHECK(reader.nothing());                        // no LINE frame: the call site has not changed
+  until([&] { return outbox.pending(0) == 0; });  // the thread updates the count only after sending
   outbox.free(one, id);
   CHECK(outbox.pending(0) == 0);
   outbox.flush(nobody);
@@ -249,7 +252,7 @@ TEST(the_thread_sends_what_is_old_and_what_is_much) {
     CHECK(workers.readers[0].expect(1).payload == "a");
     std::vector<uint32_t> ids(1);
     outbox.reserve(target, ids);
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // so that the thread sleeps, as a rule
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // so that the thread is usually asleep
     outbox.free(target, ids[0]);
     CHECK(workers.readers[0].expect(0).words == ids);
   }
@@ -257,8 +260,8 @@ TEST(the_thread_sends_what_is_old_and_what_is_much) {
   Workers workers(outbox, 1);
   const int target = outbox.target({0});
   outbox.put(target, bytes_of("small"), {}, false, nobody);
-  CHECK(outbox.pending(0) == 11 && workers.readers[0].nothing());
-  const std::string large(1 << 18, 'x');  // more than a socket takes, which nobody flushes
+  CHECK(outbox.pending(0) == 11 && workers.readers[0].nothing());  // bytes: u16 kind, u32 length, 5 of payload
+  const std::string large(1 << 18, 'x');  // more than a socket buffer holds; the test does not flush it
   outbox.put(target, bytes_of("head"), bytes_of(large), false, nobody);
   CHECK(workers.readers[0].expect(1).payload == "small");
   CHECK(workers.readers[0].expect(1).payload == "head" + large);
@@ -275,7 +278,7 @@ TEST(a_worker_that_does_not_read_holds_up_no_other) {
     const int both = outbox.target({0, 1});
     const int quick = outbox.target({1});
     const std::string text(500, 'x');
-    constexpr int kMany = 40'000;  // 20 MB, of which a socket takes a part
+    constexpr int kMany = 40'000;  // 20 MB, which is more than a socket buffer holds
     std::atomic<int> put = 0;
     Background caller(outbox, [&] {
       for (int i = 0; i < kMany; i++, put++) outbox.put(slow, bytes_of(text), {}, false, nobody);
@@ -285,11 +288,11 @@ TEST(a_worker_that_does_not_read_holds_up_no_other) {
     until([&] { return std::exchange(before, put.load()) == put.load() && put.load() > 0; });
     outbox.put(quick, bytes_of("quick"), {}, false, nobody);
     CHECK(workers.readers[1].expect(1).payload == "quick");
-    // A flush of what cannot be sent is no wait either.
+    // A flush must not block either if the socket is full.
     outbox.flush(nobody);
     Background group(outbox, [&] { outbox.put(both, bytes_of("both"), {}, false, nobody); });
     outbox.put(quick, bytes_of("again"), {}, false, nobody);
-    const bool early = workers.readers[1].expect(1).payload == "both";  // it came just under the limit
+    const bool early = workers.readers[1].expect(1).payload == "both";  // the put was just under the limit
     if (early) CHECK(workers.readers[1].expect(1).payload == "again");
     CHECK(put < kMany);
     int payloads = 0;
@@ -314,7 +317,7 @@ TEST(bulk_messages_let_calls_pass_the_limit) {
   Workers workers(outbox, 1);
   const int target = outbox.target({0});
   const std::string large(4 << 20, 'x');
-  // The worker reads nothing, and the caller is in the thread of the test: any wait would last for ever.
+  // The worker does not read, and this thread calls the outbox itself. If a call blocked, the test would hang.
   for (int i = 0; i < 3; i++) outbox.put(target, bytes_of("head"), bytes_of(large), true, nobody);
   for (uint32_t i = 0; i < 100; i++) call(outbox, target, 1, 0, i);
   outbox.put(target, bytes_of("small"), {}, true, nobody);
@@ -356,7 +359,7 @@ TEST(a_lost_worker_blocks_nobody) {
   Reader again(std::move(there));
   outbox.replace(0, here.get());
   call(outbox, both, 7, 0, 1);
-  CHECK(again.expect(2).words[0] == 7);  // the new one has not heard it
+  CHECK(again.expect(2).words[0] == 7);  // the new process does not know the call site
   CHECK(again.expect(kSequenced).words[2] == 1);
   outbox.lose(0);
 }
@@ -366,7 +369,7 @@ TEST(a_broken_socket_is_a_failure) {
   Workers workers(outbox, 2);
   const int both = outbox.target({0, 1});
   workers.readers.erase(workers.readers.begin());
-  for (uint32_t i = 0; i < 1000; i++) {  // more than the limit
+  for (uint32_t i = 0; i < 1000; i++) {  // in total more than limit_bytes
     outbox.put(both, bytes_of(std::string(100, 'x')), {}, false, nobody);
     CHECK(workers.readers[0].expect(1).payload.size() == 100);
   }

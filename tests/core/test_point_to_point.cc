@@ -1,4 +1,4 @@
-// Messages: random programs against a model, and what a rank keeps of others' messages.
+// Messages: random programs compared with a model, and the limit of the memory for received messages without a recv.
 #include <algorithm>
 #include <cstdlib>
 #include <map>
@@ -11,17 +11,17 @@ using namespace allranks::test;
 
 namespace {
 
-// One message of a program. Programs are lists of these, of which each rank carries out its own, in order: so that
-// they end whether sends wait for their recvs or not.
+// One message of a program. A program is a list of messages. Each rank executes its sends and recvs in the order of the
+// list, so the program finishes whether or not sends wait for their recvs.
 struct Planned {
   int from;
   int to;
   int32_t tag;
   size_t count;
-  bool waits_sent;      // its send blocks; else it is waited for later
-  bool waits_received;  // the same of its recv
-  bool any;             // its recv takes any source
-  bool wrong;           // its recv is of another size
+  bool waits_sent;      // its send blocks; otherwise the rank waits for it later
+  bool waits_received;  // its recv blocks; otherwise the rank waits for it later
+  bool any;             // its recv accepts any source
+  bool wrong;           // its recv has another size
 };
 
 struct Program {
@@ -30,8 +30,8 @@ struct Program {
   Sizes sizes;
 };
 
-// Tags of recvs from any source have one size, senders that do not block, and no recvs from a given rank: any of their
-// messages may then take any of their recvs.
+// Return a random program. Recvs from any source have tags of their own. All messages with such a tag have the same
+// size and non-blocking sends, because any of the messages may match any of these recvs.
 Program make_program(std::mt19937& random, int ranks) {
   const auto below = [&](size_t n) { return static_cast<size_t>(random() % n); };
   Program program;
@@ -103,7 +103,8 @@ void run_program(const Program& program, const std::vector<int>& hosts, unsigned
         pending[i] = {comm.start_recv(buffer, m.any ? -1 : m.from, m.tag, caller), m.wrong};
         if (m.waits_received) settle(i);
       }
-      // Only a recv may be waited for here: a send's recv may be one that its peer reaches after this rank's next.
+      // Wait only for recvs here. A wait for a send could deadlock: the peer may reach its recv only after this rank's
+      // next call.
       if (random() % 6 == 0 && !pending.empty()) {
         auto it = pending.begin();
         std::advance(it, static_cast<long>(random() % pending.size()));
@@ -116,7 +117,7 @@ void run_program(const Program& program, const std::vector<int>& hosts, unsigned
       std::advance(it, static_cast<long>(random() % pending.size()));
       settle(it->first);
     }
-    // In the order of the recvs, those from one rank with one tag hold its messages in the order of its sends.
+    // The recvs from one rank with one tag, in their order, must contain its messages in the order of its sends.
     std::map<std::pair<int, int32_t>, std::vector<size_t>> sent;
     for (size_t i = 0; i < program.messages.size(); i++) {
       const Planned& m = program.messages[i];
@@ -159,8 +160,8 @@ TEST(random_programs_of_messages) {
   }
 }
 
-// Of messages that nobody has asked for, as many bytes are taken as the sender has credit, and none stands in the way
-// of one with another tag.
+// The receiver accepts messages without a recv only up to the sender's credit. These messages do not block a message
+// with another tag.
 TEST_PLACED(what_is_kept_for_a_rank_is_bounded, 2) {
   constexpr size_t kMessages = 100;
   constexpr size_t kCount = 2500;
@@ -176,9 +177,9 @@ TEST_PLACED(what_is_kept_for_a_rank_is_bounded, 2) {
       std::vector<std::shared_ptr<Request>> sends;
       for (auto& x : v) sends.push_back(comm.start_send({x.data(), kCount, DType::i32}, 1, 1, caller));
       comm.send(one, 1, 2, caller);
-      comm.recv(one, 1, 2, caller);  // after it has had that
+      comm.recv(one, 1, 2, caller);  // the peer sends this after it has received the message above
       const auto done = std::count_if(sends.begin(), sends.end(), [](const auto& s) { return s->done.load(); });
-      CHECK(done == kEager / (kCount * sizeof(int32_t) + 128));
+      CHECK(done == kEager / (kCount * sizeof(int32_t) + 128));  // credit: the payload and 128 bytes per message
       comm.send(one, 1, 3, caller);
       for (const auto& send : sends) comm.wait(send, caller, -1);
     } else {
@@ -209,7 +210,7 @@ TEST_PLACED(two_ranks_may_send_what_they_have_credit_for_first, 2) {
   });
 }
 
-// A rank that moves much, though it asks for little, lets its caller's locks go first.
+// If a rank has many bytes to move for other messages, it first releases its caller's locks, even for a small recv.
 TEST(who_moves_much_for_others_releases_its_callers_locks) {
   struct Watching final : Caller {
     void release() override { released = true; }

@@ -1,4 +1,4 @@
-// The kernels against plain loops, for every instruction set that this machine has.
+// The kernels compared with plain loops, for every instruction set that this machine supports.
 #include <array>
 #include <bit>
 #include <cmath>
@@ -23,7 +23,7 @@ std::vector<KernelTable> tables() {
   return all;
 }
 
-// float16 by arithmetic, not by bits: an independent way to the same values.
+// Return a float16's value by arithmetic instead of bit operations, so that the check is independent of the kernels.
 float half_value(uint16_t bits) {
   const int exponent = (bits >> 10) & 31;
   const int mantissa = bits & 1023;
@@ -40,7 +40,7 @@ TEST(every_kernel_set_gives_the_same_bits) {
   const int n = 11;
   for (int dtype = 0; dtype < kDTypes; dtype++) {
     const auto whole = static_cast<DType>(dtype);
-    // Complex numbers are compared part by part.
+    // Real and imaginary parts are compared separately.
     const DType part = whole == DType::c32    ? DType::f16
                        : whole == DType::c64  ? DType::f32
                        : whole == DType::c128 ? DType::f64
@@ -67,7 +67,7 @@ TEST(every_kernel_set_gives_the_same_bits) {
           if (kernel == nullptr) continue;
           std::vector<uint8_t> out(parts * size);
           kernel(out.data(), srcs.data(), used, count, used);
-          for (const int mine : {0, used - 1}) {  // the result in the place of an operand
+          for (const int mine : {0, used - 1}) {  // the result overwrites an operand
             std::vector<uint8_t> place = operands[mine];
             auto in_place = srcs;
             in_place[mine] = place.data();
@@ -76,7 +76,7 @@ TEST(every_kernel_set_gives_the_same_bits) {
           }
           if (expected.empty()) expected = out;
           if (out == expected) continue;
-          // A NaN may carry any payload, but must be one everywhere.
+          // The payload of a NaN may differ, but all results must be NaN.
           for (size_t i = 0; i < parts; i++) {
             if (std::memcmp(&out[i * size], &expected[i * size], size) == 0) continue;
             const auto is_nan = [&](const std::vector<uint8_t>& v) {
@@ -103,7 +103,7 @@ TEST(every_kernel_set_gives_the_same_bits) {
   }
 }
 
-// Kernels group the operands by four; the order of additions, and so the bits, must not depend on that.
+// Kernels process four operands at a time. The order of additions, and so the bits, must not depend on that.
 TEST(operands_are_combined_one_after_the_other) {
   constexpr size_t count = 2500;
   std::vector<std::vector<float>> operands;
@@ -189,7 +189,7 @@ TEST(averages_of_integers_round_towards_zero) {
   };
   for (const auto& table : tables()) {
     CHECK(average(table, DType::i8, std::vector<int8_t>{-3, -4}, 2) == -3);
-    CHECK(average(table, DType::i8, std::vector<int8_t>{127, 1}, 200) == 0);  // as many ranks as no int8 can count
+    CHECK(average(table, DType::i8, std::vector<int8_t>{127, 1}, 200) == 0);  // more ranks than an int8 can represent
     CHECK(average(table, DType::i8, std::vector<int8_t>{127, 1}, 2) == -64);  // the sum wraps
     CHECK(average(table, DType::u8, std::vector<uint8_t>{255}, 300) == 0);
     CHECK(average(table, DType::u32, std::vector<uint32_t>{0xffffffff, 0, 0}, 3) == 0x55555555);

@@ -1,5 +1,5 @@
-// The ring that all calls share: verbs and sizes at random, ranks that are slow at random, mismatches in
-// between. What would be overwritten too early is a wrong number, and a race that the sanitizer sees.
+// The ring that all calls share: random verbs and sizes, random delays of ranks, mismatches in between. If a rank
+// overwrites data too early, a result is wrong, and the thread sanitizer reports a race.
 #include <array>
 #include <chrono>
 #include <random>
@@ -76,7 +76,7 @@ TEST(calls_of_all_sizes_share_the_ring) {
   for (const int n : {2, 3, 4}) {
     Ranks ranks(n, small_sizes());
     ranks.each([&](Comm& comm) {
-      std::mt19937 common(static_cast<uint32_t>(n));  // what is called
+      std::mt19937 common(static_cast<uint32_t>(n));  // the same seed on all ranks, so that their calls agree
       std::mt19937 own(static_cast<uint32_t>(100 * n + comm.rank()));
       for (int call = 0; call < 400; call++) {
         const Verb verb = verbs[common() % verbs.size()];
@@ -111,10 +111,10 @@ TEST(swapped_calls_are_told_from_branches) {
   const auto none = std::pair(-1, -1);
   Swaps swaps;
   CHECK(swaps.see(calls(1, 1)) == none);
-  CHECK(swaps.see(calls(10, 12)) == none);  // a branch on the rank, again and again
+  CHECK(swaps.see(calls(10, 12)) == none);  // a branch on the rank, which is repeated
   CHECK(swaps.see(calls(10, 12)) == none);
   CHECK(swaps.see(calls(20, 21, 0)) == none);
-  CHECK(swaps.see(calls(21, 20, 1)) == none);  // another root: another call
+  CHECK(swaps.see(calls(21, 20, 1)) == none);  // another root, so another call
   CHECK(swaps.see(calls(30, 31)) == none);
   CHECK(swaps.see(calls(31, 30)) == std::pair(0, 1));
 }

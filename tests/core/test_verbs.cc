@@ -1,4 +1,4 @@
-// The verbs that give each rank its own piece, on every path, and messages that nobody waits for.
+// The verbs with one piece per rank, on every path, and messages that no thread waits for.
 #include <chrono>
 
 #include "ranks.h"
@@ -158,7 +158,7 @@ TEST_PLACED(all_to_all_sizes_that_disagree_raise_everywhere, 3) {
   });
 }
 
-// On so many hosts that leaders pass on what they hear, with rings too small for the sizes of all.
+// More than 8 hosts, so that leaders forward messages, and rings that are too small for the sizes of all ranks.
 TEST(disagreements_of_many_raise_everywhere_and_the_group_goes_on) {
   const auto& hosts = kShapes.back();
   const size_t n = hosts.size();
@@ -214,12 +214,12 @@ TEST_PLACED(large_messages_go_round_while_nobody_waits, 4) {
       requests.push_back(comm.start_send({out.data(), out.size(), DType::i32}, next, k, caller));
       requests.push_back(comm.start_recv({in.data(), in.size(), DType::i32}, previous, 4 - k, caller));
     }
-    // Blocking ones between those that are under way.
+    // Blocking calls while the other messages are in progress.
     int32_t x = comm.rank();
     comm.send({&x, 1, DType::i32}, next, 99, caller);
     comm.recv({&x, 1, DType::i32}, -1, 99, caller);
     CHECK(x == previous);
-    // Nobody waits: they get through all the same.
+    // No thread waits for the messages, but all of them must be delivered.
     for (int turn = 0; turn < 1000; turn++) {
       bool all = true;
       for (const auto& r : requests) all = all && r->done;
