@@ -73,6 +73,7 @@ def write_report(text: str, folder: Path | None, environ: Mapping[str, str]) -> 
         path.write_text(text)
         if folder is None:
             for old in sorted(path.parent.glob("failed-*.txt"))[:-_KEPT]:
+                # Another job of the user may remove the same file simultaneously.
                 old.unlink(missing_ok=True)
     except (OSError, RuntimeError):  # a full or read-only disk, or a user without a home: the summary was printed
         return None
