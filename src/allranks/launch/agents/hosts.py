@@ -125,4 +125,5 @@ def ending(code: int) -> str:
 
 
 def same_name(wanted: str, host: str) -> bool:
+    # One of the two names may lack the domain.
     return wanted == host or wanted.partition(".")[0] == host.partition(".")[0]

@@ -103,6 +103,7 @@ class _Round:
 
     def run(self) -> tuple[int, RoundLoop]:
         """Run the round. Return the exit code, and the loop with its results."""
+        # ``preload`` disabled collections until the ranks were forked.
         gc.enable()
         self.screen.open()
         options = self.options
@@ -159,6 +160,7 @@ def _prepare(options: Options, share: JobShare) -> _Round | Rank:
             f"ranks are forked {forked}" if ranks.start == "fork" else "ranks are not forked: torch cannot be imported"
         )
     if options.elastic is not None:
+        # Before the ranks start, because they read the table.
         server.put(TABLE_KEY, first_table(range(nproc), options.elastic[0]).encode())
     agent = Agent(RankPlan(nproc, ranks, environ, screen.stdio(), cpu_places=cpu_places), guard)
     # The signals stay blocked until the loop has installed its handlers, so none is lost while the ranks start.

@@ -26,7 +26,7 @@ from allranks.launch.spec.events import (
 
 __all__ = ["ElasticRound"]
 
-LEAVE_S = 0.5  # the minimum for a rank of an elastic round to exit after its failure
+LEAVE_S = 0.5  # seconds; the minimum for a rank of an elastic round to exit after its failure
 
 
 class ElasticRound(RoundState):

@@ -16,8 +16,8 @@ from allranks.launch.spec.events import Stacks
 __all__ = ["Inquiry"]
 
 _ALIVE = ("running", "sleeping", "in uninterruptible sleep")  # these can report their stacks
-INSPECT_S = 0.5  # for the replies of the agents
-STACKS_S = 0.4
+INSPECT_S = 0.5  # seconds for the replies of the agents
+STACKS_S = 0.4  # seconds for the stacks
 
 
 class _Phase(Enum):

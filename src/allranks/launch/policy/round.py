@@ -76,13 +76,13 @@ from allranks.launch.spec.events import (
 
 __all__ = ["DUMP_S", "Phase", "Round", "Rules", "step"]
 
-STRAGGLERS_S = 0.5  # for processes that ranks left behind to close their pipes
-LINGER_S = 10.0  # from the first rank's exit to a remark about the other ranks
-WORKERS_S = 1.0  # for workers to exit after their master
-DRAIN_S = 1.0  # the minimum for a reader of the launcher's output after a job was stopped
-IDLE_DUMP_S = 2.0  # the same if the stacks are the only purpose
+STRAGGLERS_S = 0.5  # seconds for processes that ranks left behind to close their pipes
+LINGER_S = 10.0  # seconds from the first rank's exit to a remark about the other ranks
+WORKERS_S = 1.0  # seconds for workers to exit after their master
+DRAIN_S = 1.0  # seconds; the minimum for a reader of the launcher's output after a job was stopped
+IDLE_DUMP_S = 2.0  # seconds that an idle job waits for stacks, which are its only purpose
 LAST_CALLS = 64  # calls of each rank that are kept after a failure
-KILLED_S = 3.0  # after SIGKILL: a rank that has not exited by then is frozen, or its agent is unreachable
+KILLED_S = 3.0  # seconds after SIGKILL: a rank that has not exited by then is frozen, or its agent is unreachable
 
 
 class Round(ElasticRound):

@@ -32,9 +32,9 @@ from allranks.launch.spec.events import (
 
 __all__ = ["DUMP_S", "Phase", "RoundState", "Rules", "Suspension"]
 
-LEFT_BEHIND_S = 2.0  # for processes that ranks left behind to exit
-HINT_S = 1.5  # from Ctrl-C to a remark about ranks that do not exit
-DUMP_S = 1.0  # how long a signal waits for stacks, which take milliseconds
+LEFT_BEHIND_S = 2.0  # seconds for processes that ranks left behind to exit
+HINT_S = 1.5  # seconds from Ctrl-C to a remark about ranks that do not exit
+DUMP_S = 1.0  # seconds that a stop waits for stacks, which take milliseconds
 
 
 class Phase(Enum):

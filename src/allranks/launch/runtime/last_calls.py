@@ -17,7 +17,7 @@ from allranks.launch.policy.interface import Outcome
 
 __all__ = ["describe_calls", "differ", "report", "write_report"]
 
-_KEPT = 10  # files in the user's state folder
+_KEPT = 10  # newest files in the user's state folder
 _SHORT = 3  # calls of a rank on the terminal
 
 
