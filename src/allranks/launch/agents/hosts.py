@@ -25,6 +25,7 @@ from allranks.launch.spec.messages import (
 __all__ = ["Host", "SharedStarter", "ending", "like", "same_name", "start_process", "wrong_version"]
 
 
+# eq=False keeps the hash by identity: hosts are members of sets and keys of dictionaries.
 @dataclass(eq=False)
 class Host:
     """One host of a job, and its agent.

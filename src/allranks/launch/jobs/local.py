@@ -119,7 +119,7 @@ class _Round:
         spec = RoundSpec(rules, options.target.words(), self.restart, table=options.stats, metrics=options.metrics)
         loop = RoundLoop(spec, Ports(self.agent, self.screen, options.reporter, self.control, self.server))
         with self.server:
-            self.server.start()
+            self.server.start()  # a thread, so only after the last fork
             try:
                 return loop.run(self.mask), loop
             finally:
@@ -134,8 +134,8 @@ def _prepare(options: Options, share: JobShare) -> _Round | Rank:
     files = reserve_descriptors(nproc)
     reader = _reader(options, nproc)
     terminal = Terminal.of_this_process() if reader is not None else None
-    guard = Guard(terminal)
-    server = StoreServer.unix()
+    guard = Guard(terminal)  # forked while this process is small, before the import of torch
+    server = StoreServer.unix()  # bound before the fork: the environment of the ranks has its address
     screen = Screen(
         range(nproc),
         options.display,

@@ -311,6 +311,7 @@ class SpreadJob:
         """Start a process for each host, whose pipes connect this process with its agent."""
         options, environ = self.options, dict(os.environ)
         agent = self._agent_words()
+        # The agent needs it to import allranks. Other variables follow in ``Prepare``.
         needed = [f"{name}={environ[name]}" for name in ("PYTHONPATH",) if name in environ]
         for host in hosts:
             if is_here(host.name):
@@ -614,6 +615,7 @@ class SpreadJob:
         finally:
             # Between rounds, ``admit_callers`` admits hosts that connect.
             pool.report_callers(None)
+            # If the loop did not start, the signals are still blocked.
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             screen.close()
             if server is not None:

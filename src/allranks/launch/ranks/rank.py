@@ -277,6 +277,7 @@ class Rank:
         data = memoryview(pack_frame(msgspec.msgpack.encode(message)))
         with _sending:  # another thread of the program may report progress
             try:
+                # The program may have closed the descriptor and reused its number for its own file.
                 if os.fstat(self.status).st_ino != self._pipe:
                     return False
                 while data:

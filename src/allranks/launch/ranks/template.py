@@ -166,12 +166,13 @@ def _serve(sock: socket.socket, work: Iterator[object]) -> NewRank:
             data, fds, _, _ = socket.recv_fds(sock, _LARGEST, _MOST_FDS)
         except OSError:  # the agent detects the exit, and continues without the template
             os._exit(1)
-        if not data:
+        if not data:  # the agent has closed its end
             os._exit(0)
         for fd in fds:
             # ``recv_fds`` returns inheritable descriptors, which a program of the rank must not pass on.
             os.set_inheritable(fd, False)
         if _fork_orphan(sock):
+            # A copy in the rank would hide the exit of the template from the agent.
             sock.close()
             gate, *streams = fds
             if os.read(gate, 1) != _OPEN:

@@ -191,7 +191,7 @@ class RoundLoop:
         self._size = self._screen.size()
         self._tails: dict[int, tuple[bytes, ...]] = {}  # of ranks whose output another host shows
         self._signals: deque[int] = deque()  # received, and not passed to the round yet
-        self._requests: deque[RestartRank | KillRequested] = deque()  # from other threads
+        self._requests: deque[RestartRank | KillRequested] = deque()  # from other threads; append needs no lock
         self._answers: deque[interface.Event] = deque()  # replies to actions that were just performed
         self._outcome = Outcome(Ending.CLEAN, 0)
         self._code: int | None = None
@@ -268,6 +268,7 @@ class RoundLoop:
         return self._code
 
     def _receive(self, number: int) -> None:
+        # Only recorded, because python runs this handler between any two instructions of the loop.
         self._signals.append(number)
         if number in FORWARDED:
             self.caught = number
