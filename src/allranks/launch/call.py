@@ -34,7 +34,7 @@ __all__ = ["output_streams", "run"]
 
 R = TypeVar("R")
 
-_JOIN_S = 300.0
+_JOIN_S = 300.0  # seconds; the default of ``--join-timeout``
 
 
 def run(
@@ -155,6 +155,7 @@ def _outcome(job: SpreadJob, code: int, timeout: float | None) -> list[Any]:
     """Return the results, by rank, or raise the error of the job."""
     loop, name = job.loop, job.options.target.name
     assert loop is not None
+    # Before ``caught`` and ``signalled``: the timeout itself stops the ranks by SIGINT.
     if loop.late:
         places = "".join(f"\n  {rank_list(ranks)}: at {where}" for where, ranks in loop.places.items())
         raise TimeoutError(f"{name} did not return on all ranks within {timeout:g} s{places}")
@@ -201,6 +202,7 @@ def output_streams() -> tuple[TextIO | None, TextIO | None] | None:
     if not own:
         return streams
     for stream in streams:
+        # The launcher writes to the descriptors, and earlier text must precede its output.
         stream.flush()
     return None
 

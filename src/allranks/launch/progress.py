@@ -18,7 +18,7 @@ __all__ = ["Loop", "progress"]
 
 T = TypeVar("T")
 
-_EVERY_S = 0.2
+_EVERY_S = 0.2  # seconds; at most five messages per second
 _outermost: Loop[object] | None = None
 
 
@@ -50,6 +50,7 @@ class Loop(Generic[T]):
                 self._done += 1
                 if time.monotonic() >= self._sent + _EVERY_S:
                     self._send(reports)
+        # The last report has the final count, whatever the interval.
         finally:
             self._send(reports)
             if reports:

@@ -30,6 +30,7 @@ def handled(numbers: Iterable[int], receive: Callable[[int], object], wake: int,
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield
         return
+    # A full pipe wakes the loop as well, so a byte that does not fit is not missed.
     wakeup = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     chosen = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, lambda number, frame: receive(number)) for number in chosen}

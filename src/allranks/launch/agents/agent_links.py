@@ -43,8 +43,8 @@ from allranks.launch.spec.messages import (
 __all__ = ["GONE_S", "AgentLinks"]
 
 _CHUNK = 1 << 16
-_STDERR_BYTES = 1 << 14
-_END_S = 2.0
+_STDERR_BYTES = 1 << 14  # bytes; the last lines explain why an agent did not start
+_END_S = 2.0  # seconds for the agents to receive the last messages and exit, before SIGTERM
 GONE_S = 0.3  # seconds for a process to exit, and for other hosts to fail with the first
 _LOST_AFTER_S = 15  # seconds; an elastic job replaces a lost host's ranks soon, but must survive a network cut of 7 s
 
@@ -103,8 +103,10 @@ class AgentLinks:
                 elif host.link.write_fd in self._selector.get_map():
                     self._selector.unregister(host.link.write_fd)
         for key, _ in self._selector.select(timeout_s):
+            # An earlier handler of this loop may have detached this link.
             if key.fd in self._selector.get_map():
                 key.data()
+        # A flush that would block returns immediately, so it needs no check for writability.
         for host in (*self.hosts, *self._callers):
             if host.link is not None and host.link.backlog:
                 self._try(host, host.link.flush)
@@ -127,6 +129,7 @@ class AgentLinks:
     def _let_in(self) -> None:
         assert self._listener is not None
         for sock in self._listener.take():
+            # Other jobs do not take silence for a loss: a laptop that sleeps must not end its job (decision 057).
             if self._elastic:
                 keep_alive(sock, _LOST_AFTER_S)
             fd = sock.detach()
@@ -137,6 +140,7 @@ class AgentLinks:
     def _reap(self, process: subprocess.Popen[bytes]) -> None:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
+                # ``start_process`` gave it its own session, so the group contains only its children.
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if process.stderr is not None and not process.stderr.closed:
@@ -204,6 +208,7 @@ class AgentLinks:
                 host.hello = message
                 host.update_clock(message.now)
                 if host.link is not None:
+                    # It is an agent and not the text of a shell, so large messages are allowed.
                     host.link.trust()
                 self._recognise(host)
             case AgentReady() | Unable() | Finished():
@@ -221,6 +226,7 @@ class AgentLinks:
                     self._lose(host, f"{host.name}: {message.why}")
             case RankFailed(rank, pid, report):
                 at = report.at + host.offset if report.at else time.monotonic()
+                # The clock offset is an estimate; a time in the future would delay the choice of the cause.
                 report = msgspec.structs.replace(report, at=min(at, time.monotonic()))
                 self._events.append(RankFailed(rank, pid, report))
             case Exited(rank, pid, status):
@@ -261,6 +267,7 @@ class AgentLinks:
         caller.name = name
 
     def _lost(self, host: Host, lost: LinkLost) -> None:
+        # A failed send and the end of the stream may report the same loss.
         if host.link is None:
             return
         if host.process is None:
@@ -307,6 +314,7 @@ class AgentLinks:
         if self._welcome is not None and host.start_again is not None:
             self._retry(host)
         for rank in gone:
+            # The master waits for the exits of its workers, and none will be reported for these.
             self._forward_to_master(Ended(rank, 0, host.why))
         host.running.clear()
         host.starting.clear()
@@ -356,12 +364,14 @@ class AgentLinks:
         everybody = (*self.hosts, *self._callers)
         while any(h.link is not None and h.link.backlog for h in everybody) and time.monotonic() < until:
             self._turn(0.05)  # sends the last messages
+        # An agent exits when its link closes, so all links close before the wait.
         for host in (*self.hosts, *self._callers):
             self._detach(host)
         if self._listener is not None and not self._listener_closed:
             self.close_listener()
         for process in processes:
             try:
+                # One deadline for all processes, so that the times of the hosts do not add up.
                 process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(ProcessLookupError):

@@ -49,6 +49,7 @@ class AgentPool(HostAdmission):
             host.ranks = range(command.first, command.first + command.count)
             host.running = set(host.ranks)
             host.starting.clear()
+        # A separate loop: a failed send already needs the ranks of its host, and the host of the master.
         for host, command in zip(self.hosts, commands, strict=True):
             if command.count:
                 self._send(host, command)
@@ -72,6 +73,7 @@ class AgentPool(HostAdmission):
         command = msgspec.structs.replace(command, starts=dict(starts), leader=leader)
         new.ranks = range(command.first, command.first + command.count)
         new.starting, new.started = set(starts), command
+        # The spare host was lost after the policy had chosen it.
         if new.link is None:
             self._lose_ranks(new)
         self._send(new, command)
@@ -108,6 +110,7 @@ class AgentPool(HostAdmission):
         if self._vet is not None and self._absent:
             timeout_s = min(AGAIN_S if timeout_s is None else timeout_s, AGAIN_S)
             self.try_again()
+        # Commands may have caused events, for example the loss of a host.
         if not self._events:
             self._turn(timeout_s)
         if self._vet is not None and self.callers:
@@ -186,6 +189,7 @@ class AgentPool(HostAdmission):
         for host in self.hosts:
             host.answer = None
             self._send(host, Finish(patience_s))
+        # The agents themselves wait for ``patience_s`` before they reply.
         until = time.monotonic() + patience_s + _FINISH_S
         while any(h.link is not None and not isinstance(h.answer, Finished) for h in self.hosts):
             if (left := until - time.monotonic()) <= 0:

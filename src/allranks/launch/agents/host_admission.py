@@ -50,6 +50,7 @@ class HostAdmission(AgentLinks):
         process = start_process(words, environ, subprocess.PIPE)
         assert process.stdin is not None
         assert process.stdout is not None
+        # Duplicated, because the link closes its descriptors, and Popen's files close their own.
         link = to_agent(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno()))
         process.stdin.close()
         process.stdout.close()
@@ -121,6 +122,7 @@ class HostAdmission(AgentLinks):
             left = until - time.monotonic()
             if left <= 0:
                 raise ConfigError(self._who_is_missing() if missing is None else missing())
+            # At most 0.5 s: the exit of a shared starter, and the deadlines in ``enough``, cause no event.
             self._turn(min(left, 0.5))
 
     def _settle(self, gone: list[Host]) -> None:
@@ -192,6 +194,7 @@ class HostAdmission(AgentLinks):
         self._detach(host)
         if host.process is not None:
             self._reap(host.process)
+            # A new agent of the same host may have taken its place already.
             if try_again and not any(other.name == host.name and not other.why for other in self.hosts):
                 self._retry(host)
 

@@ -25,6 +25,7 @@ from allranks.launch.spec.messages import (
 __all__ = ["Host", "SharedStarter", "ending", "like", "same_name", "start_process", "wrong_version"]
 
 
+# eq=False keeps the hash by identity: hosts are members of sets and keys of dictionaries.
 @dataclass(eq=False)
 class Host:
     """One host of a job, and its agent.
@@ -125,4 +126,5 @@ def ending(code: int) -> str:
 
 
 def same_name(wanted: str, host: str) -> bool:
+    # One of the two names may lack the domain.
     return wanted == host or wanted.partition(".")[0] == host.partition(".")[0]

@@ -19,8 +19,8 @@ from allranks._trace.jobs import Question, own_address
 
 __all__ = ["Inquiries"]
 
-_MOST = 16  # connections at one time
-_LINE = 1 << 12
+_MOST = 16  # simultaneous connections, each of which costs a descriptor
+_LINE = 1 << 12  # bytes; a longer line is no request
 _numbers = itertools.count()
 
 
@@ -32,6 +32,7 @@ class Inquiries:
     """
 
     def __init__(self) -> None:
+        # One descriptor for the listener and all connections, so that the owner watches a single one.
         self._epoll = select.epoll()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._listener.setblocking(False)
@@ -54,6 +55,7 @@ class Inquiries:
                 connection, _ = self._listener.accept()
             except OSError:  # no connection, or it was closed again
                 break
+            # An abstract socket has no file permissions, so the kernel's record of the peer's user decides.
             if unix_peer(connection)[1] in (os.geteuid(), 0) and len(self._connections) + len(self._asking) < _MOST:
                 connection.setblocking(False)
                 self._connections[connection] = b""
@@ -61,7 +63,7 @@ class Inquiries:
             else:
                 connection.close()
         questions = []
-        for connection in list(self._connections):
+        for connection in list(self._connections):  # a copy: ``_read`` removes entries
             if (question := self._read(connection)) is not None:
                 questions.append(question)
         return questions

@@ -20,8 +20,8 @@ from allranks.launch.spec.messages import Command, Message
 __all__ = ["Garbled", "Link", "LinkLost", "to_agent", "to_launcher"]
 
 _CHUNK = 1 << 16
-_FRAME_LIMIT = 1 << 31
-_STRANGERS_LIMIT = 1 << 16  # text that a shell prints there looks like a frame of a gigabyte
+_FRAME_LIMIT = 1 << 31  # bytes; a call of ``allranks.run`` has up to 1 GiB (``ranks/function``)
+_STRANGERS_LIMIT = 1 << 16  # bytes; text that a shell prints there looks like a frame of a gigabyte
 
 _In = TypeVar("_In")
 
@@ -80,6 +80,7 @@ class Link(Generic[_In]):
         """
         try:
             while self._due:
+                # Released before ``del``, because a bytearray with an exported buffer cannot change its size.
                 with memoryview(self._due) as view:
                     count = os.write(self.write_fd, view[: 1 << 20])
                 del self._due[:count]
@@ -121,11 +122,13 @@ class Link(Generic[_In]):
         poll = select.poll()
         while True:
             poll.register(self.read_fd, select.POLLIN)
+            # A socket has one entry in the poll object: a second registration replaces the first.
             if self._due:
                 poll.register(self.write_fd, select.POLLOUT | (select.POLLIN if self.write_fd == self.read_fd else 0))
             left = until - time.monotonic()
             if left <= 0:
                 raise TimeoutError
+            # poll takes milliseconds as a C int, and ``left`` may be infinite.
             poll.poll(min(left, 3600.0) * 1000)
             self.flush()
             if messages := self.receive():

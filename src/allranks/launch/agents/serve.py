@@ -70,11 +70,11 @@ from allranks.launch.spec.target import check
 __all__ = ["AgentServer", "hello", "main"]
 
 _BACKLOG = 1 << 20  # bytes; more output waits in the ranks' pipes, and the ranks block when these are full
-_STRAGGLERS_S = 0.5
-_SIGN_S = 1.0
-_DRAIN_S = 1.0
-_DIAL_S = 10.0  # the launcher listened before it started this process
-_REACH_S = 3.0
+_STRAGGLERS_S = 0.5  # seconds for processes that ranks left behind to close their pipes
+_SIGN_S = 1.0  # seconds between two signs that ranks write, if this process shows their output
+_DRAIN_S = 1.0  # seconds that the reader of this process's output has at the end
+_DIAL_S = 10.0  # seconds; the launcher listened before it started this process
+_REACH_S = 3.0  # seconds to connect to the store at one address
 
 
 def hello(
@@ -150,6 +150,7 @@ class AgentServer:
                     case Finish():  # of a round that could not start here
                         self._clear()
                         self._link.send(Finished())
+        # A forked rank has copies of all this, which belong to the agent.
         finally:
             if rank is None:
                 self._clear()
@@ -157,6 +158,7 @@ class AgentServer:
 
     def _next(self) -> Command:
         while not self._commands:
+            # Silence is not a failure: the launcher may be stopped by Ctrl-Z (decision 057).
             self._commands += self._link.await_one(float("inf"))
         return self._commands.popleft()
 
@@ -180,6 +182,7 @@ class AgentServer:
             # until the ranks exist that these signals are meant for
             signal.pthread_sigmask(signal.SIG_BLOCK, ranks.signals)
             _activate()
+            # After the folder and PATH are set, because the target is searched there.
             check(ranks.target)
             self._guard = Guard()  # while this process is small
             if command.serves:
@@ -225,10 +228,12 @@ class AgentServer:
             starts=command.starts,
         )
         agent = Agent(plan, guard)
+        # Blocked until ``_watch`` has installed its handlers, so that no signal is lost while the ranks start.
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         try:
             rank = agent.start(self._mask, files)
         except OSError as error:
+            # ``agent.close`` dismisses the guard, so ``_clear`` must not.
             self._guard = None
             agent.close()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
@@ -236,10 +241,12 @@ class AgentServer:
             return None
         if rank is not None:
             return rank
+        # The agent owns the guard from here on.
         self._guard, self._agent, self._screen = None, agent, screen
         if screen is not None:
             screen.open()
         if self._server is not None:
+            # The server is a thread, so it starts after the last fork.
             self._server.start()
         for started in command.starts:
             self._link.send(RankRestarted(started))
@@ -296,9 +303,11 @@ class AgentServer:
                     due = self._screen.due() if self._screen is not None else None
                     self._relay(agent, agent.poll(None if due is None else max(0.0, due - time.monotonic())))
                     self._obey(agent)
+                # EndAgent and Prepare stay in the queue, for ``run``.
                 if isinstance(finish := self._commands[0], Finish):
                     self._commands.popleft()
                     self._finish(agent, finish.patience_s)
+                # No rank exists between rounds, so these signals wait for the ranks of the next one.
                 signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
         finally:
             self._clear()
@@ -354,6 +363,7 @@ class AgentServer:
                     self._reading = on
                 case Resize(rows, columns):
                     agent.resize(rows, columns)
+                # Finish, EndAgent and Prepare end the loop of ``_watch``.
                 case _:
                     break
             self._commands.popleft()
@@ -374,6 +384,7 @@ class AgentServer:
 
     def _finish(self, agent: Agent, patience_s: float) -> None:
         until = time.monotonic() + _STRAGGLERS_S
+        # The launcher may have paused the output, whose rest must still arrive.
         agent.read_output(True)
         while not agent.running and agent.output_open and (left := until - time.monotonic()) > 0:
             self._relay(agent, agent.poll(left))
@@ -384,6 +395,7 @@ class AgentServer:
     def _clear(self) -> None:
         """Free the resources of a round."""
         agent, guard, server, screen, store = self._agent, self._guard, self._server, self._screen, self._store
+        # Cleared first, so that an error below does not make a second call close them again.
         self._agent = self._guard = self._server = self._screen = self._store = None
         if self._inquiries is not None:
             self._inquiries.close()
@@ -446,11 +458,13 @@ def _reach(stores: Sequence[str], secret: bytes, where: str) -> tuple[str, str]:
     for host in nearest_first(tuple(by_host)):
         store = by_host[host]
         try:
+            # One attempt, because the host may have further addresses.
             StoreClient.connect(store, secret, _REACH_S, retry=False).close()
         except (ConfigError, JoinError, StoreLostError, OSError) as error:
             tried.append(f"{host} ({str(error).partition(chr(10))[0]})")
             continue
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # A UDP connect only selects a route and sends nothing; 9 is the port of the discard service.
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))
             return store, str(probe.getsockname()[0])
@@ -468,6 +482,7 @@ def main(argv: Sequence[str]) -> int | Rank:
     try:
         key = b""
         if args.dial is None:
+            # Ranks and libraries use descriptors 0 and 1, which must not be the message stream.
             read_fd, write_fd = os.dup(0), os.dup(1)
             null = os.open(os.devnull, os.O_RDONLY)
             os.dup2(null, 0)
@@ -494,6 +509,7 @@ def run_as_main(argv: Sequence[str]) -> int:
     """Run ``main``; a forked rank then runs outside of everything that belongs to the agent."""
     code = main(argv)
     if not isinstance(code, Rank):
+        # Without tearing torch down, which takes 0.3 to 0.6 CPU s (decision 055).
         end_process(code)
     return code.run()
 

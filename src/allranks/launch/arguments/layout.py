@@ -63,6 +63,7 @@ def share_out(
         ConfigError: the ranks do not fit.
     """
     slots = [host.count for host in hosts]
+    # A scheduler's slots are a default and not a limit (decision 058).
     if not strict and (per_host is not None or (nproc or 0) > sum(1 if slot is None else slot for slot in slots)):
         slots = [None] * len(hosts)
     if isinstance(per_host, str):

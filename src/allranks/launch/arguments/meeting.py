@@ -87,6 +87,7 @@ def read_meeting(args: argparse.Namespace) -> MeetingOptions:
     if settings.pop("store_type", "tcp") != "tcp":
         raise ConfigError("--rdzv-conf store_type: the rendezvous supports TCP only.\n  Use --rdzv-endpoint HOST:PORT.")
     leads = _take(settings, "is_host", "yes or no", lambda text: _WORDS[text.lower()])
+    # c10d's name is join_timeout, static's is timeout; join_timeout takes precedence below.
     join = [_take(settings, name, "a number of seconds", _seconds) for name in ("join_timeout", "timeout")]
     last_call = _take(settings, "last_call_timeout", "a number of seconds", _seconds)
     if unknown := [name for name in settings if name not in _IDLE]:

@@ -28,8 +28,9 @@ from allranks.launch.spec.target import find, set_first_path
 
 __all__ = ["parse_torchruns", "read"]
 
-_PORT = 29500
-_GRACE_S = "30"
+_PORT = 29500  # the default of --master-port
+_GRACE_S = "30"  # seconds; the default of --shutdown-timeout
+# The launcher handles these signals in any case, so they are not forwarded.
 _STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _BINDINGS = {"node": "numa", "socket": "numa", "exclusive": "core", "core-complex": "core"}
 
@@ -240,6 +241,7 @@ def _meeting(asked: argparse.Namespace, for_launch: bool) -> list[str]:
         words += ["--local-addr", asked.local_addr]
     by_c10d = asked.rdzv_backend == "c10d"
     several = asked.nnodes not in ("1", "1:1")
+    # torchrun's defaults in seconds, which are longer than those of ``allranks run``.
     usual = f"timeout={600 if by_c10d else 900},last_call_timeout=30"
     words += ["--rdzv-conf", f"{usual},{asked.rdzv_conf}"]  # a later setting overrides an earlier one
     if by_c10d:
@@ -286,6 +288,7 @@ def _target(asked: argparse.Namespace, local_rank: list[str], environ: Mapping[s
     if asked.no_python:
         return ["--", *words]
     as_module = ["-m"] if asked.module else []
+    # PYTHON_EXEC is torchrun's variable for another interpreter.
     if (python := environ.get("PYTHON_EXEC", sys.executable)) != sys.executable:
         return ["--", python, "-u", *as_module, *words]
     return [*as_module, *words]

@@ -84,6 +84,7 @@ def launch(options: Options) -> int | Rank:
     if options.iface:
         os.environ["ALLRANKS_IFACE"] = options.iface
         if not options.hosts:  # other hosts have other interfaces
+            # Raises an error now if no interface matches.
             published_addresses()
     try:
         place = detect(os.environ, options.env, launcher=True)
@@ -232,6 +233,7 @@ def _run_among(options: Options, place: LaunchContext, nodes: tuple[int, int]) -
         try:
             return lead(options, nodes, options.leader[0] if options.leader else "", ports, secret)
         except OSError as error:
+            # If the port is in use, host 0's launcher may run here already, and this process joins it.
             if sure or error.errno != errno.EADDRINUSE:
                 raise ConfigError(f"cannot listen on port {ports[0]}: {str(error.strerror).lower()}") from None
     # The name of a pod resolves only with its domain, which is this pod's domain.

@@ -103,6 +103,7 @@ class _Round:
 
     def run(self) -> tuple[int, RoundLoop]:
         """Run the round. Return the exit code, and the loop with its results."""
+        # ``preload`` disabled collections until the ranks were forked.
         gc.enable()
         self.screen.open()
         options = self.options
@@ -118,7 +119,7 @@ class _Round:
         spec = RoundSpec(rules, options.target.words(), self.restart, table=options.stats, metrics=options.metrics)
         loop = RoundLoop(spec, Ports(self.agent, self.screen, options.reporter, self.control, self.server))
         with self.server:
-            self.server.start()
+            self.server.start()  # a thread, so only after the last fork
             try:
                 return loop.run(self.mask), loop
             finally:
@@ -133,8 +134,8 @@ def _prepare(options: Options, share: JobShare) -> _Round | Rank:
     files = reserve_descriptors(nproc)
     reader = _reader(options, nproc)
     terminal = Terminal.of_this_process() if reader is not None else None
-    guard = Guard(terminal)
-    server = StoreServer.unix()
+    guard = Guard(terminal)  # forked while this process is small, before the import of torch
+    server = StoreServer.unix()  # bound before the fork: the environment of the ranks has its address
     screen = Screen(
         range(nproc),
         options.display,
@@ -159,6 +160,7 @@ def _prepare(options: Options, share: JobShare) -> _Round | Rank:
             f"ranks are forked {forked}" if ranks.start == "fork" else "ranks are not forked: torch cannot be imported"
         )
     if options.elastic is not None:
+        # Before the ranks start, because they read the table.
         server.put(TABLE_KEY, first_table(range(nproc), options.elastic[0]).encode())
     agent = Agent(RankPlan(nproc, ranks, environ, screen.stdio(), cpu_places=cpu_places), guard)
     # The signals stay blocked until the loop has installed its handlers, so none is lost while the ranks start.

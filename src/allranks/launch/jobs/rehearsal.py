@@ -40,9 +40,9 @@ PHASES = (
 """The phases of a step in which ranks are killed, in their order."""
 
 _ALWAYS = ("forward", "backward")  # an undisturbed run has no hooks that could detect these phases
-_LEAST_S, _TIMES_AS_LONG = 120.0, 10.0  # a disturbed run that takes longer than both limits counts as hung
-_LINES = 40  # of the output of a failed run
-_NAMES = 3  # of a list
+_LEAST_S, _TIMES_AS_LONG = 120.0, 10.0  # seconds, factor; a disturbed run that exceeds both limits counts as hung
+_LINES = 40  # the last lines of the output of a failed run are printed
+_NAMES = 3  # a list of names is cut off after these
 
 Start = Callable[[Sequence[str], Mapping[str, str], Path, float | None], int | None]
 """Runs a command with an environment, and writes its output to a file, for at most N seconds.
@@ -180,6 +180,7 @@ class _Rehearsal:
         return f"DIFFERENT: {name}, in step {first.records[at, rank]['step']} on rank {rank}{more}"
 
     def _run(self, phase: str, first: _Run | None = None) -> _Run:
+        # A folder per run, so that the records of two runs do not mix.
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         wanted = json.dumps({"folder": str(folder), "phase": phase})
         errors = folder / "error.json"

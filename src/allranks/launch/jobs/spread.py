@@ -55,7 +55,7 @@ from allranks.launch.spec.options import Options
 from allranks.launch.spec.stdio import Stdio
 from allranks.launch.spec.target import check_size
 
-_REMARK_S = 10.0
+_REMARK_S = 10.0  # seconds before a remark names the missing hosts
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 __all__ = ["SpreadJob", "is_here", "join_leader", "lead", "run_there"]
@@ -312,6 +312,7 @@ class SpreadJob:
         """Start a process for each host, whose pipes connect this process with its agent."""
         options, environ = self.options, dict(os.environ)
         agent = self._agent_words()
+        # The agent needs it to import allranks. Other variables follow in ``Prepare``.
         needed = [f"{name}={environ[name]}" for name in ("PYTHONPATH",) if name in environ]
         for host in hosts:
             if is_here(host.name):
@@ -378,9 +379,10 @@ class SpreadJob:
             missing = self.most - len(pool.hosts)
             now = time.monotonic()
             if len(pool.hosts) >= self.least:
+                # Set once, when enough hosts have joined; later hosts do not extend it.
                 last_call = min(last_call, now + options.last_call_s)
             if missing and now >= remark_at:
-                remark_at = math.inf
+                remark_at = math.inf  # only one remark
                 options.reporter.remark(f"waiting for {self._missing()}")
             return pool.greeted() and (not missing or now >= last_call)
 
@@ -451,6 +453,7 @@ class SpreadJob:
         if caller.process is None:
             caller.slots = caller.hello.nproc
         self.pool.admit(caller)
+        # A host that returns needs room for the ranks that it has lost.
         count = max([1 if caller.slots is None else caller.slots, *lost])
         return self._prepare_for(caller, count, self.master if 0 in self._taken else "", spans=True)
 
@@ -540,6 +543,7 @@ class SpreadJob:
         check_elastic(options.elastic, sum(counts))
         master = self.master if pool.hosts[0].place == 0 else ""  # if host 0 is lost, another host runs rank 0
         spans = len(counts) > 1 or elastic
+        # A spare host may receive the ranks of any other host, so it prepares for the largest number.
         prepare = [
             self._prepare_for(
                 host, count or max(counts), master, serves=number == self.first == 0 and not elastic, spans=spans
@@ -610,7 +614,9 @@ class SpreadJob:
             pool.start(start)
             code = loop.run(mask)
         finally:
+            # Between rounds, ``admit_callers`` admits hosts that connect.
             pool.report_callers(None)
+            # If the loop did not start, the signals are still blocked.
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             screen.close()
             if server is not None:

@@ -19,8 +19,8 @@ from allranks.launch.spec.events import RankProgress
 
 __all__ = ["JobBar", "NotebookBar", "TerminalBar", "bar_for"]
 
-_SOON_S = 0.1  # delay of a redraw after a change
-_LATER_S = 1.0  # interval of redraws without a change: the displayed time
+_SOON_S = 0.1  # seconds: delay of a redraw after a change
+_LATER_S = 1.0  # seconds: interval of redraws without a change: the displayed time
 _CELLS = 16
 
 
@@ -85,6 +85,7 @@ class JobBar(abc.ABC):
     def _text(self, now: float, ending: str = "") -> str:
         parts = []
         if (each := self.slowest) is not None:
+            # A new loop, or the same one from its start: the rate is measured from here.
             if self._loop is None or self._loop[0] != each.name or each.done < self._loop[1]:
                 self._loop = (each.name, each.done, now)
             _, first, began = self._loop
@@ -118,6 +119,7 @@ class TerminalBar(JobBar):
     def _show(self, share: float | None, text: str, last: bool = False) -> None:
         full = round((share or 0) * _CELLS)
         cells = "" if share is None else self._full * full + self._empty * (_CELLS - full) + " "
+        # The last column stays empty, because a full row may wrap.
         line = f"{self._name}: {cells}{text}"[: self._screen.columns - 1]
         self._screen.bar(line.encode(errors="replace"))
         if last:
@@ -164,6 +166,7 @@ def bar_for(screen: Screen, name: str, ranks: int, streams: Sequence[TextIO | No
     """
     if streams is None:
         return TerminalBar(screen, name, ranks) if screen.has_bar else None
+    # A notebook has imported IPython. Elsewhere it is not needed, and may be missing.
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None or not hasattr(shell, "kernel"):

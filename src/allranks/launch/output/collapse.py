@@ -24,7 +24,7 @@ from allranks.launch.output.lines import Renderer
 
 __all__ = ["WINDOW_S", "Collapse", "Through"]
 
-WINDOW_S = 0.1
+WINDOW_S = 0.1  # seconds that a line waits at most
 _LIMIT = 1 << 16  # bytes; longer lines do not wait
 
 _MOVES = re.compile(rb"\r(?!\n)|\x1b(?!\[[0-9;]*m)")  # everything except colors and line ends
@@ -138,6 +138,7 @@ class Collapse(Through):
         for line in lines:
             self._say(rank, line, now)
         if rest.text:
+            # A continued text keeps its time, so that no part of it waits longer than the window.
             self._since[rank] = now if lines else since
         return out + self.tick(now)
 
@@ -196,7 +197,9 @@ class Collapse(Through):
         del alike[0]
         if not alike:
             del self._alike[waiting.line]
+        # The line shows the time when it was first written, not when it is printed.
         stamp, self.renderer.stamp = self.renderer.stamp, waiting.stamp
+        # ``feed`` would append to an unterminated line of this rank that the renderer already holds.
         if len(waiting.ranks) == 1 and not self._rests[waiting.ranks[0]].passing:
             out = self.renderer.feed(waiting.ranks[0], waiting.line + b"\n")
         else:
@@ -208,6 +211,7 @@ class Collapse(Through):
         """Pass text to the renderer, after the earlier output of its rank."""
         rest = self._rests[rank]
         out = bytearray()
+        # Earlier lines of this rank must be printed first, and with them all lines before these.
         while self._waiting and self._waiting[0].number <= rest.last:
             out += self._show()
         out += self.renderer.feed(rank, text)

@@ -25,16 +25,18 @@ from allranks._base.errors import spans
 
 __all__ = ["Live", "Names", "Plain", "Renderer"]
 
-_COLOURS = (36, 33, 35, 32, 34, 31)
+_COLOURS = (36, 33, 35, 32, 34, 31)  # SGR codes: cyan, yellow, magenta, green, blue, red
 _BOLD = 1
 _LINE_LIMIT = 1 << 20  # bytes; a longer line is broken, so that a rank without line ends does not fill the memory
-_REDRAW_LIMIT = 1 << 16
+_REDRAW_LIMIT = 1 << 16  # bytes of an open line that are kept to draw it again
 
+# "control" moves the cursor, erases, or sets a mode. Other sequences (colors, titles) are part of the text.
 _TOKEN = re.compile(
     rb"(?P<newline>\r*\n)|(?P<back>\r)"
     rb"|(?P<control>\x1b\[[0-9;]*[A-HJKSTf]|\x1b\[\?[0-9;]*[hl])"
     rb"|(?P<text>[^\r\n\x1b]+|\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b)"
 )
+# The start of an escape sequence, or carriage returns that a newline may follow in the next read.
 _PARTIAL = re.compile(rb"(?:\r+|\x1b(?:\[[0-?]*[ -/]*)?)\Z")
 _INVISIBLE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 
@@ -218,6 +220,7 @@ class Live:
         else:
             line.restart()
             out = self.note(last.removesuffix(b"\n")) if last else b""
+        # A killed rank cannot show the cursor again.
         if self._cursor_hidden_by == rank:
             self._cursor_hidden_by = None
             out += b"\x1b[?25h"
@@ -242,6 +245,7 @@ class Live:
     def _aside(self, lines: bytes, owner: int | None) -> bytes:
         """Print complete lines above the bottom row, which ``owner`` then owns."""
         out = self._wipe() + lines
+        # The rows above now show lines of others, so the owner must not move up.
         self._above = 0
         return out if owner is None else out + self._show(owner)
 
@@ -299,6 +303,7 @@ class Live:
     def _show(self, rank: int) -> bytes:
         """Draw a rank's open line on the empty bottom row, which that rank then owns."""
         line = self._lines[rank]
+        # The rows above belong to the previous owner.
         if rank != self._drawn_by:
             self._above = 0
         self._owner = self._drawn_by = rank
@@ -323,6 +328,7 @@ class Live:
         if line.due and not line.text:  # a line has just ended, or a carriage return left nothing to keep
             return b""
         line.due = True
+        # After a full row the cursor stays on that row until the next character, hence the - 1.
         rows = max(0, _width(self._name(rank) + bytes(line.text)) - 1) // self.columns
         return (b"\x1b[%dA" % rows if rows else b"") + b"\r\x1b[J"
 

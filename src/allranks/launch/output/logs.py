@@ -113,6 +113,7 @@ class Logs:
             self._lines if option == "--logs" else self._bytes
         )
         for log in files.values():
+            # On network file systems close repeats the error of a write (close(2)), which was reported already.
             with contextlib.suppress(OSError):
                 log.file.close()
         files.clear()

@@ -19,6 +19,7 @@ from typing import TextIO
 
 __all__ = ["Outlet", "TextOutlet"]
 
+# bytes; Linux reports a pipe as writable if a page is free, so a write of this size does not block.
 _PIECE = select.PIPE_BUF
 
 
@@ -40,6 +41,7 @@ class Outlet:
         self.fd = fd
         if not self._regular:
             with contextlib.suppress(OSError):
+                # O_NOCTTY: opening a terminal must not make it the controlling terminal.
                 self.fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
                 self._reopened = True
 
@@ -62,6 +64,7 @@ class Outlet:
         free = self._reopened or self._regular
         try:
             while self._pending and (free or self._ready()):
+                # Released before ``del``, because a bytearray with an exported buffer cannot change its size.
                 with memoryview(self._pending) as view, view[: None if free else _PIECE] as piece:
                     count = os.write(self.fd, piece)
                 del self._pending[:count]
@@ -98,6 +101,7 @@ class TextOutlet:
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
         self._pending = bytearray()
+        # Incremental, because a character may be cut between two reads of a rank's output.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def put(self, data: bytes) -> None:

@@ -24,7 +24,7 @@ from allranks.launch.spec.stdio import Stdio
 
 __all__ = ["BAR", "Screen"]
 
-_TAIL_LINES = 20
+_TAIL_LINES = 20  # hidden lines of a rank that are printed if it is the cause of a failure
 BAR = -1  # a pseudo-rank of the launcher, whose open line has priority over all others
 _MANY = 8  # from this number of ranks on, lines are collapsed by default
 
@@ -72,6 +72,7 @@ class Screen:
         self._stdin = stdin
         self._terminal = terminal
         kept = display.logs is not None or display.timestamps or display.redirects or display.tee
+        # Only a single rank writes to the terminal itself, because lines of several ranks would mix.
         self._direct = terminal and not kept and not watched and (world_size or len(ranks)) == 1
         self.ranks = tuple(ranks)
         self._mine = frozenset(ranks)
@@ -88,6 +89,7 @@ class Screen:
         }  # fmt: skip
         self._capable = streams is None and environ.get("TERM", "dumb") != "dumb"
         colour = self._capable and not environ.get("NO_COLOR")
+        # Two channels would lose the order in which a rank wrote to stdout and stderr.
         self._merged = streams is None and os.path.sameopenfile(1, 2)
         # With ``--show 0`` only one rank is shown, which needs no prefix: its output passes unchanged.
         alone = display.show == "0"

@@ -26,7 +26,7 @@ from allranks.launch.spec.events import (
 
 __all__ = ["ElasticRound"]
 
-LEAVE_S = 0.5  # the minimum for a rank of an elastic round to exit after its failure
+LEAVE_S = 0.5  # seconds; the minimum for a rank of an elastic round to exit after its failure
 
 
 class ElasticRound(RoundState):
@@ -46,6 +46,7 @@ class ElasticRound(RoundState):
                 self._stop_for_echo(failure, slots.last_loss)
         else:
             self._reports[event.rank] = failure
+            # A failed rank may hang at its exit, and the decision about it waits for the exit.
             self._leaving[event.rank] = self._now + max(self.rules.grace_s, LEAVE_S)
 
     def _take_elastic_exit(self, failure: Failure, slots: RankSlots[Failure]) -> None:
@@ -59,8 +60,10 @@ class ElasticRound(RoundState):
         if self._has_failures() and not excluded:
             self._take_cause(failure)
             return
+        # A new process needs the state of a rank that runs and has not failed itself.
         again = bool(self.running.difference(self._reports)) and not excluded and slots.may_start(rank)
         slots.lose(failure, again)
+        # Published before the restart, so that the other ranks see the loss first.
         self._publish()
         if not (again or self._may_go_on(slots)):
             self._root_cause.add(failure)
@@ -90,6 +93,7 @@ class ElasticRound(RoundState):
         if not ranks:
             return
         for rank in ranks:
+            # The exit that would follow the report cannot arrive any more.
             self._reports.pop(rank, None)
         losses = [Failure(rank, 0, LOST, self._now, host=event.host, lost=event.why) for rank in ranks]
         if self._has_failures():
@@ -123,6 +127,7 @@ class ElasticRound(RoundState):
 
     def _take_newcomers(self, event: HostJoined, slots: RankSlots[Failure]) -> None:
         """Process a host that has joined: its new ranks join the others."""
+        # No rank is left that could give new ranks the state, or the round is about to end.
         if self.stopping or self.phase is not Phase.RUNNING or self._has_failures() or not self.running:
             return
         lost, starts = slots.join(event.host, event.room)

@@ -16,8 +16,8 @@ from allranks.launch.spec.events import Stacks
 __all__ = ["Inquiry"]
 
 _ALIVE = ("running", "sleeping", "in uninterruptible sleep")  # these can report their stacks
-INSPECT_S = 0.5  # for the replies of the agents
-STACKS_S = 0.4
+INSPECT_S = 0.5  # seconds for the replies of the agents
+STACKS_S = 0.4  # seconds for the stacks
 
 
 class _Phase(Enum):
@@ -96,6 +96,7 @@ class Inquiry:
     def check(self, running: Set[int], now: float) -> list[Action]:
         """Advance if all replies have arrived or a deadline has passed. ``running``: ranks that have not exited."""
         if self._phase is _Phase.INSPECTING and (not self._awaited or now >= self._until):
+            # A rank may have exited since its state was read.
             wanted = set(self._choose(self.states)) & set(self.states) & running
             asked = tuple(sorted(rank for rank in wanted if self.states[rank].process in _ALIVE))
             if not asked:

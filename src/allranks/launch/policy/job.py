@@ -157,9 +157,11 @@ def _goes_on(state: JobState, event: RoundEnded) -> bool:
     rules = state.rules
     if event.failed and event.hosts_lost and rules.elastic:
         return True  # a lost host uses up no restart
+    # Without elasticity nothing replaces a lost host, so a restart would lack its ranks.
     if event.failed and state.left > 0 and (not event.hosts_lost or rules.elastic):
         state.left -= 1
         return True
+    # A round that was stopped for a new host uses up no restart.
     return event.joined
 
 

@@ -78,6 +78,7 @@ class Notices:
     def _judge(self, states: Mapping[int, RankState]) -> Sequence[int]:
         """Decide whether a report is needed. Return the ranks whose stacks are requested."""
         found = diagnose(states.values())
+        # One report covers all waiting ranks: their own LongWait events start no further inquiry.
         for rank, wait in found.waits.items():
             self._covered[rank, wait.call.index] = self._limit
         # A rank that waits for its own user is not late.

@@ -16,7 +16,7 @@ from allranks.launch.spec.events import FailureReport
 
 __all__ = ["consequence", "SETTLE_S", "Failure", "RootCause"]
 
-SETTLE_S = 0.3
+SETTLE_S = 0.3  # seconds; a killed rank is seen only when its process has exited, after its peers have failed
 
 
 @dataclass(frozen=True)

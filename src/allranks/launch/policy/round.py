@@ -76,13 +76,13 @@ from allranks.launch.spec.events import (
 
 __all__ = ["DUMP_S", "Phase", "Round", "Rules", "step"]
 
-STRAGGLERS_S = 0.5  # for processes that ranks left behind to close their pipes
-LINGER_S = 10.0  # from the first rank's exit to a remark about the other ranks
-WORKERS_S = 1.0  # for workers to exit after their master
-DRAIN_S = 1.0  # the minimum for a reader of the launcher's output after a job was stopped
-IDLE_DUMP_S = 2.0  # the same if the stacks are the only purpose
+STRAGGLERS_S = 0.5  # seconds for processes that ranks left behind to close their pipes
+LINGER_S = 10.0  # seconds from the first rank's exit to a remark about the other ranks
+WORKERS_S = 1.0  # seconds for workers to exit after their master
+DRAIN_S = 1.0  # seconds; the minimum for a reader of the launcher's output after a job was stopped
+IDLE_DUMP_S = 2.0  # seconds that an idle job waits for stacks, which are its only purpose
 LAST_CALLS = 64  # calls of each rank that are kept after a failure
-KILLED_S = 3.0  # after SIGKILL: a rank that has not exited by then is frozen, or its agent is unreachable
+KILLED_S = 3.0  # seconds after SIGKILL: a rank that has not exited by then is frozen, or its agent is unreachable
 
 
 class Round(ElasticRound):
@@ -93,6 +93,7 @@ class Round(ElasticRound):
         if self.phase is Phase.ENDED or self.phase is Phase.FINISHING:
             return None
         if self.phase is Phase.DRAINING:
+            # After a clean end there is no time limit: a slow reader gets all output.
             return self._phase_ends_at if self.stopping else None
         times = [
             self._hint_at,
@@ -136,6 +137,7 @@ class Round(ElasticRound):
             case StopRequested(number):
                 self._take_signal(number)
             case KillRequested():
+                # This makes the round ``stopping``, so the exits that follow are no failures.
                 self._kill_at = self._stopped_at = now
                 self._kill("")
             case LongWait() | StatesAsked() | RankState() | Stacks():
@@ -160,6 +162,7 @@ class Round(ElasticRound):
             case OutputClosed():
                 if self.phase is Phase.CLOSING:
                     self._finish()
+            # A cause that has settled by now must be selected before the outcome is judged.
             case RanksFinished():
                 self._check_deadlines()
                 self._conclude()
@@ -184,13 +187,17 @@ class Round(ElasticRound):
         self.running.discard(event.rank)
         failure = self._on_host(Failure(event.rank, event.pid, event.status, self._now))
         self._print(str(failure), Level.DETAIL)
+        # The request must not wait for stacks that cannot arrive any more.
         if self._request is not None:
             self._request.awaited.discard(event.rank)
+        # Ctrl-C reached only the rank that has the keys; if it ends this rank, it ends the job.
         if event.status == -signal.SIGINT and self._has_keys(event.rank):
             self._interrupt([event.rank])
+        # A killed rank could not restore the modes of the terminal itself.
         if self._borrower == event.rank:
             self._reclaim(restore=event.status < 0)
         if self.stopping:
+            # A rank that the signal killed reports no line; the stacks that were requested before show it.
             known = self._root_cause.failures.get(event.rank)
             silent = known is None or known.report is None or not known.report.where
             if self.signalled is not None and silent and event.status in (-self.signalled, -signal.SIGKILL):
@@ -235,6 +242,7 @@ class Round(ElasticRound):
         if self._killed_at is not None:
             self._signal(signal.SIGKILL, [rank])
         elif self.stopping:
+            # The signal was sent while this process did not exist.
             self._signal(self._stop_number, [rank], alone=self._stop_number != signal.SIGINT)
 
     def _take_host(self, event: HostJoined) -> None:
@@ -262,6 +270,7 @@ class Round(ElasticRound):
             self._print(f"forwarding {name} to {rank_list(sorted(self.running))}", Level.DETAIL)
             self._signal(number, self.running, alone=True)
             return
+        # While the output drains, any signal ends the wait for its reader.
         self._asked_again = True
         if not self.stopping and number == signal.SIGINT:
             self._interrupt()
@@ -270,6 +279,7 @@ class Round(ElasticRound):
             self._stopped_at = self._now
             self._stop_number = number
             self._ask_for_stacks(DUMP_S, Purpose.STOP_BY_SIGNAL)
+            # Set before the ranks are signaled: the round is ``stopping`` while it waits for the stacks.
             self._kill_at = self._now + DUMP_S + self.rules.grace_s
         elif number == signal.SIGINT:  # batch systems and closed terminals repeat the other signals themselves
             self._kill("")
@@ -295,8 +305,10 @@ class Round(ElasticRound):
         elif self._suspension is not None:
             suspension, self._suspension = self._suspension, None
             self._restart_idle_time()
+            # Before SIGCONT: without the terminal, the next read would stop the rank again.
             if suspension.had_terminal and self.rules.reader in self.running:
                 self._actions.append(LendTerminal(self.rules.reader))
+            # If SIGTTIN or SIGTTOU stopped nothing, no shell could continue the job, and the read would never succeed.
             if event.stopped or suspension.number == signal.SIGTSTP:
                 self._signal(signal.SIGCONT, self.running.intersection(suspension.ranks))
             else:
@@ -315,6 +327,7 @@ class Round(ElasticRound):
         settles_at = self._root_cause.settles_at()
         if not self.stopping and settles_at is not None and now >= settles_at:
             self.cause = self._root_cause.select()
+            # Before any signal, so that the states show what led to the failure.
             self._actions.append(InspectRanks(tuple(sorted(self._all)), LAST_CALLS))
             if self._others_were_late(self.cause):
                 self._stopped_at = now
@@ -343,6 +356,7 @@ class Round(ElasticRound):
         if self.phase is Phase.RUNNING and self._is_over():
             self.phase = Phase.CLOSING
             self._phase_ends_at = now + STRAGGLERS_S
+            # The ranks have exited, but processes that they left behind may still write to their pipes.
             self._actions.append(AwaitOutput())
         elif self.phase is Phase.CLOSING and now >= self._phase_ends_at:
             self._finish()
@@ -355,6 +369,7 @@ class Round(ElasticRound):
             self._idle_at = None
             self._ask_for_stacks(IDLE_DUMP_S, Purpose.STOP_IDLE)
         if not stopping and self._linger_at is not None and now >= self._linger_at:
+            # Once per round, not at every later deadline.
             self._linger_at = None
             if self.rules.master is not None and self.running:
                 self._stop(signal.SIGTERM, self.running)
@@ -388,6 +403,7 @@ class Round(ElasticRound):
                 self._ask(recent, stacks)
             case RankState():
                 if self.cause is not None:
+                    # The first state counts: later ones show ranks that are being stopped.
                     self._last_states.setdefault(event.rank, event)
                 self._notices.take_state(event)
                 if self._inquiry is not None:
@@ -431,6 +447,7 @@ class Round(ElasticRound):
         self._outcome = self._judge()
         self.failed = self._outcome.ending in (Ending.FAILED, Ending.IDLE)
         self.phase = Phase.DRAINING
+        # Signals that stopped the round must not end the output, too.
         self._asked_again = False
         # After a failure, output is written for the grace time; after a signal, for ``DRAIN_S`` only.
         self._phase_ends_at = self._now + DRAIN_S
@@ -441,6 +458,7 @@ class Round(ElasticRound):
     def _judge(self) -> Outcome:
         failures = sorted(self._root_cause.failures.values(), key=lambda failure: failure.rank)
         stacks = self._answered.texts if self._answered is not None else {}
+        # A signal precedes failures: once the ranks are signaled, failures are consequences.
         if self.signalled is not None:
             places = {rank: stacks[rank] for rank in self._silent if rank in stacks}
             return self._result(Ending.SIGNALLED, self._own_code(), failures, places)
@@ -460,6 +478,7 @@ class Round(ElasticRound):
     def _result(
         self, ending: Ending, code: int, failures: Sequence[Failure], stacks: dict[int, bytes] | None = None
     ) -> Outcome:
+        # Failures after the stop are consequences of it.
         before = [failure for failure in failures if failure.at < self._stopped_at]
         return Outcome(
             ending,

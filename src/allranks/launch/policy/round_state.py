@@ -32,9 +32,9 @@ from allranks.launch.spec.events import (
 
 __all__ = ["DUMP_S", "Phase", "RoundState", "Rules", "Suspension"]
 
-LEFT_BEHIND_S = 2.0  # for processes that ranks left behind to exit
-HINT_S = 1.5  # from Ctrl-C to a remark about ranks that do not exit
-DUMP_S = 1.0  # how long a signal waits for stacks, which take milliseconds
+LEFT_BEHIND_S = 2.0  # seconds for processes that ranks left behind to exit
+HINT_S = 1.5  # seconds from Ctrl-C to a remark about ranks that do not exit
+DUMP_S = 1.0  # seconds that a stop waits for stacks, which take milliseconds
 
 
 class Phase(Enum):
@@ -210,6 +210,7 @@ class RoundState:
 
     def _kill(self, why: str) -> None:
         self._request = None
+        # A repeated kill must not extend the time after which ranks are given up.
         if self._killed_at is None:
             self._killed_at = self._now
         if self.running and why:
@@ -219,6 +220,7 @@ class RoundState:
 
     def _finish(self) -> None:
         self.phase = Phase.FINISHING
+        # Ranks that are still here survived SIGKILL for too long and are given up.
         self.running.clear()
         patience_s = LEFT_BEHIND_S
         if self._killed_at is not None:
@@ -242,6 +244,7 @@ class RoundState:
         """Stop the ranks and the launcher."""
         ranks = tuple(sorted(self.running))
         self._suspension = Suspension(number, ranks, self._borrower is not None)
+        # Before the launcher stops: its shell expects the terminal with the launcher's group.
         self._reclaim()
         # SIGTSTP has no effect in an orphaned process group, as in a rank's own session
         self._signal(signal.SIGSTOP, ranks)
@@ -255,6 +258,7 @@ class RoundState:
         self._actions.append(Print(text, level))
 
     def _publish(self) -> None:
+        # An unchanged table is not written again.
         if self._slots is not None and self._slots.table.version != self._published:
             self._published = self._slots.table.version
             self._actions.append(PublishSlots(self._slots.table))

@@ -9,7 +9,7 @@ from allranks.launch.spec.events import Stacks
 
 __all__ = ["Purpose", "StackRequest"]
 
-_QUIET_S = 0.2  # after the last piece of a rank's stacks, which have no end mark
+_QUIET_S = 0.2  # seconds after the last piece of a rank's stacks, which have no end mark
 
 
 class Purpose(Enum):

@@ -48,8 +48,8 @@ __all__ = ["Agent", "RankPlan"]
 
 _ASK_S = 0.02  # seconds between two checks for exits of ranks that have no pidfd
 _OF_PYTHON = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")  # these exit by themselves
-_LEAVING_S = 0.5  # for processes that a rank left behind, before they receive SIGTERM
-_LOOK_AGAIN_S = 0.02
+_LEAVING_S = 0.5  # seconds for processes that a rank left behind, before they receive SIGTERM
+_LOOK_AGAIN_S = 0.02  # seconds; no descriptor reports that the members of a group have exited
 
 
 class Agent(RankProcesses):
@@ -84,6 +84,7 @@ class Agent(RankProcesses):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # otherwise each rank would write the buffered output again
         if self._forks and self._replaces:
+            # Before the pipes of ranks exist, so that the template holds none of them open.
             made = RankTemplate.fork(self._enter_template)
             if isinstance(made, NewRank):
                 return self._become_new(made, parent)
@@ -93,11 +94,13 @@ class Agent(RankProcesses):
                 continue
             pipes = Pipes.open(self._plan.stdio[local_rank])
             recording = self._recording()
+            # Before the fork, because the path contains the pid of this process.
             path = recording.path
             pid = os.fork()
             if pid == 0:
                 try:
                     self._guard.protect(os.getpid())  # called by the rank, because the agent may be killed right here
+                    # A copy of a pipe in another rank would delay its end of file beyond the exit of its own rank.
                     inherited = {fd for p in self._processes for fd in (p.pidfd, p.recording.fd, *p.pipes.own_fds())}
                     inherited |= {recording.fd, self._guard.fd, self._wake_read_fd, self.wake, *pipes.own_fds()}
                     become_rank(parent, pipes, self._plan.stdio[local_rank], tuple(inherited - {-1}), mask, files)
@@ -107,9 +110,11 @@ class Agent(RankProcesses):
                         traceback.print_exc()
                         os._exit(1)
                 return child
+            # Otherwise this process would keep its own ends from their end of file.
             pipes.close_rank_ends()
             rank = self._plan.first + local_rank
             self._processes.append(RankProcess(rank, pid, _pidfd(pid), pipes, recording))
+        # After the last fork, so that no rank inherits the descriptor of the selector.
         self._open_selector()
         return None
 
@@ -153,6 +158,7 @@ class Agent(RankProcesses):
         """
         for process in self._processes:
             if process.rank == wanted.rank and not process.exited:
+                # ``_read_exit`` calls this method again when the old process has exited.
                 self._to_restart[wanted.rank] = wanted
                 os.killpg(process.pid, signal.SIGKILL)
                 return
@@ -178,8 +184,10 @@ class Agent(RankProcesses):
         if pid == 0:
             try:
                 self._guard.protect(os.getpid())
+                # There is nothing to close: no descriptor of this process survives the exec.
                 become_rank(parent, pipes, self._plan.stdio[local_rank], (), *self._limits)
                 self._become(local_rank, pipes, path, wanted.environ, fresh=True)
+            # Reached only if no exec replaced the process.
             finally:
                 traceback.print_exc()
                 os._exit(1)
@@ -202,16 +210,19 @@ class Agent(RankProcesses):
         start = self._awaited.popleft()
         if pid:
             self._add(start, pid, events)
+        # The gate opens only after the pid is registered, so no rank runs unknown to this agent.
         self._template.open_gate(bool(pid))
         if not pid:
             self._execute_or_tell(start, events)
 
     def _do_without_template(self, events: list[Event]) -> None:
+        # This closes the gates, so a process that was forked already exits before it becomes a second rank.
         self._close_template()
         while self._awaited:
             self._execute_or_tell(self._awaited.popleft(), events)
 
     def _execute_or_tell(self, start: StartInfo, events: list[Event]) -> None:
+        # The round ended while the request was pending.
         if self._finished:
             start.pipes.close_rank_ends()
             for fd in start.pipes.own_fds():
@@ -254,6 +265,7 @@ class Agent(RankProcesses):
             cpu_place = plan.cpu_places[local_rank]
             environ |= cpu_place.environ()
             if cpu_place.cpus:
+                # The process has a single thread here, from which all later threads inherit the mask.
                 os.sched_setaffinity(0, cpu_place.cpus)
         stdio = plan.stdio[local_rank]
         if not stdio.stdin and any(other.stdin for other in plan.stdio):
@@ -265,6 +277,7 @@ class Agent(RankProcesses):
         if start := plan.starts.get(plan.first + local_rank, 0):
             environ[START] = str(start)
         environ |= more
+        # After all changes: the seal covers the variables of rank and task.
         environ[SEAL] = seal(environ, os.getpid())
         if fresh and plan.ranks.target.is_python:
             rank.execute(environ, fresh=True)
@@ -287,6 +300,7 @@ class Agent(RankProcesses):
         assert self._selector is not None
         self._look_for_long_waits()
         self._measure()
+        # A stopped template sends no event, so only the time shows that it is lost.
         if self._awaited:
             timeout_s = PATIENCE_S if timeout_s is None else min(timeout_s, PATIENCE_S)
             if time.monotonic() > self._awaited[0].at + PATIENCE_S:
@@ -294,9 +308,11 @@ class Agent(RankProcesses):
         events, self._due = self._due, []
         if (self._plan.ranks.notice_s > 0 or self._plan.ranks.statistics) and self.running:
             timeout_s = LOOK_S if timeout_s is None else min(timeout_s, LOOK_S)
+        # Without a pidfd, no descriptor reports the exit.
         asks = [process for process in self._processes if process.pidfd < 0 and not process.exited]
         if asks:
             timeout_s = _ASK_S if timeout_s is None else min(timeout_s, _ASK_S)
+        # Pending events are returned with those that are ready now, without a wait.
         for key, _ in self._selector.select(0 if events else timeout_s):
             # An earlier handler in this loop, for a rank's exit, may have read this descriptor to its end and closed
             # it.
@@ -324,6 +340,7 @@ class Agent(RankProcesses):
         if self._finished:
             return events
         self._finished = True
+        # A requested process may exist already; it is killed with the others below.
         while self._awaited:
             self._take_new(events)
         if self._template is not None:
@@ -337,6 +354,7 @@ class Agent(RankProcesses):
             self._read_rest(process, events)
             if not process.exited:
                 self._report_calls(process, events)
+        # Before the waitpid below: the guard would otherwise signal numbers that may be reused.
         self._guard.dismiss()
         for process in self._processes:
             if not process.reaped:
@@ -391,12 +409,15 @@ class Agent(RankProcesses):
         os.close(self.wake)
 
     def _read_exit(self, process: RankProcess, events: list[Event]) -> None:
+        # WNOWAIT leaves a zombie, whose pid keeps the number of the group from being reused.
         result = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | (os.WNOHANG if process.pidfd < 0 else 0))
         if result is None:
             return
         assert self._selector is not None
         if process.pidfd >= 0:
+            # A pidfd stays readable after the exit, so ``poll`` would never sleep again.
             self._selector.unregister(process.pidfd)
+        # Before ``Exited``: the rank's own report takes precedence over its exit status.
         self._read_rest(process, events)
         self._report_calls(process, events)
         process.exited = True
@@ -435,6 +456,7 @@ def _members(group: int) -> list[int]:
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
     try:
+        # Signal 0 only tests whether the group exists, which saves the scan of /proc.
         os.killpg(group, 0)
     except ProcessLookupError:
         return []
@@ -442,6 +464,7 @@ def _members(group: int) -> list[int]:
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
             if name.isdigit() and os.getpgid(int(name)) == group:
+                # The command name in parentheses may contain spaces and parentheses itself (proc(5)).
                 state = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[0]
                 if state not in (b"Z", b"X"):  # a zombie, whose new parent has not reaped it yet
                     found.append(int(name))

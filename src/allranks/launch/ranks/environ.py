@@ -132,6 +132,7 @@ def place_environ(rank: int, local_rank: int, role_rank: int) -> dict[str, str]:
 
 def free_port(wanted: int = 0) -> int:
     """Return a TCP port that is free now on every address of this host: ``wanted``, if that is free."""
+    # Another process may take the port before rank 0 binds it; allranks itself does not use it.
     with socket.socket() as probe:
         try:
             probe.bind(("", wanted))

@@ -24,8 +24,8 @@ from allranks._base.errors import UsageError
 
 __all__ = ["name_of", "pack", "pack_error", "pack_result", "pieces", "unpack", "unpack_error", "unpack_result"]
 
-_PIECE = 1 << 20
-_LARGEST = 1 << 30
+_PIECE = 1 << 20  # bytes; the remaining pieces wait in the rank's pipe while the caller is behind
+_LARGEST = 1 << 30  # bytes; a link to an agent accepts frames of up to 2 GiB
 
 
 def name_of(fn: Callable[..., Any]) -> str:
@@ -57,6 +57,7 @@ def pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
             f"{name_of(fn)} and its arguments have {len(call)} bytes; the limit is {_LARGEST} bytes.\n  Read large data"
             " from a file in the ranks."
         )
+    # The call is pickled separately: a rank unpickles it only after ``sys.path`` leads to its modules.
     return pickling.dumps((sys.path, sources, _main_program(), call))
 
 
@@ -67,8 +68,10 @@ def unpack(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[st
         UsageError: the call cannot be unpickled here.
     """
     path, sources, program, call = cloudpickle.loads(payload)
+    # The caller's folders come first, so that both sides import the same modules.
     sys.path[:] = [*path, *(folder for folder in sys.path if folder not in path)]
     for name, lines in sources.items():
+        # Without a modification time, ``linecache.checkcache`` keeps an entry that has no file.
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     unpickler = pickle.Unpickler(io.BytesIO(call))
     try:
@@ -114,6 +117,7 @@ def pack_error(error: BaseException) -> bytes:
     """Pack the exception of a rank; b"" if it cannot be pickled or unpickled."""
     try:
         data = pickling.dumps(error)
+        # Some exceptions can be pickled but not unpickled, for example if ``__init__`` has more arguments.
         cloudpickle.loads(data)
     except Exception:  # noqa: BLE001 - a user's exception may do anything; its text is reported in any case
         return b""
@@ -176,6 +180,7 @@ class _CallPickler(pickling.Pickler):
 
 class _ResultPickler(pickling.Pickler):
     def reducer_override(self, obj: Any) -> Any:
+        # If the program has not imported torch, the result contains no tensor.
         torch = sys.modules.get("torch")
         if torch is not None and type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):
             return obj.cpu().__reduce_ex__(self.proto)

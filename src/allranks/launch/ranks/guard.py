@@ -30,13 +30,14 @@ class Guard:
 
     def __init__(self, terminal: Terminal | None = None) -> None:
         read_fd, self.fd = os.pipe()
-        # signals that are sent to all processes must not stop the guard
+        # Before the fork, so that no signal to all processes stops the guard. SLURM signals each process of a step.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 os.close(self.fd)
                 _watch(read_fd, terminal)
+            # The guard is a copy of the launcher and must never continue with its code.
             finally:
                 os._exit(0)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -73,6 +74,7 @@ def _watch(read_fd: int, terminal: Terminal | None) -> None:
     for fd in (0, 1, 2)[terminal is not None :]:  # a reader of the launcher's output must not wait for the guard
         os.dup2(null, fd)
     with open(read_fd, "rb") as pipe:
+        # Returns at the end of file: no process holds the write end any more.
         groups = [int(line) for line in pipe]
     for group in groups:
         with contextlib.suppress(ProcessLookupError):

@@ -19,7 +19,7 @@ __all__ = ["Imports", "read_imports"]
 
 _BY_NAME = {"importlib", "imp", "pkgutil", "runpy", "__import__", "eval", "exec"}  # modules and functions
 _NEVER_LOCAL = {"torch", "allranks"}
-_MOST_BYTES = 1 << 18  # of source: 0.1 s
+_MOST_BYTES = 1 << 18  # bytes of source; reading and parsing them takes 0.1 s
 
 # Variables that torch and its libraries read when they are imported.
 _READ_BY_TORCH = re.compile(
@@ -62,7 +62,9 @@ def read_imports(target: Target) -> Imports | None:
         try:
             source = path.read_bytes()
             tree = ast.parse(source)
+        # ``ast.parse`` raises ValueError for null bytes, and RecursionError for source that nests too deeply.
         except (OSError, SyntaxError, ValueError, RecursionError):
+            # The program itself is read first. A neighboring module only makes the result incomplete.
             if not found.sources:
                 return None
             found.all_known = False

@@ -20,10 +20,10 @@ from allranks.launch.spec.stdio import Stdio
 
 __all__ = ["Pipes", "resize", "reserve_descriptors"]
 
-_PER_RANK = (
-    10  # stdout, stderr, status, stacks, pidfd, its record of calls, its connection to the store, up to three log files
-)
-_OWN = 64
+# Descriptors of a rank: stdout, stderr, status, stacks, pidfd, its record of calls, its connection to the store, and up
+# to three log files.
+_PER_RANK = 10
+_OWN = 64  # descriptors of this process that do not depend on the number of ranks
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Pipes:
             read_fds[2], err = _channel(stdio.err_tty, stdio)
             terminals += (read_fds[2],) if stdio.err_tty else ()
         for read_fd in (*read_fds.values(), status_read_fd, stacks_read_fd):
+            # The agent reads until a pipe is empty, for example after an exit, and must not block then.
             os.set_blocking(read_fd, False)
         return cls(out, err, status, stacks, read_fds, status_read_fd, stacks_read_fd, terminals)
 

@@ -105,7 +105,9 @@ def place(machine: Machine, nproc: int, bind: Bind, one_gpu_per_rank: bool) -> t
     shares = _share(machine, [None if gpu is None else gpu.node for gpu in gpus], bind)
     cpu_places = []
     for share, name in zip(shares, names, strict=True):
+        # With "numa", ranks that share a node also share its CPUs.
         threads = len(share) // (shares.count(share) if bind == "numa" else 1)
+        # Threads beyond the quota of the cgroup would be throttled.
         if machine.quota < machine.cpus:
             threads = min(threads, fair)
         cpu_places.append(CpuPlace(share, name, max(1, threads)))

@@ -33,7 +33,7 @@ _OF_ELASTIC_RANKS = ("allranks.data", "allranks.nn.parallel", "allranks.resilien
 _OF_OPTIMIZERS = ("sympy", "torch._dynamo")
 
 _OF_OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
-_MOST_BYTES = 1 << 20  # of a function and its arguments
+_MOST_BYTES = 1 << 20  # bytes of a packed call that are searched for names; arguments may be large
 
 
 def preload(target: Target, environ: Mapping[str, str]) -> bool:
@@ -56,6 +56,7 @@ def preload(target: Target, environ: Mapping[str, str]) -> bool:
             try:
                 importlib.import_module(name)
             except Exception:  # noqa: BLE001 - the ranks raise the same error again
+                # The first module is torch. Without one of the others, a fork still saves the import of torch.
                 if name == useful[0]:
                     return False
     finally:  # these are not the user's own settings, which count when the job restarts
@@ -75,6 +76,7 @@ def preload_for_elastic_ranks() -> Iterator[None]:
     if "torch" not in sys.modules:
         return
     try:
+        # Optimizers are last and separate: a request must not wait for all of their imports.
         for names in ((*_OF_RANKS, *_OF_ELASTIC_RANKS), *((name,) for name in _OF_OPTIMIZERS)):
             for name in names:
                 importlib.import_module(name)

@@ -63,9 +63,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _Message = FailureReport | RestartRank | RankProgress | bytes
 _decode: Callable[[bytes], _Message] = msgspec.msgpack.Decoder(_Message).decode
+# A message may take several writes, so concurrent senders would mix their frames.
 _sending = threading.Lock()
 _this: Rank | None = None
 _MAY_IGNORE = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+# The launcher handles or blocks some of these signals; a rank starts with the dispositions of a fresh interpreter.
 _DEFAULT = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH),
     *(signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCHLD),
@@ -86,13 +88,18 @@ def become_rank(
         files: the limits on open files to restore.
     """
     if stdio.terminal:
+        # Only a process group of the launcher's session can become the foreground group of the terminal.
         os.setpgid(0, 0)
     else:
+        # Outside of the terminal's session, Ctrl-C reaches the launcher only, which decides which ranks it signals.
         os.setsid()
+    # fork clears PR_SET_PDEATHSIG (prctl(2)), so each rank sets it for itself.
     die_with(parent)
+    # Duplicated, so that the loop that closes the sources does not close stdin itself.
     stdin = os.dup(0) if stdio.stdin else os.open(os.devnull, os.O_RDONLY)
     streams = (stdin, pipes.out, pipes.err)
     for number, fd in enumerate(streams):
+        # dup2 makes the copies inheritable. The descriptors of ``Pipes`` are not.
         os.dup2(fd, number)
     for fd in {*streams, *close}:
         os.close(fd)
@@ -100,14 +107,16 @@ def become_rank(
     for number in _DEFAULT:
         if number not in ignored:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    # The launcher raised its own limit for the pipes of all ranks; programs get the user's limit.
     resource.setrlimit(resource.RLIMIT_NOFILE, files)
+    # Unblocked last: a signal that arrived since the fork meets the dispositions above, not the launcher's.
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def die_with(parent: int) -> None:
     """Make the kernel kill this process when its parent exits."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before the line above
+    if os.getppid() != parent:  # the parent exited before prctl: no signal follows
         os._exit(1)
 
 
@@ -160,6 +169,7 @@ class Rank:
         target = self.target
         argv = [target.name, *target.args]
         if fresh:
+            # The fresh interpreter receives them by number, and makes them non-inheritable again.
             for fd in (self.status, self.stacks):
                 os.set_inheritable(fd, True)
             flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -168,6 +178,7 @@ class Rank:
             os.execvpe(argv[0], argv, environ)
         except OSError as error:
             text = printable(f"cannot execute {argv[0]!r}: {error.strerror}\n")
+            # 126: the exit code of a shell for a command that cannot be executed.
             self._send(FailureReport(126, text=text, at=time.monotonic()))
             os._exit(126)
 
@@ -180,6 +191,7 @@ class Rank:
         for name in os.environ.keys() - environ.keys():
             del os.environ[name]
         os.environ.update(environ)
+        # ``preload`` disabled collections until the fork, to keep the pages shared.
         gc.enable()
         separate_from_siblings()
 
@@ -188,6 +200,7 @@ class Rank:
         global _this
         _this = self
         target = self.target
+        # faulthandler's handler is written in C, so it also reports a thread that blocks in C++.
         faulthandler.register(DUMP, self.stacks)
         sys.stdout = sys.__stdout__ = _unbuffered(sys.stdout)  # type: ignore[misc]
         sys.stderr = sys.__stderr__ = _unbuffered(sys.stderr)  # type: ignore[misc]
@@ -227,6 +240,7 @@ class Rank:
         try:
             result = fn(*args, **kwargs)
         except SystemExit as error:
+            # The launcher takes code 0 for success, but the caller waits for a result.
             if _exit_code(error) == 0:
                 raise UsageError(f"{self.target.name} called sys.exit(0) and returned nothing") from None
             raise
@@ -235,6 +249,7 @@ class Rank:
                 raise UsageError(f"{self.target.name} closed the descriptor that transfers its result")
 
     def _failed(self, error: BaseException) -> None:
+        # A child that the program forked also gets here; its failure is not the rank's.
         ours = os.getpid() == self.pid
         hook, trace = sys.excepthook, _own_frames(error.__traceback__)
         if hint := _needs_stdin(error, self.target.kind):
@@ -245,6 +260,7 @@ class Rank:
         torchs = getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d"  # its hook only adds a prefix
         plain = torchs or hook is sys.__excepthook__
         printed = ours and plain  # the agent prints the error
+        # Code 0: the program called ``sys.exit(0)``, which is no failure.
         if ours and (report := _report(shown, trace, with_text=plain)).code:
             if self.target.kind == "function":
                 from allranks.launch.ranks import function
@@ -261,6 +277,7 @@ class Rank:
         data = memoryview(pack_frame(msgspec.msgpack.encode(message)))
         with _sending:  # another thread of the program may report progress
             try:
+                # The program may have closed the descriptor and reused its number for its own file.
                 if os.fstat(self.status).st_ino != self._pipe:
                     return False
                 while data:
@@ -281,6 +298,7 @@ def decode_status(frames: FrameDecoder) -> Iterator[_Message]:
 def is_echo(error: BaseException) -> bool:
     """Return True if an exception, its cause or its context is a ``PeerLostError`` or an ``AbortedError``."""
     todo, seen = [error], set()
+    # An exception may refer to itself by its cause or context, so visited ones are skipped.
     while todo:
         current = todo.pop()
         if id(current) in seen:
@@ -298,6 +316,7 @@ def _unbuffered(stream: Any) -> io.TextIOWrapper:
 
     The original stream stays open, because handlers of loggers may hold it.
     """
+    # Loggers may write to the original stream, which must not hold complete lines back.
     stream.reconfigure(line_buffering=True)
     raw = io.FileIO(stream.fileno(), "w", closefd=False)
     raw.name = stream.name  # programs compare it with "<stdout>"
@@ -320,6 +339,7 @@ def _run_script(path: str, main: ModuleType) -> None:
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
     file = os.path.abspath(path)
+    # The interpreter resolves symbolic links for ``sys.path[0]``, but not for ``__file__``.
     set_first_path(os.path.dirname(os.path.realpath(path)))
     main.__file__ = file
     main.__loader__ = SourceFileLoader("__main__", file)
@@ -329,6 +349,7 @@ def _run_script(path: str, main: ModuleType) -> None:
             main.__loader__ = SourcelessFileLoader("__main__", file)
             code = pkgutil.read_code(source)
         else:
+            # Without dont_inherit, the program would inherit ``annotations`` from this module's ``__future__`` import.
             code = compile(source.read(), file, "exec", dont_inherit=True)
     exec(code, main.__dict__)
 
@@ -346,6 +367,7 @@ def _report(error: BaseException, trace: TracebackType | None, with_text: bool) 
         return FailureReport(_exit_code(error), echo=echo, at=now)
     summary = traceback.TracebackException(type(error), error, trace)
     _trim(error, summary)
+    # Notes follow the message of an exception, but the source of a SyntaxError precedes its message.
     title = list(summary.format_exception_only())[-1 if isinstance(error, SyntaxError) else 0]
     return FailureReport(
         code=128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1,
@@ -361,10 +383,12 @@ def _report(error: BaseException, trace: TracebackType | None, with_text: bool) 
 
 def _needs_stdin(error: BaseException, kind: Kind) -> str:
     """Return a hint if a debugger or ``input`` met the end of a stdin that this rank does not have; else ""."""
+    # By name, because bdb is not imported unless the program uses a debugger.
     quits = type(error).__module__ == "bdb" and type(error).__name__ == "BdbQuit"
+    # ``input`` raises this text; EOFErrors of files and of pickle have other texts.
     if not quits and not (isinstance(error, EOFError) and str(error) == "EOF when reading a line"):
         return ""
-    if os.fstat(0).st_rdev != os.stat(os.devnull).st_rdev:  # stdin is not /dev/null
+    if os.fstat(0).st_rdev != os.stat(os.devnull).st_rdev:  # the rank has a stdin: the error is the program's own
         return ""
     rank, size, local_size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     what = f"{'a debugger' if quits else 'input()'} reads from stdin, but stdin of rank {rank}"
@@ -393,6 +417,7 @@ def _without_debugger(trace: TracebackType | None) -> TracebackType | None:
 def _exit_code(error: SystemExit) -> int:
     if error.code is None:
         return 0
+    # The kernel keeps only the low 8 bits of an exit code.
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
@@ -468,6 +493,7 @@ if __name__ == "__main__":
     sys.modules[__spec__.name] = sys.modules[__name__]  # so that ``this_rank`` is one function
     _status, _stacks = map(int, sys.argv[1:3])
     for _fd in (_status, _stacks):
+        # A process that the program starts must not keep the agent's pipes from their end.
         os.set_inheritable(_fd, False)
     _kind, _name, *_args = sys.argv[3:]
     sys.exit(Rank(Target(_kind, _name, tuple(_args)), _status, _stacks, os.getpid()).run())  # type: ignore[arg-type]

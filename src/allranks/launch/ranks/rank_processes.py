@@ -41,8 +41,10 @@ from allranks.launch.spec.stdio import Stdio
 
 __all__ = ["CHUNK", "LOOK_S", "RankPlan", "RankProcesses", "RankProcess", "StartInfo"]
 
+# bytes; the capacity of a pipe on Linux (pipe(7)), so that one read usually empties it.
 CHUNK = 1 << 16
 LOOK_S = 1.0  # seconds between two checks for long waits
+# bytes; more than a pipe holds: all that an exited rank wrote, but not the endless output of a child of it.
 _LAST_BYTES = 1 << 17
 
 
@@ -111,6 +113,7 @@ class RankProcesses:
         self._processes: list[RankProcess] = []
         self._wake_read_fd, self.wake = os.pipe()
         os.set_blocking(self._wake_read_fd, False)
+        # ``signal.set_wakeup_fd`` requires a non-blocking descriptor.
         os.set_blocking(self.wake, False)
         self._selector: selectors.BaseSelector | None = None
         self._open: set[int] = set()  # this process's ends that are not at their end; the selector may not watch them
@@ -256,6 +259,7 @@ class RankProcesses:
         readers[process.pipes.stacks_read_fd] = partial(self._read_stacks, process)
         readers |= {fd: partial(self._read_output, process, n, fd) for n, fd in process.pipes.read_fds.items()}
         for fd, read in readers.items():
+            # Bounded, because a process that the rank left behind may write to the same pipe.
             left = _LAST_BYTES
             while left > 0 and fd in self._open and (count := read(events)):
                 left -= count
@@ -265,8 +269,10 @@ class RankProcesses:
         if self._selector is None:
             os.close(fd)
         elif fd in self._open:
+            # Only here, and only once: the closed number may belong to another file afterwards.
             self._open.remove(fd)
             if fd in self._selector.get_map():
+                # Before the close, so that a new descriptor with this number can be registered.
                 self._selector.unregister(fd)
             os.close(fd)
 
@@ -279,9 +285,11 @@ class RankProcesses:
             alone: exclude the children of python ranks, which may not handle the signal.
         """
         for process in self._processes:
+            # A process that exits right here stays unreaped, so its pid is not reused.
             if process.rank in ranks and not process.exited:
                 if alone and self._plan.ranks.target.is_python:
                     os.kill(process.pid, number)
+                    # ``Agent._read_exit`` sends the same signal to the rest of the group when the rank has exited.
                     process.asked = number if number in FORWARDED else process.asked
                     continue
                 try:
@@ -291,6 +299,7 @@ class RankProcesses:
 
     def group_of(self, rank: int) -> int:
         """The process group of a rank."""
+        # Processes are listed in the order of their start, so the last one is the current one.
         return next(process.pid for process in reversed(self._processes) if process.rank == rank)
 
     def stopped_by(self, rank: int) -> int | None:
@@ -352,6 +361,7 @@ class RankProcesses:
 
     def _reap(self, process: RankProcess) -> None:
         """Reap an exited rank and kill its group, which may hold a GPU, port or lock that its next process needs."""
+        # Before waitpid: afterwards the kernel may reuse the number of the group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         os.waitpid(process.pid, 0)

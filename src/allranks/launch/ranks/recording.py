@@ -32,6 +32,7 @@ class RankRecording:
     @property
     def path(self) -> str:
         """The path with which the rank opens it."""
+        # A memfd has no name in a file system.
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def reader(self) -> TraceReader | None:

@@ -30,8 +30,8 @@ from allranks.launch.spec.events import RestartRank
 
 __all__ = ["PATIENCE_S", "NewRank", "RankTemplate"]
 
-_LARGEST = 1 << 16
-_MOST_FDS = 8
+_LARGEST = 1 << 16  # bytes; a longer message would be truncated
+_MOST_FDS = 8  # a request has at most 5: gate, status, stacks, stdout, stderr
 _OPEN = b"!"
 PATIENCE_S = 5.0  # seconds; a template that does not reply by then is stopped, or hangs in an import
 
@@ -86,11 +86,13 @@ class RankTemplate:
         Raises:
             OSError: a process or socket could not be created.
         """
+        # SOCK_SEQPACKET keeps the boundaries of messages; an empty message is the end of the other side.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
         pid = os.fork()
         if pid:
             theirs.close()
+            # ``take`` must not wait forever for a template that is stopped.
             ours.settimeout(PATIENCE_S)
             return cls(pid, ours)
         try:
@@ -109,6 +111,7 @@ class RankTemplate:
         gate, opener = os.pipe()
         merged = pipes.out == pipes.err
         fds = [gate, pipes.status, pipes.stacks, pipes.out, *([] if merged else [pipes.err])]
+        # Before the request, because the new process is an orphan before the reply arrives.
         adopt_orphans(True)
         try:
             socket.send_fds(self._sock, [msgspec.msgpack.encode(_Request(wanted, memory, merged))], fds)
@@ -138,6 +141,7 @@ class RankTemplate:
         if there:
             os.write(gate, _OPEN)
         os.close(gate)
+        # A subreaper also adopts daemons of ranks, so the agent is one only while a request is pending.
         if not self._gates:
             adopt_orphans(False)
 
@@ -154,6 +158,7 @@ class RankTemplate:
 def _serve(sock: socket.socket, work: Iterator[object]) -> NewRank:
     """Fork processes on request of the agent, and do ``work`` between requests. Return in the forked processes."""
     while True:
+        # A request has priority: the new rank then imports the remaining modules itself.
         for _ in work:
             if select.select([sock], [], [], 0)[0]:
                 break
@@ -161,11 +166,13 @@ def _serve(sock: socket.socket, work: Iterator[object]) -> NewRank:
             data, fds, _, _ = socket.recv_fds(sock, _LARGEST, _MOST_FDS)
         except OSError:  # the agent detects the exit, and continues without the template
             os._exit(1)
-        if not data:
+        if not data:  # the agent has closed its end
             os._exit(0)
         for fd in fds:
+            # ``recv_fds`` returns inheritable descriptors, which a program of the rank must not pass on.
             os.set_inheritable(fd, False)
         if _fork_orphan(sock):
+            # A copy in the rank would hide the exit of the template from the agent.
             sock.close()
             gate, *streams = fds
             if os.read(gate, 1) != _OPEN:
@@ -199,7 +206,9 @@ def _fork_orphan(sock: socket.socket) -> bool:
                 os._exit(0)
             os.close(write_fd)
             return True
+        # After this, the agent is the parent of the new process, as ``die_with`` requires.
         os.waitpid(between, 0)
+        # Before the read, which ends by the end of file if the second fork failed.
         os.close(write_fd)
         write_fd = -1
         pid = int(os.read(read_fd, 32) or 0)

@@ -39,6 +39,7 @@ class Terminal:
     def lend(self, group: int) -> bool:
         """Make a process group the foreground group. Return False if another job has the terminal."""
         with _unstopped():
+            # Another job of the shell is in the foreground, for example after ``bg``; it keeps the terminal.
             if os.tcgetpgrp(0) not in (self._group, group):
                 return False
             os.tcsetpgrp(0, group)
@@ -76,12 +77,15 @@ def stop_this_group(number: int) -> bool:
     Returns:
         False if it did not stop: no process could continue it (an orphaned group, like a container's first process).
     """
+    # Only the default action stops a process.
     handler = signal.signal(number, signal.SIG_DFL)
+    # A blocked SIGCONT still continues the process, and stays pending as the proof that it was stopped.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCONT,))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (number,))
     try:
         os.killpg(os.getpgrp(), number)
         if continued := signal.SIGCONT in signal.sigpending():
+            # Consumed here, so that it does not reach the program when the mask is restored.
             signal.sigwait((signal.SIGCONT,))
         return continued
     finally:

@@ -12,6 +12,7 @@ from allranks.launch.ranks.terminal import Terminal, stop_this_group
 
 __all__ = ["SIGNALS", "JobControl"]
 
+# SIGTSTP is Ctrl-Z. SIGCHLD reports that the kernel has stopped the rank that reads the terminal.
 SIGNALS = (signal.SIGTSTP, signal.SIGCHLD)
 
 

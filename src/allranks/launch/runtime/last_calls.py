@@ -17,7 +17,7 @@ from allranks.launch.policy.interface import Outcome
 
 __all__ = ["describe_calls", "differ", "report", "write_report"]
 
-_KEPT = 10  # files in the user's state folder
+_KEPT = 10  # newest files in the user's state folder
 _SHORT = 3  # calls of a rank on the terminal
 
 
@@ -73,6 +73,7 @@ def write_report(text: str, folder: Path | None, environ: Mapping[str, str]) -> 
         path.write_text(text)
         if folder is None:
             for old in sorted(path.parent.glob("failed-*.txt"))[:-_KEPT]:
+                # Another job of the user may remove the same file simultaneously.
                 old.unlink(missing_ok=True)
     except (OSError, RuntimeError):  # a full or read-only disk, or a user without a home: the summary was printed
         return None

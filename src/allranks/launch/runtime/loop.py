@@ -191,7 +191,7 @@ class RoundLoop:
         self._size = self._screen.size()
         self._tails: dict[int, tuple[bytes, ...]] = {}  # of ranks whose output another host shows
         self._signals: deque[int] = deque()  # received, and not passed to the round yet
-        self._requests: deque[RestartRank | KillRequested] = deque()  # from other threads
+        self._requests: deque[RestartRank | KillRequested] = deque()  # from other threads; append needs no lock
         self._answers: deque[interface.Event] = deque()  # replies to actions that were just performed
         self._outcome = Outcome(Ending.CLEAN, 0)
         self._code: int | None = None
@@ -234,6 +234,7 @@ class RoundLoop:
 
     def restart(self, wanted: RestartRank) -> None:
         """Restart a worker. Any thread may call this method."""
+        # Queued before the byte is written, so that the loop finds it when it wakes.
         self._requests.append(wanted)
         os.write(self._agents.wake, b"!")
 
@@ -267,12 +268,14 @@ class RoundLoop:
         return self._code
 
     def _receive(self, number: int) -> None:
+        # Only recorded, because python runs this handler between any two instructions of the loop.
         self._signals.append(number)
         if number in FORWARDED:
             self.caught = number
 
     def _timeout_s(self) -> float | None:
         times = [self._round.deadline()]
+        # While the output drains, no line waits for other ranks, and the bar has ended (``_conclude``).
         if self._round.phase is not Phase.DRAINING:
             times.append(self._screen.due())
             times.append(self._bar.due if self._bar is not None else None)
@@ -290,6 +293,7 @@ class RoundLoop:
             self._pass(StatesAsked(question.recent, question.stacks))
         while self._requests and isinstance(self._requests[0], RestartRank):
             self._pass(self._requests.popleft())
+        # Before the signals: a cause that has settled is selected before a signal stops the round.
         self._pass(TimePassed())
         if self._control is not None and self._control.borrower is not None and self._screen.size() != self._size:
             self._signals.append(signal.SIGWINCH)  # the kernel sends it to the borrower only
@@ -297,6 +301,8 @@ class RoundLoop:
             self._take_signal(self._signals.popleft())
         while self._requests:
             self._pass(self._requests.popleft())
+        # Signals and requests may have stopped the round or ended its phase, which only a check of the deadlines
+        # detects.
         self._pass(TimePassed())
         if self._round.phase is Phase.CLOSING and not self._agents.output_open:
             self._pass(OutputClosed())
@@ -343,7 +349,7 @@ class RoundLoop:
             case Asked(recent, wanted):
                 self._pass(StatesAsked(recent, wanted))
                 return
-            case StopRequested(number):  # after the failures, too
+            case StopRequested(number):  # queued like a local signal: failures of this turn precede it
                 self._signals.append(number)
                 return
         self._pass(event)
@@ -361,18 +367,21 @@ class RoundLoop:
             self._pass(SignalReceived(number))
 
     def _write(self) -> None:
+        # OutputLost may add lines about it, whose write can fail as well.
         while lost := self._screen.flush():
             for name, error in lost:
                 self._pass(OutputLost(name, str(error.strerror), isinstance(error, BrokenPipeError)))
         self._agents.watch_writable(self._screen.blocked)
         self._agents.read_output(self._screen.backlog < _BACKLOG)
         if self._screen.backlog >= _BACKLOG:
+            # Ranks that cannot write are not idle.
             self._pass(OutputBlocked())
 
     # Actions.
 
     def _pass(self, event: interface.Event) -> None:
         """Pass an event to the round and perform its actions, and then pass their replies."""
+        # A queue instead of recursion: a reply must not precede the remaining actions of its event.
         self._answers.append(event)
         while self._answers:
             self._handle(self._answers.popleft())
@@ -428,6 +437,7 @@ class RoundLoop:
             case AwaitOutput():
                 pass  # `_turn` checks ``output_open`` of the agents each time
             case FinishRanks(patience_s):
+                # The last reports and exits must reach the round before it concludes.
                 for event in self._agents.finish(patience_s):
                     self._take(event)
                 self._answers.append(RanksFinished())
@@ -480,6 +490,7 @@ class RoundLoop:
         shown = self._spec.prints
         if outcome.ending is Ending.SIGNALLED:
             assert outcome.signal is not None
+            # A program that SIGPIPE ends prints nothing either.
             if self._spec.prints and outcome.signal != signal.SIGPIPE:
                 name = signal.Signals(outcome.signal).name
                 places = lines_of(outcome.stacks)
@@ -489,6 +500,7 @@ class RoundLoop:
             self.last_words = describe_idle(outcome, self._round.rules.idle_s or 0.0, self._reporter)
             shown = True
         elif outcome.cause is not None and outcome.ending is Ending.FAILED:
+            # An agent that shows its own ranks has sent the hidden lines with the exit.
             tail = self._screen.tail(outcome.cause.rank) or self._tails.get(outcome.cause.rank, ())
             self.last_words = describe_failure(outcome.cause, outcome.before, tail, self._reporter, outcome.exited)
         if self.last_words and shown:

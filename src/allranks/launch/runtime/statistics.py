@@ -69,6 +69,7 @@ class Statistics:
         try:
             _replace(self._file, prometheus(self._ranks.values()))
         except OSError as error:  # the job continues without the file
+            # The next write follows after some seconds, so the same error is printed only once.
             if self._refused != error.errno:
                 self._refused = error.errno or 0
                 self._reporter.report(f"--metrics {self._file}: cannot write the file: {error.strerror}")
@@ -77,11 +78,13 @@ class Statistics:
 def _replace(file: Path, text: str) -> None:
     """Replace a file atomically: a concurrent reader reads either the old text or the new text."""
     file = plain_file(file)
+    # In the same folder, because ``os.replace`` is atomic only within one file system.
     with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False) as new:
         try:
             new.write(text)
             os.fchmod(new.fileno(), 0o644)  # its reader may be another user
             os.replace(new.name, file)
+        # Also after a KeyboardInterrupt, the temporary file must not remain.
         except BaseException:
             os.unlink(new.name)
             raise

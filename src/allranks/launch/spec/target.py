@@ -166,6 +166,7 @@ def _check_script(name: str, as_command: str) -> None:
         raise ConfigError(f"{name!r} is not a regular file, so the ranks cannot all read it")
     try:
         with open(name, "rb") as file:
+            # At most 4 KiB, because a binary file may have no line end.
             head = file.readline(1 << 12)
             if name.endswith(".pyc"):
                 if head[: len(MAGIC_NUMBER)] != MAGIC_NUMBER:
@@ -179,6 +180,7 @@ def _check_script(name: str, as_command: str) -> None:
         raise ConfigError(f"{name!r} is a program, not a python script.\n  To run it, put {as_command} before it.")
     try:
         ast.parse(source)
+    # ``ast.parse`` raises ValueError for null bytes, and RecursionError or MemoryError for deep nesting.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         command = name if os.access(name, os.X_OK) else f"{_interpreter(head)} {name}"
         command = command if os.sep in command or " " in command else f".{os.sep}{command}"
