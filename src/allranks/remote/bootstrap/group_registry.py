@@ -52,6 +52,7 @@ class GroupRegistry:
 
     def lose(self, rank: int, why: str) -> None:
         """Fail the groups that are being created with a lost process. Only the master calls this."""
+        # Before the groups are listed. `_exchange` relies on this order.
         self._store.set(f"lost/{rank}", why)
         making = [key for key in self._store.list_keys() if key.startswith("making/")]
         for key, packed in zip(making, self._store.peek(making), strict=True):

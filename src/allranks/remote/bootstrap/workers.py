@@ -440,6 +440,7 @@ class MasterServer:
                         "  Check the output of the missing workers. To wait longer, pass"
                         " init_master_worker(timeout=...)."
                     )
+                # A worker that has exited is reported now, and not when the time limit has passed.
                 _raise_trouble(pool, missing)
                 connections |= self.accept(welcome, missing)
             for connection in connections.values():

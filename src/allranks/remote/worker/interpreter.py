@@ -282,6 +282,7 @@ class Interpreter(WorkerState):
                 ]
                 self.kept[ask.number] = results
             except Exception as error:  # noqa: BLE001 - the master raises it immediately, at the call site
+                # "now": this call has failed, and not a previous one that computed an operand.
                 self.answer(ask.number, "now", self.fault(ask.op, error))
                 return
         self.answer(ask.number, answer, poison.fault if poison else None)
