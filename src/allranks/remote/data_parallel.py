@@ -69,12 +69,13 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
         elif workers is None:
             super().__init__(module, device_ids, output_device, dim)  # type: ignore[arg-type]
         else:
+            # Not `nn.DataParallel.__init__`, which refuses workers (`torch_device.device`).
             nn.Module.__init__(self)
             self.module, self.dim = module, dim
             self.device_ids: list[Any] = workers
             self.src_device_obj = workers[0]
             self.output_device: Any = _output_device(output_device, workers)
-            if len(workers) == 1:
+            if len(workers) == 1:  # as torch.nn.DataParallel does
                 self.module.to(workers[0])
 
     # The forward of torch.nn.DataParallel calls these methods.
@@ -194,6 +195,7 @@ def replicate(network: T, devices: Sequence[Device], detach: bool = False) -> li
             for name, copy in former.items():
                 setattr(twin, name, copy)
             twin.__dict__["_former_parameters"] = former  # attribute of torch's replicas that other code reads
+            # The first copy has the module's own buffers, so that their updates stay in the module.
             if number:
                 twin._buffers.update((name, copies.get(each)) for name, each in module._buffers.items())
         replicas.append(twins[network])
@@ -280,6 +282,7 @@ class _BroadcastToReplicas(_Function):
     @staticmethod
     def forward(ctx: Any, workers: list[torch.device], *tensors: Any) -> tuple[Any, ...]:
         ctx.workers = workers
+        # Absent gradients stay None. torch would replace them with zeros, which would then be sent.
         ctx.set_materialize_grads(False)
         copied = [[each if each is None else each.detach() for each in tensors]]
         copied += [_copies(tensors, worker) for worker in workers[1:]]
@@ -296,6 +299,7 @@ class _BroadcastToReplicas(_Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        # The backward is a Function, too, so that higher derivatives exist.
         return None, *_Sum.apply(ctx.workers, *grads)
 
 

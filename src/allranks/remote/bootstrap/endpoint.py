@@ -105,7 +105,7 @@ def receive_message(sock: socket.socket, kind: type[T], until: float) -> T:
         payload = read_frame(sock, FrameDecoder(_LIMIT), until)
     except WireError as error:
         raise ConnectionError(str(error)) from None
-    sock.settimeout(None)
+    sock.settimeout(None)  # `read_frame` has set a timeout
     return msgspec.json.decode(payload, type=kind)
 
 

@@ -52,6 +52,7 @@ class GroupRegistry:
 
     def lose(self, rank: int, why: str) -> None:
         """Fail the groups that are being created with a lost process. Only the master calls this."""
+        # Before the groups are listed. `_exchange` relies on this order.
         self._store.set(f"lost/{rank}", why)
         making = [key for key in self._store.list_keys() if key.startswith("making/")]
         for key, packed in zip(making, self._store.peek(making), strict=True):
@@ -81,6 +82,7 @@ class GroupRegistry:
         if self._me.rank not in ranks or len(set(ranks)) < len(ranks):
             raise UsageError(f"group '{name}': ranks {ranks} must be distinct and include this rank ({self._me.rank})")
         keys = [f"member/{rank}" for rank in ranks]
+        # Waits for members that have not published their identity yet.
         packed = self._store.multi_get(keys, timeout_s)
         members = [msgspec.msgpack.decode(one, type=Member) for one in packed]
         mine = ranks.index(self._me.rank)
@@ -103,9 +105,10 @@ class GroupRegistry:
         for rank, why in zip(ranks, store.peek([f"lost/{rank}" for rank in ranks]), strict=True):
             if why is not None:
                 self._settle(f"{place}/verdict", _GroupVerdict(lost=rank, why=why.decode()))
+        # Only the last member publishes the records, when all of them have been written.
         if store.add(f"{place}/came", 1) == len(ranks):
             self._settle(f"{place}/verdict", _GroupVerdict([row or b"" for row in store.peek(records)]))
-            store.delete_key(f"making/{name}")
+            store.delete_key(f"making/{name}")  # from here on, `lose` must not fail this group
         try:
             verdict = msgspec.msgpack.decode(store.get(f"{place}/verdict", timeout_s), type=_GroupVerdict)
         except TimeoutError:
@@ -125,10 +128,10 @@ class GroupRegistry:
 
     def _settle(self, key: str, verdict: _GroupVerdict) -> None:
         """Publish a verdict. Only the first verdict of a group counts."""
-        self._store.compare_set(key, b"", msgspec.msgpack.encode(verdict))
+        self._store.compare_set(key, b"", msgspec.msgpack.encode(verdict))  # b"": only if the key does not exist
 
     def close(self) -> None:
         """Leave all groups, and close the store. Idempotent."""
-        for made in tuple(self._groups):
+        for made in tuple(self._groups):  # `closing` removes it from the set
             made.close()
         self._store.close()

@@ -78,6 +78,7 @@ class WorkerContext:
         try:
             program(self)
         except Exception:
+            # When the master terminates, running operations may fail. These errors are not the worker's own.
             if not is_closed(self.socket):
                 raise
         raise SystemExit(0)
@@ -148,6 +149,7 @@ def _connect_store(endpoint: MasterEndpoint, near: bool, secret: bytes, timeout_
     tried = []
     for store in endpoint.stores:
         try:
+            # At most 5 s for each address, so that an address behind a firewall leaves time for the next one.
             return StoreClient.connect(store, secret, min(timeout_s, 5.0), retry=False)
         except (ConfigError, JoinError, StoreLostError, OSError) as error:
             tried.append(f"{store}: {str(error).partition(chr(10))[0]}")
@@ -168,7 +170,8 @@ def _choose_device(wanted: str, local_rank: int) -> tuple[str, str]:
         if device.type != "cpu" and device.index is None:
             count = torch.get_device_module(device.type).device_count()
             device = torch.device(device.type, local_rank % max(1, count))
-        torch.empty(1, device=device)
+        torch.empty(1, device=device)  # an unusable device fails here, and not in the first operation
+    # AssertionError: torch raises it if it was compiled without CUDA.
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         return "", f"worker_device={wanted!r} cannot be used by this worker: {str(error).partition(chr(10))[0]}"
     return str(device), ""
@@ -188,7 +191,7 @@ def serve_here() -> NoReturn:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if not isinstance(error.code, int | None):
             print(error.code, file=sys.stderr)
-        context.leave()
+        context.leave()  # `_exit` does not call the functions of atexit
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code & 0xFF)  # the regular shutdown of torch takes 0.2 s

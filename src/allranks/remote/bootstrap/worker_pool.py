@@ -101,6 +101,7 @@ class WorkerPool:
         assert loop is not None
         before = loop.restarts.get(rank)
         loop.restart(RestartRank(rank, {}))
+        # The loop runs in another thread. Its record of the rank's restarts changes when the new process has started.
         while loop.restarts.get(rank) == before:
             if isinstance(lost := self.ended.get(rank), str):
                 raise ConfigError(f"respawn: rank {rank} cannot be restarted: {lost}")
@@ -110,7 +111,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """Wait briefly until the workers, which have been asked to exit, have terminated. Kill the rest."""
-        if self._thread.ident is None:
+        if self._thread.ident is None:  # it was never started
             return
         until = time.monotonic() + _END_S
         while self._thread.is_alive() and len(self.ended) < self.size and time.monotonic() < until:

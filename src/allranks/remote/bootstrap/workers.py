@@ -107,9 +107,11 @@ class Workers:
     def how_ended(self, rank: int) -> str:
         """Return how a worker's process ended: ``exit code 3``, ``killed by signal 9 (SIGKILL)``, or ""."""
         connection = self.connections[rank - 1]
+        # The process is on another host, and no launcher publishes its exit status.
         if self._pool is None and self._launcher_store is None and connection.socket.family != socket.AF_UNIX:
             return ""
         until = time.monotonic() + _KNOWN_S
+        # The connection closes before the exit status is available.
         while (status := self._status(connection)) is None and time.monotonic() < until:
             time.sleep(_LOOK_S / 10)
         return "" if status is None else describe_end(status)
@@ -155,6 +157,7 @@ class Workers:
         old = self.connections[rank - 1]
         # The watcher must record the loss before the new worker is admitted. A later record would fail its groups.
         with contextlib.suppress(OSError):  # the connection is already closed
+            # Not `close`, because the watcher still polls the descriptor.
             old.socket.shutdown(socket.SHUT_RDWR)
         with self._changed:
             if not self._changed.wait_for(lambda: rank in self._lost, timeout_s):
@@ -171,11 +174,13 @@ class Workers:
                 )
             connection = self._server.gather([rank], until, self._welcome, self._pool)[0]
         except BaseException:
+            # `admit` has removed the record of the loss. Groups with this rank must fail, and not wait for it.
             self._server.groups.lose(rank, f"{old} has terminated, and no replacement has connected")
             raise
         self.connections[rank - 1] = connection
         self._lost.discard(rank)
         self._new.append(connection)
+        # Only after the connection is in `_new`, which the watcher reads when it wakes up.
         os.eventfd_write(self._wake, 1)
         return connection
 
@@ -184,16 +189,18 @@ class Workers:
         global _workers
         if self._closed or self._forks != forks():
             return
+        # Before the watcher is woken up, because it then checks this flag.
         self._closed = True
         if _workers is self:
             _workers = None
-        atexit.unregister(self.close)
+        atexit.unregister(self.close)  # atexit would keep this object alive
         os.eventfd_write(self._wake, 1)
         # The watcher stops first, because it would report the connections that are closed below as lost workers.
         self._watcher.join()
-        os.close(self._wake)
+        os.close(self._wake)  # after the watcher has terminated, which polls it
         for connection in self.connections:
             close_connection(connection.socket)
+        # After the connections are closed, so that the pool only kills workers that do not exit by themselves.
         if self._pool is not None:
             self._pool.close()
         if self._launcher_store is not None:
@@ -209,7 +216,7 @@ class Workers:
             while self._new:
                 connection = self._new.popleft()
                 watched[connection.socket.fileno()] = connection
-                poll.register(connection.socket, select.POLLRDHUP)
+                poll.register(connection.socket, select.POLLRDHUP)  # only the end: other threads read the answers
             for fd, _ in poll.poll():
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
@@ -218,6 +225,7 @@ class Workers:
                     self._lose(watched.pop(fd))
 
     def _lose(self, connection: WorkerConnection) -> None:
+        # Before `respawn` is notified: it removes this record again when it admits the replacement.
         self._server.groups.lose(connection.rank, f"{connection} is lost")
         with self._changed:
             self._lost.add(connection.rank)
@@ -340,6 +348,7 @@ def _gather_ranks(
             far = len({member.machine for member in meeting.members}) > 1
             server = MasterServer(meeting.members[0], far, derived=far)
             try:
+                # The server already listens, because workers connect as soon as they have read its endpoint.
                 meeting.store.set("master", msgspec.json.encode(server.endpoint))
                 welcome = Welcome(device, serve)
                 connections = server.gather(range(1, meeting.world_size), time.monotonic() + timeout_s, welcome)
@@ -395,7 +404,7 @@ class MasterServer:
         salt = secrets.token_hex(16)
         token = store_secret(load_secret(), salt) if derived else secrets.token_hex(32).encode()
         name = f"allranks-{secrets.token_hex(16)}"
-        with contextlib.ExitStack() as opened:
+        with contextlib.ExitStack() as opened:  # closes what has been opened if a later step fails
             self._server = opened.enter_context(StoreServer.unix(token).start())
             stores = self._server.listen_to_other_hosts() if far else []
             addresses = published_addresses() if far else ()
@@ -431,6 +440,7 @@ class MasterServer:
                         "  Check the output of the missing workers. To wait longer, pass"
                         " init_master_worker(timeout=...)."
                     )
+                # A worker that has exited is reported now, and not when the time limit has passed.
                 _raise_trouble(pool, missing)
                 connections |= self.accept(welcome, missing)
             for connection in connections.values():
@@ -490,7 +500,7 @@ def _await_ready(connection: WorkerConnection, until: float) -> str:
 
 def _abandon_in_child() -> None:
     global _workers
-    _workers = None
+    _workers = None  # otherwise the child could not gather workers of its own
 
 
 os.register_at_fork(after_in_child=_abandon_in_child)

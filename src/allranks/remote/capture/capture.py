@@ -97,6 +97,7 @@ class Captured(Generic[P, R]):
             return self
         if id(owner) not in self._bound:
             method = self._function.__get__(owner, kind)
+            # With the owner, so that its id is not reused.
             self._bound[id(owner)] = owner, Captured(method, self._most)
             if len(self._bound) > _OBJECTS:
                 self._bound.popitem(last=False)[1][1].reset()
@@ -119,7 +120,7 @@ class Captured(Generic[P, R]):
         key: Any = None
         tensors: Sequence[Any] = args
         seen: Any = self._function
-        if not kwargs:
+        if not kwargs:  # fast path: no `tree_flatten`
             key = _key_of(args)
         if key is None:
             key, tensors, seen = self._key(args, kwargs)
@@ -134,6 +135,7 @@ class Captured(Generic[P, R]):
             if dropped is None and not replay.stale:
                 if replay is not self._replays[key][0]:
                     self._replays[key].remove(replay)
+                    # The next call compares this replay first, and the last one is dropped at the limit.
                     self._replays[key].insert(0, replay)
                 return replay(tensors)  # type: ignore[no-any-return]
             replay.stale = True
@@ -203,6 +205,7 @@ class Captured(Generic[P, R]):
     ) -> R:
         past = self._past.get(key)
         if past is None:
+            # Before the limit is checked: a job that loses many workers must not reach it with keys of lost workers.
             self._drop_lost()
             if key not in self._replays and len(self._replays.keys() | self._past.keys()) >= self._most:
                 raise UsageError(
@@ -216,12 +219,14 @@ class Captured(Generic[P, R]):
         if past.watch is None or past.watch.same(seen):
             return self._record(key, past, placed, tensors, seen, args, kwargs)
         changes = past.watch.changes(seen)
+        # Calls before and after a change are not comparable, so two further calls must agree.
         past.recording, past.calls, past.changes = None, 0, past.changes + 1
-        if past.changes == _PATIENCE:
+        if past.changes == _PATIENCE:  # not `>=`: one warning is enough
             self._warn(f"{_described(changes)} changes before each call", 4)
         try:
             return self._function(*args, **kwargs)
         finally:
+            # After the call, so that only changes between two calls count.
             past.watch = self._reach.watch(seen)
 
     def _warn(self, why: str, depth: int) -> None:
@@ -258,6 +263,7 @@ class Captured(Generic[P, R]):
         if not placed and recording.is_placed(master):
             self._placed.add(key)
             del self._past[key]
+            # The next calls find `_placed` and use this key, so the history of the calls moves to it.
             key = (key, tuple([each._off for each in tensors]))
             past = self._past.setdefault(key, past)
         settled = before is not None and not before.unsettled and not recording.unsettled and not why
@@ -325,7 +331,7 @@ def _key_of(args: Sequence[Any]) -> Any:
     key: list[Any] = _state(args)
     ids = set()
     for each in args:
-        if each.requires_grad:
+        if each.requires_grad:  # `_key` adds this to the key
             return None
         key.append(each._sig)
         key.append(each._place)

@@ -104,6 +104,7 @@ class Recorder:
 
     def _point(self, call: Callable[..., Any]) -> None:
         for place in self._places.values():
+            # A place that is created later would not be recorded, so `DeviceTable` refuses a new group during a step.
             place.call = call
 
     def refuse(self, why: str, always: bool) -> None:
@@ -124,6 +125,7 @@ class Recorder:
         self, target: int, line: int, template: int, refs: Sequence[Any], outputs: int, values: bytes | None = None
     ) -> Any:
         made = self._master.connections.outbox.call(target, line, template, refs, outputs, values)
+        # Calls of other threads pass through here, too, and are not part of the step.
         if threading.get_ident() == self._thread:
             found: Any = [] if not outputs else [made] if outputs == 1 else made
             # Results whose ids the caller passes.
@@ -143,7 +145,7 @@ class Recorder:
         number = self._numbers.get(whole.id)
         if number is None:  # it existed before the step
             number = self._numbers[whole.id] = self._next
-            self.recording.fixed[number] = whole
+            self.recording.fixed[number] = whole  # held, so that its id is not reused for another tensor
             self._next += 1
         return number
 
@@ -154,7 +156,7 @@ class Recorder:
         if known in self.recording.made and self.recording.made[known]() is whole:
             return known
         number = self._numbers[ref.id] = self._next
-        self.recording.made[number] = weakref.ref(whole)
+        self.recording.made[number] = weakref.ref(whole)  # weak, to find out which tensors outlive the step
         self.recording.owners[number] = whole.target
         self._next += 1
         return number

@@ -43,9 +43,10 @@ class Replay:
     def __init__(self, master: Driver, recording: Recording, watch: _core.Watch) -> None:
         self.stale = False
         self.watch = watch
-        self._parts: list[_ReplayPart] = []
+        self._parts: list[_ReplayPart] = []  # `__del__` reads it, even if a later line raises
         self.master = master
         self._recording = recording
+        # `Handle._leave` finds these references at the Ref, and calls their callback.
         self._fixed = [weakref.ref(each, self._left) for each in recording.fixed.values()]
         self._places = list({id(each.place): each.place for each in recording.returned if each is not None}.values())
         self._written, self._changed = self._find_written()
@@ -57,6 +58,7 @@ class Replay:
         )
         self._simple = only and self._part is not None and self._part.inputs == list(range(recording.inputs))
         self._ranks = {rank for part in self._parts for rank in self._ranks_of[part.target]}
+        # The calls of a lost worker are replaced (`WorkerGone`), so comparing their identity detects a loss.
         self._known = [(place, place.calls) for rank in self._ranks for place in (master.devices.worker(rank),)]
 
     def _left(self, watch: Any) -> None:
@@ -207,6 +209,7 @@ class Replay:
         ids = {ref.id for number, ref in self._recording.fixed.items() if number in written}
         found = [
             each
+            # Visits all objects, but only once per recording. No table of the handles of a Ref exists.
             for each in gc.get_objects()
             if type(each) is RemoteTensor and each._place.master is self.master and each._ref.whole.id in ids
         ]

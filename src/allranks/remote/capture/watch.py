@@ -81,6 +81,7 @@ def _reads(code: types.CodeType) -> _Reads:
     for each in dis.get_instructions(code):
         if each.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
             variables.add(each.argval)
+            # Until the next call instruction: an f-string in the arguments of getattr computes a name.
             asking = each.argval in _READERS
         elif each.opname == "IMPORT_NAME":
             modules.add(each.argval)
@@ -142,6 +143,8 @@ class Reach:
             self._seen.clear()
             self._count = 0
             described = self._describe(value)
+            # Code that is found late may name attributes of objects that were already described. Then a further
+            # round describes all of them again.
             if (len(self._names), len(self._computing)) == before:
                 self._seen.clear()
                 return _core.Watch(described)
@@ -153,6 +156,7 @@ class Reach:
         if number in self._above:  # a reference cycle of objects; not all of them support weak references
             return _weakly(value) or _ANY
         if number in self._seen:
+            # Its first occurrence is described completely, so further ones compare the identity only.
             if isinstance(value, torch.Tensor):
                 return ("is", value, ())
             if (known := _weakly(value)) is not None:
@@ -163,7 +167,7 @@ class Reach:
                 f"capture: the step can read more values than can be compared on each call, the last one in"
                 f" {self._label}.\n  Pass the values that it needs as arguments."
             )
-        self._seen[number] = value
+        self._seen[number] = value  # holds the value, so that its id is not reused
         self._above.add(number)
         try:
             return self._look(value)
@@ -274,6 +278,7 @@ class Reach:
             if name in self._names or name == "forward" or (_is_special(name) and name not in _UNREAD):
                 if isinstance(member, functools.cached_property):
                     parts.append(_attribute(name, _attribute("func", self._describe(member.func))))
+                # Other descriptors are omitted, because a read of the attribute would run their code.
                 elif isinstance(member, types.FunctionType | staticmethod | classmethod | property) or not hasattr(
                     type(member), "__get__"
                 ):
@@ -294,6 +299,7 @@ class Reach:
             parts.append(self._variables(value.__dict__, names, of=kind))
         for each in kind.__mro__:
             for name, member in vars(each).items():
+                # The attributes in `__slots__`, which are not in `__dict__`.
                 if isinstance(member, types.MemberDescriptorType) and name in names and _is_programs(each.__module__):
                     parts.append(_attribute(name, self._describe(getattr(value, name, ...))))
         return ("all", None, parts) if len(parts) > 1 else _weakly(value) or ("is", value, ())
@@ -373,8 +379,10 @@ class Reach:
                 if (hooks := getattr(x, name)) is not None:
                     parts.append(_attribute(name, self._describe(hooks)))
         if not isinstance(x, RemoteTensor):
-            if not x.is_inference():
+            if not x.is_inference():  # inference tensors have no version counter
                 parts.append(_attribute("_version", ("is", x._version, ())))
+            # A change through `x.data` does not increase the version of `x`, so small tensors are compared by their
+            # data.
             if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.numel() <= _SMALL:
                 parts.append(("call", _data_of, (("is", _data_of(x), ()),)))
         return ("all", None, parts) if len(parts) > 1 else parts[0]

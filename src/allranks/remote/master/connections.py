@@ -53,13 +53,14 @@ _WITHOUT_EFFECT = (
 _END_S = 0.2  # seconds to wait, when a process has ended, until its connection is closed
 _LOOK_S = 0.5  # seconds of one receive, after which a wait checks its time limit
 _CAUSE_S = 2.0  # seconds to wait, after a worker's fault that a loss has caused, until the loss is detected
-_OF_LOSSES = ("PeerLostError", "AbortedError")
+_OF_LOSSES = ("PeerLostError", "AbortedError")  # kinds of faults that a worker reports if a peer of it has died
 _CHUNK = 1 << 18  # bytes of one receive
 CPU = "Before the fork, fetch the tensors that the child needs with .cpu()."
 
 _decode = msgspec.msgpack.Decoder(Answer).decode
 
 
+# `_core.dispatch` looks up calls only in exact dicts. It leaves a call on these subclasses to `run`, which calls `get`.
 class Inherited(dict[Any, Any]):
     """Replaces the calls of the parent's workers in a forked child. Each look-up raises."""
 
@@ -108,6 +109,7 @@ class Connections:
         self.outbox = _core.Outbox()
         self.by_rank: dict[int, WorkerConnection] = {}
         self.indices: dict[int, int] = {}
+        # Lock order: `lock`, `_guard`, `_losing`. `lock` is reentrant, because methods that hold it call each other.
         self.lock = threading.RLock()
         self.recorder: Any = None
         self.lost: dict[int, str] = {}
@@ -137,13 +139,17 @@ class Connections:
 
     def admit(self, worker: WorkerConnection) -> None:
         """Add a worker, or replace a lost one."""
+        # With a Python timeout the socket would be non-blocking, and SO_RCVTIMEO would have no effect.
         worker.socket.settimeout(None)
         _set_receive_timeout(worker, _LOOK_S)
+        # From here on `lose` ignores reports about the previous process, because it compares the connection.
         self.by_rank[worker.rank] = worker
         self.lost.pop(worker.rank, None)
         self._interrupted.pop(worker.rank, None)
+        # The bytes from the previous process may end in the middle of an answer.
         self._received[worker.rank] = bytearray()
         if worker.rank in self.indices:
+            # Keeps the index, because targets of the outbox refer to it. Frames for the previous process are dropped.
             self.outbox.replace(self.indices[worker.rank], worker.socket.fileno())
         else:
             self.indices[worker.rank] = self.outbox.add(worker.socket.fileno())
@@ -158,6 +164,7 @@ class Connections:
         now, before = flags.read(), set(self.flags)
         changed = tuple([each for each in now if each not in before])
         if changed:
+            # A known combination keeps its number, so that calls that were learned under it are not learned again.
             self.flags, self.state = now, self._states.setdefault(now, len(self._states))
         return changed
 
@@ -197,15 +204,19 @@ class Connections:
             TimeoutError: The worker does not answer in time.
         """
         self.check_process()
+        # The outbox holds frames for up to 100 us to combine them, and the worker must have them before it can answer.
         self.outbox.flush()
         try:
             answer = self._wait(number, rank, what, timeout_s)
         except WorkerLost as lost:
+            # `_guard` is no longer held: `gone` may replace workers, which waits for answers.
             raise self.gone(lost.rank, str(lost)) from None
         if answer.warned or answer.printed:
             self._pass_on(rank, answer)
         if answer.fault is not None:
+            # The result "now" means that the call itself has failed, and not a previous one that computed an operand.
             self._own.poisoned = None if answer.result == "now" else answer.fault
+            # The next synchronization reports this fault again, and must not raise it a second time.
             self._raised.add((answer.fault.rank, answer.fault.serial))
             raise self._cause(answer.fault, error_of(answer.fault, line_of(answer.fault.line), answer.result == "now"))
         return answer.result
@@ -234,11 +245,13 @@ class Connections:
     def _wait(self, number: int, rank: int, what: str, timeout_s: float | None) -> Answer:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
+        # Bound to this connection: if the worker is replaced during the wait, `_receive` raises instead of timing out.
         worker, answer, recorded = self.by_rank[rank], None, None
         if memory.records_in_file():
             recorded = self._waits.begin(rank, len(self.by_rank) + 1)
         try:
             with self._guard:
+                # Another thread, or `_receive_while_full`, may have received the answer already.
                 self._decode_received(rank)
                 while (answer := self._answers.pop((rank, number), None)) is None:
                     if self._receive(worker, deadline - time.monotonic()):
@@ -246,9 +259,11 @@ class Connections:
                     elif time.monotonic() >= deadline:
                         raise self.unanswered(rank, timeout_s, what)
                     else:
+                        # The wait has lasted for `_LOOK_S` now. Shorter waits are not recorded, so they cost nothing.
                         recorded = recorded or self._waits.begin(rank, len(self.by_rank) + 1)
                         self._warn_of_interrupted(rank)
         except KeyboardInterrupt:
+            # The first interrupt counts: the warning states for how long the worker has been busy since.
             self._interrupted.setdefault(rank, time.monotonic())
             raise
         finally:
@@ -272,6 +287,7 @@ class Connections:
         errors: list[Exception] = []
         for rank in place.ranks:
             try:
+                # All workers are awaited, also after an error: an answer without a reader would stay in `_answers`.
                 found.append((rank, self.wait(number, rank, what)))
             except Exception as error:  # noqa: BLE001 - the first error is raised when all have answered
                 errors.append(error)
@@ -303,10 +319,12 @@ class Connections:
         # In reverse order: when the last worker has answered, most others have too, and the master has slept until
         # then.
         for rank in reversed(place.ranks):
+            # `_has_echoed` records no wait, so it is skipped if a file must contain all waits.
             if memory.records_in_file() or not self._has_echoed(rank, plain):
                 answers += self.wait(number, rank, "synchronize") or []
         faults = [msgspec.convert(each, wire.Fault) for each in answers]
         new = [each for each in faults if (each.rank, each.serial) not in self._raised]
+        # The worker has reported these faults now, and no later synchronization reports them again.
         self._raised -= {(each.rank, each.serial) for each in faults}
         if new:
             raise self._cause(new[0], error_of(new[0], line_of(new[0].line), False, len(new) - 1))
@@ -315,6 +333,7 @@ class Connections:
         """Receive once, and return whether the bytes are a bare echo, which most synchronizations receive."""
         with self._guard:
             received = self._received[rank]
+            # With earlier bytes, or another receiving thread, only `wait` can assign the answers to their requests.
             if received or rank in self._receiving:
                 return False
             try:
@@ -339,26 +358,30 @@ class Connections:
         if rank in self.lost:
             raise WorkerLost(self.lost[rank], rank)
         if rank in self._receiving:
+            # A second reader would take bytes from the middle of an answer, so this thread waits for the first one.
             self._others += 1
             try:
                 return self._arrivals.wait(min(max(seconds, 0.0), _LOOK_S))
             finally:
                 self._others -= 1
         received = self._received[rank]
+        # This costs a system call, so it is done only for the last receive before a deadline.
         if seconds < _LOOK_S:
-            _set_receive_timeout(worker, max(seconds, 1e-3))
+            _set_receive_timeout(worker, max(seconds, 1e-3))  # an SO_RCVTIMEO of 0 is no limit (socket(7))
+        # Added before the lock is released, so that no second thread receives from this worker.
         self._receiving.add(rank)
         # Other threads can take answers, and receive from other workers, during the wait.
         self._guard.release()
         try:
             part = worker.socket.recv(_CHUNK)
-        except BlockingIOError:
+        except BlockingIOError:  # EAGAIN: the receive timeout has passed
             return False
         except OSError:
-            part = b""
+            part = b""  # a connection that was reset has ended, too
         finally:
             self._guard.acquire()
             self._receiving.discard(rank)
+            # A condition around each receive cost 17 us per synchronization of two workers (docs/decisions/131).
             if self._others:
                 self._arrivals.notify_all()
             if seconds < _LOOK_S:
@@ -397,6 +420,7 @@ class Connections:
         received = self._received[rank]
         while len(received) >= 8:
             length, number = wire.ECHOED.unpack_from(received)
+            # A bare echo has the length 0, and 4 bytes of its number follow.
             if len(received) < 4 + (length or 4):
                 return
             answer = _decode(bytes(received[4 : 4 + length])) if length else Answer(number)
@@ -409,9 +433,11 @@ class Connections:
         Raises:
             TimeoutError: The queue stays full for too long.
         """
+        # The outbox calls this every 0.1 s while a call waits for space (core/python/bind_outbox.cc).
         full = [rank for rank, index in self.indices.items() if self.outbox.pending(index) and rank not in self.lost]
         for rank in full:
             with self._guard, contextlib.suppress(BlockingIOError, OSError):
+                # A thread that is receiving from this worker empties the socket itself.
                 while rank not in self._receiving:
                     part = self.by_rank[rank].socket.recv(_CHUNK, socket.MSG_DONTWAIT)
                     if not part:
@@ -435,6 +461,7 @@ class Connections:
         if how is None:
             how = self.workers.how_ended(rank)
         with self._losing:
+            # Several threads may detect one loss, and the worker may have been replaced since.
             if rank in self.lost or self.by_rank[rank] is not worker or self.closed:
                 return
             self.lost[rank] = (
@@ -446,8 +473,12 @@ class Connections:
 
     def gone(self, rank: int, why: str) -> WorkerLost:
         """Return the exception for a lost worker that is needed. Replace it first, if the policy requires that."""
+        # A replacement itself uses workers. A further loss in it must raise, and not start another replacement within
+        # it.
         if self.recover is not None and not self._in_recovery:
             with self.lock, self.without_recovery():
+                # `lock` is held throughout: commands of other threads would see a half-restored state
+                # (docs/decisions/131).
                 found = self.recover()
             if found is not None:
                 return found
@@ -475,7 +506,7 @@ class Connections:
             return error
         until = time.monotonic() + _CAUSE_S
         while not self.lost and time.monotonic() < until:
-            time.sleep(_LOOK_S / 100)
+            time.sleep(_LOOK_S / 100)  # 5 ms
         if not self.lost:
             return error
         rank = min(self.lost)
@@ -499,10 +530,12 @@ class Connections:
         Raises:
             WorkerLost: It is lost.
         """
+        # The outbox may have failed to send before another thread has detected the end of the connection.
         if rank not in self.lost and self.outbox.failure(self.indices[rank]):
             self.lose(rank)
         if rank in self.lost:
             raise self.gone(rank, self.lost[rank])
+        # The new worker is running, but its kept tensors have not been restored yet.
         if rank in self.unrecovered and not self._in_recovery:
             raise self.gone(rank, self.unrecovered[rank])
 
@@ -532,8 +565,9 @@ class Connections:
 
     def close(self) -> None:
         """Close the outbox. The workers terminate with their connections, which `workers` closes."""
+        # First, because `lose` then ignores the connections that end during the shutdown.
         self.closed = True
-        _core.while_waiting(None)
+        _core.while_waiting(None)  # the core holds one function for the whole process
         self.outbox.close()
 
 
@@ -553,6 +587,7 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
     @functools.wraps(method)
     def called(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
         connections = self.connections
+        # Before the lock: in a forked child, a thread that does not exist there may hold it.
         connections.check_process()
         with connections.lock:
             return method(self, *args, **kwargs)
@@ -572,7 +607,7 @@ def _category(warned: wire.Warned) -> type[Warning]:
 def has_ended(sock: socket.socket) -> bool:
     """Return whether the other end of a connection is closed. Wait up to 0.2 s for that."""
     poll = select.poll()
-    poll.register(sock, select.POLLRDHUP)
+    poll.register(sock, select.POLLRDHUP)  # reports the end even if answers are still unread
     return bool(poll.poll(_END_S * 1e3))
 
 
@@ -588,6 +623,7 @@ def _process_state(worker: WorkerConnection) -> str:
     if worker.host != socket.gethostname():
         return ""
     try:
+        # The field before the state is the command name, which may itself contain spaces and parentheses (proc(5)).
         state = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""

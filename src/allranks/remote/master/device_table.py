@@ -77,6 +77,7 @@ class DeviceTable:
         ranks = tuple(self.connections.ranks)
         if self._everyone is None or self._everyone.ranks != ranks or isinstance(self._everyone.calls, WorkerGone):
             indices = [self.connections.indices[each] for each in ranks]
+            # This target is only passed to the outbox and has no device, so its index has no meaning.
             self._everyone = DeviceTarget(self._master, _LAST_INDEX, ranks, self.connections.outbox.target(indices))
         return self._everyone
 
@@ -92,7 +93,7 @@ class DeviceTable:
     def use_state(self, state: int) -> None:
         """Select the calls that were learned under this state of torch's flags."""
         for each in self.all():
-            if not isinstance(each.calls, WorkerGone):
+            if not isinstance(each.calls, WorkerGone):  # otherwise a lost worker would no longer raise
                 each.calls = each.learnt.setdefault(state, {})
 
     def forget_calls(self) -> None:
@@ -108,6 +109,7 @@ class DeviceTable:
             if rank in each.ranks:
                 each.calls = WorkerGone(why, rank, self.connections.gone)
                 self._gone.add(each)
+                # The worker's own device stays, so that its name leads to WorkerLost, not to an unknown device.
                 if each.index != rank:
                     end_device(each.index)
             ended += [(ranks, each.links.pop(ranks)) for ranks in list(each.links) if rank in ranks]

@@ -82,6 +82,7 @@ class Future(concurrent.futures.Future[Any]):
         self._place.master.connections.refuse_recording("the step waits for the result of a remote function")
         self._settle(timeout)
         with self._asking:
+            # Under the lock, because two threads that request the result must not add the gradients twice.
             if not self._made and self._error is None:
                 self._make()
         # The watcher's thread does not replace lost workers, so this thread does.
@@ -103,6 +104,7 @@ class Future(concurrent.futures.Future[Any]):
     def done(self) -> bool:
         """Return whether the function has returned or raised. Does not wait."""
         if not super().done() and not self._watched:
+            # A watched future is completed by the watcher's thread, and needs no request here.
             with contextlib.suppress(TimeoutError):
                 self._settle(0.0)
         return super().done()
@@ -139,6 +141,7 @@ class Future(concurrent.futures.Future[Any]):
         if not self._asking.acquire(timeout=patience):
             raise connections.unanswered(self._place.ranks[0], patience, _NAME)
         try:
+            # Another thread has received the answer while this one waited for the lock.
             if self._answered:
                 return
             self._ask(max(0.0, patience - (time.monotonic() - began)))
@@ -156,11 +159,12 @@ class Future(concurrent.futures.Future[Any]):
         place, connections = self._place, self._place.master.connections
         try:
             connections.check(place)
+            # After a timeout the request is still queued, so a retry only waits for its answer.
             if not self._number:
                 self._number = connections.next_number()
                 connections.put(place, Command("result", self._number, {"call": self._call}))
             self._answer = connections.wait(self._number, place.ranks[0], _NAME, timeout_s=timeout)
-        except TimeoutError:
+        except TimeoutError:  # not stored in `_error`, because the caller may wait again
             raise
         except Exception as error:  # noqa: BLE001 - `result` raises it, also on later calls
             self._error = error
@@ -199,6 +203,7 @@ class Future(concurrent.futures.Future[Any]):
         connections = self._place.master.connections
         if connections.closed:
             return
+        # The worker keeps the outcome of a call until it is requested or dropped.
         if not self._number:
             connections.command(self._place, "drop", call=self._call)
         elif not self._made and self._error is None:
@@ -228,7 +233,7 @@ class Watcher:
     def watch(self, future: Future) -> None:
         """Wait for the answer of one more future."""
         rank = future._place.ranks[0]
-        with self._lock:
+        with self._lock:  # else two threads could start a second thread for one worker
             if rank not in self._queues:
                 self._queues[rank] = queue.SimpleQueue()
                 Daemon(target=self._work, args=(self._queues[rank],)).start()
@@ -239,9 +244,10 @@ class Watcher:
             future = futures.get()
             while not future._answered:
                 connections = future._place.master.connections
+                # The time limit is meant for callers. This thread waits until the worker answers or is lost.
                 with contextlib.suppress(TimeoutError), connections.without_recovery():
                     future._settle(None)
-            del future
+            del future  # otherwise this variable keeps the tensors of the last future alive
 
 
 class _FunctionPickler(pickling.Pickler):
@@ -298,7 +304,7 @@ class RemoteFunction:
         return futures[0] if len(futures) == 1 else Futures(futures)
 
     def __del__(self) -> None:
-        for place in getattr(self, "_known", {}).values():
+        for place in getattr(self, "_known", {}).values():  # `__init__` may have raised
             if not self._master.connections.closed:
                 self._master.connections.command(place, "forget", function=self._number)
 
@@ -318,6 +324,7 @@ class RemoteFunction:
                 ),
                 self._pickled,
             )
+            # A replaced worker has another target number, so it receives the function again.
             self._known[place.target] = place
         call = connections.next_number()
         arguments = {

@@ -87,6 +87,7 @@ class Group:
         source = tensor._place.ranks
         return self.join(
             [
+                # A part that stays on its worker is copied, too. Otherwise it would share memory with the source.
                 part.clone(memory_format=torch.contiguous_format)
                 if (rank,) == source
                 else part.contiguous().to(f"worker:{rank}")
@@ -163,6 +164,7 @@ class Group:
         self._share("reduce_scatter", handle.shape, dim)
         if op not in _LINEAR and ((torch.is_grad_enabled() and handle.requires_grad) or has_tangent(handle)):
             raise _no_graph("reduce_scatter", op)
+        # The transpose of an average also divides by the number of workers.
         share = len(self.ranks) if reduction == "AVG" else 1
         made: RemoteTensor = through(
             partial(self._reduce_scatter, reduction, dim), lambda grad: self._all_gather(dim, grad) / share, handle
@@ -252,12 +254,14 @@ class Group:
                 raise _no_graph(f"{name}_", argument.lower())
             for handle, made in zip(seen, through(there, back, *seen), strict=True):
                 handle.copy_(made)
-        rest = [each for each in handles if not any(each is one for one in seen)]
+        rest = [each for each in handles if not any(each is one for one in seen)]  # `==` compares elements
         if rest:
             self._invoke(name, argument, rest)
+            # A backward that still needs the previous values must raise.
             torch.autograd.graph.increment_version(rest)
 
     def _copied(self, name: str, argument: Any, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        # `Exchange` applies a function of its arguments, which autograd expects to stay unchanged.
         copies: list[Any] = [each.clone() for each in tensors]
         self._invoke(name, argument, copies)
         return tuple(copies)

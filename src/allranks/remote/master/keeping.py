@@ -79,7 +79,7 @@ class _Record:
             for each in list(thing.values()):
                 self._add(each)
             for key in thing:
-                if isinstance(key, torch.Tensor):
+                if isinstance(key, torch.Tensor):  # as in `Optimizer.state`
                     self._add(key)
         elif isinstance(thing, list):
             self._containers.append((thing, list(thing)))
@@ -91,10 +91,11 @@ class _Record:
         elif strict:
             if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
                 raise UsageError(f"keep: expected modules, optimizers, tensors and dicts, not {type(thing).__name__}")
+            # A state_dict may refer to containers of the object, which later steps change.
             self._objects.append((thing, copy.deepcopy(thing.state_dict())))
 
     def _add_tensor(self, tensor: torch.Tensor) -> None:
-        if tensor.is_leaf:
+        if tensor.is_leaf:  # torch warns if `grad` of another tensor is read
             self._grads.append((tensor, tensor.grad))
             if tensor.grad is not None:
                 self._add(tensor.grad)
@@ -121,6 +122,8 @@ class _Record:
             _refill(container, was)
         with torch.no_grad():
             for tensor, _ in self._grads:
+                # Removed here and set at the end: torch accepts a gradient only if its shape and device match the
+                # tensor's.
                 tensor.grad = None
             for handle, like in self.tensors:
                 if handle._ref is not like._ref or handle._sig is not like._sig or handle._off != like._off:
@@ -131,10 +134,11 @@ class _Record:
                 if tensor.shape == was.shape:
                     tensor.copy_(was)
                 else:
-                    tensor.data = was.clone()
+                    tensor.data = was.clone()  # a later restoration may need `was` again
             for tensor, grad in self._grads:
                 tensor.grad = grad
         for thing, was in self._objects:
+            # A copy, because the object may adopt the containers, and a later restoration may need them again.
             thing.load_state_dict(copy.deepcopy(was))
 
 
@@ -198,6 +202,7 @@ class Kept:
             raise UsageError("refresh: close() has been called on these kept objects")
         connections.refuse_recording("the step makes a snapshot")
         connections.check_open()
+        # A known loss is handled first, so that no snapshot is started that cannot become complete.
         for rank in connections.by_rank:
             connections.check_worker(rank)
         self._finish()
@@ -205,6 +210,7 @@ class Kept:
         record = _Record(self._begun, self._things)
         for each in record.tensors:
             connections.check(each.like._place)
+        # Before the commands are queued: if a worker is lost while they are, `restore` checks this snapshot, too.
         self._running, self.snapshot = record, record.number
         complete = self._complete.number if self._complete is not None else 0
         ranks = record.ranks()
@@ -246,21 +252,25 @@ class Kept:
             return 0
         self._transfers.leave_ended()
         holdings = {
+            # Workers answer in the order of commands, so all queued snapshots have been made or have failed by then.
             rank: {(owner, number) for owner, number in self._request(rank, "holdings")}
             for rank in self.connections.by_rank
         }
         self._take_given()
+        # The newer one first: all of its parts may have arrived, although the answers have not been read.
         records = [each for each in (self._running, self._complete) if each is not None]
         record = next((each for each in records if self._is_whole(each, holdings)), None)
         for each in records:
             for number, rank in each.answers:
-                self.connections.take_answer(number, rank)
+                self.connections.take_answer(number, rank)  # no wait will read it
             each.answers.clear()
         if record is None:
             self._complete = self._running = None
             raise NothingLeft(self._what_is_left(records[-1], holdings), 0)
         self._return_parts(record, holdings)
         self._restore_tensors(record)
+        # After the steps that may raise WorkerLost, so that a retry chooses among the same records. Before `_protect`,
+        # because the tensors are restored even if a backup worker dies during the copy.
         self._complete, self._running, self.snapshot = record, None, record.number
         self._protect(record, holdings)
         return record.number
@@ -285,9 +295,9 @@ class Kept:
                 if answer is not None:
                     self._here[record.number] = (answer[0], self._fetch_rest(rank, record.number, answer))
             except RemoteError as failed:
-                error = error or failed
+                error = error or failed  # continues, so that no answer of this snapshot stays unread
             record.answers.pop(0)
-        self._running = None
+        self._running = None  # also after an error: the last complete snapshot remains
         if error is not None:
             raise error
         self._complete = record
@@ -398,6 +408,7 @@ class Kept:
         if len(self.connections.by_rank) == 1:
             return
         answers = []
+        # Pairs without a common worker first, as in `refresh`.
         for rank in sorted(record.ranks(), key=lambda rank: rank % 2):
             buddy = self._buddy(rank)
             if (rank, record.number) not in holdings[buddy]:

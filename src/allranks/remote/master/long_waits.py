@@ -39,7 +39,7 @@ class LongWaits:
         recorder = memory.recorder(0, size, socket.gethostname())
         if recorder is None:
             return None
-        if self._group is None:
+        if self._group is None:  # on the first recorded wait, so that short waits leave no trace
             ranks = range(int(os.environ.get("WORLD_SIZE", size)))
             self._group = recorder.add_group("workers", OF_MASTER, 0, ranks)
         return recorder.begin(self._group, _RECV, 0, 0, 0, worker, 0, 0, where(), False)

@@ -77,13 +77,16 @@ class Losses:
         lost = {**connections.unrecovered, **connections.lost}
         if not lost or connections.closed:
             return None
+        # Until the end of the restoration, other threads must not use the new workers, which lack the kept tensors.
         connections.unrecovered = lost
+        # The restoration sends commands that a captured step must not contain.
         recorder, connections.recorder = connections.recorder, None
         try:
             with torch.no_grad():
                 number = self._replace(lost)
         finally:
             connections.recorder = recorder
+        # Not in the `finally`: if the replacement fails, the next use of these workers tries again.
         connections.unrecovered = {}
         if callable(self.action):
             for rank in sorted(lost):
@@ -102,13 +105,14 @@ class Losses:
                     self._admit(connections.workers.respawn(rank))
                 number = self.restore()
             except NothingLeft as nothing:
+                # All workers are running, and nothing can be restored, so later uses must not try again.
                 connections.unrecovered = {}
                 raise WorkerLost(f"{next(iter(lost.values())).partition(chr(10))[0]}\n  {nothing}", min(lost)) from None
             except (WorkerLost, RemoteError, ConfigError, JoinError, TimeoutError, UsageError) as error:
                 if tries == _TRIES or not _may_pass(error):
                     raise WorkerLost(_not_replaced(lost, tries, error), min(lost)) from error
             else:
-                if not connections.lost:
+                if not connections.lost:  # else a worker has died after its last command
                     return number
             lost.update(connections.lost)
 
@@ -121,8 +125,9 @@ class Losses:
 def _may_pass(error: AllranksError) -> bool:
     """Return whether a retry can succeed: probably another worker has died since the last attempt."""
     if isinstance(error, RemoteError):
+        # A worker reports these operations as failed if the other end of a link has died.
         return error.operation in ("shelter", LINKING)
-    return isinstance(error, WorkerLost | ConfigError)
+    return isinstance(error, WorkerLost | ConfigError)  # ConfigError: the new worker has exited during its start
 
 
 def _not_replaced(lost: dict[int, str], tries: int, error: AllranksError) -> str:

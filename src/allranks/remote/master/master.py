@@ -56,6 +56,7 @@ class Master:
         memory.followers.append(self.record)
         for worker in workers.connections:
             self._admit(worker)
+        # Only after all workers are admitted, because `lose` looks up the connection by rank.
         workers.on_lost = self.connections.lose
         follow(self)
 
@@ -77,6 +78,7 @@ class Master:
         place = self.devices.group(wanted)
         self.connections.check(place)
         self.transfers.leave_ended()
+        # A loop may name the group only by its device, which does not keep it alive (docs/decisions/065).
         self.devices.keep(place)
         return Group(place)
 
@@ -101,6 +103,7 @@ class Master:
         if place is None:
             place = self.devices.everyone()
         connections.check(place)
+        # `everyone` omits lost workers, but with `on_lost` this call must replace them.
         if connections.recover is not None:
             for rank in connections.by_rank:
                 connections.check_worker(rank)
@@ -131,13 +134,16 @@ class Master:
         connections.check_open()
         if rank not in connections.by_rank:
             raise UsageError(f"respawn: worker {rank} does not exist; expected 1 to {max(connections.by_rank)}")
+        # The process may have died without a report so far, so `has_ended` waits for up to 0.2 s.
         if rank not in self.lost and not force and not has_ended(connections.by_rank[rank].socket):
             raise UsageError(
                 f"respawn: worker {rank} is running, and its tensors would be lost.\n"
                 f"  To kill it, call respawn({rank}, force=True)."
             )
         if rank not in self.lost:
+            # Before the process is killed, so that its handles report this reason and not signal 9.
             connections.lose(rank, "respawn() replaces it")
+        # Held throughout: commands of other threads would see half of the replacement (docs/decisions/131).
         with connections.lock, connections.without_recovery():
             self._admit(connections.workers.respawn(rank))
             if self._losses.kept is not None and not self.lost:
@@ -208,7 +214,7 @@ class Master:
         try:
             for rank in self.ranks:
                 self.connections.request(self.devices.worker(rank), "record", folder=str(folder))
-        except BaseException:
+        except BaseException:  # also Ctrl-C: workers that already record must stop
             self._end_record()
             raise
         return self._end_record
@@ -228,6 +234,7 @@ class Master:
         if self.closed:
             return
         try:
+            # No tensor is used after the shutdown, so a loss needs no replacement.
             with self.connections.without_recovery():
                 self.synchronize(self.devices.everyone())
         finally:
@@ -238,6 +245,7 @@ class Master:
         if self.closed:
             return
         memory.followers.remove(self.record)
+        # The outbox first: it writes to the sockets that `workers` closes.
         self.connections.close()
         self.transfers.close()
         self.connections.workers.close()
@@ -245,12 +253,14 @@ class Master:
 
     def abandon(self) -> None:
         """Mark the master as closed. Used in a forked child, because the workers belong to the parent."""
+        # Takes no lock: a thread that does not exist in the child may hold it (`_base.forks`).
         self.connections.closed = True
         self.devices.abandon()
 
     def _admit(self, worker: WorkerConnection) -> None:
         """Add a worker: one of the first workers, or the replacement of a lost one."""
         self.connections.admit(worker)
+        # Before the first `invoke`, which would otherwise use a template that the new process does not have.
         self.operators.forget_worker(worker.rank)
         place = self.devices.admit(worker.rank)
         self.operators.invoke(place, "flags", 0, [], [self.connections.flags])

@@ -111,6 +111,7 @@ class OperatorCache:
         if about.python is not None:
             return AnsweredHandle(about.python(*args, **kwargs))
         kind = (state, _kind(op, args, kwargs))
+        # None: no worker has been asked yet. False: the meta kernel was wrong, or may be wrong for these operands.
         trust = (op in _CERTAIN or self._trusted.get(kind)) if believable(about, args, kwargs) else False
         if about.dynamic or indexes_by_mask(op, args):
             connections.refuse_recording(f"the shape or value that {about.name} returns depends on the data")
@@ -126,6 +127,8 @@ class OperatorCache:
                 trust = False
         if trust:
             assert foreseen is not None
+            # Even with a trusted kernel, each worker compares the results of the template's first call
+            # (docs/decisions/059).
             return self.define(place, key, op, forms, named, values, *foreseen, False)
         try:
             result, seen = self._ask(about, args, kwargs, forms, named, place, refs, values)
@@ -134,8 +137,10 @@ class OperatorCache:
                 raise
             # The result is poisoned like the operand. The error is reported only when the program uses the result.
             connections.forget_raised(fault)
+            # Not stored in `_known`, because no worker has confirmed the results.
             return self._describe(place, key, op, forms, named, values, *foreseen, True, guessed=True)
         if foreseen is None:
+            # Does not overwrite True: the kernel may be right in general, and not be believable for these operands.
             self._trusted.setdefault(kind, False)
         else:
             self._trusted[kind] = foreseen == seen
@@ -158,6 +163,7 @@ class OperatorCache:
         key = (name, *arguments, len(tensors), *(each._sig for each in tensors), *results)
         call = place.calls.get(key)
         if call is None:
+            # The link is a number of the call, so that another group needs no other template.
             forms: list[Form] = [["l", *(["t"] for _ in tensors)], ["i"], *(["c", each] for each in arguments)]
             new = [("new", sig, which, False, 0) for which, sig in enumerate(results)]
             call = self.define(place, key, f"allranks::{name}", forms, {}, [link], new, [], False)
@@ -186,6 +192,7 @@ class OperatorCache:
     ) -> KnownCall:
         """Send a call to some workers. Workers that have its template from another group keep it."""
         connections = self.connections
+        # No two threads may use one number, and no thread may queue a call before its Define.
         with connections.lock:
             if (connections.state, key, guessed) not in self._shared:
                 about = OURS if isinstance(op, str) else facts(op)
@@ -200,6 +207,7 @@ class OperatorCache:
                 everyone = len(others) == len(place.ranks)
                 for each in [place] if everyone else map(self._devices.worker, others):
                     connections.put(each, Define(call.number, name, args, kwargs, metas, checked))
+                # Only after all messages are queued. If one fails, the next use sends them again.
                 known_by.update(others)
         place.calls[key] = call
         return call
@@ -242,13 +250,14 @@ class OperatorCache:
             if ref.target != place.target:
                 raise apart(about.name, args, kwargs)
         if about.writes and about.resizes:
+            # Detached handles share one id, but the call reshapes only the handle that was passed.
             refs = unshare(operands(args, kwargs))
         number = connections.next_number()
         ids = [each.id for each in refs]
         connections.put(place, Ask(number, about.name, forms, named, ids, packed))
         try:
             returned, changed, counts = connections.wait_for_all(number, place, about.name)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: workers keep the results until they receive this
             if not connections.closed:
                 connections.command(place, "keep", of=number, ids=None)
             raise

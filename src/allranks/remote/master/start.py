@@ -99,17 +99,19 @@ def init_master_worker(
         register()
         made = Master(gathered, seconds)
         prove(made.devices.worker(made.ranks[0]))
-    except BaseException:
+    except BaseException:  # also Ctrl-C: the workers must not outlive a failed start
         gathered.close()
         raise
     global _master
     _master = made
+    # atexit calls the last function first: `_end` runs before `Workers.close`, while the connections are open.
     atexit.register(_end, made)
     return made
 
 
 def _end(made: Master) -> None:
     """Finish at the exit of the program: execute queued commands, unless an exception has ended the program."""
+    # Python sets `sys.last_value` for an uncaught exception, before it calls the functions of atexit.
     if getattr(sys, "last_value", None) is None:
         made.shutdown()
     else:

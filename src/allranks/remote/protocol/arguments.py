@@ -80,6 +80,7 @@ def kind_of(value: Any, is_number: bool, floats_matter: bool) -> str:
         is_number: Integers are passed with each call, because no shape depends on them.
         floats_matter: Floats are part of the template, because a shape may depend on them.
     """
+    # The exact type: with isinstance, a bool would be an integer.
     code = KINDS.get(type(value))
     if code is None:
         return _kind_of_subclass(value)

@@ -28,6 +28,7 @@ class Poisoned(Exception):
         self.fault = fault
 
 
+# A module variable, because unpickling calls `given` by name and passes only a number.
 GIVEN: list[torch.Tensor] = []
 """On a worker, the tensors among the arguments that are being unpickled."""
 
@@ -48,6 +49,7 @@ def given(number: int, parameter: bool, is_leaf: bool) -> torch.Tensor:
     if parameter:
         tensor = torch.nn.Parameter(tensor, is_leaf)
     elif is_leaf:
+        # A new leaf, so that the gradient is not stored on the worker's own tensor.
         tensor = tensor.detach().requires_grad_()
     if is_leaf:
         LEAVES[number] = tensor
@@ -103,6 +105,7 @@ def _caught_as(kind: type[Exception]) -> type[RemoteError]:
         return RemoteError
     try:
         both = type("RemoteError", (RemoteError, kind), {"__module__": "allranks"})
+        # The class alone does not show whether its constructor accepts these arguments.
         both("", 0)
     except TypeError:  # the two types have incompatible memory layouts or constructors
         return RemoteError

@@ -22,7 +22,7 @@ Flags = tuple[tuple[str, Any], ...]
 """Names and values. Values are numbers, strings and tuples of them."""
 
 _C: Any = torch._C
-_TINY = 5e-324
+_TINY = 5e-324  # the smallest denormal; it is read as 0 if denormals are flushed
 
 
 class _Flag(NamedTuple):
@@ -54,6 +54,7 @@ def _precision(backend: str, part: str) -> tuple[str, _Flag]:
     return f"{backend}.{part}", _Flag(lambda: getter(backend, part), lambda value: setter(backend, part, value))
 
 
+# Default arguments bind torch's own setters here, because `watch` later replaces the attributes of torch._C.
 _default_dtype = _Flag(
     lambda: str(torch.get_default_dtype()).removeprefix("torch."),
     lambda name, set=_C._set_default_dtype: set(wire.dtype_of(name)),  # type: ignore[misc]

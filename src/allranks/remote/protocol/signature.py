@@ -181,7 +181,7 @@ def _read(op: Any) -> SignatureFacts:
         returns=tuple(returns),
         writes=writes,
         resizes=base in _RESIZING or any(a.is_out for a in schema.arguments),
-        dynamic=dynamic and base not in _INDEX,
+        dynamic=dynamic and base not in _INDEX,  # depends on the operands, see `indexes_by_mask`
         checks=tensors and not schema.returns and not writes,
         random=torch.Tag.nondeterministic_seeded in op.tags,
         positions={a.name: i for i, a in enumerate(schema.arguments) if not a.kwarg_only},
@@ -206,6 +206,7 @@ def believable(about: SignatureFacts, args: Sequence[Any], kwargs: dict[str, Any
 
 def _is_composite(op: Any) -> bool:
     has, name = op.has_kernel_for_dispatch_key, op._schema.name.removeprefix("aten::")
+    # Workers execute an operator that has a kernel for CPUs as a whole, as torch does locally.
     if has(torch._C.DispatchKey.CPU) or f"{name}.{op._schema.overload_name}".removesuffix(".") in WHOLE:
         return False
     return bool(has(torch._C.DispatchKey.CompositeImplicitAutograd))
@@ -226,6 +227,7 @@ def indexes(op: Any) -> bool:
 def infer(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
     """Run an operator on tensors without data. Return its results, and its operands after the call."""
     operands: list[torch.Tensor] = []
+    # Modes of the caller, such as `with torch.device(...)`, must not change the result.
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         given = [_on_meta(each, operands) for each in args]
         _compare_shapes(op, given)

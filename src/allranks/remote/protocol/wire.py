@@ -147,7 +147,7 @@ class Answer(msgspec.Struct, array_like=True):
     number: int
     result: Any = None
     fault: Fault | None = None
-    warned: list[Warned] = []
+    warned: list[Warned] = []  # msgspec copies mutable defaults for each object
     printed: list[str] = []  # to stdout and stderr, by a user function
 
 

@@ -177,6 +177,6 @@ def _cast(x: RemoteTensor, to: torch.dtype, lower: torch.dtype) -> torch.Tensor:
     if not (parameter and to is lower and x.dtype is torch.float32 and torch.is_autocast_cache_enabled()):
         return x.to(to)
     if id(x) not in _casts:
-        _casts[id(x)] = (x, x.to(to))
+        _casts[id(x)] = (x, x.to(to))  # holds the parameter, so that its id is not reused
     cast: torch.Tensor = _casts[id(x)][1]
     return cast

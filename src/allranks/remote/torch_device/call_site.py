@@ -45,6 +45,7 @@ def here(depth: int = 3) -> int:
             numbers = _numbers[id(code)] = None if _is_inside(code.co_filename) else {}
             _kept.append(code)
         if numbers is not None:
+            # By instruction and not by line, because Python computes `f_lineno` from a table each time.
             number = numbers.get(frame.f_lasti)
             if number is None:
                 _lines.append((code, frame.f_lineno))
@@ -92,7 +93,7 @@ def _value(frame: FrameType, path: tuple[str, ...]) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _call_at(code: CodeType, at: int) -> tuple[str, frozenset[str], tuple[tuple[str, ...], ...]]:
-    first, last, begin, end = list(code.co_positions())[at // 2]
+    first, last, begin, end = list(code.co_positions())[at // 2]  # f_lasti counts bytes, and an instruction has 2
     lines = [each.encode() for each in linecache.getlines(code.co_filename)[(first or 1) - 1 : last]]
     if not lines:
         return "", frozenset(), ()

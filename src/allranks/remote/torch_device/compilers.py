@@ -30,6 +30,7 @@ def register() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith(_PACKAGE):
             for code in _codes(vars(module)):
+                # By code object, because torch's dispatcher may call any of these functions directly.
                 frames.set_code_exec_strategy(code, skip)
     # torch assumes that other tensor subclasses contain tensors, whose operations it could trace.
     proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, RemoteTensor)  # type: ignore[assignment]

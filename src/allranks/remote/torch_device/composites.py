@@ -153,8 +153,9 @@ def take_apart(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not (cast and x.requires_grad and x.is_leaf):
             return _Approach.apply(x, near)  # type: ignore[no-untyped-call]
         if id(x) not in KEPT:
+            # With the parameter, so that its id is not reused.
             KEPT[id(x)] = (x, _Approach.apply(x, near))  # type: ignore[no-untyped-call]
-            KEPT[id(x)][1].is_parameter = True
+            KEPT[id(x)][1].is_parameter = True  # `autocast` caches its cast, although it is not a leaf
         return KEPT[id(x)][1]
 
     with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):  # torch.autocast("cpu") does not apply to these handles

@@ -52,16 +52,19 @@ def register() -> None:
         )
     _setup_privateuseone_for_python_backend("worker", backend_module=torch_worker)
     library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    # Factories with device="worker" arrive with the key PrivateUse1. Handles have the key Lazy (`handle`).
     for key in ("PrivateUse1", "Lazy"):
         library.fallback(_fallback, key)  # type: ignore[no-untyped-call]
     for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1", "NestedTensorPrivateUse1"):
         library.fallback(_refuse, key)  # type: ignore[no-untyped-call]
     _registered.append(library)
+    # Handles always have this key (`signature.AUTOCAST`), also outside of `torch.autocast`.
     library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
     explicit = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for key in ("PrivateUse1", "Lazy"):
         explicit.impl("_copy_from", _copy_from, key)  # type: ignore[no-untyped-call]
     for name, kernel in COMPOSITES.items():
+        # At the level of autograd, because torch decomposes these operators above `dispatch`.
         explicit.impl(name, kernel, "AutogradLazy")  # type: ignore[no-untyped-call]
     # torch.tensor([x.sum(), y.sum()]) requests values in a context where operations bypass `dispatch`.
     for op in (*_both(), aten._local_scalar_dense.default):
@@ -84,7 +87,7 @@ def register() -> None:
     torch.nn.Module._apply = apply  # type: ignore[method-assign]
     torch.utils.swap_tensors = swap_tensors
     _foreach_utils._get_foreach_kernels_supported_devices = _with_foreach
-    _registered.append(explicit)
+    _registered.append(explicit)  # torch removes the kernels of a library that is deleted
 
 
 _of_torch = _foreach_utils._get_foreach_kernels_supported_devices

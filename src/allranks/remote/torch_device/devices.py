@@ -24,7 +24,7 @@ def _nowhere() -> None:
 CURRENT = [1]
 """The worker that ``device="worker"`` stands for."""
 
-_places: list[Callable[[], DeviceTarget | None]] = [_nowhere] * 128
+_places: list[Callable[[], DeviceTarget | None]] = [_nowhere] * 128  # torch's indices: a signed byte
 """Weak references by the index of a device. They are weak because a group ends when it is no longer used."""
 
 

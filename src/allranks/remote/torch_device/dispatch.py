@@ -40,6 +40,7 @@ SPECIAL: dict[Any, Special] = {}
 def special(*ops: Any) -> Callable[[Special], Special]:
     def add(function: Special) -> Special:
         SPECIAL.update(dict.fromkeys(ops, function))
+        # Entries that were made before have no replacement for these operators.
         _known.clear()
         _core.forget_operators()
         return function
@@ -53,6 +54,7 @@ def dispatch(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any
     if known is None:
         known = _known[id(op)] = (SPECIAL.get(op), facts(op), op)
         if known[0] is None:
+            # From now on the core queues calls of this operator without Python code.
             _core.know_operator(op, known[1], known[1].numbers, known[1].floats_matter)
     if known[0] is not None:
         return known[0](op, args, kwargs or {})
@@ -99,7 +101,7 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Sign
                 place = _scan(value, key, refs, values, place, name in known.numbers, known.floats_matter)
     except (_Plain, _OnAnotherDevice) as way:
         if any(map(_is_foreign, flatten([*args, *(kwargs or {}).values()]))):
-            return NotImplemented
+            return NotImplemented  # torch then calls the `__torch_dispatch__` of the other class
         if known.composite:
             return op.decompose(*args, **(kwargs or {}))
         if type(way) is _OnAnotherDevice:
@@ -107,7 +109,7 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Sign
         return run(op, *_lift(op, args, kwargs or {}))
     if place is None:
         raise NotImplementedError(f"{known.name}: no operand is on a worker")
-    call = place.calls.get(tuple(key))
+    call = place.calls.get(tuple(key))  # raises if a worker of the place is lost (`WorkerGone`)
     if call is None:
         prepared = place.master.operators.prepare(op, args, kwargs or {}, tuple(key), place, refs, values)
         if not isinstance(prepared, KnownCall):
@@ -117,6 +119,7 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Sign
         _unshare(call, args, kwargs or {}, refs)
     try:
         made = place.call(place.target, here(), call.number, refs, call.outputs, call.pack(*values) if values else None)
+    # The outbox raises it, before it queues anything, if an operand is on other workers.
     except ValueError as error:
         if type(error) is not ValueError:
             raise
@@ -145,7 +148,7 @@ def _scan(
         for each in value:
             place = _scan(each, key, refs, values, place, is_number, floats_matter)
     elif code == TENSOR:
-        raise _Plain
+        raise _Plain  # leaves `_scan` at any depth, and `run` lifts the operand
     elif code == DEVICE:
         place = _scan_device(value, key, place)
         key.append(_DEVICE)

@@ -104,6 +104,7 @@ def as_view(base: Handle, view: Handle) -> Handle:
     Used if the two are on different workers. Autograd then detects if a change of one changes the other, and refuses
     the change if it would need its derivative.
     """
+    # Per thread: torch dispatches the `alias` below in this thread, and `_alias` returns the view.
     _awaited.view = view
     try:
         return aten.alias.default(base)  # type: ignore[no-any-return]

@@ -191,6 +191,7 @@ class Handle(torch.Tensor):
                 f"data on {other.device} cannot replace data on {self._place}.\n  Send it first, with .to()."
             )
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        # Before the new Ref is set, because this notifies the steps that use the old one.
         self._leave()
         self._ref, self._sig, self._place, self._off = other._ref, other._sig, other._place, other._off
 
@@ -213,7 +214,7 @@ class Handle(torch.Tensor):
     def _leave(self) -> None:
         """Invalidate captured steps that use this handle, because it gets another Ref or another use in autograd."""
         for watch in weakref.getweakrefs(self._ref.whole):
-            if watch.__callback__ is not None:
+            if watch.__callback__ is not None:  # those of `Replay`
                 watch.__callback__(watch)
 
     def _notes(self) -> dict[str, Any]:

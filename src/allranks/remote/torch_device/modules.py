@@ -93,7 +93,7 @@ def _move_when_known(module: torch.nn.Module, fn: Callable[[Any], Any]) -> None:
     """Move a lazy module at its first forward, after torch's own hook has set its shapes from the input."""
 
     def move(module: torch.nn.Module, inputs: Any) -> None:
-        hook.remove()
+        hook.remove()  # the next forward must not move the module again
         module._apply(fn, recurse=False)  # type: ignore[no-untyped-call]
 
     hook = module.register_forward_pre_hook(move)
@@ -110,6 +110,7 @@ def _replacement(old: Any, new: Any) -> Any:
         raise RuntimeError(f"{where} since this graph was created.\n  Run backward before you move the module.")
 
     new.__dict__.update(RemoteTensor._notes(old))
+    # Hooks of the program follow the parameter. They must not run on the old one, which only raises.
     new._backward_hooks, old._backward_hooks = old._backward_hooks, OrderedDict()
     new._post_accumulate_grad_hooks, old._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks, None
     if old.requires_grad:
@@ -154,6 +155,7 @@ def _become(old: Any, new: Any) -> None:
     """Swap one parameter for another, but keep the attributes and hooks that the user has set."""
     notes = RemoteTensor._notes(old)
     hooks, after = old._backward_hooks, old._post_accumulate_grad_hooks
+    # The swap also exchanges attributes and hooks, which belong to the object that the program holds.
     swap_tensors(old, new)
     old.__dict__.update(notes)
     if hooks:

@@ -50,6 +50,7 @@ class SavedMemory(torch.UntypedStorage):
         self.cpu()._write_file(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
+# Weak, because a memory must not stay on the worker longer than the tensors that share it.
 _memories: weakref.WeakValueDictionary[tuple[DeviceTarget, int], SavedMemory] = weakref.WeakValueDictionary()
 """Memory by the worker's name for it. Each entry holds a tensor on the worker, so the name is not reused."""
 
@@ -179,6 +180,7 @@ def register(handle: type[Handle]) -> None:
 
     `torch.jit.load` and multiprocessing cannot handle it, and refuse it.
     """
+    # Before torch's own packages, whose priorities start at 10.
     torch.serialization.register_package(9, _locate, _deserialize)
     torch.jit._serialization.validate_map_location = _validated
     ForkingPickler.register(handle, _refuse_to_go)

@@ -50,6 +50,7 @@ def _to_copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     ):
         return run(op, args, kwargs)
     rest = {name: each for name, each in kwargs.items() if name not in ("device", "non_blocking", "pin_memory")}
+    # The task id is -1 outside of a backward.
     if len(x._place.ranks) > 1 and torch._C._current_graph_task_id() >= 0:
         # The backward sends a gradient to the source of a tensor that was copied to all workers, so it is their sum.
         x = total(run(op, args, {**rest, "device": x._place.lazy}))

@@ -85,9 +85,8 @@ class RemoteTensor(Handle):
             return super().type().replace("lazy", "worker")
         return super().type(dtype, non_blocking, **kwargs)
 
-    def data_ptr(
-        self,
-    ) -> int:  # NotImplementedError as for meta tensors: it is a RuntimeError, which safetensors expects
+    def data_ptr(self) -> int:
+        # NotImplementedError as for meta tensors: it is a RuntimeError, which safetensors expects.
         raise NotImplementedError(
             f"the data is on {self._place}: this process has no pointer to it.\n  Use Tensor.cpu() first."
         )

@@ -539,7 +539,7 @@ class Event(torch.Event):
     def record(self, stream: Any = None) -> None:
         """Record the time at which the worker, or the stream's worker, reaches this point."""
         place = _place(self._given if stream is None else stream.device)
-        if self._place is not place:
+        if self._place is not place:  # otherwise the previous worker would keep the time
             self._forget()
         self._place = place
         place.master.connections.command(place, "mark", event=self._number)
@@ -583,7 +583,7 @@ class Event(torch.Event):
             self._place.master.connections.command(self._place, "unmark", event=self._number)
 
     def __del__(self) -> None:
-        if hasattr(self, "_place"):
+        if hasattr(self, "_place"):  # `__init__` may have raised
             self._forget()
 
     def __repr__(self) -> str:

@@ -142,7 +142,7 @@ def ungroup(worker: WorkerState, data: memoryview, number: int) -> None:
 def mark(worker: WorkerState, data: memoryview, event: int) -> None:
     """Record the time, for `Event`."""
     if worker.device.type == "cuda":
-        torch.cuda.synchronize(worker.device)
+        torch.cuda.synchronize(worker.device)  # kernels run asynchronously
     worker.marks[event] = time.perf_counter()
 
 
@@ -203,6 +203,7 @@ def empty_cache(worker: WorkerState, data: memoryview) -> None:
     """Return unused memory to the system."""
     if worker.device.type == "cuda":
         torch.cuda.empty_cache()
+    # malloc keeps up to 1 GiB of freed memory (`interpreter._keep_memory`).
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # a function of glibc
     if trim is not None:
         trim(0)
@@ -288,7 +289,7 @@ def _unpickle(worker: WorkerState, data: memoryview, tensors: list[int]) -> tupl
         GIVEN[:] = [worker.take(each) for each in tensors]
         return cloudpickle.loads(data), dict(LEAVES)
     finally:
-        GIVEN.clear()
+        GIVEN.clear()  # these references would keep the tensors alive
         LEAVES.clear()
 
 
@@ -316,8 +317,9 @@ def _run(worker: WorkerState, data: memoryview, call: int, function: int, tensor
         if isinstance(made, wire.Fault):
             raise Poisoned(made)
         for number, leaf in worker.held.get(function, {}).items():
+            # A held tensor is the same object in each call. The gradient of a previous call must not be returned again.
             leaf.grad, leaves[-1 - number] = None, leaf
-        with torch.enable_grad():
+        with torch.enable_grad():  # disabled in this process, but the function may call backward
             outcome = made(*args, **kwargs)
         gradients = {number: leaf.grad for number, leaf in leaves.items() if leaf.grad is not None}
         worker.outcomes[call] = (outcome, gradients)
@@ -377,6 +379,7 @@ def send(worker: WorkerState, tensors: Sequence[Any], link: int, peer: int) -> N
     group = worker.link(link)
     poison = next((each for each in tensors if type(each) is Poison), None)
     trouble = wire.pack_fault(poison.fault) if poison else b""
+    # With an explicit device, because a user function may have set another default device.
     group.send(torch.tensor([len(trouble)], device="cpu"), peer)
     if poison:
         group.send(torch.frombuffer(bytearray(trouble), dtype=torch.uint8), peer)
@@ -431,7 +434,7 @@ def _together(tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor], An
         kinds.setdefault(tensor.dtype, []).append(tensor)
     for alike in kinds.values():
         if len(alike) == 1 and alike[0].is_contiguous():
-            move(alike[0])
+            move(alike[0])  # in place: saves two copies
             continue
         whole = torch.cat([each.reshape(-1) for each in alike])
         move(whole)

@@ -89,9 +89,11 @@ def call_source(
     Raises:
         ValueError: The name of an argument is not an identifier.
     """
+    # The names of arguments are the only text of the master that becomes part of the code (docs/decisions/090).
     if not all(each.isidentifier() for each in kwargs):
         raise ValueError(f"{list(kwargs)}: expected identifiers")
     own = f"_{number}"
+    # `OpOverload._op` is the C++ function, which `OpOverload.__call__` only passes its arguments to.
     names = {f"op{own}": getattr(op, "_op", op), f"R{own}": results, "flatten": flatten, **space}
     source = GeneratedSource(own, device, names)
     given = [visit(form, source) for form in args]
@@ -110,6 +112,7 @@ def call_source(
         if single:
             return f"{{o[0]}} = {result(call, 0)}"
         taken = [f"{{o[{at}]}} = {result(f'r[{each}]', each)}" for at, each in enumerate(outputs)]
+        # Without `del`, the function of a captured step would hold these results until its end.
         return "; ".join([f"r = flatten({call})", *taken, "del r"])
 
     layout = struct.Struct(f"<{source.inputs + len(outputs)}I{source.codes}")

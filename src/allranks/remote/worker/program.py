@@ -50,6 +50,7 @@ def compile_program(worker: WorkerState, program: wire.RemoteProgram, table: dic
             gone += "".join(f"; S.pop({program.fixed[each]}, None)" for each in freed if each in program.fixed)
             if steps:
                 steps[-1].frees.extend(freed)
+                # On the line of the last use, so that each operation is still one line of the function.
                 lines[-1] += f"; {gone}"
             else:
                 lines.append(gone)
@@ -95,14 +96,15 @@ def _resume(worker: WorkerState, error: Exception, code: Any, before: int, steps
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:
         trace = trace.tb_next
+    # The step failed before its first operation, for example because an input is missing. Nothing can be resumed.
     if trace is None or trace.tb_lineno < before + 2:
         raise error
     failed = trace.tb_lineno - before - 2  # subtracts the `def` line, and the lines before the first operation
     own: Slots = {int(name[1:]): each for name, each in trace.tb_frame.f_locals.items() if name[0] == "v"}
-    trace.tb_frame.clear()
+    trace.tb_frame.clear()  # the exception would keep the step's tensors alive
     line = worker.line
     for number, step in enumerate(steps[failed:]):
-        worker.line = step.line
+        worker.line = step.line  # faults report this call site
         if number:
             try:
                 step.template.run(own, frames, step.at)

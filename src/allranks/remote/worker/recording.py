@@ -47,7 +47,7 @@ class CommandSlices:
         if self._count and (ended - self._began > TOGETHER_NS or began - self._ended > ALONE_NS):
             self.flush()
         if not self._count:
-            self._began, self._longest = began, -1
+            self._began, self._longest = began, -1  # -1: the first command always sets the site
         self._count += 1
         self._ended = ended
         if took > self._longest:

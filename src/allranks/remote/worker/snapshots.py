@@ -84,6 +84,7 @@ class Snapshots:
 def snapshot(worker: WorkerState, data: memoryview, number: int, ids: list[int], complete: int) -> None:
     """Copy the kept tensors as they are at this point of the queue."""
     snapshots = _of(worker)
+    # Before the copy, which reuses the memory of the dropped snapshot.
     snapshots.drop(complete)
     try:
         snapshots.held[worker.rank, number] = _take(worker, snapshots, ids)
@@ -120,6 +121,7 @@ def shelter(
         raise Poisoned(fault)
     memory = snapshots.room(owner, layout[2])
     group.recv(memory, peer)
+    # Only after all bytes have arrived, because `holdings` must not list an incomplete snapshot.
     snapshots.held[owner, number] = Snapshot(layout, memory)
 
 

@@ -97,6 +97,7 @@ class WorkerState:
         self._recorder = None if context is None else _recorder(rank)
         address = 0 if self._recorder is None else self._recorder.doing()
         word = ctypes.c_uint32.from_address(address) if address else ctypes.c_uint32()
+        # The view of a ctypes object has the format "<I", whose elements Python cannot access, so it is cast twice.
         self.doing = memoryview(word).cast("B").cast("I")
         self.since = time.monotonic_ns()
         self.slices: CommandSlices | None = None
@@ -176,7 +177,7 @@ class WorkerState:
         there.
         """
         builtin = next(each for each in category.__mro__ if each.__module__ == "builtins")
-        if len(self.warned) < _WARNINGS:
+        if len(self.warned) < _WARNINGS:  # a loop that warns must not fill the answer
             kind = f"{category.__module__}.{category.__qualname__}"
             self.warned.append(Warned(self.line, kind, builtin.__name__, str(message)))
 
@@ -199,6 +200,7 @@ class WorkerState:
     def poison_memory(self, tensors: Sequence[Any], slots: Slots, poison: Poison) -> None:
         """Poison all tensors that share memory with some tensors."""
         storages = {each.untyped_storage()._cdata for each in tensors if isinstance(each, torch.Tensor)}
+        # A captured step has slots of its own, and tensors in both can share memory.
         for where in {id(slots): slots, id(self.slots): self.slots}.values():
             for number, held in where.items():
                 if isinstance(held, torch.Tensor) and held.untyped_storage()._cdata in storages:
@@ -217,6 +219,7 @@ class WorkerState:
             slots[each] = poison
         if template.changes:
             self.poison_memory([inputs[each] for each in template.changes], slots, poison)
+            # Also operands that were poisoned before: they have no memory to compare.
             for each in template.changes:
                 slots[ids[each]] = poison
 
