@@ -283,7 +283,7 @@ def readme_lines():
         f"{lost['peer_value']:.2f} s ({lost['peer']}) | |"
     )
     yield ""
-    yield "Medians. The files of these figures are in [benchmarks/](benchmarks). [All figures](docs/performance.md)"
+    yield "Medians. The files of these figures are in `benchmarks/`. [All figures](docs/performance.md)"
     yield "says how they were measured. To measure this machine: `allranks bench all -n 2 --against gloo`."
 
 

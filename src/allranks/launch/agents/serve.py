@@ -424,7 +424,10 @@ def _drain(screen: Screen) -> None:
     screen.settle()
     until = time.monotonic() + _DRAIN_S
     while not screen.flush() and screen.backlog and (left := until - time.monotonic()) > 0:
-        select.select([], list(screen.blocked), [], left)
+        poll = select.poll()  # not select: a host with many ranks has descriptors above its limit of 1024
+        for fd in screen.blocked:
+            poll.register(fd, select.POLLOUT)
+        poll.poll(1000 * left)
 
 
 def _enter(folder: str) -> None:

@@ -160,19 +160,30 @@ class Agent(RankProcesses):
             if process.rank == wanted.rank and not process.exited:
                 # ``_read_exit`` calls this method again when the old process has exited.
                 self._to_restart[wanted.rank] = wanted
-                os.killpg(process.pid, signal.SIGKILL)
+                # Its group does not exist yet if the process has just been forked.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)  # not reaped, so the number still belongs to it
                 return
         for process in self._processes:
             if process.rank == wanted.rank and not process.reaped:
                 self._reap(process)
+        recording = pipes = None
         try:
+            recording = self._recording()
             pipes = Pipes.open(self._plan.stdio[wanted.rank - self._plan.first])
-            start = StartInfo(wanted, pipes, self._recording(), time.monotonic())
+            start = StartInfo(wanted, pipes, recording, time.monotonic())
             if self._template is not None and self._template.ask(wanted, start.pipes, start.recording.path):
                 self._awaited.append(start)
             else:
                 self._execute(start)
         except OSError as error:
+            if recording is not None:
+                recording.close()
+            if pipes is not None:
+                pipes.close_rank_ends()
+                for fd in pipes.own_fds():
+                    os.close(fd)
             self._due += _unable(wanted.rank, error)
 
     def _execute(self, start: StartInfo) -> None:

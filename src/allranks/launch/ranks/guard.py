@@ -58,6 +58,12 @@ class Guard:
                 flush=True,
             )
 
+    def forget(self, pid: int) -> None:
+        """Remove a process group that no longer exists. Call it before the rank is reaped: the number may be reused."""
+        # If the guard was killed, ``protect`` has reported it.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self.fd, b"-%d\n" % pid)
+
     def dismiss(self) -> None:
         """Kill the guard. Call it before the ranks are reaped, because a free pid may be reused."""
         os.kill(self.pid, signal.SIGKILL)
@@ -75,7 +81,14 @@ def _watch(read_fd: int, terminal: Terminal | None) -> None:
         os.dup2(null, fd)
     with open(read_fd, "rb") as pipe:
         # Returns at the end of file: no process holds the write end any more.
-        groups = [int(line) for line in pipe]
+        numbers = [int(line) for line in pipe]
+    # A number may be protected again after it was forgotten, so the messages count in their order.
+    groups: dict[int, None] = {}
+    for number in numbers:
+        if number > 0:
+            groups[number] = None
+        else:
+            groups.pop(-number, None)
     for group in groups:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)

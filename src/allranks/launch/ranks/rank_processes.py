@@ -364,6 +364,7 @@ class RankProcesses:
         # Before waitpid: afterwards the kernel may reuse the number of the group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        self._guard.forget(process.pid)
         os.waitpid(process.pid, 0)
         if process.pidfd >= 0:
             os.close(process.pidfd)

@@ -14,6 +14,7 @@ Source: prctl(2), PR_SET_CHILD_SUBREAPER; unix(7), SCM_RIGHTS.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -139,7 +140,9 @@ class RankTemplate:
         """Open the gate of the process that ``take`` returned. ``there``: False if there is no such process."""
         gate = self._gates.pop(0)
         if there:
-            os.write(gate, _OPEN)
+            # The new process may have been killed; its exit is then reported like that of any rank.
+            with contextlib.suppress(BrokenPipeError):
+                os.write(gate, _OPEN)
         os.close(gate)
         # A subreaper also adopts daemons of ranks, so the agent is one only while a request is pending.
         if not self._gates:
