@@ -68,6 +68,7 @@ class PmiBoard:
 
     def read(self, patience_s: float) -> str | None:
         """Wait until all ranks have called this, and return the text. None if the time is over: call again."""
+        # PMI counts every entry into its barrier, so a second call of `read` must not enter again.
         if not self._passed:
             self._passed = self._server.barrier(time.monotonic() + patience_s)
         if not self._passed:
@@ -165,6 +166,7 @@ def _connected(fd: int) -> _Server:
     global _server
     if _server is None:
         _server = _Server(fd)
+        # Hydra terminates the whole job if a process exits without "finalize".
         atexit.register(_leave, _server)
     elif _server.pid != os.getpid():
         raise ConfigError("This process was forked from a rank that uses PMI, and cannot join in place of that rank.")

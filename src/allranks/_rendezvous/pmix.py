@@ -84,6 +84,7 @@ def _library() -> str:
 
 def _main(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the child must not outlive the rank
+    # The rank may have exited before the request took effect.
     if os.getppid() != parent:
         return
     pmix, me, found = ctypes.CDLL(_library()), _Proc(), ctypes.POINTER(_Value)()
@@ -93,6 +94,7 @@ def _main(parent: int) -> None:
     status = pmix.PMIx_Get(ctypes.byref(root), b"pmix.hname", *nothing, ctypes.byref(found))
     if status == 0 and found.contents.type == _STRING:
         print(f"{_ANSWER}{found.contents.string.decode()}", flush=True)
+    # Also after a failed lookup, because the daemon treats a process without PMIx_Finalize as crashed.
     _check("PMIx_Finalize", pmix.PMIx_Finalize(*nothing))
     _check("PMIx_Get", status)
 

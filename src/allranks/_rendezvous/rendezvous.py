@@ -47,7 +47,7 @@ from allranks._store import HashStore, PrefixStore, Store
 
 __all__ = ["JobMeeting", "Member", "find_method", "join", "this_member"]
 
-_NOTICE_S = NOTICE_S
+_NOTICE_S = NOTICE_S  # a module variable, because tests shorten it
 _PROCESS = uuid.uuid4().hex  # together with the pid, unique among all processes in all containers; the pid alone is not
 
 
