@@ -127,11 +127,13 @@ class Socket(socket.socket):
         if timeout != 0:
             poll = select.poll()
             poll.register(self, select.POLLIN)
+            # In milliseconds. At least 1, because a rounded 0 would not wait.
             if not poll.poll(None if timeout is None else max(1, timeout * 1000)):
                 raise TimeoutError("timed out")
         with guard:
             fd, address = self._accept()  # type: ignore[attr-defined]
             accepted = Socket(self.family, self.type, self.proto, fileno=fd)
+        # As in `socket.accept`: on some systems, an accepted socket inherits non-blocking mode from the listener.
         if timeout:
             accepted.setblocking(True)
         return accepted, address
