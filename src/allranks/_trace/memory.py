@@ -92,6 +92,7 @@ def recorder(rank: int = 0, world_size: int = 1, host: str = "") -> _core.Record
     global _recorder, _reader, _made, _owner, _file
     with _lock:
         if _made != forks():
+            # `_made` is set before the attempt: after a failure, the next group neither tries nor warns again.
             _recorder, _reader, _made, _owner, _file = None, None, forks(), None, None
             if os.environ.get(RECORD_SWITCH, "1") == "0":
                 return None
@@ -206,6 +207,7 @@ def _given(world_size: int) -> tuple[int, int] | None:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:  # this process is in a container with its own /proc
         return None
+    # The agent sized the memory for the world that it launched. The program's own world may be smaller.
     launched = os.environ.get("WORLD_SIZE", "")
     for size in (world_size, int(launched) if launched.isdecimal() else 0):
         if os.fstat(fd).st_size == memory_bytes(RECORDS, size) and not _in_use(fd):

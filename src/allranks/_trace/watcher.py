@@ -84,12 +84,15 @@ class _Watcher:
             thread, self._thread = self._thread, None
             self._stop.set()
         if thread is not threading.current_thread():
+            # Outside the lock, so that other threads can add groups. Limited, because a check may wait for stacks.
             thread.join(_LOOK_S)
 
     def _offer_stacks(self) -> None:
         if self._stacks is not None:
             return
+        # Other ranks find this file by its name in /proc/PID/fd, see `_place_of`.
         self._stacks = Descriptor.of(lambda: os.memfd_create(_STACKS, os.MFD_CLOEXEC))
+        # A handler that the program has set for this signal stays in place.
         if threading.current_thread() is threading.main_thread() and signal.getsignal(DUMP) is signal.SIG_DFL:
             faulthandler.register(DUMP, self._stacks)
 
@@ -100,6 +103,7 @@ class _Watcher:
                 self._look(found[1])
 
     def _look(self, limit_s: float) -> None:
+        # A copy, because `add` may change the dict in another thread.
         states = {peer.rank: self._state(peer) for peer in list(self._peers.values()) if peer.here}
         mine = states[self._me].waiting
         if mine is None:
@@ -127,6 +131,7 @@ class _Watcher:
         places = {}
         for rank in found.late:
             peer = self._peers[rank]
+            # A stopped process runs no signal handler, so it cannot write its stacks.
             if peer.here and found.states[rank].process not in ("gone", "stopped"):
                 places[rank] = _place_of(peer.pid)
         hosts = {rank: peer.host for rank, peer in self._peers.items() if not peer.here}
@@ -189,6 +194,7 @@ def watch(group: _Group, me: int, peers: Callable[[], Iterable[WatchedPeer]], no
     global _watcher, _made
     if memory.has_agent or notice_s <= 0 or memory.reader() is None:
         return
+    # A forked child has a copy of the parent's watcher, but not its thread.
     if _made != forks():
         _watcher, _made = _Watcher(me, notice_s), forks()
     assert _watcher is not None
