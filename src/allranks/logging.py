@@ -78,6 +78,7 @@ def configure(
         old.close()
     for handler in made:
         handler.of_allranks = True  # type: ignore[attr-defined]
+        # A filter of a handler also sees the records of other loggers. A filter of the root logger does not.
         handler.addFilter(partial(_sign, who, socket.gethostname()))
         root.addHandler(handler)
     root.setLevel(level.upper() if isinstance(level, str) else level)
@@ -93,6 +94,7 @@ class _RankFile(logging.FileHandler):
 
 def _console(before: str) -> logging.Handler:
     """Return the handler for stderr: colored on a terminal; otherwise (batch jobs) one line per record."""
+    # The text becomes a part of a %-format.
     before = before.replace("%", "%%")
     if not sys.stderr.isatty():
         plain = logging.StreamHandler()
@@ -120,6 +122,7 @@ def _sign(rank: int | str, host: str, record: logging.LogRecord) -> bool:
 
 def _watch_exceptions() -> None:
     """Log the exceptions that end this process or one of its threads, and then call the previous hooks."""
+    # A repeated `configure` must not chain the hook to itself, which would log every exception twice.
     if not isinstance(sys.excepthook, partial) or sys.excepthook.func is not _log_and_go_on:
         sys.excepthook = partial(_log_and_go_on, sys.excepthook)
     if not isinstance(threading.excepthook, partial) or threading.excepthook.func is not _log_thread_and_go_on:

@@ -94,6 +94,7 @@ def run_ranks(
                 target=_rank_main, args=(payload, environ, sender, stacks, init, timeout_s, sys.path), daemon=False
             )
             process.start()
+            # While the parent has this end open, the exit of the rank is not visible as the end of the pipe.
             sender.close()
             pipes[receiver] = rank
             processes.append(process)
@@ -167,6 +168,7 @@ def _hang_report(
 
 def _stop(processes: list[mp.context.ForkServerProcess]) -> None:
     for process in processes:
+        # Seconds in which a rank that has sent its result can exit normally.
         process.join(0.2 if process.exitcode is None else None)
         if process.exitcode is None:
             process.kill()

@@ -112,5 +112,6 @@ def _ticks(cpus: Set[int]) -> tuple[int, int, int]:
             ticks = [int(word) for word in words[_USER:_GUEST]]  # without the guest columns: user time includes them
             steal += ticks[_STEAL]
             total += sum(ticks)
+            # A CPU that waits for a disk (iowait) can run another process, so it counts as idle.
             busy += sum(ticks) - ticks[_IDLE] - ticks[_IOWAIT] - ticks[_STEAL]
     return busy, steal, total

@@ -144,6 +144,7 @@ def unused_files(folder: Path, proc: Path, before: float) -> list[Path]:
                     found.append(file)
     if not found:
         return []
+    # Processes are read after the files: a file that a process creates later is not in the list.
     used: set[str] = set()
     for entry in proc.glob("[0-9]*"):
         with suppress(OSError):  # the process has just ended, or belongs to another user

@@ -28,7 +28,7 @@ from allranks.tools.tune.choosing import TunedValues, choose
 _GROUPS = (4, 8, 16)
 _MEETINGS = (8, 16 << 10)  # bytes: one that needs a single meeting, one that needs several
 _SHOTS = tuple((4 << 10) << i for i in range(6))  # up to a chunk of the ring
-_BLOCK_S = 0.004
+_BLOCK_S = 0.004  # seconds that the calls of a block take together, about
 
 
 class _Rank:
@@ -127,6 +127,7 @@ class _Rank:
 
     def _count(self, group: Any, x: Any) -> int:
         self._block(group, x, 3)
+        # Equal on all ranks, because `_block` returns the time of the slowest rank.
         return max(1, min(1000, math.ceil(_BLOCK_S / self._block(group, x, 3))))
 
     def _block(self, group: Any, x: Any, calls: int) -> float:
