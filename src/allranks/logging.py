@@ -73,6 +73,7 @@ def configure(
     if console == "all" or (console == "0" and (who == 0 or isinstance(who, str))):
         made.append(_console(f"[{socket.gethostname()}:{who}] " if console == "all" else ""))
     root = logging.getLogger()
+    # The new handlers exist by now: if the file cannot be opened, the earlier setup remains.
     for old in [handler for handler in root.handlers if getattr(handler, "of_allranks", False)]:
         root.removeHandler(old)
         old.close()

@@ -69,6 +69,7 @@ def run_ranks(
     Cost:
         about 20 ms for each rank, and 1 s once, for the process from which they are forked.
     """
+    # A fork of the test process itself would copy locks that its other threads may hold.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     payload = pickling.dumps((fn, args))

@@ -96,6 +96,7 @@ def _run(name: str, command: Callable[[], int | Program]) -> int | Program:
             try:
                 ended = command()
             except SystemExit as error:  # argparse has printed help, or the arguments are wrong
+                # The code can be a text, which means a failure as in `sys.exit(text)`.
                 ended = error.code if isinstance(error.code, int) else int(error.code is not None)
             if isinstance(ended, int):
                 put("")  # flushes stdout, so that a failure is reported here and not at exit

@@ -43,6 +43,7 @@ class Follower(Protocol):
 
 
 _forks = 0
+# Weak, so that the registration does not keep a socket open that its owner has dropped.
 _descriptors: weakref.WeakSet[Socket | Descriptor] = weakref.WeakSet()
 _followers: weakref.WeakSet[Follower] = weakref.WeakSet()
 
@@ -177,6 +178,7 @@ def _in_child() -> None:
     _descriptors.clear()
     for follower in tuple(_followers):
         follower.abandon()
+    # The child's only thread is a copy of the thread that acquired `guard` before the fork.
     guard.release()
 
 

@@ -66,6 +66,7 @@ def published_addresses(environ: Mapping[str, str] = os.environ) -> tuple[str, .
             f" {socket.gethostname()},"
             f" which has {here}. Expected the name of an interface, or a network such as 10.0.0.0/16."
         )
+    # An address can match several entries of the variable.
     return tuple(dict.fromkeys(chosen))
 
 

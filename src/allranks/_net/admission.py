@@ -199,6 +199,7 @@ class Admission:
     def _accept(self, listener: socket.socket) -> None:
         if self._full_until is not None:  # became full in this turn
             return
+        # A limit per turn, so that a crowd does not keep the owner from its other connections.
         for number in range(_SLOTS):
             # No candidate is evicted before the selector has reported that a connection waits for its slot.
             if len(self._candidates) >= _SLOTS and (number or not self._evict()):
@@ -283,6 +284,7 @@ class Admission:
                 raise ConnectionResetError("it closed the connection")
             candidate.decoder.feed(data if candidate.tls is None else self._unseal(candidate, candidate.tls, data))
             while (frame := candidate.decoder.next()) is not None:
+                # Read after the decoding, because TLS knows it only then.
                 channel = b"" if candidate.tls is None else candidate.tls.channel
                 answer = candidate.handshake.step(frame, channel)
                 if answer is None:

@@ -99,6 +99,7 @@ class _Server:
     def barrier(self, deadline: float) -> bool:
         """Wait in the barrier. Return False if it is not complete at the deadline; the caller must then call again."""
         if not self.in_barrier:
+            # It stays set after a timeout, because PMI has no request to leave a barrier.
             self.in_barrier = True
             self._say("cmd=barrier_in")
         line = self._hear(deadline)
@@ -139,6 +140,7 @@ class _Server:
             if not data:
                 raise _trouble("it closed the connection")
             self._heard += data
+        # The rest stays for the next call. A deadline can also expire in the middle of a line.
         line, _, self._heard = self._heard.partition(b"\n")
         return line.decode(errors="replace")
 

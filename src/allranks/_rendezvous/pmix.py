@@ -40,6 +40,7 @@ def host_of_rank_0() -> str:
     # Isolated mode: otherwise Python would search the folder of this file, a folder of the package, for modules.
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
     try:
+        # stderr included: if the child fails, its last line is the reason in the error below.
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_PATIENCE_S
         )

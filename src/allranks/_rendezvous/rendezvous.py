@@ -87,6 +87,7 @@ def join(
     """
     if store is not None and init_method is not None:
         raise UsageError(f"init_method={init_method!r} and store= are both set. Expected only one of them.")
+    # First: variables of an outer job must not determine the rank.
     if isinstance(environ, MutableMapping):
         leave_outer_job(environ, rank, world_size)
     began = time.monotonic()

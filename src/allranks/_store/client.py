@@ -95,6 +95,7 @@ class StoreClient(Store):
                 one side uses TLS, one side rejects the other's certificate, or an ALLRANKS_TLS_ variable is wrong.
         """
         client = cls(address, secret, timeout_s)
+        # The first connection is made here, so that a wrong address or secret is reported by this call.
         client._idle.append(client._dial(time.monotonic() + timeout_s, retry, on_failure))
         return client
 
@@ -134,6 +135,7 @@ class StoreClient(Store):
         try:
             reply = decode_reply(line.ask(payload, deadline))
             kept = True
+        # Before the clause for OSError, which is its base class.
         except builtins.TimeoutError:
             raise TimeoutError(
                 f"{self} did not answer for {time.monotonic() - began:.1f} s.\n"

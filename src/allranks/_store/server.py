@@ -153,6 +153,7 @@ class StoreServer:
         except ConfigError:
             bound.close()
             raise
+        # The name of an unbound unix socket is empty, hence IndexError.
         except (OSError, IndexError) as error:
             bound.close()
             raise ConfigError(f"Cannot listen on the socket that was passed: {reason(error)}.") from None
@@ -388,6 +389,7 @@ class StoreServer:
     def _frame(self, reply: Reply) -> bytes:
         # All ranks request the same large values. One frame serves all of them, even if they read it slowly.
         value = reply.values[0] if isinstance(reply, FoundValues) and len(reply.values) == 1 else None
+        # The identity suffices: the table returns the same object until the key is set again.
         if value is not None and value is self._last[0]:
             return self._last[1]
         payload = encode(reply)

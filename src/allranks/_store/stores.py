@@ -219,6 +219,7 @@ class Store(abc.ABC):
         Raises:
             TimeoutError: Not all callers entered in time.
         """
+        # The names of the keys are those of torchelastic's barrier.
         if self.add(f"{key}/num_members", 1) == world_size:
             # One key releases all callers, so none of them polls the counter.
             self.set(f"{key}/last_member", b"")

@@ -129,6 +129,7 @@ def ask(job: RunningJob, question: Question, timeout_s: float = 10.0) -> JobAnsw
 def _read(connection: socket.socket, deadline: float) -> Iterator[bytes]:
     total = 0
     while total < _MOST_BYTES:
+        # Not 0, which would make the socket non-blocking.
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         data = connection.recv(1 << 16)
         if not data:

@@ -90,6 +90,7 @@ def recorder(rank: int = 0, world_size: int = 1, host: str = "") -> _core.Record
     without a record, and None is returned.
     """
     global _recorder, _reader, _made, _owner, _file
+    # Held while the recorder is created, because threads can create the first groups simultaneously.
     with _lock:
         if _made != forks():
             # `_made` is set before the attempt: after a failure, the next group neither tries nor warns again.
@@ -182,6 +183,7 @@ def switched_off() -> Iterator[None]:
 
 def reader() -> TraceReader | None:
     """Return a reader of this process's record. None if nothing is recorded."""
+    # In a forked child, the mapping does not exist (MADV_DONTFORK), and a read would raise SIGSEGV.
     return _reader if _made == forks() else None
 
 

@@ -115,8 +115,10 @@ class _Watcher:
                 states[rank] = _far_state(self._peers[rank], mine, numbers[place])
         found = diagnose(states.values())
         # A rank on another host may have no known state.
+        # A rank that reads standard input waits for the user, for example in a debugger.
         late = tuple(rank for rank in found.late if rank in states and not states[rank].reads_stdin)
         found = replace(found, late=late)
+        # With the limit, so that the same wait is reported again after the next limit.
         key = (*found.key(), limit_s)
         if (not late and not found.circles) or key in self._told:
             return

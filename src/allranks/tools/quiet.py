@@ -51,6 +51,7 @@ def before() -> Conditions:
     waited = None
     try:  # a kernel may have the file but refuse to read it
         some = dict(part.split("=") for part in pressure.read_text().splitlines()[0].split()[1:])
+        # avg60: percent of the last 60 s, as for the load average of one minute.
         waited = float(some["avg60"]) / 100
     except OSError:
         pass

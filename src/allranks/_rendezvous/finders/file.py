@@ -114,6 +114,7 @@ class FileFinder(ServedFinder):
         try:
             if self._written is None:
                 self._was_there = path.exists() and path.stat().st_size == 0
+            # Only this user may read the file, because it contains the secret of the store.
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(msgspec.json.encode(endpoint))
             # A rename, so that a searching rank never reads an incomplete record.

@@ -150,6 +150,7 @@ def shared_memory() -> Finding:
     """Map and write anonymous shared memory, as the ranks of the native engine do."""
     began = time.perf_counter()
     try:
+        # The same system call as in the native engine, which does not use /dev/shm.
         descriptor = os.memfd_create("allranks-doctor")
     except OSError as error:
         return fail(f"memfd_create: {error.strerror}", "Allow this system call (seccomp profile of the container)")
