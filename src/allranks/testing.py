@@ -189,6 +189,7 @@ def _rank_main(
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # multiprocessing's fork server ignores Ctrl-C
     separate_from_siblings()  # the fork server has imported torch once for all ranks
+    # A child of the fork server has the environment of the moment in which that server started.
     os.environ.update(environ)
     sys.path[:] = path
     with open(stacks, "w") as file:

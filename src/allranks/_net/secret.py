@@ -83,6 +83,7 @@ def own_secret(environ: Mapping[str, str] = os.environ) -> Path:
 def _make_secret(path: Path) -> None:
     path.parent.parent.mkdir(parents=True, exist_ok=True)
     path.parent.mkdir(mode=0o700, exist_ok=True)
+    # With random digits, because processes of hosts with a common home may have equal pids.
     draft = path.with_name(f"secret.{os.getpid()}.{os.urandom(4).hex()}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

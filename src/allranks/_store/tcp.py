@@ -155,6 +155,7 @@ class TCPStore(Store):
             UsageError: The timeout is neither a timedelta nor a number.
         """
         super().set_timeout(timeout)
+        # The client limits every request by its own timeout, so both must agree.
         self._client.timeout_s = self.timeout_s
 
     def clone(self) -> TCPStore:

@@ -49,6 +49,7 @@ class QuietClock:
         limit_s = next_limit(first_s, self._told_s)
         if now - self._since < limit_s:
             return None
+        # Set even if no call is in progress, so that the record is searched once per limit and not every second.
         self._told_s = limit_s
         waits = [call for call in reader.open_calls() if not call.async_op or call.awaited]
         return (waits[0], limit_s) if waits else None

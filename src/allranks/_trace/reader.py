@@ -216,7 +216,9 @@ class RecordedCall:
 
 def memory_bytes(records: int, members: int) -> int:
     """Return the size of the memory for the given numbers of records and ranks, without loading the core."""
+    # The same sizes as in core/trace/recorder.cc. `memory._given` compares the size of the agent's memory with them.
     room = 1 << (8 * members + 1024 - 1).bit_length()
+    # The header, whose size a static_assert in core/trace/layout.h fixes.
     size = 320
     for entry_bytes, entries in zip(_SIZES[:3], (_TABLES[0], room, _TABLES[1]), strict=True):
         size += -(-entry_bytes * entries // 4096) * 4096

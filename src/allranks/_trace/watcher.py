@@ -194,6 +194,7 @@ _made = -1
 def watch(group: _Group, me: int, peers: Callable[[], Iterable[WatchedPeer]], notice_s: float) -> None:
     """Watch the calls of a group. The first group of a process starts the thread."""
     global _watcher, _made
+    # An agent reports waits itself, so a second report from the ranks would be redundant.
     if memory.has_agent or notice_s <= 0 or memory.reader() is None:
         return
     # A forked child has a copy of the parent's watcher, but not its thread.

@@ -174,6 +174,7 @@ class ServedFinder(Finder):
         """
 
     def find(self) -> Store:
+        # Rank 0 is a client of its own server, so all ranks run the same protocol.
         address = self.server.here if self.server is not None else self.locate()
         return self.dial(address, self.secret)
 
