@@ -242,6 +242,7 @@ def _load(name: str) -> Any:
         return _module(name)
     if name in _MODULE_OF:
         value = getattr(_module(_MODULE_OF[name]), name)
+        # Later accesses find the name directly, and do not call `__getattr__`.
         globals()[name] = value
         return value
     if name in _TORCHS_MODULES:

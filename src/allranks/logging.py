@@ -73,11 +73,13 @@ def configure(
     if console == "all" or (console == "0" and (who == 0 or isinstance(who, str))):
         made.append(_console(f"[{socket.gethostname()}:{who}] " if console == "all" else ""))
     root = logging.getLogger()
+    # The new handlers exist by now: if the file cannot be opened, the earlier setup remains.
     for old in [handler for handler in root.handlers if getattr(handler, "of_allranks", False)]:
         root.removeHandler(old)
         old.close()
     for handler in made:
         handler.of_allranks = True  # type: ignore[attr-defined]
+        # A filter of a handler also sees the records of other loggers. A filter of the root logger does not.
         handler.addFilter(partial(_sign, who, socket.gethostname()))
         root.addHandler(handler)
     root.setLevel(level.upper() if isinstance(level, str) else level)
@@ -93,6 +95,7 @@ class _RankFile(logging.FileHandler):
 
 def _console(before: str) -> logging.Handler:
     """Return the handler for stderr: colored on a terminal; otherwise (batch jobs) one line per record."""
+    # The text becomes a part of a %-format.
     before = before.replace("%", "%%")
     if not sys.stderr.isatty():
         plain = logging.StreamHandler()
@@ -120,6 +123,7 @@ def _sign(rank: int | str, host: str, record: logging.LogRecord) -> bool:
 
 def _watch_exceptions() -> None:
     """Log the exceptions that end this process or one of its threads, and then call the previous hooks."""
+    # A repeated `configure` must not chain the hook to itself, which would log every exception twice.
     if not isinstance(sys.excepthook, partial) or sys.excepthook.func is not _log_and_go_on:
         sys.excepthook = partial(_log_and_go_on, sys.excepthook)
     if not isinstance(threading.excepthook, partial) or threading.excepthook.func is not _log_thread_and_go_on:

@@ -113,6 +113,7 @@ def start_processes(
         # Processes that outlive an interrupted join may still write their error files. multiprocessing joins them at
         # exit.
         clean = multiprocessing.util.Finalize(None, _unlink, (started.error_files,), exitpriority=-1)
+        # After the fork, which must not happen while another thread may hold a lock.
         server.start()
     except BaseException:
         server.close()

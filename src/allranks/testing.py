@@ -69,6 +69,7 @@ def run_ranks(
     Cost:
         about 20 ms for each rank, and 1 s once, for the process from which they are forked.
     """
+    # A fork of the test process itself would copy locks that its other threads may hold.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     payload = pickling.dumps((fn, args))
@@ -94,6 +95,7 @@ def run_ranks(
                 target=_rank_main, args=(payload, environ, sender, stacks, init, timeout_s, sys.path), daemon=False
             )
             process.start()
+            # While the parent has this end open, the exit of the rank is not visible as the end of the pipe.
             sender.close()
             pipes[receiver] = rank
             processes.append(process)
@@ -167,6 +169,7 @@ def _hang_report(
 
 def _stop(processes: list[mp.context.ForkServerProcess]) -> None:
     for process in processes:
+        # Seconds in which a rank that has sent its result can exit normally.
         process.join(0.2 if process.exitcode is None else None)
         if process.exitcode is None:
             process.kill()
@@ -186,6 +189,7 @@ def _rank_main(
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # multiprocessing's fork server ignores Ctrl-C
     separate_from_siblings()  # the fork server has imported torch once for all ranks
+    # A child of the fork server has the environment of the moment in which that server started.
     os.environ.update(environ)
     sys.path[:] = path
     with open(stacks, "w") as file:

@@ -254,6 +254,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     recording = memory.record_in(Path(path))
     with contextlib.ExitStack() as ends:
+        # First on the stack, so that it also runs if a follower fails to start, and after the followers have stopped.
         ends.callback(recording.stop)
         for follow in memory.followers:
             ends.callback(follow(Path(path).absolute()))

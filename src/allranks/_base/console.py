@@ -96,9 +96,11 @@ def _run(name: str, command: Callable[[], int | Program]) -> int | Program:
             try:
                 ended = command()
             except SystemExit as error:  # argparse has printed help, or the arguments are wrong
+                # The code can be a text, which means a failure as in `sys.exit(text)`.
                 ended = error.code if isinstance(error.code, int) else int(error.code is not None)
             if isinstance(ended, int):
                 put("")  # flushes stdout, so that a failure is reported here and not at exit
+        # Some of these errors are OSErrors, too, but they are no refusals of the system.
         except AllranksError:
             raise
         except (OSError, MemoryError) as error:
@@ -266,6 +268,7 @@ def _ended_by_ctrl_c(name: str) -> Iterator[None]:
 def interruptible() -> Iterator[None]:
     """Make Ctrl-C raise KeyboardInterrupt in this block of a command, so that the command can clean up."""
     before = signal.getsignal(signal.SIGINT)
+    # Python sets handlers in the main thread only. SIG_IGN is not callable: an ignored SIGINT (nohup) stays ignored.
     mine = threading.current_thread() is threading.main_thread() and callable(before)
     if mine:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -358,6 +358,7 @@ class RemoteError(_OfRankError):
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[type[RemoteError], tuple[str, int, str, str, str]]:  # type: ignore[override]
+        # Not `type(self)`: that class may be made at run time from two classes, and pickle cannot import it.
         return RemoteError, (str(self), self.rank, self.operation, self.line, self.traceback)
 
 

@@ -31,6 +31,7 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
         OSError: The file cannot be read, or is longer than ``LIMIT``.
     """
     with open(path, "rb") as file:
+        # One byte more than the limit detects a longer file. The size of a pipe is unknown.
         content = file.read(LIMIT + 1)
     if len(content) > LIMIT:
         raise OSError(errno.EFBIG, f"it is longer than {LIMIT >> 20} MiB", os.fspath(path))

@@ -43,6 +43,7 @@ class Follower(Protocol):
 
 
 _forks = 0
+# Weak, so that the registration does not keep a socket open that its owner has dropped.
 _descriptors: weakref.WeakSet[Socket | Descriptor] = weakref.WeakSet()
 _followers: weakref.WeakSet[Follower] = weakref.WeakSet()
 
@@ -127,11 +128,13 @@ class Socket(socket.socket):
         if timeout != 0:
             poll = select.poll()
             poll.register(self, select.POLLIN)
+            # In milliseconds. At least 1, because a rounded 0 would not wait.
             if not poll.poll(None if timeout is None else max(1, timeout * 1000)):
                 raise TimeoutError("timed out")
         with guard:
             fd, address = self._accept()  # type: ignore[attr-defined]
             accepted = Socket(self.family, self.type, self.proto, fileno=fd)
+        # As in `socket.accept`: on some systems, an accepted socket inherits non-blocking mode from the listener.
         if timeout:
             accepted.setblocking(True)
         return accepted, address
@@ -175,6 +178,7 @@ def _in_child() -> None:
     _descriptors.clear()
     for follower in tuple(_followers):
         follower.abandon()
+    # The child's only thread is a copy of the thread that acquired `guard` before the fork.
     guard.release()
 
 

@@ -33,6 +33,7 @@ _ADVICE = {
 def reason(error: BaseException) -> str:
     """Return the system's text of an error, in a few words."""
     if isinstance(error, builtins.TimeoutError):
+        # A timeout of a socket has no error number and no system text.
         return "no answer"
     return str(getattr(error, "strerror", None) or error).lower()
 
@@ -42,6 +43,7 @@ def refusal(what: str, error: OSError | MemoryError) -> str:
     if isinstance(error, MemoryError):
         error = OSError(errno.ENOMEM, "out of memory")
     why = (error.strerror or str(error)).lower()
+    # `filename` of an OSError can also be a descriptor.
     path = f" ({error.filename})" if isinstance(error.filename, str) and error.filename else ""
     advice = _ADVICE.get(error.errno or 0, "")
     return f"{what}: {why}{path}" + (f".\n  {advice}" if advice else "")

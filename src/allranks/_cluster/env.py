@@ -300,6 +300,7 @@ def parse_seconds(text: str) -> float:
     Raises:
         ValueError: The text is not a duration.
     """
+    # Without ASCII, \d also matches the digits of other scripts.
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([smh]?)", text, re.ASCII)
     if match is None:
         raise ValueError(f"{text!r} is not a time (30 or 30s, 5m, 2h)")

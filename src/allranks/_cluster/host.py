@@ -126,8 +126,10 @@ def _cgroup_quota(root: Path, membership: Path) -> float:
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and "cpu" not in controllers.split(","):
             continue
+        # Version 1 has one mount per set of controllers, named like the set (cpu,cpuacct) or only cpu.
         top = root / (controllers if (root / controllers).is_dir() else "cpu") if controllers else root
         place = top / path.lstrip("/")
+        # The quota of an ancestor limits all its descendants together.
         for folder in (place, *place.parents):
             if not folder.is_relative_to(top):
                 break
@@ -188,6 +190,7 @@ def _read_drivers(root: Path) -> dict[str, int | None]:
         except OSError:
             continue
         if match is not None:
+            # sysfs writes PCI addresses in lower case.
             node = read_numbers(root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node")
             found[match[1]] = node[0] if node else None
     return found

@@ -199,6 +199,7 @@ def _expand(item: str, text: str, source: str) -> Iterable[str]:
         return [item]
     inner, _, after = rest.partition("]")
     numbers, tails = _numbers(inner, text, source), list(_expand(after, text, source))
+    # Before the product is built, because two short ranges can have a huge product.
     _limit(len(numbers) * len(tails), source)
     return [before + number + tail for number in numbers for tail in tails]
 
@@ -210,6 +211,7 @@ def _numbers(inner: str, text: str, source: str) -> list[str]:
         low, high = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(high) < int(low):
             raise ConfigError(f"{source}={text!r}: {span!r} is not a range of numbers. Expected one such as 01-03.")
+        # Before the range is expanded, for the same reason.
         _limit(len(found) + int(high) - int(low) + 1, source)
         found += [f"{number:0{len(low)}}" for number in range(int(low), int(high) + 1)]
     return found

@@ -66,6 +66,7 @@ def published_addresses(environ: Mapping[str, str] = os.environ) -> tuple[str, .
             f" {socket.gethostname()},"
             f" which has {here}. Expected the name of an interface, or a network such as 10.0.0.0/16."
         )
+    # An address can match several entries of the variable.
     return tuple(dict.fromkeys(chosen))
 
 
@@ -97,6 +98,7 @@ def fixed_machine() -> str:
     An agent that is itself a descendant of a rank keeps the identity of that rank: the rank may be the master of the
     workers that the agent starts.
     """
+    # The pid is the key of the cache, so that a forked agent does not return the value of its parent.
     return _fixed_machine(os.getpid())
 
 
@@ -166,6 +168,7 @@ def _bind(
     for address in addresses:
         listener = Socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
         listeners.append(listener)
+        # A restarted server gets its port although connections of its predecessor are in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if prepare is not None:
             prepare(listener)
@@ -196,6 +199,7 @@ def nearest_first(addresses: tuple[str, ...]) -> list[str]:
         ip = ipaddress.ip_address(address)
         return not any(ip.version == network.version and ip in network for network in networks)
 
+    # A stable sort: within both classes, the order of the publishing host (IPv4 first) remains.
     return sorted(addresses, key=is_far)
 
 
@@ -218,6 +222,7 @@ def _interfaces() -> list[_Interface]:
                 (flags,) = struct.unpack_from("H", _ask(probe, _SIOCGIFFLAGS, name))
                 if not flags & _UP or flags & _LOOPBACK:
                     continue
+                # The answer is a sockaddr_in: family and port take 4 bytes, then the address follows.
                 address = socket.inet_ntoa(_ask(probe, _SIOCGIFADDR, name)[4:8])
                 mask = socket.inet_ntoa(_ask(probe, _SIOCGIFNETMASK, name)[4:8])
             except OSError:

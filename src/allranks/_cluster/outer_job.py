@@ -100,4 +100,5 @@ def begin_inner_job(environ: MutableMapping[str, str]) -> None:
 
 
 def _values(environ: Mapping[str, str], names: tuple[str, ...]) -> list[str]:
+    # "|" separates the values in the seal.
     return [environ.get(name, "").replace("|", "") for name in names]

@@ -103,6 +103,7 @@ class TaskVariables:
             nodes=read.number(self.nodes, "The number of nodes.", 1),
         )
         context = self.more(read, context)
+        # After `more`, which reads further variables.
         return replace(context, why=read.why)
 
 

@@ -34,6 +34,7 @@ _SLOTS = 64  # for connections without proof
 _PROOF_S = 0.015
 _TLS_S = 0.1  # in the TLS handshake, which takes this thread 1 ms for each candidate
 _CERTIFIED_S = 1.0  # after the TLS handshake: the authority has signed the candidate's certificate
+# Seconds in which nothing is accepted if the system has no descriptor. Without a pause, the thread would spin.
 _PAUSE_S = 0.05
 _WARN_S = 10.0  # between two warnings: a stranger could fill the log
 
@@ -139,6 +140,7 @@ class Admission:
         """Accept connections of a listening socket, too."""
         listener.setblocking(False)
         self._listeners.append(listener)
+        # Otherwise `expire` registers it with the others.
         if self._full_until is None:
             self._watch(listener)
 
@@ -164,6 +166,7 @@ class Admission:
 
     def deadline(self) -> float | None:
         """Return when `expire` must be called, in seconds of ``time.monotonic``, or None."""
+        # The dict keeps the order of acceptance.
         oldest = next(iter(self._candidates), None)
         moments = [self._full_until, None if oldest is None else oldest.since + HANDSHAKE_S]
         return min((moment for moment in moments if moment is not None), default=None)
@@ -196,12 +199,14 @@ class Admission:
     def _accept(self, listener: socket.socket) -> None:
         if self._full_until is not None:  # became full in this turn
             return
+        # A limit per turn, so that a crowd does not keep the owner from its other connections.
         for number in range(_SLOTS):
             # No candidate is evicted before the selector has reported that a connection waits for its slot.
             if len(self._candidates) >= _SLOTS and (number or not self._evict()):
                 return
             try:
                 sock, address = listener.accept()
+            # No connection waits, or its peer has already closed it.
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:  # no free descriptor
@@ -235,6 +240,7 @@ class Admission:
                 return
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # An IPv6 listener shows IPv4 clients with this prefix.
             name = str(address[0]).removeprefix("::ffff:")
         tls = None if local or self.context is None else Tls(self.context, server_side=True)
         candidate = UnprovedPeer(sock, name, self._handshake(), tls)
@@ -278,6 +284,7 @@ class Admission:
                 raise ConnectionResetError("it closed the connection")
             candidate.decoder.feed(data if candidate.tls is None else self._unseal(candidate, candidate.tls, data))
             while (frame := candidate.decoder.next()) is not None:
+                # Read after the decoding, because TLS knows it only then.
                 channel = b"" if candidate.tls is None else candidate.tls.channel
                 answer = candidate.handshake.step(frame, channel)
                 if answer is None:
@@ -301,6 +308,7 @@ class Admission:
     def _pass_on(self, candidate: UnprovedPeer) -> None:
         self._forget(candidate)
         try:
+            # The candidate has left the selector, because the owner registers the socket itself.
             self._admit(candidate)
         except OSError as error:  # the verdict could not be sent
             _log.debug("%s: %s is dropped: %s", self._label, candidate.name, error)

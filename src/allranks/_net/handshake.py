@@ -148,6 +148,7 @@ class ServerHandshake:
             ConfigError: The client has another version, or (SecretError) another secret.
         """
         if self.begun:
+            # In constant time, so that the time does not reveal how many bytes are right.
             if not hmac.compare_digest(frame, self._expected):
                 raise SecretError(f"its secret differs from this process's; {_SHARE_SECRET}")
             return None
@@ -198,6 +199,7 @@ class ClientHandshake:
         if frame == UNKNOWN:
             raise UnknownSubject("it has not created this group yet, or has closed it")
         head, server_nonce, proof = frame[: -2 * NONCE], frame[-2 * NONCE : -NONCE], frame[-NONCE:]
+        # A server of another version sends only its head, without nonce and proof.
         self._protocol.check_version(frame if len(frame) < 2 * NONCE else head)
         nonces = self._nonce + server_nonce + channel
         expected = self._protocol.proof(self._key, b"server", self._subject, nonces)

@@ -34,10 +34,10 @@ __all__ = ["Listener", "dial"]
 
 _PROTOCOL = Protocol(b"allranks-agent/", b"1")
 _BACKLOG = 1024
-_CONNECT_S = 3.0
-_PAUSE_S = 0.05
-_REMARK_S = 10.0
-_LOST_AFTER_S = 30
+_CONNECT_S = 3.0  # seconds for one address, because another one may answer
+_PAUSE_S = 0.05  # seconds between two rounds of attempts
+_REMARK_S = 10.0  # seconds until `dial` reports once that it still waits
+_LOST_AFTER_S = 30  # seconds until the kernel reports that the other host has vanished
 
 
 class Listener:
@@ -87,6 +87,7 @@ class Listener:
     def take(self) -> list[socket.socket]:
         """Return the connections that were accepted since the last call."""
         try:
+            # Reset before the queue is emptied: a connection that arrives in between makes `wake` readable again.
             os.eventfd_read(self.wake)
         except BlockingIOError:
             return []
@@ -98,6 +99,7 @@ class Listener:
     def close(self) -> None:
         """Stop accepting, and close the connections that were not taken."""
         os.eventfd_write(self._stop.fileno(), 1)
+        # Before the sockets are closed, because the thread selects on them.
         self._thread.join()
         for sock in self._sockets:
             with suppress(OSError):  # frees the port even if another process has inherited the socket
@@ -119,6 +121,7 @@ class Listener:
         deadline = self._admission.deadline()
         ready = self._selector.select(None if deadline is None else max(0.0, deadline - time.monotonic()))
         for key, events in self._admission.in_order(ready):
+            # Only `_stop` has no callback.
             if key.data is None:
                 return False
             key.data(events)
@@ -130,6 +133,7 @@ class Listener:
         candidate.sock.settimeout(None)
         keep_alive(candidate.sock, _LOST_AFTER_S)
         self._accepted.put(candidate.sock)
+        # After the connection is in the queue, because this wakes the reader.
         os.eventfd_write(self.wake, 1)
 
     def _refuse(self, name: str, handshake: ServerHandshake | None, error: ConfigError | WireError) -> None:
@@ -165,6 +169,7 @@ def dial(
             sock: socket.socket | None = None
             try:
                 sock = _connect(address, port, min(_CONNECT_S, max(0.1, until - time.monotonic())))
+                # The caller reads the socket itself, so no byte after the verdict may be consumed here.
                 ClientStream(sock, exact=True).enter(
                     ClientHandshake(_PROTOCOL, _key(secret)), time.monotonic() + HANDSHAKE_S, HANDSHAKE_FRAME
                 )

@@ -36,7 +36,7 @@ def load_secret(environ: Mapping[str, str] = os.environ) -> bytes:
     """
     if environ.get("ALLRANKS_INSECURE", "").strip() not in ("", "0"):
         _log.warning("ALLRANKS_INSECURE is set: any process that can reach the ports of this job can join it")
-        return b"allranks: no secret"
+        return b"allranks: no secret"  # equal on all ranks, and not empty: a TCP server refuses an empty secret
     if secret := environ.get("ALLRANKS_SECRET", "").strip():
         return _checked(secret.encode(), "ALLRANKS_SECRET")
     if name := environ.get("ALLRANKS_SECRET_FILE"):
@@ -83,12 +83,13 @@ def own_secret(environ: Mapping[str, str] = os.environ) -> Path:
 def _make_secret(path: Path) -> None:
     path.parent.parent.mkdir(parents=True, exist_ok=True)
     path.parent.mkdir(mode=0o700, exist_ok=True)
+    # With random digits, because processes of hosts with a common home may have equal pids.
     draft = path.with_name(f"secret.{os.getpid()}.{os.urandom(4).hex()}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(os.urandom(32).hex() + "\n")
-        # Unlike a rename, a link leaves alone what another rank, starting at the same moment, has made.
+        # A link fails if another rank has created the secret at the same moment. A rename would replace that secret.
         with suppress(FileExistsError):
             os.link(draft, path)
     finally:
@@ -98,6 +99,7 @@ def _make_secret(path: Path) -> None:
 def _read_secret(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
+            # Of the open file: the path could lead to another file between the check and the read.
             status = os.fstat(file.fileno())
             secret = file.read(4096).strip()
     except OSError as error:

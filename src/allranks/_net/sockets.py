@@ -33,6 +33,7 @@ def keep_alive(sock: socket.socket, lost_after_s: int | None = None, *, must_rea
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if lost_after_s is None:
         return
+    # The idle time and six intervals add up to `lost_after_s`.
     interval = lost_after_s // 7
     idle = lost_after_s - 6 * interval
     for option, value in ((socket.TCP_KEEPIDLE, idle), (socket.TCP_KEEPINTVL, interval), (socket.TCP_KEEPCNT, 6)):

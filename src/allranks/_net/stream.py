@@ -99,4 +99,5 @@ class ClientStream:
         return plain
 
     def _limit_wait(self, deadline: float) -> None:
+        # A timeout of 0 would make the socket non-blocking.
         self.sock.settimeout(min(max(deadline - time.monotonic(), 0.001), LONGEST_WAIT_S))

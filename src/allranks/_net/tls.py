@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Tls", "tls_context"]
 
 _CERT, _KEY, _CA = _NAMES = ("ALLRANKS_TLS_CERT", "ALLRANKS_TLS_KEY", "ALLRANKS_TLS_CA")
-_RECORDS = (b"\x15", b"\x16")  # how a peer that speaks TLS begins: an alert, or a handshake
+_RECORDS = (b"\x15", b"\x16")  # first byte of a TLS record: an alert, or a handshake
 _OPENSSL = "see docs/security.md for the openssl commands"
 
 
@@ -56,16 +56,17 @@ def tls_context(server_side: bool, environ: Mapping[str, str] = os.environ) -> s
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
+    # Ranks dial addresses that no certificate contains. Both sides also prove the job's secret.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if server_side:
-        context.num_tickets = 0  # nobody resumes
+        context.num_tickets = 0  # no client resumes a session
     try:
         context.load_verify_locations(files[_CA])
     except ssl.SSLError as error:
         raise ConfigError(f"{_CA}={files[_CA]} holds no certificate in PEM ({_reason(error)}); {_OPENSSL}.") from None
 
-    def password() -> str:  # OpenSSL would ask at the terminal
+    def password() -> str:  # without this function, OpenSSL prompts for a password on the terminal
         raise ConfigError(
             f"{_KEY}={files[_KEY]} is encrypted. Expected a key without a password, in a file of mode 0600."
         )
@@ -115,7 +116,7 @@ class Tls:
         self._engine = context.wrap_bio(self._in, self._out, server_side)
         self._shaken = False
         self._kept = b""
-        self._answer = b""  # to a peer without TLS
+        self._answer = b""  # unencrypted reply to a peer that does not use TLS
 
     @property
     def channel(self) -> bytes:
@@ -140,7 +141,7 @@ class Tls:
             WireError: the peer speaks something else, or ended the connection.
         """
         if not self.begun:
-            if data.startswith(b"\0"):  # a frame
+            if data.startswith(b"\0"):  # a frame without TLS: handshake frames are short, so the length begins with 0
                 self._answer = pack_frame(WANTS_TLS)
                 raise TlsError(f"it does not use TLS, but this process does; {SET_TLS}")
             if not data.startswith(_RECORDS):

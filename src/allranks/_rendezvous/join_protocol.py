@@ -214,6 +214,7 @@ class Joining:
             if answer is None:
                 answer = yield from self._count()
             match answer:
+                # A server that already knows this process is that of its previous rendezvous, which is about to close.
                 case RequestDone(number) if number == 1 or not self.fresh:
                     return number
                 case RequestDone():
@@ -222,6 +223,7 @@ class Joining:
                     trouble = answer
                 case _:
                     raise self._strange(answer)
+            # Before the pause: the closing server of the previous rendezvous waits until its clients have disconnected.
             yield from self._do(Leave())
             if self._left() <= 0:
                 raise JoinError(
@@ -263,8 +265,10 @@ class Joining:
             )
         holder = yield from self._claim(f"member/{self.me.rank}", mine)
         if holder != claim:
+            # The roll call of the other ranks, which miss a rank, reports this duplicate as the likely cause.
             yield from self._ask(Set(f"{self._board}double/{self.me.rank}", mine))
             raise JoinError(_twice(holder.member, self.me))
+        # After the registration: when the counter reaches the world size, all records can be read.
         joined = yield from self._ask(Add(f"{self._board}joined", 1))
         assert isinstance(joined, RequestDone)
         # The last rank to join writes the verdict, so no other rank has to read all records.
@@ -276,6 +280,7 @@ class Joining:
             raise JoinError(verdict.error + (f"\n  Rank 0 listened {listens}." if listens else ""))
 
     def _await_verdict(self) -> Steps[_JoinVerdict]:
+        # The wait is split, because one notice is due before the timeout.
         calm_s = self.began + self.notice_s - self._now
         if calm_s < self._left():
             verdict = yield from self._wait_verdict(max(calm_s, 0.0))
@@ -287,6 +292,7 @@ class Joining:
         if verdict is None and not (yield from self._first_to("settle")):
             # One rank reads the list for all, because n ranks that each read n records would be slow. If it dies while
             # it does this, the others read the list after this wait.
+            # The other half of the grace time remains for the roll call below.
             verdict = yield from self._wait_verdict(GRACE_S / 2)
         if verdict is None:
             verdict = yield from self._roll_call(give_up=True)
@@ -320,6 +326,7 @@ class Joining:
         members = [claim.member for claim in found if claim is not None]
         missing = tuple(rank for rank, claim in enumerate(found) if claim is None)
         if not missing:
+            # Before the verdict: a rank that has received the verdict may read the table immediately.
             yield from self._ask(Set(f"{self._board}{TABLE.rpartition('/')[2]}", _pack_members(members)))
             return (yield from self._settle(_JoinVerdict()))
         if not give_up:
@@ -354,6 +361,7 @@ class Joining:
         return _verdict(answer)
 
     def _fail(self, kind: type[JoinError | ConfigError], error: str) -> Steps[None]:
+        # The other ranks receive this verdict, and fail now and not at the timeout.
         yield from self._settle(_JoinVerdict(error))
         raise kind(error)
 
@@ -451,6 +459,7 @@ def exchange(place: str, rank: int, size: int, record: bytes, timeout_s: float) 
         return found.values
 
     yield from ask(Set(keys[rank], record))
+    # After the record: when the counter reaches the size, all records can be read.
     posted = yield from ask(Add(f"{place}posted", 1))
     if posted == RequestDone(size):
         rows = yield from gather()
@@ -458,6 +467,7 @@ def exchange(place: str, rank: int, size: int, record: bytes, timeout_s: float) 
         answer = yield from ask(WaitForKeys([f"{place}all"], min(timeout_s, LONGEST_WAIT_S), True))
         if isinstance(answer, FoundValues) and answer.values[0] is not None:
             return msgspec.msgpack.decode(answer.values[0], type=list[bytes])
+        # The last rank may have died between its count and the combined record, so each rank checks the records itself.
         rows = yield from gather()
     missing = [r for r, row in enumerate(rows) if row is None]
     if missing:

@@ -71,6 +71,7 @@ class JobMeeting:
         Raises:
             TimeoutError: Ranks did not arrive in time. The message names them.
         """
+        # Keys are never reused. All ranks call `exchange` in the same order, so their counters agree.
         prefix = f"exchange/{next(self._times)}/"
         steps = exchange(prefix, self.rank, self.world_size, record, timeout_s)
         return drive(steps, self.store._ask)  # type: ignore[arg-type]

@@ -68,6 +68,7 @@ class PmiBoard:
 
     def read(self, patience_s: float) -> str | None:
         """Wait until all ranks have called this, and return the text. None if the time is over: call again."""
+        # PMI counts every entry into its barrier, so a second call of `read` must not enter again.
         if not self._passed:
             self._passed = self._server.barrier(time.monotonic() + patience_s)
         if not self._passed:
@@ -98,6 +99,7 @@ class _Server:
     def barrier(self, deadline: float) -> bool:
         """Wait in the barrier. Return False if it is not complete at the deadline; the caller must then call again."""
         if not self.in_barrier:
+            # It stays set after a timeout, because PMI has no request to leave a barrier.
             self.in_barrier = True
             self._say("cmd=barrier_in")
         line = self._hear(deadline)
@@ -138,6 +140,7 @@ class _Server:
             if not data:
                 raise _trouble("it closed the connection")
             self._heard += data
+        # The rest stays for the next call. A deadline can also expire in the middle of a line.
         line, _, self._heard = self._heard.partition(b"\n")
         return line.decode(errors="replace")
 
@@ -165,6 +168,7 @@ def _connected(fd: int) -> _Server:
     global _server
     if _server is None:
         _server = _Server(fd)
+        # Hydra terminates the whole job if a process exits without "finalize".
         atexit.register(_leave, _server)
     elif _server.pid != os.getpid():
         raise ConfigError("This process was forked from a rank that uses PMI, and cannot join in place of that rank.")

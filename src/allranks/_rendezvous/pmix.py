@@ -40,6 +40,7 @@ def host_of_rank_0() -> str:
     # Isolated mode: otherwise Python would search the folder of this file, a folder of the package, for modules.
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
     try:
+        # stderr included: if the child fails, its last line is the reason in the error below.
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_PATIENCE_S
         )
@@ -84,6 +85,7 @@ def _library() -> str:
 
 def _main(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the child must not outlive the rank
+    # The rank may have exited before the request took effect.
     if os.getppid() != parent:
         return
     pmix, me, found = ctypes.CDLL(_library()), _Proc(), ctypes.POINTER(_Value)()
@@ -93,6 +95,7 @@ def _main(parent: int) -> None:
     status = pmix.PMIx_Get(ctypes.byref(root), b"pmix.hname", *nothing, ctypes.byref(found))
     if status == 0 and found.contents.type == _STRING:
         print(f"{_ANSWER}{found.contents.string.decode()}", flush=True)
+    # Also after a failed lookup, because the daemon treats a process without PMIx_Finalize as crashed.
     _check("PMIx_Finalize", pmix.PMIx_Finalize(*nothing))
     _check("PMIx_Get", status)
 

@@ -47,7 +47,7 @@ from allranks._store import HashStore, PrefixStore, Store
 
 __all__ = ["JobMeeting", "Member", "find_method", "join", "this_member"]
 
-_NOTICE_S = NOTICE_S
+_NOTICE_S = NOTICE_S  # a module variable, because tests shorten it
 _PROCESS = uuid.uuid4().hex  # together with the pid, unique among all processes in all containers; the pid alone is not
 
 
@@ -87,6 +87,7 @@ def join(
     """
     if store is not None and init_method is not None:
         raise UsageError(f"init_method={init_method!r} and store= are both set. Expected only one of them.")
+    # First: variables of an outer job must not determine the rank.
     if isinstance(environ, MutableMapping):
         leave_outer_job(environ, rank, world_size)
     began = time.monotonic()

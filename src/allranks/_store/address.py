@@ -34,6 +34,7 @@ def addresses_of(host: str, environ: Mapping[str, str] = os.environ) -> list[str
         ConfigError: ALLRANKS_IFACE matches no interface and no network of this host.
     """
     if host == "localhost":
+        # IPv4 only: clients dial 127.0.0.1 for this name, too.
         return ["127.0.0.1"]
     if _is_loopback(host):
         return [host]
@@ -78,6 +79,7 @@ def _resolve(host: str) -> list[str]:
 def _is_here(address: str) -> bool:
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         try:
+            # Linux binds only to addresses of this host, so no list of interfaces is needed.
             probe.bind((address, 0))
         except OSError:
             return False
@@ -94,6 +96,7 @@ def _look(host: str) -> str:
             try:
                 probe.bind(target)
             except OSError as error:
+                # Any other error does not show that the address belongs to another host.
                 if error.errno == errno.EADDRNOTAVAIL:
                     continue
             return ""

@@ -65,6 +65,7 @@ class StoreClient(Store):
 
     def abandon(self) -> None:
         """Forget the parent's connections in a forked child. The child's first request opens a new one."""
+        # A thread that does not exist in the child may have held the old lock. The fork has closed the old sockets.
         self._lock = threading.Lock()
         self._idle: list[ClientStream] = []
         self._busy: set[ClientStream] = set()
@@ -94,6 +95,7 @@ class StoreClient(Store):
                 one side uses TLS, one side rejects the other's certificate, or an ALLRANKS_TLS_ variable is wrong.
         """
         client = cls(address, secret, timeout_s)
+        # The first connection is made here, so that a wrong address or secret is reported by this call.
         client._idle.append(client._dial(time.monotonic() + timeout_s, retry, on_failure))
         return client
 
@@ -133,6 +135,7 @@ class StoreClient(Store):
         try:
             reply = decode_reply(line.ask(payload, deadline))
             kept = True
+        # Before the clause for OSError, which is its base class.
         except builtins.TimeoutError:
             raise TimeoutError(
                 f"{self} did not answer for {time.monotonic() - began:.1f} s.\n"
@@ -159,6 +162,7 @@ class StoreClient(Store):
             line = self._idle.pop() if self._idle else None
             closed = self._closed
         if line is None and not closed:
+            # Without the lock, because an attempt can take seconds and `close` must not wait for it.
             line = self._dial(deadline)
         with self._lock:  # `close` may have run while this thread dialed
             if line is not None and not self._closed:
@@ -191,6 +195,7 @@ class StoreClient(Store):
 
     def _dial_once(self, deadline: float) -> ClientStream:
         trouble: OSError = OSError(errno.EADDRNOTAVAIL, "the host name has no address")
+        # `_dial` retries after an OSError, because the server may not have started. A wrong peer is final.
         stranger: Exception | None = None
         if self._context is None and self.address.startswith("tcp:"):
             self._context = tls_context(server_side=False)
@@ -203,6 +208,8 @@ class StoreClient(Store):
                 line.sock.connect(target)
                 check_connected(line.sock)
                 if family != socket.AF_UNIX:
+                    # Requests are small. Nagle's algorithm could delay one until the peer acknowledges the previous
+                    # packet.
                     line.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 keep_alive(line.sock)
                 line.enter(ClientHandshake(PROTOCOL, self._secret), min(deadline, now + HANDSHAKE_S), FRAME_LIMIT)
@@ -213,6 +220,7 @@ class StoreClient(Store):
                 stranger = ConfigError(str(error))
             except (WireError, ConfigError) as error:
                 stranger = error
+            # KeyboardInterrupt, for example, must not leave the socket open.
             except BaseException:
                 line.sock.close()
                 raise

@@ -53,6 +53,7 @@ __all__ = ["FileStore"]
 
 _MAGIC = b"allranks-file/1\n"
 _HEAD = struct.Struct("<II")  # bytes and CRC-32 of a record
+# Seconds between two checks of the file. Waiting callers poll, because inotify reports no writes of other hosts.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
 _LEAVING_S = 5.0  # limit of the wait for the lock when a user leaves, so that a held lock does not block its exit
 _logger = logging.getLogger("allranks.store")
@@ -96,6 +97,7 @@ class FileStore(Store):
             raise UsageError(f"world_size must be a whole number, -1 for any, not {world_size!r}")
         self._path = os.path.abspath(os.fspath(file_name))
         self._log = _Log(self._path)
+        # This record creates the file, so a wrong path is reported here and not by the first request.
         self._log.write(_Came(), self.timeout_s)
         self._use = _Use()
         self._finalizer = weakref.finalize(self._use, self._log.leave, world_size)
@@ -123,11 +125,14 @@ class FileStore(Store):
         if not self._finalizer.alive:
             raise StoreLostError(f"{self}: this store was closed.")
         if isinstance(request, Peek | ListNames | Length):
+            # Readers take a shared lock, so they do not block each other.
             return self._log.read(request, self.timeout_s)
         if not isinstance(request, WaitForKeys | Pop):
             return self._log.write(request, self.timeout_s)
         deadline = time.monotonic() + request.timeout_s
+        # A wait repeats an immediate request. If it slept with the lock, no other process could set the key.
         at_once = msgspec.structs.replace(request, timeout_s=0.0)
+        # A pop removes a value, so it is a record and needs the exclusive lock.
         carry_out = self._log.read if isinstance(request, WaitForKeys) else self._log.write
         pause_s = _PAUSE_S
         while True:
@@ -202,7 +207,11 @@ class _Log:
             with self._open(fcntl.LOCK_EX, _LEAVING_S) as file:
                 self._catch_up(file)
                 self._append(file, encode(_Left()))
+                # Departures count, too: no user may be present between the departure of the first and the arrival of
+                # the second.
                 if self._users == 0 and 0 < world_size <= self._left:
+                    # Removed under the lock: a process that waits for the lock then sees in `_open` that the name is
+                    # gone.
                     os.unlink(self._path)
         except (StoreLostError, TimeoutError) as error:  # the file was removed, or another process holds its lock
             _logger.debug("%s", error)
@@ -214,6 +223,7 @@ class _Log:
         first = self._inode is None
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if first else 0)
         began = forks()
+        # Threads exclude each other here: two readers hold the shared lock of the file, but replay into one table.
         with self._lock:
             while True:
                 try:
@@ -226,6 +236,7 @@ class _Log:
                 try:
                     self._acquire(file, lock, deadline, patience_s)
                     inode = os.fstat(file.fileno()).st_ino
+                    # Checked with the lock held, because a last user holds it while it removes the file.
                     if self._is_named(inode):
                         if self._inode not in (None, inode):
                             raise StoreLostError(f"FileStore({self._path}): another file has replaced the file.")
@@ -256,6 +267,7 @@ class _Log:
             return False
 
     def _acquire(self, file: Descriptor, lock: int, deadline: float, patience_s: float) -> None:
+        # Seconds. A request holds the lock for about 0.1 ms.
         pause_s = 0.0001
         while True:
             try:
@@ -285,6 +297,7 @@ class _Log:
         reply: Reply = RequestDone()
         at = 0
         if self.position == 0:
+            # Compares only the bytes that exist: the first writer may have been killed within the magic number.
             if bytes(data[: len(_MAGIC)]) != _MAGIC[: len(data)]:
                 raise ConfigError(f"{self._path} is not the file of a FileStore. Expected a new or empty file.")
             at = len(_MAGIC)
@@ -317,6 +330,8 @@ class _Log:
             self._users -= 1
             self._left += 1
         else:
+            # Replayed requests have a timeout of 0, so none waits. Exactly one reply is due, and the time is
+            # irrelevant.
             [(_, reply)] = self._table.handle(None, request, 0.0)
             return reply
         return RequestDone()

@@ -55,6 +55,7 @@ class _Peer:
         self.name = candidate.name
         self.tls = candidate.tls
         self.decoder = candidate.decoder
+        # Until the proof, the decoder accepts only frames as large as those of a handshake.
         self.decoder.limit = FRAME_LIMIT
         self.out = memoryview(b"")
         self.events = selectors.EVENT_READ
@@ -110,6 +111,7 @@ class StoreServer:
         name = name or f"allranks-{os.urandom(16).hex()}"
         listener = Socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            # An abstract name: no file remains if the process is killed.
             listener.bind("\0" + name)
         except OSError as error:
             listener.close()
@@ -151,6 +153,7 @@ class StoreServer:
         except ConfigError:
             bound.close()
             raise
+        # The name of an unbound unix socket is empty, hence IndexError.
         except (OSError, IndexError) as error:
             bound.close()
             raise ConfigError(f"Cannot listen on the socket that was passed: {reason(error)}.") from None
@@ -194,6 +197,7 @@ class StoreServer:
 
         All clients see the values that are set before ``start``.
         """
+        # Only the thread may use the table. Appending to a deque is atomic.
         self._given.append((key, value))
         if self._thread is not None:
             os.eventfd_write(self._wake.fileno(), 1)
@@ -237,6 +241,7 @@ class StoreServer:
         addresses = published_addresses()
         if not addresses or not self._secret:
             raise ConfigError(f"host {socket.gethostname()} has no network address that other hosts can reach.")
+        # Set before the listeners are passed on, so that no connection is accepted without TLS.
         self._context = tls_context(server_side=True)
         self._more = tuple(_listen(addresses, 0))
         where = [_tcp_address(*listener.getsockname()[:2]) for listener in self._more]
@@ -250,12 +255,14 @@ class StoreServer:
         """
         if self._stop_at is not None or self._forks != forks():
             return
+        # Set before the wake-up, which makes the thread check it.
         self._stop_at = time.monotonic() + linger_s
         if self._thread is not None:
             os.eventfd_write(self._wake.fileno(), 1)
             self._thread.join()
         else:
             self._stop_listening()
+        # After the join, because the thread uses the listeners and the eventfd until it exits.
         for listener in (*self._listeners, *self._more):
             listener.close()
         self._wake.close()
@@ -269,14 +276,18 @@ class StoreServer:
     def _run(self) -> None:
         with self._selector:
             try:
+                # First, so that every client sees the values that were set before `start`.
                 self._take_given()
                 while self._stop_at is None:
                     self._turn()
                 # The shutdown in `_stop_listening` also ends an `accept` of a process that shares the socket after a
                 # fork. It frees the port even though that process has the socket open.
                 self._admission.stop()
+                # No code reads the eventfd from here on. While it is readable, `select` would not sleep.
                 self._selector.unregister(self._wake)
                 self._stop_listening()
+                # A candidate that has begun its handshake is a late client. An idle connection may belong to any
+                # program.
                 while time.monotonic() < self._stop_at and (self._peers or self._admission.has_begun()):
                     self._turn()
             finally:
@@ -299,6 +310,7 @@ class StoreServer:
         while self._given:
             key, value = self._given.popleft()
             due = self._table.handle(self, Set(key, value), time.monotonic())
+            # The server is the client of this request, and needs no reply.
             self._reply([(who, reply) for who, reply in due if who is not self])
 
     def _stop_listening(self) -> None:
@@ -312,18 +324,21 @@ class StoreServer:
         ready = self._selector.select(None if first is None else max(0.0, first - time.monotonic()))
         for key, events in self._admission.in_order(ready):
             key.data(events)
+        # After the events: a value that arrives just before the deadline still completes the wait.
         now = time.monotonic()
         self._reply(self._table.expire(now))
         self._admission.expire(now)
 
     def _admit(self, candidate: UnprovedPeer) -> None:
         peer = _Peer(candidate)
+        # Before the verdict is sent, because `_flush` changes the registration if the socket's buffer is full.
         self._selector.register(peer.sock, peer.events, lambda events: self._progress(peer, events))
         self._peers[peer] = None
         self._send(peer, pack_frame(PROVED))
         self._receive(peer, b"")  # the decoder may already hold a request that arrived with the proof
 
     def _progress(self, peer: _Peer, events: int) -> None:
+        # The peer may have been dropped earlier in this turn, or by the flush.
         if events & selectors.EVENT_WRITE and peer in self._peers:
             self._flush(peer)
         if events & selectors.EVENT_READ and peer in self._peers:
@@ -374,6 +389,7 @@ class StoreServer:
     def _frame(self, reply: Reply) -> bytes:
         # All ranks request the same large values. One frame serves all of them, even if they read it slowly.
         value = reply.values[0] if isinstance(reply, FoundValues) and len(reply.values) == 1 else None
+        # The identity suffices: the table returns the same object until the key is set again.
         if value is not None and value is self._last[0]:
             return self._last[1]
         payload = encode(reply)
@@ -407,6 +423,7 @@ class StoreServer:
         if events != peer.events:
             peer.events = events
             try:
+                # If the kernel refuses (no memory), only this client is dropped.
                 self._selector.modify(peer.sock, events, lambda events: self._progress(peer, events))
             except OSError as error:
                 self._drop(peer, str(error))
@@ -450,6 +467,7 @@ def _port_holder(port: int) -> str:
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for line in table.read_text().splitlines()[1:] if table.exists() else ():
             fields = line.split()
+            # 0A is the state LISTEN. Field 9 is the inode of the socket, to which links in /proc/PID/fd refer.
             if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
                 sockets.add(f"socket:[{fields[9]}]")
     for pid in filter(str.isdecimal, os.listdir("/proc")) if sockets else ():

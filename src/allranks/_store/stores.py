@@ -219,7 +219,9 @@ class Store(abc.ABC):
         Raises:
             TimeoutError: Not all callers entered in time.
         """
+        # The names of the keys are those of torchelastic's barrier.
         if self.add(f"{key}/num_members", 1) == world_size:
+            # One key releases all callers, so none of them polls the counter.
             self.set(f"{key}/last_member", b"")
         self.wait([f"{key}/last_member"], timeout)
 
@@ -229,6 +231,7 @@ class Store(abc.ABC):
 
     def clone(self) -> Self:
         """Return another object for the same store, with a separate timeout. Threads do not need one."""
+        # Without `__init__`, which would count as one more user, or start or join a server.
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
@@ -287,6 +290,7 @@ class HashStore(Store):
         return "Only this process can read its values. For several processes, use a TCPStore or a FileStore."
 
     def _ask(self, request: Request) -> Reply:
+        # A new identity for each request, so that threads that share the store wait separately.
         who = object()
         with self._changed:
             due = self._table.handle(who, request, time.monotonic())
@@ -302,6 +306,7 @@ class HashStore(Store):
                     self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
                     due = self._table.expire(time.monotonic())
             finally:
+                # KeyboardInterrupt can end the wait. A pop that stays in the table would take a later value.
                 self._table.forget(who)
                 self._replies.pop(who, None)
 
@@ -367,6 +372,7 @@ class ForeignStore(Store):
         try:
             return self._call(request)
         except RuntimeError as error:
+            # Not imported: this module works without torch, and only a loaded torch can raise the error.
             torchs = getattr(sys.modules.get("torch.distributed"), "DistNetworkError", None)
             if torchs is None or not isinstance(error, torchs):
                 raise
@@ -388,6 +394,7 @@ class ForeignStore(Store):
             case CompareSet(key, expected, desired):
                 return FoundValues([bytes(self._method("compare_set")(key, expected, desired))])
             case Peek(keys):
+                # Checked first, because torch's `get` waits for an absent key.
                 return FoundValues([bytes(self._store.get(key)) if self._store.check([key]) else None for key in keys])
             case ListNames(prefix):
                 return FoundNames([key for key in self._method("list_keys")() if key.startswith(prefix)])

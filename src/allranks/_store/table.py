@@ -108,6 +108,7 @@ class KeyTable:
             _, _, who, parked = heapq.heappop(self._deadlines)
             if self._parked.get(who) is parked:  # entries of requests that have ended stay in the heap
                 self.forget(who)
+                # At most 20 names: they are for an error message, and a request can wait for thousands of keys.
                 due.append((who, WaitTimedOut(sorted(parked.missing)[:20])))
         return due
 
@@ -139,6 +140,7 @@ class KeyTable:
             number = int(self._values.get(key) or b"0") + amount
         except ValueError:
             return [(who, RequestFailed(f"add({key!r}): its value is not a whole number"))]
+        # torch's counters are 64-bit integers.
         if not -(1 << 63) <= number < 1 << 63:
             return [(who, RequestFailed(f"add({key!r}): the sum {number} does not fit into 64 bits"))]
         return [(who, RequestDone(number)), *self._put(key, b"%d" % number)]
@@ -156,6 +158,7 @@ class KeyTable:
         for who in tuple(self._waiters.get(key, ())):
             parked = self._parked[who]
             request = parked.request
+            # Checked for each waiter, because the previous one may have taken the last value of the queue.
             if key in self._queues if isinstance(request, Pop) else self._is_there(key, request.values):
                 del self._waiters[key][who]
                 parked.missing.discard(key)

@@ -116,8 +116,10 @@ class TCPStore(Store):
         lease = _Lease.take(host_name, port, secret, multi_tenant, master_listen_fd) if is_master else None
         address = f"tcp:[{host_name}]:{port}" if ":" in host_name else f"tcp:{host_name}:{port}"
         try:
+            # The master dials its own listener, which works even if the name service does not answer.
             self._client = StoreClient.connect(lease.server.here if lease else address, secret, self.timeout_s)
         except BaseException:
+            # Otherwise the server keeps the port, although no store refers to it.
             if lease is not None:
                 lease.release()
             raise
@@ -153,6 +155,7 @@ class TCPStore(Store):
             UsageError: The timeout is neither a timedelta nor a number.
         """
         super().set_timeout(timeout)
+        # The client limits every request by its own timeout, so both must agree.
         self._client.timeout_s = self.timeout_s
 
     def clone(self) -> TCPStore:
@@ -174,6 +177,7 @@ class TCPStore(Store):
 
     def _count(self, world_size: int, wait: bool) -> None:
         if self.add(_WORKERS, 1) == world_size:
+            # The last store sets one key, so the master waits for a key and does not poll the counter.
             self.set(_ALL_HERE, b"")
         if wait:
             try:
@@ -188,6 +192,7 @@ class TCPStore(Store):
 
 
 def _end(client: StoreClient, lease: _Lease | None, made: int) -> None:
+    # Before the server closes: it waits until all clients have disconnected, and this is one of them.
     client.close()
     if lease is not None and made == forks():  # in a forked child, the server is the parent's
         lease.release()

@@ -40,7 +40,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = Protocol(b"allranks-store/", b"4")
+PROTOCOL = Protocol(b"allranks-store/", b"4")  # version 4: verdicts of the handshake are frames
 
 FRAME_LIMIT = 16 << 20
 """The largest frame in bytes. The largest value is slightly smaller."""
@@ -141,8 +141,10 @@ def _decoder(kind: Any) -> Callable[[bytes], Any]:
         """Decode a frame. Raise msgspec.ValidationError if only an argument has a wrong type, otherwise WireError."""
         try:
             return decode(frame)
+        # A wrong argument is an error of the caller only: the server replies to it and keeps the connection.
         except msgspec.ValidationError:
             raise
+        # Invalid UTF-8 and deep nesting have their own exceptions. Uncaught, they would terminate the server's thread.
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(f"invalid message: {error}") from None
 

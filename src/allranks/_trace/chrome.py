@@ -236,6 +236,7 @@ def _profile_events(
         moved = dict(event)
         if pid == process.pid:
             moved["pid"] = place
+            # The timeline has already written these events for the process.
             if event.get("name") in ("process_name", "process_sort_index", "process_labels"):
                 continue
         else:
@@ -247,5 +248,6 @@ def _profile_events(
             wall = base + round(event["ts"] * 1e3)
             moved["ts"] = (timeline.times.of_wall(process, wall) - timeline.zero) / 1e3
         if "id" in event:
+            # The ids of different profiles, and those of the timeline's own flows, must differ.
             moved["id"] = f"profile {number}: {event['id']}"
         yield moved

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["Bounds", "ClockMap", "ClockLink", "fit", "join_clocks"]
 
-_SEGMENT_NS = 20_000_000_000
+_SEGMENT_NS = 20_000_000_000  # 20 s
 # If no line fits a segment, it is split into halves of at least this length.
 _SHORTEST_NS = 500_000_000
 _MOST_DRIFT = 600e-6  # the kernel's limit for corrections, 500 ppm, plus the tolerance of a crystal
@@ -98,6 +98,7 @@ def fit(bounds: Bounds, begin: int, end: int) -> ClockMap | None:
     """
     if not len(bounds):
         return None
+    # The fit uses differences, because times in ns since the epoch exceed the 53 bits of a float.
     base = bounds.lower[0][1]
     lower: list[_Point] = [(t - begin, value - base) for t, value in sorted(bounds.lower)]
     upper: list[_Point] = [(t - begin, value - base) for t, value in sorted(bounds.upper)]
@@ -276,7 +277,9 @@ def join_clocks(
         if (fitted := fit(found, *spans[one])) is not None:
             maps[one, other] = fitted
     links: dict[int, ClockLink] = {}
+    # Breaks ties of equal errors, because links cannot be compared.
     order = itertools.count(1)
+    # Dijkstra's algorithm: the length of a path is the sum of the errors of its maps.
     ways: list[tuple[float, int, int, ClockLink]] = [(0.0, 0, common, ClockLink())]
     while ways:
         error, _, clock, link = heapq.heappop(ways)

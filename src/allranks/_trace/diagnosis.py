@@ -138,6 +138,7 @@ def diagnose(states: Iterable[RankState]) -> Diagnosis:
         if call is not None and state.process not in _HALTED:
             waits[state.rank] = RankWait(state.rank, call, _awaited(state, call, by_rank))
     waited_for = {rank for wait in waits.values() for rank in wait.awaited}
+    # A waiting rank for which no awaited rank is known is not blocked, so it may be late itself.
     blocked = {rank for rank, wait in waits.items() if wait.awaited}
     late = tuple(sorted(waited_for - blocked))
     return Diagnosis(waits, late, tuple(_circles(waits)), by_rank)

@@ -100,6 +100,7 @@ def _new_file(folder: Path, rank: int) -> tuple[int, Path]:
     while True:
         path = folder / (f"rank-{rank}.{attempt}{_SUFFIX}" if attempt else f"rank-{rank}{_SUFFIX}")
         try:
+            # O_EXCL: ranks of two jobs may choose the same name at the same moment.
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), path
         except FileExistsError:
             attempt += 1
@@ -108,6 +109,7 @@ def _new_file(folder: Path, rank: int) -> tuple[int, Path]:
 def _kept(reader: TraceReader) -> int:
     """Return how many calls from the first on are in the file, if the later ones are missing."""
     low, high = 0, reader.count
+    # A full disk ends the recording, so the available calls are a prefix and a binary search finds its end.
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if reader.has(middle) else (low, middle - 1)

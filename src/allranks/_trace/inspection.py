@@ -49,6 +49,7 @@ class QuietClock:
         limit_s = next_limit(first_s, self._told_s)
         if now - self._since < limit_s:
             return None
+        # Set even if no call is in progress, so that the record is searched once per limit and not every second.
         self._told_s = limit_s
         waits = [call for call in reader.open_calls() if not call.async_op or call.awaited]
         return (waits[0], limit_s) if waits else None
@@ -77,6 +78,7 @@ def rank_state(rank: int, pid: int, reader: TraceReader | None, recent: int = 0,
     if reader is None:
         return RankState(rank, pid, process, now, reads_stdin=_reads_stdin(pid), usage=usage(pid, ()))
     groups = reader.groups()
+    # A call in progress that is older than the newest 256 calls is not found.
     newest = reader.last(max(256, recent))
     states = {call.index: call_state(call, groups, now) for call in newest[-max(1, recent) :]}
     under_way = [call_state(call, groups, now) for call in newest if call.returned_ns == 0]
@@ -156,9 +158,11 @@ def usage(pid: int, groups: Sequence[RecordedGroup]) -> Usage:
     commands = sum(group.totals[COMMAND].calls for group in groups if COMMAND in group.totals)
     try:
         with open(f"/proc/{pid}/stat") as file:
+            # The program's name, in parentheses, may contain spaces. After it, word 0 is field 3 (the state).
             words = file.read().rpartition(") ")[2].split()
         with open(f"/proc/{pid}/statm") as file:
             resident = int(file.read().split()[1]) * _PAGE
+        # Fields 14 and 15: user and system time, in clock ticks.
         cpu = (int(words[11]) + int(words[12])) / _TICK
     except (OSError, IndexError):  # the process has exited
         cpu, resident = 0.0, 0

@@ -94,6 +94,7 @@ def find() -> list[RunningJob]:
         for line in file:
             match = _NAME.search(line.rstrip("\n"))
             if match is not None and int(match[1]) == os.geteuid():
+                # The kernel prints the leading zero byte of an abstract name as "@".
                 found[int(match[2]), int(match[3])] = RunningJob(int(match[2]), "\0" + match[0][1:])
     return [found[key] for key in sorted(found)]
 
@@ -128,11 +129,13 @@ def ask(job: RunningJob, question: Question, timeout_s: float = 10.0) -> JobAnsw
 def _read(connection: socket.socket, deadline: float) -> Iterator[bytes]:
     total = 0
     while total < _MOST_BYTES:
+        # Not 0, which would make the socket non-blocking.
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         data = connection.recv(1 << 16)
         if not data:
             return
         total += len(data)
         yield data
+        # An answer is one line: JSON escapes line ends within strings.
         if data.endswith(b"\n"):
             return

@@ -208,6 +208,7 @@ def _runs(processes: Sequence[RecordedProcess]) -> list[GroupRun]:
         for stretches in by_rank.values():
             stretches.sort(key=lambda stretch: stretch.span())
         counts = {len(stretches) for stretches in by_rank.values()}
+        # With equal numbers on all ranks, the order of creation matches the groups, whatever their clocks show.
         if len(counts) == 1:
             together = [[stretches[i] for stretches in by_rank.values()] for i in range(counts.pop())]
         else:

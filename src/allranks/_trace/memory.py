@@ -90,8 +90,10 @@ def recorder(rank: int = 0, world_size: int = 1, host: str = "") -> _core.Record
     without a record, and None is returned.
     """
     global _recorder, _reader, _made, _owner, _file
+    # Held while the recorder is created, because threads can create the first groups simultaneously.
     with _lock:
         if _made != forks():
+            # `_made` is set before the attempt: after a failure, the next group neither tries nor warns again.
             _recorder, _reader, _made, _owner, _file = None, None, forks(), None, None
             if os.environ.get(RECORD_SWITCH, "1") == "0":
                 return None
@@ -181,6 +183,7 @@ def switched_off() -> Iterator[None]:
 
 def reader() -> TraceReader | None:
     """Return a reader of this process's record. None if nothing is recorded."""
+    # In a forked child, the mapping does not exist (MADV_DONTFORK), and a read would raise SIGSEGV.
     return _reader if _made == forks() else None
 
 
@@ -206,6 +209,7 @@ def _given(world_size: int) -> tuple[int, int] | None:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:  # this process is in a container with its own /proc
         return None
+    # The agent sized the memory for the world that it launched. The program's own world may be smaller.
     launched = os.environ.get("WORLD_SIZE", "")
     for size in (world_size, int(launched) if launched.isdecimal() else 0):
         if os.fstat(fd).st_size == memory_bytes(RECORDS, size) and not _in_use(fd):

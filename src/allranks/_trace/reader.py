@@ -65,6 +65,7 @@ OUTCOMES: Final = {
 _MAGIC = b"allrtrc\0"
 _HEADER = struct.Struct("<8sIiiiqq" + "QII" * 4 + "64s")
 _PID = struct.Struct("<i")
+# The number of records has its own cache line (64 bytes), because the rank writes it in every call.
 _COUNTERS = struct.Struct("<Q56xIII")
 _COUNTERS_AT = 192
 _GROUP = struct.Struct("<96s16sIiiIIIQQ")
@@ -215,7 +216,9 @@ class RecordedCall:
 
 def memory_bytes(records: int, members: int) -> int:
     """Return the size of the memory for the given numbers of records and ranks, without loading the core."""
+    # The same sizes as in core/trace/recorder.cc. `memory._given` compares the size of the agent's memory with them.
     room = 1 << (8 * members + 1024 - 1).bit_length()
+    # The header, whose size a static_assert in core/trace/layout.h fixes.
     size = 320
     for entry_bytes, entries in zip(_SIZES[:3], (_TABLES[0], room, _TABLES[1]), strict=True):
         size += -(-entry_bytes * entries // 4096) * 4096
@@ -244,6 +247,7 @@ class TraceReader:
     def __init__(self, data: Buffer, source: str = "memory") -> None:
         self._data = memoryview(data).cast("B")
         self._source = source
+        # The rank writes the magic number last, so a header with it is complete.
         if len(self._data) < 320 or bytes(self._data[:8]) != _MAGIC:
             raise TraceError(f"{source} is not a trace of allranks")
         head = _HEADER.unpack_from(self._data)
@@ -256,6 +260,7 @@ class TraceReader:
             if entry_bytes != size or offset + size * entries > len(self._data):
                 raise TraceError(f"{source} is damaged or truncated")
         offset, entry_bytes, entries = self._tables[3]
+        # The number of entries is a power of two, because `_calls` masks the index of a call with it.
         if entry_bytes != _RECORD.size or entries == 0 or entries & (entries - 1) or offset > len(self._data):
             raise TraceError(f"{source} is damaged or truncated")
         # A file is only as long as its records, so its table may have fewer entries than the header states.
@@ -269,6 +274,7 @@ class TraceReader:
 
     def pid(self) -> int:
         """Return the pid of the process that records in this memory at the moment."""
+        # Read again: the next program of the same rank uses the same memory.
         return int(_PID.unpack_from(self._data, 12)[0])
 
     @property
@@ -313,6 +319,7 @@ class TraceReader:
     def _call(self, at: int, index: int) -> RecordedCall | None:
         raw = bytes(self._data[at : at + _RECORD.size])
         if bytes(self._data[at : at + 8]) != raw[:8]:
+            # The rank sets the index to 0 before it replaces a record, and to the new index afterwards.
             return None  # a newer call has replaced it during the read
         found, entered, met, returned, count, number, group, site, peer, last, *kinds = _RECORD.unpack(raw)
         verb, dtype, op, purpose, outcome, flags, _ = kinds
@@ -346,6 +353,7 @@ class TraceReader:
             return ""
         if number not in self._sites:
             _, there, text = _SITE.unpack_from(self._data, self._tables[2][0] + number * _SITE.size)
+            # The text is not complete yet, so the result is not cached.
             if not there:
                 return ""
             self._sites[number] = _text(text)

@@ -64,6 +64,7 @@ def parse(text: str) -> list[tuple[str, list[Frame]]]:
     threads.reverse()  # the interpreter lists the youngest thread first, so the main thread comes last
     for number, (name, frames) in enumerate(threads):
         launcher = next((n for n, frame in enumerate(frames) if frame.file == _RANK), len(frames))
+        # With python -m, frames of runpy are between the launcher and the program.
         while launcher < len(frames) and launcher and "runpy" in frames[launcher - 1].file:
             launcher -= 1
         del frames[launcher:]

@@ -19,6 +19,7 @@ from allranks._trace.reader import COMMAND, TraceReader
 
 __all__ = ["GroupStats", "JobStats", "LateRank", "RankStats", "VerbRow", "VerbStats", "prometheus", "rank_stats"]
 
+# In a group of two, each rank arrives last in about half of the calls by chance.
 _OFTEN = {2: 2 / 3}  # by group size: a rank stands out if it arrived last in a larger share of the calls
 _OFTEN_OF_MORE = 1 / 2
 _COSTLY = 0.05  # and if this has cost at least this share of the time

@@ -33,7 +33,7 @@ __all__ = ["Arrow", "Clock", "LateInCall", "TimelineRow", "Slice", "Timeline", "
 _MESSAGES = "messages"
 _COMMANDS = "commands"
 _WAITS = "waits for workers"
-_SAME_HOST_NS = 1_000_000_000
+_SAME_HOST_NS = 1_000_000_000  # tolerance for offsets of one clock
 
 
 @dataclass(frozen=True)

@@ -84,12 +84,15 @@ class _Watcher:
             thread, self._thread = self._thread, None
             self._stop.set()
         if thread is not threading.current_thread():
+            # Outside the lock, so that other threads can add groups. Limited, because a check may wait for stacks.
             thread.join(_LOOK_S)
 
     def _offer_stacks(self) -> None:
         if self._stacks is not None:
             return
+        # Other ranks find this file by its name in /proc/PID/fd, see `_place_of`.
         self._stacks = Descriptor.of(lambda: os.memfd_create(_STACKS, os.MFD_CLOEXEC))
+        # A handler that the program has set for this signal stays in place.
         if threading.current_thread() is threading.main_thread() and signal.getsignal(DUMP) is signal.SIG_DFL:
             faulthandler.register(DUMP, self._stacks)
 
@@ -100,6 +103,7 @@ class _Watcher:
                 self._look(found[1])
 
     def _look(self, limit_s: float) -> None:
+        # A copy, because `add` may change the dict in another thread.
         states = {peer.rank: self._state(peer) for peer in list(self._peers.values()) if peer.here}
         mine = states[self._me].waiting
         if mine is None:
@@ -111,8 +115,10 @@ class _Watcher:
                 states[rank] = _far_state(self._peers[rank], mine, numbers[place])
         found = diagnose(states.values())
         # A rank on another host may have no known state.
+        # A rank that reads standard input waits for the user, for example in a debugger.
         late = tuple(rank for rank in found.late if rank in states and not states[rank].reads_stdin)
         found = replace(found, late=late)
+        # With the limit, so that the same wait is reported again after the next limit.
         key = (*found.key(), limit_s)
         if (not late and not found.circles) or key in self._told:
             return
@@ -127,6 +133,7 @@ class _Watcher:
         places = {}
         for rank in found.late:
             peer = self._peers[rank]
+            # A stopped process runs no signal handler, so it cannot write its stacks.
             if peer.here and found.states[rank].process not in ("gone", "stopped"):
                 places[rank] = _place_of(peer.pid)
         hosts = {rank: peer.host for rank, peer in self._peers.items() if not peer.here}
@@ -187,8 +194,10 @@ _made = -1
 def watch(group: _Group, me: int, peers: Callable[[], Iterable[WatchedPeer]], notice_s: float) -> None:
     """Watch the calls of a group. The first group of a process starts the thread."""
     global _watcher, _made
+    # An agent reports waits itself, so a second report from the ranks would be redundant.
     if memory.has_agent or notice_s <= 0 or memory.reader() is None:
         return
+    # A forked child has a copy of the parent's watcher, but not its thread.
     if _made != forks():
         _watcher, _made = _Watcher(me, notice_s), forks()
     assert _watcher is not None

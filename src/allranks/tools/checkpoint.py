@@ -397,6 +397,7 @@ def _difference(one: BlockReader, mine: Saved, other: BlockReader, theirs: Saved
         return ""
     if not (left.is_floating_point() or left.is_complex()):
         return f"{int((left != right).sum())} of {left.numel()} elements differ"
+    # In the tensor's own dtype, the difference could overflow or be rounded (float16).
     wide = torch.complex128 if left.is_complex() else torch.float64
     distance = (left.to(wide) - right.to(wide)).abs()
     return f"{int((distance != 0).sum())} of {left.numel()} elements differ, by up to {float(distance.max()):.6g}"
@@ -413,6 +414,7 @@ def _read(reader: BlockReader, saved: Saved) -> Tensor:
 
 def _export(options: argparse.Namespace) -> int:
     chosen, file = only_here(options.path, options.step), options.file
+    # lexists: a dangling link counts as an existing file, because writing would create its target.
     if os.path.lexists(file) and not options.force:
         raise CheckpointError(f"{file} already exists.\n  Pass --force to overwrite it.")
     try:

@@ -17,7 +17,7 @@ from allranks._base.threads import Daemon
 __all__ = ["LoopBar", "TerminalProgress"]
 
 _LONG_S = 2.0  # shorter commands show no progress
-_AGAIN_S = 0.5
+_AGAIN_S = 0.5  # seconds between two updates of the line
 _CLEAR = "\r\x1b[K"
 
 
@@ -48,6 +48,7 @@ class TerminalProgress:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread is not None:
+            # Before the line is cleared: the thread could otherwise draw it again.
             self._thread.join()
         self._clear()
 
@@ -68,6 +69,7 @@ class TerminalProgress:
             wait_s = _AGAIN_S
             line = f"{self._name}: {self._words} ({time.monotonic() - self._began:.0f} s)"
             with self._lock:
+                # One column less than the terminal: a full line can wrap, and `_CLEAR` erases one line only.
                 sys.stderr.write(_CLEAR + line[: _columns() - 1])
                 sys.stderr.flush()
                 self._drawn = True

@@ -51,6 +51,7 @@ def before() -> Conditions:
     waited = None
     try:  # a kernel may have the file but refuse to read it
         some = dict(part.split("=") for part in pressure.read_text().splitlines()[0].split()[1:])
+        # avg60: percent of the last 60 s, as for the load average of one minute.
         waited = float(some["avg60"]) / 100
     except OSError:
         pass
@@ -112,5 +113,6 @@ def _ticks(cpus: Set[int]) -> tuple[int, int, int]:
             ticks = [int(word) for word in words[_USER:_GUEST]]  # without the guest columns: user time includes them
             steal += ticks[_STEAL]
             total += sum(ticks)
+            # A CPU that waits for a disk (iowait) can run another process, so it counts as idle.
             busy += sum(ticks) - ticks[_IDLE] - ticks[_IOWAIT] - ticks[_STEAL]
     return busy, steal, total

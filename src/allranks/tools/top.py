@@ -83,6 +83,7 @@ def rows(before: JobAnswer, now: JobAnswer) -> list[str]:
     )
     for state in now.states:
         then = old.get(state.rank)
+        # The counters of a restarted rank begin at 0, so no rates can be computed.
         if then is None or then.pid != state.pid or state.at <= then.at:
             memory = _size(state.usage.resident)
             lines.append(f"{state.rank:>4} {state.pid:>8} {'':>10} {'':>9} {'':>6} {'':>6} {memory:>9}  started")
@@ -101,6 +102,7 @@ def _waited(then: RankState, now: RankState, seconds: float) -> float:
     """Return the share of the time in which a rank waited, including the call in progress."""
     waited = now.usage.waiting - then.usage.waiting
     if now.waiting is not None:
+        # The total contains a call only when it has ended. Only the part within the interval counts.
         waited += min(now.waiting.seconds, seconds)
     return max(0.0, min(1.0, waited / seconds))
 

@@ -76,6 +76,7 @@ def choose(pid: int | None, question: Question) -> JobAnswer:
     for job in find():
         try:
             answer = ask(job, question)
+        # The job ended after `find` had listed it.
         except JobEnded:
             continue
         except NoAnswer as error:

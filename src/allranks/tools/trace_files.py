@@ -91,6 +91,7 @@ def record(words: Sequence[str]) -> int | Program:
 
     folder = Path(tempfile.mkdtemp(prefix=".allranks-trace-", dir=args.output[0].absolute().parent))
     code = cli.main(["--trace", str(folder), *job])
+    # This process is a forked rank. The launcher's process writes the timeline and removes the folder.
     if not isinstance(code, int):
         return code
     try:

@@ -20,7 +20,7 @@ from allranks._cluster.schedulers.script import NOTICE_S, noticed_after
 
 __all__ = ["SCHEDULER"]
 
-_PORT = 29500
+_PORT = 29500  # torch's usual port
 _DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_LABEL = 56  # a pod's host name is the job's name, a dash and a number, at most 63 characters
 

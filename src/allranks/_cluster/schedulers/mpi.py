@@ -47,6 +47,7 @@ _TASKS = (
         more=read_pmi,
         is_mpi=True,
     ),
+    # Before mpich: PALS sets PMI_SIZE, too, which makes the row of mpich match.
     TaskVariables(
         "pals",
         "PALS_RANKID",

@@ -59,6 +59,7 @@ def _file(job: Job) -> str:
             "-j oe",
             "-W tolerate_node_failures=all" if job.least is not None else "",
         ],
+        # PBS sends no signal before the time limit, so timeout(1) sends it.
         ["timeout", "--foreground", "--preserve-status", str(time_s)] if (time_s := noticed_after(job)) else [],
     )
 

@@ -15,7 +15,7 @@ from allranks._cluster.schedulers.interface import Job
 
 __all__ = ["NOTICE_S", "clock", "job_script", "noticed_after"]
 
-NOTICE_S = 60
+NOTICE_S = 60  # seconds between SIGTERM and the time limit
 
 
 def job_script(job: Job, mark: str, directives: Sequence[str], before: Sequence[str] = ()) -> str:

@@ -16,6 +16,7 @@ __all__ = ["SSH"]
 _OPTIONS = {
     "BatchMode": "yes",  # fail instead of asking for a password, because no user is at a terminal
     "ConnectTimeout": "10",
+    # Seconds. With four unanswered probes, ssh detects a vanished host after about 20 s.
     "ServerAliveInterval": "5",
     "ServerAliveCountMax": "4",
     "LogLevel": "ERROR",
@@ -27,11 +28,14 @@ def _words(host: str, agent: Sequence[str], program: str) -> list[str]:
     options: list[str] = []
     if os.path.basename(words[0]) == "ssh":
         options = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
+        # No terminal, which would change bytes of the agent's protocol on stdin and stdout.
         options.append("-T")
+    # With exec, no remote shell remains between ssh and the agent.
     return [*words, *options, host, "exec " + shlex.join(agent)]
 
 
 def _explain(host: str, code: int | None, stderr: str) -> str:
+    # ssh uses 255 for its own failures. Other codes are those of the agent.
     if code != 255:
         return ""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]

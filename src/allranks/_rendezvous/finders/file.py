@@ -55,6 +55,7 @@ class FileFinder(ServedFinder):
         if self.server is not None:
             endpoint = Endpoint(self.server.address, token, me.host, me.machine)
             self._write(endpoint)
+            # A thread, because rank 0 is busy joining while ranks of other hosts search.
             self._watcher = Daemon(target=self._await_other_hosts, args=(self.server, endpoint))
             self._watcher.start()
 
@@ -66,6 +67,7 @@ class FileFinder(ServedFinder):
         try:
             endpoint = msgspec.json.decode(read_bytes(path), type=Endpoint)
             if endpoint.machine != self.me.machine and not endpoint.far and not endpoint.trouble:
+                # The name contains a part of the token, so a file of an earlier rendezvous requests nothing.
                 _request_for_port(path, endpoint.token).touch(0o600)
                 raise NotYet(f"rank 0, on host {endpoint.host}, does not listen for other hosts yet")
         except FileNotFoundError:
@@ -112,8 +114,10 @@ class FileFinder(ServedFinder):
         try:
             if self._written is None:
                 self._was_there = path.exists() and path.stat().st_size == 0
+            # Only this user may read the file, because it contains the secret of the store.
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(msgspec.json.encode(endpoint))
+            # A rename, so that a searching rank never reads an incomplete record.
             self._written = draft.replace(path)
         except OSError as error:
             draft.unlink(missing_ok=True)
@@ -122,6 +126,7 @@ class FileFinder(ServedFinder):
     def _remove(self) -> None:
         self._over.set()
         if self._watcher is not None:
+            # Before the files are removed: otherwise the thread could write one of them again.
             self._watcher.join()
         if self._asked is not None:
             self._asked.unlink(missing_ok=True)
@@ -129,6 +134,7 @@ class FileFinder(ServedFinder):
         if path is None or self.server is None:
             return
         with suppress(FileNotFoundError):
+            # A later rendezvous may have replaced the file.
             if self.server.address.encode() not in path.read_bytes():
                 return
             # The file was empty, for example created by tempfile. Its owner expects it to exist afterwards, so it is

@@ -126,12 +126,14 @@ class Finder(ABC):
         Args:
             linger_s: Seconds for which a server waits for the other ranks to leave.
         """
+        # First, because the server waits until all clients have disconnected.
         self.disconnect()
         if self.server is not None:
             self.server.close(linger_s)
 
     def dial(self, address: str, secret: bytes) -> Store:
         """Connect to a store of allranks."""
+        # A single attempt: the state machine repeats it, and each repetition may find another address.
         self._client = StoreClient.connect(address, secret, max(self.request.left_s(), 0.01), retry=False)
         self._client.timeout_s = self.request.timeout_s
         # The grace time lets this rank read the verdict after the timeout.
@@ -172,6 +174,7 @@ class ServedFinder(Finder):
         """
 
     def find(self) -> Store:
+        # Rank 0 is a client of its own server, so all ranks run the same protocol.
         address = self.server.here if self.server is not None else self.locate()
         return self.dial(address, self.secret)
 

@@ -159,8 +159,10 @@ class _PmiFinder(_SchedulerFinder):
         super().open(me)
         if self.server is not None:
             elsewhere = self._context.local_size != self._context.size
+            # Now, and not on request, because rank 0 can post only one text.
             far = tuple(self.server.listen_to_other_hosts()) if elsewhere else ()
             endpoint = Endpoint(self.server.address, self.secret.decode(), me.host, me.machine, far)
+            # As hex digits, because a PMI value must contain neither spaces nor line ends.
             self._board.post(msgspec.json.encode(endpoint).hex())
 
     def serve(self) -> StoreServer:

@@ -27,9 +27,9 @@ from allranks.tools.bench.verbs import BenchVerb, Data, expected, left_early
 
 __all__ = ["BlockPlan", "largest", "measure", "seconds_per_call"]
 
-_BLOCK_S = 0.01
+_BLOCK_S = 0.01  # seconds that the calls of a block take together, about
 _MOST_CALLS = 5000
-_BLOCKS = (5, 50)
+_BLOCKS = (5, 50)  # least and most blocks of each engine
 # Untimed first calls of a cell: a library opens connections, and touches the memory that it cycles through.
 _FIRST_CALLS = 30
 _FIRST_BYTES = 2 << 20
@@ -79,6 +79,7 @@ def measure(engines: Sequence[BenchEngine], verb: BenchVerb, nbytes: int, plan: 
         _check(each, verb, count, data, plan)
     for each in contenders:
         each.into.zero_()  # repeated reductions in place must not overflow
+        # Times of blocks are those of the slowest rank, equal on all ranks. All numbers of calls below therefore agree.
         first_s = _block(each, 2, plan).seconds
         more = min(_FIRST_CALLS, _FIRST_BYTES // max(nbytes, 1), int(plan.budget_s / first_s))
         if more > 0:
@@ -137,6 +138,7 @@ def _apart(call: Callable[[], object], n: int) -> tuple[float, float]:
     seconds = cpu_s = 0.0
     for _ in range(n):
         allranks.barrier()
+        # Outside the wall-clock interval, because reading the CPU clock is a system call.
         cpu_s -= time.process_time()
         began = time.perf_counter()
         call()
@@ -160,6 +162,7 @@ def _check(contender: _Contender, verb: BenchVerb, count: int, data: Data, plan:
     if verb.name == "barrier":
         wrong = left_early(contender.call, plan.rank, largest)
     else:
+        # An element that the call does not write must not be right by chance.
         contender.out.fill_(_UNWRITTEN)
         contender.into.copy_(data.of(plan.rank, contender.into.numel()))
         contender.call()
@@ -176,6 +179,7 @@ def _row(
 ) -> BenchRow:
     nbytes = count * max(verb.pieces(plan.ranks)) * plan.dtype.itemsize
     timings = {}
+    # A message is timed as a round trip, and reported as half of it.
     part = 2 if verb.halves else 1
     for each, blocks in zip(contenders, samples, strict=True):
         seconds = [block.seconds / part for block in blocks]

@@ -30,7 +30,7 @@ __all__ = ["STARTS", "measure_overlap"]
 
 STARTS = ("all_reduce", "exchange", "late")
 _SIDE = 192
-_ROUNDS = (5, 40)
+_ROUNDS = (5, 40)  # least and most rounds
 _LATE_S = 0.01
 
 
@@ -44,6 +44,7 @@ class _Compute:
         self()
 
     def fit(self, seconds: float) -> None:
+        # The time of the slowest rank, so that all ranks compute the same number of products.
         took = statistics.median(largest(_timed(self)) for _ in range(5)) / self.products
         self.products = max(1, math.ceil(seconds / took))
 

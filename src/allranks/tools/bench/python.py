@@ -19,8 +19,8 @@ from allranks.tools.bench.report import BenchShare
 
 __all__ = ["measure_python"]
 
-_CALLS = 2000
-_ROUNDS = (20, 400)
+_CALLS = 2000  # per block
+_ROUNDS = (20, 400)  # least and most blocks of each depth
 
 
 def measure_python(plan: BlockPlan) -> BenchShare:
@@ -40,6 +40,7 @@ def measure_python(plan: BlockPlan) -> BenchShare:
     for turn in range(most):
         if turn >= least and spent >= plan.budget_s:
             break
+        # The order alternates, so that no depth always follows the same other depth.
         for name in depths if turn % 2 else reversed(depths):
             samples[name].append(seconds_per_call(depths[name], _CALLS))
             spent += samples[name][-1] * _CALLS

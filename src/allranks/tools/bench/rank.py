@@ -84,6 +84,7 @@ def _run(
     _measure(engines, plan, options, report, progress)
     spent: list[float] = [0.0] * plan.ranks
     allranks.all_gather_object(spent, time.process_time() - began_s)
+    # The window measures this host, so only the CPU time of its own ranks is subtracted.
     report.conditions = window.end(sum(spent[rank] for rank in here))
     progress.put(f"\n{text.conditions(report.conditions, len(here), cores(plan.cpus))}")
     progress.put(f"# wrong elements: {report.wrong}")

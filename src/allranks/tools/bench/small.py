@@ -31,8 +31,8 @@ from allranks.tools.bench.report import Small
 
 __all__ = ["measure_small"]
 
-_CALLS = 1000
-_ROUNDS = (20, 400)
+_CALLS = 1000  # per block
+_ROUNDS = (20, 400)  # least and most blocks of each way
 _NOTHING = ("nothing", "fake")  # the names of ways that do nothing contain one of these
 
 

@@ -70,6 +70,7 @@ def start_by_mpi(nproc: int, hosts: str | None, argv: Sequence[str]) -> int:
     os.environ[_FLAGS] = shlex.join(flags)
     if os.geteuid() == 0:
         flags.append("--allow-run-as-root")
+    # exec discards the buffers of Python's streams.
     sys.stdout.flush()
     os.execv(mpirun, [mpirun, *flags, sys.executable, "-m", _RANK, *argv])
 
@@ -116,6 +117,7 @@ def join_by_mpi() -> tuple[Mpi, set[int]]:
         alone = len(set(comm.allgather(socket.gethostname()))) == 1
         meeting = f"file://{folder}/store" if alone else _port_of_rank_0(comm)
         allranks.init_process_group(init_method=comm.bcast(meeting, 0), rank=comm.rank, world_size=comm.size)
+        # Rank 0 deletes the folder afterwards, so all ranks must have joined.
         allranks.barrier()
     binding = "not bound" if bound == cpus else f"bound to {len(bound)} of {len(cpus)} CPUs in its own blocks"
     return Mpi(mpi, bound, f"mpirun {os.environ[_FLAGS]}; {binding}; buffers described in advance"), cpus

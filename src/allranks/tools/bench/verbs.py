@@ -160,6 +160,7 @@ def left_early(call: Callable[[], object], rank: int, latest: Callable[[float], 
     Rank 0 enters late. The ranks of a host share a clock.
     """
     if rank == ROOT:
+        # Without the delay, all ranks enter at about the same time, and an early release would go unnoticed.
         time.sleep(_STAGGER_S)
     came = time.clock_gettime(time.CLOCK_MONOTONIC)
     call()

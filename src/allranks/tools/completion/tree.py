@@ -89,6 +89,7 @@ def collect() -> tuple[CliCommand, ...]:
 
 
 def _parser(module: str, words: Sequence[str], name: str) -> ArgumentParser:
+    # argparse exits after it has processed --help.
     with collecting_help() as found, contextlib.suppress(SystemExit):
         importlib.import_module(module).main([*words, "--help"])
     if len(found) != 1:

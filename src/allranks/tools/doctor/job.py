@@ -119,6 +119,7 @@ def orphans(proc: Path) -> Iterator[tuple[int, str]]:
             if entry.stat().st_uid != os.geteuid() or entry.name in (str(os.getpid()), str(os.getppid()), "1"):
                 continue
             state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            # Process 1 adopts orphans, unless a subreaper does. A zombie holds no resources of a job.
             if parent != "1" or state == "Z":
                 continue
             environ = dict(part.partition(b"=")[::2] for part in (entry / "environ").read_bytes().split(b"\0"))
@@ -144,6 +145,7 @@ def unused_files(folder: Path, proc: Path, before: float) -> list[Path]:
                     found.append(file)
     if not found:
         return []
+    # Processes are read after the files: a file that a process creates later is not in the list.
     used: set[str] = set()
     for entry in proc.glob("[0-9]*"):
         with suppress(OSError):  # the process has just ended, or belongs to another user

@@ -150,6 +150,7 @@ def shared_memory() -> Finding:
     """Map and write anonymous shared memory, as the ranks of the native engine do."""
     began = time.perf_counter()
     try:
+        # The same system call as in the native engine, which does not use /dev/shm.
         descriptor = os.memfd_create("allranks-doctor")
     except OSError as error:
         return fail(f"memfd_create: {error.strerror}", "Allow this system call (seccomp profile of the container)")
@@ -170,7 +171,9 @@ def dev_shm() -> Finding:
         return warn("no /dev/shm", "Mount it: mount -t tmpfs tmpfs /dev/shm. allranks itself does not need it.")
     space = os.statvfs(_SHM)
     total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+    # A nearly full file system is not tested, because a program that writes to it while it is full gets a bus error.
     if free >= _TRIED // 4:
+        # O_TMPFILE: the file has no name, so nothing remains if this process is killed.
         descriptor = os.open(_SHM, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             _fill(descriptor, _TRIED // 4)
@@ -260,6 +263,7 @@ def temporary_files() -> Finding:
 
 def _fill(descriptor: int, size: int) -> None:
     """Extend the file to this size, and write to every page so that it is allocated."""
+    # Reports missing space as an error. Without it, the write to a page raises SIGBUS.
     os.posix_fallocate(descriptor, 0, size)
     with mmap.mmap(descriptor, size) as mapped:
         page = bytes(range(256)) * (mmap.PAGESIZE // 256)

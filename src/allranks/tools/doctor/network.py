@@ -124,6 +124,7 @@ def master_port() -> Finding:
     port = read_int(os.environ, "MASTER_PORT", 1, 65535) or by_address or _USUAL_PORT
     low, high = (int(word) for word in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     with socket.socket() as probe:
+        # As the server does. Without it, connections of an earlier job in TIME_WAIT make the port appear taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["examine", "facts", "judge_clock", "judge_pairs"]
 
 _ROUND_TRIPS, _WARM_UP = 60, 10
-_LARGE = 3
-_LOOKS = 16
+_LARGE = 3  # large messages, of which the fastest counts
+_LOOKS = 16  # round trips per comparison of clocks
 _SKEW_S = 0.1  # with more, log lines of two hosts cannot be put in order
 _SLOW_US = 100.0  # an outlier must also be slow: on an idle host, latencies differ by more than a factor
 
@@ -210,6 +210,7 @@ def _measure(rank: int, size: int, nbytes: int) -> Pairs:
     drawn = rounds(size)
     found: list[tuple[int, int, float, float]] = []
     for together in drawn:
+        # A round ends before the next one begins, so that other pairs do not disturb a measurement.
         allranks.barrier()
         mine = next((pair for pair in together if rank in pair), None)
         if mine is None:

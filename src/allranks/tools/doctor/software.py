@@ -155,6 +155,7 @@ def judge_mpi(library: str | None, launchers: Mapping[str, str], refuses_root: b
     if not found:
         return warn(described, "Add the bin folder of that MPI to the PATH. Otherwise mpirun cannot start its ranks.")
     first = next(iter(found.values()))
+    # The last word is the version.
     if first.split()[:-1] != loaded.split()[:-1]:
         return fail(
             described,
@@ -189,6 +190,7 @@ def _trouble_with_torch() -> str:
 def _mpiruns(path: str) -> list[str]:
     folders: Iterable[str] = dict.fromkeys([*path.split(os.pathsep), str(Path(sys.executable).parent)])
     found = [shutil.which("mpirun", path=folder) for folder in folders if folder]
+    # Several links to one program count once.
     return list({os.path.realpath(each): each for each in found if each}.values())
 
 

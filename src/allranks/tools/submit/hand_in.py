@@ -41,7 +41,7 @@ def hand_in(to: Scheduler, text: str, job: Job, quiet: bool = False) -> int:
             f"{command[0]} is not installed on this host: run this on a host where jobs are submitted, or omit --now"
             " and copy the file (--file) to that host"
         )
-    # its stderr is not captured, so the user sees its errors
+    # The stderr of the command is not captured, so the user sees its errors immediately.
     done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         put(done.stdout)

@@ -69,6 +69,7 @@ def parse(argv: Sequence[str]) -> SubmitOptions:
     name = given.name or (submission.name_for or _plain_name)(_stem(given.target))
     file = given.file
     if given.folder and not submission.containers:
+        # Before `chdir`, because the path is relative to the directory of the command.
         file = file and os.path.abspath(file)
         try:
             os.chdir(given.folder)

@@ -43,6 +43,7 @@ def choose(found: TunedValues) -> dict[str, int]:
         if not among:
             continue
         table[name] = NEVER
+        # From the largest number down: groups apply from `ranks` on, so they must be faster for all larger numbers.
         for ranks in sorted(among, reverse=True):
             if min(ratios[ranks].values()) > _BETTER:
                 break

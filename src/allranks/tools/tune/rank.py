@@ -28,7 +28,7 @@ from allranks.tools.tune.choosing import TunedValues, choose
 _GROUPS = (4, 8, 16)
 _MEETINGS = (8, 16 << 10)  # bytes: one that needs a single meeting, one that needs several
 _SHOTS = tuple((4 << 10) << i for i in range(6))  # up to a chunk of the ring
-_BLOCK_S = 0.004
+_BLOCK_S = 0.004  # seconds that the calls of a block take together, about
 
 
 class _Rank:
@@ -60,7 +60,9 @@ class _Rank:
         return sorted({1 << i for i in range(1, self._ranks.bit_length()) if 1 << i < self._ranks} | {self._ranks})
 
     def _meet(self, ranks: int, folder: Path) -> None:
+        # At least two groups: one group of all ranks is the same as no groups.
         sizes = [0, *(size for size in _GROUPS if 2 * size <= ranks)]
+        # 3 is below all numbers of ranks that are measured with groups, so the groups always apply.
         tables = [
             {"levels_from": NEVER, "crowded_levels_from": NEVER}
             if size == 0
@@ -77,6 +79,7 @@ class _Rank:
                 put(f"{ranks:4} ranks, {how:12} " + _cells(_MEETINGS, [times[n][i] for n in _MEETINGS]) + "\n")
 
     def _shoot(self, ranks: int, folder: Path) -> None:
+        # The first limits are above all measured sizes, and the last is below, so each table fixes one choice.
         tables = [{"one_shot": 1 << 20, "one_shot_of_all": 1 << 24}, {"one_shot": 0}]
         times = self._times(ranks, tables, _SHOTS, folder)
         self._found.shots[ranks] = {n: (times[n][0], times[n][1]) for n in _SHOTS if times}
@@ -118,6 +121,7 @@ class _Rank:
         counts = [self._count(group, x) for group in groups]
         spent, turn = 0.0, 0
         while turn < 5 or (spent < self._options.budget and turn < 50):
+            # The order rotates, so that a drift of the machine's speed affects all choices alike.
             for i in range(len(groups)):
                 i = (i + turn) % len(groups)
                 samples[i].append(self._block(groups[i], x, counts[i]))
@@ -127,6 +131,7 @@ class _Rank:
 
     def _count(self, group: Any, x: Any) -> int:
         self._block(group, x, 3)
+        # Equal on all ranks, because `_block` returns the time of the slowest rank.
         return max(1, min(1000, math.ceil(_BLOCK_S / self._block(group, x, 3))))
 
     def _block(self, group: Any, x: Any, calls: int) -> float:
