@@ -27,7 +27,7 @@ from allranks.launch.spec.values import environment_kind
 
 __all__ = ["EnvReport", "collect", "main", "render"]
 
-_SECRETS = ("ALLRANKS_SECRET",)
+_SECRETS = ("ALLRANKS_SECRET", "ALLRANKS_STORE")  # a store's address gives access to the job
 _WIDTH = 40  # maximum characters of a printed value
 _MOST = 8  # maximum number of printed hosts
 

@@ -21,6 +21,8 @@ from allranks._base.exit_codes import USAGE
 
 __all__ = ["main"]
 
+_PRIVATE = 0o600  # the file contains the secret of the job
+
 
 def main(argv: Sequence[str]) -> int:
     """Write the job file to stdout or to a file; with ``--now``, submit it and print the job's id.
@@ -36,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         text = wanted.submission.file(wanted.job)
         if wanted.file is not None:
             # Only the user may read a file that contains the job's secret.
-            _write(wanted.file, text, 0o600 if wanted.job.secret else 0o666)
+            _write(wanted.file, text, _PRIVATE if wanted.job.secret else 0o666)
         if not wanted.now:
             if wanted.file is None:
                 put(text)
@@ -50,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
 def _write(file: str, text: str, mode: int) -> None:
     try:
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as out:
+            if mode == _PRIVATE:
+                os.fchmod(out.fileno(), mode)  # otherwise an existing file keeps its mode
             out.write(text)
     except OSError as error:
         raise ConfigError(f"cannot write {file!r}: {error.strerror}") from None
