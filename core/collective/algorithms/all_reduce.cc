@@ -62,7 +62,7 @@ void one_shot(LocalComm& comm, LocalComm::Call& call, Buffer buffer, Kernel kern
     comm.arrive(call);
   }
   if (root != kEverybody && root != comm.rank()) return;
-  const void* few[16];
+  const void* few[16];  // up to 16 ranks need no heap allocation
   std::vector<const void*> many;
   const void** operands = few;
   if (comm.size() > 16) {
