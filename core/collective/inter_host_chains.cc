@@ -16,7 +16,7 @@ namespace allranks {
 namespace {
 
 constexpr size_t kSlab = 16 << 20;      // bytes copied to scratch memory per slab; the chain is idle between slabs
-constexpr size_t kSegment = 128 << 10;  // bytes of a segment in the ring
+constexpr size_t kSegment = 128 << 10;  // bytes of a segment in the ring of hosts
 
 }  // namespace
 

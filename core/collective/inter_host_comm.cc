@@ -174,7 +174,7 @@ LeaderMessage InterHostComm::write_message(const Exchange& e) {
   if (!e.agree) {
     local = e.alone ? std::vector{own} : local_comm_.fingerprints(e.call);
     opening.each = static_cast<uint32_t>(local.size());
-    // A rank with a different call has contributed data of another size, so the message has no contribution.
+    // A rank with a different call has contributed different data, so the message contains no contribution.
     if (!std::all_of(local.begin(), local.end(), [&](const auto& f) { return f.agrees(own); })) opening.nbytes = 0;
   }
   const size_t head = opening.head_bytes();

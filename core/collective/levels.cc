@@ -35,9 +35,9 @@ int Levels::missing(const Ranks& ranks, size_t& next, IsThere&& is_there) const 
   return -1;
 }
 
-// All loads and stores of line numbers and steps are seq_cst: they pair with Shm::ring. Either the waiting rank sees
-// the new number, or the ringing rank sees the sleeper.
 Arrived Levels::meet(LocalCall& call, size_t nbytes, const Combining* combining) {
+  // seq_cst, here and for all numbers and steps below: pairs with Shm::ring. Either the waiting rank sees the new
+  // number, or the ringing rank sees the sleeper.
   const auto has_come = [&](int r) {
     return shm_.call_line(r, call.number).number.load(std::memory_order_seq_cst) == call.number;
   };

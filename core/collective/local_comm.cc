@@ -11,8 +11,7 @@ namespace {
 
 constexpr size_t kFirstBytes =
     64 - offsetof(CallLine, payload);  // payload bytes in the same 64-byte cache line as the fingerprint
-constexpr size_t kSmallPieces =
-    16;  // largest chunks that fit into the small ring; with the worst alignment, half of them
+constexpr size_t kSmallPieces = 16;    // largest chunks that the small ring holds; half of them in the worst alignment
 constexpr int64_t kNotesNs = 1'000'000'000;  // time for the ranks to write their call sites
 
 // Return whether counter a has reached b. Counters wrap, so the sign of the difference decides.
@@ -53,7 +52,7 @@ bool LocalComm::meet(Call& call, const void* payload, size_t nbytes, size_t read
     arrived = levels_ ? levels_->meet(call, read, combining) : meet_all(call);
   } catch (Error& error) {
     for (int p = 0; p < size(); p++) {
-      // acquire is enough: only the number is used, and no rank sleeps on it here.
+      // acquire is enough: this load is not followed by a sleep, so it does not pair with Shm::ring.
       if (shm_->call_line(p, call.number).number.load(std::memory_order_acquire) != call.number) {
         error.waiting_for.push_back(shm_->number(p));
       }
@@ -264,8 +263,8 @@ std::vector<std::pair<uint32_t, Fingerprint>> LocalComm::last_calls() {
   for (int r = 0; r < size(); r++) {
     const CallLine& even = shm_->call_line(r, 0);
     const CallLine& odd = shm_->call_line(r, 1);
-    // acquire: pairs with the store in meet(), so that the fingerprint is visible. The rank may still overwrite the
-    // line while this function reads it; the result is used only in error messages.
+    // acquire: pairs with the store in meet(), so that the fingerprint of this number is visible. The result is a
+    // snapshot: the rank may begin its next call at any time.
     const uint32_t e = even.number.load(std::memory_order_acquire);
     const uint32_t o = odd.number.load(std::memory_order_acquire);
     const CallLine& last = reached(e, o) ? even : odd;
