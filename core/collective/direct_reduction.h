@@ -1,9 +1,9 @@
 // A reduction between a few hosts: one rank of each host takes part, and each communicates with all others.
 //
-// The operand is divided into one shard per host. Each rank receives the operands of its own host's shard, reduces them
-// in the order of the hosts, and sends the result to all ranks or to one. Each step moves one segment of each shard, so
-// that a segment is reduced while the next segments are in transit. The caller drives the steps. In a large call on
-// several levels, they interleave with the steps of the other levels.
+// The operand is divided into one shard per host. Each rank receives the operands of its own host's shard and reduces
+// them in the order of the hosts. It sends the result to all ranks or to one. Each step moves one segment of each
+// shard, so that a segment is reduced while the next segments are in transit. The caller drives the steps. In a large
+// call on several levels, they interleave with the steps of the other levels.
 //
 // Cost: 2 (H-1)/H n bytes over each rank's network, for H hosts; two latencies.
 #pragma once

@@ -171,13 +171,15 @@ void InterHostComm::all_reduce_in_stages(LocalComm::Call& call, Buffer buffer, R
     return std::pair{shares, Buffer{shares[static_cast<size_t>(place())], share, buffer.dtype}};
   };
   const std::vector<int> peers = counterparts();
-  constexpr size_t kUnderWay = 3;  // slabs
+  constexpr size_t kUnderWay = 3;  // slabs in progress: one on each level
   std::array<std::optional<DirectReduction>, kUnderWay> between;
   std::vector<uint64_t> queued;  // by host: bytes queued for its peer at the end of the previous turn
   for (size_t k = 0; k < slabs + 2; k++) {
     if (k < slabs) {
       const auto [shares, mine] = shares_of(k);
       algorithms::reduce_scatter(local_comm_, next(call), shares, mine, partial_op(op));
+      // ahead = mine.count: all steps are sent before the first is reduced. Two slot memories are enough, because slab
+      // k - 2 was reduced in turn k - 1.
       auto& reduction = between[k % kUnderWay].emplace(net_, call, peers, mine, op, -1, mine.count);
       reduction.lay_out(scratch(k % 2, reduction.slots_bytes()), nullptr);
       for (size_t s = 0; s < reduction.steps(); s++) reduction.send(s);

@@ -1,9 +1,10 @@
 // Debug mode: detects ranks that make equal calls in a different order.
 //
 // If two calls with the same fingerprint (verb, dtype, shape, ...) are swapped on one rank, the result is wrong without
-// an error. Only the call sites differ. Ranks may legitimately make one call from different call sites (a branch on the
-// rank), but then each call site belongs to one rank. Two calls are reported as swapped if rank i was at a call site
-// while rank j was not and, in another equal call, rank j was at that call site while rank i was not.
+// an error. Only the call sites differ. Different call sites for one call are legitimate (a branch on the rank), but
+// then each call site belongs to one rank. Two equal calls are therefore reported as swapped if two ranks exchange
+// their roles. In one call, rank i is at a call site and rank j is not; in the other call, rank j is at that call site
+// and rank i is not.
 #pragma once
 
 #include <set>

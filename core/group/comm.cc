@@ -52,7 +52,7 @@ class Comm::Recording {
   }
   // Note the arrival times of a collective.
   void met(const LocalComm::Call& call) {
-    // The conversion from another host's clock has an error: no rank met this one before it entered the call.
+    // A time from another host's clock has an error. The last arrival cannot precede the arrival of this rank.
     met_ns_ = call.arrival.met_ns == 0 ? 0 : std::max(call.arrival.met_ns, entered_ns_);
     last_ = call.arrival.last;
     late_ns_ = call.arrival.late_ns;
@@ -379,6 +379,7 @@ void Comm::wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t
 
 void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns) {
   const int64_t began = sys::now_ns();
+  // acquire: pairs with the store in Request::finish, so that `error` is visible.
   const auto done = [&request] { return request.done.load(std::memory_order_acquire); };
   if (!done()) {
     auto lock = lock_releasing(queue_lock_, caller);
@@ -442,7 +443,7 @@ void Comm::execute(const Operation& operation, Caller& caller, Polling polling, 
                        .entered_ns = begin.entered_ns};
   try {
     local_comm_.shm()
-        .check_verdict();  // before the ring is written, which a slow rank may still read (docs/decisions/008)
+        .check_verdict();  // before this rank writes a chunk that a slow rank still reads, or reads the operand
     const sys::DefaultFloatMode same_rounding_on_all_ranks;
     if (nbytes * pieces >= kReleaseBytes) caller.release();
     if (inter_host_comm_) {

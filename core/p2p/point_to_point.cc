@@ -270,7 +270,7 @@ void PointToPoint::explain(Error& error, const Message& message, Caller& caller)
 }
 
 void PointToPoint::wait(const std::shared_ptr<Message>& message, Caller& caller, int64_t timeout_ns) {
-  if (!message->done.load(std::memory_order_acquire)) {
+  if (!message->done.load(std::memory_order_acquire)) {  // pairs with the store in finish: `error` is visible below
     Waiter waiter(*this, *message, caller);
     Patience patience{.caller = waiter,
                       .timeout_ns = timeout_ns >= 0 ? timeout_ns : timeout_ns_,
@@ -579,7 +579,7 @@ bool PointToPoint::push_near(int peer, Turn& turn) {
   PipeControl& control = shm_.pipe_control(shm_.rank(), shm_.local(peer));
   std::byte* pipe = shm_.pipe(shm_.rank(), shm_.local(peer));
   const size_t capacity = shm_.sizes().pipe;
-  uint64_t written = control.written.load(std::memory_order_relaxed);
+  uint64_t written = control.written.load(std::memory_order_relaxed);  // only this rank writes it, with lock_
   for (size_t moved = 0; next(peer);) {
     if (moved >= kTurn) return true;
     size_t burst = 0;
@@ -599,6 +599,7 @@ bool PointToPoint::push_near(int peer, Turn& turn) {
     }
     if (burst == 0) return false;  // the pipe is full
     moved += burst;
+    // Publishes the burst. seq_cst, as the load of `read` above: pairs with Shm::ring, so that no sleeper is missed.
     control.written.store(written, std::memory_order_seq_cst);
     Shm::ring(bell_of(peer));
     if (out.moved == out.nbytes) this->written(peer);
@@ -651,7 +652,7 @@ bool PointToPoint::pull_near(int peer, Turn& turn) {
   const std::byte* pipe = shm_.pipe(shm_.local(peer), shm_.rank());
   const size_t capacity = shm_.sizes().pipe;
   Incoming& in = at(peer).in;
-  uint64_t read = control.read.load(std::memory_order_relaxed);
+  uint64_t read = control.read.load(std::memory_order_relaxed);  // only this rank writes it, with lock_
   for (size_t moved = 0;;) {
     if (in.header == sizeof(Frame)) {
       if (!in.placed && !place(peer)) return false;
@@ -674,6 +675,7 @@ bool PointToPoint::pull_near(int peer, Turn& turn) {
     }
     moved += n;
     read += n;
+    // The sender may overwrite these bytes. seq_cst, as the load of `written` above: pairs with Shm::ring.
     control.read.store(read, std::memory_order_seq_cst);
     Shm::ring(bell_of(peer));
   }

@@ -1,8 +1,8 @@
 // all_to_all: rank q receives the part that rank r sends to it. All sizes may differ.
 //
-// Every rank posts the sizes that it sends and the sizes that it expects, in a head at the start of a chunk of its
-// ring. It compares the sizes sent to it with the sizes that it expects. A sum over the posted sizes of all ranks shows
-// any other disagreement. A disagreement between two ranks is therefore an error on every rank, although a rank reads
+// Every rank posts the sizes that it sends and expects, in a head at the start of a chunk of its ring. It compares the
+// sizes sent to it with the sizes that it expects. A sum over the posted sizes of all ranks shows any other
+// disagreement. A disagreement between two ranks is therefore an error on every rank. In spite of this, a rank reads
 // only one or two cache lines of each other rank.
 //
 // If the data of a rank fits into the same chunk, it follows the head. If this holds for all ranks, the call is
