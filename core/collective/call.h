@@ -1,4 +1,4 @@
-// One collective under way, as the ranks of a host see it.
+// State of one running collective, within one host.
 #pragma once
 
 #include <cstdint>
@@ -11,23 +11,23 @@
 namespace allranks {
 
 struct LocalCall {
-  uint32_t number;  // of the calls on this host; about.call is the group's number
+  uint32_t number;  // counts the calls on this host; about.call is the number of the call in the group
   Patience patience;
   Failure about;
   const std::string& site;
   int64_t entered_ns = 0;
-  LastArrival arrival{};   // found when all ranks of the host have come; of the host, and then of all
-  bool all_hosts = false;  // it is of all hosts
+  LastArrival arrival{};   // known when all ranks of the host have arrived: first for the host, later for all hosts
+  bool all_hosts = false;  // `arrival` covers all hosts
 };
 
-// What the ranks that have come to a call have brought.
+// Summary of the ranks that have arrived in a call.
 struct Arrived {
-  bool agree = true;  // all fingerprints do, and there are no call sites to compare
+  bool agree = true;  // all fingerprints are equal, and there are no call sites to compare
   int64_t met_ns = 0;
   int64_t before_last_ns = 0;
-  int32_t last = 0;  // as a rank of the host
+  int32_t last = 0;  // the rank within the host that arrived last
 
-  // And others.
+  // Merge the summary of further ranks.
   void add(const Arrived& more) {
     agree = agree && more.agree;
     if (more.met_ns > met_ns) {
@@ -40,11 +40,12 @@ struct Arrived {
   }
 };
 
-// What the leaders of groups make of all operands, so that the others read one line instead of one of each rank.
+// Function that combines the operands of all ranks. The leaders of groups call it, so that the other ranks read one
+// line instead of the line of every rank.
 class Combining {
  public:
   virtual ~Combining() = default;
-  // operands: by rank. The result has as many bytes as an operand.
+  // operands: indexed by rank. The result has the size of one operand.
   virtual void combine(std::byte* result, const void* const* operands) const = 0;
 };
 

@@ -7,10 +7,10 @@ namespace allranks {
 
 namespace {
 
-constexpr size_t kMost = 128 << 10;  // bytes of a segment
-constexpr size_t kLeast = 16 << 10;
-constexpr size_t kSegments = 16;  // into which less than that many of the longest are cut
-constexpr size_t kWindow = 32;    // segments
+constexpr size_t kMost = 128 << 10;  // maximum bytes of a segment
+constexpr size_t kLeast = 16 << 10;  // minimum bytes of a segment
+constexpr size_t kSegments = 16;     // number of segments of an operand between 16 * kLeast and 16 * kMost
+constexpr size_t kWindow = 32;       // minimum number of segments for which there are slots
 
 }  // namespace
 
@@ -37,9 +37,10 @@ void Chain::add(size_t begin, size_t count, int host) {
   }
 }
 
-// Slots for partial results that come, room for an operand in the type of partial results, and slots for partial
-// results that go where these are of another type. A slot of those may be used again when the result has come back:
-// then the next host has read what lay there.
+// Lay out the memory: kAhead slots for received partial results, one slot for a converted operand, and window_ slots
+// for outgoing partial results. The outgoing slots exist only if partial results have another type than the operand. An
+// outgoing slot may be reused when the result of its segment has returned: this shows that the next host has read the
+// slot.
 void Chain::lay_out(std::vector<std::byte>& memory) {
   room_ = 0;
   for (const Segment& segment : segments_) room_ = std::max(room_, (partial_bytes(segment) + 63) / 64 * 64);
@@ -57,7 +58,7 @@ void Chain::await_partial(size_t s) {
   }
 }
 
-// The partial result has come: adds what this host has.
+// Add the operand of this host to a received partial result, and forward it. The last host has the result.
 void Chain::pass_on(size_t s) {
   Segment& segment = segments_[s];
   std::byte* result = own(segment);
@@ -78,7 +79,7 @@ void Chain::pass_on(size_t s) {
     return pass_back(segment);
   }
   net_.lend(after_, result, partial_bytes(segment));
-  // It comes when the next host has read what lies there now.
+  // The result may overwrite the lent operand: it can arrive only after the next host has read the operand.
   if (comes_back(segment)) {
     segment.result = net_.borrow(after_, own(segment), segment.count * size_of(operand_.dtype));
   }

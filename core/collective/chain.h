@@ -1,11 +1,11 @@
-// A reduction between one rank of each of many hosts, with two connections for each.
+// A reduction between many hosts: one rank of each host takes part, with two connections.
 //
-// The hosts stand in a chain, in their order. What the first has goes to the second, which adds its own and passes the
-// partial result on; the last has the result, which comes back the same way. All goes in segments, so that all
-// connections are busy at once, in both directions. Partial results are not rounded (reduce.h): the result has the same
-// bits as if one kernel had taken all operands.
+// The hosts form a chain in their order. The first host sends its operand to the second. Each further host adds its
+// operand and forwards the partial result. The last host has the result, which returns along the same path. The data
+// moves in segments, so that all connections are busy simultaneously, in both directions. Partial results are not
+// rounded (reduce.h). The result therefore has the same bits as if one kernel had combined all operands.
 //
-// Cost: n bytes to each neighbour at most, and two segments' time for each host.
+// Cost: at most n bytes to each neighbor, and the time of two segments for each host.
 #pragma once
 
 #include <vector>
@@ -18,24 +18,24 @@ namespace allranks {
 
 class Chain {
  public:
-  // peers: by host, one of each. There is a kernel for the operation. The operand is overwritten, with results or with
-  // partial ones.
+  // peers: one rank of each host, indexed by host. A kernel for dtype and op must exist. The operand is overwritten
+  // with results or partial results.
   Chain(Net& net, LocalCall& call, const std::vector<int>& peers, Buffer operand, ReduceOp op);
 
-  // Elements that are to be reduced. Their results come to all hosts from the last to this one.
+  // Add elements to reduce. Their results return from the last host to `host`, and to every host in between.
   void add(size_t begin, size_t count, int host);
-  // Reduces all that was added. Returns when they may be used; what was lent is still to be settled, and until then
-  // neither operand nor memory may change.
+  // Reduce all added elements. Returns when the results may be read. The caller must then settle the lent bytes
+  // (Net::settle). Until then neither the operand nor `memory` may change.
   void run(std::vector<std::byte>& memory);
 
  private:
-  static constexpr size_t kAhead = 4;  // segments that may come before they are needed
+  static constexpr size_t kAhead = 4;  // segments that may arrive before they are needed
 
   struct Segment {
     size_t begin;
     size_t count;
     int host;
-    uint64_t result = 0;  // what net.wait_received takes
+    uint64_t result = 0;  // ticket of the result, for net.wait_received
   };
 
   void lay_out(std::vector<std::byte>& memory);
@@ -61,11 +61,11 @@ class Chain {
   const Kernel partly_;
   const Kernel finally_;
   std::vector<Segment> segments_;
-  std::vector<uint64_t> partial_;  // by segment: what net.wait_received takes
+  std::vector<uint64_t> partial_;  // by segment: ticket of the partial result, for net.wait_received
 
   std::byte* slots_ = nullptr;
-  size_t room_ = 0;       // bytes of each
-  size_t window_ = 1;     // partial results of another type that may be on their way
+  size_t room_ = 0;       // bytes per slot
+  size_t window_ = 1;     // converted partial results that may be in transit
   size_t passed_on_ = 0;  // segments
   size_t passed_back_ = 0;
 };

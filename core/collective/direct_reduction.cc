@@ -6,7 +6,7 @@ namespace allranks {
 
 namespace {
 
-constexpr size_t kSegment = 256 << 10;  // bytes that a host reduces while the next are on their way
+constexpr size_t kSegment = 256 << 10;  // bytes that a host reduces while the next bytes are in transit
 
 }  // namespace
 

@@ -1,11 +1,11 @@
-// A reduction between one rank of each of a few hosts, each of which speaks to all others.
+// A reduction between a few hosts: one rank of each host takes part, and each communicates with all others.
 //
-// The operand is cut into a shard for each host. Each rank gets all others' operands of its own host's shard, reduces
-// them in the order of the hosts, and gives the result to all, or to one. It goes in steps of one segment of each
-// shard, so that a segment is reduced while the next are on their way. The caller drives the steps: those of a large
-// call on several levels interleave with what is done on the other levels.
+// The operand is divided into one shard per host. Each rank receives the operands of its own host's shard and reduces
+// them in the order of the hosts. It sends the result to all ranks or to one. Each step moves one segment of each
+// shard, so that a segment is reduced while the next segments are in transit. The caller drives the steps. In a large
+// call on several levels, they interleave with the steps of the other levels.
 //
-// Cost: 2 (H-1)/H n bytes over each rank's network, for the H hosts; two latencies.
+// Cost: 2 (H-1)/H n bytes over each rank's network, for H hosts; two latencies.
 #pragma once
 
 #include <vector>
@@ -18,22 +18,23 @@ namespace allranks {
 
 class DirectReduction {
  public:
-  // peers: by host, one of each. There is a kernel for the operation. root < 0: all get the result, in place of their
-  // operand; else only that host's, and the others' operands stay as they are. ahead: the steps that are sent before
-  // the first of them is reduced.
+  // peers: one rank of each host, indexed by host. A kernel for dtype and op must exist. root: the host that receives
+  // the result, in place of its operand; the operands of the other hosts stay unchanged. root < 0: all hosts receive
+  // the result. ahead: the number of steps that are sent before the first of them is reduced.
   DirectReduction(Net& net, LocalCall& call, const std::vector<int>& peers, Buffer operand, ReduceOp op, int root,
                   size_t ahead = 1);
 
   size_t steps() const { return steps_; }
-  size_t slots_bytes() const;  // of memory for what comes
-  size_t aside_bytes() const;  // of memory for a result that is not to be in place of the operand
+  size_t slots_bytes() const;  // memory for received operands
+  size_t aside_bytes() const;  // memory for the result if it must not replace the operand
   void lay_out(std::byte* slots, std::byte* aside);
 
-  // Each in order; step s is reduced before step s + ahead + 1 is sent. What is lent is still to be settled by the
-  // caller; until then neither the operand nor the memory may change.
+  // Call both for each step, in order. Step s must be reduced before step s + ahead + 1 is sent, because both use the
+  // same slots. The caller must settle the lent bytes (Net::settle). Until then neither the operand nor the memory may
+  // change.
   void send(size_t s);
   void reduce(size_t s);
-  // All results are there. After the last step.
+  // Wait until all results have arrived. Call it after the last step.
   void wait_results();
 
  private:
@@ -54,15 +55,15 @@ class DirectReduction {
   const int root_;
   const size_t here_;
   const size_t element_;
-  const bool stays_;  // the operand
+  const bool stays_;  // the operand must stay unchanged
   size_t share_;      // elements of a shard
-  size_t segment_;    // elements
+  size_t segment_;    // elements of a segment
   size_t steps_;
   size_t slots_of_host_;
   std::byte* slots_ = nullptr;
   std::byte* aside_ = nullptr;
-  std::vector<uint64_t> tickets_;  // what net.wait_received takes: of operands, by step and host
-  std::vector<uint64_t> results_;  // of the last results, by host
+  std::vector<uint64_t> tickets_;  // tickets of received operands for net.wait_received, by step and host
+  std::vector<uint64_t> results_;  // tickets of the last results, by host
   std::vector<const void*> operands_;
 };
 

@@ -1,7 +1,8 @@
-// The verbs between so many hosts that a rank which spoke to one on each would have too many connections. Reductions go
-// along a chain of the hosts (chain.h), what all are to get goes round a ring of them: a rank speaks to its
-// counterparts on the host before and on the host after its own. What one rank gives to each, or gets from each, goes
-// along a binomial tree of the hosts: the leader of a host speaks to those of the hosts at a distance of 2^k.
+// The verbs between many hosts. A connection from each rank to every host would be too many connections.
+//
+// Reductions use a chain of the hosts (chain.h), and all_gather uses a ring of the hosts. A rank communicates only with
+// its counterparts on the previous and the next host. gather and scatter use a binomial tree of the hosts. The leader
+// of a host communicates with the leaders of the hosts at a distance of 2^k.
 #include <algorithm>
 #include <cstring>
 
@@ -14,8 +15,8 @@ namespace allranks {
 
 namespace {
 
-constexpr size_t kSlab = 16 << 20;      // bytes that are copied aside at once: between slabs the chain runs empty
-constexpr size_t kSegment = 128 << 10;  // bytes of what goes round
+constexpr size_t kSlab = 16 << 20;      // bytes copied to scratch memory per slab; the chain is idle between slabs
+constexpr size_t kSegment = 128 << 10;  // bytes of a segment in the ring of hosts
 
 }  // namespace
 
@@ -37,13 +38,12 @@ void InterHostComm::across_chain(LocalComm::Call& call, const std::vector<int>& 
   }
 }
 
-// The hosts are counted from the root's, in turn. A host whose turn is t has its parent at t without its lowest set
-// bit.
+// Hosts are numbered from the host of the root. The parent of host t is t without its lowest set bit.
 InterHostComm::Branch InterHostComm::branch_of(int root) const {
   const int count = hosts_.count();
   const int first = hosts_.of(root);
   const int turn = (here() - first + count) % count;
-  const int span = turn == 0 ? count : turn & -turn;  // turns below this host, if there are so many
+  const int span = turn == 0 ? count : turn & -turn;  // maximum number of hosts in the subtree of this host
   const auto host_at = [&](int t) { return (first + t) % count; };
   const auto relay_of = [&](int t) { return t == 0 ? root : hosts_.leader(host_at(t)); };
   Branch branch{.relay = relay_of(turn), .parent = turn == 0 ? -1 : relay_of(turn - span), .below = {}};
@@ -55,7 +55,7 @@ InterHostComm::Branch InterHostComm::branch_of(int root) const {
   return branch;
 }
 
-// A slab of every rank's piece at a time: each leader passes on to its parent what its host gives, and what comes.
+// Run in slabs of every rank's operand. Each leader forwards the operands of its host and of its subtree to its parent.
 void InterHostComm::gather_up_tree(LocalComm::Call& call, Buffer in, const Pieces& outs, int root) {
   const size_t n = in.nbytes();
   const Branch branch = branch_of(root);
@@ -63,7 +63,7 @@ void InterHostComm::gather_up_tree(LocalComm::Call& call, Buffer in, const Piece
   const size_t slab = std::max<size_t>(64, kSlab / ranks());
   for (size_t begin = 0; begin < n; begin += slab) {
     const size_t part = std::min(slab, n - begin);
-    Pieces mine;  // what the ranks of this host give, where it is passed on
+    Pieces mine;  // operands of the ranks of this host, if they are forwarded
     if (branch.parent >= 0) {
       std::byte* memory = relays ? scratch(2, ranks_of_host() * part) : nullptr;
       for (size_t p = 0; relays && p < ranks_of_host(); p++) mine.push_back(memory + p * part);
@@ -90,7 +90,7 @@ void InterHostComm::gather_up_tree(LocalComm::Call& call, Buffer in, const Piece
   }
 }
 
-// The same the other way.
+// Run in slabs, in the opposite direction: each leader receives the data of its host and of its subtree.
 void InterHostComm::scatter_down_tree(LocalComm::Call& call, const Pieces& ins, Buffer out, int root) {
   const size_t n = out.nbytes();
   const Branch branch = branch_of(root);
@@ -99,7 +99,7 @@ void InterHostComm::scatter_down_tree(LocalComm::Call& call, const Pieces& ins, 
   for (size_t begin = 0; begin < n; begin += slab) {
     const size_t part = std::min(slab, n - begin);
     const Buffer got{out.bytes() + begin, part, DType::u8};
-    Pieces mine;  // what the ranks of this host get
+    Pieces mine;  // data for the ranks of this host
     if (relays && branch.parent < 0) {
       for (const auto& [rank, by] : branch.below) net_.lend(by, ins[static_cast<size_t>(rank)] + begin, part);
     } else if (relays) {
@@ -125,7 +125,8 @@ void InterHostComm::scatter_down_tree(LocalComm::Call& call, const Pieces& ins, 
   }
 }
 
-// Each host reduces what is meant for the ranks of every host, dealt out to its own, whose chains reduce it further.
+// For each host h, the ranks of this host reduce the operands for the ranks of h, one per local rank. The chains of the
+// local ranks then reduce the results further.
 void InterHostComm::reduce_scatter_over_chains(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op) {
   const auto hosts = static_cast<size_t>(hosts_.count());
   const size_t element = size_of(out.dtype);
@@ -152,7 +153,7 @@ void InterHostComm::reduce_scatter_over_chains(LocalComm::Call& call, const Piec
   }
 }
 
-// The same by the leaders alone, where some hosts have more ranks than others.
+// Variant for hosts with different numbers of ranks: only the leaders take part in a chain.
 void InterHostComm::reduce_scatter_by_leaders(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op) {
   const size_t element = size_of(out.dtype);
   const size_t slab = std::max<size_t>(64, kSlab / ranks()) / element;
@@ -188,7 +189,8 @@ void InterHostComm::reduce_scatter_by_leaders(LocalComm::Call& call, const Piece
   }
 }
 
-// What the ranks of a host give goes round by as many ranks as every host has, each of which passes on what comes.
+// The operands of each host travel around the ring in `lanes` lanes, the smallest number of ranks of any host. The rank
+// of a lane forwards the data that it receives.
 void InterHostComm::all_gather_around(LocalComm::Call& call, Buffer in, const Pieces& outs) {
   size_t lanes = ranks_of_host();
   for (int h = 0; h < hosts_.count(); h++) lanes = std::min(lanes, hosts_.on(h).size());
@@ -211,7 +213,7 @@ void InterHostComm::pass_around(LocalComm::Call& call, const Pieces& outs, size_
     size_t nbytes;
     uint64_t ticket;
   };
-  std::vector<Segment> coming;  // and to be passed on
+  std::vector<Segment> coming;  // received segments that must be forwarded
   for (int turn = 0; turn < count; turn++) {
     const auto& there = hosts_.on((here() - turn + count) % count);
     for (size_t p = lane; p < there.size(); p += lanes) {

@@ -13,14 +13,14 @@ namespace allranks {
 
 namespace {
 
-constexpr size_t kInExchange = 256 << 10;  // bytes that all hosts contribute to an exchange
-constexpr size_t kAlong = 1 << 10;         // bytes that a rank sends along with the sizes of its all_to_all
-constexpr size_t kAlongAlone = 16 << 10;   // the same, where every rank is alone on its host
-constexpr size_t kKept = 16 << 20;         // bytes of each scratch memory, between calls
+constexpr size_t kInExchange = 256 << 10;  // maximum bytes of all contributions in an exchange
+constexpr size_t kAlong = 1 << 10;         // maximum bytes that a rank adds to the sizes of its all_to_all
+constexpr size_t kAlongAlone = 16 << 10;   // the same limit if every rank is alone on its host
+constexpr size_t kKept = 16 << 20;         // maximum bytes of a scratch memory that is kept between calls
 
 size_t aligned(size_t nbytes) { return (nbytes + 63) / 64 * 64; }
 
-// The collective streams of this rank, in a call.
+// The collective streams of this rank, for one call.
 class StreamsOfCall final : public LeaderStreams {
  public:
   StreamsOfCall(Net& net, LocalComm::Call& call) : net_(net), call_(call) {}
@@ -46,7 +46,7 @@ void InterHostComm::run(LocalComm::Call& call, const Operation& operation) {
   try {
     dispatch(call, operation);
   } catch (Error& error) {
-    net_.clear();  // what is queued belongs to the caller
+    net_.clear();  // queued entries point to the caller's memory, which may be freed after the throw
     if (!call.all_hosts) call.arrival = {};
     if (error.failure.kind == Kind::timeout) error.waiting_for = net_.behind(call.about.call);
     throw;
@@ -94,23 +94,23 @@ void InterHostComm::dispatch(LocalComm::Call& call, const Operation& operation) 
 
 bool InterHostComm::has_room(size_t total) const {
   const size_t ring = local_comm_.shm().sizes().ring;
-  const size_t room = std::bit_ceil(total + 64 * static_cast<size_t>(hosts_.count()));  // what exchange takes of it
+  const size_t room = std::bit_ceil(total + 64 * static_cast<size_t>(hosts_.count()));  // upper bound for distribute()
   return room <= ring / 2 && ring % room == 0;
 }
 
 bool InterHostComm::fits(size_t total) const { return total <= kInExchange && has_room(total); }
 
-// One exchange, in its phases: assemble, exchange_between_leaders, distribute.
+// State of one exchange. Its phases are assemble, exchange_between_leaders and distribute.
 struct InterHostComm::Exchange {
   LocalComm::Call& call;
   const void* mine;
   const Contribution& contribution;
-  const bool alone;    // on its host
-  const bool in_line;  // the operands of this host are in its ranks' call lines
-  bool agree;          // the ranks seen so far do, and there are no call sites to compare
+  const bool alone;    // this rank is alone on its host
+  const bool in_line;  // the operands of this host are in the call lines of its ranks
+  bool agree;          // all fingerprints seen so far are equal, and there are no call sites to compare
   Bytes gathered;
   LocalComm::Pieces operands{};
-  std::vector<Fingerprint> all{};  // of all ranks; empty where they agree
+  std::vector<Fingerprint> all{};  // fingerprints of all ranks; empty if they agree
 };
 
 InterHostComm::Bytes InterHostComm::exchange(LocalComm::Call& call, const void* mine,
@@ -134,7 +134,8 @@ InterHostComm::Bytes InterHostComm::exchange(LocalComm::Call& call, const void* 
   if (!e.all.empty()) {
     if (const auto error = local_comm_.judge(call, std::move(e.all))) disagree(call, *error);
   }
-  call.about.fingerprint.site = 0;  // compared: what follows on this host is one call in parts
+  // The call sites are compared once. The remaining steps of the call on this host must not compare them again.
+  call.about.fingerprint.site = 0;
   return std::move(e.gathered);
 }
 
@@ -150,7 +151,7 @@ const std::byte* InterHostComm::operand_of(const Exchange& e, int place) const {
   return e.in_line ? local_comm_.shm().call_line(place, e.call.number).payload.data() : e.operands.at(place);
 }
 
-// The ranks of this host compare their fingerprints and put their operands where the leader reads them.
+// Compare the fingerprints of this host, and write this rank's operand to memory that the leader reads.
 void InterHostComm::assemble(Exchange& e, size_t most) {
   const size_t own = e.contribution.nbytes(me());
   next(e.call);
@@ -161,7 +162,7 @@ void InterHostComm::assemble(Exchange& e, size_t most) {
   e.agree = local_comm_.assemble(e.call, e.mine, e.in_line ? own : 0);
 }
 
-// Writes the message of this host into outgoing_.
+// Write the message of this host into outgoing_.
 LeaderMessage InterHostComm::write_message(const Exchange& e) {
   const Fingerprint& own = e.call.about.fingerprint;
   Opening opening{.call = e.call.about.call,
@@ -173,7 +174,7 @@ LeaderMessage InterHostComm::write_message(const Exchange& e) {
   if (!e.agree) {
     local = e.alone ? std::vector{own} : local_comm_.fingerprints(e.call);
     opening.each = static_cast<uint32_t>(local.size());
-    // A rank that calls something else has contributed something else.
+    // A rank with a different call has contributed different data, so the message contains no contribution.
     if (!std::all_of(local.begin(), local.end(), [&](const auto& f) { return f.agrees(own); })) opening.nbytes = 0;
   }
   const size_t head = opening.head_bytes();
@@ -224,7 +225,7 @@ void InterHostComm::exchange_between_leaders(Exchange& e) {
   }
 }
 
-// The leader passes on to its host what it has received.
+// Distribute the received contributions within the host: the leader writes them into its ring.
 void InterHostComm::distribute(Exchange& e) {
   const Fingerprint& own = e.call.about.fingerprint;
   size_t total = 0;
@@ -272,14 +273,14 @@ void InterHostComm::distribute(Exchange& e) {
 InterHostComm::Bytes InterHostComm::compare_sizes(LocalComm::Call& call, const Operation& operation) {
   const auto& in_bytes = operation.in_bytes;
   const auto& out_bytes = operation.out_bytes;
-  // Of every rank: what it sends to each, then what it expects from each; then what it sends, if that is little.
+  // Record of a rank: the sizes that it sends to each rank, the sizes that it expects, and its data if that is small.
   const size_t row = 2 * ranks() * sizeof(uint64_t);
   Bytes along(ranks());
   if (!fits(row * ranks())) {
     compare_sizes_of_many(call, operation);
     return along;
   }
-  // Where hosts have several ranks a record must be as long as all others.
+  // If hosts have several ranks, all records must have the same length.
   const bool alone = hosts_.count() == hosts_.ranks();
   const size_t most = alone ? kAlongAlone : fits((row + kAlong) * ranks()) ? kAlong : 0;
   const size_t total = std::accumulate(in_bytes.begin(), in_bytes.end(), size_t{0});
@@ -306,7 +307,7 @@ InterHostComm::Bytes InterHostComm::compare_sizes(LocalComm::Call& call, const O
     return value;
   };
   for (int from = 0; from < hosts_.ranks(); from++) {
-    size_t before = 0;  // of what comes along: what others get that stand before this rank
+    size_t before = 0;  // bytes for the ranks before this rank, in the record of `from`
     size_t all = 0;
     for (int to = 0; to < hosts_.ranks(); to++) {
       const uint64_t sent = size(from, static_cast<size_t>(to));
@@ -320,7 +321,7 @@ InterHostComm::Bytes InterHostComm::compare_sizes(LocalComm::Call& call, const O
   return along;
 }
 
-// Given what this rank sends to each, returns what each rank sends to this one: by way of the leaders.
+// Return the sizes that each rank sends to this rank, given the sizes that this rank sends. The leaders exchange them.
 std::vector<uint64_t> InterHostComm::transpose_sizes(LocalComm::Call& call, const std::vector<size_t>& sizes) {
   std::vector<uint64_t> row(sizes.begin(), sizes.end());
   std::vector<uint64_t> column(ranks());
@@ -345,7 +346,8 @@ std::vector<uint64_t> InterHostComm::transpose_sizes(LocalComm::Call& call, cons
   return column;
 }
 
-// Given what each rank of this host sends to each, returns, for each rank of this host, what each sends to it.
+// Return, for each rank of this host, the sizes that each rank sends to it. rows: the sizes that each rank of this host
+// sends.
 InterHostComm::Table InterHostComm::transpose_between_leaders(LocalComm::Call& call, const Table& rows) {
   const auto count = static_cast<size_t>(hosts_.count());
   Table out(count);
@@ -374,13 +376,14 @@ InterHostComm::Table InterHostComm::transpose_between_leaders(LocalComm::Call& c
   return columns;
 }
 
-// Where all sizes of all ranks are too many: the leaders exchange those between their hosts, every rank compares what
-// is sent to it, and a second exchange shows what each has found.
-// Cost: two exchanges, and between each two hosts the product of their ranks in numbers.
+// Variant for too many sizes to exchange all of them. The leaders exchange the sizes between their hosts, and every
+// rank compares the sizes sent to it. A second exchange reports the result of each rank.
+//
+// Cost: two exchanges, and for each pair of hosts as many numbers as the product of their numbers of ranks.
 void InterHostComm::compare_sizes_of_many(LocalComm::Call& call, const Operation& operation) {
   exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
   const std::vector<uint64_t> column = transpose_sizes(call, operation.in_bytes);
-  // From whom, how much, and what was expected; from nobody: as many as there are ranks.
+  // The first mismatch: the sender, the size sent and the size expected. No mismatch: the sender is ranks().
   std::array<uint64_t, 3> found{ranks(), 0, 0};
   for (size_t from = ranks(); from-- > 0;) {
     if (column[from] != operation.out_bytes[from]) found = {from, column[from], operation.out_bytes[from]};

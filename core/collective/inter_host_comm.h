@@ -1,16 +1,17 @@
 // The collectives of a group that spans hosts.
 //
-// The ranks of one host work in their shared memory (local_comm.h). Ranks of different hosts use their collective
-// streams (net.h). Every call begins with an exchange of what the ranks call:
+// The ranks of one host use their shared memory (local_comm.h). Ranks of different hosts use their collective streams
+// (net.h). Every call begins with an exchange of fingerprints:
 //   1. The ranks of each host compare their fingerprints in shared memory.
-//   2. The first rank of each host, its leader, sends a message to the other leaders (leader_exchange.h). It has the
-//      fingerprint, and the operands of its host where these are small.
-//   3. Each leader passes on to its host what it has received.
-// So every rank knows whether all ranks call the same before any tensor is touched. A small call ends with that. Larger
-// operands follow on every rank's own collective streams.
+//   2. The first rank of each host, its leader, sends a message to the other leaders (leader_exchange.h). The message
+//      contains the fingerprint, and the operands of the host if these are small.
+//   3. Each leader distributes the received messages within its host.
+// Every rank therefore detects different calls before any tensor is changed. A small call is complete after this
+// exchange. Larger operands follow on the collective streams of each rank.
 //
-// Order of reduction: each host's operands by rank, then the hosts' results by the host's first rank. It is the same
-// for every size and on every rank. float16 and bfloat16 are rounded once per level: on the host, and between hosts.
+// Order of reduction: the operands of each host by rank, then the results of the hosts in the order of their first
+// ranks. It is the same for every size and on every rank. float16 and bfloat16 are rounded once per level: on the host,
+// and between hosts.
 #pragma once
 
 #include <array>
@@ -39,15 +40,16 @@ class InterHostComm {
 
   void dispatch(LocalComm::Call& call, const Operation& operation);
 
-  // What the ranks of a host contribute to the exchange: their operands one after the other, or reduced.
+  // What the ranks of a host contribute to the exchange: their operands, concatenated or reduced.
   struct Contribution {
-    std::function<size_t(int)> nbytes;  // of a rank's operand
-    Kernel kernel = nullptr;            // reduces those of a host
-    size_t count = 0;                   // elements of each
-    // Where a rank that is alone on its host wants another host's contribution, once all agree; nullptr: anywhere.
+    std::function<size_t(int)> nbytes;  // bytes of a rank's operand
+    Kernel kernel = nullptr;            // reduces the operands of a host; nullptr: they are concatenated
+    size_t count = 0;                   // elements per operand
+    // Destination of another host's contribution, used after all fingerprints agree. Only for a rank that is alone on
+    // its host. nullptr: no fixed destination.
     LeaderExchange::Into into = nullptr;
   };
-  // Returns each host's contribution, by host. It lies there until the next call.
+  // Run the exchange. Returns the contributions, indexed by host. They stay valid until the next call.
   Bytes exchange(LocalComm::Call& call, const void* mine, const Contribution& contribution);
   struct Exchange;
   void assemble(Exchange& e, size_t most);
@@ -55,26 +57,27 @@ class InterHostComm {
   void distribute(Exchange& e);
   const std::byte* operand_of(const Exchange& e, int place) const;
   size_t bytes_of_host(const Contribution& contribution, int host) const;
-  // What a leader sends: an Opening with fingerprints, and the contribution of its host.
+  // Write the message of a leader: an Opening with fingerprints, and the contribution of its host.
   LeaderMessage write_message(const Exchange& e);
 
-  // The sizes of an all_to_all, which every rank compares, so that a disagreement is an error on all of them. A rank
-  // that sends little sends it along. Returns, by rank, where what it sends to this one lies; nullptr: it is still to
-  // come.
+  // Exchange and compare the sizes of an all_to_all. Every rank compares all sizes, so that a disagreement is an error
+  // on all ranks. A rank that sends few bytes adds them to the exchange. Returns, indexed by rank, the address of the
+  // data sent to this rank; nullptr: the data has not been sent yet.
   Bytes compare_sizes(LocalComm::Call& call, const Operation& operation);
-  using Table = std::vector<std::vector<uint64_t>>;  // a row per rank of this host, or per host
+  using Table = std::vector<std::vector<uint64_t>>;  // one row per rank of this host, or one per host
   std::vector<uint64_t> transpose_sizes(LocalComm::Call& call, const std::vector<size_t>& sizes);
   Table transpose_between_leaders(LocalComm::Call& call, const Table& rows);
   void compare_sizes_of_many(LocalComm::Call& call, const Operation& operation);
   [[noreturn]] void refuse_sizes(LocalComm::Call& call, int from, int to, uint64_t sent, uint64_t expected);
 
-  // Whether the ring can carry so many bytes from all hosts; and whether a call should take part of its data along.
+  // has_room: return whether the ring can hold the contributions of all hosts (total bytes). fits: return whether a
+  // call should add its data to the exchange.
   bool has_room(size_t total) const;
   bool fits(size_t total) const;
 
   void all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op);
-  // How a large all_reduce goes: by each rank its shard with its counterparts; so, with the levels overlapping; or by
-  // the leaders alone, which is fewer messages.
+  // Variants of a large all_reduce. lanes: each rank reduces its shard with its counterparts. stages: the same, with
+  // overlapping levels. leaders: only the leaders communicate, which needs fewer messages.
   enum class Way { lanes, stages, leaders };
   size_t choose_way(LocalComm::Call& call, Trial& trial);
   void all_reduce_on_levels(LocalComm::Call& call, Buffer buffer, ReduceOp op, Way way);
@@ -93,25 +96,25 @@ class InterHostComm {
   void reduce_scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op);
   void all_to_all(LocalComm::Call& call, const Operation& operation);
 
-  // Reduces between one rank of each host (peers, by host). root < 0: all get the result, in place of their
-  // operand; else only that host's, and the others' operands stay as they are.
+  // Reduce between one rank of each host (peers, indexed by host). root: the host that receives the result, in place of
+  // its operand; the operands of the other hosts stay unchanged. root < 0: all hosts receive the result.
   void across(LocalComm::Call& call, const std::vector<int>& peers, Buffer operand, ReduceOp op, int root);
 
-  // --- between so many hosts that not every rank speaks to one on each (inter_host_chains.cc) ---
+  // --- more hosts than a rank can have connections to (inter_host_chains.cc) ---
 
   bool has_chains() const { return hosts_.count() > LeaderExchange::kDirectHosts; }
   void across_chain(LocalComm::Call& call, const std::vector<int>& peers, Buffer operand, ReduceOp op, int root);
   void reduce_scatter_over_chains(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op);
   void reduce_scatter_by_leaders(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op);
-  // This host's place in a binomial tree of the hosts with the root's at its root.
+  // Position of this host in a binomial tree of the hosts. The host of the call's root is the root of the tree.
   struct Branch {
-    int relay;   // who speaks for this host
-    int parent;  // for the host above it; -1: there is none
+    int relay;   // the rank that communicates for this host
+    int parent;  // the relay of the parent host; -1: this host is the root of the tree
     struct Below {
       int rank;
-      int by;  // the relay of the next host on the way to it
+      int by;  // the relay of the next host on the path to `rank`
     };
-    std::vector<Below> below;  // in the order in which their pieces are sent
+    std::vector<Below> below;  // all ranks of the subtree, in the order in which their data is sent
   };
   Branch branch_of(int root) const;
   void gather_up_tree(LocalComm::Call& call, Buffer in, const Pieces& outs, int root);
@@ -129,7 +132,8 @@ class InterHostComm {
   const std::vector<int>& local_ranks() const { return hosts_.on(here()); }
   size_t ranks() const { return static_cast<size_t>(hosts_.ranks()); }
   std::vector<int> leaders() const;
-  // A lane: the ranks of all hosts that stand at the same place. With as many ranks on every host each is in one.
+  // A lane consists of the ranks with the same local rank, one per host. If every host has the same number of ranks,
+  // each rank belongs to one lane.
   bool has_lanes() const { return local_comm_.size() > 1 && hosts_.even(); }
   size_t ranks_of_host() const { return local_ranks().size(); }
   int counterpart(int host) const { return hosts_.on(host)[static_cast<size_t>(place())]; }
@@ -146,9 +150,9 @@ class InterHostComm {
   Net& net_;
   const Hosts& hosts_;
   LeaderExchange leaders_;
-  std::vector<std::byte> outgoing_;  // the message of this host
+  std::vector<std::byte> outgoing_;  // the message of this host; the streams read it until they are flushed
   std::vector<std::vector<std::byte>> scratch_;
-  std::array<Trial, 25> trials_;  // of large calls of all_reduce, by bits of the size; the last: of 8 MB and more
+  std::array<Trial, 25> trials_;  // variants of large all_reduce, by bit width of the size; the last: 8 MB and more
 };
 
 }  // namespace allranks

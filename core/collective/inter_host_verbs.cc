@@ -1,5 +1,7 @@
-// The verbs of a group that spans hosts. Each is made of the exchange at its beginning (inter_host_comm.h), of the
-// algorithms for one host (algorithms/), and of transfers between ranks of different hosts.
+// The verbs of a group that spans hosts. Each verb consists of an exchange (inter_host_comm.h), algorithms within one
+// host (algorithms/), and transfers between ranks of different hosts. Small calls need only the exchange.
+//
+// "Even hosts" below means that all hosts have the same number of ranks.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -17,12 +19,18 @@ namespace allranks {
 
 namespace {
 
-constexpr size_t kSegment = 256 << 10;  // bytes that a host passes on while the next are on their way
-constexpr size_t kWhole = 32 << 10;     // bytes of a reduce_scatter of which every host may get all
-constexpr size_t kSlab = 4 << 20;       // bytes that are copied aside at once
-constexpr size_t kRelayed = 4 << 20;    // bytes that a host passes on before its ranks give each other their shares
-constexpr size_t kLanes = 4 << 20;      // bytes from which all ranks of a host carry a broadcast or reduce
-constexpr size_t kStaged = 4 << 20;     // bytes of an all_reduce that are on one level while others are on the next
+constexpr size_t kSegment = 256 << 10;  // bytes that a host forwards while the next bytes are in transit
+constexpr size_t kWhole = 32 << 10;     // up to this size, every host receives all data of a reduce_scatter
+constexpr size_t kSlab = 4 << 20;       // bytes copied to scratch memory per slab
+// Bytes per slab of a broadcast over lanes; after each slab, the ranks of a host exchange their shares. Slabs of 1 MB
+// had 0.6 times the speed between 4 hosts (docs/decisions/114).
+constexpr size_t kRelayed = 4 << 20;
+// Bytes from which all ranks of a host take part in a broadcast or reduce. Below, this is slower: each slab costs one
+// more synchronization of the ranks of each host (docs/decisions/114).
+constexpr size_t kLanes = 4 << 20;
+// Bytes per slab of an all_reduce with overlapping levels. 2 and 8 MB made no measurable difference
+// (docs/decisions/123).
+constexpr size_t kStaged = 4 << 20;
 
 Kernel kernel_of(DType dtype, ReduceOp op) {
   const Kernel kernel = kernel_for(dtype, op);
@@ -32,7 +40,7 @@ Kernel kernel_of(DType dtype, ReduceOp op) {
 
 }  // namespace
 
-// --- what the verbs share ---
+// --- shared helpers ---
 
 std::vector<int> InterHostComm::leaders() const {
   std::vector<int> ranks;
@@ -76,13 +84,14 @@ void InterHostComm::across(LocalComm::Call& call, const std::vector<int>& peers,
   settle(call);
 }
 
-// --- the verbs: the head of each file in algorithms/ defines them ---
+// --- the verbs; the header comments of the files in algorithms/ define their results ---
 
-// Small: every rank reduces what the hosts have contributed. Large, with as many ranks on every host: reduce-scatter
-// on each host, then every rank its shard with its counterparts, then all-gather; from 8 MB on in stages, and below by
-// the leaders for all, if the first calls of about that size were faster that way. Else the leaders for all. Cost: one
-// round trip's half; large: two more, and 2 (H-1)/H n bytes over each host's network. Above 8 hosts large calls go
-// along chains and round rings (inter_host_chains.cc).
+// Small: every rank reduces the contributions of the hosts. Large, even hosts: reduce-scatter on each host, reduction
+// of each rank's shard with its counterparts, all-gather on each host. A Trial selects the faster variant. From 8 MB
+// on, the alternative is to overlap the levels; below 8 MB, that only the leaders communicate. Large, other hosts: only
+// the leaders communicate. Above 8 hosts, large calls use chains and rings (inter_host_chains.cc).
+//
+// Cost: half a round trip; large: two more round trips, and 2 (H-1)/H n bytes over each host's network.
 void InterHostComm::all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op) {
   const size_t n = buffer.nbytes();
   const Kernel kernel = kernel_of(buffer.dtype, op);
@@ -107,7 +116,8 @@ void InterHostComm::all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op
   all_reduce_on_levels(call, buffer, op, hosts_.even() ? Way::lanes : Way::leaders);
 }
 
-// The exchange of a call that may go in two ways: in which it does, as all ranks find.
+// Run the exchange of a call that has two variants. Returns the variant, which is the same on all ranks. During the
+// trial, the exchange contains the duration of the previous call.
 size_t InterHostComm::choose_way(LocalComm::Call& call, Trial& trial) {
   const size_t length = trial.under_way() ? sizeof trial.told() : 0;
   const auto gathered = exchange(call, &trial.told(), {.nbytes = [length](int) { return length; }});
@@ -134,7 +144,7 @@ void InterHostComm::all_reduce_on_levels(LocalComm::Call& call, Buffer buffer, R
     across(call, counterparts(), mine, op, -1);
     algorithms::all_gather(local_comm_, next(call), mine, shards);
   }
-  // What does not divide evenly.
+  // The rest that cannot be divided evenly among the ranks: the leaders reduce it.
   const Buffer rest{buffer.bytes() + share * local_size * element, buffer.count - share * local_size, buffer.dtype};
   if (rest.count == 0) return;
   if (local_size > 1) algorithms::reduce(local_comm_, next(call), rest, partial_op(op), 0);
@@ -142,11 +152,13 @@ void InterHostComm::all_reduce_on_levels(LocalComm::Call& call, Buffer buffer, R
   if (local_size > 1) algorithms::broadcast(local_comm_, next(call), rest, 0);
 }
 
-// In slabs: while one is reduced on each host the one before is on the network, and the one before that comes back.
+// Run in slabs: while one slab is reduced on each host, the previous slab is on the network, and the slab before that
+// returns.
 //
-// While a rank meets the others of its host it moves nothing between hosts. So before it does the kernel is given what
-// it takes. And it must have all that was queued a turn ago: without that other hosts would not come as far as this
-// one.
+// While a rank synchronizes with the other ranks of its host, it moves no data between hosts. Before that, it therefore
+// passes to the kernel as much queued data as the kernel accepts. It also waits until the kernel has all data that was
+// queued in the previous turn. Without this wait, two hosts could wait for each other: the other host needs this data
+// to reach the same turn.
 void InterHostComm::all_reduce_in_stages(LocalComm::Call& call, Buffer buffer, ReduceOp op) {
   const size_t element = size_of(buffer.dtype);
   const size_t lanes = ranks_of_host();
@@ -159,13 +171,15 @@ void InterHostComm::all_reduce_in_stages(LocalComm::Call& call, Buffer buffer, R
     return std::pair{shares, Buffer{shares[static_cast<size_t>(place())], share, buffer.dtype}};
   };
   const std::vector<int> peers = counterparts();
-  constexpr size_t kUnderWay = 3;  // slabs
+  constexpr size_t kUnderWay = 3;  // slabs in progress: one on each level
   std::array<std::optional<DirectReduction>, kUnderWay> between;
-  std::vector<uint64_t> queued;  // when the last turn had ended
+  std::vector<uint64_t> queued;  // by host: bytes queued for its peer at the end of the previous turn
   for (size_t k = 0; k < slabs + 2; k++) {
     if (k < slabs) {
       const auto [shares, mine] = shares_of(k);
       algorithms::reduce_scatter(local_comm_, next(call), shares, mine, partial_op(op));
+      // ahead = mine.count: all steps are sent before the first is reduced. Two slot memories are enough, because slab
+      // k - 2 was reduced in turn k - 1.
       auto& reduction = between[k % kUnderWay].emplace(net_, call, peers, mine, op, -1, mine.count);
       reduction.lay_out(scratch(k % 2, reduction.slots_bytes()), nullptr);
       for (size_t s = 0; s < reduction.steps(); s++) reduction.send(s);
@@ -192,10 +206,11 @@ void InterHostComm::all_reduce_in_stages(LocalComm::Call& call, Buffer buffer, R
   settle(call);
 }
 
-// As all_reduce; large, with as many ranks on every host: in slabs, of which each rank reduces its share with its
-// counterparts, and those of the root's host give theirs to it. Else each host's leader (on the root's host, the root)
-// for its host, in slabs that are copied aside, as the others' operands stay as they are.
-// Cost: large: (H-1)/H n bytes out of each other host, and n into the root's.
+// Small: as all_reduce. Large, even hosts: in slabs. Each rank reduces its share with its counterparts, and the ranks
+// of the root's host send their shares to the root. Large, other hosts: one rank of each host communicates, the leader
+// or the root. It copies each slab to scratch memory, because operands of non-root ranks must stay unchanged.
+//
+// Cost: large: (H-1)/H n bytes out of each other host, and n bytes into the root's host.
 void InterHostComm::reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op, int root) {
   const size_t n = buffer.nbytes();
   const Kernel kernel = kernel_of(buffer.dtype, op);
@@ -236,7 +251,7 @@ void InterHostComm::reduce_by_leaders(LocalComm::Call& call, Buffer buffer, Redu
   peers[static_cast<size_t>(hosts_.of(root))] = root;
   const int collector = peers[static_cast<size_t>(here())];
   const size_t element = size_of(buffer.dtype);
-  // The same on all hosts: they cut what they exchange alike.
+  // The slab size must be the same on all hosts, because they must divide the exchanged data equally.
   const size_t slab = hosts_.count() == hosts_.ranks() ? buffer.count : kSlab / element;
   for (size_t begin = 0; begin < buffer.count; begin += slab) {
     Buffer part{buffer.bytes() + begin * element, std::min(slab, buffer.count - begin), buffer.dtype};
@@ -252,10 +267,11 @@ void InterHostComm::reduce_by_leaders(LocalComm::Call& call, Buffer buffer, Redu
   }
 }
 
-// Small: in the exchange. Large: from host to host, each passing on what it gets while it gets more, so that no host
-// sends more than once; on each host through shared memory. With as many ranks on every host each rank passes on its
-// share of every slab; the few bytes that cannot be dealt out go along with the exchange.
-// Cost: large: n bytes over each host's network, and a segment's time per host.
+// Small: in the exchange. Large: from host to host. Each host forwards data while it receives more, so that no host
+// sends the data more than once. Within a host, the data moves through shared memory. Even hosts: each rank forwards
+// its share of every slab. The rest that cannot be divided evenly is part of the exchange.
+//
+// Cost: large: n bytes over each host's network, and the time of one segment per host.
 void InterHostComm::broadcast(LocalComm::Call& call, Buffer buffer, int root) {
   const size_t n = buffer.nbytes();
   if (fits(n)) {
@@ -277,14 +293,14 @@ void InterHostComm::broadcast(LocalComm::Call& call, Buffer buffer, int root) {
   broadcast_over_lanes(call, {buffer.data, n - rest, DType::u8}, root);
 }
 
-// The host before this one and the one after it in the chain that begins at a root's host; -1: none.
+// Return the hosts before and after this host, in the chain that starts at host `first`; -1: none.
 std::pair<int, int> InterHostComm::chain_from(int first) const {
   const int count = hosts_.count();
   const int turn = (here() - first + count) % count;
   return {turn == 0 ? -1 : (here() - 1 + count) % count, turn == count - 1 ? -1 : (here() + 1) % count};
 }
 
-// The buffer can be dealt out in lines.
+// The size of the buffer must be a multiple of kLine times the number of lanes.
 void InterHostComm::broadcast_over_lanes(LocalComm::Call& call, Buffer buffer, int root) {
   const auto [before, after] = chain_from(hosts_.of(root));
   const size_t n = buffer.nbytes();
@@ -348,12 +364,13 @@ void InterHostComm::broadcast_by_relays(LocalComm::Call& call, Buffer buffer, in
   settle(call);
 }
 
-// Small: in the exchange. Large: what each rank gives goes to one rank of every other host, and there to the others
-// through shared memory.
+// Small: in the exchange. Large: each rank sends its operand to one rank of every other host. That rank distributes it
+// within its host through shared memory.
+//
 // Cost: large: (P - ranks of the host) n bytes over each host's network.
 void InterHostComm::all_gather(LocalComm::Call& call, Buffer in, const Pieces& outs) {
   const size_t n = in.nbytes();
-  bool overlaps = false;  // what others are to get is overwritten by what they give
+  bool overlaps = false;  // received data would overwrite the operand before it has been sent
   for (size_t r = 0; r < outs.size(); r++) {
     const bool in_place = r == static_cast<size_t>(me()) && outs[r] == in.bytes();
     overlaps = overlaps || (!in_place && algorithms::intersect(outs[r], n, in.bytes(), n));
@@ -362,7 +379,7 @@ void InterHostComm::all_gather(LocalComm::Call& call, Buffer in, const Pieces& o
     const bool direct = !outs.empty() && !overlaps && hosts_.count() == hosts_.ranks();
     const auto into = [&](int h) { return direct ? outs[static_cast<size_t>(hosts_.leader(h))] : nullptr; };
     const auto gathered = exchange(call, in.data, {.nbytes = [n](int) { return n; }, .into = into});
-    // Before anything else is written: `in` may be what is to come from another rank.
+    // Must run before any other output is written, because `in` may overlap the output of another rank.
     if (!outs.empty()) algorithms::move_bytes(outs[static_cast<size_t>(me())], in.bytes(), n);
     for (size_t r = 0; r < outs.size(); r++) {
       const int rank = static_cast<int>(r);
@@ -398,7 +415,8 @@ void InterHostComm::all_gather(LocalComm::Call& call, Buffer in, const Pieces& o
   spread(call, outs, n, local_size);
 }
 
-// What has come from other hosts, to all ranks of this one: of their ranks, the q-th's to the (q % lanes)-th here.
+// Distribute the data received from other hosts to all ranks of this host. Local rank q % lanes has received the data
+// of local rank q of another host.
 void InterHostComm::spread(LocalComm::Call& call, const Pieces& outs, size_t n, size_t lanes) {
   for (int h = 0; h < hosts_.count(); h++) {
     if (h == here()) continue;
@@ -418,8 +436,9 @@ void InterHostComm::spread(LocalComm::Call& call, const Pieces& outs, size_t n, 
   }
 }
 
-// Large: every rank of another host sends to the root itself; those of the root's host through shared memory. Above 8
-// hosts the leaders pass on what comes from further hosts (inter_host_chains.cc).
+// Small: as all_gather. Large: every rank of another host sends directly to the root. The ranks of the root's host use
+// shared memory. Above 8 hosts, the leaders forward the data of further hosts (inter_host_chains.cc).
+//
 // Cost: large: n bytes per rank of another host into the root's host.
 void InterHostComm::gather(LocalComm::Call& call, Buffer in, const Pieces& outs, int root) {
   const size_t n = in.nbytes();
@@ -431,7 +450,7 @@ void InterHostComm::gather(LocalComm::Call& call, Buffer in, const Pieces& outs,
     return settle(call);
   }
   if (me() == root) {
-    // What the root gives may lie where another rank's piece is to go.
+    // The operand of the root may overlap the output of another rank, so move it before any output is written.
     algorithms::move_bytes(outs[static_cast<size_t>(me())], in.bytes(), n);
     in.data = outs[static_cast<size_t>(me())];
     for (size_t r = 0; r < outs.size() && !has_chains(); r++) {
@@ -445,8 +464,9 @@ void InterHostComm::gather(LocalComm::Call& call, Buffer in, const Pieces& outs,
   settle(call);
 }
 
-// Large: the root sends to every rank of another host itself; to those of its own through shared memory. Above 8 hosts
-// the leaders pass on what is for further hosts.
+// Small: in the exchange. Large: the root sends directly to every rank of another host. The ranks of its own host use
+// shared memory. Above 8 hosts, the leaders forward the data for further hosts (inter_host_chains.cc).
+//
 // Cost: large: n bytes per rank of another host out of the root's host.
 void InterHostComm::scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, int root) {
   const size_t n = out.nbytes();
@@ -475,7 +495,7 @@ void InterHostComm::scatter(LocalComm::Call& call, const Pieces& ins, Buffer out
     for (size_t r = 0; r < ins.size(); r++) {
       if (hosts_.of(static_cast<int>(r)) != here()) net_.lend(static_cast<int>(r), ins[r], n);
     }
-    settle(call);  // `out` may lie where a piece does
+    settle(call);  // before `out` is written, because it may overlap an input that other hosts still read
   }
   if (local_comm_.size() > 1) {
     algorithms::scatter(local_comm_, next(call), me() == root ? of_local_ranks(ins) : Pieces{}, out,
@@ -485,8 +505,9 @@ void InterHostComm::scatter(LocalComm::Call& call, const Pieces& ins, Buffer out
   }
 }
 
-// Small: in the exchange. Large, in slabs: each host reduces what is meant for the ranks of another, dealt out to
-// its own ranks, which send it there.
+// Small: in the exchange. Large: in slabs. For each other host, the ranks of this host reduce the operands for its
+// ranks, one result per local rank, and send the results there.
+//
 // Cost: large: (P - ranks of the host) n bytes over each host's network.
 void InterHostComm::reduce_scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op) {
   const size_t n = out.nbytes();
@@ -516,7 +537,7 @@ void InterHostComm::reduce_scatter(LocalComm::Call& call, const Pieces& ins, Buf
     const size_t bytes = count * element;
     size_t used = 2;
     const auto piece = [&](int r) { return ins[static_cast<size_t>(r)] + begin * element; };
-    // Reduces pieces that are meant for some ranks, one on each rank here.
+    // Reduce the operands for the ranks of[first], of[first + 1], ...: one result on each local rank.
     const auto reduced = [&](const std::vector<int>& of, size_t first) -> const std::byte* {
       if (local_size == 1) return piece(of[first]);
       Pieces pieces;
@@ -544,8 +565,8 @@ void InterHostComm::reduce_scatter(LocalComm::Call& call, const Pieces& ins, Buf
   }
 }
 
-// The sizes are compared (inter_host_comm.cc); then each rank sends to each itself, on its own host through shared
-// memory. Cost: what goes to other hosts, over the network.
+// Compare the sizes (inter_host_comm.cc). Then each rank sends directly to every rank of another host, and uses shared
+// memory within its host. Cost: the bytes for other hosts, over the network.
 void InterHostComm::all_to_all(LocalComm::Call& call, const Operation& operation) {
   const auto& [ins, outs] = std::tie(operation.ins, operation.outs);
   const auto& [in_bytes, out_bytes] = std::tie(operation.in_bytes, operation.out_bytes);
@@ -561,7 +582,7 @@ void InterHostComm::all_to_all(LocalComm::Call& call, const Operation& operation
     return false;
   };
   if (along[own] == nullptr && overlap()) {
-    // What is still to be sent would be overwritten by what comes.
+    // Received data would overwrite inputs that have not been sent yet.
     std::byte* aside = scratch(2, std::accumulate(in_bytes.begin(), in_bytes.end(), size_t{0}));
     for (size_t r = 0; r < ranks(); r++) {
       algorithms::move_bytes(aside, ins[r], in_bytes[r]);

@@ -10,7 +10,7 @@ namespace allranks {
 
 namespace {
 
-constexpr size_t kLongestMessage = 16 << 20;
+constexpr size_t kLongestMessage = 16 << 20;  // bytes; limits the allocation for a corrupted length
 
 }  // namespace
 
@@ -74,7 +74,8 @@ LeaderExchange::Messages LeaderExchange::exchange_directly(LeaderStreams& stream
     streams.send(h, own.head, ours.head_bytes());
     streams.send(h, own.body, ours.nbytes);
   }
-  // Waits for the heads, not for the sends: these may need the other side to read first, for which it needs the head.
+  // Wait for the heads, not for the sends. A send may need the other side to read first, and the other side needs the
+  // head for this.
   for (int h = 0; h < hosts_.count(); h++) {
     if (h != here_) streams.wait_received(h, tickets[static_cast<size_t>(h)]);
   }
@@ -105,11 +106,12 @@ LeaderExchange::Messages LeaderExchange::exchange_directly(LeaderStreams& stream
   return messages;
 }
 
-// In round k each gets, from the host 2^k further on, the messages of the 2^k hosts from there on.
+// Exchange by dissemination. In round k, each leader receives the messages of 2^k consecutive hosts from the host at
+// distance 2^k, starting with that host.
 LeaderExchange::Messages LeaderExchange::disseminate(LeaderStreams& streams, const LeaderMessage& own) {
   const int count = hosts_.count();
   incoming_.resize(2);
-  auto& known = incoming_[0];  // the messages of this host and of those behind it
+  auto& known = incoming_[0];  // the messages of this host and of the hosts after it
   auto& come = incoming_[1];
   const Opening ours = Opening::of(own.head);
   known.assign(own.head, own.head + ours.head_bytes());

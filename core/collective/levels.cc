@@ -7,7 +7,7 @@ namespace allranks {
 
 namespace {
 
-// Counters wrap: `a` has reached `b` when it is not behind it.
+// Return whether counter a has reached b. Counters wrap, so the sign of the difference decides.
 bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
 
 }  // namespace
@@ -36,6 +36,8 @@ int Levels::missing(const Ranks& ranks, size_t& next, IsThere&& is_there) const 
 }
 
 Arrived Levels::meet(LocalCall& call, size_t nbytes, const Combining* combining) {
+  // seq_cst, here and for all numbers and steps below: pairs with Shm::ring. Either the waiting rank sees the new
+  // number, or the ringing rank sees the sleeper.
   const auto has_come = [&](int r) {
     return shm_.call_line(r, call.number).number.load(std::memory_order_seq_cst) == call.number;
   };
@@ -46,12 +48,13 @@ Arrived Levels::meet(LocalCall& call, size_t nbytes, const Combining* combining)
     }
     lead(call, nbytes, combining);
   } else {
-    if (missing(group_, next, has_come) < 0) Shm::ring(shm_.gate(leader_));  // the last to come
+    if (missing(group_, next, has_come) < 0) Shm::ring(shm_.gate(leader_));  // only the last rank wakes the leader
     const ReleaseLine& release = shm_.release_line(leader_, call.number);
     const auto released = [&] {
       return release.number.load(std::memory_order_seq_cst) == call.number ? -1 : shm_.number(leader_);
     };
     size_t first = 0;
+    // Errors name a rank that has not arrived, not the leader that waits for it.
     shm_.wait(shm_.group_gate(leader_), call.patience, call.about, released, [&] {
       const int late = released() < 0 ? -1 : missing(all_, first, has_come);
       return late >= 0 ? late : released();
@@ -64,7 +67,7 @@ Arrived Levels::meet(LocalCall& call, size_t nbytes, const Combining* combining)
           .last = release.arrival.last};
 }
 
-// The group has come: what its ranks have brought, in one place.
+// Summarize the call lines of a group that has arrived, and copy its operands to one place.
 Arrived Levels::gather_group(const LocalCall& call, size_t nbytes) {
   const Fingerprint& own = shm_.call_line(leader_, call.number).fingerprint;
   std::byte* operands = shm_.group_operands(leader_, call.number);
@@ -94,7 +97,7 @@ void Levels::lead(LocalCall& call, size_t nbytes, const Combining* combining) {
   };
   size_t next = 0;
   if (missing(leaders_, next, has_gathered) < 0) {
-    Shm::ring(shm_.gate());  // the last of the leaders
+    Shm::ring(shm_.gate());  // only the last leader wakes the others
   } else {
     size_t first = 0;
     const auto late = [&] { return missing(leaders_, next, has_gathered); };
@@ -143,7 +146,7 @@ bool Levels::is_at_step(int rank, uint32_t done) const {
 
 void Levels::post_step(uint32_t done) {
   shm_.step_line(shm_.rank()).done.store(done, std::memory_order_seq_cst);
-  if (leads()) return;  // nobody but a leader waits for its group
+  if (leads()) return;  // only the leader waits for its group, so a leader has no rank to wake
   size_t next = 0;
   if (missing(group_, next, [&](int r) { return is_at_step(r, done); }) < 0) Shm::ring(shm_.gate(leader_));
 }

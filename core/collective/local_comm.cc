@@ -10,11 +10,11 @@ namespace allranks {
 namespace {
 
 constexpr size_t kFirstBytes =
-    64 - offsetof(CallLine, payload);        // of a payload, in the CPU's line with the fingerprint
-constexpr size_t kSmallPieces = 16;          // which the small ring holds: half of them where they are aligned at worst
-constexpr int64_t kNotesNs = 1'000'000'000;  // for the ranks to write where a call stands
+    64 - offsetof(CallLine, payload);  // payload bytes in the same 64-byte cache line as the fingerprint
+constexpr size_t kSmallPieces = 16;    // largest chunks that the small ring holds; half of them in the worst alignment
+constexpr int64_t kNotesNs = 1'000'000'000;  // time for the ranks to write their call sites
 
-// Counters wrap: `a` has reached `b` when it is not behind it.
+// Return whether counter a has reached b. Counters wrap, so the sign of the difference decides.
 bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
 
 }  // namespace
@@ -23,7 +23,8 @@ LocalComm::LocalComm(std::unique_ptr<Shm> shm, const Tuning& tuning, const Place
   shm_->introduce(place, tuning);
 }
 
-// In the second call: in the first all have seen each other, and so what each had told of itself before.
+// Read the topology and tuning of all ranks. This is possible from the second call on: each rank writes them before its
+// first call, in which every rank waits for all others.
 void LocalComm::find_levels() {
   knows_all_ = true;
   tuning_ = shm_->tuning();
@@ -43,20 +44,23 @@ bool LocalComm::meet(Call& call, const void* payload, size_t nbytes, size_t read
   mine.fingerprint = call.about.fingerprint;
   mine.entered_ns = call.entered_ns;
   if (payload != nullptr && nbytes > 0) std::memcpy(mine.payload.data(), payload, nbytes);
-  // Publishes the fingerprint, the payload and what stands in the ring; sequentially consistent for the bell.
+  // Publishes the fingerprint, the payload and the data in the ring. seq_cst: pairs with Shm::ring, so that no sleeping
+  // rank is missed.
   mine.number.store(call.number, std::memory_order_seq_cst);
   Arrived arrived;
   try {
     arrived = levels_ ? levels_->meet(call, read, combining) : meet_all(call);
   } catch (Error& error) {
     for (int p = 0; p < size(); p++) {
+      // acquire is enough: this load is not followed by a sleep, so it does not pair with Shm::ring.
       if (shm_->call_line(p, call.number).number.load(std::memory_order_acquire) != call.number) {
         error.waiting_for.push_back(shm_->number(p));
       }
     }
     throw;
   }
-  // Everybody has read what stood there, of the call before. The next call finds it here.
+  // All ranks have read the line of the previous call, so the next call may overwrite it. Prefetching takes the cache
+  // line from the readers before the next call needs it.
   CallLine& next_line = shm_->call_line(rank(), call.number + 1);
   sys::prefetch_to_write(&next_line);
   if (nbytes > kFirstBytes) sys::prefetch_to_write(&next_line.payload[kFirstBytes]);
@@ -68,7 +72,7 @@ bool LocalComm::meet(Call& call, const void* payload, size_t nbytes, size_t read
   return arrived.agree;
 }
 
-// Every rank reads every rank's line.
+// Synchronize without groups: every rank reads the call line of every rank.
 Arrived LocalComm::meet_all(Call& call) {
   int r = 0;
   const auto missing = [&] {
@@ -78,7 +82,7 @@ Arrived LocalComm::meet_all(Call& call) {
     return -1;
   };
   if (missing() < 0) {
-    Shm::ring(shm_->gate());  // the last to come wakes those that sleep
+    Shm::ring(shm_->gate());  // only the last rank to arrive wakes the sleeping ranks
   } else {
     shm_->wait(shm_->gate(), call.patience, call.about, missing);
   }
@@ -106,7 +110,8 @@ std::optional<Error> LocalComm::judge(const Call& call, std::vector<Fingerprint>
     failure.peer = swaps_.see(calls).first;
     if (failure.peer < 0) return {};
   }
-  ring_position_ = small_position_ = 0;  // ranks that call different things have taken different pieces
+  // Ranks with different calls have taken different chunks. Resetting makes the positions equal again on all ranks.
+  ring_position_ = small_position_ = 0;
   return Error(failure, std::move(calls));
 }
 
@@ -129,7 +134,7 @@ void LocalComm::refuse_mismatch(Call& call) {
 }
 
 LocalComm::Pieces LocalComm::take(size_t bytes, size_t pieces) {
-  // Powers of two, aligned to themselves, do not run over the ring's end.
+  // A chunk has a power of two as its size and alignment, so it never crosses the end of the ring.
   const size_t room = std::bit_ceil(std::max<size_t>(bytes, 64));
   const bool small = room * pieces <= shm_->sizes().small_ring / kSmallPieces;
   uint64_t& position = small ? small_position_ : ring_position_;
@@ -143,15 +148,15 @@ LocalComm::Pieces LocalComm::take(size_t bytes, size_t pieces) {
   return {shm_.get(), begin, room};
 }
 
-// All ranks have found the same mismatch and come here, unless one dies on the way.
+// All ranks have detected the same mismatch and call this function, unless a rank dies before.
 std::vector<std::string> LocalComm::exchange_notes(Call& call) {
   const std::string site = call.site.empty() ? call.patience.caller.where() : call.site;
   Note& mine = shm_->note(rank());
   size_t n = std::min(site.size(), mine.text.size() - 1);
-  // Not from the middle of a character of UTF-8.
+  // Do not start in the middle of a UTF-8 character.
   while (n > 0 && (static_cast<unsigned char>(site[site.size() - n]) & 0xc0) == 0x80) n--;
-  mine.number.store(0, std::memory_order_seq_cst);
-  std::copy_n(site.end() - static_cast<std::ptrdiff_t>(n), n, mine.text.begin());  // its end identifies it better
+  mine.number.store(0, std::memory_order_seq_cst);  // invalidate the note while the text is written
+  std::copy_n(site.end() - static_cast<std::ptrdiff_t>(n), n, mine.text.begin());  // the end of a path is more specific
   mine.text[n] = '\0';
   mine.number.store(call.number, std::memory_order_seq_cst);
   Shm::ring(shm_->gate());
@@ -168,7 +173,7 @@ std::vector<std::string> LocalComm::exchange_notes(Call& call) {
   try {
     shm_->wait(shm_->gate(), patience, call.about, silent);
   } catch (const Error& error) {
-    if (error.failure.kind != Kind::timeout) throw;  // the mismatch is known without the notes
+    if (error.failure.kind != Kind::timeout) throw;  // a missing note does not prevent the report of the mismatch
   }
   for (int p = 0; p < size(); p++) {
     const Note& note = shm_->note(p);
@@ -223,7 +228,7 @@ void LocalComm::post_step_to_any(uint32_t done) {
   Shm::ring(shm_->gate());
 }
 
-// A step is progress: the call's timeout begins anew, as where bytes move between hosts.
+// A step is progress, so the timeout of the call starts again. Between hosts, moved bytes have the same effect.
 void LocalComm::wait_step_of_all(Call& call, uint32_t done) {
   if (!levels_) return wait_step_of_each(call, done);
   levels_->wait_step(call, done);
@@ -258,6 +263,8 @@ std::vector<std::pair<uint32_t, Fingerprint>> LocalComm::last_calls() {
   for (int r = 0; r < size(); r++) {
     const CallLine& even = shm_->call_line(r, 0);
     const CallLine& odd = shm_->call_line(r, 1);
+    // acquire: pairs with the store in meet(), so that the fingerprint of this number is visible. The result is a
+    // snapshot: the rank may begin its next call at any time.
     const uint32_t e = even.number.load(std::memory_order_acquire);
     const uint32_t o = odd.number.load(std::memory_order_acquire);
     const CallLine& last = reached(e, o) ? even : odd;

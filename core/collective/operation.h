@@ -1,4 +1,4 @@
-// A collective as it is asked for.
+// Description of one collective call: the operation and its operands.
 #pragma once
 
 #include <string>
@@ -10,14 +10,14 @@ namespace allranks {
 
 struct Operation {
   Fingerprint fingerprint;
-  Buffer buffer;  // the operand; of reduce_scatter and scatter: the result
-  // Pieces by rank, of verbs that have them: what goes to each, what comes from each.
+  Buffer buffer;  // the operand; for reduce_scatter and scatter: the result
+  // Inputs and outputs per rank, for verbs that have them: data sent to each rank, data received from each rank.
   std::vector<std::byte*> ins = {};
   std::vector<std::byte*> outs = {};
-  // all_to_all: their sizes in bytes, which may all differ.
+  // all_to_all: the sizes of `ins` and `outs` in bytes. All sizes may differ.
   std::vector<size_t> in_bytes = {};
   std::vector<size_t> out_bytes = {};
-  std::string site = {};  // where in the program an asynchronous call stands; of a blocking one the caller has it
+  std::string site = {};  // call site of an asynchronous call; the Caller of a blocking call provides it
 };
 
 }  // namespace allranks

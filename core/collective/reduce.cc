@@ -42,7 +42,7 @@ Partials partials_of(DType dtype) {
       return half;
     case DType::bf16:
       return brain;
-    case DType::c32: {  // pairs of reals
+    case DType::c32: {  // pairs of float16
       Partials pairs{.dtype = DType::c64};
       pairs.widen = [](void* dst, const void* src, size_t count) {
         chosen().conversions[0].widen(dst, src, 2 * count);

@@ -1,30 +1,32 @@
 // Element-wise reduction of the ranks' operands.
 //
-// One kernel per (dtype, op), compiled for several instruction sets and chosen once at run
-// time. Every kernel takes all operands at once and combines them in the order given, 0..n-1,
-// whichever rank runs it and whatever piece of the tensor it is handed: this is what makes
-// results bit-identical on all ranks and in every run. float16 and bfloat16 are accumulated in
-// float32 and rounded once, to nearest even. MIN and MAX propagate NaN, as torch's do.
-// AVG of integers is the wrapped sum, divided towards zero, as nccl's.
-// bool: SUM and MAX are "or", PROD and MIN are "and"; any byte but 0 is true.
+// There is one kernel per (dtype, op), compiled for several instruction sets and selected once at run time. A kernel
+// receives all operands and combines them in the given order, 0..n-1. The order does not depend on the rank that runs
+// the kernel or on the part of the tensor. Results are therefore bit-identical on all ranks and in every run.
+//
+// float16 and bfloat16: accumulated in float32 and rounded once, to nearest even.
+// MIN and MAX: propagate NaN, as in torch.
+// AVG of integers: the wrapped sum, divided towards zero, as in nccl.
+// bool: SUM and MAX are "or", PROD and MIN are "and". Every byte except 0 is true.
 #pragma once
 
 #include "base/types.h"
 
 namespace allranks {
 
-// dst may be one of srcs; otherwise nothing overlaps. parts: of how many ranks' operands srcs are made; AVG
-// divides by it.
+// Reduce srcs into dst. dst may be one of srcs; no other buffers may overlap. parts: the number of ranks whose operands
+// srcs contain; AVG divides by it.
 using Kernel = void (*)(void* dst, const void* const* srcs, int nsrcs, size_t count, int parts);
 
-// nullptr: this pair does not exist (AVG of bool, MAX of complex, dtypes that are only moved).
+// Return the kernel for dtype and op. nullptr: this combination is not supported (AVG of bool, MAX of complex, dtypes
+// that are only moved).
 Kernel kernel_for(DType dtype, ReduceOp op);
 
-// Of a part of the operands: AVG divides when all have been added.
+// Return the op for a subset of the operands. AVG divides only after all operands have been added.
 inline ReduceOp partial_op(ReduceOp op) { return op == ReduceOp::avg ? ReduceOp::sum : op; }
 
-// Partial results that go from host to host have the type in which a dtype is accumulated, so that they are rounded
-// once, as where one kernel takes all operands.
+// Type of partial results that hosts send to each other: the type in which the dtype is accumulated. The result is then
+// rounded only once, as if one kernel had combined all operands.
 struct Partials {
   using Convert = void (*)(void* dst, const void* src, size_t count);
   DType dtype;
@@ -33,6 +35,7 @@ struct Partials {
 };
 Partials partials_of(DType dtype);
 
-const char* kernel_isa();  // "baseline", "avx2" or "avx512": for doctor and bench
+// Return the selected instruction set: "baseline", "avx2" or "avx512". For doctor and bench.
+const char* kernel_isa();
 
 }  // namespace allranks

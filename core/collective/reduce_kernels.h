@@ -1,5 +1,5 @@
-// The kernels themselves. Included once by each reduce_<isa>.cc, which is compiled with that
-// instruction set's flags and defines ALLRANKS_ISA, the namespace that keeps them apart.
+// Implementation of the kernels. Each reduce_<isa>.cc includes this file once. It is compiled with the flags of that
+// instruction set, and defines ALLRANKS_ISA, the namespace of its kernels.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -35,8 +35,8 @@ inline bf16 narrow_bf16(float x) {
 inline float widen(f16 x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7fffu;
-  // The exponent field is placed as float32's and corrected by a multiplication by 2^112,
-  // which turns subnormals into normals too.
+  // Shift the exponent field to its position in float32. The multiplication by 2^112 corrects the bias, and also
+  // converts subnormals into normals.
   float value = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
   if (magnitude >= 0x7c00u) value = std::bit_cast<float>((magnitude << 13) | 0x7f800000u);
   return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | sign);
@@ -50,9 +50,9 @@ inline f16 narrow_f16(float x) {
   if (magnitude > 0x7f800000u) {
     out = 0x7e00u | ((magnitude >> 13) & 0x3ffu);  // NaN
   } else if (magnitude >= 0x477ff000u) {
-    out = 0x7c00u;  // rounds beyond the largest float16
+    out = 0x7c00u;  // infinity: the value rounds beyond the largest float16
   } else if (magnitude < 0x38800000u) {
-    // Subnormal: adding 0.5 makes the float adder do the shift and the rounding.
+    // Subnormal: adding 0.5 lets the floating-point adder do the shift and the rounding.
     const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
     out = std::bit_cast<uint32_t>(shifted) - 0x3f000000u;
   } else {
@@ -62,12 +62,12 @@ inline f16 narrow_f16(float x) {
   return {static_cast<uint16_t>(sign | out)};
 }
 
-// Any byte but 0 is true, as for torch.
+// Every byte except 0 is true, as in torch.
 struct boolean {
   uint8_t bits;
 };
 
-// Accumulators: the type in which a dtype is summed.
+// Accumulator type: the type in which the elements of a dtype are combined.
 template <class T>
 struct Acc {
   using type = T;
@@ -114,7 +114,7 @@ struct Sum {
   template <class A>
   static A combine(A a, A b) {
     if constexpr (std::is_integral_v<A>) {
-      using U = std::make_unsigned_t<A>;  // overflow wraps, as torch's does
+      using U = std::make_unsigned_t<A>;  // unsigned overflow wraps, as in torch; signed overflow is undefined
       return static_cast<A>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b)));
     } else {
       return a + b;
@@ -125,20 +125,20 @@ struct Prod {
   template <class A>
   static A combine(A a, A b) {
     if constexpr (std::is_integral_v<A>) {
-      // 64 bits: a product of two uint16 would be computed, and overflow, as int.
+      // Use 64 bits: a product of two uint16 would be promoted to int, and could overflow.
       return static_cast<A>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
     } else {
       return a * b;
     }
   }
 };
-struct Min {
+struct Min {  // b != b: propagate NaN
   template <class A>
   static A combine(A a, A b) {
     return (b < a || b != b) ? b : a;
   }
 };
-struct Max {
+struct Max {  // b != b: propagate NaN
   template <class A>
   static A combine(A a, A b) {
     return (b > a || b != b) ? b : a;
@@ -164,8 +164,8 @@ struct Xor {
   }
 };
 
-// Of integers as nccl's: the sum, wrapped, divided towards zero. Up to 32 bits double is exact, and divides several at
-// once.
+// Divide a sum for AVG. Integers as in nccl: the wrapped sum, divided towards zero. For up to 32 bits, double is exact,
+// and its division is vectorized.
 template <class A>
 inline A divide(A sum, int parts) {
   if constexpr (std::is_integral_v<A> && sizeof(A) < 8) {
@@ -206,9 +206,10 @@ void narrow_tile<f16>(f16* dst, const float* acc, size_t n) {
 
 constexpr size_t kTile = 1024;  // elements: the accumulators stay in the L1 cache
 
-// Combines the sources in their order, in one pass. dst may be one of the sources: no iteration reads what another one
-// writes, hence ivdep. A source has the dtype T or the type of its accumulators. Each source is an argument because GCC
-// 12 does not vectorize a loop over an array of sources (it unrolls and jams that loop, and emits scalar code).
+// Combine the sources in their order, in one pass. A source has the dtype T or the type of its accumulators. dst may be
+// one of the sources. ivdep is valid because no iteration reads an element that another iteration writes. Each source
+// is a separate argument because GCC 12 does not vectorize a loop over an array of sources: it unrolls and jams that
+// loop, and emits scalar code.
 template <class T, class Op, bool kAverage, class To, class First, class... More>
 void combine(To* dst, size_t n, int parts, const First* first, const More*... more) {
   using A = typename Acc<T>::type;
@@ -225,8 +226,8 @@ void combine(To* dst, size_t n, int parts, const First* first, const More*... mo
   }
 }
 
-// Reads up to four sources per pass; each further pass adds three to the accumulators of a tile, which stay in the L1
-// cache. More sources per pass were not measured.
+// Reduce up to four sources in one pass. Each further pass adds three sources to the accumulators of a tile, which stay
+// in the L1 cache. More sources per pass were not measured.
 template <class T, class Op, bool kAverage>
 void reduce_in_fours(T* dst, const void* const* srcs, int nsrcs, size_t count, int parts) {
   const auto at = [&](int s, size_t begin = 0) { return static_cast<const T*>(srcs[s]) + begin; };
@@ -262,7 +263,8 @@ void reduce_in_fours(T* dst, const void* const* srcs, int nsrcs, size_t count, i
   }
 }
 
-// float16: dedicated instructions (F16C) convert whole tiles, so each source is widened to float32 and then added.
+// Reduce float16. Dedicated instructions (F16C) convert whole tiles, so each source is converted to float32 and then
+// added.
 template <class Op, bool kAverage>
 void reduce_halves(f16* dst, const void* const* srcs, int nsrcs, size_t count, int parts) {
   std::array<float, kTile> acc;
@@ -290,7 +292,7 @@ void reduce(void* dst, const void* const* srcs, int nsrcs, size_t count, int par
   }
 }
 
-// Complex numbers are summed as pairs of reals.
+// Reduce complex numbers, as pairs of real numbers.
 template <class T, class Op, bool kAverage>
 void reduce_pairs(void* dst, const void* const* srcs, int nsrcs, size_t count, int parts) {
   reduce<T, Op, kAverage>(dst, srcs, nsrcs, 2 * count, parts);

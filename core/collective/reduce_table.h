@@ -1,4 +1,4 @@
-// What the instruction sets' kernel files give to reduce.cc.
+// Kernels of each instruction set, for reduce.cc.
 #pragma once
 
 #include <array>
@@ -9,7 +9,7 @@ namespace allranks {
 
 using KernelTable = std::array<std::array<Kernel, kReduceOps>, kDTypes>;
 
-// Of float16, then of bfloat16.
+// Conversions of float16 and bfloat16, in this order.
 using Conversions = std::array<Partials, 2>;
 
 namespace baseline {

@@ -13,7 +13,7 @@ SharedBlock::SharedBlock(std::shared_ptr<SharedBlocks> blocks, uint64_t number, 
 }
 
 SharedBlock::~SharedBlock() {
-  if (forks_ != sys::forks()) return;  // the parent's threads may have held the lock
+  if (forks_ != sys::forks()) return;  // in a forked child: a thread of the parent may have held the lock at the fork
   const std::lock_guard lock(blocks_->lock_);
   blocks_->by_address_.erase(mine());
 }

@@ -1,4 +1,4 @@
-// Blocks: memory of the user that all ranks of the group have mapped. Collectives read and write it in place, without
+// Shared blocks: user memory that all ranks of the group have mapped. Collectives read and write it in place, without
 // the rings.
 #pragma once
 
@@ -13,10 +13,11 @@ namespace allranks {
 
 class SharedBlock;
 
-// The blocks of which this rank has tensors. Any thread may call.
+// The blocks in which this rank has tensors. Thread-safe.
 class SharedBlocks {
  public:
-  // The block in which all of these bytes lie; nullptr: private memory. Lives as long as the tensor there.
+  // Return the block that contains all of these bytes; nullptr: the memory is private. The block exists as long as the
+  // tensor in it.
   const SharedBlock* find(const void* data, size_t nbytes);
 
  private:
@@ -26,10 +27,10 @@ class SharedBlocks {
   std::map<const std::byte*, const SharedBlock*> by_address_;
 };
 
-// One part of `bytes` per rank. Its owner is whoever keeps this rank's tensors on it.
+// A block with one part of `bytes` bytes per rank. The owner of this rank's tensors in the block owns the block.
 class SharedBlock {
  public:
-  // parts[r]: the memory of rank r. number: the same on all ranks, no other block's of the group.
+  // parts[r]: the memory of rank r. number: identifies the block in the group; the same on all ranks.
   SharedBlock(std::shared_ptr<SharedBlocks> blocks, uint64_t number, int rank, size_t bytes,
               const std::vector<sys::Fd>& parts);
   SharedBlock(const SharedBlock&) = delete;

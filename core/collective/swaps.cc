@@ -6,7 +6,7 @@
 namespace allranks {
 
 namespace {
-constexpr size_t kMost = 100'000;  // then the past is forgotten
+constexpr size_t kMost = 100'000;  // entries after which the history is cleared, which bounds the memory
 }
 
 bool Swaps::Alone::operator<(const Alone& b) const {
@@ -19,7 +19,7 @@ bool Swaps::Alone::operator<(const Alone& b) const {
 
 std::pair<int, int> Swaps::see(const std::vector<Fingerprint>& calls) {
   std::pair<int, int> swapped{-1, -1};
-  if (calls.front().verb == Verb::barrier) return swapped;  // nothing to mix up
+  if (calls.front().verb == Verb::barrier) return swapped;  // swapped barriers do not change any data
   if (alone_.size() > kMost) alone_.clear();
   const int ranks = static_cast<int>(calls.size());
   for (int i = 0; i < ranks; i++) {

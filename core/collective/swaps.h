@@ -1,10 +1,10 @@
-// Debug mode: notices that ranks make the same calls in a different order.
+// Debug mode: detects ranks that make equal calls in a different order.
 //
-// Two calls that look alike (same verb, dtype, shape, ...) and are swapped on one rank give a wrong
-// number and no error, because all ranks make equal calls. Only their place in the program differs.
-// Ranks may make one call from different lines (a branch on the rank), but then each line belongs to one rank. It is
-// suspicious if rank i was at a line while rank j was not and, in another such call, rank j was at that line while
-// rank i was not.
+// If two calls with the same fingerprint (verb, dtype, shape, ...) are swapped on one rank, the result is wrong without
+// an error. Only the call sites differ. Different call sites for one call are legitimate (a branch on the rank), but
+// then each call site belongs to one rank. Two equal calls are therefore reported as swapped if two ranks exchange
+// their roles. In one call, rank i is at a call site and rank j is not; in the other call, rank j is at that call site
+// and rank i is not.
 #pragma once
 
 #include <set>
@@ -17,12 +17,12 @@ namespace allranks {
 
 class Swaps {
  public:
-  // One call: each rank's fingerprint, which agree. Returns two ranks that have swapped calls, or
-  // (-1, -1). All ranks see the same calls and so return the same.
+  // Record one call. calls: the fingerprints of all ranks, which agree. Returns two ranks that have swapped calls, or
+  // (-1, -1). All ranks receive the same fingerprints and therefore return the same result.
   std::pair<int, int> see(const std::vector<Fingerprint>& calls);
 
  private:
-  struct Alone {  // `rank` was at `site` while `other` was elsewhere
+  struct Alone {  // `rank` was at the call site of `call` while `other` was at another one
     Fingerprint call;
     int rank;
     int other;

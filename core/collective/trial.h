@@ -1,7 +1,7 @@
-// Which of two ways to do the same is faster here, where that cannot be told beforehand.
+// Measurement that selects the faster of two variants of an algorithm, if no rule can predict which one is faster.
 //
-// The first calls take the ways in turn. Each rank tells the others how long it took, along with its next call, and all
-// choose by the slowest rank. So all have the same numbers, and choose the same.
+// The first calls alternate between the variants. Each rank sends its duration of a call with its next call. All ranks
+// choose by the slowest rank. They have the same numbers and therefore choose the same variant.
 #pragma once
 
 #include <algorithm>
@@ -15,12 +15,13 @@ namespace allranks {
 
 class Trial {
  public:
-  // Whether the next call's ranks are to tell each other what the last one took.
+  // Return whether the ranks must exchange the duration of the last call in the next call.
   bool under_way() const { return calls_ <= kCalls; }
-  // What this rank tells: nanoseconds for a MiB.
+  // The value that this rank sends: nanoseconds per MiB.
   const uint64_t& told() const { return told_; }
 
-  // What all have told, by rank; empty once it is over. Returns the way of this call: 0 or 1.
+  // Return the variant of this call, 0 or 1. told: the values of all ranks, indexed by rank; empty after the
+  // measurement has finished.
   size_t choose(const std::vector<uint64_t>& told) {
     if (!under_way()) return chosen_;
     if (calls_ > 0) {
@@ -37,6 +38,8 @@ class Trial {
   }
 
  private:
+  // Three calls of each variant. The best of the three counts; the median chose wrongly in five of six cases
+  // (docs/decisions/123).
   static constexpr size_t kCalls = 6;
 
   size_t calls_ = 0;

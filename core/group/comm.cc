@@ -12,8 +12,8 @@ namespace allranks {
 
 namespace {
 
-constexpr auto kWaitSlice = std::chrono::milliseconds(50);
-constexpr size_t kLargeBytes = 1 << 20;  // beside such a call the cost of a wake-up is small
+constexpr auto kWaitSlice = std::chrono::milliseconds(50);  // interval of the checks for signals and the timeout
+constexpr size_t kLargeBytes = 1 << 20;  // for such a call, the cost of a wake-up is relatively small
 
 size_t bytes_of(const Operation& operation) {
   size_t nbytes = operation.buffer.nbytes();
@@ -23,7 +23,7 @@ size_t bytes_of(const Operation& operation) {
 
 }  // namespace
 
-// One call, from its begin to its end: recorded, and counted if it succeeds.
+// Scope of one call: records it, and counts it if it succeeds.
 class Comm::Recording {
  public:
   Recording(Comm& comm, const Fingerprint& fingerprint, uint32_t number, int peer, Begin begin, bool async = false)
@@ -43,22 +43,23 @@ class Comm::Recording {
   }
 
   const trace::Recorder::Call& call() const { return call_; }
-  void hand_over() { call_ = {}; }  // to the message, with which it ends
-  // The program waits for this call, at that line, and has done so for a while.
+  void hand_over() { call_ = {}; }  // the message owns the record from now on, and ends it
+  // Note that the program waits for this call at `site`, and has waited for some time.
   void waited_for(const std::string& site) {
     if (call_.record == nullptr || site.empty()) return;
     trace::Recorder::set_awaited(*call_.record);
     if (call_.record->site == 0) comm_.recorder_->set_site(call_, comm_.recorder_->site(site));
   }
-  // Of a collective, whose ranks have met.
+  // Note the arrival times of a collective.
   void met(const LocalComm::Call& call) {
-    // Another host's clock is known only so well.
+    // A time from another host's clock has an error. The last arrival cannot precede the arrival of this rank.
     met_ns_ = call.arrival.met_ns == 0 ? 0 : std::max(call.arrival.met_ns, entered_ns_);
     last_ = call.arrival.last;
     late_ns_ = call.arrival.late_ns;
   }
   void fail(Kind kind) { outcome_ = static_cast<uint8_t>(kind); }
-  // Collectives are counted by one thread at a time, messages by several.
+  // Count the call. Only one thread at a time counts collectives, so they need no atomic addition; several threads
+  // count messages. relaxed: the counters order no other data.
   void succeed(size_t nbytes) {
     const int64_t now = sys::now_ns();
     met_ns_ = std::min(met_ns_, now);
@@ -93,7 +94,7 @@ class Comm::Recording {
   trace::Recorder::Call call_;
 };
 
-// The caller of a call, which notes where it is when the call has begun to take long.
+// Caller that records its call site when the call has taken long, that is when it first checks for signals.
 class Comm::LongWait final : public Caller {
  public:
   LongWait(Caller& caller, Recording& recording) : caller_(caller), recording_(recording) {}
@@ -151,13 +152,13 @@ void Comm::close() {
   p2p_.close();
   if (progress_.joinable()) progress_.join();
   std::unique_lock lock(queue_lock_);
-  // A signal handler, called from within a collective of this thread, cannot wait for its end.
+  // If a signal handler in a collective of this thread calls close, waiting for the collective would deadlock.
   ended_.wait(lock, [this] { return !running_ || runner_ == std::this_thread::get_id(); });
   for (auto& request : queue_) {
     Failure failure{.kind = Kind::closed, .peer = rank(), .reporter = rank()};
     try {
       local_comm_.shm().check_verdict();
-    } catch (const Error& error) {  // which the call would have got, had its turn come before
+    } catch (const Error& error) {  // queued calls report the failure of the group, not the close
       failure = error.failure;
     }
     failure.fingerprint = request->operation.fingerprint;
@@ -228,7 +229,7 @@ Stats Comm::stats() const {
   return stats;
 }
 
-// --- order ---
+// --- collectives, in order ---
 
 Comm::Begin Comm::begin_now(Caller& caller) {
   const int64_t now = sys::now_ns();
@@ -238,7 +239,7 @@ Comm::Begin Comm::begin_now(Caller& caller) {
 void Comm::run(const Operation& operation, Caller& caller) {
   check_process();
   {
-    const Begin begin = begin_now(caller);  // may run Python code, which may make a call of its own
+    const Begin begin = begin_now(caller);  // before the lock: may run Python code, which may call this group
     auto lock = lock_releasing(queue_lock_, caller);
     if (!running_ && queue_.empty() && !stopping_) {
       running_ = true;
@@ -290,7 +291,7 @@ std::shared_ptr<Request> Comm::start(Operation operation) {
   queue_.push_back(request);
   started_++;
   const bool wakes = sleeps_in_vain() || (large && !running_);
-  lock.unlock();  // else who is woken would wait for it
+  lock.unlock();  // before the notification, otherwise the woken thread would wait for the lock
   if (wakes) due_.notify_one();
   return request;
 }
@@ -303,7 +304,7 @@ void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, Polling 
   queue_.pop_front();
   lock.unlock();
   std::exception_ptr error;
-  std::exception_ptr signal;  // the caller's, whosever request it hit
+  std::exception_ptr signal;  // a signal of this caller, which may have interrupted another thread's request
   try {
     const uint16_t site = recorder_ ? recorder_->site(request->operation.site) : uint16_t{0};
     execute(request->operation, caller, polling, {sys::now_ns(), site});
@@ -348,7 +349,7 @@ bool Comm::look(std::unique_lock<std::mutex>& lock) {
     }
     if (seen == started_) {
       in_vain++;
-    } else if (!woken) {  // calls came, and others have run them
+    } else if (!woken) {  // there were new calls, and other threads have run them
       in_vain = 0;
       look_ns_ = std::min(2 * look_ns_, kMostLookNs);
     }
@@ -378,11 +379,12 @@ void Comm::wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t
 
 void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns) {
   const int64_t began = sys::now_ns();
+  // acquire: pairs with the store in Request::finish, so that `error` is visible.
   const auto done = [&request] { return request.done.load(std::memory_order_acquire); };
   if (!done()) {
     auto lock = lock_releasing(queue_lock_, caller);
     while (!done()) {
-      // With a deadline of its own the caller must not get stuck inside somebody else's call.
+      // A caller with its own timeout must not run calls, because it could not return from a call at its timeout.
       if (!running_ && !queue_.empty() && !stopping_ && timeout_ns < 0) {
         run_head(lock, caller, settings_.polling);
         continue;
@@ -395,18 +397,18 @@ void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns
       }
       ended_.wait_for(lock, kWaitSlice);
       if (done()) break;
-      // This request's, or one's before it.
+      // The running call is this request or precedes it, so the program waits for it.
       if (trace::Record* const record = running_record_.load()) trace::Recorder::set_awaited(*record);
       lock.unlock();
       Failure failure{.peer = rank(), .reporter = rank()};
       failure.fingerprint = request.operation.fingerprint;
       failure.seconds = static_cast<double>(sys::now_ns() - began) * 1e-9;
       if (caller.interrupted()) {
-        // The caller's tensor may vanish as soon as this returns: the request must have ended, and
-        // the only way to end it on all ranks is to end the group.
+        // The caller may free its tensor when this returns, so the request must have ended. The only way to end it on
+        // all ranks is to end the group.
         failure.kind = Kind::interrupted;
         local_comm_.shm().condemn(failure);
-        caller.release();  // who runs the request may need the GIL to see that it has ended
+        caller.release();  // the thread that runs the request may need the GIL to notice the end of the group
         lock.lock();
         ended_.wait(lock, done);
         Error error(failure);
@@ -441,7 +443,7 @@ void Comm::execute(const Operation& operation, Caller& caller, Polling polling, 
                        .entered_ns = begin.entered_ns};
   try {
     local_comm_.shm()
-        .check_verdict();  // before a piece is written that a slow rank still reads, and before the operand is read
+        .check_verdict();  // before this rank writes a chunk that a slow rank still reads, or reads the operand
     const sys::DefaultFloatMode same_rounding_on_all_ranks;
     if (nbytes * pieces >= kReleaseBytes) caller.release();
     if (inter_host_comm_) {
@@ -450,7 +452,7 @@ void Comm::execute(const Operation& operation, Caller& caller, Polling polling, 
       run_here(call, operation);
     }
   } catch (const std::bad_alloc&) {
-    // The others wait for what this rank will not do.
+    // The other ranks wait for this rank, which cannot continue the call. End the group.
     recording.fail(Kind::memory);
     Failure failure = call.about;
     failure.kind = Kind::memory;

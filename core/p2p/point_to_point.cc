@@ -9,20 +9,20 @@ namespace allranks {
 
 namespace {
 
-// What is copied before the other side sees it: so little that it copies out what this side has copied
-// in, while this side goes on.
+// Return the bytes that are copied before they are published. Bursts are so small that the other side copies one burst
+// out while this side copies the next one in.
 size_t burst_bytes(size_t pipe) { return std::min<size_t>(pipe / 4, 64 << 10); }
 
-constexpr size_t kFarBurst = 1 << 20;  // the same, between hosts
-constexpr size_t kLent = 512 << 10;    // bytes of a message that is worth a receipt
-constexpr size_t kTurn = 1 << 20;      // bytes that go one way before others have their turn
-constexpr size_t kCredit = 256 << 10;  // bytes of credit that are worth a frame, where a rank has more
-constexpr size_t kQueues = 64;         // of recvs, that are worth keeping when they are empty
-constexpr int64_t kSliceNs = 50'000'000;
+constexpr size_t kFarBurst = 1 << 20;     // burst between hosts
+constexpr size_t kLent = 512 << 10;       // bytes from which a message is lent; below, a copy is faster (decisions/042)
+constexpr size_t kTurn = 1 << 20;         // bytes moved for one peer before the other peers have their turn
+constexpr size_t kCredit = 256 << 10;     // maximum bytes of credit that are withheld in order to save frames
+constexpr size_t kQueues = 64;            // up to this number of queues, empty queues of recvs are kept
+constexpr int64_t kSliceNs = 50'000'000;  // time after which a moving thread lets its caller check for signals
 
 size_t payload_of(const Frame& frame) { return frame.count * size_of(frame.dtype); }
 
-// Bytes of credit: what a message takes where it is kept.
+// Return the credit that a message uses: approximately the memory that it occupies if the receiver keeps it.
 size_t cost(const Frame& frame) { return payload_of(frame) + 128; }
 
 bool fits(const Frame& frame, const Buffer& buffer) {
@@ -69,12 +69,13 @@ void PointToPoint::check_send(int to) {
 
 bool PointToPoint::send_at_once(Buffer buffer, int to, int32_t tag) {
   if (far(to)) return false;
+  // try_to_lock: another thread may hold the lock for a long time while it moves messages.
   const std::unique_lock lock(lock_, std::try_to_lock);
   if (!lock.owns_lock() || busy(at(to))) return false;
   check_send(to);
   PipeControl& control = shm_.pipe_control(shm_.rank(), shm_.local(to));
   const size_t capacity = shm_.sizes().pipe;
-  const uint64_t written = control.written.load(std::memory_order_relaxed);
+  const uint64_t written = control.written.load(std::memory_order_relaxed);  // only this rank writes it, with lock_
   const size_t space = capacity - (written - control.read.load(std::memory_order_seq_cst));
   const size_t n = buffer.nbytes();
   const Frame frame{.count = buffer.count, .tag = tag, .dtype = buffer.dtype};
@@ -89,6 +90,7 @@ bool PointToPoint::send_at_once(Buffer buffer, int to, int32_t tag) {
   put(written, &frame, sizeof frame);
   put(written + sizeof frame, buffer.data, n);
   at(to).used += cost(frame);
+  // Publishes the frame and the payload. seq_cst: pairs with Shm::ring, so that a sleeping receiver is not missed.
   control.written.store(written + sizeof frame + n, std::memory_order_seq_cst);
   Shm::ring(bell_of(to));
   return true;
@@ -98,11 +100,13 @@ bool PointToPoint::recv_at_once(Buffer buffer, int from, int32_t tag) {
   if (far(from)) return false;
   PipeControl& control = shm_.pipe_control(shm_.local(from), shm_.rank());
   const size_t n = buffer.nbytes();
+  // Without lock_ this is only a hint, because another thread may read from the pipe. It is checked again below.
   const auto there = [&] {
     return control.written.load(std::memory_order_seq_cst) - control.read.load(std::memory_order_relaxed) >=
            sizeof(Frame) + n;
   };
   if (sizeof(Frame) + n > shm_.sizes().pipe / 4) return false;
+  // Spin without the lock, so that other threads of this process can move messages.
   if (polling_.spin_ns > 0 && !there()) {
     const int64_t began = sys::now_ns();
     do {
@@ -125,6 +129,7 @@ bool PointToPoint::recv_at_once(Buffer buffer, int from, int32_t tag) {
   get(read, &frame, sizeof frame);
   if (frame.kind != Frame::Kind::message || frame.tag != tag || !fits(frame, buffer)) return false;
   get(read + sizeof frame, buffer.data, n);
+  // relaxed: only this rank writes `released`, with lock_. The store of `read` below publishes it.
   control.released.store(control.released.load(std::memory_order_relaxed) + cost(frame), std::memory_order_relaxed);
   control.read.store(read + sizeof frame + n, std::memory_order_seq_cst);
   Shm::ring(bell_of(from));
@@ -147,7 +152,7 @@ std::shared_ptr<Message> PointToPoint::post_send(Buffer buffer, int to, int32_t 
     Turn turn{caller};
     push(to, turn);
   } catch (const std::exception&) {
-    fail_all(std::current_exception());  // or the tensor would be read when its owner has let it go
+    fail_all(std::current_exception());  // otherwise a later turn would read the tensor after its owner has freed it
     throw;
   }
   return message;
@@ -195,7 +200,7 @@ std::shared_ptr<Message> PointToPoint::post_recv(Buffer buffer, int from, int32_
       progress(caller);
     }
   } catch (const std::exception&) {
-    fail_all(std::current_exception());
+    fail_all(std::current_exception());  // otherwise a later turn would write to the freed tensor
     throw;
   }
   return message;
@@ -220,13 +225,13 @@ class PointToPoint::Waiter final : public Caller {
     }
     const size_t n = std::min(site.size(), published_.site.size() - 1);
     std::copy_n(site.end() - static_cast<std::ptrdiff_t>(n), n,
-                published_.site.begin());  // its end identifies it better
+                published_.site.begin());  // the end of a path is more specific
     published_.peer = message_.peer;
     published_.tag = message_.tag;
     published_.verb = message_.about.verb;
     publish(published_);
   }
-  // Not where the wait has ended the group: the others are yet to read it.
+  // Do not call this if the wait has ended the group: the other ranks still read the published wait for their errors.
   void withdraw() {
     if (published_.verb != Verb::none) publish({});
   }
@@ -243,7 +248,7 @@ class PointToPoint::Waiter final : public Caller {
   Waits published_;
 };
 
-// Why a wait was in vain: who waits for whom, and which messages there are.
+// Add the facts about a timeout to an error: which rank waits for which, and the messages that no recv has matched.
 void PointToPoint::explain(Error& error, const Message& message, Caller& caller) {
   std::vector<bool> seen(static_cast<size_t>(size_));
   for (int r = rank_; r >= 0 && !seen[static_cast<size_t>(r)];) {
@@ -265,7 +270,7 @@ void PointToPoint::explain(Error& error, const Message& message, Caller& caller)
 }
 
 void PointToPoint::wait(const std::shared_ptr<Message>& message, Caller& caller, int64_t timeout_ns) {
-  if (!message->done.load(std::memory_order_acquire)) {
+  if (!message->done.load(std::memory_order_acquire)) {  // pairs with the store in finish: `error` is visible below
     Waiter waiter(*this, *message, caller);
     Patience patience{.caller = waiter,
                       .timeout_ns = timeout_ns >= 0 ? timeout_ns : timeout_ns_,
@@ -273,7 +278,7 @@ void PointToPoint::wait(const std::shared_ptr<Message>& message, Caller& caller,
                       .final = timeout_ns < 0};
     const Failure about{.reporter = rank_, .fingerprint = message->about};
     try {
-      // seq_cst: a thread that sleeps here has counted itself before (Shm::ring).
+      // seq_cst: pairs with Request::finish and Shm::ring. A thread that sleeps here has counted itself before.
       const auto missing = [&] {
         if (message->done.load()) return -1;
         const int from = message->peer;
@@ -296,7 +301,7 @@ void PointToPoint::wait(const std::shared_ptr<Message>& message, Caller& caller,
         if (!shm_.condemned()) waiter.withdraw();
         if (!patience.final) throw;
       }
-      // The group has ended; tensors may vanish as soon as their owners learn of it.
+      // The group has ended. Owners may free their tensors when this throws, so no message may use them afterwards.
       const auto lock = lock_releasing(lock_, caller);
       fail_all(error.signalled ? std::make_exception_ptr(Error(error.failure)) : std::current_exception());
       throw;
@@ -306,13 +311,13 @@ void PointToPoint::wait(const std::shared_ptr<Message>& message, Caller& caller,
       throw;
     }
     waiter.withdraw();
-    Shm::ring(shm_.bell(shm_.rank()));  // another thread may have to move what this one has left
+    Shm::ring(shm_.bell(shm_.rank()));  // another waiting thread must now move the remaining messages
   }
   if (message->error == nullptr) return;
   try {
     std::rethrow_exception(message->error);
   } catch (const Error& error) {
-    // Another thread may have found it.
+    // If another thread detected the timeout, its error has no facts about this message yet.
     if (error.failure.kind != Kind::timeout || !error.waits.empty()) throw;
     Error explained = error;
     Waiter(*this, *message, caller).publish();
@@ -321,23 +326,25 @@ void PointToPoint::wait(const std::shared_ptr<Message>& message, Caller& caller,
   }
 }
 
-// Moves everything that can be moved, until it is enough; the caller looks around in between.
+// Move all pending messages until `enough` is set or no data can be moved. Returns after kSliceNs at the latest, so
+// that the caller can check for failures and signals.
 void PointToPoint::move(Caller& caller, const std::atomic<bool>& enough) {
   for (int64_t began = 0; !enough.load(std::memory_order_acquire);) {
     {
       const std::unique_lock lock(lock_, std::try_to_lock);
-      // Held by a thread that moves everything, and rings when something is done.
+      // Another thread holds the lock. It moves all messages, and rings the bell when one is done.
       if (!lock.owns_lock() || !progress(caller)) return;
     }
-    sys::yield();  // to who waits for the lock
+    sys::yield();  // lets a thread that waits for the lock take it
     const int64_t now = sys::now_ns();
     if (began == 0) began = now;
-    if (now - began > kSliceNs) return Shm::ring(shm_.bell(shm_.rank()));  // no sleep
+    if (now - began > kSliceNs) return Shm::ring(shm_.bell(shm_.rank()));  // data remains: prevent the caller's sleep
   }
 }
 
-// The same, also if another thread is moving. A rank that has written its last message and has left is not lost, so the
-// thread that finds it gone must not overlook that message because the other thread has not finished with it.
+// Move all pending messages, after waiting for any other moving thread. A rank that has written its last message and
+// has left the group is not lost. A thread that finds the rank gone must therefore first read this message, even if
+// another thread is reading it. Returns the lock.
 std::unique_lock<std::mutex> PointToPoint::move_rest(Caller& caller, const std::atomic<bool>& enough) {
   auto lock = lock_releasing(lock_, caller);
   while (!enough.load(std::memory_order_acquire) && progress(caller)) {
@@ -381,7 +388,7 @@ void PointToPoint::run() {
             return stopping_ || idle() ? -1 : awaited();
           });
     } catch (const Error& error) {
-      // Whoever waits for a message minds its deadline.
+      // Each waiting thread checks its own deadline, so a timeout of the progress thread has no effect.
       if (error.failure.kind == Kind::timeout && !shm_.condemned()) continue;
       const std::lock_guard lock(lock_);
       fail_all(std::current_exception());
@@ -402,7 +409,7 @@ void PointToPoint::close() {
   const std::lock_guard lock(lock_);
   try {
     shm_.check_verdict();
-  } catch (const Error&) {  // which the messages would have got, had somebody moved them before
+  } catch (const Error&) {  // pending messages report the failure of the group, not the close
     return fail_all(std::current_exception());
   }
   const Failure failure{.kind = Kind::closed, .peer = rank_, .reporter = rank_};
@@ -423,7 +430,7 @@ void PointToPoint::finish(Message& message, std::exception_ptr error) {
     recorder_->end(message.record, sys::now_ns(), 0, -1, error ? trace::kFailed : uint8_t{0});
   }
   message.finish(std::move(error));
-  Shm::ring(shm_.bell(shm_.rank()));  // another thread of this process may wait for it
+  Shm::ring(shm_.bell(shm_.rank()));  // another thread of this process may wait for the message
 }
 
 void PointToPoint::fail_all(const std::exception_ptr& error) {
@@ -433,7 +440,7 @@ void PointToPoint::fail_all(const std::exception_ptr& error) {
   };
   for (Peer& p : peers_) {
     for (Messages* messages : {&p.sends, &p.bodies, &p.lent, &p.out.message}) {
-      // An offer that is being written is among those that have been made.
+      // The message of an offer that is being written is also in `offered`, and must not be finished twice.
       if (messages != &p.out.message || p.out.frame.kind != Frame::Kind::offer) fail(*messages);
     }
     for (const auto& [number, message] : p.offered) finish(*message, error);
@@ -469,21 +476,22 @@ bool PointToPoint::progress(Caller& caller) {
   return more;
 }
 
-// --- what goes out ---
+// --- sending ---
 
 bool PointToPoint::busy(const Peer& peer) {
   return peer.out.nbytes > 0 || !peer.answers.empty() || !peer.bodies.empty() || !peer.sends.empty();
 }
 
-// Bytes of messages that may be sent to a rank.
+// Return the remaining credit towards a rank, in bytes.
 uint64_t PointToPoint::credit(int peer) {
+  // seq_cst: pairs with release() and Shm::ring. A rank that finds no credit and sleeps is woken when credit returns.
   const uint64_t returned =
       far(peer) ? at(peer).returned
                 : shm_.pipe_control(shm_.rank(), shm_.local(peer)).released.load(std::memory_order_seq_cst);
   return eager_ - (at(peer).used - returned);
 }
 
-// Whether there is credit for the first offer that has waited for it.
+// Return whether there is enough credit for the first waiting offer.
 bool PointToPoint::may_follow(int peer) {
   const Peer& p = at(peer);
   if (p.small.empty()) return false;
@@ -491,7 +499,8 @@ bool PointToPoint::may_follow(int peer) {
   return cost({.count = buffer.count, .dtype = buffer.dtype}) <= credit(peer);
 }
 
-// Whether there is something to write: what `out` contains.
+// Fill `out` with the next frame if it is empty. Returns whether there is a frame to write. Answers precede bodies, and
+// bodies precede sends.
 bool PointToPoint::next(int peer) {
   Peer& p = at(peer);
   if (p.out.nbytes > 0) return true;
@@ -537,7 +546,7 @@ bool PointToPoint::next(int peer) {
   return true;
 }
 
-// All of `out` is in the stream.
+// Handle the end of `out`: the whole frame is in the stream.
 void PointToPoint::written(int peer) {
   Peer& p = at(peer);
   Outgoing out = std::exchange(p.out, Outgoing{});
@@ -550,7 +559,7 @@ void PointToPoint::written(int peer) {
   }
 }
 
-// True: there is more than one turn moves.
+// Write to a peer. Returns true if more data can be moved than one turn moves.
 bool PointToPoint::push(int peer, Turn& turn) {
   Peer& p = at(peer);
   if (!busy(p) && p.lent.empty() && p.small.empty()) return false;
@@ -558,9 +567,9 @@ bool PointToPoint::push(int peer, Turn& turn) {
   try {
     more = far(peer) ? push_far(peer, turn) : push_near(peer, turn);
   } catch (const std::bad_alloc&) {
-    return false;  // for an offer; when there is memory again
+    return false;  // no memory for the entry of an offer: a later turn tries again
   }
-  // Who has received may make no other call.
+  // A rank that has received its message may make no further call. The progress thread must then write the answers.
   if (!p.answers.empty() || (p.out.nbytes > 0 && p.out.message.empty())) rouse();
   return more;
 }
@@ -570,7 +579,7 @@ bool PointToPoint::push_near(int peer, Turn& turn) {
   PipeControl& control = shm_.pipe_control(shm_.rank(), shm_.local(peer));
   std::byte* pipe = shm_.pipe(shm_.rank(), shm_.local(peer));
   const size_t capacity = shm_.sizes().pipe;
-  uint64_t written = control.written.load(std::memory_order_relaxed);
+  uint64_t written = control.written.load(std::memory_order_relaxed);  // only this rank writes it, with lock_
   for (size_t moved = 0; next(peer);) {
     if (moved >= kTurn) return true;
     size_t burst = 0;
@@ -590,6 +599,7 @@ bool PointToPoint::push_near(int peer, Turn& turn) {
     }
     if (burst == 0) return false;  // the pipe is full
     moved += burst;
+    // Publishes the burst. seq_cst, as the load of `read` above: pairs with Shm::ring, so that no sleeper is missed.
     control.written.store(written, std::memory_order_seq_cst);
     Shm::ring(bell_of(peer));
     if (out.moved == out.nbytes) this->written(peer);
@@ -600,7 +610,7 @@ bool PointToPoint::push_near(int peer, Turn& turn) {
 bool PointToPoint::push_far(int peer, Turn& turn) {
   Stream& stream = net_->message_stream(peer);
   if (!stream) {
-    net_->need_message_stream(peer);  // and comes back when it is there
+    net_->need_message_stream(peer);  // a later turn continues when the stream is connected
     return false;
   }
   Outgoing& out = at(peer).out;
@@ -632,9 +642,9 @@ bool PointToPoint::push_far(int peer, Turn& turn) {
   return false;
 }
 
-// --- what comes in ---
+// --- receiving ---
 
-// True: there is more than one turn moves.
+// Read from a peer. Returns true if more data can be moved than one turn moves.
 bool PointToPoint::pull(int peer, Turn& turn) { return far(peer) ? pull_far(peer, turn) : pull_near(peer, turn); }
 
 bool PointToPoint::pull_near(int peer, Turn& turn) {
@@ -642,7 +652,7 @@ bool PointToPoint::pull_near(int peer, Turn& turn) {
   const std::byte* pipe = shm_.pipe(shm_.local(peer), shm_.rank());
   const size_t capacity = shm_.sizes().pipe;
   Incoming& in = at(peer).in;
-  uint64_t read = control.read.load(std::memory_order_relaxed);
+  uint64_t read = control.read.load(std::memory_order_relaxed);  // only this rank writes it, with lock_
   for (size_t moved = 0;;) {
     if (in.header == sizeof(Frame)) {
       if (!in.placed && !place(peer)) return false;
@@ -665,6 +675,7 @@ bool PointToPoint::pull_near(int peer, Turn& turn) {
     }
     moved += n;
     read += n;
+    // The sender may overwrite these bytes. seq_cst, as the load of `written` above: pairs with Shm::ring.
     control.read.store(read, std::memory_order_seq_cst);
     Shm::ring(bell_of(peer));
   }
@@ -695,7 +706,7 @@ bool PointToPoint::pull_far(int peer, Turn& turn) {
   }
 }
 
-// A frame is there. False: there is no memory for what it brings.
+// Process a complete frame, and choose the destination of its payload. Returns false if there is no memory for it.
 bool PointToPoint::place(int peer) {
   Peer& p = at(peer);
   Incoming& in = p.in;
@@ -709,7 +720,7 @@ bool PointToPoint::place(int peer) {
       case Frame::Kind::accept:
       case Frame::Kind::refuse:
         if (const auto it = p.offered.find(in.frame.number);
-            it != p.offered.end()) {  // else it has gone late, or has failed
+            it != p.offered.end()) {  // otherwise it has been sent on returned credit, or has failed
           if (in.frame.kind == Frame::Kind::accept) {
             it->second->number = it->first;
             p.bodies.push_back(it->second);
@@ -728,7 +739,7 @@ bool PointToPoint::place(int peer) {
         p.returned += in.frame.number;
         break;
       case Frame::Kind::receipt:
-        if (p.lent.empty()) break;  // the group has failed
+        if (p.lent.empty()) break;  // fail_all has removed the messages
         finish(*p.lent.front());
         p.lent.pop_front();
         break;
@@ -742,7 +753,8 @@ bool PointToPoint::place(int peer) {
   return true;
 }
 
-// Its sender waits until all of it has been read, and this rank may make no other call.
+// Drop the payload of the current frame. Its sender waits until all of it has been read, and this rank may make no
+// further call. The progress thread must therefore read it.
 void PointToPoint::drop(int peer) {
   at(peer).in.target = nullptr;
   at(peer).in.dropped = true;
@@ -750,7 +762,7 @@ void PointToPoint::drop(int peer) {
   rouse();
 }
 
-// All of a frame's payload is there.
+// Handle the end of a frame: its whole payload has been read.
 void PointToPoint::complete(int peer) {
   Peer& p = at(peer);
   Incoming in = std::exchange(p.in, Incoming{});
@@ -760,7 +772,7 @@ void PointToPoint::complete(int peer) {
   if (in.message != nullptr) finish(*in.message);
 }
 
-// A message or an offer: who has asked for it? May throw, and then nothing has changed.
+// Match a message or an offer with its recv, or keep it. If this throws, nothing has changed.
 void PointToPoint::arrive(int peer) {
   Peer& p = at(peer);
   Incoming& in = p.in;
@@ -792,7 +804,7 @@ void PointToPoint::arrive(int peer) {
     take(*message);
     message->peer = peer;
     if (!fits(in.frame, message->buffer)) {
-      // Dropped, so that the next message is found.
+      // The payload is dropped, so that the next message can be read.
       finish(*message, refused(rank_, peer, in.frame, message->about));
     } else if (!offer) {
       in.message = message;
@@ -803,7 +815,7 @@ void PointToPoint::arrive(int peer) {
   if (offer) p.heard_offers++;
 }
 
-// The payload of an offer. May throw, and then nothing has changed.
+// Choose the destination of the payload of an offer. If this throws, nothing has changed.
 void PointToPoint::arrive_late(int peer) {
   Peer& p = at(peer);
   Incoming& in = p.in;
@@ -818,7 +830,7 @@ void PointToPoint::arrive_late(int peer) {
     in.target = kept.payload.get();
   } else {
     if (on_credit) release(peer, in.frame);
-    // Else it has been refused, or its recv has failed: dropped.
+    // If there is no accepted recv, the offer was refused or its recv has failed: the payload is dropped.
     if (const auto recv = p.accepted.find(in.frame.number); recv != p.accepted.end()) {
       in.message = std::move(recv->second);
       in.target = in.message->buffer.bytes();
@@ -828,7 +840,7 @@ void PointToPoint::arrive_late(int peer) {
   in.nbytes = nbytes;
 }
 
-// The recv that was posted first of those that a message with this tag is for.
+// Return the recv that matches a message with this tag, the one posted first; nullptr: none.
 std::shared_ptr<Message> PointToPoint::wanted(int peer, int32_t tag) {
   if (waiting_ == 0) return nullptr;
   std::shared_ptr<Message> found;
@@ -841,7 +853,7 @@ std::shared_ptr<Message> PointToPoint::wanted(int peer, int32_t tag) {
   return found;
 }
 
-// Out of those that have found no message: it is the first with its rank and tag.
+// Remove a recv from the recvs without a message. It must be the first with its rank and tag.
 void PointToPoint::take(Message& message) {
   const int from = message.peer;
   const auto it = recvs_.find(key(from, message.tag));
@@ -851,7 +863,7 @@ void PointToPoint::take(Message& message) {
   if (from >= 0) at(from).wanted--;
 }
 
-// A kept message has found its recv. May throw, and then nothing has changed.
+// Pass a kept message or offer to its recv. If this throws, nothing has changed.
 void PointToPoint::give(int peer, Kept& kept, const std::shared_ptr<Message>& message, Turn& turn) {
   Peer& p = at(peer);
   const bool offer = kept.frame.kind == Frame::Kind::offer;
@@ -883,7 +895,7 @@ void PointToPoint::give(int peer, Kept& kept, const std::shared_ptr<Message>& me
   }
 }
 
-// Accepts an offer, or refuses it (nullptr). May throw, and then nothing has changed.
+// Accept an offer for a recv, or refuse it (nullptr). If this throws, nothing has changed.
 void PointToPoint::answer(int peer, uint64_t offer, const std::shared_ptr<Message>& message) {
   Peer& p = at(peer);
   std::list<Frame> frame{{.number = offer, .kind = message != nullptr ? Frame::Kind::accept : Frame::Kind::refuse}};
@@ -892,14 +904,17 @@ void PointToPoint::answer(int peer, uint64_t offer, const std::shared_ptr<Messag
   answers_++;
 }
 
-// A message has found its recv: its credit goes back. May throw, and then nothing has changed.
+// Return the credit of a message that has been matched with its recv. If this throws, nothing has changed.
 void PointToPoint::release(int peer, const Frame& frame) {
   if (!far(peer)) {
     std::atomic<uint64_t>& released = shm_.pipe_control(shm_.local(peer), shm_.rank()).released;
+    // relaxed load: only this rank writes it, with lock_. seq_cst store: pairs with credit() and Shm::ring.
     released.store(released.load(std::memory_order_relaxed) + cost(frame), std::memory_order_seq_cst);
     return Shm::ring(bell_of(peer));
   }
   Peer& p = at(peer);
+  // Credit is returned in batches, in order to save frames. A quarter of the credit is the limit, so that a sender with
+  // little credit does not wait for a batch.
   const size_t owed = p.owed + cost(frame);
   if (owed < std::min(kCredit, eager_ / 4)) {
     p.owed = owed;
@@ -910,7 +925,8 @@ void PointToPoint::release(int peer, const Frame& frame) {
   p.owed = 0;
 }
 
-// Recvs that what lies behind the message may be for cannot be waited for.
+// Fail the recvs that later messages in this stream may match. They cannot complete while there is no memory for the
+// current message.
 void PointToPoint::out_of_memory(int peer) {
   const auto error = std::make_exception_ptr(OutOfMemory(peer, at(peer).in.frame));
   for (auto it = recvs_.begin(); it != recvs_.end();) {

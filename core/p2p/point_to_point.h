@@ -1,31 +1,32 @@
-// send and recv between the ranks of a group: messages, tags, and those that are under way.
+// send and recv between the ranks of a group: matching, tags, and pending messages.
 //
-// Each ordered pair of ranks of one host has a byte ring in shared memory (a pipe), each pair of ranks of
-// different hosts a connection (a message stream): both carry frames (segment.h).
+// Each ordered pair of ranks of one host has a byte ring in shared memory (a pipe). Each pair of ranks of different
+// hosts has a connection (a message stream). Both carry frames (segment.h). "Stream" below means either of them.
 //
-// A message goes as a whole as long as its sender has credit: bytes of messages that may be under way to that rank
-// without a recv (Settings::eager). Its send is done when all of it has been copied into the stream, so that two ranks
-// may both send first. Who gets it and has no recv for it yet keeps it in memory. The credit comes back when a recv
-// is found. A send without enough credit is an offer: its payload stays with the sender until a recv has accepted it,
-// or enough credit has come back.
+// Credit is the number of bytes that a sender may send to a rank before a recv exists for them (Settings::eager). With
+// enough credit, a message is sent completely, and its send is done when all of it has been copied into the stream. Two
+// ranks may therefore both send first. If the receiver has no matching recv yet, it keeps the message in memory. The
+// credit returns when a recv matches the message. Without enough credit, a send becomes an offer: its payload stays
+// with the sender until a recv accepts it or enough credit has returned.
 //
-//   Memory. A rank keeps at most the credit of each sender, and of each offer some bytes. An offer is a send that its
-//   caller waits for, or holds: so the sender bounds their number.
-//   Order. Messages and offers go into a stream in the order of the sends and are matched with recvs in this order,
-//   tag by tag, whenever their payloads come.
-//   Deadlock. Whatever stands first in a stream can be taken out of it: a payload has its recv's memory or that which
-//   the credit stands for; all other frames need none. Whoever waits for any message takes everything out of all its
-//   streams, so that every stream to a rank that waits moves. So a recv waits for nothing but its send, a send for
-//   nothing but its recv or, if it fits, for recvs of those before it; and only programs can make a circle of these.
+//   Memory. A rank keeps at most the credit of each sender, plus some bytes per offer. The caller of each offered send
+//   waits for it or holds its request, so the sender bounds the number of offers.
+//   Order. Messages and offers enter a stream in the order of the sends. They are matched with recvs in this order, tag
+//   by tag, independent of when their payloads arrive.
+//   Deadlock. The first frame in a stream can always be removed. A payload goes into the memory of its recv or into
+//   memory that its credit accounts for; other frames need no memory. A rank that waits for any message empties all its
+//   streams, so every stream to a waiting rank makes progress. A recv therefore waits only for its send. A send waits
+//   only for its recv or, if it fits into the credit, for the recvs of previous sends. Only a program can create a
+//   cycle of these waits.
 //
-// Where there is no memory to keep a message it stays in the stream, and recvs that what lies behind it may be for
-// raise OutOfMemory. It is read when memory, or its recv, is there.
+// If there is no memory to keep a message, the message stays in the stream. Recvs that may match later messages in this
+// stream raise OutOfMemory. The message is read when memory or its recv is available.
 //
-// A large message to another host is lent (stream.h): its send is done when the other side has read it.
+// A large message to another host is lent to the kernel (stream.h): its send is done when the other side has read it.
 //
-// No wait is for a single message: a rank that waits for any of them moves all of them (progress). Otherwise two ranks
-// that each wait for their own send would hang. A thread moves messages that nobody waits for yet. The first of them
-// starts it.
+// A waiting thread progresses all pending messages, not only its own (progress). Otherwise two ranks that each wait for
+// their own send would hang. A progress thread moves messages that no thread waits for. The first such message starts
+// the thread.
 #pragma once
 
 #include <array>
@@ -63,9 +64,9 @@ struct Request {
     done.store(true);  // seq_cst: either this or watch() sees the other's store
     notify();
   }
-  // Adds the ticket (not 0) to `completions` when the request has ended, once.
+  // Add the ticket (not 0) to `completions`, once, when the request is done.
   void watch(uint64_t ticket, Completions& completions) {
-    completions_ = &completions;  // published by the ticket
+    completions_ = &completions;  // published by the store of the ticket
     ticket_.store(ticket);
     if (done.load()) notify();
   }
@@ -73,6 +74,7 @@ struct Request {
  private:
   void notify() {
     if (ticket_.load() == 0) return;
+    // finish() and watch() may both call this: the exchange lets only one of them add the ticket.
     if (const uint64_t ticket = ticket_.exchange(0)) completions_->add(ticket);
   }
 
@@ -83,14 +85,14 @@ struct Request {
 // One side of a message: a send or a recv.
 struct Message : Request {
   Buffer buffer;
-  std::atomic<int> peer = -1;  // recv: < 0 is any rank until one has sent; read by who waits, without the lock
+  std::atomic<int> peer = -1;  // recv: < 0 means any rank, until a message matches. Waiting threads read it unlocked.
   int32_t tag = 0;
-  uint64_t number = 0;  // recv: in the order of posting; send: of its offer
-  Fingerprint about;    // for failures
+  uint64_t number = 0;  // recv: order of posting; send: number of its offer
+  Fingerprint about;    // for error messages
   trace::Recorder::Call record;
 };
 
-// There is no memory to keep a message that nobody has asked for.
+// Error: there is no memory to keep a message without a matching recv.
 class OutOfMemory final : public std::bad_alloc {
  public:
   OutOfMemory(int rank, const Frame& frame);
@@ -102,11 +104,11 @@ class OutOfMemory final : public std::bad_alloc {
 
 class PointToPoint {
  public:
-  // net: of a group that spans hosts; else nullptr.
+  // net: the network of a group that spans hosts, else nullptr. eager: the credit, in bytes, towards each rank.
   PointToPoint(Shm& shm, Net* net, int64_t timeout_ns, Polling polling, Polling progress_polling, size_t eager);
   ~PointToPoint();
 
-  // Where messages are recorded; their records end with them.
+  // Set the recorder of messages. The record of a message ends when the message is done.
   void record_in(trace::Recorder* recorder) { recorder_ = recorder; }
 
   std::shared_ptr<Message> post_send(Buffer buffer, int to, int32_t tag, Caller& caller,
@@ -114,74 +116,77 @@ class PointToPoint {
   std::shared_ptr<Message> post_recv(Buffer buffer, int from, int32_t tag, Caller& caller,
                                      const trace::Recorder::Call& record = {});
 
-  // The short way of a message that fits where nothing is under way. False: nothing was done.
+  // Fast path for a small message while no other message is pending. Returns false if it does not apply; then nothing
+  // has changed.
   bool send_at_once(Buffer buffer, int to, int32_t tag);
   bool recv_at_once(Buffer buffer, int from, int32_t tag);
 
-  // Blocks until the message is done; throws its error. timeout_ns >= 0: a limit of this wait alone.
+  // Wait until the message is done. Throws its error. timeout_ns >= 0: a timeout of this wait only, which does not end
+  // the group.
   void wait(const std::shared_ptr<Message>& message, Caller& caller, int64_t timeout_ns);
 
-  // Lets the thread move what nobody waits for.
+  // Let the progress thread move messages that no thread waits for.
   void in_background(Caller& caller);
 
-  void close();  // ends what is under way
+  void close();  // end all pending messages with an error
 
  private:
   using Messages = std::list<std::shared_ptr<Message>>;
 
-  // A message or an offer for which there is no recv yet.
+  // A message or an offer without a matching recv.
   struct Kept {
     Frame frame;
-    uint64_t arrival;  // in the order of arrival
-    uint64_t offer;    // of an offer: its number
+    uint64_t arrival;  // order of arrival, among all senders
+    uint64_t offer;    // the number of the offer
     std::unique_ptr<std::byte[]> payload;
   };
   using Keeping = std::list<Kept>;
 
-  // What is being written into a stream.
+  // The frame that is being written into a stream.
   struct Outgoing {
     Frame frame;
-    Messages message;   // one, of a message, an offer, a body
-    size_t nbytes = 0;  // of frame and payload; 0: nothing is
+    Messages message;   // the message of a message, offer or body frame; else empty
+    size_t nbytes = 0;  // bytes of frame and payload; 0: no frame is being written
     size_t moved = 0;
   };
 
-  // What is coming out of a stream.
+  // The frame that is being read from a stream.
   struct Incoming {
     Frame frame;
-    size_t header = 0;  // bytes of the frame that are there
-    bool placed = false;
-    size_t nbytes = 0;                 // of the payload
-    size_t payload = 0;                // of these, those that are there
-    std::byte* target = nullptr;       // nullptr: dropped
-    bool dropped = false;              // and there is a payload to drop
-    std::shared_ptr<Message> message;  // whose memory the target is
-    Kept* kept = nullptr;              // the same
-    std::list<Frame> receipt;          // to be given
+    size_t header = 0;                 // bytes of the frame that have been read
+    bool placed = false;               // the destination of the payload has been chosen
+    size_t nbytes = 0;                 // bytes of the payload
+    size_t payload = 0;                // bytes of the payload that have been read
+    std::byte* target = nullptr;       // destination of the payload; nullptr: the payload is dropped
+    bool dropped = false;              // there is a payload, and it is dropped
+    std::shared_ptr<Message> message;  // the recv that owns the target
+    Kept* kept = nullptr;              // or the kept message that owns the target
+    std::list<Frame> receipt;          // the receipt to send when the payload has been read
   };
 
   struct Peer {
-    std::list<Frame> answers;  // to be written before what follows
-    Messages sends;            // messages or offers, as the credit allows when it is their turn
-    Messages bodies;
+    std::list<Frame> answers;  // frames that are written before bodies and sends
+    Messages sends;            // become messages or offers, depending on the credit when they are written
+    Messages bodies;           // offers whose payload can be sent: accepted, or covered by returned credit
     Outgoing out;
-    std::unordered_map<uint64_t, std::shared_ptr<Message>> offered;  // by number
-    std::set<uint64_t> small;                                        // of these, those that may have enough credit yet
-    Messages lent;                                                   // sent, and not known to have been read
-    uint64_t offers = 0;
-    uint64_t used = 0;      // credit: bytes of messages
-    uint64_t returned = 0;  // of these, between hosts
+    std::unordered_map<uint64_t, std::shared_ptr<Message>> offered;  // by number of the offer
+    std::set<uint64_t> small;  // offers that fit into the full credit, so they are sent when enough credit has returned
+    Messages lent;             // sent messages without a receipt
+    uint64_t offers = 0;       // number of offers sent
+    uint64_t used = 0;         // credit used by messages, in bytes, since the start
+    uint64_t returned = 0;     // credit returned, between hosts; within a host see PipeControl::released
 
     Incoming in;
-    std::unordered_map<uint64_t, std::shared_ptr<Message>> accepted;  // recvs, by number of the offer
+    std::unordered_map<uint64_t, std::shared_ptr<Message>> accepted;  // recvs, by number of the accepted offer
     std::unordered_map<uint64_t, Kept*> open;                         // offers without a recv, by number
-    uint64_t heard_offers = 0;
-    uint64_t owed = 0;  // credit to return, between hosts
-    size_t kept = 0;
-    size_t wanted = 0;  // recvs from this rank that have found no message
+    uint64_t heard_offers = 0;                                        // number of offers received
+    uint64_t owed = 0;                                                // credit to return, between hosts
+    size_t kept = 0;                                                  // kept messages and offers from this rank
+    size_t wanted = 0;                                                // recvs from this rank without a message
   };
 
-  // How much one turn has moved: the caller's locks are released before it becomes much.
+  // Bytes moved in one turn. From kReleaseBytes on, the locks of the caller (the GIL) are released, so that other
+  // threads can run.
   struct Turn {
     Caller& caller;
     size_t moved = 0;
@@ -191,15 +196,15 @@ class PointToPoint {
     }
   };
 
-  // The caller of a wait, which it publishes when it looks around for the first time: when it has become long.
+  // Caller of a wait. It publishes the wait when the wait has become long, that is when it first checks for signals.
   class Waiter;
 
   void move(Caller& caller, const std::atomic<bool>& enough);
   std::unique_lock<std::mutex> move_rest(Caller& caller, const std::atomic<bool>& enough);
   void explain(Error& error, const Message& message, Caller& caller);
 
-  // All with lock_ held.
-  bool progress(Caller& caller);  // true: there was more than one turn moves
+  // All functions of this block require lock_.
+  bool progress(Caller& caller);  // true: more data can be moved than one turn moves
   void check_send(int to);
   static bool busy(const Peer& peer);
   bool may_follow(int peer);
@@ -225,23 +230,23 @@ class PointToPoint {
   uint64_t credit(int peer);
   void finish(Message& message, std::exception_ptr error = nullptr);
   void fail_all(const std::exception_ptr& error);
-  void rouse();  // the thread
+  void rouse();  // start or wake the progress thread, if messages are pending
   bool idle() const { return messages_ == 0 && answers_ == 0 && drops_ == 0; }
   int awaited() const;
 
   void run();
 
-  bool far(int peer) const { return shm_.local(peer) < 0; }  // on another host
+  bool far(int peer) const { return shm_.local(peer) < 0; }  // whether the rank is on another host
   Bell& bell_of(int peer) { return shm_.bell(shm_.local(peer)); }
   Peer& at(int peer) { return peers_[static_cast<size_t>(peer)]; }
-  // Of messages with a rank, or any, and a tag.
+  // Key of messages with a peer and a tag. peer -1: any rank.
   static uint64_t key(int peer, int32_t tag) {
     return uint64_t{static_cast<uint32_t>(peer)} << 32 | static_cast<uint32_t>(tag);
   }
 
   Shm& shm_;
   Net* net_;
-  int rank_;  // of the group, as all ranks here
+  int rank_;  // rank in the group, as all ranks in this class
   int size_;
   int64_t timeout_ns_;
   Polling polling_;
@@ -250,17 +255,17 @@ class PointToPoint {
 
   std::mutex lock_;
   std::vector<Peer> peers_;
-  std::unordered_map<uint64_t, Messages> recvs_;  // recvs that no message has come for; each in the order of posting
-  std::unordered_map<uint64_t, Keeping> kept_;    // each in the order of arrival
+  std::unordered_map<uint64_t, Messages> recvs_;  // recvs without a message; each list in the order of posting
+  std::unordered_map<uint64_t, Keeping> kept_;    // kept messages; each list in the order of arrival
   uint64_t posted_recvs_ = 0;
   uint64_t arrivals_ = 0;
   size_t waiting_ = 0;   // recvs in recvs_
   size_t messages_ = 0;  // sends and recvs that are not done
-  size_t answers_ = 0;   // that are not written
-  size_t drops_ = 0;     // payloads that come and nobody wants
+  size_t answers_ = 0;   // answers that have not been written
+  size_t drops_ = 0;     // payloads that are being received and dropped
   Copier copier_;
   trace::Recorder* recorder_ = nullptr;
-  std::mutex waits_lock_;  // of what this rank publishes that it waits for
+  std::mutex waits_lock_;  // serializes the writers of this rank's published wait (a sequence lock allows only one)
 
   std::condition_variable posted_;
   std::thread thread_;

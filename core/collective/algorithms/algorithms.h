@@ -1,7 +1,7 @@
-// The collectives of one host as functions of their operands: groups that span hosts use them within each host.
+// The collectives within one host, as functions of their operands. Groups that span hosts use them within each host.
 //
-// There is one file per verb. Its head describes how it works, what it costs and where it comes from. An algorithm sees
-// a LocalComm and raw bytes, nothing else. What a group on one host runs is in table.h.
+// Each verb has one file. The header comment of the file describes the method, its cost and its source. An algorithm
+// accesses only a LocalComm and raw bytes. For a group on a single host, table.h selects the algorithm.
 #pragma once
 
 #include <vector>
@@ -10,7 +10,7 @@
 
 namespace allranks::algorithms {
 
-using Pieces = std::vector<std::byte*>;  // by rank; empty where this rank has none
+using Pieces = std::vector<std::byte*>;  // indexed by rank; empty if this rank has no such argument
 
 void all_reduce(LocalComm& comm, LocalComm::Call& call, Buffer buffer, ReduceOp op);
 void reduce(LocalComm& comm, LocalComm::Call& call, Buffer buffer, ReduceOp op, int root);

@@ -1,24 +1,24 @@
-// all_gather: every rank ends with every rank's bytes. gather: only the ranks that have a place for them do.
+// all_gather: every rank receives the bytes of every rank. gather: only the ranks that pass outputs receive them.
 //
 //   up to 88 bytes    in the call lines
-//   up to 128 KiB     in one piece of each ring
-//   above             in many, all ranks at once; where all operands lie in a shared block, straight
-//                     from there
+//   up to 128 KiB     in one chunk of each ring
+//   above             in several chunks, all ranks simultaneously. If all operands are in a shared block, the
+//                     ranks read them there.
 //
-// Cost: n bytes written (but by a gather's root), (P-1) n read per reader; one latency (one per piece).
+// Cost: n bytes written (except by the root of a gather), (P-1) n read per receiver; one latency (one per chunk).
 #include "collective/algorithms/moves.h"
 
 namespace allranks::algorithms {
 
 namespace {
 
-// root: of gather; nobody reads what it has.
+// root: the root of a gather, -1 for all_gather. No other rank reads the operand of the root.
 void collect_all(LocalComm& comm, LocalComm::Call& call, Buffer in, const Pieces& outs, int root) {
   Shm& shm = comm.shm();
   const int me = comm.rank();
   const size_t n = in.nbytes();
   const bool read = root != me;
-  // Whether what others read is overwritten here by what comes from them.
+  // Whether the outputs of this rank overlap its operand. If so, other ranks must not read the operand in place.
   bool spoilt = false;
   for (size_t r = 0; r < outs.size(); r++) {
     spoilt = spoilt || (r != static_cast<size_t>(me) && intersect(outs[r], n, in.bytes(), n));
@@ -29,7 +29,7 @@ void collect_all(LocalComm& comm, LocalComm::Call& call, Buffer in, const Pieces
       if (r != me) move_bytes(outs[static_cast<size_t>(r)] + offset, from(r), bytes);
     }
   };
-  // Before anything else is written: `in` may be what is to come from another rank.
+  // Must run before any other output is written, because `in` may overlap the output of another rank.
   const auto keep_own = [&] {
     if (!outs.empty()) move_bytes(outs[static_cast<size_t>(me)], in.bytes(), n);
   };

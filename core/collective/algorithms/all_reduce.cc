@@ -1,24 +1,25 @@
-// all_reduce: every rank ends with the element-wise reduction of all operands.
-// reduce: only the root does; the others' operands stay as they are.
+// all_reduce: every rank receives the element-wise reduction of all operands.
+// reduce: only the root receives it; the operands of the other ranks stay unchanged.
 //
-//   one-shot    each rank puts its operand where all can read it (up to 88 bytes in its call line,
-//               in one piece of its ring) and reduces all P operands itself.
+//   one-shot    each rank writes its operand where all ranks can read it: up to 88 bytes in its call
+//               line, larger operands in one chunk of its ring. Each rank then reduces all P operands.
 //               Cost: one latency; P n bytes read, 2 n written per rank.
 //   two-shot    for larger operands: reduce-scatter and all-gather through the rings, pipelined in
-//               pieces. A piece is cut into P shards; rank r reduces shard r. In one step a rank
-//                 copies piece s in       (the shards that others reduce),
-//                 reduces piece s-1       (its shard: result to its own memory and to its ring),
-//                 copies piece s-2 out    (the shards that others have reduced),
-//               so that one wait per piece is enough and the copies overlap with the others' work.
-//               Cost: one latency per piece; about (3 + 2(P-1)/P - 1/P) n bytes moved per rank.
+//               chunks. A chunk is divided into P shards; rank r reduces shard r. In one step a rank
+//                 copies chunk s in       (the shards that other ranks reduce),
+//                 reduces chunk s-1       (its shard: result to its own memory and to its ring),
+//                 copies chunk s-2 out    (the shards that other ranks have reduced).
+//               One wait per chunk is therefore enough, and copies overlap with the work of other ranks.
+//               Cost: one latency per chunk; about (3 + 2(P-1)/P - 1/P) n bytes moved per rank.
 //
-//   in place    where all operands lie in a shared block: rank r reduces shard r from everybody's
-//               memory into everybody's. Cost: two latencies; 2 n bytes moved per rank.
+//   in place    if all operands are in a shared block: rank r reduces shard r from the memory of every
+//               rank into the memory of every rank. Cost: two latencies; 2 n bytes moved per rank.
 //
-// All operands are combined in the order 0..P-1, whichever rank does it, so that results are
-// bit-identical on all ranks, in every run, and whichever of the paths is taken.
-// Source: reduce-scatter + all-gather is Rabenseifner's algorithm, on shared memory as in
-// DeepSpeed's and sglang's shm.cpp (there unpipelined).
+// All operands are combined in the order 0..P-1, independent of the rank that combines them. Results are therefore
+// bit-identical on all ranks, in every run, and on every path.
+//
+// Source: reduce-scatter + all-gather is Rabenseifner's algorithm. DeepSpeed's and sglang's shm.cpp use it on shared
+// memory, without a pipeline.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -44,7 +45,7 @@ class Reduction final : public Combining {
   int ranks_;
 };
 
-// `root`: who gets the result.
+// root: the rank that receives the result; kEverybody: all ranks. in_line: the operand fits into the call line.
 void one_shot(LocalComm& comm, LocalComm::Call& call, Buffer buffer, Kernel kernel, int root, bool in_line) {
   const size_t n = buffer.nbytes();
   const auto ring = in_line ? LocalComm::Pieces{&comm.shm(), 0, 0} : comm.take(n);
@@ -61,7 +62,7 @@ void one_shot(LocalComm& comm, LocalComm::Call& call, Buffer buffer, Kernel kern
     comm.arrive(call);
   }
   if (root != kEverybody && root != comm.rank()) return;
-  const void* few[16];
+  const void* few[16];  // up to 16 ranks need no heap allocation
   std::vector<const void*> many;
   const void** operands = few;
   if (comm.size() > 16) {
@@ -76,7 +77,7 @@ void one_shot(LocalComm& comm, LocalComm::Call& call, Buffer buffer, Kernel kern
   kernel(buffer.data, operands, comm.size(), buffer.count, comm.size());
 }
 
-// The pieces of a large operand. Shards end on cache lines, so that no two ranks write to one.
+// The chunks of a large operand. Shards end on cache lines, so that no two ranks write to the same line.
 class Shards {
  public:
   Shards(Buffer buffer, size_t piece_bytes, int ranks)
@@ -88,7 +89,7 @@ class Shards {
   size_t pieces() const { return (buffer_.count + most_ - 1) / most_; }
 
   struct Shard {
-    size_t offset;  // in bytes, in the piece
+    size_t offset;  // in bytes, within the chunk
     size_t count;   // in elements
     size_t nbytes;
     std::byte* data;  // in the user's buffer
@@ -107,12 +108,12 @@ class Shards {
   Buffer buffer_;
   size_t element_;
   size_t ranks_;
-  size_t most_;  // elements of a piece
+  size_t most_;  // elements per chunk
 };
 
 void in_place(LocalComm& comm, LocalComm::Call& call, Buffer buffer, Kernel kernel, int root,
               const std::vector<std::byte*>& operands) {
-  // Small enough that what has just been reduced is still in the cache when it is copied.
+  // Small enough that a reduced tile is still in the cache when it is copied to the other ranks.
   constexpr size_t kTileBytes = 16 << 10;
   const size_t element = size_of(buffer.dtype);
   const size_t tile = kTileBytes / element;
@@ -146,8 +147,8 @@ void two_shot(LocalComm& comm, LocalComm::Call& call, Buffer buffer, Kernel kern
   std::vector<const void*> operands(ranks);
   for (uint32_t s = 0; s < pieces + 2; s++) {
     if (s < pieces) {
-      // Here lay piece s - depth, which everybody copied out in step s - depth + 2; step s - 2 of
-      // everybody was seen in the turn before: a depth of 4 is enough.
+      // This slot held chunk s - depth, which every rank copied out in step s - depth + 2. The wait of the previous
+      // step showed that every rank had finished step s - 2. A depth of 4 is therefore enough.
       for (size_t r = 0; r < ranks; r++) {
         const auto shard = shards.shard(s, r);
         if (r != me) comm.copier().copy(ring.at(comm.rank(), s) + shard.offset, shard.data, shard.nbytes);
@@ -178,7 +179,8 @@ void two_shot(LocalComm& comm, LocalComm::Call& call, Buffer buffer, Kernel kern
   comm.base_step = base + pieces + 1;
 }
 
-// Every rank reads all operands: the more ranks, the less pays.
+// Return the largest operand for which one-shot is used. Each rank reads all operands, so the limit decreases with the
+// number of ranks.
 size_t one_shot_bytes(const LocalComm& comm) {
   const Tuning& tuning = comm.tuning();
   return std::min(

@@ -1,12 +1,15 @@
-// all_to_all: rank r's piece for rank q ends on rank q, as its piece from rank r. Sizes may all differ.
+// all_to_all: rank q receives the part that rank r sends to it. All sizes may differ.
 //
-// Every rank posts, at the head of a piece of its ring, the sizes that it sends and that it expects. It
-// compares what it is sent with what it expects; a sum over what all ranks post tells it of any other
-// disagreement, so that one between two ranks is an error on every rank, and reads a line or two of each.
-// The data follows in the same piece where a rank's fits there; if that of all ranks does, that was it.
-// Otherwise it is read where it lies, if that is a shared block on all ranks; or else further pieces
-// of the rings are cut into one cell per rank, until the largest part is through.
-// Cost: one latency (one per piece of the ring); what a rank sends is written once, what it gets read once.
+// Every rank posts the sizes that it sends and expects, in a head at the start of a chunk of its ring. It compares the
+// sizes sent to it with the sizes that it expects. A sum over the posted sizes of all ranks shows any other
+// disagreement. A disagreement between two ranks is therefore an error on every rank. In spite of this, a rank reads
+// only one or two cache lines of each other rank.
+//
+// If the data of a rank fits into the same chunk, it follows the head. If this holds for all ranks, the call is
+// complete after one exchange. Otherwise, if the data of all ranks is in a shared block, the ranks read it there.
+// Otherwise further chunks of the rings are divided into one cell per rank, until the largest part is transferred.
+//
+// Cost: one latency (one per chunk of the ring); each byte sent is written once, each byte received is read once.
 #include <numeric>
 #include <string>
 
@@ -16,20 +19,20 @@ namespace allranks::algorithms {
 
 namespace {
 
-// What goes from one rank to another.
+// The part of the data that one rank sends to another.
 struct Part {
   uint64_t bytes;
-  uint64_t at;      // where it begins behind the head, if the data follows
-  uint64_t before;  // bytes of the parts before it
+  uint64_t at;      // offset in the chunk, if the data follows the head
+  uint64_t before;  // bytes of all previous parts: the offset in a shared block
 };
 
-// The head: what concerns everybody, a part for each rank, and the sizes that are expected from each.
+// The head of a chunk: fields for all ranks, one Part per receiver, and the size expected from each sender.
 class Head {
  public:
   struct ForAll {
-    uint64_t complete;  // whether the data follows
-    uint64_t largest;   // of the parts for others
-    uint64_t sum;       // over what it sends, less that over what it expects: those of all ranks together are 0
+    uint64_t complete;  // 1: the data follows the head
+    uint64_t largest;   // the largest part for another rank
+    uint64_t sum;       // sum over the sizes sent minus sum over the sizes expected; adds up to 0 over all ranks
   };
 
   Head(std::byte* piece, int ranks) : piece_(piece), ranks_(static_cast<size_t>(ranks)) {}
@@ -46,7 +49,8 @@ class Head {
   size_t ranks_;
 };
 
-// A number for a size between two ranks, of which sums over different sizes differ (the finaliser of splitmix64).
+// Return a hash of a size and its two ranks. The sums of such hashes differ if any size differs. Source: the finalizer
+// of splitmix64.
 uint64_t mixed(size_t from, size_t to, uint64_t bytes) {
   uint64_t x = bytes * 0x9e3779b97f4a7c15 + (from << 32 | to) + 1;
   x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
@@ -54,7 +58,7 @@ uint64_t mixed(size_t from, size_t to, uint64_t bytes) {
   return x ^ x >> 31;
 }
 
-// Writes a rank's head. Returns where its data would end.
+// Write the head of a rank. Returns the offset at which its data would end.
 size_t fill(Head head, size_t me, const std::vector<size_t>& in_bytes, const std::vector<size_t>& out_bytes) {
   Head::ForAll& for_all = head.for_all();
   for_all.largest = for_all.sum = 0;
@@ -72,11 +76,11 @@ size_t fill(Head head, size_t me, const std::vector<size_t>& in_bytes, const std
 }
 
 struct Compared {
-  bool all_fit = true;  // every rank's data follows its head
-  size_t largest = 0;   // of what goes from one rank to another
+  bool all_fit = true;  // the data of every rank follows its head
+  size_t largest = 0;   // the largest part of any rank for another
 };
 
-// Throws the first disagreement of two ranks. Every rank finds the same.
+// Throw an error for the first disagreement between two ranks. All ranks find the same one.
 template <class HeadOf>
 void refuse_sizes(LocalComm& comm, LocalComm::Call& call, HeadOf&& head) {
   const auto ranks = static_cast<size_t>(comm.size());
@@ -97,7 +101,7 @@ void refuse_sizes(LocalComm& comm, LocalComm::Call& call, HeadOf&& head) {
   }
 }
 
-// Throws a mismatch, on every rank, unless every rank expects what it is sent.
+// Compare the sizes of all ranks. Throws a mismatch on every rank if any rank expects another size than it is sent.
 template <class HeadOf>
 Compared compare_sizes(LocalComm& comm, LocalComm::Call& call, HeadOf&& head, const std::vector<size_t>& out_bytes) {
   const auto ranks = static_cast<size_t>(comm.size());
@@ -116,8 +120,8 @@ Compared compare_sizes(LocalComm& comm, LocalComm::Call& call, HeadOf&& head, co
   return found;
 }
 
-// Through pieces of the rings that are cut into one cell per rank, until the largest part is through. Each rank begins
-// with the next one, so that they do not all read the first one's ring at a time.
+// Transfer the data through chunks of the rings, divided into one cell per rank. Each rank starts with a different
+// peer, so that the ranks do not all read the same ring at the same time.
 void exchange_in_cells(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, const std::vector<size_t>& in_bytes,
                        const Pieces& outs, const std::vector<size_t>& out_bytes, size_t largest) {
   const auto ranks = static_cast<size_t>(comm.size());
@@ -149,7 +153,7 @@ void all_to_all(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, const
                 const Pieces& outs, const std::vector<size_t>& out_bytes) {
   const auto ranks = static_cast<size_t>(comm.size());
   const auto me = static_cast<size_t>(comm.rank());
-  // The others' sizes are not known yet: all ranks take the most.
+  // All ranks must take the same chunk size, and the sizes of the other ranks are not known yet: take the maximum.
   const size_t most = comm.shm().sizes().piece;
   const auto first = comm.take(most);
   const auto head = [&](size_t r) { return Head(first.at(static_cast<int>(r)), comm.size()); };
@@ -165,7 +169,7 @@ void all_to_all(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, const
   }
   const std::byte* whole = contiguous(ins, [&](size_t r) { return in_bytes[r]; });
   const size_t total = std::accumulate(in_bytes.begin(), in_bytes.end(), size_t{0});
-  // Whether what comes from others overwrites what they read here.
+  // Whether the outputs of this rank overlap its inputs. If so, other ranks must not read the inputs in place.
   bool overwritten = false;
   for (size_t r = 0; r < ranks; r++) overwritten = overwritten || intersect(outs[r], out_bytes[r], whole, total);
   const auto tensors = comm.arrive_at(call, overwritten ? nullptr : whole, total);

@@ -1,24 +1,26 @@
-// broadcast: every rank ends with the root's bytes.
+// broadcast: every rank receives the bytes of the root.
 //
-//   up to 88 bytes    in the root's call line
-//   up to 16 KiB      in one piece of the root's ring
-//   above             in many: the root writes one while the others read the ones before; it waits for
-//                     them only when the ring is full. Ranks that meet by groups (levels.h) read what
-//                     the first of their group has copied into its ring, and only that rank the root's:
-//                     so P bytes for each of the tensor's are read from P / 16 + 16 places, not from one.
-//                     Where all tensors lie in a shared block, straight from the root's.
+//   up to 88 bytes    in the call line of the root
+//   up to 16 KiB      in one chunk of the root's ring
+//   above             in several chunks: the root writes a chunk while the other ranks read the previous
+//                     ones. It waits for them only if the ring is full.
+//                     With groups (levels.h), only the leader of a group reads the root's ring. It copies
+//                     the chunk into its own ring, and its group reads it there. The root's ring then has
+//                     about P / 16 + 16 readers instead of P.
+//                     If all tensors are in a shared block, the ranks read the root's tensor there.
 //
-// Every rank waits for every rank's arrival, the root too: a broadcast is also a barrier, and all
-// ranks detect one that called something else before any rank's memory is touched.
-// Cost: n bytes written once (by groups: once in each), n bytes read by each other rank, one latency and one piece
-// (by groups: two).
+// Every rank, including the root, waits until every rank has arrived. A broadcast is therefore also a barrier. All
+// ranks detect a rank that made another call before any memory is changed.
+//
+// Cost: n bytes written once (with groups: once per group), n bytes read by each other rank, one latency and one chunk
+// (with groups: two of each).
 #include "collective/algorithms/moves.h"
 
 namespace allranks::algorithms {
 
 namespace {
 
-constexpr size_t kAtOnce = 16 << 10;
+constexpr size_t kAtOnce = 16 << 10;  // bytes that are sent in a single chunk
 
 class OfOne final : public Combining {
  public:
@@ -45,19 +47,19 @@ void pipelined(LocalComm& comm, LocalComm::Call& call, Buffer buffer, int root) 
     std::byte* mine = buffer.bytes() + s * piece;
     const size_t bytes = std::min(piece, n - s * piece);
     if (comm.rank() == root) {
-      // What lies there now was step s - depth: everybody must have read it.
+      // This slot holds the chunk of step s - depth. Every rank must have read it before it is overwritten.
       if (s >= depth) comm.wait_step_of_each(call, base + s - depth + 1);
       comm.copier().copy(ring.at(root, s), mine, bytes);
     } else {
       comm.wait_step_of(call, source, base + s + 1, root);
       std::memcpy(mine, ring.at(source, s), bytes);
-      // Here lay step s - depth, which everybody had read when the root wrote step s.
+      // This slot held the chunk of step s - depth. The root wrote step s only after every rank had read it.
       if (relays) comm.copier().copy(ring.at(comm.rank(), s), mine, bytes);
     }
     comm.post_step_to_any(base + s + 1);
   }
   comm.base_step = base + steps;
-  // The next call may overwrite all but the last pieces.
+  // The next call may overwrite all chunks except the last three (segment.h), so every rank must have read the others.
   if ((comm.rank() == root || relays) && steps > 3) comm.wait_step_of_each(call, base + steps - 3);
 }
 

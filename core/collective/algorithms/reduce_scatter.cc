@@ -1,9 +1,10 @@
-// reduce_scatter: rank r ends with the reduction of all ranks' pieces r.
+// reduce_scatter: rank r receives the reduction of the operands r of all ranks.
 //
-// Each rank puts its pieces for the others into cells of its ring, and reduces the cells that are meant
-// for it, in the order 0..P-1, its own piece where it lies.
-// What is larger and lies in a shared block on all ranks is reduced straight from there.
-// Cost: (P-1) n bytes written, P n read per rank; one latency (one per piece of the ring).
+// Each rank writes its operands for the other ranks into cells of its ring. It then reduces the cells intended for it,
+// in the order 0..P-1. It reads its own operand in place. If larger operands are in a shared block on all ranks, they
+// are reduced directly from there.
+//
+// Cost: (P-1) n bytes written, P n read per rank; one latency (one per chunk of the ring).
 #include "collective/algorithms/moves.h"
 #include "collective/reduce.h"
 
@@ -17,7 +18,7 @@ void reduce_scatter(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, B
   const size_t n = out.nbytes();
   std::vector<const void*> operands(static_cast<size_t>(ranks));
   const std::byte* whole = contiguous(ins, [n](size_t) { return n; });
-  // Whether the result overwrites what others read here.
+  // Whether the result overlaps the operands. If so, other ranks must not read the operands in place.
   const bool spoilt = whole != nullptr && out.bytes() != ins[me] && intersect(out.bytes(), n, whole, n * ins.size());
   const auto deal = [&](std::byte* to, size_t cell, size_t offset, size_t bytes) {
     for (size_t r = 0; r < operands.size(); r++) {

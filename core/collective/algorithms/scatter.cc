@@ -1,14 +1,15 @@
-// scatter: rank r ends with the root's piece r.
+// scatter: rank r receives part r of the root's data.
 //
-// Pieces of the root's ring are cut into one cell per rank.
-// What is larger and lies in a shared block is read straight from there.
-// Cost: P n bytes written by the root, n read by each other rank; one latency (one per piece of the ring).
+// Chunks of the root's ring are divided into one cell per rank. If larger data is in a shared block, the ranks read it
+// directly there.
+//
+// Cost: P n bytes written by the root, n read by each other rank; one latency (one per chunk of the ring).
 #include "collective/algorithms/moves.h"
 
 namespace allranks::algorithms {
 
 namespace {
-constexpr size_t kAtOnce = 16 << 10;
+constexpr size_t kAtOnce = 16 << 10;  // bytes that are sent in a single chunk
 }
 
 void scatter(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, Buffer out, int root) {

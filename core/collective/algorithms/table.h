@@ -1,8 +1,8 @@
-// The algorithms of a group on one host: a file each in this folder, and a row each in this table.
+// The algorithms of a group on one host. Each has a file in this folder and a row in this table.
 //
-// Of the rows of a verb the first that applies is taken. Whether one applies must follow from the operation and from
-// what all ranks of the group share, so that all ranks take the same. The table is known when this is compiled: the
-// selection is a few comparisons and a direct call.
+// A call runs the first row of its verb whose condition is true. A condition may depend only on the operation and on
+// values that all ranks of the group share. Otherwise ranks would select different algorithms. The table is a
+// compile-time constant: the selection costs a few comparisons and a direct call.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@
 #include "collective/local_comm.h"
 #include "collective/operation.h"
 
-// ROW(the verb, the function, whether it applies): `always`, or a function of the file.
+// ROW(verb, function, condition). The condition is `always` or a function of the algorithm's file.
 #define ALLRANKS_ALGORITHMS(ROW)              \
   ROW(all_reduce, all_reduce, always)         \
   ROW(broadcast, broadcast, always)           \
@@ -44,7 +44,7 @@ ALLRANKS_ALGORITHMS(ALLRANKS_DECLARE)
 inline constexpr std::array kAlgorithms{ALLRANKS_ALGORITHMS(ALLRANKS_ROW)};
 #undef ALLRANKS_ROW
 
-// Runs the first algorithm of a table that fits an operation.
+// Run the first algorithm of a table that applies to an operation. Throws Error if none does.
 template <const auto& table>
 void run_first(LocalComm& comm, LocalComm::Call& call, const Operation& operation) {
   const auto runs = [&]<size_t row>() {
