@@ -32,6 +32,7 @@ ENTRY_POINTS = "allranks.engines"
 """The group of entry points. The name of an entry point is that of the engine. Its object is an EngineSpec."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
+# Specs of installed packages that were loaded. A package is imported once.
 _loaded: dict[str, EngineSpec] = {}
 
 
