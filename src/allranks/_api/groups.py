@@ -433,6 +433,7 @@ def shrink_group(
         raise UsageError(f"shrink_group: a rank is listed twice in {excluded}")
     if old.rank() in excluded:
         raise UsageError(f"shrink_group: rank {old.rank()} excludes itself; excluded ranks must not call shrink_group")
+    # Before the shrink: ranks that wait in a call would not take part in it.
     if shrink_flags == SHRINK_ABORT:
         old.abort()
     is_world = old is resolve_group(None)

@@ -409,6 +409,7 @@ def _combined(tensors: Sequence[Tensor], op: ReduceOp | PremulSum, verb: str) ->
         raise UsageError(f"{verb} does not support AVG of {dtype} tensors")
     if op is ReduceOp.AVG and not is_integer(dtype):
         combined = combined / len(operands)
+    # The reduction of a single operand is the caller's own tensor, which the collective would overwrite.
     if combined is operands[0]:
         combined = combined.clone()
     return op, combined.to(dtype).contiguous()

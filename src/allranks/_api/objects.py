@@ -316,6 +316,7 @@ def _pack(obj: Any, group: ProcessGroup) -> Tensor:
     if _pickles():
         pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
     else:
+        # The first byte distinguishes the two forms, so a receiver can reject pickles before it unpickles.
         buffer.write(_PLAIN + _encode(_as_plain(obj)))
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(group.device)
 
@@ -325,6 +326,7 @@ def _unpack(data: Tensor, group: ProcessGroup, sender: int) -> Any:
     if packed[:1] == _PLAIN:
         try:
             return _decode(packed[1:])
+        # The bytes may be anything, so every error of the decoder means invalid data.
         except (msgspec.MsgspecError, ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
             raise MismatchError(f"the object of rank {sender} is not valid msgpack: {error}") from None
     if not _pickles():
@@ -361,6 +363,7 @@ def _as_plain(obj: Any) -> Any:
         if kind is known:
             return msgspec.msgpack.Ext(code, _encode([_as_plain(item) for item in obj]))
     if kind is torch.Tensor and obj.layout == torch.strided and not obj.is_quantized:
+        # bytes_of copies the memory as it is, so lazy conjugation and negation are resolved first.
         row = [str(obj.dtype), list(obj.shape), obj.requires_grad, bytes_of(obj.resolve_conj().resolve_neg())]
         return msgspec.msgpack.Ext(_TENSOR, _encode(row))
     raise UsageError(

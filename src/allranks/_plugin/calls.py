@@ -36,6 +36,7 @@ OPS = {_c10d.ReduceOp(getattr(_KINDS, op.name)): op for op in ReduceOp if op is 
 """allranks's ops by torch's ops, without PREMUL_SUM, which has a factor."""
 
 _BY_HASH = {hash(kind): op for kind, op in OPS.items()}  # comparing torch's ops takes longer than a small call
+# A hash identifies an op only if no two ops share one, and no PREMUL_SUM has one of them.
 assert len(_BY_HASH) == len(OPS)
 assert hash(_c10d._make_nccl_premul_sum(2.0)) not in _BY_HASH
 _LOCALLY: dict[ReduceOp, Callable[[Tensor, Tensor], Any]] = {
@@ -247,6 +248,7 @@ class Calls:
     def _call(self, opts: Any, verb: Callable[..., Work | None], *args: Any) -> TorchWork:
         self.count += 1
         try:
+            # torch passes a negative timeout if the call has none of its own.
             if opts.timeout > _NOW:
                 return self._limited(opts, verb(*args, async_op=True), opts.timeout)
             if not opts.asyncOp:

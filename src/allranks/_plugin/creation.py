@@ -213,6 +213,7 @@ def _met(about: Any, name: str, ranks: Sequence[int]) -> ProcessGroup:
 
 def _leave(ours: ProcessGroup) -> None:
     """Close a group that torch destroys."""
+    # Removed first: closing the group must not lead back here.
     if MADE.pop(ours, None) is not None:
         ours.closing = None  # torch is already destroying its group
         destroy_process_group(ours)
@@ -236,6 +237,7 @@ def _shrink(group: TorchGroup, ranks_to_exclude: Sequence[int], flags: int) -> T
     try:
         made = shrink_group(list(ranks_to_exclude), ours, flags)
     except BaseException:
+        # torch keeps the old group if the shrink fails.
         MADE[ours], ours.closing = group, closing
         raise
     return _wrap(made, name, {})
