@@ -79,6 +79,7 @@ def all_reduce_multigpu(
     if outside(group, "all_reduce_multigpu"):
         return None
     ours = _alike(tensor_list, "all_reduce_multigpu")
+    # The same tensor may be listed several times, but different tensors must not overlap.
     check_apart("all_reduce_multigpu", different(ours))
     between, combined = _combined(ours, op, "all_reduce_multigpu")
     work = resolve_group(group).all_reduce(_counted(combined, ours), between, True)

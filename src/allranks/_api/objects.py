@@ -165,6 +165,7 @@ def broadcast_object_list(
     here = resolved.rank() == root
     nothing = torch.empty(0, dtype=torch.uint8, device=resolved.device)
     packed = _pack(list(object_list), resolved) if here else nothing
+    # The number of objects travels along, so that a list of another length raises.
     length = torch.tensor([packed.numel(), len(object_list)], device="cpu").to(resolved.device)
     with part_of("broadcast_object_list"):
         resolved.broadcast(length, root)
@@ -219,6 +220,7 @@ def scatter_object_list(
         lengths = torch.tensor([piece.numel() for piece in pieces], device="cpu").to(resolved.device)
     with part_of("scatter_object_list"):
         resolved.broadcast(lengths, root)
+        # scatter needs pieces of one size, so all are padded to the longest.
         longest = int(lengths.max())
         mine = torch.empty(longest, dtype=torch.uint8, device=resolved.device)
         resolved.scatter(mine, None if pieces is None else [_padded(piece, longest) for piece in pieces], root)
@@ -306,6 +308,7 @@ def recv_object_list(
     length = torch.zeros(2, dtype=torch.int64, device=resolved.device)
     sender = resolved.recv(length, source_of(resolved, src, group_src))
     packed = torch.empty(int(length[0]), dtype=torch.uint8, device=resolved.device)
+    # From the same rank as the lengths, also if any rank may send.
     resolved.recv(packed, sender)
     _fill(object_list, packed, int(length[1]), resolved, sender)
     return resolved.ranks[sender]

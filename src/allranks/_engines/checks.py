@@ -69,6 +69,7 @@ def bare(verb: str, tensor: Tensor) -> Tensor:
     Raises:
         UsageError: The tensor belongs to `torch.func.vmap`, and represents the rows of another tensor.
     """
+    # Transforms can be nested, so there may be several wrappers.
     while _functorch.is_functorch_wrapped_tensor(tensor):
         if _functorch.is_batchedtensor(tensor):
             raise UsageError(

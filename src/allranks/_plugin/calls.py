@@ -92,6 +92,7 @@ class Calls:
         if not isinstance(op, ReduceOp):
             raise UsageError("allreduce: PREMUL_SUM supports only a list of one tensor")
         first, *others = tensors
+        # As in gloo, each tensor of the process is an operand of its own.
         for other in others:
             _LOCALLY[op](first, other)
         self._call_now(opts, self.group.all_reduce, first, op)
@@ -139,6 +140,7 @@ class Calls:
         _check_alike("allgather", [*inputs, *results])
         check_apart("allgather", results)
         for i, tensor in enumerate(inputs):
+            # gloo orders the results by rank, and within a rank by input.
             self._call_now(opts, self.group.all_gather, outputs[0][i :: len(inputs)], tensor)
         for row in outputs[1:]:
             for output, gathered in zip(row, outputs[0], strict=True):
@@ -321,6 +323,7 @@ class _CallWithTimeout(Then):
         self._until = time.monotonic() + seconds_of(limit)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
+        # At least 1 us: a limit of zero would be the group's timeout.
         return super().wait(timeout or max(self._until - time.monotonic(), 1e-6))
 
 

@@ -256,9 +256,11 @@ def _other_backends(helper: Mapping[str, Any], about: Any, ours: str) -> dict[st
     for device, name in config.get_device_backend_map().items():
         if name == ours:
             continue
+        # torch may already have created the backend of this device in the same group.
         if torch.device(device) in group._device_types:
             made = group._get_backend(torch.device(device))
         else:
+            # A prefix for each device, because the backends use the same keys.
             made = _backend(name, _c10d.PrefixStore(f"{device}/", helper["prefix_store"]), about)
         if made is not None:
             others[device] = (_c10d.Backend.backend_type_map.get(name, _c10d.ProcessGroup.BackendType.CUSTOM), made)

@@ -101,6 +101,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
         self._calls = Calls(group)
         self._others = {device: made for device, (_, made) in others.items()}
         self._hooks: set[tuple[str, int]] = {("of torch", 0)} if _torch_hooks(os.environ) else set()
+        # Then `_must_see` checks each call, and the core does not read any.
         self._watched = bool(others or self._hooks)
         self.options = SimpleNamespace(_timeout=timedelta(seconds=group.timeout_s))
         if BACKENDS_IN_PYTHON:

@@ -171,8 +171,8 @@ def reduce_scatter(
     """
     resolved, (op, input_list) = resolve_group(group), _applied(op, *input_list)
     if op in _FOLDS:
+        # A fold needs the elements of all ranks. autograd follows the exchange and the fold.
         rows = _AllToAll.apply(resolved, [torch.empty_like(output) for _ in input_list], *input_list)
-        # A fold needs the elements of all ranks, so the pieces are exchanged and combined here.
         result = _FOLDS[op](torch.stack(rows))
         output.detach().copy_(result.detach())
         return result

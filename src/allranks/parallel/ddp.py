@@ -356,7 +356,6 @@ class DistributedDataParallel(nn.Module):
             raise UsageError(f"{_WHO}: register_comm_hook can only be called once.")
         comm_hook = CommHook(state, hook)
         if self._reducer is None:  # a single rank needs a reducer only to run the hook
-            # Not shared: this rank may create the reducer alone, and shared memory is a collective call.
             self._reducer = self._make_reducer(shared=False)
         self._reducer.hook = comm_hook
 

@@ -46,6 +46,7 @@ _cuda: Any = torch.cuda
 
 _SHORTEST_S = 0.001  # seconds; torch treats a shorter timeout as no limit
 _ENDING_S = 2.0  # seconds in which calls may end when the group is closed
+# nccl connects in the first call. If the first rank left before, a slower rank dialed its store for 60 s.
 _LINGER_S = 5.0  # seconds for which the first rank, to whose store the others connect, waits for them when it leaves
 _HANG_UP_TAG = (1 << 31) - 1  # tag of the receives whose only purpose is to time out
 

@@ -80,7 +80,7 @@ class GroupStore(TorchStore):
             # backlog.
             store.record = exchange(store.record or bytes(RECORD_BYTES))[0]
             store.serve()
-            # The key shows that this rank no longer needs a place in the backlog: `close` waits for all of these keys.
+            # This rank is connected. Rank 0 waits for these keys of all ranks when it leaves (`close`).
             store.set(f"{_CONNECTED}{rank}", b"")
         except BaseException:
             store.close()
