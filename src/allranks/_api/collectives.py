@@ -116,6 +116,7 @@ def all_reduce(
         tensor([ 1., -1.])
         >>> dist.destroy_process_group()
     """
+    # The check for None comes first, because it is the usual case and costs less than the call.
     if group is not None and outside(group, "all_reduce"):
         return None
     return resolve_group(group).all_reduce(tensor, op, async_op)
@@ -1265,6 +1266,7 @@ def root_of(
     Raises:
         UsageError: Both are given, or neither, or the rank is not a member.
     """
+    # The usual case: no lookup. An invalid rank is reported by the group.
     if group_rank is None and world_rank is not None and group.in_world_order:
         return world_rank
     if group_rank is not None:

@@ -100,6 +100,7 @@ def new_group(
     world = resolve_group(None)
     members = _checked(range(world.size()) if ranks is None else ranks, world.size(), "ranks")
     if sort_ranks:
+        # As in torch: the numbering then does not depend on the order in which a rank lists the members.
         members = sorted(members)
     engine = _engines.check_backend(backend or world.backend)
     if pg_options is not None:
@@ -196,6 +197,7 @@ def new_subgroups(
     engine = _engines.check_backend(backend or cut.backend)
     parts = [list(cut.ranks[i : i + size]) for i in range(0, cut.size(), size)]
     with part_of("new_group"):
+        # All ranks take part in the creation of each part, because its exchange is a collective of the whole group.
         made = [_make(cut, [part], timeout, engine, group_desc, False) for part in parts]
     mine = next(part for part in made if part is not None)
     return mine, [GroupMember.NON_GROUP_MEMBER if part is None else part for part in made]
@@ -339,6 +341,7 @@ def _make(
     timeout_s = parent.timeout_s if timeout is None else seconds_of(timeout)
     if timeout_s <= 0:
         raise UsageError(f"timeout must be positive, not {timeout!r}")
+    # The exchange compares it, so ranks that request different groups get an error instead of a hang.
     digest = hashlib.sha256(repr((parts, engine_name)).encode()).digest()[:_DIGEST_BYTES]
     me = parent.ranks[parent.rank()]
     mine = next((part for part in parts if me in part), None)
@@ -433,6 +436,7 @@ def shrink_group(
         raise UsageError(f"shrink_group: a rank is listed twice in {excluded}")
     if old.rank() in excluded:
         raise UsageError(f"shrink_group: rank {old.rank()} excludes itself; excluded ranks must not call shrink_group")
+    # Before the shrink: ranks that wait in a call would not take part in it.
     if shrink_flags == SHRINK_ABORT:
         old.abort()
     is_world = old is resolve_group(None)

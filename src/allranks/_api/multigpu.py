@@ -79,6 +79,7 @@ def all_reduce_multigpu(
     if outside(group, "all_reduce_multigpu"):
         return None
     ours = _alike(tensor_list, "all_reduce_multigpu")
+    # The same tensor may be listed several times, but different tensors must not overlap.
     check_apart("all_reduce_multigpu", different(ours))
     between, combined = _combined(ours, op, "all_reduce_multigpu")
     work = resolve_group(group).all_reduce(_counted(combined, ours), between, True)
@@ -409,6 +410,7 @@ def _combined(tensors: Sequence[Tensor], op: ReduceOp | PremulSum, verb: str) ->
         raise UsageError(f"{verb} does not support AVG of {dtype} tensors")
     if op is ReduceOp.AVG and not is_integer(dtype):
         combined = combined / len(operands)
+    # The reduction of a single operand is the caller's own tensor, which the collective would overwrite.
     if combined is operands[0]:
         combined = combined.clone()
     return op, combined.to(dtype).contiguous()

@@ -165,6 +165,7 @@ def broadcast_object_list(
     here = resolved.rank() == root
     nothing = torch.empty(0, dtype=torch.uint8, device=resolved.device)
     packed = _pack(list(object_list), resolved) if here else nothing
+    # The number of objects travels along, so that a list of another length raises.
     length = torch.tensor([packed.numel(), len(object_list)], device="cpu").to(resolved.device)
     with part_of("broadcast_object_list"):
         resolved.broadcast(length, root)
@@ -219,6 +220,7 @@ def scatter_object_list(
         lengths = torch.tensor([piece.numel() for piece in pieces], device="cpu").to(resolved.device)
     with part_of("scatter_object_list"):
         resolved.broadcast(lengths, root)
+        # scatter needs pieces of one size, so all are padded to the longest.
         longest = int(lengths.max())
         mine = torch.empty(longest, dtype=torch.uint8, device=resolved.device)
         resolved.scatter(mine, None if pieces is None else [_padded(piece, longest) for piece in pieces], root)
@@ -306,6 +308,7 @@ def recv_object_list(
     length = torch.zeros(2, dtype=torch.int64, device=resolved.device)
     sender = resolved.recv(length, source_of(resolved, src, group_src))
     packed = torch.empty(int(length[0]), dtype=torch.uint8, device=resolved.device)
+    # From the same rank as the lengths, also if any rank may send.
     resolved.recv(packed, sender)
     _fill(object_list, packed, int(length[1]), resolved, sender)
     return resolved.ranks[sender]
@@ -316,6 +319,7 @@ def _pack(obj: Any, group: ProcessGroup) -> Tensor:
     if _pickles():
         pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
     else:
+        # The first byte distinguishes the two forms, so a receiver can reject pickles before it unpickles.
         buffer.write(_PLAIN + _encode(_as_plain(obj)))
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(group.device)
 
@@ -325,6 +329,7 @@ def _unpack(data: Tensor, group: ProcessGroup, sender: int) -> Any:
     if packed[:1] == _PLAIN:
         try:
             return _decode(packed[1:])
+        # The bytes may be anything, so every error of the decoder means invalid data.
         except (msgspec.MsgspecError, ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
             raise MismatchError(f"the object of rank {sender} is not valid msgpack: {error}") from None
     if not _pickles():
@@ -361,6 +366,7 @@ def _as_plain(obj: Any) -> Any:
         if kind is known:
             return msgspec.msgpack.Ext(code, _encode([_as_plain(item) for item in obj]))
     if kind is torch.Tensor and obj.layout == torch.strided and not obj.is_quantized:
+        # bytes_of copies the memory as it is, so lazy conjugation and negation are resolved first.
         row = [str(obj.dtype), list(obj.shape), obj.requires_grad, bytes_of(obj.resolve_conj().resolve_neg())]
         return msgspec.msgpack.Ext(_TENSOR, _encode(row))
     raise UsageError(

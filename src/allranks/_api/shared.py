@@ -70,6 +70,7 @@ def empty_shared(
         raise UsageError(f"empty_shared: shape must consist of integers of at least 0, not {shape!r}")
     tensor = torch.empty(0, dtype=dtype, device="cpu")
     memory = resolve_group(group).empty_shared(math.prod(known) * tensor.itemsize)
+    # A tensor on meta has no memory, and yields the strides that torch would choose.
     strides = torch.empty(known, device="meta").stride()
     tensor.set_(memory.untyped_storage(), 0, known, strides)
     return tensor

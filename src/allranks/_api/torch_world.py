@@ -86,6 +86,7 @@ def _offered(torchs: Any, looking: tuple[object, ...]) -> type:
         @default_pg.setter
         def default_pg(self, group: Any) -> None:
             if group is not None:
+                # torch has created another default group, so the offer is obsolete.
                 withdraw()
             torchs.default_pg.fset(self, group)
 
@@ -101,6 +102,7 @@ def _take() -> None:
     try:
         make()
     except BaseException:
+        # A later request tries again.
         _make = make
         raise
     _restore()
@@ -108,6 +110,7 @@ def _take() -> None:
 
 def _restore() -> None:
     world = _c10d()._world
+    # The base of the replacing class is torch's own class.
     world.__class__ = type(world).__base__
 
 

@@ -94,6 +94,7 @@ def resolve_group(given: ProcessGroup | int | None) -> ProcessGroup:
     """
     if given is None or (type(given) is int and given == 0):
         if _world is None:
+            # Not imported here: a program that does not use torch.distributed need not load it.
             torchs = sys.modules.get("torch.distributed")
             if torchs is not None and torchs.is_available() and torchs.is_initialized():
                 raise NotInitializedError(
@@ -211,6 +212,7 @@ def init_process_group(
         _close_all()  # the parent's groups, and torch's groups around them, whose names this process has inherited
     name = group_name or "world"
     membership = MembershipStore.of_elastic_job(init_method, timeout_s=timeout_s, store=store)
+    # Before the ranks connect, so that an invalid value raises on this rank without a wait.
     offers = torch_world.is_wanted()
     if membership is not None:
         establish_elastic(membership, join_elastic(membership, engine_name, name, timeout_s))
@@ -287,10 +289,12 @@ def establish(
                 raise MismatchError(f"init_process_group: the ranks requested different backends: {wishes}")
             return [row[: len(record)] for row in rows]
 
+        # Before the engine, which compares torch's threads with the CPUs to decide how ranks wait.
         share_cpus(meeting.rank, meeting.members)
         engine = _engines.make_engine(engine_name, meeting.rank, meeting.members, exchange, name, timeout_s)
     except BaseException:
         if store is not None:
+            # The store has a listening socket, which would otherwise stay open.
             store.close()
         raise
     finally:
@@ -365,6 +369,7 @@ def first_history(meeting: Meeting, engine_name: str, name: str, timeout_s: floa
 def replace_world(made: ProcessGroup) -> None:
     """Make a group the world. All other groups are closed, because their rank numbers are no longer valid."""
     global _store, _world
+    # First: torch must not create its default group around a world that is being closed.
     torch_world.withdraw()
     for other in _groups:
         if other is not made:
@@ -480,6 +485,7 @@ def _make_current(device_id: torch.device | int, engine_name: str) -> None:
 
 def _close_all() -> None:
     global _store, _world
+    # First: torch must not create its default group around a world that is being closed.
     torch_world.withdraw()
     for made in (*_groups, _world):
         if made is not None:
@@ -497,6 +503,7 @@ def _at_exit() -> None:
     # A forked child must not close the groups of its parent.
     if _world is None or not _world.inherited:
         _close_all()
+    # After the groups: closing them ends all pending calls, so their futures can complete.
     end_futures()
 
 

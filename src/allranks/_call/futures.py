@@ -82,6 +82,8 @@ class _Completer:
                 ticket = next(self._tickets)
                 self._told[ticket] = future
                 if self._watcher is None:
+                    # Not a `Daemon`, which blocks signals: what callbacks start would inherit that
+                    # (docs/decisions/052).
                     self._watcher = threading.Thread(target=self._watch, name="allranks-futures", daemon=True)
                     self._watcher.start()
         if leaving:  # the watcher may have exited
@@ -92,6 +94,7 @@ class _Completer:
     def end(self) -> None:
         deadline = time.monotonic() + _LEAVING_S
         with self._lock:
+            # Set before the wake-up, so that the watcher sees it when it wakes.
             self._leave_by = deadline
         _core.add_completion(0)
         if self._watcher is not None:
@@ -131,6 +134,7 @@ class _Completer:
         began = time.monotonic()
         asks = began >= self._ask_at
         for ticket, future in (*found, *self._asked.items()) if asks else found:
+            # For calls of the core, this also requests the next notification.
             end = future.work.end(ticket)
             with self._lock:
                 self._asked.pop(ticket, None) if end is not End.ASKED else None
@@ -138,6 +142,7 @@ class _Completer:
                 with self._lock:
                     self._due.append(future)
             elif end is End.TOLD:
+                # Stored after the request: only this thread takes the reports, so none can arrive in between.
                 self._told[ticket] = future
             else:
                 self._asked[ticket] = future
@@ -189,6 +194,7 @@ def _future_class() -> Any:
 
         def complete(self) -> None:
             """Wait for the call, and complete the future. No effect if another thread does so or has done so."""
+            # The claim is never waited for: its holder may be blocked in a callback.
             if not self._claim.acquire(blocking=False):
                 return
             try:

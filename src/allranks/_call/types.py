@@ -104,6 +104,7 @@ def as_reduce_op(op: object) -> ReduceOp | PremulSum:
         return op
     op = getattr(op, "op", op)  # torch's AllreduceOptions contain a ReduceOp object with an attribute `op`
     name = getattr(op, "name", None) or str(op).rpartition(".")[2]
+    # Compared by name, because this module must not import torch.
     if type(op).__name__ in ("RedOpType", "ReduceOp") and name in ReduceOp.__members__:
         return ReduceOp[name]
     raise TypeError(f"op must be one of ReduceOp.{{{', '.join(ReduceOp.__members__)}}}, not {op!r}")

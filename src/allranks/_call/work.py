@@ -129,6 +129,7 @@ class Then(Work):
         with self._lock:  # after the check above: in a forked child, a thread of the parent may have held the lock
             if self._then is not None:
                 self._then()
+                # Cleared after success, so that an interrupted function runs again in the next wait.
                 self._then = None
         return True
 

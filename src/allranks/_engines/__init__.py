@@ -72,6 +72,7 @@ def check_backend(backend: str | None) -> str:
     if not here:
         raise ConfigError(f"backend {backend!r}: no pair of device and engine is available in this process{_INSTEAD}")
     one, *others = dict.fromkeys(here.values())
+    # Calls without a tensor, such as barrier, go to the engine of the CPU.
     if others and "cpu" not in here:
         raise ConfigError(f"backend {backend!r}: one of several engines must be for the CPU, as in cpu:native")
     return ",".join(f"{device}:{name}" for device, name in here.items()) if others else one
@@ -135,8 +136,10 @@ def make_engine(
             setup = GroupSetup(rank, members, once, group_name, timeout_s, parent)
             with refusals(f"rank {rank} of {len(members)} cannot connect group '{group_name}' ({name})"):
                 made[name] = _known(name, backend).make(setup)
+            # The other ranks wait in the exchange, whether the engine needs it or not.
             once.call()
     except BaseException:
+        # The engines that have connected must leave, otherwise the other ranks would wait for this rank.
         for engine in made.values():
             engine.close()
         raise
@@ -166,6 +169,7 @@ class _Once:
                 f"the {self._engine} engine exchanges a record of {len(record)} bytes. Expected at most {RECORD_BYTES}"
             )
         self._called = True
+        # One length for all ranks: the records travel in an all_gather.
         record = record.ljust(RECORD_BYTES, b"\0")
         return [record] if self._alone else self._exchange(record)
 

@@ -25,10 +25,12 @@ class ByDevice(Engine):
 
     def __init__(self, name: str, engines: Mapping[str, Engine], group_name: str) -> None:
         self.name = name
+        # A message can be sent on any of the engines, so the limit is the smallest of theirs.
         self.highest_tag = min(engine.highest_tag for engine in engines.values())
         self._engines = dict(engines)
         self._cpu = engines["cpu"]
         self._group_name = group_name
+        # Only the engine for the CPU has a fast path. It returns False for tensors of other devices.
         self.now, self.begin = self._cpu.now, self._cpu.begin
 
     def prepare(
@@ -78,10 +80,12 @@ class ByDevice(Engine):
         return self._cpu.empty_shared(nbytes)
 
     def parts(self) -> Mapping[str, Engine]:
+        # Each engine once, under its first device: it counts its calls itself, whatever the device.
         first = {engine: device for device, engine in reversed(self._engines.items())}
         return {device: engine for engine, device in reversed(first.items())}
 
     def lost(self) -> Sequence[int]:
+        # All engines have the same members, and a lost process is lost for all of them.
         return self._cpu.lost()
 
     def find_gone(self, ranks: Sequence[int]) -> Sequence[int]:
@@ -99,6 +103,7 @@ class ByDevice(Engine):
         return Stats(*map(sum, zip(*(engine.stats() for engine in self._distinct()), strict=True)))
 
     def close(self) -> None:
+        # First, so that no call reaches an engine that is being closed.
         self.now, self.begin = never, not_begun
         for engine in self._distinct():
             engine.close()

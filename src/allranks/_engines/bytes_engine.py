@@ -49,11 +49,13 @@ class Pending(Progress):
         Args:
             source: The sender of a received message.
         """
+        # Before the event, which publishes it to the waiting threads.
         self._source = source
         self._ended.set()
 
     def fail(self, error: BaseException) -> None:
         """Report that the call has failed. Its caller gets the error."""
+        # Before the event: a waiting thread reads the error as soon as the event is set.
         self._error = error
         self._ended.set()
 
@@ -134,6 +136,7 @@ class BytesEngine(FlatEngine):
         return self._exchanged([given] * self._size, self._cut(into), given)
 
     def begin_gather(self, into: Tensor | None, given: Tensor, root: int) -> Progress:
+        # Only the root passes an output, so the argument also shows whether this rank is the root.
         if into is not None:
             return self._exchanged([None] * self._size, self._cut(into), given)
         return self._exchanged(self._only(root, given), [None] * self._size)
@@ -149,6 +152,7 @@ class BytesEngine(FlatEngine):
         return self._exchanged(pieces, torch.split(into, gets), pieces[self.rank])
 
     def begin_barrier(self) -> Progress:
+        # Each rank waits for one byte of every other rank. A barrier therefore needs no verb of its own.
         return self._exchanged([torch.zeros(1, dtype=torch.uint8, device="cpu")] * self._size, self._cut(self._room(1)))
 
     def begin_send(self, given: Tensor, to: int, tag: int) -> Progress:
@@ -169,6 +173,7 @@ class BytesEngine(FlatEngine):
         super().explain(error, verb)
 
     def give_up(self, work: FlatWork) -> None:
+        # A message concerns two ranks. After a collective without this rank, the ranks are at different calls.
         if work.verb not in ("send", "recv"):
             self._lost = self._lost or f"{work.verb} was abandoned before it completed"
 
@@ -177,6 +182,7 @@ class BytesEngine(FlatEngine):
         return len(self.members)
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
+        # view cannot infer the length of a row from a tensor without elements.
         return list(flat.view(self._size, -1).unbind()) if flat.numel() else [flat] * self._size
 
     def _only(self, rank: int, piece: Tensor) -> list[Tensor | None]:
@@ -195,6 +201,7 @@ class BytesEngine(FlatEngine):
         """Exchange tensors. If this rank receives one from itself, that is a copy of ``own``."""
         self._check_usable()
         mine = gets[self.rank]
+        # The transport does not send to the rank itself. In place, the piece is already where it belongs.
         if mine is not None and own is not None and mine.data_ptr() != own.data_ptr():
             mine.copy_(own)
         others = [
@@ -207,6 +214,7 @@ class BytesEngine(FlatEngine):
         """Send operands. If ``into`` is not None, receive those of all ranks and write their combination to it."""
         if into is None:
             return self._exchanged(gives, [None] * self._size)
+        # All operands are kept until the end, because they must be combined in the order of the ranks.
         rows, result = own.new_empty(self._size, own.numel()), into
         return self._exchanged(gives, rows.unbind(), own, lambda: result.copy_(_combined(rows, op)))
 
@@ -231,6 +239,7 @@ class _Limited(Progress):
     def wait(self, seconds: float) -> bool:
         began = time.monotonic()
         if not self._call.wait(seconds):
+            # Summed over the slices of the wait, which are short so that Ctrl-C is noticed.
             self._waited_s += time.monotonic() - began
             if self._waited_s >= self._engine.timeout_s:
                 raise _Late
@@ -247,6 +256,7 @@ class _Limited(Progress):
 
 def _combined(rows: Tensor, op: ReduceOp) -> Tensor:
     """Return the combination of the rows, in their order. 16-bit floats are computed in float32 and rounded once."""
+    # A copy, because it accumulates: rows[0] may have the same dtype.
     total = rows[0].to(torch.float32 if rows.dtype in _HALVES else rows.dtype, copy=True)
     for row in rows[1:]:
         match op:

@@ -69,6 +69,7 @@ def bare(verb: str, tensor: Tensor) -> Tensor:
     Raises:
         UsageError: The tensor belongs to `torch.func.vmap`, and represents the rows of another tensor.
     """
+    # Transforms can be nested, so there may be several wrappers.
     while _functorch.is_functorch_wrapped_tensor(tensor):
         if _functorch.is_batchedtensor(tensor):
             raise UsageError(
@@ -89,10 +90,12 @@ def check_storage(verb: str, tensor: Tensor) -> None:
     tensor = bare(verb, tensor)
     if not tensor.numel():
         return
+    # torch.autograd returns such tensors for derivatives. data_ptr() of one is 0.
     if tensor._is_zerotensor():
         raise UsageError(
             f"{verb}: the tensor has no memory: it represents zeros that torch has not allocated.\n  Clone it"
         )
+    # The address behind the last element, which strides and offset may place beyond a shortened storage.
     end = 1 + tensor.storage_offset() + sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
     nbytes = tensor.untyped_storage().nbytes()
     if end * tensor.element_size() > nbytes:
@@ -193,6 +196,7 @@ def check_apart(verb: str, results: Sequence[Tensor]) -> None:
         for index, tensor in enumerate(results)
         if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.numel()
     )
+    # After sorting, an overlap shows between neighbors.
     for (begin, nbytes, first), (after, _, second) in pairwise(spans):
         if begin and after < begin + nbytes:
             raise UsageError(
@@ -223,6 +227,7 @@ def _overlaps(tensor: Tensor) -> bool:
         if stride <= reach:
             break
         reach += stride * (size - 1)
+    # Each stride leads beyond the reach of the smaller ones, so no address repeats. No table of offsets is needed.
     else:
         return False
     if dims[0][0] == 0 or tensor.numel() > 1 + sum(stride * (size - 1) for stride, size in dims):

@@ -37,6 +37,7 @@ def share_cpus(rank: int, members: Sequence[Member]) -> None:
     threads = torch.get_num_threads()
     if len(here) == 1 or threads == 1:
         return
+    # Those of all ranks, by the affinity of their processes: srun and mpirun may bind each rank to its own CPUs.
     cpus = cpus_of(member.pid for member in here)
     if len(here) * threads <= cpus:
         return
@@ -44,6 +45,7 @@ def share_cpus(rank: int, members: Sequence[Member]) -> None:
     if not _is_chosen(threads):
         torch.set_num_threads(share)
         _log.info("%d ranks on %d CPUs: torch computes with %d threads, not %d", len(here), cpus, share, threads)
+    # One warning per host. With PASSIVE, waiting threads sleep instead of spinning, so the loss is small.
     elif here[0].rank == members[rank].rank and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
         warn(
             f"{len(here)} ranks compute with {threads} threads each on {cpus} CPUs, and wait for each other's threads."
@@ -54,6 +56,7 @@ def share_cpus(rank: int, members: Sequence[Member]) -> None:
 def _is_chosen(threads: int) -> bool:
     """Return whether the user has set torch's number of threads: neither torch nor the launcher of an outer job has."""
     given = os.environ.get("OMP_NUM_THREADS")
+    # Launchers set OMP_NUM_THREADS only.
     if os.environ.get("MKL_NUM_THREADS"):
         return True
     if given:
@@ -61,5 +64,6 @@ def _is_chosen(threads: int) -> bool:
         # job.
         outer = os.environ.get("LOCAL_WORLD_SIZE", "")
         return not outer.isdigit() or given != str(max(1, usable_cpus() // max(1, int(outer))))
+    # torch chooses the number of cores, or of CPUs. Any other number was set by the program.
     own = os.sched_getaffinity(0)
     return threads not in (len(own), cores(own))

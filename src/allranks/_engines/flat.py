@@ -127,6 +127,7 @@ class FlatEngine(FlatCalls):
             return self.all_to_all(outputs, [tensor] * len(self.members), async_op)  # tensors of different sizes
         operands = self._moving(tensor, "all_gather")
         results = self._filled(operands, outputs, tensor)
+        # A rank's own piece may be part of the output, as in a call in place. Then no copy is needed.
         given, into = as_bytes(operands.read(tensor, (results,), self.rank)), as_bytes(results)
         return self._call(operands, tensor.nbytes, async_op, _on(tensor), self.begin_all_gather, into, given)
 
@@ -160,12 +161,15 @@ class FlatEngine(FlatCalls):
             check_same_dtype("all_to_all", inputs[0], tensor)
         check_own_piece("all_to_all", outputs[self.rank], inputs[self.rank], self.rank)
         operands = self._moving(inputs[0], "all_to_all")
+        # Before the copies, which are wasted if this raises.
         check_apart("all_to_all", outputs)
         given = torch.cat([as_bytes(operands.read(tensor)) for tensor in inputs])
         gets, gives = [tensor.nbytes for tensor in outputs], [tensor.nbytes for tensor in inputs]
+        # New memory even for contiguous outputs: the engines take one flat tensor, see docs/decisions/025.
         into = given.new_empty(sum(gets))
         for tensor, part in zip(outputs, torch.split(into, gets), strict=True):
             operands.fill(tensor, part.view(tensor.dtype))
+        # The engine uses them after this function returns.
         operands.keep += [given, into]
         subject = Subject(inputs[0].dtype)
         return self._call(operands, given.nbytes, async_op, subject, self.begin_all_to_all, into, given, gets, gives)
@@ -225,8 +229,10 @@ class FlatEngine(FlatCalls):
         """Return the op on the `_numbers` of a tensor. Its result is written to ``into``."""
         if tensor.dtype is torch.bool:
             return ON_BOOLS[op]
+        # Without an AVG of integers, the engine sums, and the core divides the sum and rounds toward zero as nccl does.
         if op is not ReduceOp.AVG or not is_integer(tensor.dtype) or self.averages_integers:
             return op
+        # Ranks without a result, such as those in a reduce other than the root, have nothing to divide.
         if into is not None:
             about = into.data_ptr(), into.numel(), CODES[into.dtype], len(self.members)
             operands.then = partial(_core.divide, *about)

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["FlatCalls", "FlatWork", "Progress"]
 
-_SLICE_S = 0.1  # seconds; a wait inside an engine may not notice signals, so Ctrl-C is checked at this interval
+_SLICE_S = 0.1  # seconds; a wait inside an engine may not notice signals, so Python checks for Ctrl-C at this interval
 _MANY_PENDING = 64  # number of pending works from which on each call checks which of them have finished without a wait
-_TEXT_BYTES = 80  # size of the description of a call, in debug mode
+# Bytes of the description of a call in debug mode, the same on all ranks, because all_gather needs equal sizes
+_TEXT_BYTES = 80
 
 
 class Progress(abc.ABC):
@@ -140,14 +141,18 @@ class FlatCalls(Engine):
         *args: Any,
     ) -> FlatWork:
         """Begin a call and record it."""
+        # Only from this number on: a check of all pending works in each call would make many calls quadratic.
         if len(self._pending) > _MANY_PENDING:
             for other in tuple(self._pending):
+                # Its side effect is wanted: a work that has ended removes itself and releases its tensors.
                 other.is_completed()
         work = FlatWork(self, operands, nbytes)
+        # A call of nccl is only queued when its wait returns, so its end must be polled as well.
         unwaited = async_op or self.queues
         if self._recording is not None:
             work.record_as(self._recording, self._recording.begin(operands.verb, subject, nbytes, unwaited))
         try:
+            # Messages are not compared: they need not be called in the same order on all ranks.
             if self._debug and operands.verb not in ("send", "recv"):
                 self._compare(operands.verb, subject)
             self._launched(work, begin, *args)
@@ -159,16 +164,19 @@ class FlatCalls(Engine):
         return work
 
     def _launched(self, work: FlatWork, begin: Callable[..., Progress], *args: Any) -> FlatWork:
+        # Before the engine receives the tensors: see `_pending`.
         self._pending.add(work)
         try:
             work.progress = begin(*args)
         except Exception as error:
             self._pending.discard(work)
+            # allranks's own errors already have their text. A lost peer still needs the name of the call.
             ours = isinstance(error, AllranksError) and not isinstance(error, PeerLostError)
             if ours or not isinstance(error, RuntimeError | OSError):
                 raise
             self.explain(error, work.verb)
         except BaseException:  # Ctrl-C: it is unknown whether the engine has begun the call
+            # The engine may use the tensors, so the work is given up but not released.
             self.give_up(work)
             raise
         return work
@@ -185,6 +193,7 @@ class FlatCalls(Engine):
         everyones = mine.new_empty(len(self.members), _TEXT_BYTES)
         comparing = Operands(verb)
         comparing.keep += [mine, everyones]
+        # Without `_started`: this exchange must neither be compared nor recorded itself.
         self._wait(self._launched(FlatWork(self, comparing, 0), self.begin_all_gather, everyones.view(-1), mine))
         calls = [bytes(row).decode().rstrip() for row in everyones.tolist()]
         if len(set(calls)) > 1:
@@ -197,6 +206,7 @@ class FlatCalls(Engine):
 
     def ended(self, work: FlatWork) -> None:
         """Remove a work that has ended, successfully or not. Called by the work."""
+        # A work may end in a wait and in a poll. Only the first one counts it.
         if work in self._pending:
             self._pending.discard(work)
             self._count(work.nbytes, work.began)
@@ -244,9 +254,11 @@ class FlatWork(OperandsWork):
         if self._finished:
             return True
         verb = self._operands.verb
+        # In a forked child, MPI and gloo would hang: their threads and connections belong to the parent.
         self._engine.check_process(verb)
         limit_s = max(seconds_of(timeout), 0.0) if timeout else None
         deadline = None if limit_s is None else time.monotonic() + limit_s
+        # In slices, so that Ctrl-C is noticed between them.
         while not self._ended_within(_SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())):
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(
@@ -254,6 +266,7 @@ class FlatWork(OperandsWork):
                     "  The call continues. Call wait() again to wait longer."
                 )
             self._record_wait()
+        # For nccl, the wait has only been queued on the stream: `has_ended` records the end later.
         if not self._engine.queues:
             self.end_record(True)
         self._finish()
@@ -265,6 +278,7 @@ class FlatWork(OperandsWork):
         try:
             return self.progress.wait(seconds)
         except (RuntimeError, OSError) as error:
+            # Recorded and removed before the explanation, which may take some time to find lost ranks.
             self.end_record(False)
             self._engine.ended(self)
             try:
@@ -280,11 +294,13 @@ class FlatWork(OperandsWork):
     def watch(self) -> None:
         """Let the recorder check for the end of a call for which perhaps no thread will wait."""
         assert self.progress is not None
+        # An expensive check, such as that of gloo's messages, would start a thread for each call.
         if self._recording is not None and self.progress.asked_cheaply:
             self._recording.watch(self)
 
     def end_record(self, succeeded: bool) -> None:
         """Record that the call has ended. Idempotent."""
+        # Exchanged first: two threads may find the end, and only one may record it.
         record, self._record = self._record, None
         if record is not None and self._recording is not None:
             record.end(succeeded)

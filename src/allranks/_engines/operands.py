@@ -60,8 +60,10 @@ class Operands:
                 if one is a whole piece of the other.
             slot: The number of this piece. None: any piece.
         """
+        # The core and the engines know nothing of functorch's wrappers.
         tensor = bare(self.verb, tensor)
         self._check_device(tensor)
+        # The factor needs a copy in any case: the caller's operand must not change.
         as_it_is = self._factor is None and self._fits(tensor)
         work = tensor if as_it_is and not any(_clash(tensor, r, slot) for r in results) else self._copy(tensor)
         self.keep.append(work)
@@ -71,10 +73,12 @@ class Operands:
         """Return what the engine reads and writes in an all_to_all, by rank. Piece r may be the same in both."""
         outputs = [bare(self.verb, tensor) for tensor in outputs]
         check_apart(self.verb, outputs)
+        # One copy for all ranks, not one for each.
         once = {id(tensor): tensor for tensor in inputs}  # all_gather passes the same tensor for every rank
         read = {key: self.read(tensor) for key, tensor in once.items()}
         reads = [read[id(tensor)] for tensor in inputs]
         writes = [self.write(tensor) for tensor in outputs]
+        # Only the operands that really collide are copied. Most all_to_all calls copy nothing.
         for key in {id(inputs[r]) for r in _clashes(reads, writes, own)}:
             read[key] = self._copy(read[key])
             self.keep.append(read[key])
@@ -97,8 +101,10 @@ class Operands:
         if self._fits(tensor):
             self.keep.append(tensor)
             return tensor
+        # The elements are not read, so nothing else orders the later copy after earlier work of the stream.
         if self._on_host and not tensor.is_cpu:
             _let_finish(tensor.device)
+        # A copy back into elements that share memory would have no defined result.
         check_distinct(self.verb, tensor)
         return self._brought_back(tensor, self._room(tensor))
 
@@ -126,10 +132,13 @@ class Operands:
             self.then = None
         while self._back:
             tensor, work = self._back[-1]
+            # Without no_grad, the copy into a leaf that requires a gradient would raise.
             # Tensors of inference mode can be changed only in that mode, and the waiting thread may not be in it.
             with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
                 _copyable(tensor).copy_(_copyable(work))
+            # Removed after the copy: if Ctrl-C interrupts the copy, the next `finish` repeats it.
             self._back.pop()
+        # Last: until here, the engine's memory must stay alive.
         self.keep.clear()
 
     def _check_device(self, tensor: Tensor) -> None:
@@ -152,6 +161,7 @@ class Operands:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pinned)
 
     def _copy(self, tensor: Tensor) -> Tensor:
+        # The engines transfer bytes. They would ignore the lazy conjugate and negative bits.
         elements = tensor.detach().resolve_conj().resolve_neg()
         room = self._room(tensor)
         _copyable(room).copy_(_copyable(elements if self._factor is None else scaled(elements, self._factor)))
@@ -192,11 +202,13 @@ class OperandsWork(Work):
             except Exception as error:
                 self._error = error  # a second wait raises it again
                 raise
+        # Only now: a thread that sees this flag returns without the lock.
         self._finished = True
 
     def is_completed(self) -> bool:
         if self._finished or self._error is not None:
             return True
+        # In a forked child, the engine's call belongs to the parent and cannot be polled.
         if self._forks != forks():
             raise refusal(f"is_completed of {self.verb}: its group")
         if not self.done():
@@ -210,6 +222,7 @@ class OperandsWork(Work):
         return self._error if self.is_completed() else None
 
     def end(self, ticket: int) -> End:
+        # An engine that cannot notify is polled by the watcher of the futures.
         return End.PAST if self.done() else End.ASKED
 
 
@@ -220,10 +233,12 @@ def different(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _clash(tensor: Tensor, result: Tensor, slot: int | None) -> bool:
     """Return whether contiguous tensors overlap, unless one is a whole piece (piece ``slot`` if given) of the other."""
+    # The smaller one can be a piece of the larger one, not vice versa.
     (piece, small), (nbytes, large) = sorted((t.nbytes, t.data_ptr()) for t in (tensor, result))
     if piece == 0 or small >= large + nbytes or large >= small + piece:
         return False
     before, beside = divmod(small - large, piece)
+    # The same positions are written and read in the same order, so a whole piece in its own slot is safe.
     return beside > 0 or before < 0 or small + piece > large + nbytes or slot not in (None, before)
 
 
@@ -238,6 +253,7 @@ def _clashes(reads: Sequence[Tensor], writes: Sequence[Tensor], own: int) -> lis
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, rank)
         for rank, tensor in enumerate(writes)
+        # A result in place is neither copied nor written, so other operands may overlap it.
         if tensor.nbytes and not (rank == own and tensor.data_ptr() == reads[own].data_ptr())
     )
     ends = [end for _, end, _ in spans]

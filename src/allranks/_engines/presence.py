@@ -26,6 +26,7 @@ _CLOSING_S = 0.3  # seconds; a dying process closes its descriptors one after th
 _PAUSE_S = 0.01  # seconds between two checks
 _GOODBYE = struct.Struct("!IQ")  # the rank that leaves, and its number of collectives
 _QUEUE = 10  # number of goodbyes that are kept for a rank that does not read them; Linux's default
+# More calls than any rank makes: the number is unknown, so the rank counts as having done its part.
 _UNKNOWN = (1 << 64) - 1
 
 
@@ -35,10 +36,15 @@ class Presence:
     def __init__(self, rank: int, members: Sequence[Member], secret: bytes) -> None:
         """Bind the socket of this rank. Only the members have ``secret``."""
         self._rank = rank
+        # Only ranks of this host: abstract unix sockets do not reach other hosts.
         self._near = [r for r, member in enumerate(members) if r != rank and member.machine == members[rank].machine]
+        # Only the members can compute the names, so another process cannot take a name in advance.
         self._key = hashlib.sha256(secret).hexdigest()[:32]
+        # The kernel closes the socket at any exit, also after SIGKILL. A pid could be reused, and differs between
+        # containers.
         self._sign = Socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sign.bind(self._name(rank))
+        # A full queue of a rank that does not read must not delay a leaving rank.
         self._sign.setblocking(False)
         self._left: dict[int, int] = {}
 

@@ -63,11 +63,13 @@ class EngineRecording:
 
     def begin(self, verb: str, subject: Subject, nbytes: int, async_op: bool) -> _core.OtherCall:
         """Record the begin of a call. First check the oldest calls for which no thread waits."""
+        # Only the oldest, up to the first that has not ended: the cost per call is constant on average.
         oldest = next(iter(self._unwaited), None)
         while oldest is not None and oldest.has_ended():
             self._unwaited.pop(oldest, None)
             oldest = next(iter(self._unwaited), None)
         code, number = _VERBS[verb], subject.tag
+        # Only collectives are numbered. The codes of messages follow those of collectives, and their number is the tag.
         if code < _VERBS["send"]:
             number = self._number = self._number + 1
         return self._recorder.begin(
@@ -79,6 +81,8 @@ class EngineRecording:
             subject.peer,
             number,
             nbytes,
+            # The core looks up the site of a blocking call itself, but only if the call lasts long
+            # (docs/decisions/093).
             site() if async_op else "",
             async_op,
         )

@@ -32,6 +32,7 @@ ENTRY_POINTS = "allranks.engines"
 """The group of entry points. The name of an entry point is that of the engine. Its object is an EngineSpec."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
+# Specs of installed packages that were loaded. A package is imported once.
 _loaded: dict[str, EngineSpec] = {}
 
 
@@ -58,6 +59,7 @@ def find(name: str) -> EngineSpec | None:
     Raises:
         ConfigError: An installed package provides it, and is broken or made for another version of allranks.
     """
+    # First the own table: its engines cannot be replaced, and packages are then not searched.
     spec = BUILT_IN.get(name) or _loaded.get(name)
     if spec is None:
         points = [point for point in _entry_points() if point.name.lower() == name]
@@ -76,6 +78,7 @@ def is_here(spec: EngineSpec) -> bool:
         return spec.available()
     try:
         return bool(spec.available())
+    # The check is code of an installed package, which may raise anything.
     except Exception as error:
         packages = ", ".join(package_of(point) for point in _entry_points() if point.name == spec.name)
         raise ConfigError(
@@ -104,6 +107,7 @@ def listing() -> list[Listed]:
         try:
             spec = _loaded.get(name) or _load(points)
             lines.append(Listed(name, packages, is_here(spec), ""))
+        # A broken package must not hide the other engines in the list.
         except ConfigError as error:
             lines.append(Listed(name, packages, False, str(error)))
     return lines

@@ -22,6 +22,7 @@ INTERFACE = 1
 OLDEST = 1
 """The oldest version that this allranks accepts."""
 
+# The native engine needs all of it: a name (8 bytes), a token (16) and a port (2).
 RECORD_BYTES = 26
 """The maximum size in bytes of a record for an `Exchange`. The data that new_group gathers grows with it."""
 

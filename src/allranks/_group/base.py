@@ -61,6 +61,7 @@ class BaseGroup:
         self._rank = rank
         self._size = len(self.ranks)
         self._engine: Engine | None = engine
+        # Weak: the program keeps its plans. The group only notifies those that still exist.
         self._plans: weakref.WeakSet[Planned] = weakref.WeakSet()
         self._shorten(engine)
         self.before_close: Callable[[], None] | None = None
@@ -72,6 +73,7 @@ class BaseGroup:
         self._closed_why = "was destroyed by destroy_process_group"
         self._forks = forks()
         self._record(engine, rank)
+        # Last: a forked child calls `abandon`, which needs all attributes.
         follow(self)
 
     def __repr__(self) -> str:
@@ -189,6 +191,7 @@ class BaseGroup:
         # Remove the fast path first, so that no call uses an engine that is being closed.
         self._shorten(None)
         if old is not None:
+            # The old engine leaves before the new one is recorded, so its last calls still belong to the old members.
             old.close()
             unwatch(self)
             for close in self._recorded:
@@ -201,6 +204,7 @@ class BaseGroup:
         self._engine = engine
         self._shorten(engine)
         self._record(engine, rank)
+        # Last: torch's wrapper reads the new rank and size.
         if self.renewed is not None:
             self.renewed()
 
@@ -216,6 +220,7 @@ class BaseGroup:
         """Leave the group. Later calls raise an error with this reason."""
         if self._is_open:
             self._closed_why = why
+        # It would make calls on the group, which is lost.
         self.before_close = None
         self.close()
 
@@ -224,6 +229,7 @@ class BaseGroup:
         if self._engine is not None:
             if self.before_close is not None and not self.inherited:
                 self.before_close()
+            # Closing a forked child's copy must not affect the parent's group.
             if not self.inherited:
                 self._engine.close()
                 unwatch(self)
@@ -259,6 +265,7 @@ class BaseGroup:
         engine = self._engine
         if (
             engine is None
+            # The fast path takes one tensor that is split evenly, not a list.
             or verb == "all_to_all"
             or any(given.get(f"{what}_split_sizes") for what in ("input", "output"))
         ):

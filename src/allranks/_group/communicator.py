@@ -45,6 +45,7 @@ class Communicator(BaseGroup):
         self, tensor: Tensor, op: ReduceOp | PremulSum = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """See :func:`allranks.all_reduce`."""
+        # The fast path takes unchecked arguments. It returns False, and has done nothing, if one of them is unusual.
         if not async_op and self.now("all_reduce", tensor, None, op):
             return None
         work = self._begin("all_reduce", tensor, None, op) if async_op else None
@@ -56,6 +57,7 @@ class Communicator(BaseGroup):
         try:
             return _showing(engine.all_reduce(tensor, op, async_op), (tensor,))
         except UsageError:
+            # Checked only after the error, so that ordinary calls do not pay for it.
             if not tensor.is_sparse:
                 raise
         from allranks._group import sparse  # it combines dense calls, so it is not part of an engine

@@ -33,6 +33,8 @@ def exchange_locally(world: Communicator, members: list[int], record: bytes) -> 
     mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(world.device)
     rows = mine.new_empty(len(members), len(record))
     first, *others = members
+    # The first member receives everything before it sends, and the others send first. No two ranks can therefore wait
+    # for each other.
     if world.rank() == first:
         rows[0] = mine
         for i, other in enumerate(others, 1):

@@ -54,6 +54,7 @@ class Plan(Planned):
         bound.apply_defaults()
         del bound.arguments["async_op"]
         self._given: Mapping[str, Any] = {name: _kept(value) for name, value in bound.arguments.items()}
+        # Before the preparation, so that no change of the engine is missed.
         group._tell(self)
         self._prepare()
 

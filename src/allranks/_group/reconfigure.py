@@ -153,6 +153,7 @@ class Place:
 
     def __init__(self, number: int, environ: Mapping[str, str] = os.environ) -> None:
         far = not _has_one_host(environ) and bool(published_addresses(environ))
+        # A unix socket needs no secret, because the kernel reports the user. A TCP port does.
         self._server = StoreServer.unix(load_secret(environ) if far else b"").start()
         try:
             addresses = tuple(self._server.listen_to_other_hosts()) if far else ()
@@ -207,17 +208,19 @@ def reconfigure(
     try:
         if uuid in place.used:
             raise UsageError(f"reconfigure: uuid {uuid} was already used: each reconfiguration needs a new number")
+        # The number is used up even if the attempt fails, because its keys remain on the stores.
         place.used.add(uuid)
         rank = texts.index(place.handle)
         attempt = _Attempt(uuid, texts, rank, timeout_s)
-        # The number is used up even if the attempt fails, because its keys remain on the stores.
         try:
             members, engine = attempt.connect(group, backend, attempt.meet())
         finally:
             attempt.close()
+        # Only after the new engine is connected: until here, a failure leaves the group unchanged.
         group._become(engine, rank, members)
         before, group.history = group.history, None
         if before is not None and attempt.slots:
+            # A prefix of its own, so that decisions of the earlier members are not found.
             prefix = f"{before.membership.prefix}reconfigured/{uuid}/{attempt.digest}/"
             slot = attempt.slots[rank][0]
             group.history = GroupHistory(
@@ -320,6 +323,7 @@ class _Attempt:
         start = membership.start if membership is not None else 0
         rows = self._exchange("about", _ABOUT.pack(world_rank, engine, store, slot, start))
         about: list[tuple[int, bytes, bytes, int, int]] = [_ABOUT.unpack(row) for row in rows]
+        # After a loss, the members decide on one store, so all of them must have the same one.
         if store and {row[2] for row in about} == {store}:
             self.slots = [row[3:] for row in about]
         return about
@@ -337,6 +341,7 @@ class _Attempt:
         if size == 1:
             return [record]
         place = f"{name}/"
+        # Each exchange has its own keys, and begins again with short intervals.
         self._watched, self._looks = [f"{place}{r}" for r in range(size)], 0
         try:
             return drive(exchange(place, self._rank, size, record, self._left()), self._ask_and_look)
@@ -361,6 +366,7 @@ class _Attempt:
                 try:
                     return self._ask_and_look(request)
                 except (StoreLostError, TimeoutError) as error:
+                    # `_look` has found the cause, which must not be reported as a loss of the store.
                     if error is self._trouble:
                         raise
                     return Lost(reason(error.__cause__ or error), error)
@@ -370,6 +376,7 @@ class _Attempt:
         try:
             self._client = self._dial(0)
         except (StoreLostError, TimeoutError) as error:
+            # No process listens there: the member has exited, so a further attempt is pointless.
             if _is_refusal(error):
                 raise self._gone(0) from error
             return Lost(reason(error.__cause__ or error), error)
@@ -386,6 +393,7 @@ class _Attempt:
         until = time.monotonic() + request.timeout_s
         while True:
             left_s = max(until - time.monotonic(), 0.0)
+            # The interval doubles: a short wait needs few checks, and a long one checks once per second.
             slice_s = min(left_s, _LOOKS_S[0] * 2**self._looks, _LOOKS_S[1])
             answer = self._store._ask(msgspec.structs.replace(request, timeout_s=slice_s))
             if not isinstance(answer, WaitTimedOut) or slice_s == left_s:
@@ -413,6 +421,7 @@ class _Attempt:
         except (StoreLostError, TimeoutError) as error:
             if _is_refusal(error):
                 raise self._gone(rank) from error
+            # No answer proves nothing: the process may be stopped or slow.
             return
         if found is None:
             return

@@ -47,6 +47,7 @@ def all_reduce(group: Dense, tensor: Tensor, op: ReduceOp | PremulSum, async_op:
     if op is not ReduceOp.SUM:
         raise UsageError(f"all_reduce of a sparse tensor: expected SUM, not {getattr(op, 'name', op)}")
     mine = tensor.detach().coalesce()
+    # The shape travels along, so that a mismatch is found on all ranks before any tensor is changed.
     shape = torch.tensor([mine.values().shape[0], mine.sparse_dim(), *mine.shape], device="cpu").to(group.device)
     shapes = _gather(group, shape)
     different = [rank for rank, other in enumerate(shapes) if not torch.equal(other[1:], shapes[0][1:])]

@@ -36,6 +36,7 @@ OPS = {_c10d.ReduceOp(getattr(_KINDS, op.name)): op for op in ReduceOp if op is 
 """allranks's ops by torch's ops, without PREMUL_SUM, which has a factor."""
 
 _BY_HASH = {hash(kind): op for kind, op in OPS.items()}  # comparing torch's ops takes longer than a small call
+# A hash identifies an op only if no two ops share one, and no PREMUL_SUM has one of them.
 assert len(_BY_HASH) == len(OPS)
 assert hash(_c10d._make_nccl_premul_sum(2.0)) not in _BY_HASH
 _LOCALLY: dict[ReduceOp, Callable[[Tensor, Tensor], Any]] = {
@@ -91,6 +92,7 @@ class Calls:
         if not isinstance(op, ReduceOp):
             raise UsageError("allreduce: PREMUL_SUM supports only a list of one tensor")
         first, *others = tensors
+        # As in gloo, each tensor of the process is an operand of its own.
         for other in others:
             _LOCALLY[op](first, other)
         self._call_now(opts, self.group.all_reduce, first, op)
@@ -138,6 +140,7 @@ class Calls:
         _check_alike("allgather", [*inputs, *results])
         check_apart("allgather", results)
         for i, tensor in enumerate(inputs):
+            # gloo orders the results by rank, and within a rank by input.
             self._call_now(opts, self.group.all_gather, outputs[0][i :: len(inputs)], tensor)
         for row in outputs[1:]:
             for output, gathered in zip(row, outputs[0], strict=True):
@@ -247,6 +250,7 @@ class Calls:
     def _call(self, opts: Any, verb: Callable[..., Work | None], *args: Any) -> TorchWork:
         self.count += 1
         try:
+            # torch passes a negative timeout if the call has none of its own.
             if opts.timeout > _NOW:
                 return self._limited(opts, verb(*args, async_op=True), opts.timeout)
             if not opts.asyncOp:
@@ -319,6 +323,7 @@ class _CallWithTimeout(Then):
         self._until = time.monotonic() + seconds_of(limit)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
+        # At least 1 us: a limit of zero would be the group's timeout.
         return super().wait(timeout or max(self._until - time.monotonic(), 1e-6))
 
 

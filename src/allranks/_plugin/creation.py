@@ -213,6 +213,7 @@ def _met(about: Any, name: str, ranks: Sequence[int]) -> ProcessGroup:
 
 def _leave(ours: ProcessGroup) -> None:
     """Close a group that torch destroys."""
+    # Removed first: closing the group must not lead back here.
     if MADE.pop(ours, None) is not None:
         ours.closing = None  # torch is already destroying its group
         destroy_process_group(ours)
@@ -236,6 +237,7 @@ def _shrink(group: TorchGroup, ranks_to_exclude: Sequence[int], flags: int) -> T
     try:
         made = shrink_group(list(ranks_to_exclude), ours, flags)
     except BaseException:
+        # torch keeps the old group if the shrink fails.
         MADE[ours], ours.closing = group, closing
         raise
     return _wrap(made, name, {})
@@ -254,9 +256,11 @@ def _other_backends(helper: Mapping[str, Any], about: Any, ours: str) -> dict[st
     for device, name in config.get_device_backend_map().items():
         if name == ours:
             continue
+        # torch may already have created the backend of this device in the same group.
         if torch.device(device) in group._device_types:
             made = group._get_backend(torch.device(device))
         else:
+            # A prefix for each device, because the backends use the same keys.
             made = _backend(name, _c10d.PrefixStore(f"{device}/", helper["prefix_store"]), about)
         if made is not None:
             others[device] = (_c10d.Backend.backend_type_map.get(name, _c10d.ProcessGroup.BackendType.CUSTOM), made)

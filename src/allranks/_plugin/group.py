@@ -101,6 +101,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
         self._calls = Calls(group)
         self._others = {device: made for device, (_, made) in others.items()}
         self._hooks: set[tuple[str, int]] = {("of torch", 0)} if _torch_hooks(os.environ) else set()
+        # Then `_must_see` checks each call, and the core does not read any.
         self._watched = bool(others or self._hooks)
         self.options = SimpleNamespace(_timeout=timedelta(seconds=group.timeout_s))
         if BACKENDS_IN_PYTHON:
@@ -195,6 +196,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
         self._check_alone()
         ours = self.allranks_group
         ours.reconfigure(opts.uuid, opts.handles, opts.timeout)
+        # torch attaches its recorder when it creates a group. A group without members gets it now.
         torchs = _c10d.distributed_c10d
         if self in torchs._world.pg_map and self not in getattr(torchs._world, "pg_flight_recorder_hooks", {self}):
             kinds = torchs.BackendConfig(_c10d.Backend(self._backend))
@@ -260,11 +262,13 @@ class TorchGroup(_Base):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Abort all calls on every rank. The group remains usable for ``reconfigure``. torch may discard it."""
+        # torch then forgets the group without a shutdown. `creation` finds it by this flag and closes it.
         self.aborted = True
         if self.allranks_group.inherited:
             return
         for other in self._others.values():
             other.abort()
+        # A group without members has no engine that could abort calls.
         if self.rank() >= 0:
             self.allranks_group.abort()
 
@@ -318,6 +322,8 @@ def _verb(verb: str, name: str, *form: type) -> None:
     def method(self: TorchGroup, *given: Any, **named: Any) -> Any:
         if named and named.keys() == {"opts"}:
             given, named = (*given, named["opts"]), {}
+        # The core makes the checks below itself: it parses the arguments and looks for observers in C++
+        # (docs/decisions/106).
         if reader is not None and not named and not self._watched:
             calls = self._calls
             try:
@@ -338,6 +344,7 @@ def _verb(verb: str, name: str, *form: type) -> None:
             and (not lists or (_plain(given[0]) and (lists == 1 or _plain(given[1]))))
         ):
             return ours(self._calls, *given)
+        # The path through torch's operators costs 20 us and more in Python (docs/decisions/033).
         with Operator(*given, *named.values()) as operator:
             return operator.work(torchs(self, *given, **named))
 
@@ -402,6 +409,7 @@ def _hook(kind: str) -> None:
     register, unregister = getattr(_Base, name), getattr(_Base, f"un{name}")
 
     def registered(self: TorchGroup, hook_id: int, hook: Callable[[Any], None]) -> None:
+        # Registered with torch first: once `_watched` is set, calls go through the operators that run the hook.
         register(self, hook_id, hook)
         self._hooks.add((kind, hook_id))
         self._watched = True

@@ -124,6 +124,7 @@ class Operator:
 def _carry_out(calls: Calls, backend: str, method: str, *args: Any) -> TorchWork:
     with _Event(f"{backend}:{_SPANS.get(method, method)}", args[:2]):
         work: TorchWork = getattr(calls, method)(*args)
+    # The innermost operator: observers may call further operators within one.
     if _open.operators:
         _open.operators[-1].works.append(work)
     return work
@@ -208,6 +209,7 @@ def _install_batches(ours: type) -> Any:
     batch = functional.batch_p2p_ops.default
 
     def batch_p2p_ops(keys: Any, verbs: Any, peers: Any, tags: Any, tensors: Any, name: str) -> Any:
+        # Only groups of allranks get this kernel. Others continue with torch's, after this dispatch key.
         if not isinstance(_c10d.distributed_c10d._resolve_process_group(name), ours):
             return batch.redispatch(keys & _AFTER, verbs, peers, tags, tensors, name)
         each = zip(verbs, tensors, peers, tags, strict=True)
@@ -224,6 +226,7 @@ def _kernel(operator: Any, ours: type, method: str, options: Any) -> Callable[..
 
     def kernel(keys: Any, *args: Any) -> Any:
         calls = _calls_of(ours, args[where], args)
+        # A kernel for all groups of the process: calls of other groups continue after this key, or they would loop.
         if calls is None:
             return operator.redispatch(keys & _AFTER, *args)
         operands, opts = [], None if options is None else options()
@@ -234,6 +237,7 @@ def _kernel(operator: Any, ours: type, method: str, options: Any) -> Callable[..
                 operands.append(value)
         group = _c10d.ProcessGroup.unbox(args[where])
         work = _carry_out(calls, group.name(), method, *operands, *([] if opts is None else [opts]))
+        # C++ keeps only a Work that a Python method of a group has returned, so the Work passes through one.
         boxed = _held(work).boxed()
         return (args[0], boxed) if with_tensors else boxed
 

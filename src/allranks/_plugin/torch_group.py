@@ -76,6 +76,7 @@ def torch_group(group: ProcessGroup | int | None = None) -> Any:
                 use_local_synchronization=True,
                 **({"sort_ranks": False} if _KEEPS_ORDER else {}),
             )
+            # torch versions that sort the ranks have numbered them differently.
             _c10d.distributed_c10d._world.pg_group_ranks[made] = {r: i for i, r in enumerate(ours.ranks)}
     return MADE[ours]
 

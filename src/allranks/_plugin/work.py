@@ -83,6 +83,7 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._started is not None and not timeout:
             try:
+                # -1: no limit of this wait, so the group's timeout applies.
                 self._started.wait(-1.0)
             except AllranksError:
                 pass  # the Work of allranks keeps the error, and raises it again
@@ -125,6 +126,7 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
             elif _torch._C._current_autograd_node() is not None:
                 self._future = _AtEndOfBackward(self._work)
                 _unfinished.futures.append(self._future)
+                # Queued now, so that it runs before DistributedDataParallel's own callback, which waits in C++.
                 Variable._execution_engine.queue_callback(_finish)
             elif _in_callback_of_backward():
                 self._future = _future_of(self._work.result())  # the caller waits next
@@ -192,6 +194,7 @@ def _finish() -> None:
         for future in _unfinished.futures:
             future.finish()
     finally:
+        # Also after an error: futures of a failed backward must not complete in the next one.
         _unfinished.futures.clear()
 
 

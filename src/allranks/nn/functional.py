@@ -171,6 +171,7 @@ def reduce_scatter(
     """
     resolved, (op, input_list) = resolve_group(group), _applied(op, *input_list)
     if op in _FOLDS:
+        # A fold needs the elements of all ranks. autograd follows the exchange and the fold.
         rows = _AllToAll.apply(resolved, [torch.empty_like(output) for _ in input_list], *input_list)
         result = _FOLDS[op](torch.stack(rows))
         output.detach().copy_(result.detach())
@@ -253,6 +254,7 @@ class _BroadcastFunction(_ToOne):
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, root: int, tensor: Tensor) -> Tensor:
         ctx.group, ctx.root = group, root
+        # Contiguous, because engines take contiguous tensors. The clone protects the caller's tensor.
         output = tensor.clone(memory_format=torch.contiguous_format)
         group.broadcast(output, root)
         return output
@@ -293,6 +295,7 @@ class _Gather(_ToMany):
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, root: int, tensor: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.root = group, root
+        # Zeros: on ranks other than the root, gather writes no outputs, and their gradients must be valid.
         outputs = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for _ in group.ranks]
         group.gather(tensor, outputs if group.rank() == root else None, root)
         return tuple(outputs)
@@ -334,6 +337,7 @@ class _AllGatherSingle(_ToOne):
     def forward(ctx: Any, group: ProcessGroup, output: Tensor, tensor: Tensor) -> Tensor:
         ctx.group, ctx.shape = group, tensor.shape
         group.all_gather(output, tensor)
+        # The engine has written the output without autograd's knowledge.
         increment_version(output)
         return output
 

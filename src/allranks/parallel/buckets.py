@@ -79,6 +79,7 @@ class Bucket:
             mark: If not None (`flat` buckets only), the value of the last element, after the gradients.
         """
         only = self.parameters[0].grad
+        # The gradient is reduced where it is only if it is the dense tensor that the other ranks expect.
         self._in_place = (
             not self.flat
             and only is not None
@@ -116,6 +117,7 @@ class Bucket:
             if self._as_view:
                 parameter.grad = view
                 continue
+            # Only other ranks had a gradient, so backward has not created one here.
             if gradient is None:
                 gradient = parameter.grad = torch.empty_like(parameter)
             to.append(gradient)
@@ -152,6 +154,7 @@ class Bucket:
 
 
 def _copy(to: list[Tensor], values: list[Tensor]) -> None:
+    # One call for all gradients instead of one for each.
     if to:
         with torch.no_grad():  # create_graph=True creates gradients that require gradients
             torch._foreach_copy_(to, values)
@@ -174,6 +177,7 @@ def plan(
     limits: Any = itertools.chain(first, itertools.repeat(last))
     limit = next(limits)
     for index, parameter in reversed(list(enumerate(parameters))):
+        # Large gradients are reduced in place, so they need no buffer.
         if parameter.nbytes >= ALONE_BYTES:
             done.append([(index, parameter)])
             continue

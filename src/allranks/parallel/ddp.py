@@ -159,6 +159,7 @@ class DistributedDataParallel(nn.Module):
             mixed_precision=mixed_precision,
             device_mesh=device_mesh,
         )
+        # 25 MiB is torch's default.
         caps = [25 if bucket_cap_mb is None else bucket_cap_mb]
         caps = [*bucket_cap_mb_list, *caps] if bucket_cap_mb_list else [min(_FIRST_BUCKET_MB, *caps), *caps]
         if min(caps) <= 0:
@@ -309,6 +310,7 @@ class DistributedDataParallel(nn.Module):
         reducer.announce = uneven.announce_backward
         try:
             yield
+            # Stays True only on a rank that never had to listen: its parameters are the newest.
             to_the_end = True
             while (announced := uneven.announce(Act.LISTEN))[0] is not Act.LISTEN:
                 to_the_end = False
@@ -318,7 +320,9 @@ class DistributedDataParallel(nn.Module):
                 elif act is Act.BACKWARD:
                     reducer.shadow()
         finally:
+            # Also after an error: a later backward must not announce itself to ranks that have left.
             self._uneven = reducer.announce = None
+        # Ranks without inputs have made no optimizer steps, so their parameters are old.
         buffers = self._synced_buffers() if self.forward_sync_buffers else []
         parameters = self._synced_parameters()
         self._authoritative_rank = uneven.last(to_the_end)
@@ -381,6 +385,7 @@ class DistributedDataParallel(nn.Module):
     def _agree(self, init_sync: bool, init_buffers: bool) -> None:
         """Compare options and models, take rank 0's values, and agree on ``overlap``."""
         if not init_sync:
+            # Moved to the group's device, because an engine such as nccl accepts no CPU tensor.
             wish = torch.tensor([self._overlap], dtype=torch.uint8, device="cpu").to(self.process_group.device)
             # Overlap only if every rank wishes to: all ranks must make their calls in the same order.
             self.process_group.all_reduce(wish, ReduceOp.MIN)
@@ -427,6 +432,7 @@ class DistributedDataParallel(nn.Module):
         would call other collectives than the ranks that have one.
         """
         if self._reducer is not None and self.static_graph:
+            # Not shared: a process that replaces a lost rank creates its buckets at another time.
             reducer = self._make_reducer(shared=False)
             reducer.hook = self._reducer.hook
             self._reducer = reducer
@@ -463,6 +469,7 @@ class DistributedDataParallel(nn.Module):
                 "  Copy or pickle .module instead"
             )
         return {
+            # These belong to this process. `__setstate__` recreates them.
             k: v
             for k, v in self.__dict__.items()
             if k not in ("process_group", "_reducer", "_buffer_places", "_uneven")

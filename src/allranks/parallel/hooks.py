@@ -85,6 +85,7 @@ class CommHook:
         )
         try:
             future: object = self._hook(self._state, bucket)
+        # allranks's own errors keep their type, for example PeerLostError.
         except AllranksError:
             raise
         except Exception as error:
@@ -109,6 +110,7 @@ class HookWork:
         """Block until the result of the hook is in the bucket."""
         if self._done:
             return
+        # Set first: `_reset` waits again after an error, which must not be raised a second time.
         self._done = True
         try:
             result = self._future.wait()
@@ -125,6 +127,7 @@ class HookWork:
                 f"{self._where}: its future must hold {self._message.numel()} elements, as the bucket does, "
                 f"but holds {result.numel()}"
             )
+        # The result may be another tensor, or have 16 bits. Only then is a copy needed.
         if result.data_ptr() != self._message.data_ptr() or result.dtype != self._message.dtype:
             with torch.no_grad():
                 self._message.copy_(result.reshape(-1))

@@ -96,6 +96,7 @@ class UnevenInputs:
         news = torch.zeros(size, dtype=torch.int64, device=self._group.device)
         news[rank] = act
         self._group.all_reduce(news, ReduceOp.SUM)
+        # LISTEN is 0, so the ranks without inputs are left out.
         acts = {r: Act(number) for r, number in enumerate(news.tolist()) if number}
         if self._throw and 0 < len(acts) < size:
             listening = rank_list([self._group.ranks[r] for r in range(size) if r not in acts])

@@ -51,6 +51,8 @@ def broadcast_values(tensors: list[Tensor], group: ProcessGroup, source: int = 0
 
 def _broadcast_bytes(tensor: Tensor, group: ProcessGroup, source: int) -> None:
     # Send bytes: a broadcast does no arithmetic, so any dtype can be sent.
+    # A process that replaces a lost rank receives the model with the training state, so the replay log need not keep
+    # it.
     with brought_by_the_state():
         group.broadcast(tensor.view(-1).view(torch.uint8), source)
 
@@ -113,6 +115,7 @@ def require_same_model(
     mine = torch.frombuffer(bytearray(digest + int(wish).to_bytes(8, "little")), dtype=torch.int64).to(group.device)
     all_of_them = mine.new_empty(group.size(), mine.numel())
     group.all_gather(all_of_them, mine)
+    # The usual case ends here. The texts follow only after a mismatch.
     if bool((all_of_them[:, :-1] == all_of_them[0, :-1]).all()):
         return bool(all_of_them[:, -1].all())
     everyones: list[tuple[list[str], list[str]]] = [([], []) for _ in range(group.size())]

@@ -166,6 +166,7 @@ class Reducer:
         # A forward inside a backward recomputes an activation checkpoint.
         if torch._C._current_graph_task_id() != -1:
             return
+        # An exception may have stopped the last backward, and its calls may still use the buckets.
         if self._backward is not None:
             self._reset()
         if not self._forwarded:
@@ -204,10 +205,13 @@ class Reducer:
         self._touched.add(index)
         if not self._running():
             if not self._expected:
+                # Task numbers increase. A backward that began before the last reduced one encloses it, so that
+                # reduction was too early.
                 if torch._C._current_graph_task_id() <= self._last_task:
                     raise UsageError(_TOO_EARLY.format(name=self._names[index]))
                 self._on_unreduced()
                 return
+            # The enclosing backward may still add gradients, so a reduction cannot begin here.
             if _is_nested():
                 raise UsageError(_TOO_EARLY.format(name=self._names[index]))
             self._begin()
@@ -255,6 +259,7 @@ class Reducer:
             self._reset()
 
     def _reset(self) -> None:
+        # Detached first, so that a failing wait does not leave the calls for the next backward.
         sent, self._sent = self._sent, []
         self._backward = None
         self._opened = False
@@ -295,6 +300,7 @@ class Reducer:
         else:
             used = self._used
         got, due = self._got_and_due(used)
+        # Missing gradients are sent as zeros: otherwise the other ranks would wait for this one.
         while len(self._sent) < len(self._order):
             self._start_next(used, strayed or got != due)
         for _, _, work in self._sent:
@@ -304,15 +310,18 @@ class Reducer:
             marks = self._sent[-1].bucket.mark if self._carries_mark(self._order[-1]) else None
             self._judge(got, due, strayed, marks)
         for bucket, message, _ in self._sent:
+            # The all-reduce has divided by the number of ranks. In `join`, only ranks with inputs count.
             if self.hook is None and self._divisor != self._group.size():
                 message.mul_(self._group.size() / self._divisor)
             bucket.give_back(used)
+        # All calls were awaited above. `_reset` waits for those that an exception has left.
         self._sent.clear()
         self._touched.clear()
         self._unreduced = None
         self.has_reduced = True
         if self._static and self._due is None and used:
             self._learn(used, self._got)
+        # After all buckets have their means, because an optimizer may clear the gradient.
         for index in used:
             self._step_in_backward(self._parameters[index])
 
@@ -337,6 +346,7 @@ class Reducer:
         for optimizer in optimizers:
             optimizer.step()
         if optimizers:
+            # As torch's own hook does after the step.
             parameter.grad = None
 
     def _start_complete(self) -> None:
@@ -370,6 +380,7 @@ class Reducer:
         if not self._buckets[number].flat:
             return self._group.all_reduce(message, ReduceOp.AVG, self.overlap)
         planned, plan = self._plans.get(number, (None, None))
+        # A plan belongs to one tensor. The bucket may have a new buffer.
         if plan is None or planned is not message:
             plan = self._group.plan("all_reduce", message, ReduceOp.AVG)
             self._plans[number] = message, plan
@@ -390,6 +401,7 @@ class Reducer:
         """Return the parameters that have a gradient on any rank. Raises the errors of `_judge` on every rank."""
         wrong = self._wrong()
         flags = torch.zeros(len(self._names) + 1, dtype=torch.uint8, device="cpu")
+        # Three states in one all-reduce with MAX: no gradient, a gradient, and an error, which dominates.
         flags[mine] = 1
         flags[list(wrong)] = 2
         flags[-1] = 2 * strayed
@@ -434,6 +446,7 @@ class Reducer:
             marks: The reduced marks of all ranks, one element, if a bucket carried them.
         """
         if marks is None:
+            # Without a flat last bucket there was no room for the mark, so it needs a call of its own.
             marks = torch.tensor(int(strayed or got != due), device="cpu").to(self._group.device)
             self._group.all_reduce(marks, ReduceOp.MAX)
         if marks.item():
@@ -446,6 +459,7 @@ class Reducer:
             UsageError: On any rank, other parameters got gradients than expected.
             MismatchError: The ranks' parameters differ.
         """
+        # The details are exchanged only after an error. A correct step does not pay for them.
         mine = torch.tensor([got, due], device="cpu").to(self._group.device)
         everyones = mine.new_empty(self._group.size(), *mine.shape)
         self._group.all_gather(everyones, mine)

@@ -46,6 +46,7 @@ _cuda: Any = torch.cuda
 
 _SHORTEST_S = 0.001  # seconds; torch treats a shorter timeout as no limit
 _ENDING_S = 2.0  # seconds in which calls may end when the group is closed
+# nccl connects in the first call. If the first rank left before, a slower rank dialed its store for 60 s.
 _LINGER_S = 5.0  # seconds for which the first rank, to whose store the others connect, waits for them when it leaves
 _HANG_UP_TAG = (1 << 31) - 1  # tag of the receives whose only purpose is to time out
 
@@ -128,6 +129,7 @@ class C10dEngine(FlatEngine):
     def begin_barrier(self) -> Progress:
         options = _torch.BarrierOptions()
         if self.device == "cuda":
+            # Otherwise nccl guesses the device of a barrier from the rank.
             options.device = torch.device("cuda", torch.cuda.current_device())
         return self._collective(self._live.barrier(options))
 
@@ -150,6 +152,7 @@ class C10dEngine(FlatEngine):
 
     def lost(self) -> Sequence[int]:
         if self._presence is not None:
+            # 0 s: no wait, because the result is polled.
             self._died = self._presence.gone(0.0)[0]
         return self._died
 
@@ -161,8 +164,11 @@ class C10dEngine(FlatEngine):
         self.close()
 
     def close(self) -> None:
+        # Before everything else, so that a concurrent call raises instead of using a backend that is being destroyed.
         backend, self._backend = self._backend, None
         if self._presence is not None:
+            # The other ranks must learn that this rank leaves before its connections close, or they would report a
+            # death.
             self._presence.leave()
             self._presence = None
         if backend is not None:
@@ -172,7 +178,7 @@ class C10dEngine(FlatEngine):
 
     def abandon(self) -> None:
         if self._backend is not None:
-            leak(self._backend)  # its destructor would wait for the parent's threads
+            leak(self._backend)  # its destructor would wait for threads that exist only in the parent
             self._backend = None
         self._store.close()
         if self._presence is not None:
@@ -198,10 +204,13 @@ class C10dEngine(FlatEngine):
             ) from error
         if self._backend is None:
             raise AllranksError(f"{here}: the group was destroyed while the call was pending") from error
+        # gloo reports a broken connection, but not of which rank. The presence sockets show which rank died or left.
         died, left = ([], {}) if self._presence is None else self._presence.gone()
+        # Checked before the text: a lost rank may also appear as a timeout.
         if died or left:
             fates = [f"{self._who(rank)} died" for rank in died] + [f"{self._who(rank)} has left" for rank in left]
             raise PeerLostError(f"{here}: {', '.join(fates)}.\n  {self.name}: {text}", [*died, *left][0]) from error
+        # nccl detects two ranks on one GPU in the first call only.
         if "Duplicate GPU" in str(error):
             raise UsageError(
                 f"{here}: two ranks use the same GPU, but nccl requires one GPU per rank.\n  Call "
@@ -238,6 +247,7 @@ class C10dEngine(FlatEngine):
             waited_for = _cuda.Event()
             waited_for.record()  # the current stream waits for the calls for which the program has waited
             _within(_ENDING_S, lambda: waited_for.query() and all(work.done() for work in tuple(self._pending)))
+        # Last: it ends the kernels that are still running, on this rank only (docs/decisions/118).
         backend.abort()
 
 
@@ -261,6 +271,7 @@ class _Collective(_WorkHandle):
     def wait(self, seconds: float) -> bool:
         try:
             self.handle.wait(timedelta(seconds=max(seconds, _SHORTEST_S)))
+        # gloo reports an expired wait and a failed call by the same exception.
         except RuntimeError:
             if not self.done():
                 return False
@@ -299,6 +310,7 @@ class _GlooMessage(_WorkHandle):
         return True
 
     def _watched(self) -> threading.Event:
+        # Only one thread may wait: gloo detects the end of a message in the wait itself.
         with self._lock:
             if self._thread is None:
                 self._thread = Daemon(target=self._watch, name="allranks-message")
@@ -307,9 +319,11 @@ class _GlooMessage(_WorkHandle):
 
     def _watch(self) -> None:
         try:
+            # Without a timeout: an expired receive of gloo closes all connections of the group.
             self.handle.wait()
         except RuntimeError as error:
             self._error = error
+        # Last: it publishes the error to the waiting threads.
         self._ended.set()
 
 
@@ -331,6 +345,7 @@ def _gloo(store: GroupStore, rank: int, members: Sequence[Member], timeout: time
     # The host name may resolve to an interface that does not even reach the host itself.
     alone = len({member.machine for member in members}) == 1
     mine = members[rank].addresses
+    # The user's variable first, as in torch. On one host, the loopback interface always exists.
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if alone else interface_of(mine[0]) if mine else "")
     options = backend._Options()
     options._timeout = timeout

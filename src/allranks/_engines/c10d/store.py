@@ -53,6 +53,7 @@ class GroupStore(TorchStore):
         self._server: StoreServer | None = None
         self._connected: StoreClient | None = None
         self._forks = forks()
+        # Creates the lock. `follow` calls the same method in each forked child.
         self.abandon()
         follow(self)
         self.record = b""
@@ -61,6 +62,7 @@ class GroupStore(TorchStore):
                 self._server = StoreServer.unix()
                 self.record = _RECORD.pack(0, bytes.fromhex(self._server.address.removeprefix(_UNIX)))
             else:
+                # A TCP port can be reached by any process, so the clients must prove this secret.
                 secret = os.urandom(RECORD_BYTES - 2)
                 self._server = StoreServer.tcp("", 0, secret)
                 self.record = _RECORD.pack(self._server.port, secret)
@@ -74,8 +76,11 @@ class GroupStore(TorchStore):
         """Return a store that is served and to which this rank is connected. All members call this."""
         store = cls(rank, members, timeout_s)
         try:
+            # Rank 0 listens before its record is sent, and serves after it. Early connections wait in the kernel's
+            # backlog.
             store.record = exchange(store.record or bytes(RECORD_BYTES))[0]
             store.serve()
+            # This rank is connected. Rank 0 waits for these keys of all ranks when it leaves (`close`).
             store.set(f"{_CONNECTED}{rank}", b"")
         except BaseException:
             store.close()
@@ -95,6 +100,7 @@ class GroupStore(TorchStore):
 
     @property
     def _client(self) -> Store:
+        # Several threads may make the first request. Only one of them connects.
         with self._lock:
             if self._connected is None:
                 port, secret = _RECORD.unpack(self.record)
@@ -112,7 +118,9 @@ class GroupStore(TorchStore):
         for address in nearest_first(first.addresses):
             target = f"tcp:[{address}]:{port}" if ":" in address else f"tcp:{address}:{port}"
             with contextlib.suppress(JoinError):
+                # One attempt only: an address that does not answer must not use up the time of the others.
                 client = StoreClient.connect(target, self.secret, _TRY_S, retry=False)
+                # The attempt's limit applied to the connection only. Requests may wait for the whole timeout.
                 client.timeout_s = self._timeout_s
                 return client
         return StoreClient.connect(f"tcp:{first.host}:{port}", self.secret, self._timeout_s)
@@ -124,6 +132,7 @@ class GroupStore(TorchStore):
             linger_s: Seconds for which rank 0 waits for ranks that are about to connect (``among``).
         """
         if self._connected is not None:
+            # A forked child of rank 0 does not serve, so it has no rank to wait for.
             if linger_s and self._server is not None and self._forks == forks():
                 # A rank was lost while it connected, or the store is already closed.
                 with contextlib.suppress(TimeoutError, StoreLostError):

@@ -49,11 +49,12 @@ __all__ = ["MpiEngine", "reduces"]
 
 _RECORD = struct.Struct("!IIH16s")  # rank and size in MPI's world, the first CPU, and random bytes
 assert _RECORD.size == RECORD_BYTES
-_MOST = 1 << 30  # up to this number of elements (or bytes) are passed in one part; more are split
+_MOST = 1 << 30  # elements or bytes in one part; below the limit of 2^31 - 1 of many MPIs
 _GRACE_S = 0.5  # seconds; data that a rank sent before it left may still be in transit
 _CANCEL_S = 1.0  # seconds; MPI cancels a receive locally
-_QUICK_TESTS = 50  # tests of a blocking call, before it gets the objects that a longer call needs
-_NAP_S = 0.5e-3  # seconds between two rounds of the mover
+# Tests of a blocking call before it gets the objects of a longer call; a short call then takes 4 us of Python, not 7
+_QUICK_TESTS = 50
+_NAP_S = 0.5e-3  # seconds between two rounds of the mover: MPI makes progress only when it is called
 
 _TYPES = {
     torch.uint8: "UINT8_T", torch.uint16: "UINT16_T", torch.uint32: "UINT32_T", torch.uint64: "UINT64_T",
@@ -102,9 +103,11 @@ class MpiEngine(FlatEngine):
         self._calls = 0  # number of collectives that were begun
         self._lost = ""  # why the group cannot be used any more
         world = self.mpi.COMM_WORLD
+        # The first CPU shows whether mpirun has bound each rank to CPUs of its own.
         mine = _RECORD.pack(world.rank, world.size, min(os.sched_getaffinity(0)), os.urandom(16))
         rows = [_RECORD.unpack(row) for row in exchange(mine)]
         ranks = [row[0] for row in rows]
+        # mpirun of another MPI starts processes that each form a job of one rank.
         if world.size == 1 and len(rows) > 1:
             raise job.not_launched(self.mpi, len(rows))
         if len(set(ranks)) < len(ranks) or len({row[1] for row in rows}) > 1:
@@ -120,10 +123,13 @@ class MpiEngine(FlatEngine):
         with nullcontext() if self._threads else lock:
             everybody = world.Get_group()
             chosen = everybody.Incl(ranks)
+            # A tag of the group's own secret keeps concurrent creations of groups apart.
             self._comm = world.Create_group(chosen, secret[0])
+            # Errors become exceptions of mpi4py. MPI's default would abort the job.
             self._comm.Set_errhandler(self.mpi.ERRORS_RETURN)
             everybody.Free()
             chosen.Free()
+        # The highest tag is reserved for large all_to_all calls, which travel as messages.
         self._collective_tag = world.Get_attr(self.mpi.TAG_UB)
         self.highest_tag = self._collective_tag - 1
         cpus = [row[2] for row, member in zip(rows, members, strict=True) if member.machine == members[rank].machine]
@@ -138,7 +144,9 @@ class MpiEngine(FlatEngine):
         if call is None:
             return False
         began = time.monotonic()
+        # The lock also orders the calls: MPI matches collectives by the order in which each rank begins them.
         with lock:
+            # Checked with the lock held, because another thread may close the group.
             self._check_usable()
             self._calls += 1
             number, (method, *args) = self._calls, call
@@ -146,7 +154,9 @@ class MpiEngine(FlatEngine):
         nbytes = 0 if tensor is None else tensor.nbytes  # type: ignore[attr-defined]
         record = self._recorded(verb, tensor, nbytes, op, root)
         try:
+            # If ranks share CPUs, repeated tests would only delay the rank that is awaited.
             for _ in range(_QUICK_TESTS if self.spins else 1):
+                # Released after each test, so that other threads can call MPI in between.
                 with lock:
                     if request.Test():
                         self._count(nbytes, began)
@@ -158,6 +168,7 @@ class MpiEngine(FlatEngine):
                 record.end(False)
             self.explain(error, verb)
         except BaseException:  # Ctrl-C
+            # MPI still uses the tensors, so the call must get an owner.
             work = self._adopted(verb, nbytes, number, request, record, (tensor, pieces))
             self.give_up(work)
             work.end_record(False)
@@ -183,6 +194,7 @@ class MpiEngine(FlatEngine):
         work.progress = progress
         if self._recording is not None and record is not None:
             work.record_as(self._recording, record)
+        # It keeps the tensors alive until MPI has finished.
         self._pending.add(work)
         return work
 
@@ -199,6 +211,7 @@ class MpiEngine(FlatEngine):
             if type(op) is not ReduceOp or not _as_is(tensor.dtype, op):
                 return None
             return comm.Iallreduce, self.mpi.IN_PLACE, self._part(tensor), self._op(op)
+        # MPI forbids overlapping buffers. The ordinary path copies one of them.
         if not _ordinary(pieces) or pieces.dtype is not tensor.dtype or _overlap(pieces, tensor):
             return None
         if verb == "all_gather" and pieces.numel() == size * tensor.numel():
@@ -230,6 +243,7 @@ class MpiEngine(FlatEngine):
         return self._collective([(self._comm.Ibcast, self._span(flat), root)])
 
     def begin_all_gather(self, into: Tensor, given: Tensor) -> Progress:
+        # MPI forbids overlapping buffers, also a rank's own piece in place.
         given = given.clone() if _overlap(into, given) else given
         return self._collective([(self._comm.Iallgather, self._span(given), self._span(into, given.numel()))], given)
 
@@ -249,6 +263,7 @@ class MpiEngine(FlatEngine):
         if gives.numel() <= _MOST:
             call = (self._comm.Ireduce_scatter_block, self._part(gives, count), self._part(gets), on)
             return self._collective([call], (gives, gets), then)
+        # A count beyond MPI's limit cannot be passed: one Ireduce per rank and part replaces the call.
         calls = []
         for root, piece in enumerate(torch.split(gives, count)):
             for part, kept in zip(self._parts(piece), self._parts(gets), strict=True):
@@ -263,11 +278,13 @@ class MpiEngine(FlatEngine):
             )
             byte = self.mpi.BYTE
             return self._collective([(self._comm.Ialltoallv, [*gives_to, byte], [*gets_from, byte])])
+        # Counts and offsets of Ialltoallv are C ints in many MPIs, so larger calls travel as messages.
         arriving, leaving = torch.split(into, gets), torch.split(given, gives)
         arriving[self.rank].copy_(leaving[self.rank])
         calls: list[tuple[Any, ...]] = []
         for peer in range(len(self.members)):
             if peer != self.rank:
+                # Receives first, so that a message finds its buffer.
                 calls.append((self._comm.Irecv, self._span(arriving[peer]), peer, self._collective_tag))
                 calls.append((self._comm.Isend, self._span(leaving[peer]), peer, self._collective_tag))
         return self._collective(calls)
@@ -290,6 +307,7 @@ class MpiEngine(FlatEngine):
         """Begin a collective that consists of these calls. When it has ended, the waiting thread calls ``then``."""
         progress = _Requests(self, keep, then)
         with lock:
+            # The number, the check and the begin form one step: all ranks must number the calls of a group alike.
             self._check_usable()
             self._calls += 1
             progress.call = self._calls
@@ -377,9 +395,11 @@ class MpiEngine(FlatEngine):
         """Raise if a wait cannot succeed. A waiting thread calls this at intervals."""
         if self.closed:
             raise AllranksError(_DESTROYED)
+        # Between the polls of a wait: MPI itself does not report a lost rank.
         gone = self._gone(progress)
         if gone:
             progress.noticed = progress.noticed or time.monotonic()
+            # Data that a rank sent before it left may still arrive, so the loss counts only after a grace period.
             if time.monotonic() - progress.noticed >= _GRACE_S:
                 raise _Gone(gone)
         if waited_s >= self.timeout_s:
@@ -394,6 +414,7 @@ class MpiEngine(FlatEngine):
             # A rank that has begun this call before it left has done its part: MPI ends a call on a rank as soon as it
             # can.
             return {rank: fate for rank, fate in gone.items() if left.get(rank, -1) < progress.call}
+        # Any rank may send the message. It is lost only if all other ranks are gone.
         if progress.peer < 0:
             return gone if len(gone) == len(self.members) - 1 else {}
         return {rank: fate for rank, fate in gone.items() if rank == progress.peer}
@@ -426,10 +447,12 @@ class MpiEngine(FlatEngine):
 
     def leave_running(self, work: FlatWork) -> None:
         assert isinstance(work.progress, _Requests)
+        # Without THREAD_MULTIPLE, the mover must not call MPI beside the program's threads.
         if self._threads and not work.progress.done():
             _mover.add(work.progress)
 
     def give_up(self, work: FlatWork) -> None:
+        # MPI cannot cancel a collective, so the ranks are now at different calls.
         if not _cancelled(work):
             self._lost = self._lost or f"{work.verb} was abandoned before it completed"
 
@@ -437,19 +460,23 @@ class MpiEngine(FlatEngine):
         super().ended(work)
         if not _cancelled(work):
             self._lost = self._lost or f"{work.verb} did not complete"
+            # MPI may still write to its tensors, so they must outlive the work.
             _orphans.append(work)
 
     def close(self) -> None:
+        # The lock waits for a call that another thread is beginning.
         with lock:
             comm, self._comm = self._comm, None
             if comm is None:
                 return
             unfinished = [work for work in tuple(self._pending) if not _cancelled(work)]
+            # Freed memory that MPI still writes to would corrupt the process.
             _orphans.extend(unfinished)
             missed = [work.progress.call for work in unfinished if isinstance(work.progress, _Requests)]
             if self._presence is not None:
                 # For the others, this rank has done its part only in the collectives before its first unfinished one.
                 self._presence.leave(min((call - 1 for call in missed if call), default=self._calls))
+            # Pending calls still need the communicator, so it is leaked then.
             if not unfinished and not self.mpi.Is_finalized():
                 comm.Free()
 
@@ -510,6 +537,7 @@ class _Requests(Progress):
         self._waiters = 0
 
     def done(self) -> bool:
+        # A closed group ends every wait. `wait` then raises, because requests remain.
         return self._engine.closed or self._test()
 
     def attended(self) -> bool:
@@ -517,6 +545,7 @@ class _Requests(Progress):
         return self._waiters > 0
 
     def wait(self, seconds: float) -> bool:
+        # While a thread waits, the mover leaves the call alone: both would compete for MPI's lock.
         self._waiters += 1
         try:
             ended = poll(self.done, seconds, self._waited_s, self._engine.spins)
@@ -528,6 +557,7 @@ class _Requests(Progress):
             return False
         if self._error is not None:
             raise self._error
+        # MPI's lock also ensures that only one of several waiting threads brings the result back.
         with lock:
             if self._then is not None:
                 self._then()
@@ -540,6 +570,7 @@ class _Requests(Progress):
     def cancel(self) -> bool:
         """Cancel it if possible; only receives can be canceled. Return whether it has ended."""
         with lock:
+            # Only a receive can be canceled in MPI.
             if self._test() or self.nbytes < 0:
                 return not self.requests
             self.requests[0].Cancel()
@@ -552,7 +583,8 @@ class _Requests(Progress):
                 try:
                     if not self.requests[-1].Test(self._status):
                         return False
-                except RuntimeError as error:  # an error of MPI
+                # An error of MPI; the other requests must still end before their tensors are released
+                except RuntimeError as error:
                     self._error = self._error or error
                 self.requests.pop()
                 if self.nbytes >= 0 and self._error is None:
@@ -585,9 +617,11 @@ class _Mover:
     def _run(self) -> None:
         while True:
             self._wake.wait()
+            # Cleared before the round: a call that is added during it sets the event again.
             self._wake.clear()
             while self._moving:
                 for progress in tuple(self._moving):
+                    # A call with a waiting thread stays in the set, because that wait may time out.
                     if not progress.attended() and progress.done():
                         self._moving.discard(progress)
                 time.sleep(_NAP_S)
@@ -637,6 +671,7 @@ def _keys(numbers: Tensor, op: ReduceOp) -> Tensor:
     """Return integers in the order of the floating-point numbers, NaN beyond all: the bits, inverted if negative."""
     whole = _WHOLE[numbers.dtype]
     bits, limits = numbers.view(whole), torch.iinfo(whole)
+    # NaN is lost by MPI's MIN and MAX, so it becomes the extreme key, which wins.
     return _turned(bits).masked_fill_(numbers.isnan(), limits.max if op is ReduceOp.MAX else limits.min)
 
 

@@ -55,7 +55,7 @@ _POLLS_PER_NAP = 16  # polls for each sleep
 lock = threading.RLock()
 """Held in every MPI call: two threads must not test one request, and not every MPI accepts calls from two threads."""
 
-_ours = False  # this library starts and ends MPI
+_ours = False  # this library starts and ends MPI, which a program may also have done itself
 _pid = 0  # the process in which MPI was started
 _comm: Any = None  # communicator of all ranks for rendezvous, owned by this library
 _failed = ""  # why the ranks cannot meet any more
@@ -103,6 +103,7 @@ def start(thread_level: str = "multiple") -> Any:
     global _ours, _pid
     if "mpi4py.MPI" not in sys.modules:
         rc = importlib.import_module("mpi4py").rc
+        # mpi4py would start MPI at import, and end it in forked children, too.
         rc.initialize, rc.finalize = False, False
         _ours = True
     try:
@@ -157,6 +158,7 @@ def join(rank: int, world_size: int, timeout_s: float, environ: Mapping[str, str
                 "  Omit it: mpirun -n assigns a rank to each process"
             )
     me = this_member(world.rank, world.size)
+    # A single rank needs no communicator: `_exchange` returns its own record.
     if world.size > 1:
         _meet(mpi, time.monotonic() + timeout_s, timeout_s)
     rows = _exchange(msgspec.msgpack.encode(me), time.monotonic() + timeout_s, timeout_s)
@@ -190,9 +192,11 @@ def poll(ended: Callable[[], bool], seconds: float, waited_s: float = 0.0, spin:
         if now - began >= seconds:
             return False
         waited = waited_s + now - began
+        # Measured over all slices of a wait, so that each slice does not begin with spinning again.
         if waited > _YIELD_S:
             polls += 1
             if polls % _POLLS_PER_NAP == 0:
+                # 2 % of the time waited so far: the added latency stays small beside the wait.
                 time.sleep(min(waited / 50, _LONGEST_NAP_S))
         if not spin or waited > _SPIN_S:
             os.sched_yield()
@@ -207,30 +211,36 @@ def _meet(mpi: Any, deadline: float, timeout_s: float) -> None:
         raise JoinError(f"The ranks of this MPI job cannot connect again: {_failed}.\n  Restart the job.")
     comm = mpi.COMM_WORLD if _comm is None else _comm
     others, frame_of_missing = range(1, comm.size), bytearray(_FRAME_BYTES)
+    # Posted before any wait, so that the message of an early rank has a buffer.
     receives = {rank: comm.Irecv([bytearray(1), mpi.BYTE], rank, _TAG) for rank in others} if comm.rank == 0 else {}
     missing: list[int] = []
     try:
         if comm.rank == 0:
             _within(lambda: _all_end(receives.values()), deadline)
+            # Test again: a rank may have joined between the last poll and now.
             missing = [rank for rank in others if not receives[rank].Test()]
             frame_of_missing[:] = _framed(msgspec.msgpack.encode(missing[:_NAMED]))
             sends = [comm.Isend([frame_of_missing, mpi.BYTE], rank, _TAG) for rank in others if rank not in missing]
+            # Ranks that have joined wait for the list, so they raise at about the same time as rank 0.
             _within(lambda: _all_end(sends), deadline + _GRACE_S)
         else:
             comm.Isend([bytearray(1), mpi.BYTE], 0, _TAG)
             receive = comm.Irecv([frame_of_missing, mpi.BYTE], 0, _TAG)
             receives[0] = receive
+            # No list within the grace period means that rank 0 itself is missing.
             missing = (
                 msgspec.msgpack.decode(_unframed(frame_of_missing))
                 if _within(receive.Test, deadline + _GRACE_S)
                 else [0]
             )
     except BaseException:
+        # Ctrl-C, for example. The ranks are then at different steps, so no later rendezvous can succeed.
         missing = missing or [comm.rank]
         raise
     finally:
         if missing:
             _failed = f"{rank_list(missing)} did not join earlier"
+            # MPI writes to the buffer of a pending receive, which goes out of scope.
             for request in receives.values():
                 if not request.Test():
                     request.Cancel()
@@ -274,6 +284,7 @@ def _all_end(requests: Iterable[Any]) -> bool:
 
 
 def _within(ended: Callable[[], bool], deadline: float) -> bool:
+    # The other ranks may take long to start, so the wait does not keep a CPU busy.
     return poll(ended, max(0.0, deadline - time.monotonic()), spin=False)
 
 
@@ -285,6 +296,7 @@ def _check_launcher(mpi: Any) -> None:
     for name, starter in _STARTED_BY.items():
         count = os.environ.get(name, "")
         strange = started or (name == "OMPI_COMM_WORLD_SIZE" and mpi.get_vendor()[0] != "Open MPI")
+        # Several processes that are each alone in MPI's world: the launcher belongs to another MPI.
         if strange and count.isdecimal() and int(count) > 1:
             raise ConfigError(
                 f"backend 'mpi': {starter} started {count} processes ({name}={count}), but mpi4py's MPI is "
@@ -296,6 +308,7 @@ def _check_launcher(mpi: Any) -> None:
 
 def _end_with_process(finalize: Any, started_in: int) -> None:
     """Let MPI end where mpi4py would end it, after Python's own cleanup: objects destroyed there may still use MPI."""
+    # A forked child has inherited this function. MPI_Finalize would hang there, or act for the parent.
     if os.getpid() == started_in:
         ctypes.pythonapi.Py_AtExit(finalize)
 
@@ -313,6 +326,7 @@ def _wait_until_read(stream: TextIO, at_most_s: float = 1.0) -> None:
             return
         until = time.monotonic() + at_most_s
         unread = array.array("i", [0])
+        # At most 1 s: a reader that has stopped must not block the end of the job.
         while time.monotonic() < until:
             fcntl.ioctl(fd, termios.FIONREAD, unread)
             if unread[0] == 0:
@@ -332,8 +346,10 @@ class _EndsJob:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._show(kind, error, trace)
         world = self._mpi.COMM_WORLD
+        # A forked child, or a rank that is alone, must not abort a job. After MPI_Finalize, MPI cannot be called.
         if os.getpid() != _pid or self._mpi.Is_finalized() or world.size == 1:
             return
+        # MPI_Abort kills the process without flushing Python's buffers.
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
@@ -341,4 +357,5 @@ class _EndsJob:
             sys.stderr.write(f"allranks: rank {world.rank} of {world.size} aborts the job: {kind.__name__} (above)\n")
             sys.stderr.flush()
             _wait_until_read(sys.stderr)
+        # 130 is the shell's exit code for SIGINT (128 + 2).
         world.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)

@@ -116,8 +116,9 @@ def connect(
         JoinError: A rank could not be reached in time.
         SecretError: Ranks of different hosts have different secrets.
     """
-    if len(members) == 1:
+    if len(members) == 1:  # no other rank exists, so the exchange is not called
         return HostConnections([Descriptor.of(create.of_rank)], [None], [], None)
+    # The condition is the same on all ranks, so all of them use the same protocol.
     if has_liveness and len(set(host_of)) == 1:
         with SegmentExchange(Descriptor.of(create.of_all) if rank == 0 else None) as offer:
             records = exchange(offer.record + _PORT.pack(0))
@@ -127,6 +128,7 @@ def connect(
     near = [r for r, host in enumerate(host_of) if host == host_of[rank]]
     # All ranks are on one machine, so the loopback interface connects them.
     local = len({member.machine for member in members}) == 1
+    # The listener exists before its address is published, so a connection never precedes it.
     with SegmentExchange(memory) as offer:
         if len(near) == len(members):
             records = exchange(offer.record + _PORT.pack(0))
@@ -149,12 +151,15 @@ def connect(
             heartbeats = peers.connect_heartbeats(
                 _core.neighbours(rank, list(host_of)), max(deadline - time.monotonic(), 0.1)
             )
+            # Not limited by _THERE_S: the first rank of the host first connects its heartbeats, which may take all the
+            # time.
             left_s = max(deadline - time.monotonic(), 0.1)
             segments, liveness = offer.meet(near.index(rank), [records[r] for r in near], left_s, near)
         except BaseException:
             for heartbeat in heartbeats:
                 if heartbeat is not None:
                     heartbeat.close()
+            # Closing the connections also releases the server, so only one of the two is called.
             peers.close() if peers is not None else server.let_go()
             raise
     return HostConnections(segments, liveness, heartbeats, peers)
@@ -170,6 +175,7 @@ def confirm(rank: int, made: HostConnections, timeout_s: float) -> None:
         JoinError: A rank has failed, or did not arrive in time.
     """
     own = [connection for connection in made.liveness if connection is not None]
+    # One memory for all ranks means that only the first rank has connections to all others.
     through_first = len(made.segments) == 1 and len(made.liveness) > 1
     try:
         _agree(rank, own, time.monotonic() + min(timeout_s, _THERE_S), last=through_first and rank == 0)
@@ -242,6 +248,7 @@ class SegmentExchange:
                 self._memory = None
             else:
                 sockets[0], memory = _fetch(rank, records[0], timeout_s)
+        # Closed connections make the other ranks fail immediately instead of at their timeout.
         except BaseException:
             for connection in sockets.values():
                 connection.close()
@@ -267,6 +274,7 @@ class SegmentExchange:
         """
         numbers = range(len(records)) if numbers is None else numbers
         assert self._memory is not None
+        # From here on, the result owns the memory, so `__exit__` must not close it.
         segments, self._memory = {rank: self._memory}, None
         sockets: dict[int, Socket] = {}
         try:
@@ -280,6 +288,7 @@ class SegmentExchange:
         return [segments[r] for r in range(len(records))], [sockets.get(r) for r in range(len(records))]
 
 
+# A leading zero byte selects the abstract namespace, which leaves no file after a crash.
 def _address(name: bytes) -> str:
     return f"\0allranks-{name.hex()}"
 
@@ -297,6 +306,7 @@ def _meet(
     token = records[0][_NAME_BYTES:OFFER_BYTES]
 
     def left() -> float:
+        # At least 1 ms: a timeout of 0 would make the socket nonblocking.
         return max(0.001, deadline - time.monotonic())
 
     def look_for_ended() -> None:
@@ -304,6 +314,7 @@ def _meet(
         _check_there(numbers[rank], {numbers[peer]: records[peer][:_NAME_BYTES] for peer in absent[:_LOOKED_AT]})
 
     try:
+        # Each rank connects to all lower ranks first. This needs no reply: the kernel queues it at their listeners.
         for peer in range(rank):
             connection = Socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             sockets[peer] = connection
@@ -311,9 +322,11 @@ def _meet(
             connection.connect(_address(records[peer][:_NAME_BYTES]))
             _check_owner(connection, numbers[rank], numbers[peer])
             _send(connection, token, rank, segments[rank])
+        # `closing` runs the generator's `finally` now. It closes connections of silent peers.
         with contextlib.closing(_callers(listener, token, deadline, look_for_ended)) as callers:
             while len(sockets) < size - 1:
                 connection, peer, segment = next(callers)
+                # The token is right, but another rank already has this slot: a second connection must not replace it.
                 if not rank < peer < size or peer in sockets or segment is None:
                     connection.close()
                     if segment is not None:
@@ -322,6 +335,8 @@ def _meet(
                 sockets[peer], segments[peer] = connection, segment
                 connection.settimeout(left())
                 _send(connection, token, rank, segments[rank])
+        # A lower rank replies after its own connections, which wait for no reply. The ranks therefore cannot wait in a
+        # circle.
         for peer in range(rank):
             sockets[peer].settimeout(left())
             other, given = _receive(sockets[peer], token)
@@ -371,6 +386,7 @@ def _hand_out(
                     connection.close()
                     continue
                 sockets[peer] = connection
+                # At least 1 ms: a timeout of 0 would make the socket nonblocking.
                 connection.settimeout(max(0.001, deadline - time.monotonic()))
                 _send(connection, token, 0, memory)
     except JoinError:  # it is an OSError, too
@@ -391,6 +407,7 @@ def _fetch(rank: int, record: bytes, timeout_s: float) -> tuple[Socket, Descript
     try:
         connection.settimeout(timeout_s)
         connection.connect(_address(name))
+        # After the rank has exited, a process of another user can take over its abstract name.
         _check_owner(connection, rank, 0)
         connection.sendall(_HELLO.pack(token, rank))
         other, memory = _receive(connection, token)
@@ -410,6 +427,7 @@ def _fetch(rank: int, record: bytes, timeout_s: float) -> tuple[Socket, Descript
 
 
 def _check_owner(connection: Socket, number: int, other: int) -> None:
+    # The kernel reports the user, so the other process cannot claim another one.
     _, uid = unix_peer(connection)
     if uid != os.geteuid():
         raise JoinError(
@@ -420,6 +438,7 @@ def _check_owner(connection: Socket, number: int, other: int) -> None:
 
 def _agree(number: int, sockets: Collection[Socket], deadline: float, last: bool = False) -> None:
     """Return when every rank has called this. ``last``: the other ranks are connected with this rank only."""
+    # The first rank replies only after it has a confirmation of every rank. A reply therefore means that all are ready.
     if not last:
         for connection in sockets:
             connection.sendall(b"!")
@@ -435,6 +454,7 @@ def _agree(number: int, sockets: Collection[Socket], deadline: float, last: bool
 def _check_there(number: int, names: Mapping[int, bytes]) -> None:
     """Raise if a rank has closed its listener, which it does not do before all ranks are connected."""
     for other, name in names.items():
+        # Nonblocking: a full backlog gives EAGAIN, which shows that the rank exists.
         with Socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as probe:
             if probe.connect_ex(_address(name)) == errno.ECONNREFUSED:
                 raise JoinError(
@@ -460,6 +480,7 @@ def _callers(
     selector.register(listener, selectors.EVENT_READ)
     try:
         while time.monotonic() < deadline:
+            # An interval without a new connection, not a fixed one: ranks that connect continuously are not probed.
             ready = selector.select(min(max(0.0, deadline - time.monotonic()), _LOOK_S))
             if not ready:
                 look()
@@ -471,6 +492,8 @@ def _callers(
                         silent.add(caller)
                         selector.register(caller, selectors.EVENT_READ)
                     continue
+                # Before the connection is handed over or closed: the selector must not poll a number that may be
+                # reused.
                 selector.unregister(connection)
                 silent.remove(connection)
                 peer, segment = _receive(connection, token)
@@ -478,6 +501,7 @@ def _callers(
                     yield connection, peer, segment
                 else:
                     connection.close()
+        # The built-in error: allranks's own TimeoutError is another class.
         raise builtins.TimeoutError
     finally:
         for connection in silent:
@@ -488,8 +512,9 @@ def _accepted(listener: Socket) -> Socket | None:
     """Return the next connection if it belongs to this user, else None."""
     try:
         connection, _ = listener.accept()
-    except (BlockingIOError, ConnectionAbortedError):  # the peer has disconnected
+    except (BlockingIOError, ConnectionAbortedError):  # the peer disconnected before the accept
         return None
+    # Another user's process can connect to an abstract socket, which has no file permissions.
     if unix_peer(connection)[1] != os.geteuid():
         connection.close()
         return None
@@ -504,12 +529,13 @@ def _send(connection: Socket, token: bytes, rank: int, segment: Descriptor) -> N
 def _receive(connection: Socket, token: bytes) -> tuple[int, Descriptor | None]:
     """Return the rank and the segment, if any, of a peer that has the token. Return (-1, None) for any other peer."""
     timeout = connection.gettimeout()
-    if timeout != 0:  # wait without the lock that blocks forks
+    if timeout != 0:  # wait without `guard`, which blocks forks: the wait may be long
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         if not poll.poll(None if timeout is None else timeout * 1000):
             raise builtins.TimeoutError("timed out")
     try:
+        # No fork between the receipt of a descriptor and its registration: the child would keep the memory.
         with guard:
             message, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
             segments = [Descriptor(fd) for fd in fds]
@@ -517,8 +543,10 @@ def _receive(connection: Socket, token: bytes) -> tuple[int, Descriptor | None]:
         return -1, None
     if len(message) == _HELLO.size:
         given, rank = _HELLO.unpack(message)
+        # A comparison in constant time does not reveal how many bytes of a guessed token are right.
         if secrets.compare_digest(given, token):
             return rank, segments[0] if segments else None
+    # The peer has no valid token, so its descriptor would otherwise leak.
     for segment in segments:
         segment.close()
     return -1, None

@@ -69,16 +69,18 @@ __all__ = ["NativeEngine", "TcpEngine", "work_of"]
 _SPIN_US = 1.0
 _YIELD_US = 1_000.0
 _CROWDED_YIELD_US = 10_000.0
-# The progress thread would take the CPU from the computation that its calls are to overlap with.
+# The progress thread would take the CPU from the computation that its calls are to overlap with (docs/decisions/132).
 _PROGRESS_YIELD_US = 100.0
 # If very many ranks share a CPU, each of them would run several times before the last one arrives. They sleep
-# immediately instead. (64 ranks on 2 CPUs, 4 B: 1,064 us with yielding, 356 us with sleeping. 16 ranks: 59 and 83 us.)
+# immediately instead. (64 ranks on 2 CPUs, 4 B: 1,064 us with yielding, 356 us with sleeping. 16 ranks: 59 and 83 us.
+# See docs/decisions/110.)
 _MANY_ON_A_CPU = 12
 
 # Pending works are checked for an end when there are this many, and then when their number has doubled since the last
 # check. The cost per call is therefore constant.
 _MANY_PENDING = 64
 
+# Keeps the texts of call sites by instruction, so that an asynchronous call does not format one (docs/decisions/126).
 _SITES = _core.Sites(line_of, NOWHERE, [])
 _GROUPS = 2  # stack frames above NativeEngine._begin: the group's method is the first one, and its caller is next
 
@@ -86,6 +88,7 @@ _VOTE = struct.Struct("!?Q")  # in empty_shared: whether this rank has the resou
 # Seconds, for ranks that are all present; ranks that give up earlier wait for the others in the next vote.
 _MEETING_S = 20.0
 
+# Bytes. The share of one pipe is limited to 16 KiB..2 MiB.
 # The pipes for send and recv, one to each other rank, share this number of bytes of a rank's segment.
 _PIPES_BYTES = 2 << 20
 _PIPE_BYTES = (16 << 10, 2 << 20)
@@ -96,7 +99,9 @@ _EAGER_MIB = (8, 1 << 20)
 
 _on_host = partial(Operands, on_host=True)
 
+# The core calls `where` for the call site only when it needs one, because finding it takes some microseconds.
 _core.set_where(where)
+# The fast path accepts exactly these types: a subclass may have no memory of its own, or intercept operators.
 _core.set_ordinary([Tensor, torch.nn.Parameter], ReduceOp)
 
 
@@ -116,6 +121,7 @@ class NativeEngine(Engine):
         self,
         rank: int,
         members: Sequence[Member],
+        # The fast path is then not installed: it does not hash the call stack.
         exchange: Exchange,
         group_name: str,
         timeout_s: float,
@@ -132,6 +138,7 @@ class NativeEngine(Engine):
         self._timeout_s = timeout_s
         self.forks = forks()
         self._debug = get_debug_level() is DebugLevel.DETAIL  # in debug mode, the ranks compare call sites
+        # The tcp engine treats each rank as a host of its own.
         hosts = [member.machine if self.shares_memory else str(r) for r, member in enumerate(members)]
         host_of = [hosts.index(host) for host in hosts]
         self._spans_hosts = len(set(host_of)) > 1
@@ -140,6 +147,8 @@ class NativeEngine(Engine):
         local_rank = host_of[:rank].count(host_of[rank])
         shared = None
         if parent is not None:  # if the parent is closed, the exchange raises
+            # Groups share the parent's liveness sockets, so a new group needs no descriptors of its own
+            # (docs/decisions/079).
             shared = parent.engine.liveness([parent.ranks[r] for r, host in enumerate(hosts) if host == hosts[rank]])
         memory = GroupMemory(
             lambda: _core.create_segment(local_rank, size, sizes), lambda: _core.create_segments(size, sizes)
@@ -160,6 +169,7 @@ class NativeEngine(Engine):
                 raise JoinError(f"group '{group_name}' (rank {rank}) could not be created: {words}") from None
             raise
         if shared is not None:
+            # A rank that fails now does not close the shared sockets, so the others would not detect the failure.
             try:
                 confirm(rank, made, connect_s)
             except BaseException:
@@ -273,6 +283,7 @@ class NativeEngine(Engine):
     def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
         if not async_op:
             try:
+                # The fast path reads the tensor in C++. It returns False, without any effect, for an unusual tensor.
                 if self.comm.send_now(tensor, to, tag):
                     return None
             except _core.Failure as failure:
@@ -305,6 +316,7 @@ class NativeEngine(Engine):
         operands.finish()
         return sender
 
+    # One vote only: hosts share no memory, so the block is ordinary memory of this rank.
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         code, operands = self._check(tensor, "recv"), _on_host("recv")
         work = operands.write(tensor)
@@ -321,11 +333,14 @@ class NativeEngine(Engine):
         # If one rank fails, all ranks still take part in both votes, so that all of them get the failure.
         offer, refused = None, ""
         try:
+            # At most half the timeout: ranks that failed earlier already wait in the next vote, with the whole timeout.
             offer = SegmentExchange(Descriptor.of(lambda: _core.create_memory(nbytes))) if nbytes else None
         except (OSError, _core.Failure) as error:
             refused = self._in_words(error)
         records = self._vote(nbytes, offer.record if offer else bytes(OFFER_BYTES), refused)
+        # Block 0 denotes private memory (docs/decisions/014), so the number must not be 0.
         if offer is None:
+            # No fork while the descriptors have no owner: the child would inherit them.
             return super().empty_shared(0)
         block = None
         try:
@@ -338,6 +353,7 @@ class NativeEngine(Engine):
             with guard:
                 taken = [part.detach() for part in parts]
                 block = self.comm.share(int.from_bytes(records[0][:8], "big") | 1, nbytes, taken)
+        # This all_gather compares the calls of all ranks, so a rank that makes another call gets a mismatch error.
         except (OSError, AllranksError, _core.Failure) as error:
             refused = self._in_words(error)
         self._vote(nbytes, b"", refused)
@@ -391,13 +407,17 @@ class NativeEngine(Engine):
 
     def close(self) -> None:
         self.comm.close()
+        # After the core: until here, its calls may still request connections from the server.
         if self._peers is not None:
             self._peers.close()
             self._peers = None
+        # The fast path holds the communicator, so the next call must reach the checks of the ordinary path.
         self.now, self.begin, self._short = never, not_begun, None
+        # The core has ended all calls, so it uses no tensor any more.
         self._pending.clear()
 
     def abandon(self) -> None:
+        # Only the fast path is removed. The core closes its descriptors in the child itself (core/base/forks.h).
         self.now, self.begin, self._short = never, not_begun, None
 
     def explain(self, failure: _core.Failure, verb: str, goes_on: bool = False) -> AllranksError:
@@ -422,6 +442,7 @@ class NativeEngine(Engine):
         code = CODES.get(tensor.dtype)
         if code is None or tensor.layout is not torch.strided:
             raise not_taken(verb, tensor)
+        # Such a subclass passes `is_cpu`, but its address is 0, which the core would dereference.
         if (
             type(tensor) not in (Tensor, torch.nn.Parameter)
             and tensor.is_cpu
@@ -448,6 +469,8 @@ class NativeEngine(Engine):
 
     def _mark(self, tensor: Tensor | None) -> int:
         """Return a hash of the shape, and in debug mode of the call site, which the ranks compare, too."""
+        # The shape is compared in debug mode only: programs may pass equal counts in different shapes
+        # (docs/decisions/015).
         shape = 0 if tensor is None else _core.shape_hash(list(tensor.shape), self._debug)
         return shape | stack_hash() << 32 if self._debug else shape
 
@@ -484,6 +507,7 @@ class NativeEngine(Engine):
         self, operands: Operands, async_op: bool, method: Callable[..., _core.Request | None], *args: Any
     ) -> Work | None:
         if async_op:
+            # The call may fail when its frames are gone, so the call site is determined now.
             return self._started(operands, method, *args, site())
         try:
             method(*args, None)
@@ -517,12 +541,15 @@ class NativeEngine(Engine):
 
     def _enter(self, work: NativeWork, method: Callable[..., _core.Request | None], *args: Any) -> None:
         """Start a call, and keep its work alive until it has ended."""
+        # Without this check, works that are never waited for would keep their tensors until the group is closed.
         if len(self._pending) > self._many:
             self._many = _tidy(self._pending)
         self._pending.add(work)
+        # Before the core receives the tensors: see `_pending`.
         try:
             work.request = method(*args)
         except BaseException:
+            # The call was not begun, so no thread would remove the work later.
             self._pending.discard(work)
             raise
 
@@ -532,6 +559,7 @@ class NativeEngine(Engine):
         try:
             self.comm.wait(work.request, timeout_s)
         except BaseException as error:
+            # A wait that timed out or was interrupted leaves the call running: the core still uses the tensors.
             done = work.done()
             if done:
                 self._pending.discard(work)
@@ -551,6 +579,7 @@ def _tidy(pending: set[NativeWork | _core.Started]) -> int:
 def _sizes(size: int, ranks: int, spans_hosts: bool) -> _core.Sizes:
     """Return the sizes of a segment of one of ``size`` ranks of a host."""
     sizes = _core.Sizes()
+    # Whole pages, because a pipe is allocated when it is first written (docs/decisions/077).
     sizes.pipe = min(max(_PIPES_BYTES // size // 4096 * 4096, _PIPE_BYTES[0]), _PIPE_BYTES[1])
     if spans_hosts:
         sizes.ranks = ranks
@@ -568,10 +597,12 @@ def _make_comm(
 ) -> _core.Comm:
     """Pass the connections to the core. ``shared``: the liveness sockets of the parent."""
     size = host_of.count(host_of[rank])
+    # cpus_of counts the CPUs of all ranks of the host, so ranks that srun or mpirun has bound are not crowded.
     cpus = cpus_of(members[r].pid for r, host in enumerate(host_of) if host == host_of[rank])
     many = size > _MANY_ON_A_CPU * cpus
     crowded = size * torch.get_num_threads() > cpus
     polling = (_SPIN_US if size <= cpus else 0.0, 0.0 if many else _CROWDED_YIELD_US if crowded else _YIELD_US)
+    # Each rank has two threads that poll: the caller's thread and the progress thread.
     progress_polling = (_SPIN_US if 2 * size <= cpus else 0.0, 0.0 if many else _PROGRESS_YIELD_US)
     eager_mib = read_int(os.environ, "ALLRANKS_MESSAGE_BUFFER", 0, _EAGER_MIB[1])
     eager = (_EAGER_MIB[0] if eager_mib is None else eager_mib) << 20
@@ -580,6 +611,7 @@ def _make_comm(
     # No fork may happen while descriptors have no owner: the child would inherit them.
     with guard:
         heartbeats = _numbers(made.heartbeats)
+        # The parent's sockets, if it has any: they also show the end of a process to this group.
         liveness = shared or _core.Liveness(_numbers(made.liveness))
         segments = [segment.detach() for segment in made.segments]
         if made.peers is None:
@@ -620,8 +652,10 @@ class NativeWork(OperandsWork):
         if self._error is not None:
             raise self._error
         try:
+            # -1: the wait has no limit of its own, so the timeout of the group applies.
             self._await(max(seconds_of(timeout), 0.0) if timeout else -1.0)
         except AllranksError as error:
+            # An error of this wait alone, such as its timeout, is not kept: a later wait may succeed.
             if self.done():
                 self._error = error
             raise
@@ -641,6 +675,7 @@ class NativeWork(OperandsWork):
 
     def end(self, ticket: int) -> End:
         if self.request is None or self.done():
+            # No notification would come any more for a call that has ended.
             return End.PAST
         self.request.watch(ticket)
         return End.TOLD
@@ -649,6 +684,7 @@ class NativeWork(OperandsWork):
 class PlainWork(NativeWork):
     """A work whose tensors the core uses directly, so that no action remains when it has ended."""
 
+    # Class attributes, so that the constructor, which runs in each asynchronous call, sets one attribute only.
     _error = None
     _finished = False
 

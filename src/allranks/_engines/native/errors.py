@@ -49,6 +49,7 @@ def explain(
         goes_on: The call has not ended; only this wait for it has.
     """
     kind, peer, reporter, call, theirs, seconds, calls, waiting_for, sites, text, waits, unasked = failure.args
+    # Collectives that allranks makes for another call carry a purpose. The user knows only the outer call.
     verb = theirs[0] if reporter == rank and theirs[0] in _core.PURPOSES else whole_call() or verb
     if kind == "system":
         return AllranksError(text)
@@ -56,6 +57,7 @@ def explain(
         return refusal(f"{verb} on group '{group}': the group")
     ranks = _Ranks(rank, members, last_calls)
     number, noticed = "", ""
+    # Facts of another rank belong to its call. Only this rank's own facts have the number of this call.
     if reporter == rank:
         number = f" #{call}" if call else ""
     elif reporter >= 0:
@@ -65,6 +67,8 @@ def explain(
     if kind == "mismatch":
         return MismatchError(_mismatch(verb if text else theirs[0], call, peer, calls, sites, text, group, ranks))
     if kind == "timeout":
+        # The core knows the missing ranks of its own deadline only. For a timeout of `wait`, they follow from the call
+        # numbers.
         missing = ranks.behind() if peer == -1 else waiting_for or [peer]  # -1: a wait with a timeout of its own
         goes_on = goes_on or peer == -1
         return _timeout(f"{here}: ", noticed, ranks, missing, goes_on, seconds, waits, unasked)
@@ -123,6 +127,7 @@ def _timeout(
         hint = "  The call continues. Call wait() again to wait longer."
     lines = [f"{here}no data from {', '.join(map(ranks.name, missing)) or 'other ranks'} for {seconds:.1f} s."]
     cycle = _cycle(waits)
+    # A cycle is a deadlock of the program. A longer timeout would not help, so the hint differs.
     if cycle:
         missing = cycle
         hint = "  Let one of these ranks send first, or use isend or irecv"
@@ -161,6 +166,7 @@ def _cycle(waits: Sequence[tuple[int, int, str, str]]) -> list[int]:
     """Return the ranks that wait for each other. Empty if there are none."""
     ranks = [rank for rank, *_ in waits]
     last = waits[-1][1] if waits else -1
+    # The chain of waits ends in a rank that it already contains. Only the ranks from there on form the cycle.
     return ranks[ranks.index(last) :] if last in ranks else []
 
 
@@ -193,6 +199,7 @@ def _mismatch(
     group: str,
     ranks: _Ranks,
 ) -> str:
+    # A mismatch of a message concerns two ranks, and does not end the group.
     if verb == "recv":
         sent, wanted = calls
         return (

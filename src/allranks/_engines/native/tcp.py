@@ -58,12 +58,15 @@ _NAME = 16
 _HELLO = struct.Struct(f"!{_NAME}sIIB")
 _ASK = struct.Struct("=III")  # number of the group, rank, kind of connection
 _CLOSE = 99  # used instead of a kind
-_CONNECT_S = 3.0  # seconds for one connection attempt
+# Seconds for one connection attempt, without which a filtered port would delay the other addresses for minutes
+_CONNECT_S = 3.0
 _GIVE_UP_S = 10.0  # seconds without an answer after which a rank is given up
 _ASKED_S = 0.3  # seconds for the reply whether a rank is present
-_PAUSE_S = 0.02  # seconds between two rounds over all addresses; it grows by half up to the longest pause
+# Seconds between two rounds over all addresses. The pause grows by half up to the longest pause.
+_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.2
-_LOST_AFTER_S = 15  # kUnreachableMs in core/channel/net.cc
+# Seconds. kUnreachableMs in core/channel/net.cc, which survives a network cut of 7 s (docs/decisions/028)
+_LOST_AFTER_S = 15
 
 PROTOCOL = Protocol(b"allranks-channel/", b"4", _HELLO.size)
 """The version covers the handshake, and the data that the core sends (core/channel, collective and p2p)."""
@@ -144,6 +147,7 @@ class PeerConnections:
         self.open: set[tuple[int, int]] = set()
         self.failed: AllranksError | None = None
         self.changed = threading.Condition()
+        # Last: from here on, the server's thread may use this object.
         self.number = server.enter(self)
 
     @property
@@ -165,7 +169,8 @@ class PeerConnections:
             return []
         deadline = time.monotonic() + timeout_s
         for peer in peers:
-            # The higher rank of a pair connects; the lower rank waits for it.
+            # The higher rank of a pair connects, and the lower rank waits for it. Two connections would need a
+            # tie-break.
             if peer < self.rank:
                 self._server.ask(self.number, peer, HEARTBEAT)
         with self.changed:
@@ -176,6 +181,7 @@ class PeerConnections:
                 raise self.failed
             if missing:
                 raise JoinError(self._who_is_missing(missing, timeout_s))
+            # Removed here, so that `close` does not close connections that belong to the core.
             return [self.heartbeats.pop(r) if r in peers else None for r in range(len(self._members))]
 
     def _who_is_missing(self, missing: list[int], timeout_s: float) -> str:
@@ -215,6 +221,7 @@ class PeerConnections:
             polled = select.poll()
             for number in waiting:
                 polled.register(number, select.POLLOUT)
+            # One refused address is not enough: a rank is gone only if each of its addresses refuses.
             refused = set()
             while waiting and (left_s := deadline - time.monotonic()) > 0:
                 for number, _ in polled.poll(left_s * 1000):
@@ -225,6 +232,7 @@ class PeerConnections:
         finally:
             for _, call in calls:
                 call.close()
+        # No reply counts as present: the process may be stopped, or a firewall may drop the probe.
         there = {rank for rank, call in calls if call not in refused}
         return sorted({rank for rank, _ in calls} - there)
 
@@ -232,14 +240,17 @@ class PeerConnections:
 
     def takes(self, peer: int, kind: int) -> bool:
         """Return whether such a connection can be used now."""
+        # Until the core has the communicator, only heartbeats can be kept. The peer retries other connections.
         return (
             peer < len(self.targets) and self.targets[peer] is not None and (kind == HEARTBEAT or self.comm is not None)
         )
 
     def give(self, peer: int, kind: int, connection: Socket, greeting: bytes) -> None:
         """Hand a connection over to the group."""
+        # Before the handover: a second connection with the same purpose is declined from here on.
         self.open.add((peer, kind))
         if kind == HEARTBEAT:
+            # The verdict fits into the empty buffer of a new connection, so this send does not block.
             if greeting:
                 with suppress(OSError):  # the connection has closed, which the core detects
                     connection.send(greeting)
@@ -247,10 +258,12 @@ class PeerConnections:
                 self.heartbeats[peer] = connection
                 self.changed.notify_all()
             return
+        # Read once: `close` may set it to None in another thread.
         comm = self.comm
         if comm is None:  # the group was closed before
             connection.close()
         else:
+            # The core sends the greeting itself, so that its first bytes cannot overtake the verdict.
             with guard:
                 comm.adopt(peer, kind, connection.detach(), greeting.decode())
 
@@ -268,6 +281,7 @@ class PeerConnections:
 
     def close(self) -> None:
         """Release the group, which was closed or could not be created. Idempotent. A forked child does not call it."""
+        # First, so that the server's thread adopts no further connection for this group.
         self._server.leave(self)
         self.comm = None
         for connection in self.heartbeats.values():
@@ -290,6 +304,7 @@ class _Dial:
         assert target is not None
         self.group, self.peer, self.kind = group, peer, kind
         self.addresses, self.port = nearest_first(target[0]), target[1]
+        # The clock of _GIVE_UP_S begins at the last answer, not at the request.
         self.began = self.answered = time.monotonic()
         self.next = 0  # index of the address
         self.until: float | None = self.began  # end of the present state
@@ -343,7 +358,9 @@ class ConnectionServer:
         self._stopping = False
         self._listeners = _listen(addresses)
         self.port: int = self._listeners[0].getsockname()[1]
+        # Nonblocking: the server's thread must not wait for requests, and a core thread must not wait for the server.
         self._requests, self._asking = map(Descriptor, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
+        # poll, unlike epoll, has no descriptor of its own that a forked child would inherit.
         self._selector = selectors.PollSelector()
         self._admission = Admission(
             self._selector,
@@ -355,6 +372,7 @@ class ConnectionServer:
         for listener in self._listeners:
             self._admission.listen(listener)
         self._selector.register(self._requests, selectors.EVENT_READ, self._take_requests)
+        # The last step: the thread uses all of the above.
         self._thread = Daemon(target=self._run, name="allranks-connections")
         self._thread.start()
 
@@ -365,15 +383,19 @@ class ConnectionServer:
             if self._users > 0:
                 return
             del self._all[self._addresses]
+        # Set before the request, which only wakes the thread from its selector. Groups are numbered from 1.
         self._stopping = True
         self.ask(0, 0, _CLOSE)
+        # Outside of the lock, which other threads need to open a server. Descriptors are closed after their last user.
         self._thread.join()
         self._close_descriptors()
 
     @classmethod
     def forget_all(cls) -> None:
         """Forget all servers in a forked child, which has none of their threads."""
+        # A thread of the parent may have held the lock during the fork. No thread of the child releases it.
         cls._guard = threading.RLock()
+        # The parent's objects are dropped without `let_go`: their thread, which it would join, does not exist here.
         cls._all.clear()
 
     @property
@@ -398,12 +420,14 @@ class ConnectionServer:
         """Remove a group."""
         with self._guard:
             known = self._groups.pop(group.number, None)
+        # The pop makes this idempotent: `close` may run a second time, and must not release the server twice.
         if known is not None:
             self.ask(group.number, 0, _CLOSE)
             self.let_go()
 
     def ask(self, number: int, peer: int, kind: int) -> None:
         """Request a connection."""
+        # Shorter than PIPE_BUF, so the kernel writes it atomically, also beside the threads of the core.
         os.write(self.asking_pipe, _ASK.pack(number, peer, kind))
 
     # The following methods run in the thread of the server.
@@ -415,10 +439,12 @@ class ConnectionServer:
             if (deadline := self._admission.deadline()) is not None:
                 marks.append(deadline)
             ready = self._selector.select(max(min(marks) - now, 0.0) if marks else None)
+            # The listeners are polled last, so that established candidates are not evicted by new ones.
             for key, events in self._admission.in_order(ready):
                 key.data(events)
             now = time.monotonic()
             self._admission.expire(now)
+            # A copy of the list, because both branches may remove a dial.
             for dial in [d for d in self._dials if d.until is not None and now >= d.until]:
                 if dial.connection is None:
                     self._start(dial)
@@ -429,6 +455,7 @@ class ConnectionServer:
             self._end(dial)
 
     def _take_requests(self, _: object) -> None:
+        # A whole number of records: writes are atomic, so a read never splits one.
         data = os.read(self._requests.fileno(), 512 * _ASK.size)
         for number, peer, kind in _ASK.iter_unpack(data):
             if kind == _CLOSE:
@@ -436,6 +463,7 @@ class ConnectionServer:
                     self._end(dial)
                 continue
             group = self._groups.get(number)
+            # An open or pending connection serves the request: both sides may have requested it.
             if group is not None and (peer, kind) not in group.open and self._dial_of(group, peer, kind) is None:
                 dial = _Dial(group, peer, kind)
                 self._dials[dial] = None
@@ -448,6 +476,7 @@ class ConnectionServer:
 
     def _group_of(self, hello: ConnectionSubject) -> PeerConnections | None:
         """Return the group to which this connection belongs, if it can be used now."""
+        # A copy: other threads add and remove groups.
         for group in list(self._groups.values()):
             if group.name == hello.group and group.rank == hello.to and group.takes(hello.from_, hello.kind):
                 return group
@@ -455,6 +484,7 @@ class ConnectionServer:
 
     def _key_of(self, subject: bytes) -> bytes | None:
         group = self._group_of(ConnectionSubject.unpack(subject))
+        # None makes the server reply UNKNOWN. The client then tries again, until this rank has created the group.
         return None if group is None else group.key
 
     def _admit(self, candidate: UnprovedPeer) -> None:
@@ -465,16 +495,20 @@ class ConnectionServer:
             return
         peer, kind = hello.from_, hello.kind
         own = self._dial_of(group, peer, kind)
+        # If both sides connect at the same time, the connection of the higher rank wins, as in BGP (RFC 4271, 6.8).
+        # Both sides decide the same way without a message.
         if (peer, kind) in group.open or (own is not None and group.rank > peer):
             candidate.send(DECLINED)
             candidate.sock.close()
             return
         if own is not None:
+            # The connection of the peer replaces it. The peer declines the own attempt by the same rule.
             self._end(own)
         assert isinstance(candidate.sock, Socket)
         group.give(peer, kind, candidate.sock, pack_frame(PROVED))
 
     def _refuse(self, name: str, handshake: ServerHandshake | None, error: ConfigError | WireError) -> None:
+        # Other errors are noise of strangers such as port scanners. These two name a mistake of the user.
         if not isinstance(error, ConfigError | TlsError):
             return
         group = self._group_of(ConnectionSubject.unpack(handshake.subject)) if handshake and handshake.subject else None
@@ -490,6 +524,7 @@ class ConnectionServer:
         family = socket.AF_INET6 if ":" in dial.address else socket.AF_INET
         try:
             dial.connection = Socket(family, socket.SOCK_STREAM)
+            # Before it connects: a socket that BBR has paced once stays paced (docs/decisions/042).
             _do_without_pacing(dial.connection)
         except OSError as error:
             self._fail(dial, reason(error))
@@ -497,6 +532,7 @@ class ConnectionServer:
         dial.connection.setblocking(False)
         dial.connected = dial.proved = False
         dial.until = time.monotonic() + _CONNECT_S
+        # The usual case: a nonblocking connect is in progress.
         with suppress(BlockingIOError):
             try:
                 dial.connection.connect((dial.address, dial.port))
@@ -509,6 +545,7 @@ class ConnectionServer:
 
     def _go_on(self, dial: _Dial) -> None:
         connection = dial.connection
+        # An earlier event of the same round has ended this dial.
         if dial not in self._dials or connection is None:
             return
         try:
@@ -529,6 +566,7 @@ class ConnectionServer:
         except BlockingIOError:
             return
         except ConfigError as error:
+            # A wrong secret or version does not become right by another attempt.
             self._end(dial)
             where = f"rank {dial.group.rank}: rank {dial.peer} ({dial.address})"
             dial.group.give_up(dial.peer, dial.kind, type(error)(f"{where}: {error}"))
@@ -557,6 +595,7 @@ class ConnectionServer:
             raise WireError("its reply does not follow allranks's protocol")
         self._selector.unregister(connection)
         del self._dials[dial]
+        # The group was closed during the handshake.
         if self._groups.get(dial.group.number) is not dial.group:
             connection.close()
             return
@@ -567,6 +606,7 @@ class ConnectionServer:
         now = time.monotonic()
         where = f"{dial.address}: " if dial.addresses else ""
         dial.trouble = f"{where}{trouble}"
+        # An answer, even an unsuccessful one, shows that the host is alive. The rank may be stopped, or not ready yet.
         if dial.connected:
             dial.answered = now
         self._hang_up(dial)
@@ -583,8 +623,10 @@ class ConnectionServer:
 
     def _hang_up(self, dial: _Dial) -> None:
         if dial.connection is not None:
+            # Not registered if `connect` failed immediately.
             with suppress(KeyError):
                 self._selector.unregister(dial.connection)
+            # After `unregister`: the selector must not poll a number that may be reused.
             dial.connection.close()
             dial.connection = None
 
@@ -596,6 +638,7 @@ class ConnectionServer:
 def _listen(addresses: Sequence[str]) -> list[socket.socket]:
     def prepare(listener: socket.socket) -> None:
         listener.setblocking(False)
+        # Linux passes the congestion control of a listener on to the sockets that it accepts.
         _do_without_pacing(listener)
 
     try:
@@ -628,6 +671,7 @@ def _do_without_pacing(connection: socket.socket) -> None:
 
     On short paths, the timers of pacing cost more than pacing gains. On long paths, the core restores BBR.
     """
+    # 16 bytes is TCP_CA_NAME_MAX of Linux.
     if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") != b"bbr":
         return
     for name in (b"cubic", b"reno"):

@@ -34,6 +34,7 @@ LIMITS = {
 _CPUS = 1024
 """The number of CPUs that the core can represent."""
 
+# The file is read once per process, because each group reads the table.
 _read: dict[str, dict[str, int]] = {}
 
 
@@ -105,6 +106,7 @@ def _table(path: str) -> dict[str, int]:
         if name not in LIMITS:
             raise ConfigError(f"{where}: {name!r} is not known. Expected some of {', '.join(LIMITS)}.")
         low, high = LIMITS[name]
+        # bool is a subclass of int, so JSON's true would pass as 1.
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise ConfigError(f"{where}: {name}={value!r}. Expected a whole number in {low}..{high}.")
     return table

@@ -63,6 +63,7 @@ def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
         buffer = bucket.buffer()
         if buffer.is_complex():  # there is no dtype of half the size that keeps the imaginary part
             return hook(state, bucket)
+        # The inner hook reads the bucket's buffer, so the narrow copy replaces it until the result has arrived.
         bucket.set_buffer(buffer.to(dtype))
 
         def decompress(future: Future[Tensor]) -> Tensor:
