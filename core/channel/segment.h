@@ -158,8 +158,8 @@ struct alignas(kLine) GroupSteps {
 
 struct alignas(kLine) StepLine {
   std::atomic<uint32_t> done;
-  uint32_t disagree;  // written by the leader of a host after a mismatch: 1 + the offset of all ranks' fingerprints in
-                      // its rings; otherwise 0
+  uint32_t disagree;  // written by the leader of a host: 0, or 1 + the offset of all ranks' fingerprints in its rings,
+                      // if the ranks have to compare them
   Begun begun;
   LastArrival arrival;  // written by the leader of a host, for all hosts
 };
