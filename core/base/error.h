@@ -62,7 +62,7 @@ class Error : public std::exception {
   const char* what() const noexcept override { return text.empty() ? "allranks core error" : text.c_str(); }
 
   Failure failure;
-  std::vector<Fingerprint> calls;  // mismatch: what each rank called (send, recv: the sender, the receiver)
+  std::vector<Fingerprint> calls;  // mismatch: the call of each rank (send, recv: of the sender and the receiver)
   bool signalled = false;          // interrupted, and by this caller's own signal
   std::vector<int> waiting_for;    // timeout: every rank that had not arrived
   std::vector<std::string> sites;  // mismatch of collectives: each rank's call site; "" if it is not known

@@ -17,7 +17,7 @@ class Caller {
  public:
   virtual ~Caller() = default;
   virtual void release() {}                     // called before blocking: lets other threads of the process run
-  virtual bool interrupted() { return false; }  // polled while blocked: whether the call must stop
+  virtual bool interrupted() { return false; }  // polled while blocked; returns whether the call must stop
   virtual std::string where() { return {}; }    // the call site; requested for errors and records
 };
 

@@ -228,6 +228,7 @@ bool Heartbeat::measure(Neighbour& from, const std::byte* body, size_t nbytes) {
 bool Heartbeat::accept(MessageType type, const std::byte* body, size_t nbytes, const Neighbour* from) {
   if (nbytes < sizeof(RecordHead)) return false;
   const auto head = read_at<RecordHead>(body);
+  // A neighbor may forward a record of this host. It is valid, but never newer than this host's own record.
   if (head.host >= known_.size() || (from != nullptr && head.host == static_cast<uint32_t>(host_))) {
     return head.host < known_.size();
   }

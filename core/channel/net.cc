@@ -85,7 +85,7 @@ void send_greeting(int fd, const std::string& greeting) {
   if (::send(fd, greeting.data(), greeting.size(), MSG_NOSIGNAL) < 0) return;  // the connection has ended
 }
 
-// Return whether no more data will arrive on a stream, except what the kernel already holds.
+// Return whether no more data will arrive on a stream. The kernel may still hold data that arrived before.
 bool over(const Stream& stream) {
   pollfd polled{.fd = stream.fd(), .events = POLLRDHUP, .revents = 0};
   return !stream || (poll(&polled, 1, 0) > 0 && (polled.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0);
@@ -465,7 +465,7 @@ std::vector<std::string> Net::exchange_notes(const Failure& about, Caller& calle
                                              const std::vector<std::string>& here) {
   if (leads()) {
     const auto& local_ranks = hosts_.on(this->here());
-    for (size_t p = local_ranks.size(); p-- > 0;) {  // the leader's note last: its number tells the thread to send all
+    for (size_t p = local_ranks.size(); p-- > 0;) {  // the leader's note last: its number triggers the thread
       Far& far = shm_.far(local_ranks[p]);
       const size_t n = std::min(here[p].size(), far.note.size() - 1);
       std::copy_n(here[p].begin(), n, far.note.begin());

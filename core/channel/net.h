@@ -159,8 +159,9 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   };
 
   Peer& peer(int rank) { return *peers_[static_cast<size_t>(rank)]; }
+  // Transfer up to a burst in each direction of every busy stream. Return whether any byte was transferred.
   bool move();
-  void take_up(int rank);
+  void take_up(int rank);  // marks the collective stream as busy
   bool hand_over(Peer& p);
   template <class Done>
   void wait(Patience& patience, const Failure& about, Done&& done);

@@ -199,7 +199,7 @@ struct Frame {
     message,  // a message; its payload follows
     offer,    // a message whose payload is sent later; the sender numbers its offers from 0
     accept,   // a recv matches offer `number`
-    refuse,   // the receiver does not want the payload of offer `number`
+    refuse,   // the receiver refuses the payload of offer `number`
     body,     // offer `number` has been accepted; its payload follows
     late,     // enough credit for offer `number` is available again; its payload follows
     credit,   // `number` bytes of messages have been matched with recvs (between hosts)

@@ -40,7 +40,7 @@ class Sleeper {
 // when a structure of the segment changes.
 uint64_t Layout::magic() const {
   constexpr uint64_t version = 8;
-  uint64_t h = 0x616c6c72616e6b73 ^ version;
+  uint64_t h = 0x616c6c72616e6b73 ^ version;  // "allranks" in ASCII; the hash is FNV-1a over words
   for (const uint64_t x : {static_cast<uint64_t>(ranks_), uint64_t{sizes_.piece}, uint64_t{sizes_.ring},
                            uint64_t{sizes_.small_ring}, uint64_t{sizes_.pipe}, uint64_t{sizes_.ranks}}) {
     h = (h ^ x) * 0x100000001b3;
@@ -296,6 +296,7 @@ bool Shm::condemned() { return at<Verdict>(0, layout_.verdict()).state.load(std:
 
 void Shm::check_verdict() {
   auto& verdict = at<Verdict>(0, layout_.verdict());
+  // Acquire pairs with the store of state 2 in condemn(), which publishes the failure.
   const uint32_t state = verdict.state.load(std::memory_order_acquire);
   if (state == 0) return;
   Failure failure{.kind = Kind::died, .reporter = -1};

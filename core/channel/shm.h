@@ -101,6 +101,7 @@ class Shm {
   void reserve_small_ring() {
     if (!small_ring_reserved_) allocate_small_ring();
   }
+  // Relaxed: if two threads allocate the same pipe, the second allocation has no effect.
   void reserve_pipe(int to) {
     if (!pipe_reserved_[static_cast<size_t>(to)].load(std::memory_order_relaxed)) allocate_pipe(to);
   }

@@ -24,8 +24,8 @@ class Stream {
   Stream() = default;  // not connected yet: put and get transfer 0 bytes
   Stream(const Stream&) = delete;
 
-  // Set the connected socket. Called once, from any thread. Release pairs with fd(): a thread that sees the descriptor
-  // also sees what this thread did to the socket before.
+  // Set the connected socket. Called once, from any thread. Release pairs with fd(): a thread that reads the descriptor
+  // also sees all writes of this thread before the call.
   void open(sys::Fd fd) {
     owned_ = std::move(fd);
     fd_.store(owned_.get(), std::memory_order_release);
