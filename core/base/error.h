@@ -25,8 +25,8 @@ enum class Kind : uint32_t {
 
 constexpr int32_t kAnyPeer = -2;  // Failure::peer of a wait for any rank
 
-// Serialized form of an Error. It is stored in the group's shared memory and sent to other hosts, so that the failure
-// of one rank is raised on every rank.
+// Serialized form of an Error. It is stored in the group's shared memory and sent to other hosts. The failure of one
+// rank is thereby raised on every rank.
 struct Failure {
   Kind kind = Kind::closed;
   int32_t peer = -1;        // the rank that the failure is about, or kAnyPeer

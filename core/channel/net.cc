@@ -153,6 +153,7 @@ void Net::adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeti
   {
     const std::lock_guard lock(lock_);
     Stream& stream = kind == Connection::collective ? peer(rank).collective_stream : peer(rank).message_stream;
+    // close() sets closing_ before it locks: either this check finds it, or close() drops the stream.
     if (closing_.load(std::memory_order_acquire) || stream) return;
     // The other side may continue, and even leave, as soon as it has received the greeting. If it has terminated, the
     // first use of the connection detects this.
@@ -452,6 +453,7 @@ int Net::blame(int awaited, uint32_t call) {
 }
 
 Presence Net::presence(int rank) {
+  // Acquire pairs with on_status(): the last call and wait of a rank that has left are in the table.
   const auto presence = static_cast<Presence>(shm_.far(rank).presence.load(std::memory_order_acquire));
   if (presence != Presence::left && presence != Presence::unreported) return presence;
   // Everything that the rank has sent has arrived only when its connections have ended, too. If no leader reports for

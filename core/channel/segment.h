@@ -60,8 +60,8 @@ template <class T>
 class SeqLocked {
  public:
   void store(const T& value) {
-    // The version is odd during the write. The words are stored with release after it, so a reader that loads a new
-    // word also finds a changed version afterwards and retries.
+    // The version is odd during the write. The words are stored after it, with release. A reader that loads a new word
+    // therefore finds a changed version afterwards and retries.
     const uint32_t version = version_.load(std::memory_order_relaxed);
     version_.store(version + 1, std::memory_order_relaxed);
     const auto words = std::bit_cast<Words>(value);

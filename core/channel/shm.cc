@@ -225,8 +225,8 @@ void Shm::look_around(Patience& patience, const Failure& about, Asked awaited, i
     // The rank's last write may have ended the wait. Check again, now that it cannot write more.
     const int missing = awaited();
     if (missing < 0) return;
-    // A rank that has left does not delay this wait, unless it is the awaited rank, or any rank is awaited and all
-    // other ranks have gone.
+    // A rank that has left is a failure in two cases: it is the awaited rank, or any rank is awaited and all other
+    // ranks have gone.
     if (found == Presence::left && missing != r && !(missing == kAnyRank && gone == ranks() - 1)) continue;
     failure.kind = found == Presence::left ? Kind::left : found == Presence::died ? Kind::died : Kind::unreachable;
     failure.peer = r;
@@ -326,7 +326,7 @@ std::vector<int> Shm::lost() {
 }
 
 void Shm::allocate_ring(uint64_t end) {
-  constexpr uint64_t kAtOnce = 64 << 10;
+  constexpr uint64_t kAtOnce = 64 << 10;  // bytes, so that not every small piece costs a system call
   end = std::min<uint64_t>((end + kAtOnce - 1) / kAtOnce * kAtOnce, sizes().ring);
   if (end <= ring_reserved_) return;
   sys::allocate_mapped(ring_at(rank_, ring_reserved_), end - ring_reserved_);

@@ -11,7 +11,7 @@
 namespace allranks {
 
 struct Place {
-  static constexpr size_t kCpus = 1024;
+  static constexpr size_t kCpus = 1024;  // as in cpu_set_t
 
   std::array<uint64_t, kCpus / 64> cpus{};  // bitmap of the CPUs that the process may use
   // The package, node and cache that all these CPUs share; -1: they do not share one, or it is not known.

@@ -38,7 +38,7 @@ class Memory {
   static size_t bytes(size_t records, size_t members);
 
   // Create the tables in memory or in a file of size bytes(). The blocks of a file are allocated before they are
-  // written, so that a full disk ends the recording and not the process (SIGBUS). Throws Error.
+  // written. A full disk then ends the recording and not the process (SIGBUS). Throws Error.
   Memory(const sys::Fd& fd, size_t records, const Identity& identity, bool is_file);
   Memory(const Memory&) = delete;
   ~Memory() { trim(); }
