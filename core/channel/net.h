@@ -11,7 +11,7 @@
 // the bytes wait as they do for a slow rank, with the same deadlines, verdicts and signals (docs/decisions/043).
 //
 // A thread of the leader reports for all ranks of its host. It reads their state from their shared memory. It writes
-// the received state of other ranks into a table in its own segment (Far), which all ranks of its host read. If a
+// the received state of other ranks into a table in its segment (Far). All ranks of its host read this table. If a
 // failure on another host arrives, the thread writes it into the verdict of its host. It also sends its host's verdict
 // to the other hosts. It distinguishes three states of a rank:
 //   - its process has terminated: its sockets are closed
