@@ -10,6 +10,7 @@ void Completions::add(uint64_t ticket) {
     const std::lock_guard lock(lock_);
     tickets_.push_back(ticket);
   }
+  // After unlocking, so that the woken thread does not block on the mutex.
   changed_.notify_one();
 }
 

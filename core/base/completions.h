@@ -1,4 +1,4 @@
-// Requests that have ended, for a thread that waits for the ends of many.
+// Queue of finished requests. One thread can wait on it for many requests.
 #pragma once
 
 #include <condition_variable>
@@ -11,7 +11,8 @@ namespace allranks {
 class Completions {
  public:
   void add(uint64_t ticket);
-  // Waits until there are some, but no longer than timeout_ns (< 0: without limit). Takes all, in their order.
+  // Remove and return all tickets in the order of add(). Blocks until one exists, for at most timeout_ns (< 0: no
+  // limit).
   std::vector<uint64_t> take(int64_t timeout_ns);
 
  private:

@@ -1,4 +1,4 @@
-// What goes wrong in the core, as facts. Python writes the text for users, with the names of hosts.
+// Failures of the core, as facts. Python formats the text for users and adds host names.
 #pragma once
 
 #include <exception>
@@ -10,41 +10,42 @@
 namespace allranks {
 
 enum class Kind : uint32_t {
-  timeout = 1,  // `peer` did not come before the deadline
-  died,         // the process of `peer` ended without leaving the group
+  timeout = 1,  // `peer` did not arrive before the deadline
+  died,         // the process of `peer` terminated without leaving the group
   left,         // `peer` left the group (destroyed it, or exited)
-  interrupted,  // a signal handler of the caller asked to stop (Ctrl-C)
+  interrupted,  // a signal handler of the caller requested a stop (Ctrl-C)
   mismatch,     // the ranks' fingerprints differ: see `calls`
   closed,       // this rank closed the group
-  system,       // the operating system refused: see `text`
-  unreachable,  // the host of `peer` does not answer
-  memory,       // `peer` ran out of memory in the middle of a call
-  forked,       // this process was forked from the one whose group it is
-  aborted,      // the program of `peer` has ended the group
+  system,       // a system call failed, or a failure that only `text` describes
+  unreachable,  // the host of `peer` does not respond
+  memory,       // `peer` ran out of memory during a call
+  forked,       // this process was forked from the process that owns the group
+  aborted,      // the program of `peer` aborted the group
 };
 
-constexpr int32_t kAnyPeer = -2;
+constexpr int32_t kAnyPeer = -2;  // Failure::peer of a wait for any rank
 
-// The wire of an Error inside the group's shared memory, so that one rank's failure is every rank's.
+// Serialized form of an Error. It is stored in the group's shared memory and sent to other hosts. The failure of one
+// rank is thereby raised on every rank.
 struct Failure {
   Kind kind = Kind::closed;
   int32_t peer = -1;        // the rank that the failure is about, or kAnyPeer
-  int32_t reporter = -1;    // the rank that noticed it
-  uint32_t call = 0;        // the number of the collective in which it was noticed; 0: send or recv
+  int32_t reporter = -1;    // the rank that detected it
+  uint32_t call = 0;        // the number of the collective in which it was detected; 0: send or recv
   Fingerprint fingerprint;  // of that call, on the reporter
   double seconds = 0;       // how long the reporter had waited
 };
 
-// That `rank` waits for `peer` (< 0: any rank) in a message call.
+// A blocked message call: `rank` waits for `peer` (< 0: any rank).
 struct Wait {
   int rank;
   int peer;
   Verb verb;
   int32_t tag;
-  std::string site;  // where in its program
+  std::string site;  // the call site in the program of `rank`
 };
 
-// Messages with one tag that no recv has asked for.
+// Unexpected messages with one tag: they have arrived, but no recv has been posted for them.
 struct Unasked {
   int from;
   int32_t tag;
@@ -61,12 +62,12 @@ class Error : public std::exception {
   const char* what() const noexcept override { return text.empty() ? "allranks core error" : text.c_str(); }
 
   Failure failure;
-  std::vector<Fingerprint> calls;  // mismatch: what each rank called (send, recv: the sender, the receiver)
+  std::vector<Fingerprint> calls;  // mismatch: the call of each rank (send, recv: of the sender and the receiver)
   bool signalled = false;          // interrupted, and by this caller's own signal
-  std::vector<int> waiting_for;    // timeout: every rank that had not come
-  std::vector<std::string> sites;  // mismatch of collectives: where each rank called; "" where it is not known
-  std::vector<Wait> waits;         // timeout of a message: who waits for whom, from this rank on
-  std::vector<Unasked> unasked;    // the same, of a recv: messages with other tags
+  std::vector<int> waiting_for;    // timeout: every rank that had not arrived
+  std::vector<std::string> sites;  // mismatch of collectives: each rank's call site; "" if it is not known
+  std::vector<Wait> waits;         // timeout of a message: the chain of waits that begins with this rank
+  std::vector<Unasked> unasked;    // timeout of a recv: messages with other tags
   std::string text;
 };
 

@@ -1,13 +1,13 @@
-// Forked children, such as a data loader's workers.
+// Protection of forked children, such as the workers of a data loader (docs/decisions/068).
 //
-// A forked child has a copy of its parent's objects, but none of its threads. Locks stay as they were at that moment,
-// and what a thread was changing stays half changed. A child therefore leaves its copies alone:
+// A forked child has a copy of its parent's objects, but none of its threads. Locks keep their state of that moment.
+// An object that a thread was modifying stays half modified. A child therefore does not use its copies:
 //
-// - Descriptors (Fd) are closed in the child as soon as it is forked. Otherwise it would hide its parent's death.
-// - Segments (Mapping) are not mapped in the child, which can therefore neither read nor write messages.
-// - Objects with threads or locks are deleted only by the process that made them (make_owned). The child's copy
-//   stays as it is until the child ends.
-// - The methods of such objects compare forks() with its value when they were made, and refuse.
+// - Descriptors (Fd) are closed in the child immediately after the fork. An open copy would hide the parent's death.
+// - Segments (Mapping) are not mapped in the child. The child can therefore neither read nor write messages.
+// - Objects with threads or locks are deleted only by the process that created them (make_owned). The child's copy
+//   stays unchanged until the child exits.
+// - The methods of such objects compare forks() with its value at their creation. If it differs, they raise an error.
 #pragma once
 
 #include <atomic>
@@ -21,10 +21,11 @@ namespace detail {
 extern std::atomic<uint32_t> forks;
 }
 
-// How many forks lie between the process that loaded this library and this one.
+// Return the number of forks between the process that loaded this library and this process. Relaxed: the value changes
+// only in the child of a fork, before the child has other threads.
 inline uint32_t forks() { return detail::forks.load(std::memory_order_relaxed); }
 
-// Deletes an object in the process that made it, and nowhere else.
+// Deleter that deletes an object only in the process that created it.
 template <class T>
 class Disposer {
  public:
@@ -41,13 +42,13 @@ std::shared_ptr<T> make_owned(Args&&... args) {
   return {new T(std::forward<Args>(args)...), Disposer<T>()};
 }
 
-// Thrown in a child that was forked within a call, by a signal handler: the call goes on in the parent. It is no
-// Error, so that nothing on its way touches what the parent's threads may have held.
+// Thrown in a child that a signal handler forked during a call. The call continues in the parent. Forked is not derived
+// from Error: handlers of Error take locks that threads of the parent may have held during the fork.
 struct Forked {
-  bool signalled;  // the handler has raised an exception of its own
+  bool signalled;  // the handler has also raised an exception
 };
 
-// The descriptors that a child closes. Closing takes one away.
+// Register or unregister a descriptor that a forked child closes. close_descriptor unregisters and closes it.
 void own_descriptor(int fd);
 void disown_descriptor(int fd) noexcept;
 void close_descriptor(int fd) noexcept;

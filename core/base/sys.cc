@@ -44,8 +44,9 @@ int64_t now_ns() {
 
 bool futex_wait(std::atomic<uint32_t>& word, uint32_t expected, int64_t timeout_ns) {
   const timespec ts{.tv_sec = timeout_ns / 1'000'000'000, .tv_nsec = timeout_ns % 1'000'000'000};
+  // Without FUTEX_PRIVATE_FLAG, because several processes share the word.
   const long rc = syscall(SYS_futex, &word, FUTEX_WAIT, expected, &ts, nullptr, 0);
-  // EINTR counts as "time up": the caller then looks at signals.
+  // EINTR counts as a timeout, so that the caller checks for signals.
   return !(rc == -1 && (errno == ETIMEDOUT || errno == EINTR));
 }
 
@@ -78,14 +79,14 @@ void Fd::reset() {
 
 bool hung_up(int socket) {
   pollfd p{.fd = socket, .events = POLLIN | POLLRDHUP, .revents = 0};
-  // Nobody writes into a liveness socket, so that readable means closed.
+  // No process writes into a liveness socket, so "readable" means "closed".
   return poll(&p, 1, 0) == 1 && (p.revents & (POLLIN | POLLRDHUP | POLLHUP | POLLERR)) != 0;
 }
 
 Fd sealed_memory(const std::string& name, size_t bytes) {
   constexpr unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
   Fd fd(memfd_create(name.c_str(), flags | MFD_NOEXEC_SEAL));
-  if (fd.get() < 0 && errno == EINVAL) fd = Fd(memfd_create(name.c_str(), flags));  // before Linux 6.3
+  if (fd.get() < 0 && errno == EINVAL) fd = Fd(memfd_create(name.c_str(), flags));  // Linux before 6.3
   if (fd.get() < 0) fail("memfd_create");
   if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) fail("ftruncate of shared memory");
   if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fail("F_ADD_SEALS");
@@ -93,7 +94,8 @@ Fd sealed_memory(const std::string& name, size_t bytes) {
 }
 
 void allocate(const Fd& memory, size_t bytes) {
-  // In parts: a signal undoes the part that is being allocated, and a timer's signals would undo all of it for ever.
+  // In parts, because a signal undoes the allocation of the current part. If all bytes were one part, a periodic timer
+  // signal could undo each attempt, and the loop would never end.
   constexpr size_t kPart = 1 << 20;
   for (size_t begin = 0; begin < bytes;) {
     const size_t part = std::min(kPart, bytes - begin);
@@ -109,7 +111,7 @@ void allocate(const Fd& memory, size_t bytes) {
 
 bool allocate_mapped(std::byte* begin, size_t bytes) {
   while (madvise(begin, bytes, MADV_POPULATE_WRITE) != 0) {
-    if (errno == EINVAL) return false;
+    if (errno == EINVAL) return false;  // Linux before 5.14
     if (errno != EINTR && errno != EAGAIN) throw std::bad_alloc();
   }
   return true;
@@ -118,11 +120,12 @@ bool allocate_mapped(std::byte* begin, size_t bytes) {
 void leave_signals() noexcept {
   sigset_t set;
   sigfillset(&set);
+  // Faults stay unblocked: the kernel kills a process without running its handlers if the faulting thread blocks them.
   for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}) sigdelset(&set, fault);
   pthread_sigmask(SIG_BLOCK, &set, nullptr);
 }
 
-void wake_on_time() noexcept { prctl(PR_SET_TIMERSLACK, 1UL, 0, 0, 0); }
+void wake_on_time() noexcept { prctl(PR_SET_TIMERSLACK, 1UL, 0, 0, 0); }  // 1 ns
 
 Mapping::Mapping(const Fd& fd, size_t bytes, bool inherited, bool populated) : bytes_(bytes), inherited_(inherited) {
   struct stat st;
@@ -135,6 +138,7 @@ Mapping::Mapping(const Fd& fd, size_t bytes, bool inherited, bool populated) : b
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd.get(), 0);
   if (p == MAP_FAILED) fail("mmap of a shared segment");
   data_ = static_cast<std::byte*>(p);
+  // A forked child must not write into a segment (forks.h).
   if (!inherited && madvise(p, bytes, MADV_DONTFORK) != 0) {
     const int refused = errno;
     munmap(p, bytes);
@@ -152,7 +156,7 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
 }
 
 Mapping::~Mapping() {
-  // In a child that has not inherited it something else may be at that address.
+  // In a forked child that did not inherit the mapping, another mapping may be at this address.
   if (data_ != nullptr && (inherited_ || forks_ == forks())) munmap(data_, bytes_);
 }
 

@@ -1,4 +1,4 @@
-// What the core needs of Linux: a clock, futexes, sealed memory, owned descriptors.
+// Linux interfaces of the core: clock, futexes, sealed memory, owned descriptors.
 #pragma once
 
 #include <sched.h>
@@ -23,10 +23,11 @@ inline void pause() {
 #endif
 }
 
-// Brings a line of memory, which other CPUs have read, into this one's cache to be written.
+// Prefetch a cache line for writing: take it from the caches of other CPUs that have read it.
 inline void prefetch_to_write(const void* address) {
 #if defined(__x86_64__)
-  asm volatile("prefetchw (%0)" ::"r"(address));  // the compiler's own would be one to read; without effect on old CPUs
+  // The compiler's builtin would emit a prefetch for reading. On old CPUs, prefetchw has no effect.
+  asm volatile("prefetchw (%0)" ::"r"(address));
 #else
   __builtin_prefetch(address, 1);
 #endif
@@ -34,19 +35,20 @@ inline void prefetch_to_write(const void* address) {
 
 inline void yield() { sched_yield(); }
 
-// Called by a thread of the core's: signals are left to threads that are not. The kernel gives one to whichever thread
-// looks first, and python's main thread, which alone acts on it, sleeps on if that is another.
+// Block all signals except faults in the calling thread, which must be a thread of the core. The kernel delivers a
+// signal of the process to any thread that does not block it. Only Python's main thread acts on signals, and it would
+// continue to sleep if another thread received the signal.
 void leave_signals() noexcept;
-// By the same, if it sleeps for microseconds: the kernel ends a sleep up to 50 us late, unless a thread asks for
-// better.
+// Request exact wake-ups for the calling thread, which sleeps for microseconds at a time. By default the kernel ends a
+// sleep up to 50 us late.
 void wake_on_time() noexcept;
 
-// Sleeps while `word` holds `expected`, for at most `timeout_ns`. False: the time was up.
+// Sleep while `word` holds `expected`, for at most `timeout_ns`. Return false after a timeout or a signal.
 bool futex_wait(std::atomic<uint32_t>& word, uint32_t expected, int64_t timeout_ns);
 void futex_wake_all(std::atomic<uint32_t>& word);
 
-// Rounding to nearest and denormals as they are, whatever the calling thread has set: results must not
-// depend on which thread reduces.
+// Scope with rounding to nearest and with denormals, whatever mode the calling thread has set. Results must not depend
+// on which thread reduces.
 class DefaultFloatMode {
  public:
 #if defined(__x86_64__)
@@ -58,7 +60,7 @@ class DefaultFloatMode {
   }
 
  private:
-  static constexpr unsigned kDefault = 0x1f80;
+  static constexpr unsigned kDefault = 0x1f80;  // MXCSR after reset: exceptions masked, nearest, denormals
   unsigned before_;
 #elif defined(__aarch64__)
   DefaultFloatMode() {
@@ -74,7 +76,7 @@ class DefaultFloatMode {
 #endif
 };
 
-// A descriptor of this process. In a forked child it has been closed, whatever get() returns.
+// Owner of a file descriptor. In a forked child the descriptor is closed, whatever get() returns.
 class Fd {
  public:
   Fd() = default;
@@ -92,23 +94,24 @@ class Fd {
   uint32_t forks_ = forks();
 };
 
-// True when the other end of a connected socket is closed: its process died or let go of it.
+// Return whether the other end of a connected socket is closed: its process has terminated or closed its descriptor.
 bool hung_up(int socket);
 
-// `bytes` of anonymous memory that can be handed to other processes, sealed against a change of size. Nothing is
-// allocated yet.
+// Create `bytes` of anonymous memory that can be sent to other processes. It is sealed against a change of size,
+// because access after the end of shrunk memory raises SIGBUS. No page is allocated yet.
 Fd sealed_memory(const std::string& name, size_t bytes);
 
-// Allocates all of it (a full machine is an error here, not a SIGBUS later).
+// Allocate all pages. If the machine has too little memory, this throws Error; without it, a later write would raise
+// SIGBUS.
 void allocate(const Fd& memory, size_t bytes);
-// Allocates a part of mapped memory, so that writing there cannot fail. Throws std::bad_alloc. False: this kernel
-// cannot (before Linux 5.14); all of it must be allocated up front.
+// Allocate a part of mapped memory, so that writes to it cannot fail. Throws std::bad_alloc. Return false if the kernel
+// cannot do this (Linux before 5.14). All memory must then be allocated up front with allocate().
 bool allocate_mapped(std::byte* begin, size_t bytes);
 
 class Mapping {
  public:
   Mapping() = default;
-  // inherited: whether a forked child has it, too. populated: with no page fault later.
+  // inherited: a forked child has the mapping, too. populated: all pages are mapped now, so that no page fault follows.
   Mapping(const Fd& fd, size_t bytes, bool inherited = false, bool populated = false);
   Mapping(Mapping&& other) noexcept : Mapping() { *this = std::move(other); }
   Mapping& operator=(Mapping&& other) noexcept;

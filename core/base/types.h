@@ -1,7 +1,7 @@
-// What every room of the core shares: element types, reduce ops, verbs, a buffer, a call's fingerprint.
+// Types that all modules of the core share: element types, reduce ops, verbs, buffers and fingerprints of calls.
 //
-// The numbers of the enums travel between processes in the fingerprint, and Python passes them. It gets them from
-// core/python/bind_types.cc.
+// The values of the enums are part of the fingerprint that processes exchange. Python also passes them to the core, and
+// reads them from core/python/bind_types.cc.
 #pragma once
 
 #include <cstddef>
@@ -31,11 +31,11 @@ enum class DType : uint8_t {
   f8_e4m3fnuz,
   f8_e5m2fnuz,
   f8_e8m0fnu,
-  f4_e2m1fn_x2,  // the last six are only moved
+  f4_e2m1fn_x2,  // the last six types are only moved, never reduced
 };
 constexpr int kDTypes = 22;
 
-// premul_sum: of operands that their ranks have multiplied already.
+// premul_sum: the sum of operands that each rank has already multiplied by its factor.
 enum class ReduceOp : uint8_t { sum, avg, prod, min, max, band, bor, bxor, premul_sum };
 constexpr int kReduceOps = 9;
 
@@ -54,7 +54,7 @@ enum class Verb : uint8_t {
   recv,
 };
 
-// The call of the program that a collective is a part of, where it is not the collective itself.
+// The call of the program that a collective is a part of, if that call is not the collective itself.
 enum class Purpose : uint8_t {
   none,
   new_group,
@@ -71,7 +71,7 @@ constexpr size_t size_of(DType dtype) {
   return sizes[static_cast<int>(dtype)];
 }
 
-// A user's memory: contiguous, `count` elements.
+// Contiguous memory of the user with `count` elements. Does not own it.
 struct Buffer {
   void* data = nullptr;
   size_t count = 0;
@@ -81,19 +81,20 @@ struct Buffer {
   std::byte* bytes() const { return static_cast<std::byte*>(data); }
 };
 
-// What ranks compare of a tensor's shape beside the count: nothing of usual tensors, as torch.tensor(3) may meet
-// torch.empty(1). A list of tensors is passed as a tensor of more dimensions than torch computes with (multigpu.py).
-// `every`: in debug mode, whatever has not one dimension.
+// Return a hash of the part of a tensor's shape that ranks compare in addition to the count. It is 0 for ordinary
+// tensors, because torch.tensor(3) on one rank may match torch.empty(1) on another. A list of tensors is passed as a
+// tensor with more dimensions than torch supports for arithmetic (multigpu.py).
+// every: debug mode, which compares all shapes except those with one dimension.
 constexpr size_t kMostDimensions = 64;
 inline uint32_t shape_hash(const int64_t* shape, size_t ndim, bool every = false) {
   if (ndim == 1 || (!every && ndim <= kMostDimensions)) return 0;
   uint64_t h = 0xcbf29ce484222325 ^ ndim;  // FNV-1a, by sizes
   for (size_t d = 0; d < ndim; d++) h = (h ^ static_cast<uint64_t>(shape[d])) * 0x100000001b3;
-  return static_cast<uint32_t>(h ^ (h >> 32)) | 1U;
+  return static_cast<uint32_t>(h ^ (h >> 32)) | 1U;  // never 0, the value of shapes that are not compared
 }
 
-// What a rank is calling. It travels beside the data of every call, so that ranks
-// that call different things get an error instead of a wrong number.
+// Description of a call that ranks compare. It is sent with the data of every call. If the calls of ranks differ, they
+// raise an error instead of returning a wrong result.
 struct Fingerprint {
   Verb verb = Verb::none;
   DType dtype = DType::u8;
@@ -102,14 +103,14 @@ struct Fingerprint {
   int32_t root = -1;
   uint64_t count = 0;
   uint32_t shape = 0;  // shape_hash
-  uint32_t site = 0;   // debug mode: a hash of where in the program the call stands; else 0
+  uint32_t site = 0;   // debug mode: a hash of the call site; otherwise 0
 
-  // Whether two ranks call the same thing. Ranks may do so from different lines.
+  // Return whether two calls match. The call site is not compared, because ranks may call from different lines.
   bool agrees(const Fingerprint& other) const {
     return verb == other.verb && dtype == other.dtype && op == other.op && purpose == other.purpose &&
            root == other.root && count == other.count && shape == other.shape;
   }
 };
-static_assert(sizeof(Fingerprint) == 24);
+static_assert(sizeof(Fingerprint) == 24);  // stored in shared memory and sent between hosts
 
 }  // namespace allranks

@@ -1,4 +1,4 @@
-// How a call waits: how long, with how much spinning, and which thread waits.
+// Waiting of calls: timeout, polling, and the thread that waits.
 #pragma once
 
 #include <cstddef>
@@ -8,20 +8,21 @@
 
 namespace allranks {
 
-// From this size on a copy takes long enough that other threads should run meanwhile.
+// A copy of at least this size takes so long that the caller's locks (the GIL) are released for it.
 constexpr size_t kReleaseBytes = 32 << 10;
 
-// The thread that makes a call, seen from the core. The binding derives one for the GIL and
-// Python's signals; the progress thread and the core's tests need neither.
+// Interface of the core to the thread that makes a call. The binding derives a class that handles the GIL and Python's
+// signals. The progress thread and the core's tests need neither.
 class Caller {
  public:
   virtual ~Caller() = default;
-  virtual void release() {}                     // before blocking: let other threads of the process run
-  virtual bool interrupted() { return false; }  // now and then while blocked: should the call give up?
-  virtual std::string where() { return {}; }    // where in the program the call stands; asked when it has failed
+  virtual void release() {}                     // called before blocking: lets other threads of the process run
+  virtual bool interrupted() { return false; }  // polled while blocked; returns whether the call must stop
+  virtual std::string where() { return {}; }    // the call site; requested for errors and records
 };
 
-// A lock may be held by a thread that needs the caller's own locks (the GIL) to go on.
+// Lock a mutex. Its holder may need the caller's own locks (the GIL) to continue, so the caller releases them before it
+// blocks. Otherwise both would deadlock.
 inline std::unique_lock<std::mutex> lock_releasing(std::mutex& mutex, Caller& caller) {
   std::unique_lock lock(mutex, std::try_to_lock);
   if (!lock.owns_lock()) {
@@ -31,23 +32,25 @@ inline std::unique_lock<std::mutex> lock_releasing(std::mutex& mutex, Caller& ca
   return lock;
 }
 
-// About twice what a futex wake-up may cost. A rank that got something so recently does not sleep: more may follow.
+// About twice the maximum cost of a futex wake-up. A rank that received data more recently polls instead of sleeping,
+// because more data may follow.
 constexpr int64_t kStirredNs = 100'000;
 
-// How a rank waits before it sleeps. A yield leaves the CPU to a thread that wants it. If none does, the rank sees the
-// end of its wait sooner than the kernel could wake it. docs/decisions/132 has the measurements.
+// Polling of a rank before it sleeps. A yield gives the CPU to a thread that is ready to run. If no thread is ready,
+// the rank detects the end of its wait sooner than the kernel could wake it. docs/decisions/132 has the measurements.
 struct Polling {
-  int64_t spin_ns = 0;            // keeps its CPU, and the caller's locks
-  int64_t yield_ns = kStirredNs;  // then gives its CPU away again and again
+  int64_t spin_ns = 0;            // spins first: the rank keeps its CPU and the caller's locks
+  int64_t yield_ns = kStirredNs;  // then yields its CPU repeatedly
 };
 
-// One call's patience. The clock is first read when something is not there at once.
+// Time limit and polling of one call. The clock is first read when the call has to wait, so that a call that completes
+// immediately does not pay for it.
 struct Patience {
   Caller& caller;
   int64_t timeout_ns;
   Polling polling;
   int64_t deadline_ns = 0;  // absolute; 0: not computed yet
-  bool final = true;        // whether a missed deadline ends the group, or only this wait
+  bool final = true;        // a missed deadline ends the group; false: it ends only this wait
 };
 
 }  // namespace allranks

@@ -1,10 +1,10 @@
-// How far the clock of another host is ahead of this host's. Both are CLOCK_MONOTONIC, which counts from the start of
-// the host.
+// Offset of another host's clock: how far it is ahead of this host's clock. Both are CLOCK_MONOTONIC, which counts from
+// the boot of the host.
 //
-// Every round trip gives bounds: what was sent here at s, was there at t and came back here at r, proves that the
-// difference is between t - r and t - s. The bounds of all round trips are intersected. Those of earlier ones get wider
-// with time, as clocks drift. So the error is half of the shortest ways there and back, and known. The idea is that of
-// Marzullo's algorithm (1984), which NTP uses to select servers.
+// Every round trip gives bounds. A ping is sent here at s, the other host reads its clock at t, and the answer arrives
+// here at r. The offset is then between t - r and t - s. The bounds of all round trips are intersected. Earlier bounds
+// widen with time, because clocks drift. The error is therefore known: half the sum of the shortest delays in each
+// direction. The idea is that of Marzullo's algorithm (1984), which NTP uses to select servers.
 #pragma once
 
 #include <algorithm>
@@ -15,14 +15,14 @@ namespace allranks {
 class ClockOffset {
  public:
   static constexpr int64_t kUnknownNs = INT64_MAX / 8;
-  static constexpr int64_t kLatestNs = INT64_MAX / 8;  // no clock shows more
+  static constexpr int64_t kLatestNs = INT64_MAX / 8;  // a larger time is invalid; sums of valid times do not overflow
 
   struct Estimate {
-    int64_t ns;  // the other clock is so far ahead
+    int64_t ns;  // how far the other clock is ahead
     int64_t error_ns;
   };
 
-  // A round trip: sent here, seen there, received here.
+  // Add a round trip: sent here, time of the other host, received here.
   void add(int64_t sent_ns, int64_t theirs_ns, int64_t received_ns) {
     int64_t low = theirs_ns - received_ns;
     int64_t high = theirs_ns - sent_ns;
@@ -30,7 +30,8 @@ class ClockOffset {
       const int64_t drift = drift_until(received_ns);
       low = std::max(low, low_ns_ - drift);
       high = std::min(high, high_ns_ + drift);
-      if (low > high) {  // a host was suspended, or its clock drifts more than any that is in order
+      // No intersection: a host was suspended, or its clock drifts more than kDrift. Discard the earlier bounds.
+      if (low > high) {
         low = theirs_ns - received_ns;
         high = theirs_ns - sent_ns;
       }
@@ -46,7 +47,7 @@ class ClockOffset {
   }
 
  private:
-  static constexpr int64_t kDrift = 20'000;  // one part in so many, 50 ppm: of two clocks that NTP or a crystal keeps
+  static constexpr int64_t kDrift = 20'000;  // 1 / drift: 50 ppm, for two clocks that NTP or a crystal controls
 
   int64_t drift_until(int64_t now_ns) const { return std::max<int64_t>(now_ns - measured_ns_, 0) / kDrift; }
 

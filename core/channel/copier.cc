@@ -15,10 +15,10 @@ namespace allranks {
 
 namespace {
 
-constexpr size_t kLeast = 16 << 10;  // bytes: below, latency counts and not bandwidth
-constexpr float kSlow = 1.0f / 6;    // ns per byte
-constexpr float kFast = 1.0f / 8;
-constexpr int kTurns = 32;
+constexpr size_t kLeast = 16 << 10;  // bytes; for smaller copies, latency matters and not bandwidth
+constexpr float kSlow = 1.0f / 6;    // ns per byte (6 GB/s); slower plain copies are replaced by copies past the caches
+constexpr float kFast = 1.0f / 8;    // 8 GB/s; differs from kSlow, so that the choice does not alternate
+constexpr int kTurns = 32;           // one of 32 copies is plain, to detect that ranks have moved
 constexpr size_t kVector = sizeof(__m128i);
 constexpr size_t kStride = 4 * kVector;
 
@@ -39,7 +39,7 @@ void copy_past_caches(std::byte* to, const std::byte* from, size_t n) {
     _mm_stream_si128(t + 3, d);
   }
   std::memcpy(to + done, from + done, n - done);
-  _mm_sfence();
+  _mm_sfence();  // non-temporal stores are weakly ordered: without it, a reader could see the flag before the data
 }
 
 }  // namespace
@@ -56,7 +56,7 @@ void Copier::copy(std::byte* to, const std::byte* from, size_t n) {
   turns_ = 0;
   const int64_t began = sys::now_ns();
   std::memcpy(to, from, n);
-  // Bounded, because a copy that was interrupted shows nothing.
+  // Limited, because the time of a copy that was interrupted shows nothing about the caches.
   const float took = std::min(static_cast<float>(sys::now_ns() - began) / static_cast<float>(n), 2 * kSlow);
   ns_per_byte_ += (took - ns_per_byte_) / 4;
   past_caches_ = ns_per_byte_ > (past_caches_ ? kFast : kSlow);

@@ -1,10 +1,10 @@
-// Copies into memory that other cores are about to read, in the way that is faster where they run.
+// Copies into memory that other cores are about to read, with the kind of store that is faster for these cores.
 //
-// A plain store first fetches its line from whichever cache holds it: the reader's, which read it
-// last time round. That is quick between cores that share an L3 cache (10 to 25 GB/s were measured),
-// and slow between cores that do not (5 GB/s), where stores that go past the caches are three times faster
-// (17 GB/s) but, within one L3, cost the reader up to twice the time. Which of the two it is cannot be known
-// beforehand: schedulers and hypervisors move ranks. So plain copies are timed.
+// A plain store first fetches the cache line from the cache that holds it: that of the reader, which read it in the
+// previous round. This is fast between cores that share an L3 cache (measured: 10 to 25 GB/s) and slow between other
+// cores (5 GB/s). There, non-temporal stores, which bypass the caches, are three times as fast (17 GB/s). Within one L3
+// cache they cost the reader up to twice the time. The faster kind cannot be known in advance, because schedulers and
+// hypervisors move ranks. Plain copies are therefore timed (docs/decisions/018).
 #pragma once
 
 #include <cstddef>
@@ -19,8 +19,8 @@ class Copier {
 
  private:
   bool past_caches_ = false;
-  int turns_ = 0;          // of copies past the caches since a plain one was tried
-  float ns_per_byte_ = 0;  // of plain copies, lately
+  int turns_ = 0;          // number of copies past the caches since the last plain copy
+  float ns_per_byte_ = 0;  // moving average of plain copies
 };
 
 }  // namespace allranks

@@ -9,23 +9,23 @@ namespace allranks {
 
 namespace {
 
-constexpr int kAllConnected = 8;  // hosts
-constexpr int64_t kPauseNs = 200'000'000;
-constexpr int64_t kPausePerHostNs = 10'000'000;
-constexpr size_t kLongestMessage = 1 << 20;
-constexpr int kFirstRoundTrips = 8;  // made at once, for the clocks
+constexpr int kAllConnected = 8;                 // up to this number of hosts, all are connected with each other
+constexpr int64_t kPauseNs = 200'000'000;        // minimum time between two statuses of a host
+constexpr int64_t kPausePerHostNs = 10'000'000;  // per host, so that all hosts together publish at most 100 per second
+constexpr size_t kLongestMessage = 1 << 20;      // bytes; a larger length is invalid
+constexpr int kFirstRoundTrips = 8;              // made at the beginning, without a pause, to measure the clock offset
 
 struct MessageHead {
   uint32_t type;
   uint32_t nbytes;
 };
 
-// What stands first in a status and in notes.
+// The beginning of a status and of notes.
 struct RecordHead {
   uint32_t host;
   uint32_t version;
-  uint32_t closed;  // of a status
-  uint32_t call;    // of notes
+  uint32_t closed;  // used by status
+  uint32_t call;    // used by notes
 };
 
 template <class T>
@@ -54,7 +54,7 @@ std::vector<int> Heartbeat::neighbours(int host, int hosts) {
     const int ahead = (other - host + hosts) % hosts;
     const int distance = std::min(ahead, hosts - ahead);
     const auto power_of_two = [](int x) { return x > 0 && (x & (x - 1)) == 0; };
-    // Either way round: where others count this host as so far ahead, this one counts them as so far behind.
+    // Both directions, so that the relation is symmetric: a host that is 2^k ahead of this one finds it 2^k behind.
     const bool near = power_of_two(ahead) || power_of_two(hosts - ahead);
     if (distance > 0 && (hosts <= kAllConnected || near)) found.push_back(other);
   }
@@ -100,7 +100,7 @@ void Heartbeat::spread(const Neighbour* but) {
   }
 }
 
-// Queues what a neighbour has not got yet, if it has answered the last ping.
+// Queue the records that a neighbor has not received yet, if it has answered the last ping.
 void Heartbeat::send_pending(Neighbour& to) {
   if (to.awaits_pong || (!to.dirty && (to.round_trips == 0 || to.round_trips >= kFirstRoundTrips))) return;
   for (size_t h = 0; h < known_.size(); h++) {
@@ -143,7 +143,7 @@ void Heartbeat::condemn(const Failure& failure) {
   Bytes body;
   append(body, failure);
   for (Neighbour& n : neighbours_) {
-    if (n.open) add(n, MessageType::verdict, body);
+    if (n.open) add(n, MessageType::verdict, body);  // without waiting for a pong: it is sent only once
   }
 }
 
@@ -153,7 +153,7 @@ void Heartbeat::leave(const std::vector<Status>& statuses) {
   for (const Status& status : statuses) append(body, status);
   store(host_, MessageType::status, body);
   for (Neighbour& n : neighbours_) {
-    if (n.open) add(n, MessageType::status, body);  // also where a pong is missing: nothing follows
+    if (n.open) add(n, MessageType::status, body);  // even if a pong is missing, because nothing follows
   }
 }
 
@@ -162,7 +162,7 @@ void Heartbeat::sent(int neighbour, size_t nbytes) {
   outbox.erase(outbox.begin(), outbox.begin() + static_cast<std::ptrdiff_t>(nbytes));
 }
 
-// --- what is received ---
+// --- received messages ---
 
 void Heartbeat::receive(int neighbour, const std::byte* bytes, size_t nbytes, int64_t now_ns) {
   now_ns_ = now_ns;
@@ -183,7 +183,7 @@ void Heartbeat::receive(int neighbour, const std::byte* bytes, size_t nbytes, in
   from.inbox.erase(from.inbox.begin(), from.inbox.begin() + static_cast<std::ptrdiff_t>(at));
 }
 
-// False: not a valid message.
+// Process a message. Return false if it is not valid.
 bool Heartbeat::receive_message(Neighbour& from, MessageType type, const std::byte* body, size_t nbytes) {
   switch (type) {
     case MessageType::ping: {
@@ -200,7 +200,7 @@ bool Heartbeat::receive_message(Neighbour& from, MessageType type, const std::by
       if (nbytes != sizeof(Failure)) return false;
       if (!verdict_) {
         const auto failure = read_at<Failure>(body);
-        condemn(failure);
+        condemn(failure);  // forwards it, because not all hosts are connected with the sender
         listener_.on_verdict(failure);
       }
       return true;
@@ -211,7 +211,7 @@ bool Heartbeat::receive_message(Neighbour& from, MessageType type, const std::by
   return false;
 }
 
-// The end of a round trip. False: not a valid pong.
+// Finish a round trip. Return false if the pong is not valid.
 bool Heartbeat::measure(Neighbour& from, const std::byte* body, size_t nbytes) {
   if (!from.awaits_pong || nbytes != sizeof(int64_t)) return false;
   const auto theirs_ns = read_at<int64_t>(body);
@@ -223,10 +223,12 @@ bool Heartbeat::measure(Neighbour& from, const std::byte* body, size_t nbytes) {
   return true;
 }
 
-// Stores the record of a host, this one included, if it is newer than the known one, and passes it on.
+// Store and forward the record of a host, this one included, if it is newer than the known one. The whole record is
+// checked before it is stored. Return false if it is not valid.
 bool Heartbeat::accept(MessageType type, const std::byte* body, size_t nbytes, const Neighbour* from) {
   if (nbytes < sizeof(RecordHead)) return false;
   const auto head = read_at<RecordHead>(body);
+  // A neighbor may forward a record of this host. It is valid, but never newer than this host's own record.
   if (head.host >= known_.size() || (from != nullptr && head.host == static_cast<uint32_t>(host_))) {
     return head.host < known_.size();
   }
@@ -234,7 +236,7 @@ bool Heartbeat::accept(MessageType type, const std::byte* body, size_t nbytes, c
   const auto& ranks = hosts_.on(host);
   const Host& known = known_[head.host];
   const Record& before = type == MessageType::status ? known.status : known.notes;
-  if (static_cast<int32_t>(head.version - before.version) <= 0) return true;
+  if (static_cast<int32_t>(head.version - before.version) <= 0) return true;  // signed, because versions may wrap
   const std::byte* at = body + sizeof head;
   const std::byte* end = body + nbytes;
   std::vector<Status> statuses;
@@ -269,6 +271,7 @@ bool Heartbeat::accept(MessageType type, const std::byte* body, size_t nbytes, c
 }
 
 void Heartbeat::ended(int neighbour, int error) {
+  // These errors mean that the kernel of the host does not respond. After any other end, the process has terminated.
   const bool silent = error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH;
   if (Neighbour& n = at(neighbour); n.open) lose(n, silent ? Kind::unreachable : Kind::died);
 }
@@ -277,7 +280,7 @@ void Heartbeat::lose(Neighbour& neighbour, Kind how) {
   neighbour.open = false;
   neighbour.inbox.clear();
   neighbour.outbox.clear();
-  if (known_[static_cast<size_t>(neighbour.host)].closed) return;
+  if (known_[static_cast<size_t>(neighbour.host)].closed) return;  // its leader has left: not a failure
   listener_.on_end(neighbour.host, how);
   if (verdict_) return;
   Failure failure{.kind = how, .peer = hosts_.leader(neighbour.host), .reporter = hosts_.leader(host_)};

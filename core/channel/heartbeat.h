@@ -1,21 +1,23 @@
-// Signs of life between the hosts of a group, as a state machine: bytes and the time go in, bytes and events come out.
-// It has no socket, no clock and no thread, so that thousands of networks can be simulated in a second
-// (tests/core/test_heartbeat.cc); net.h gives it real ones.
+// Heartbeats between the hosts of a group, as a state machine. Inputs are bytes and times, outputs are bytes and
+// events. It has no socket, no clock and no thread, so that tests can simulate thousands of networks in a second
+// (tests/core/test_heartbeat.cc). net.h connects it to real sockets.
 //
-// The leader of each host has a Heartbeat for all ranks of the host. Up to 8 hosts each is connected with all others;
-// beyond, with the hosts at a distance of 2^k either way. What a host receives for the first time it passes on. It
-// sends
+// The leader of each host has a Heartbeat for all ranks of the host. Up to 8 hosts are all connected with each other.
+// With more hosts, each host is connected with the hosts at distances of 2^k in both directions, its neighbors. A host
+// forwards every record that is new to it. The messages are:
 //   status   for each rank of the host: its last collective, the message it waits for, and whether it has left. The
-//            last status of a host has `closed` set; the end of its connections is no failure then.
-//   notes    after a mismatch: where in its program each rank called.
-//   verdict  that the group has failed, and why. It is sent once.
-// Status and notes are states with a version, not events: a newer one replaces an older one, and is passed on only if
-// it is newer than the known one. They go to a neighbour only after it has answered the last of them (ping, pong). So
-// what waits for a host that is stopped for an hour is one batch, not an hour's, and no TCP window closes. A closed
-// window would look like a host that does not answer. A pong has the time of the neighbour's clock, so that each round
-// trip shows how far that is ahead (clock_offset.h). Some are made at the beginning for that.
+//            last status of a host has `closed` set. The end of its connections is then not a failure.
+//   notes    after a mismatch: the call site of each rank.
+//   verdict  the failure of the group. It is sent once.
+// Status and notes are versioned states, not events. A newer record replaces an older one. It is forwarded only if it
+// is newer than the known one. A leader sends records to a neighbor only after the neighbor has answered the previous
+// batch (ping, pong). At most one batch is therefore queued for a host that is stopped, even for an hour, and its TCP
+// window stays open. TCP would report a closed window as a host that does not respond. A pong contains the time of the
+// neighbor's clock, so that each round trip measures the clock offset (clock_offset.h). The first round trips are made
+// only for this purpose.
 //
-// A host counts as lost when its connection ends, never because time passes: a rank that is stopped is not dead.
+// A host counts as lost when its connection ends, and never because of a timeout: a rank that is stopped is not dead.
+// docs/decisions/045 has the reasons.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +36,7 @@ namespace allranks {
 
 class Heartbeat {
  public:
-  // What is known of a rank.
+  // State of a rank.
   struct Status {
     uint32_t call = 0;  // the last collective it has begun
     uint32_t left = 0;
@@ -42,37 +44,38 @@ class Heartbeat {
     Waits waits;
   };
 
-  // Gets what is received about ranks on other hosts.
+  // Receiver of the events about ranks on other hosts.
   class Listener {
    public:
     virtual ~Listener() = default;
     virtual void on_status(int rank, const Status& status) = 0;
     virtual void on_note(int rank, uint32_t call, const std::string& text) = 0;
-    virtual void on_close(int host) = 0;          // its Heartbeat ends
-    virtual void on_end(int host, Kind how) = 0;  // a neighbour: its leader has died or cannot be reached
+    virtual void on_close(int host) = 0;          // the leader of the host has left
+    virtual void on_end(int host, Kind how) = 0;  // the leader of a neighbor has died or is unreachable
     virtual void on_verdict(const Failure& failure) = 0;
-    virtual void on_clock(int host, const ClockOffset& offset) = 0;  // a neighbour's
+    virtual void on_clock(int host, const ClockOffset& offset) = 0;  // of a neighbor
   };
 
-  // The hosts that a host is connected with.
+  // Return the hosts with which a host is connected.
   static std::vector<int> neighbours(int host, int hosts);
 
   Heartbeat(int host, const Hosts& hosts, Listener& listener);
 
-  // The ranks of this host, by place. Sent where something has changed, and at most once per pause_ns_.
+  // Publish the states of this host's ranks, by place. They are sent only if a state has changed, and at most once per
+  // pause_ns_.
   void publish(int64_t now_ns, const std::vector<Status>& statuses);
   void publish_notes(uint32_t call, const std::vector<std::string>& texts);
-  // The group has failed.
+  // Send a verdict to the neighbors, unless one has been sent before.
   void condemn(const Failure& failure);
-  // Ends this Heartbeat, with the last status of its ranks.
+  // Send the last status of this host's ranks, with `closed` set.
   void leave(const std::vector<Status>& statuses);
 
-  // now_ns: read after the bytes had come.
+  // Process bytes from a neighbor. now_ns: read after the bytes had arrived, as ClockOffset requires.
   void receive(int neighbour, const std::byte* bytes, size_t nbytes, int64_t now_ns);
-  // A connection has ended; error: errno, 0 where the other side has closed it.
+  // Process the end of a connection. error: errno; 0 if the other side has closed it.
   void ended(int neighbour, int error);
 
-  // What is to be sent to a neighbour, and how much of it has been.
+  // The bytes to send to a neighbor. sent() removes those that have been sent.
   const std::vector<std::byte>& outbox(int neighbour) const { return at(neighbour).outbox; }
   void sent(int neighbour, size_t nbytes);
 
@@ -80,7 +83,7 @@ class Heartbeat {
   enum class MessageType : uint32_t { status = 1, notes, verdict, ping, pong };
   using Bytes = std::vector<std::byte>;
 
-  // The newest that is known from a host, of one message type.
+  // The newest known record of a host, of one message type.
   struct Record {
     uint32_t version = 0;
     Bytes body;
@@ -97,7 +100,7 @@ class Heartbeat {
     int64_t pinged_ns = 0;
     int round_trips = 0;
     ClockOffset clock{};
-    bool dirty = false;            // something below is
+    bool dirty = false;            // a record below is due
     std::vector<bool> status_due;  // by host
     std::vector<bool> notes_due;
     Bytes inbox;
@@ -123,7 +126,7 @@ class Heartbeat {
   std::optional<Failure> verdict_;
   std::vector<Status> published_;
   int64_t published_ns_ = 0;
-  int64_t now_ns_ = 0;  // as it was given last: not later than the time
+  int64_t now_ns_ = 0;  // the time that was passed last
   int64_t pause_ns_;
 };
 

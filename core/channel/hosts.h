@@ -1,4 +1,4 @@
-// Which ranks of a group share a host: shared memory serves those, connections the others.
+// The hosts of a group's ranks. Ranks that share a host use shared memory, other pairs of ranks use connections.
 #pragma once
 
 #include <algorithm>
@@ -6,10 +6,11 @@
 
 namespace allranks {
 
-// Hosts are numbered by their first rank; the ranks of a host stand in order, the first leads.
+// Hosts are numbered in the order of their first ranks. The ranks of a host are in ascending order; the first one is
+// the leader.
 class Hosts {
  public:
-  // host_of[r]: any number that only the ranks of r's host have.
+  // host_of[r]: an arbitrary number that identifies the host of rank r.
   explicit Hosts(const std::vector<int>& host_of) : of_(host_of.size()), place_(host_of.size()) {
     std::vector<int> seen;
     for (size_t r = 0; r < host_of.size(); r++) {
@@ -28,7 +29,7 @@ class Hosts {
   int ranks() const { return static_cast<int>(of_.size()); }
   int count() const { return static_cast<int>(members_.size()); }
   int of(int rank) const { return of_[static_cast<size_t>(rank)]; }
-  int place(int rank) const { return place_[static_cast<size_t>(rank)]; }  // on its host
+  int place(int rank) const { return place_[static_cast<size_t>(rank)]; }  // index among the ranks of its host
   const std::vector<int>& on(int host) const { return members_[static_cast<size_t>(host)]; }
   int leader(int host) const { return on(host).front(); }
   bool even() const {

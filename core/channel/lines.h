@@ -1,4 +1,4 @@
-// Which lines of other ranks' memory a rank touches. Counted in the core as the tests build it, for
+// Counts the cache lines of other ranks' memory that a rank accesses. Active only in the core that the tests build, for
 // benchmarks/model.py.
 #pragma once
 
@@ -10,10 +10,10 @@
 
 namespace allranks::lines {
 
-constexpr size_t kBytes = 128;  // control lines are aligned to as many
+constexpr size_t kBytes = 128;  // the alignment of control lines (kLine)
 
-using Touched = std::set<std::pair<int, uintptr_t>>;  // whose, and which
-inline thread_local Touched* touched = nullptr;       // of the rank that this thread is
+using Touched = std::set<std::pair<int, uintptr_t>>;  // owner and number of each line
+inline thread_local Touched* touched = nullptr;       // of the rank that this thread runs
 
 inline void touch(int owner, const void* line) {
   if (touched != nullptr) touched->emplace(owner, reinterpret_cast<uintptr_t>(line) / kBytes);

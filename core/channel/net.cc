@@ -21,19 +21,20 @@ namespace allranks {
 namespace {
 
 constexpr int64_t kMs = 1'000'000;
-constexpr int64_t kSliceNs = 50 * kMs;
-constexpr int64_t kBrokenNs = 1'000 * kMs;  // from the end of a stream to that of its rank, if that is what it means
-constexpr int64_t kTickNs = 50 * kMs;       // the leader looks what the ranks of its host do
-constexpr int64_t kNotesNs = 1'000 * kMs;
-constexpr int64_t kFinishNs = 2'000 * kMs;
-constexpr uint32_t kNearUs = 2'000;
-constexpr uint8_t kClosed = 7;  // TCP_CLOSE of netinet/tcp.h, whose tcp_info is the older one
-// TCP doubles the time between its attempts. After a cut of 7 s the next attempt may come as late as 14.2 s after the
-// last packet that arrived: a limit of 15 s survives each cut of up to 7 s, and one of 7 s loses a host after 4 s.
+constexpr int64_t kSliceNs = 50 * kMs;      // interval of the checks for failures (shm.h)
+constexpr int64_t kBrokenNs = 1'000 * kMs;  // after the end of a stream: time for the cause (death, leaving) to arrive
+constexpr int64_t kTickNs = 50 * kMs;       // interval at which the leader reads the state of its host's ranks
+constexpr int64_t kNotesNs = 1'000 * kMs;   // limit of the exchange of call sites
+constexpr int64_t kFinishNs = 2'000 * kMs;  // limit of close()
+constexpr uint32_t kNearUs = 2'000;         // round-trip time up to which BBR is not used
+constexpr uint8_t kClosed = 7;              // TCP_CLOSE of netinet/tcp.h, whose older tcp_info conflicts
+// TCP doubles the time between its retransmissions. After a network outage of 7 s, the next retransmission may be as
+// late as 14.2 s after the last packet that arrived. A limit of 15 s therefore survives every outage of up to 7 s. A
+// limit of 7 s would lose a host after an outage of 4 s. docs/decisions/028
 constexpr int kUnreachableMs = 15'000;
-constexpr size_t kBurst = 256 << 10;  // bytes moved one way before the other has its turn
-constexpr size_t kLent = 64 << 10;    // bytes from which lending is worth a pipe
-constexpr size_t kParts = 16;
+constexpr size_t kBurst = 256 << 10;  // bytes transferred in one direction before the other direction has its turn
+constexpr size_t kLent = 64 << 10;    // minimum bytes for lending: smaller operands are not worth a pipe
+constexpr size_t kParts = 16;         // maximum queued parts of one system call
 
 void set(int fd, int level, int option, int value) {
   if (setsockopt(fd, level, option, &value, sizeof value) != 0) {
@@ -41,8 +42,9 @@ void set(int fd, int level, int option, int value) {
   }
 }
 
-// BBR paces what it sends, with a timer for every few packets: between neighbours that costs more than it can bring. So
-// the sockets come without it (_engines/native/tcp.py); where the way is long they get it back, if it is the system's.
+// Restore BBR for long paths, if it is the system's default. BBR paces the packets with a timer for every few of them.
+// On short paths this costs more than it gains. The sockets are therefore created without it (_engines/native/tcp.py).
+// It cannot be the other way round: a connection that has used BBR stays paced (docs/decisions/042).
 void pace_on_long_ways(int fd) {
   tcp_info info{};
   socklen_t info_size = sizeof info;
@@ -51,7 +53,7 @@ void pace_on_long_ways(int fd) {
   std::array<char, 16> name{};
   socklen_t size = name.size();
   if (getsockopt(fresh.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(), &size) != 0) return;
-  // Where this user may not choose it the socket stays as it is.
+  // If this user may not choose BBR, the call fails and the socket stays unchanged.
   if (std::string_view(name.data()) == "bbr") setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), size);
 }
 
@@ -70,26 +72,26 @@ void set_up(int fd) {
 
 void signal(const sys::Fd& event) {
   const uint64_t one = 1;
-  // It fails only if the counter is full, and then nobody sleeps on it.
+  // It fails only if the counter is full. Then no thread can sleep on it.
   if (write(event.get(), &one, sizeof one) < 0) return;
 }
 
 void drain(const sys::Fd& event) {
   uint64_t count;
-  if (read(event.get(), &count, sizeof count) < 0) return;  // somebody else has
+  if (read(event.get(), &count, sizeof count) < 0) return;  // another thread has reset it
 }
 
 void send_greeting(int fd, const std::string& greeting) {
-  if (::send(fd, greeting.data(), greeting.size(), MSG_NOSIGNAL) < 0) return;  // it has ended
+  if (::send(fd, greeting.data(), greeting.size(), MSG_NOSIGNAL) < 0) return;  // the connection has ended
 }
 
-// Whether nothing more will come than what is here.
+// Return whether no more data will arrive on a stream. The kernel may still hold data that arrived before.
 bool over(const Stream& stream) {
   pollfd polled{.fd = stream.fd(), .events = POLLRDHUP, .revents = 0};
   return !stream || (poll(&polled, 1, 0) > 0 && (polled.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0);
 }
 
-// Bytes that the kernel has not brought to the other side yet.
+// Return the number of bytes that the other side's kernel has not acknowledged yet.
 int unsent(int fd) {
   if (fd < 0) return 0;
   tcp_info info{};
@@ -121,7 +123,7 @@ Net::Net(int rank, Hosts hosts, std::vector<sys::Fd> heartbeats, Opener opener, 
     for (const int host : Heartbeat::neighbours(here(), hosts_.count())) {
       sys::Fd& fd = heartbeats[static_cast<size_t>(hosts_.leader(host))];
       set_up(fd.get());
-      // Only here: a rank that computes, and does not take what others send, is not to be given up.
+      // Only on heartbeats: a rank that computes and does not read its other streams must not count as lost.
       set(fd.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, kUnreachableMs);
       links_[static_cast<size_t>(host)] = std::make_unique<Stream>();
       links_[static_cast<size_t>(host)]->open(std::move(fd));
@@ -146,14 +148,15 @@ void Net::adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeti
   try {
     set_up(fd.get());
   } catch (const Error&) {
-    return give_up(rank);  // the caller has nobody to report to
+    return give_up(rank);  // no call waits for this function, so the group fails instead
   }
   {
     const std::lock_guard lock(lock_);
     Stream& stream = kind == Connection::collective ? peer(rank).collective_stream : peer(rank).message_stream;
+    // close() sets closing_ before it locks: either this check finds it, or close() drops the stream.
     if (closing_.load(std::memory_order_acquire) || stream) return;
-    // The other side may go on, and even leave, as soon as it has this. Where it has ended meanwhile, that is found
-    // when the connection is used.
+    // The other side may continue, and even leave, as soon as it has received the greeting. If it has terminated, the
+    // first use of the connection detects this.
     if (!greeting.empty()) send_greeting(fd.get(), greeting);
     stream.open(std::move(fd));
   }
@@ -172,7 +175,7 @@ void Net::give_up(int rank) {
 
 void Net::need_collective_stream(int rank) {
   Peer& p = peer(rank);
-  if (p.collective_asked || p.collective_stream || rank > rank_) return;  // the higher asks for both
+  if (p.collective_asked || p.collective_stream || rank > rank_) return;  // the higher rank requests it for both
   p.collective_asked = true;
   opener_(rank, Connection::collective);
 }
@@ -224,7 +227,7 @@ uint64_t Net::borrow(int from, void* data, size_t nbytes) {
   return receive(from, data, nbytes);
 }
 
-// Gives the kernel what it takes, up to a burst.
+// Send queued bytes until the kernel accepts no more, or a burst has been sent. Return whether any were sent.
 bool Net::hand_over(Peer& p) {
   size_t total = 0;
   while (!p.out.empty() && total < kBurst) {
@@ -310,6 +313,7 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
     const int64_t now = sys::now_ns();
     if (moved) {
       stirred = now;
+      // A call is late only if no byte has been transferred for the whole timeout (docs/decisions/078).
       patience.deadline_ns = std::max(patience.deadline_ns, now + patience.timeout_ns);
     }
     const bool ended = peer(awaited).collective_stream.ended();
@@ -332,8 +336,8 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
       shm_.condemn(failure);
       shm_.check_verdict();
     }
-    // To wake a sleeper costs the sender more than the packet, where it must ask another CPU to (of a virtual machine
-    // above all): who gets something all the time does not sleep.
+    // Waking a sleeping receiver can cost the sender more than the packet: it may need an inter-processor interrupt,
+    // which is expensive in a virtual machine. A rank that receives continuously therefore yields instead of sleeping.
     if (now - stirred < kStirredNs) {
       sys::yield();
       continue;
@@ -345,6 +349,7 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
       const auto events = (p.in.empty() ? 0 : POLLIN) | (p.out.empty() && p.collective_stream.drained() ? 0 : POLLOUT);
       polled.push_back({.fd = p.collective_stream.fd(), .events = static_cast<short>(events), .revents = 0});
     }
+    // A stream that has ended is not polled, so the cause of its end is checked every millisecond.
     poll(polled.data(), polled.size(), ended ? 1 : static_cast<int>(kSliceNs / kMs));
     if (polled.front().revents != 0) drain(opened_);
   }
@@ -382,7 +387,7 @@ void Net::settle(Patience& patience, const Failure& about) {
     if (std::exchange(p.lends, false)) receive(r, &heard_, 1);
   }
   flush(patience, about);
-  // Who has given up may have changed already what it had lent.
+  // A rank whose call has failed may already have changed the bytes that it had lent.
   shm_.check_verdict();
 }
 
@@ -411,12 +416,13 @@ bool Net::wait_for_messages(int timeout_ms) {
 }
 
 void Net::watch_message_streams() {
+  // If it was set already, the thread polls the streams and will ring.
   if (watching_.exchange(true, std::memory_order_seq_cst)) return;
   start_thread();
   wake();
 }
 
-// --- signs of life: what is asked ---
+// --- heartbeats: functions for calls ---
 
 void Net::wake() { signal(wake_); }
 
@@ -441,15 +447,17 @@ std::vector<int> Net::behind(uint32_t call) {
 
 int Net::blame(int awaited, uint32_t call) {
   if (call == 0) return awaited;  // a message
+  // If the awaited rank has begun the call, it waits for a rank that has not.
   const auto late = behind(call);
   return late.empty() || std::find(late.begin(), late.end(), awaited) != late.end() ? awaited : late.front();
 }
 
 Presence Net::presence(int rank) {
+  // Acquire pairs with on_status(): the last call and wait of a rank that has left are in the table.
   const auto presence = static_cast<Presence>(shm_.far(rank).presence.load(std::memory_order_acquire));
   if (presence != Presence::left && presence != Presence::unreported) return presence;
-  // Everything that it has sent is here when its connections have ended, too. Where nobody speaks for it, that is all
-  // there is to be seen.
+  // Everything that the rank has sent has arrived only when its connections have ended, too. If no leader reports for
+  // it, the end of its connections is the only sign.
   const Peer& p = peer(rank);
   const bool known = presence == Presence::left || p.collective_stream || p.message_stream;
   return known && over(p.collective_stream) && over(p.message_stream) ? Presence::left : Presence::here;
@@ -459,12 +467,12 @@ std::vector<std::string> Net::exchange_notes(const Failure& about, Caller& calle
                                              const std::vector<std::string>& here) {
   if (leads()) {
     const auto& local_ranks = hosts_.on(this->here());
-    for (size_t p = local_ranks.size(); p-- > 0;) {  // its own last: that is where the thread looks
+    for (size_t p = local_ranks.size(); p-- > 0;) {  // the leader's note last: its number triggers the thread
       Far& far = shm_.far(local_ranks[p]);
       const size_t n = std::min(here[p].size(), far.note.size() - 1);
       std::copy_n(here[p].begin(), n, far.note.begin());
       far.note[n] = '\0';
-      far.note_call.store(about.call, std::memory_order_release);
+      far.note_call.store(about.call, std::memory_order_release);  // publishes the text
     }
     wake();
   }
@@ -489,7 +497,7 @@ void Net::close() {
   closing_.store(true, std::memory_order_release);
   wake();
   {
-    const std::lock_guard lock(lock_);  // nothing is opened, and no thread started, from here on
+    const std::lock_guard lock(lock_);  // from here on, no stream is opened and no thread is started
     closed_ = true;
   }
   if (thread_.joinable()) thread_.join();
@@ -503,11 +511,12 @@ void Net::close() {
   }
 }
 
-// --- signs of life: the thread ---
+// --- heartbeats: the thread ---
 
 void Net::run() {
   sys::leave_signals();
-  if (heartbeat_) {  // at once, and not after the first tick: until then the clocks of other hosts are not known
+  // Before the first tick, because the clocks of other hosts are unknown until the first round trips.
+  if (heartbeat_) {
     publish();
     flush_heartbeats();
   }
@@ -544,6 +553,7 @@ void Net::turn() {
   if (polled.front().revents != 0) drain(wake_);
   const auto stirred = [](const pollfd& p) { return p.revents != 0; };
   if (std::any_of(polled.begin() + static_cast<std::ptrdiff_t>(before_messages), polled.end(), stirred)) {
+    // Cleared before the bell rings: a woken rank that sleeps again sets it again.
     watching_.store(false, std::memory_order_seq_cst);
     Shm::ring(shm_.bell(shm_.rank()));
   }
@@ -556,7 +566,7 @@ void Net::turn() {
   publish();
   flush_heartbeats();
   for (const int host : watched) {
-    if (host >= 0 && links_[static_cast<size_t>(host)]->ended()) read_heartbeats(host);  // a write has found it
+    if (host >= 0 && links_[static_cast<size_t>(host)]->ended()) read_heartbeats(host);  // a write has found the end
   }
 }
 
@@ -567,7 +577,8 @@ void Net::read_heartbeats(int host) {
   if (link.ended()) heartbeat_->ended(host, link.error());
 }
 
-// The deaths of those for whom this rank speaks, which nobody else would notice while nobody waits for them.
+// Detect deaths of the ranks that this leader reports for. If no rank of the host waits for them, only the leader can
+// notice their death.
 void Net::watch_local_ranks() {
   for (int local = 0; local < shm_.size(); local++) {
     const auto i = static_cast<size_t>(local);
@@ -631,12 +642,13 @@ void Net::on_note(int rank, uint32_t call, const std::string& text) {
   const size_t n = std::min(text.size(), far.note.size() - 1);
   std::copy_n(text.begin(), n, far.note.begin());
   far.note[n] = '\0';
-  far.note_call.store(call, std::memory_order_seq_cst);
+  far.note_call.store(call, std::memory_order_seq_cst);  // publishes the text; sequentially consistent for Shm::ring
   Shm::ring(shm_.gate());
 }
 
 void Net::on_close(int host) {
   for (const int r : hosts_.on(host)) {
+    // Only ranks that are here: a rank that has left, died or become unreachable keeps this state.
     uint32_t here = static_cast<uint32_t>(Presence::here);
     shm_.far(r).presence.compare_exchange_strong(here, static_cast<uint32_t>(Presence::unreported));
   }
@@ -644,7 +656,7 @@ void Net::on_close(int host) {
 
 void Net::on_end(int host, Kind how) {
   for (const int r : hosts_.on(host)) {
-    if (how == Kind::died && r != hosts_.leader(host)) continue;
+    if (how == Kind::died && r != hosts_.leader(host)) continue;  // the other ranks may be alive
     const Presence presence = how == Kind::died ? Presence::died : Presence::unreachable;
     shm_.far(r).presence.store(static_cast<uint32_t>(presence), std::memory_order_release);
   }
@@ -679,11 +691,12 @@ void Net::finish() {
     for (const int host : neighbours) streams.push_back(links_[static_cast<size_t>(host)].get());
   }
   for (const Stream* stream : streams) shutdown(stream->fd(), SHUT_WR);
-  // A socket that is closed while something unread lies in it forgets what it has still to send.
+  // Closing a socket with unread input sends RST and discards queued output, so drain the input first.
   std::vector<std::byte> dropped(64 << 10);
   for (;;) {
     int held = 0;
     for (Stream* stream : streams) {
+      // Limited, so that a peer that sends continuously does not prevent the check of the time.
       for (int i = 0; i < 64 && stream->get(dropped.data(), dropped.size()) > 0; i++) {
       }
       held += unsent(stream->fd());

@@ -1,24 +1,26 @@
-// The ranks of a group on other hosts: connected sockets, and signs of life.
+// The ranks of a group on other hosts: connected sockets and heartbeats.
 //
-// There are connections of three kinds, so that each stream carries one thing:
+// Three kinds of connections exist, so that each stream carries one kind of data:
 // clang-format off
-//   collective  between two ranks: the bytes of collectives, without headers, as calls are matched by order. Both sides
-//               find at the same time that they need it, and the higher rank asks for it.
-//   message     between two ranks: messages (point_to_point.h). A rank that has one to send asks for it.
+//   collective  between two ranks: the bytes of collectives, without headers, because calls are matched by order. Both
+//               ranks need it in the same call, and the higher rank requests it.
+//   message     between two ranks: messages (point_to_point.h). A rank that has a message to send requests it.
 //   heartbeat   between the first ranks of two hosts, their leaders (heartbeat.h). It exists from the beginning.
 // clang-format on
-// To ask does not block. native/tcp.py connects and hands the socket over on both sides (adopt). Until then the bytes
-// wait as they do for a slow rank, with the same deadlines, verdicts and signals.
+// A request does not block. native/tcp.py connects and passes the socket to the core on both sides (adopt). Until then
+// the bytes wait as they do for a slow rank, with the same deadlines, verdicts and signals (docs/decisions/043).
 //
-// A thread of the leader reports for all ranks of its host, whose state it reads in their shared memory. What it
-// receives about other ranks it writes into a table in its own segment (Far), where all ranks of its host read it. It
-// makes a failure on another host a verdict in the shared memory of its own, and sends its host's verdicts to the other
-// hosts. Three states are distinguished: a rank whose process has ended (its sockets are closed), one that cannot be
-// reached (the kernel of its host acknowledges nothing for 15 s), and one that is alive but not in this call. A rank
-// that is stopped is not dead, because its kernel still answers. When a leader has left and other ranks of its host
-// have not, nobody reports for those: their end is seen by the ranks that are connected with them.
+// A thread of the leader reports for all ranks of its host. It reads their state from their shared memory. It writes
+// the received state of other ranks into a table in its segment (Far). All ranks of its host read this table. If a
+// failure on another host arrives, the thread writes it into the verdict of its host. It also sends its host's verdict
+// to the other hosts. It distinguishes three states of a rank:
+//   - its process has terminated: its sockets are closed
+//   - unreachable: the kernel of its host has acknowledged nothing for 15 s
+//   - alive, but not in this call. A rank that is stopped is not dead, because its kernel still responds.
+// If a leader leaves before other ranks of its host, no rank reports for those. Their end is then detected only by
+// ranks that are connected with them.
 //
-// Other ranks start a thread when they first sleep for messages: it rings their bell.
+// A rank that is not a leader starts a thread when it first sleeps for messages. The thread rings its bell.
 #pragma once
 
 #include <array>
@@ -43,18 +45,18 @@ enum class Connection : uint32_t { collective, message, heartbeat };
 
 class Net final : public RemoteRanks, public Heartbeat::Listener {
  public:
-  // Has a connection made with a rank, some time: adopt() or give_up() follows on both sides, unless the group is
-  // closed before. From any thread; does not block.
+  // Requests a connection with a rank. adopt() or give_up() follows later on both sides, unless the group is closed
+  // before. Called from any thread; does not block.
   using Opener = std::function<void(int rank, Connection kind)>;
 
-  // heartbeats: of a leader, by rank of the group, those with other leaders; else empty.
+  // heartbeats: on a leader, the sockets to other leaders, by rank of the group; empty on other ranks.
   Net(int rank, Hosts hosts, std::vector<sys::Fd> heartbeats, Opener opener, Shm& shm);
   ~Net() override;
   Net(const Net&) = delete;
 
-  // A connection with a rank, from any thread. Sends the greeting before anything else can be sent on it.
+  // Take over a connection with a rank. Called from any thread. Sends the greeting before any other data.
   void adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeting = {});
-  // There will be none.
+  // Report that no connection with the rank is possible, which ends the group.
   void give_up(int rank);
 
   const Hosts& hosts() const { return hosts_; }
@@ -62,38 +64,40 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
 
   // --- collective streams: used by one thread at a time ---
 
-  // Queues bytes for a rank. They must stay until all is flushed.
+  // Queue bytes for a rank. They must stay valid and unchanged until flush().
   void send(int to, const void* data, size_t nbytes);
-  // Queues the place of the next bytes from a rank. Returns what wait_received takes.
+  // Queue the destination of the next bytes from a rank. Return the position to pass to wait_received.
   uint64_t receive(int from, void* data, size_t nbytes);
-  // The same for operands that may be large, whose bytes are lent to the kernel (stream.h): one side lends what the
-  // other borrows, in the same pieces, and both settle at the end of the call. Until then the bytes must not change,
-  // but where the other side has provably read them: where something made of them has come back.
+  // Like send and receive, for operands that may be large. Their bytes are lent to the kernel (stream.h). One side
+  // lends the bytes that the other side borrows, in the same pieces. Both call settle at the end of the call. Before
+  // that, lent bytes may change only if the other side has provably read them: it has sent a result that depends on
+  // them.
   void lend(int to, const void* data, size_t nbytes);
   uint64_t borrow(int from, void* data, size_t nbytes);
-  // Moves what can be moved, without waiting.
+  // Transfer all bytes that can be transferred without waiting.
   void advance() {
     while (move()) {
     }
   }
-  // How much has been queued for a rank since the beginning: what wait_sent takes.
+  // Return the number of bytes queued for a rank since the beginning: the position to pass to wait_sent.
   uint64_t queued(int to) { return peer(to).queued; }
-  // Moves what can be moved until the kernel has this much of it. Throws Error.
+  // Each wait transfers bytes of all streams until its condition is met. Throws Error.
+  // Wait until the kernel has accepted the bytes up to this position.
   void wait_sent(Patience& patience, const Failure& about, int to, uint64_t until);
-  // Moves what can be moved until these bytes are there. Throws Error.
+  // Wait until the bytes up to this position have arrived.
   void wait_received(Patience& patience, const Failure& about, int from, uint64_t until);
   bool has_come(int from, uint64_t until) { return peer(from).come >= until; }
-  // The same until either has.
+  // Wait until the bytes of either have arrived.
   struct Awaited {
     int from;  // -1: nothing is awaited
     uint64_t until;
   };
   void wait_received(Patience& patience, const Failure& about, const Awaited& one, const Awaited& other);
-  // The same until nothing is queued.
+  // Wait until nothing is queued.
   void flush(Patience& patience, const Failure& about);
-  // The same until the other sides have read all that was lent, too.
+  // Wait until nothing is queued and the other sides have read all lent bytes.
   void settle(Patience& patience, const Failure& about);
-  // Forgets what a failed call has queued.
+  // Discard the queues of a failed call.
   void clear();
 
   // --- message streams ---
@@ -101,32 +105,31 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   Stream& message_stream(int rank) { return peer(rank).message_stream; }
   void need_message_stream(int rank);  // with the lock of PointToPoint held
   bool wait_for_messages(int timeout_ms) override;
-  // The thread rings this rank's bell, once, when one of them has something, or can take something again.
+  // Have the thread ring this rank's bell once, when a message stream becomes readable, or a full one writable.
   void watch_message_streams() override;
 
-  // --- signs of life ---
+  // --- heartbeats ---
 
-  // How far the clock of another host is ahead of this one's. Of a leader: of its neighbours.
+  // Return the clock offset of another host. Known on leaders, for their neighbors.
   ClockOffset::Estimate clock_of(int host, int64_t now_ns) const {
     return clocks_[static_cast<size_t>(host)].load().at(now_ns);
   }
 
-  // What this rank does.
+  // Publish the collective that this rank begins.
   void publish_call(uint32_t call, const Fingerprint& fingerprint);
-  // What another rank has sent.
+  // Return the last collective that a rank has published.
   std::pair<uint32_t, Fingerprint> last_call(int rank);
-  // The ranks, of any host, that have not begun that call, as far as is known here.
+  // Return the ranks of all hosts that are not known to have begun this call.
   std::vector<int> behind(uint32_t call);
-  // After a mismatch that every rank has found: where each rank's call stands, as `here` returns it, by place, of this
-  // host's.
-  // "" where nothing came in time.
+  // Exchange call sites after a mismatch that every rank has found. here: the call sites of this host's ranks, by
+  // place. Return the call sites of the ranks on other hosts, by rank; "" if none arrived in time.
   std::vector<std::string> exchange_notes(const Failure& about, Caller& caller, const std::vector<std::string>& here);
 
   Presence presence(int rank) override;
   void announce() override { wake(); }
   int blame(int awaited, uint32_t call) override;
 
-  void close();  // notifies the others, and waits a little until the kernel has sent what it holds
+  void close();  // announces the end to the other hosts, and waits up to 2 s until the kernel has sent all data
 
  private:
   struct Out {
@@ -145,18 +148,20 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
     bool message_asked = false;
     std::deque<Out> out;
     std::deque<In> in;
-    uint64_t queued = 0;  // bytes, since the beginning
-    uint64_t taken = 0;
-    uint64_t asked = 0;
-    uint64_t come = 0;
+    // Bytes since the beginning:
+    uint64_t queued = 0;  // to send
+    uint64_t taken = 0;   // of these, accepted by the stream
+    uint64_t asked = 0;   // to receive
+    uint64_t come = 0;    // of these, received
     bool busy = false;
-    bool lends = false;    // since all was settled
-    bool borrows = false;  // the same
+    bool lends = false;    // has lent bytes since the last settle
+    bool borrows = false;  // has borrowed bytes since the last settle
   };
 
   Peer& peer(int rank) { return *peers_[static_cast<size_t>(rank)]; }
+  // Transfer up to a burst in each direction of every busy stream. Return whether any byte was transferred.
   bool move();
-  void take_up(int rank);
+  void take_up(int rank);  // marks the collective stream as busy
   bool hand_over(Peer& p);
   template <class Done>
   void wait(Patience& patience, const Failure& about, Done&& done);
@@ -165,7 +170,7 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   void start_thread();
   void wake();
 
-  // Of the thread; in the end of who closes.
+  // Called by the thread, and by close() after the thread has terminated.
   void run();
   void turn();
   void watch_local_ranks();
@@ -189,24 +194,24 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   Hosts hosts_;
   Opener opener_;
   Shm& shm_;
-  std::vector<std::unique_ptr<Peer>> peers_;  // by rank; of those on this host never connected
+  std::vector<std::unique_ptr<Peer>> peers_;  // by rank; those of ranks on this host are never connected
   std::vector<int> others_;                   // the ranks on other hosts
-  std::vector<int> busy_;                     // of these, those with something queued on their collective stream
-  std::byte heard_{};                         // that others have read what was lent
+  std::vector<int> busy_;                     // of these, the ranks with a queue on their collective stream
+  std::byte heard_{};                         // destination of the receipts for lent bytes
 
-  // The thread's.
-  std::unique_ptr<Heartbeat> heartbeat_;        // of a leader
-  std::vector<std::unique_ptr<Stream>> links_;  // by host: the neighbours' heartbeats
-  std::vector<SeqLocked<ClockOffset>> clocks_;  // by host; the leader's other thread reads them
+  // Used by the thread:
+  std::unique_ptr<Heartbeat> heartbeat_;        // on a leader
+  std::vector<std::unique_ptr<Stream>> links_;  // heartbeat connections with the neighbors, by host
+  std::vector<SeqLocked<ClockOffset>> clocks_;  // by host; the thread that makes calls reads them
   std::vector<bool> local_gone_;                // by place
   uint32_t noted_ = 0;
   bool announced_ = false;
 
   std::atomic<bool> watching_ = false;
   std::atomic<bool> closing_ = false;
-  sys::Fd wake_;     // the thread, from poll
-  sys::Fd opened_;   // who waits on collective streams, from poll
-  std::mutex lock_;  // of what follows, and of streams that are opened while others close all
+  sys::Fd wake_;     // event that wakes the thread from poll
+  sys::Fd opened_;   // event that wakes a thread in wait() from poll: a collective stream has been opened
+  std::mutex lock_;  // protects the members below, and the opening of streams against close()
   bool closed_ = false;
   std::thread thread_;
 };

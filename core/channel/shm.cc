@@ -12,17 +12,18 @@ namespace allranks {
 
 namespace {
 
-constexpr int64_t kSliceNs = 50'000'000;
-constexpr int kMessagesMs = 2;  // the other ranks of this host have to wait as long
+constexpr int64_t kSliceNs = 50'000'000;  // interval of the checks for failures (shm.h)
+constexpr int kMessagesMs = 2;            // limit of a poll: the bell, rung by ranks of this host, does not end it
 
-// The duration of kYields yields indicates who shares this CPU (docs/decisions/132). Below kFreeNs: no other thread
-// wants it. Below kBriefNs: other threads run only briefly, because they also wait or exchange messages. As long as
-// this rank is runnable, the scheduler may keep two communicating ranks on one CPU. Above: another thread computes.
+// The duration of kYields yields shows which threads share this CPU (docs/decisions/132). Below kFreeNs: no other
+// thread is ready to run. Below kBriefNs: other threads run only briefly, because they also wait or exchange messages.
+// This rank then sleeps: as long as it is runnable, the scheduler may keep two communicating ranks on one CPU. Above:
+// another thread computes.
 constexpr int kYields = 8;
 constexpr int64_t kFreeNs = 5'000;
 constexpr int64_t kBriefNs = 100'000;
 
-// Counted as one for whom the bell is rung; also where `ready` throws.
+// Scope in which this thread counts as a sleeper of the bell. A destructor, because `ready` may throw.
 class Sleeper {
  public:
   explicit Sleeper(Bell& bell) : bell_(bell) { bell_.sleepers.fetch_add(1, std::memory_order_seq_cst); }
@@ -35,9 +36,11 @@ class Sleeper {
 
 }  // namespace
 
+// Hash of everything that determines the layout, so that ranks with different layouts detect it. Increase the version
+// when a structure of the segment changes.
 uint64_t Layout::magic() const {
   constexpr uint64_t version = 8;
-  uint64_t h = 0x616c6c72616e6b73 ^ version;
+  uint64_t h = 0x616c6c72616e6b73 ^ version;  // "allranks" in ASCII; the hash is FNV-1a over words
   for (const uint64_t x : {static_cast<uint64_t>(ranks_), uint64_t{sizes_.piece}, uint64_t{sizes_.ring},
                            uint64_t{sizes_.small_ring}, uint64_t{sizes_.pipe}, uint64_t{sizes_.ranks}}) {
     h = (h ^ x) * 0x100000001b3;
@@ -47,8 +50,8 @@ uint64_t Layout::magic() const {
 
 namespace {
 
-// A segment that is being made: allocates what is used from the beginning, and writes the header. The rest starts as
-// the kernel gives it: zero is the initial state of every line.
+// Initialize a new segment: allocate the parts that are used from the beginning, and write the header. The kernel fills
+// the rest with zeros, which is the initial state of every line.
 void initialise(const Layout& layout, int rank, int ranks, std::byte* segment, const std::function<void()>& allocate) {
   for (const auto& part : layout.control(rank)) {
     if (part.bytes > 0 && !sys::allocate_mapped(segment + part.begin, part.bytes)) allocate();
@@ -89,7 +92,7 @@ Shm::Maps Shm::map(int ranks, Sizes sizes, const std::vector<sys::Fd>& memories)
   for (int r = 0; r < ranks; r++) {
     const auto owner = one ? whole : std::make_shared<sys::Mapping>(memories[static_cast<size_t>(r)], layout.bytes(r));
     maps.emplace_back(owner, owner->data() + (one ? layout.segment(r) : 0));
-    // Page faults inside the first collectives would cost more than they do.
+    // Page faults in the first collectives would cost more than the collectives themselves.
     for (const auto& part : layout.control(r)) {
       if (part.bytes > 0) sys::allocate_mapped(maps.back().get() + part.begin, part.bytes);
     }
@@ -133,9 +136,9 @@ void Shm::set_remote_ranks(RemoteRanks* remote_ranks, int ranks) {
 }
 
 void Shm::ring(Bell& bell) {
-  // Pairs with wait_slowly: the sleeper counts itself and then looks once more at what it waits
-  // for; the ringer has stored that and then looks at the count. Both sides are sequentially
-  // consistent, so that at least one of them sees the other.
+  // Pairs with wait_slowly. The sleeper increments the count and then checks its condition once more. The caller of
+  // ring() has stored the condition and then reads the count. Both sides are sequentially consistent, so at least one
+  // of them sees the other's store, and no wake-up is lost.
   if (bell.sleepers.load(std::memory_order_seq_cst) != 0) {
     bell.word.fetch_add(1, std::memory_order_seq_cst);
     sys::futex_wake_all(bell.word);
@@ -144,9 +147,8 @@ void Shm::ring(Bell& bell) {
 
 void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Asked ready, Asked awaited) {
   const int64_t began = sys::now_ns();
-  // Pure spinning, with the caller's locks held, is the quickest way to notice, and in vain where the rank
-  // that is waited for needs this CPU; a yield costs little more when nobody else wants the CPU, and gives
-  // it away when somebody does.
+  // Spinning, with the caller's locks held, detects the end of the wait soonest. It is useless if the awaited rank
+  // needs this CPU. A yield costs little more on a free CPU, and otherwise gives the CPU to another thread.
   while (patience.polling.spin_ns > 0 && sys::now_ns() - began < patience.polling.spin_ns) {
     for (int i = 0; i < 8; i++) {
       sys::pause();
@@ -166,12 +168,13 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Aske
     if (now - began >= kStirredNs && now - before > kFreeNs && now - before < kBriefNs) break;
   }
   int64_t looked = began;
-  // Messages from other hosts ring no bell. Who waits for one looks for them itself as long as they come.
+  // Messages from other hosts ring no bell. A rank that waits for one therefore polls the streams itself, until no
+  // message has arrived for kSliceNs.
   for (int64_t stirred = began; messages && sys::now_ns() - stirred < kSliceNs;) {
     const int missing = ready();
     if (missing < 0) return;
     if (missing != kAnyRank && local(missing) >= 0) break;
-    // As in Net::wait: no sleep as long as something comes all the time.
+    // As in Net::wait: a rank that receives continuously does not sleep.
     const bool awake = sys::now_ns() - stirred < kStirredNs;
     if (remote_ranks_->wait_for_messages(awake ? 0 : kMessagesMs)) {
       stirred = sys::now_ns();
@@ -191,13 +194,13 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Aske
     {
       const Sleeper asleep(bell);
       const uint32_t seen = bell.word.load(std::memory_order_seq_cst);
-      // A group that is condemned rings every bell after it has written its verdict: seen either here
-      // or by futex_wait, which then finds another word than `seen`.
+      // condemn() writes the verdict and then changes the word of every bell. This thread therefore sees the verdict
+      // here, or futex_wait finds that the word differs from `seen` and returns.
       ended = condemned();
       if (!ended && ready() >= 0) rung = sys::futex_wait(bell.word, seen, kSliceNs);
     }
     if (ready() < 0) return;
-    // Also where the bell rings all the time for others.
+    // The time is checked too, because a bell that rings continuously for other waits would prevent the checks.
     if (const int64_t now = sys::now_ns(); !rung || ended || now - looked >= kSliceNs) {
       looked = now;
       look_around(patience, about, awaited, began);
@@ -212,17 +215,18 @@ void Shm::look_around(Patience& patience, const Failure& about, Asked awaited, i
   if (closing_.load(std::memory_order_acquire)) {
     failure.kind = Kind::closed;
     failure.peer = number(rank_);
-    throw Error(failure);  // the others see that this rank has left
+    throw Error(failure);  // without condemn(): the other ranks see that this rank has left
   }
   int gone = 0;
   for (int r = 0; r < ranks(); r++) {
     const Presence found = r == number(rank_) ? Presence::here : presence(r);
     if (found == Presence::here) continue;
     gone++;
-    // Its last write may be what we wait for: look again, now that it cannot write more.
+    // The rank's last write may have ended the wait. Check again, now that it cannot write more.
     const int missing = awaited();
     if (missing < 0) return;
-    // Who has left has done its part, unless it is the one that is waited for, or the last that could be.
+    // A rank that has left is a failure in two cases: it is the awaited rank, or any rank is awaited and all other
+    // ranks have gone.
     if (found == Presence::left && missing != r && !(missing == kAnyRank && gone == ranks() - 1)) continue;
     failure.kind = found == Presence::left ? Kind::left : found == Presence::died ? Kind::died : Kind::unreachable;
     failure.peer = r;
@@ -249,6 +253,7 @@ void Shm::look_around(Patience& patience, const Failure& about, Asked awaited, i
   if (failure.kind == Kind::timeout && !patience.final) throw Error(failure);
   condemn(failure);
   if (failure.kind == Kind::interrupted) {
+    // Not check_verdict(), which may throw an earlier failure: this caller must raise the exception of its signal.
     Error error(failure);
     error.signalled = true;
     throw error;
@@ -259,7 +264,7 @@ void Shm::look_around(Patience& patience, const Failure& about, Asked awaited, i
 Presence Shm::presence(int number) {
   const int r = local(number);
   if (r < 0) return remote_ranks_->presence(number);
-  // Other groups may keep the socket open.
+  // Check the segment first: another group of the process may keep the socket open (docs/decisions/079).
   if (leaving(r) == Leaving::gone) return Presence::left;
   const auto socket = liveness(r);
   if (!socket || !sys::hung_up(socket->get())) return Presence::here;
@@ -268,6 +273,8 @@ Presence Shm::presence(int number) {
 
 void Shm::condemn(const Failure& failure) {
   auto& verdict = at<Verdict>(0, layout_.verdict());
+  // Only the first rank succeeds, so all ranks raise the same failure. Sequentially consistent for wait_slowly, whose
+  // check of the state must not miss a verdict whose bell has already rung.
   uint32_t none = 0;
   if (verdict.state.compare_exchange_strong(none, 1, std::memory_order_seq_cst)) {
     verdict.failure = failure;
@@ -289,10 +296,11 @@ bool Shm::condemned() { return at<Verdict>(0, layout_.verdict()).state.load(std:
 
 void Shm::check_verdict() {
   auto& verdict = at<Verdict>(0, layout_.verdict());
+  // Acquire pairs with the store of state 2 in condemn(), which publishes the failure.
   const uint32_t state = verdict.state.load(std::memory_order_acquire);
   if (state == 0) return;
   Failure failure{.kind = Kind::died, .reporter = -1};
-  // Being written is a matter of nanoseconds, unless the writer is killed in between.
+  // Writing the verdict takes nanoseconds. The loop is limited, because the writer may be killed during the write.
   for (int i = 0; i < 1'000'000 && verdict.state.load(std::memory_order_acquire) != 2; i++) sys::pause();
   if (verdict.state.load(std::memory_order_acquire) == 2) failure = verdict.failure;
   throw Error(failure);
@@ -318,7 +326,7 @@ std::vector<int> Shm::lost() {
 }
 
 void Shm::allocate_ring(uint64_t end) {
-  constexpr uint64_t kAtOnce = 64 << 10;
+  constexpr uint64_t kAtOnce = 64 << 10;  // bytes, so that not every small piece costs a system call
   end = std::min<uint64_t>((end + kAtOnce - 1) / kAtOnce * kAtOnce, sizes().ring);
   if (end <= ring_reserved_) return;
   sys::allocate_mapped(ring_at(rank_, ring_reserved_), end - ring_reserved_);

@@ -16,11 +16,12 @@ namespace allranks {
 
 namespace {
 
-// What a pipe holds where nobody has asked for more: 16 pages. To fill it at once is to send whole segments.
+// Default capacity of a pipe: 16 pages. If each vmsplice fills it, TCP sends full segments.
 constexpr size_t kPipe = 64 << 10;
 
-// splice raises SIGPIPE where the connection has ended, and has no flag against it. Python ignores the signal, but a
-// program may have asked for its default, which is to end.
+// Scope in which SIGPIPE does not reach the process. splice raises it if the connection has ended, and has no flag to
+// prevent this. Python ignores the signal, but a program may have restored the default action, which terminates it.
+// If the scope's own splice has raised the signal, the destructor removes it before it unblocks SIGPIPE.
 class WithoutSigpipe {
  public:
   WithoutSigpipe() {
@@ -43,8 +44,8 @@ class WithoutSigpipe {
 
 }  // namespace
 
-// The kernel calls a socket writable when a good part of its buffer is free. To fill every gap as it opens would cut
-// the stream into crumbs.
+// Return whether to write now. The kernel reports a full socket as writable when a large part of its buffer is free.
+// Filling every small gap immediately would split the stream into small packets (docs/decisions/031).
 bool Stream::writable() {
   if (fd() < 0) return false;
   if (!full()) return true;
@@ -52,12 +53,12 @@ bool Stream::writable() {
   return poll(&p, 1, 0) != 0;
 }
 
-// errno of a write.
+// Record the errno of a failed write.
 void Stream::refused() {
   const bool full = errno == EAGAIN || errno == ENOBUFS;
   full_.store(full, std::memory_order_relaxed);
   if (full) return;
-  // The kernel reports it once; a later read finds only that the connection is closed.
+  // The kernel reports the error of a connection once. A later read finds only that the connection is closed.
   if (errno != EPIPE) error_.store(errno, std::memory_order_relaxed);
   ended_.store(true, std::memory_order_relaxed);
 }
@@ -104,7 +105,7 @@ size_t Stream::lend(const void* data, size_t nbytes) {
     taken = vmsplice(pipe_in_.get(), &part, 1, SPLICE_F_NONBLOCK);
   } while (taken < 0 && errno == EINTR);
   if (taken <= 0) {
-    // Memory whose pages cannot be had (a device's), a kernel without.
+    // The pages of this memory cannot be lent (device memory), or the kernel does not support it.
     lends_ = false;
     return put(data, nbytes);
   }

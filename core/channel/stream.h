@@ -1,9 +1,11 @@
-// A connected TCP socket that never blocks: bytes go in and come out as far as the kernel takes and has them.
+// A connected TCP socket that never blocks: it writes as many bytes as the kernel accepts, and reads those that have
+// arrived.
 //
-// Small reads are served from a stage, so that a header and the few bytes behind it cost one system call. Large writes
-// may lend their memory instead of having it copied: the kernel sends from the pages themselves, which it gets by way
-// of a pipe (vmsplice, splice). Lent memory must not change until the peer has sent a receipt for all of it. TCP's
-// acknowledgement is not enough, as between namespaces of one host the peer's kernel holds the same pages.
+// Small reads are served from a staging buffer, so that a header and a short payload cost one system call. Large writes
+// can lend their memory, which avoids a copy: the kernel sends the pages themselves, which it receives through a pipe
+// (vmsplice, splice). Lent memory must not change until the peer has sent a receipt for all of it. TCP's
+// acknowledgement is not enough: between namespaces of one host, the peer's kernel holds the same pages.
+// docs/decisions/042 has the measurements.
 #pragma once
 
 #include <sys/uio.h>
@@ -16,35 +18,36 @@
 
 namespace allranks {
 
-// One thread at a time puts, one gets.
+// Thread safety: one thread at a time calls put, lend and drain; one thread at a time calls get.
 class Stream {
  public:
-  Stream() = default;  // not connected yet: nothing is taken, nothing is there
+  Stream() = default;  // not connected yet: put and get transfer 0 bytes
   Stream(const Stream&) = delete;
 
-  // From any thread, once.
+  // Set the connected socket. Called once, from any thread. Release pairs with fd(): a thread that reads the descriptor
+  // also sees all writes of this thread before the call.
   void open(sys::Fd fd) {
     owned_ = std::move(fd);
     fd_.store(owned_.get(), std::memory_order_release);
   }
 
-  // The bytes that were taken; 0: the kernel's buffer is full, or the connection has ended.
+  // Write bytes to the socket. Return their number; 0: the kernel's buffer is full, or the connection has ended.
   size_t put(iovec* parts, size_t n);
   size_t put(const void* data, size_t nbytes);
-  // As put; the memory is lent.
+  // Like put, but lend the memory to the kernel.
   size_t lend(const void* data, size_t nbytes);
-  // Hands on what was taken and lies in the pipe still. True: nothing is left there.
+  // Move lent bytes from the pipe to the socket. Return whether the pipe is empty.
   bool drain();
   bool drained() const { return in_pipe_ == 0; }
   size_t in_pipe() const { return in_pipe_; }
-  // The bytes that there were, at most nbytes.
+  // Read the bytes that have arrived, at most nbytes. Return their number.
   size_t get(void* to, size_t nbytes);
 
-  // A put or a get has found the connection ended. What has come before can still be got.
+  // Return whether a put or get has found that the connection has ended. Bytes that arrived before can still be read.
   bool ended() const { return ended_.load(std::memory_order_relaxed); }
-  // errno of what found it; 0: the peer has closed it.
+  // Return the errno of the call that found the end; 0: the peer has closed the connection.
   int error() const { return error_.load(std::memory_order_relaxed); }
-  // The last put could not be taken whole.
+  // Return whether the kernel did not accept all bytes of the last put.
   bool full() const { return full_.load(std::memory_order_relaxed); }
 
   int fd() const { return fd_.load(std::memory_order_acquire); }  // -1: not open
@@ -58,7 +61,7 @@ class Stream {
   }
 
  private:
-  static constexpr size_t kStage = 8 << 10;
+  static constexpr size_t kStage = 8 << 10;  // bytes of the staging buffer; larger reads bypass it
 
   size_t receive(std::byte* to, size_t nbytes);
   bool writable();
@@ -69,7 +72,7 @@ class Stream {
   sys::Fd pipe_in_;
   sys::Fd pipe_out_;
   size_t in_pipe_ = 0;
-  bool lends_ = true;  // the kernel has not refused to
+  bool lends_ = true;  // false after the kernel has refused to lend
   std::atomic<bool> ended_ = false;
   std::atomic<int> error_ = 0;
   std::atomic<bool> full_ = false;

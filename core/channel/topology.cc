@@ -15,7 +15,7 @@ namespace allranks {
 
 namespace {
 
-// "" where there is no such file.
+// Return the first line of a file, or "" if there is no such file.
 std::string read_line(const std::string& path) {
   std::ifstream file(path);
   std::string line;
@@ -28,7 +28,7 @@ bool has(const Place& place, int cpu) {
   return bit < Place::kCpus && (place.cpus[bit / 64] >> (bit % 64) & 1) != 0;
 }
 
-// Whether a process may use no other CPUs than these.
+// Return whether all CPUs that a process may use are in the list.
 bool uses_only(const Place& place, const std::vector<int>& cpus) {
   Place rest = place;
   for (const int cpu : cpus) {
@@ -37,7 +37,7 @@ bool uses_only(const Place& place, const std::vector<int>& cpus) {
   return std::ranges::all_of(rest.cpus, [](uint64_t word) { return word == 0; });
 }
 
-// None where the host has more than such a set can have.
+// Return the CPUs of the calling thread. The result is empty if the host has more CPUs than cpu_set_t supports.
 std::array<uint64_t, Place::kCpus / 64> usable_cpus() {
   std::array<uint64_t, Place::kCpus / 64> cpus{};
   cpu_set_t set;
@@ -63,7 +63,7 @@ std::vector<int> cpus_of_last_cache(const std::string& cpu) {
   return found;
 }
 
-// -1: there is none.
+// Return the NUMA node of a CPU, or -1 if the kernel reports none.
 int node_of(const std::string& cpu) {
   const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(cpu.c_str()), closedir);
   if (!folder) return -1;
@@ -111,6 +111,7 @@ Place read_place(const std::string& root) {
 }
 
 Place this_place() {
+  // Per thread, because the affinity is an attribute of a thread.
   thread_local std::optional<Place> known;
   if (!known || known->cpus != usable_cpus()) known = read_place();
   return *known;
@@ -119,7 +120,7 @@ Place this_place() {
 Place place_among(Place place, const std::vector<std::vector<int>>& lists) {
   place.package = place.node = place.cache = -1;
   for (size_t i = 0; i < lists.size(); i++) {
-    // A node of its own: small lists are not put together.
+    // Each list is a separate node, so near_ranks does not merge small lists.
     if (uses_only(place, lists[i])) place.node = place.cache = static_cast<int32_t>(i);
   }
   return place;
@@ -137,7 +138,7 @@ bool is_crowded(const std::vector<Place>& places) {
 
 std::vector<std::vector<int>> near_ranks(const std::vector<Place>& places, size_t most) {
   using Key = std::tuple<int, int, int>;
-  std::map<Key, std::vector<int>> caches;  // who shares one, in the order of packages and nodes
+  std::map<Key, std::vector<int>> caches;  // ranks by shared cache, in the order of packages and nodes
   for (size_t r = 0; r < places.size(); r++) {
     caches[{places[r].package, places[r].node, places[r].cache}].push_back(static_cast<int>(r));
   }
@@ -148,7 +149,7 @@ std::vector<std::vector<int>> near_ranks(const std::vector<Place>& places, size_
     if (same_node && groups.back().size() + ranks.size() <= most) {
       groups.back().insert(groups.back().end(), ranks.begin(), ranks.end());
     } else {
-      const size_t parts = (ranks.size() + most - 1) / most;  // even ones
+      const size_t parts = (ranks.size() + most - 1) / most;  // of equal size, up to one rank
       for (size_t p = 0; p < parts; p++) {
         const auto at = [&](size_t part) {
           return ranks.begin() + static_cast<std::ptrdiff_t>(ranks.size() * part / parts);

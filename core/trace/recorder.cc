@@ -15,9 +15,9 @@ namespace {
 
 constexpr size_t kGroups = 128;
 constexpr size_t kSites = 1024;
-constexpr int64_t kSiteMostNs = 50'000'000;
+constexpr int64_t kSiteMostNs = 50'000'000;   // maximum time between two lookups of call sites
 constexpr uint64_t kAllocatedAtOnce = 32768;  // records of a file, 2 MiB
-constexpr uint64_t kSearchedForOpen = 2048;   // of the newest records, when a group is left
+constexpr uint64_t kSearchedForOpen = 2048;   // number of the newest records that are searched when a group is closed
 
 int64_t clock_ns(clockid_t clock) {
   timespec t{};
@@ -39,7 +39,7 @@ std::array<Table, 4> layout(size_t records, size_t for_ranks) {
   return tables;
 }
 
-// Copies the end of a text, which identifies it better, from the beginning of a character of UTF-8.
+// Copy the end of a text, which identifies it better than its beginning. The copy begins with a whole UTF-8 character.
 template <size_t N>
 void copy_end(std::array<char, N>& to, std::string_view text) {
   size_t n = std::min(text.size(), N - 1);
@@ -58,7 +58,7 @@ void copy(Lateness& to, const Lateness& from) {
   to.ns.store(from.ns.load(std::memory_order_relaxed), std::memory_order_relaxed);
 }
 
-// By the only thread that writes it.
+// Add to a counter that only one thread writes, so that no atomic addition is needed.
 void add(std::atomic<uint64_t>& counter, uint64_t n) {
   counter.store(counter.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
 }
@@ -81,9 +81,9 @@ Memory::Memory(const sys::Fd& fd, size_t records, const Identity& identity, bool
         file_.get() < 0 ? errno : posix_fallocate(file_.get(), 0, static_cast<off_t>(tables_[3].offset));
     if (refused != 0) throw Error(std::string("no room for a trace: ") + std::strerror(refused));
   } else {
-    // A full machine is an error here, and not a SIGBUS later.
+    // If memory is short, this throws (since Linux 5.14). Without it, a later write would raise SIGBUS.
     sys::allocate_mapped(mapping_.data(), bytes(records, identity.members));
-    std::memset(mapping_.data(), 0, bytes(records, identity.members));  // of a process that has ended
+    std::memset(mapping_.data(), 0, bytes(records, identity.members));  // it may have data of a terminated process
   }
   Header& head = header();
   head.version = kVersion;
@@ -99,12 +99,12 @@ Memory::Memory(const sys::Fd& fd, size_t records, const Identity& identity, bool
 }
 
 void Memory::trim() {
-  if (file_.get() < 0 || forks_ != sys::forks()) return;  // a forked child has no mapping, and the file is not its own
-  // A call that has just looked up the file may write one more record for each thread.
+  if (file_.get() < 0 || forks_ != sys::forks()) return;  // a forked child has no mapping, and the parent uses the file
+  // Each thread that has just loaded file_ may still write one more record.
   constexpr uint64_t kMore = 256;
   const uint64_t used = header().records.load(std::memory_order_relaxed) + kMore;
   if (used >= std::min<uint64_t>(tables_[3].entries, allocated_.load())) return;
-  // If it cannot be cut, it is longer than it need be.
+  // If the call fails, the file is only longer than necessary.
   std::ignore = ftruncate(file_.get(), static_cast<off_t>(tables_[3].offset + used * sizeof(Record)));
 }
 
@@ -118,6 +118,7 @@ bool Memory::allocate(uint64_t index) {
     if (refused == EINTR) continue;
     if (refused != 0) return false;
     done += n;
+    // Release pairs with next(), which writes records without the lock.
     allocated_.store(done == tables_[3].entries ? UINT64_MAX : done, std::memory_order_release);
     if (done == tables_[3].entries) break;
   }
@@ -125,7 +126,7 @@ bool Memory::allocate(uint64_t index) {
 }
 
 void Memory::end_calls(size_t group, int64_t returned_ns) const {
-  const uint64_t last = std::min(header().records.load(), allocated_.load());  // a full disk has no more
+  const uint64_t last = std::min(header().records.load(), allocated_.load());  // on a full disk, not all exist
   const uint64_t kept = std::min<uint64_t>({last, tables_[3].entries, kSearchedForOpen});
   for (uint64_t index = last - kept + 1; index <= last; index++) {
     Record& record = at<Record>(3, (index - 1) & (tables_[3].entries - 1));
@@ -147,10 +148,11 @@ void Memory::copy_tables(const Memory& other) {
 size_t Recorder::add_group(std::string_view name, std::string_view engine, int rank, const std::vector<int>& ranks) {
   const std::lock_guard lock(lock_);
   Header& head = memory_->header();
-  // The first, where a group's calls are counted for which there is no room, is free for ever.
+  // Entry 0 always stays free. The calls of groups that have no entry are counted there.
   uint32_t number = head.groups.load();
   if (number == 0) number = 1;
   if (number >= memory_->entries(0)) {
+    // The table is full: reuse the entry of a closed group.
     number = 0;
     for (uint32_t g = 1; g < memory_->entries(0) && number == 0; g++) {
       if (memory_->group(g).state.load() == GroupState::closed) number = g;
@@ -196,7 +198,7 @@ void Recorder::close_group(size_t group) {
   const std::lock_guard lock(lock_);
   if (group == 0) return;
   memory_->group(group).state.store(GroupState::closed);
-  // Nobody will find out how calls ended that nobody has waited for.
+  // No thread will record the result of an asynchronous call that was never waited for.
   for (Memory* const memory : {memory_.get(), file_.load()}) {
     if (memory != nullptr) memory->end_calls(group, sys::now_ns());
   }
@@ -224,6 +226,7 @@ uint16_t Recorder::site(std::string_view text) {
     }
     return 0;
   };
+  // First without the lock, for known sites. Then again with it, because another thread may have added the site.
   if (const uint16_t slot = find(false)) return slot;
   const std::lock_guard lock(lock_);
   return find(true);
@@ -233,7 +236,7 @@ uint16_t Recorder::ask_site(Caller& caller) {
   const int64_t began = sys::now_ns();
   const uint16_t number = site(caller.where());
   const int64_t ended = sys::now_ns();
-  // The first look into a file's name takes long, once.
+  // Limited, because the first lookup of a file name takes long, but only once.
   site_due_ns_.store(ended + std::min(kSiteShare * (ended - began), kSiteMostNs), std::memory_order_relaxed);
   return number;
 }
@@ -256,6 +259,7 @@ void Recorder::count_last(size_t group, int rank, int64_t late_ns) {
 void Recorder::record_to(std::unique_ptr<Memory> file) {
   const std::lock_guard lock(lock_);
   if (file) file->copy_tables(*memory_);
+  // The tables are copied once more, because they have changed since the file was opened.
   if (Memory* const before = file_.exchange(file.get())) {
     before->copy_tables(*memory_);
     before->trim();

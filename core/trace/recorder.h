@@ -1,8 +1,9 @@
-// Records the calls of this process in memory that others can read (layout.h).
+// Records the calls of this process in memory that other processes can read (layout.h).
 //
-// Cost of a call: no lock, no allocation, and no reading of the clock, as calls read it at their begin and end anyway;
-// it writes two cache lines that nobody else writes. To find a call's site takes longer. It is looked up for
-// asynchronous calls, whose site is known, and for some blocking ones, as often as that takes kSiteShare of the time.
+// Cost of a call: no lock and no allocation. No clock is read, because calls read it at their begin and end anyway. The
+// call writes two cache lines that no other process writes. Finding a call site takes longer, some microseconds. The
+// site of an asynchronous call is already known. The site of a blocking call is looked up only so often that lookups
+// take one part in kSiteShare of the time.
 #pragma once
 
 #include <atomic>
@@ -22,12 +23,12 @@
 
 namespace allranks::trace {
 
-constexpr int64_t kSiteShare = 1000;  // one part in so many
+constexpr int64_t kSiteShare = 1000;  // lookups of call sites take about 1 / kSiteShare of the time
 
 struct Identity {
   int rank = 0;
   int world_size = 1;
-  size_t members = 1;  // for how many ranks the tables are laid out
+  size_t members = 1;  // number of ranks for which the tables are sized
   std::string host;
 };
 
@@ -36,8 +37,8 @@ class Memory {
  public:
   static size_t bytes(size_t records, size_t members);
 
-  // New tables, in memory or a file of that size. In a file, room is allocated as it is needed: a full disk ends the
-  // recording, and not the process. Throws Error.
+  // Create the tables in memory or in a file of size bytes(). The blocks of a file are allocated before they are
+  // written. A full disk then ends the recording and not the process (SIGBUS). Throws Error.
   Memory(const sys::Fd& fd, size_t records, const Identity& identity, bool is_file);
   Memory(const Memory&) = delete;
   ~Memory() { trim(); }
@@ -48,14 +49,15 @@ class Memory {
   Site& site(size_t i) const { return at<Site>(2, i); }
   uint32_t entries(size_t table) const { return tables_[table].entries; }
   void copy_tables(const Memory& other);
-  void end_calls(size_t group, int64_t returned_ns) const;  // that are under way, of a group that has been left
-  void trim();                                              // a file, to what has been used
+  void end_calls(size_t group, int64_t returned_ns) const;  // marks the unfinished calls of a group as closed
+  void trim();                                              // cuts a file to its used part
 
-  // The place of the next record, and its index. nullptr: the disk is full.
+  // Return the next record and its index, or nullptr if the disk is full.
   std::pair<Record*, uint64_t> next() {
+    // Relaxed: the index only has to be unique. The index in the record publishes its fields.
     const uint64_t index = header().records.fetch_add(1, std::memory_order_relaxed) + 1;
     if (index > allocated_.load(std::memory_order_acquire) && !allocate(index)) return {nullptr, 0};
-    __builtin_prefetch(&at<Record>(3, index & (tables_[3].entries - 1)), 1);  // of the next call
+    __builtin_prefetch(&at<Record>(3, index & (tables_[3].entries - 1)), 1);  // for the next call
     return {&at<Record>(3, (index - 1) & (tables_[3].entries - 1)), index};
   }
 
@@ -68,7 +70,7 @@ class Memory {
 
   sys::Mapping mapping_;
   std::array<Table, 4> tables_{};
-  std::atomic<uint64_t> allocated_;  // records
+  std::atomic<uint64_t> allocated_;  // number of records whose blocks are allocated; UINT64_MAX: all
   std::mutex allocating_;
   sys::Fd file_;
   const uint32_t forks_ = sys::forks();
@@ -78,10 +80,10 @@ class Recorder {
  public:
   explicit Recorder(std::unique_ptr<Memory> memory) : memory_(std::move(memory)) {}
 
-  // In a forked child, which may only ask for this: the memory is the parent's.
+  // Return whether this is a forked child. The memory belongs to the parent, so a child may call no other function.
   bool forked() const { return forks_ != sys::forks(); }
 
-  // A call under way.
+  // A call in progress.
   struct Call {
     Record* record = nullptr;
     uint64_t index = 0;
@@ -89,17 +91,18 @@ class Recorder {
     uint64_t index_in_file = 0;
   };
 
-  // ranks: of the group, as ranks of the world.
+  // Add a group and return its number; 0 if the table is full. ranks: the ranks of the group, as ranks of the world.
   size_t add_group(std::string_view name, std::string_view engine, int rank, const std::vector<int>& ranks);
   void close_group(size_t group);
   Group& group(size_t group) const { return memory_->group(group); }
 
-  // Where a worker notes what it executes: the number of a site.
+  // Return the address at which a worker stores the site of the operation that it executes.
   uint32_t* doing() const { return &memory_->header().doing; }
 
-  // The number of a line of the program.
+  // Return the number of a call site; 0 if the text is empty or the table is full.
   uint16_t site(std::string_view text);
-  // The same of a blocking call that begins now; 0 where its turn has not come.
+  // Return the site of a blocking call that begins now, or 0 if no lookup is due. Relaxed: threads need not agree on
+  // the time of the next lookup.
   uint16_t site_of(Caller& caller, int64_t now_ns) {
     return now_ns < site_due_ns_.load(std::memory_order_relaxed) ? uint16_t{0} : ask_site(caller);
   }
@@ -117,30 +120,31 @@ class Recorder {
     Call call;
     std::tie(call.record, call.index) = memory_->next();
     write(*call.record, call.index, begin);
+    // Acquire pairs with record_to(), which has initialized the tables of the file.
     if (Memory* const file = file_.load(std::memory_order_acquire)) {
       std::tie(call.in_file, call.index_in_file) = file->next();
       if (call.in_file != nullptr) write(*call.in_file, call.index_in_file, begin);
     }
     return call;
   }
-  // met_ns: when the last rank came, `last`; 0 and -1: not known.
+  // met_ns, last: arrival of the last rank, and its number; 0 and -1: not known.
   void end(const Call& call, int64_t returned_ns, int64_t met_ns, int last, uint8_t outcome) {
-    if (forked()) return;  // within the call: a signal's handler may do that
+    if (forked()) return;  // a signal handler may have forked during the call
     write(call.record, call.index, returned_ns, met_ns, last, outcome);
     if (call.in_file != nullptr) write(call.in_file, call.index_in_file, returned_ns, met_ns, last, outcome);
   }
-  // Of a call that may take long, when its site has been found.
+  // Set the site of a call in progress, if it is found after the begin of the call.
   void set_site(const Call& call, uint16_t site) {
     if (site == 0) return;
     call.record->site = site;
     if (call.in_file != nullptr) call.in_file->site = site;
   }
 
-  // What a worker has executed: commands that follow each other, as one record of the file. It is not in memory, where
-  // a moment of them would replace all calls.
+  // Consecutive commands that a worker has executed. They form one record, which is written only to the file: in
+  // memory, the commands of a moment would replace all calls.
   struct Commands {
     size_t group;
-    uint16_t site;  // names the one that took longest
+    uint16_t site;  // names the command that took longest
     uint64_t count;
     int64_t entered_ns;
     int64_t returned_ns;
@@ -157,13 +161,15 @@ class Recorder {
 
   static void set_awaited(Record& record) { record.flags.fetch_or(kAwaited, std::memory_order_relaxed); }
 
-  // Counts that a rank of a group came last, by that much. By one thread at a time for each group.
+  // Count that a rank was the last of a group to arrive, and by how much. Called by one thread at a time per group.
   void count_last(size_t group, int rank, int64_t late_ns);
 
-  // From now on all calls are recorded in a file, too; nullptr: no longer.
+  // Record all later calls in a file, too. nullptr: stop this.
   void record_to(std::unique_ptr<Memory> file);
 
  private:
+  // Index 0 is written before the fields, and the new index after them. A reader that finds the same index before and
+  // after it reads the fields therefore has the fields of one call.
   static void write(Record& record, uint64_t index, const Begin& begin) {
     record.index.store(0, std::memory_order_relaxed);
     order_writes();
@@ -185,20 +191,20 @@ class Recorder {
     record.index.store(index, std::memory_order_release);
   }
   static void write(Record* record, uint64_t index, int64_t returned_ns, int64_t met_ns, int last, uint8_t outcome) {
-    if (record->index.load(std::memory_order_relaxed) != index) return;  // so many calls later
+    if (record->index.load(std::memory_order_relaxed) != index) return;  // later calls have replaced the record
     record->met_ns = met_ns;
     record->last = last;
     record->outcome = outcome;
-    order_writes();
+    order_writes();  // a reader that finds returned_ns also finds the result
     record->returned_ns = returned_ns;
   }
   uint16_t ask_site(Caller& caller);
 
   std::unique_ptr<Memory> memory_;
   std::atomic<Memory*> file_ = nullptr;
-  std::vector<std::unique_ptr<Memory>> files_;  // also those of before, which calls under way may still write
+  std::vector<std::unique_ptr<Memory>> files_;  // includes previous files, which calls in progress may still write
   std::atomic<int64_t> site_due_ns_ = 0;
-  std::mutex lock_;  // of tables that grow
+  std::mutex lock_;  // protects additions to the tables
   const uint32_t forks_ = sys::forks();
 };
 
