@@ -199,7 +199,8 @@ class StoreServer:
         """
         # Only the thread may use the table. Appending to a deque is atomic.
         self._given.append((key, value))
-        if self._thread is not None:
+        # Also before ``start``: it may be starting the thread at this moment, which then finds the wake-up.
+        if self._stop_at is None:
             os.eventfd_write(self._wake.fileno(), 1)
 
     def start(self) -> StoreServer:
@@ -243,8 +244,10 @@ class StoreServer:
             raise ConfigError(f"host {socket.gethostname()} has no network address that other hosts can reach.")
         # Set before the listeners are passed on, so that no connection is accepted without TLS.
         self._context = tls_context(server_side=True)
-        self._more = tuple(_listen(addresses, 0))
-        where = [_tcp_address(*listener.getsockname()[:2]) for listener in self._more]
+        listeners = tuple(_listen(addresses, 0))
+        # Before the thread can take them: a wake-up for another reason may come at any time.
+        where = [_tcp_address(*listener.getsockname()[:2]) for listener in listeners]
+        self._more = listeners
         os.eventfd_write(self._wake.fileno(), 1)  # from here on the thread owns the listeners
         return where
 

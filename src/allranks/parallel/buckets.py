@@ -23,7 +23,6 @@ from allranks._group.process_group import ProcessGroup
 __all__ = ["ALONE_BYTES", "Bucket", "bucket_memory", "plan"]
 
 # A small first bucket can start early (the value of torch).
-_FIRST_BUCKET_BYTES = 1 << 20
 
 # From this size on, copying into a flat buffer and back costs more than a separate all-reduce.
 ALONE_BYTES = 1 << 20

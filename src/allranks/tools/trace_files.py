@@ -90,7 +90,11 @@ def record(words: Sequence[str]) -> int | Program:
     from allranks.launch import cli
 
     folder = Path(tempfile.mkdtemp(prefix=".allranks-trace-", dir=args.output[0].absolute().parent))
-    code = cli.main(["--trace", str(folder), *job])
+    try:
+        code = cli.main(["--trace", str(folder), *job])
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     # This process is a forked rank. The launcher's process writes the timeline and removes the folder.
     if not isinstance(code, int):
         return code

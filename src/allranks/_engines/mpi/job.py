@@ -224,7 +224,8 @@ def _meet(mpi: Any, deadline: float, timeout_s: float) -> None:
             # Ranks that have joined wait for the list, so they raise at about the same time as rank 0.
             _within(lambda: _all_end(sends), deadline + _GRACE_S)
         else:
-            comm.Isend([bytearray(1), mpi.BYTE], 0, _TAG)
+            arrival = bytearray(1)  # a local variable, because MPI may read it until the message has left
+            comm.Isend([arrival, mpi.BYTE], 0, _TAG)
             receive = comm.Irecv([frame_of_missing, mpi.BYTE], 0, _TAG)
             receives[0] = receive
             # No list within the grace period means that rank 0 itself is missing.
@@ -248,7 +249,7 @@ def _meet(mpi: Any, deadline: float, timeout_s: float) -> None:
         raise JoinError(
             f"{len(missing)} of {comm.size} ranks did not join in {timeout_s:.1f} s: missing {rank_list(missing)} "
             f"(this is rank {comm.rank}).\n  Check the output of the missing ranks, and that they call "
-            "init_process_group('mpi').    Longer: init_process_group(timeout=...)"
+            "init_process_group('mpi').\n  To wait longer, pass init_process_group(timeout=...)"
         )
     if _comm is None:
         _comm = mpi.COMM_WORLD.Dup()  # collective, but all ranks have joined, so none waits
