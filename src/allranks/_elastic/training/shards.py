@@ -112,6 +112,7 @@ def restored(local: Tensor, layout: Layout, meshes: Mapping[Any, Any]) -> Tensor
         local,
         meshes[layout.mesh],
         layout.placements,
+        # The check would communicate, and the other ranks do not call this function.
         run_check=False,
         shape=torch.Size(layout.shape),
         stride=layout.stride,
