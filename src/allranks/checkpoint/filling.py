@@ -122,6 +122,7 @@ class Filling:
             filled = [each() for each in ends]
             if isinstance(into, tuple):
                 return tuple(filled)
+            # In place, because the program references this list.
             into[:] = filled
             return into
 
@@ -137,6 +138,7 @@ class Filling:
             ends[key] = self._plan(item, theirs[key], inner) if into else self._built(theirs[key])
 
         def end() -> Any:
+            # In place, because the program references this dict.
             into.update({key: each() for key, each in ends.items()})
             return into
 
@@ -166,6 +168,7 @@ class Filling:
 
         def end() -> Any:
             if extra:
+                # strict=False: the tensors are already filled, and only the other entries are passed.
                 _set(inner, {key: built() for key, built in extra.items()}, path, strict=False)
             return module
 
@@ -222,6 +225,7 @@ def _set(target: Any, state: Any, path: str, **options: Any) -> Any:
     """Load a state into an object, and return the object."""
     try:
         target.load_state_dict(state, **options)
+    # Errors of allranks already have a text for the user.
     except AllranksError:
         raise
     except Exception as error:

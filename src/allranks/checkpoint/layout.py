@@ -179,6 +179,7 @@ def _shards(name: str, had: list[tuple[int, Offer]]) -> list[SaveJob]:
                 f"checkpoint: {rank_list([holders[0][0], *differs])} have the same part of tensor {name!r} with"
                 " different values; replicas of a shard must be equal"
             )
+        # Empty shards need no job. If all shards are empty, one job below keeps the tensor in the manifest.
         if first.nbytes:
             jobs.append(SaveJob(first, (), tuple(rank for rank, _ in holders)))
     _check_cover(name, had[0][1].shape, [job.offer for job in jobs], jobs)

@@ -78,8 +78,10 @@ def _remedy(chosen: Chosen) -> str:
 def _load(chosen: Chosen, into: Any, company: Company) -> Any:
     if chosen.is_everywhere(company.size):
         with BlockReader(chosen, company.rank) as reader:
+            # No rank changes its state before all ranks are prepared.
             filling = together(company, lambda: _prepared(reader, into, company.rank))
             return together(company, filling.finish)
+    # A separate group, so that the exchanges do not mix with calls of the program.
     rounds = Rounds(chosen, company_apart(company))
     with BlockReader(chosen, company.rank, rounds) as reader:
         filling = together(company, lambda: Filling(reader, into, reader.manifest.tree(company.rank)))
@@ -167,6 +169,7 @@ class BlockReader:
             if _is_like(saved, like):
                 return torch.empty_like(like, dtype=dtype)
             return in_huge_pages(torch.empty(saved.shape, dtype=dtype, device="cpu"))
+        # torch reports a failed allocation as a RuntimeError.
         except (RuntimeError, MemoryError) as error:
             nbytes = math.prod(saved.shape) * dtype.itemsize
             raise CheckpointError(f"not enough memory for tensor {saved.name!r} ({nbytes} bytes): {error}") from error
@@ -209,12 +212,14 @@ class BlockReader:
         row = math.prod(piece.shape[1:]) * dtype.itemsize
         source = self._file(piece.file)
         whole_rows = tuple(target.shape[1:]) == tuple(piece.shape[1:])
+        # A conjugate or negative view differs from its bytes, so it needs copy_.
         lazy = target.is_conj() or target.is_neg()
         if whole_rows and target.is_cpu and target.dtype == dtype and target.is_contiguous() and not lazy:
             view = view_of(target, writable=True)
             parts.read_rows(source, self.manifest, saved, piece, first * row, last * row, view)
             return
         inner = tuple(slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], piece.offsets[1:], strict=True))
+        # In chunks, so that the extra memory is limited by _CHUNK (or one row).
         step = max(1, _CHUNK // row)
         for begin in range(first, last, step):
             end = min(begin + step, last)

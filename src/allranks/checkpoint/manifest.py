@@ -230,6 +230,7 @@ def load_manifest(folder: Path, sizes: bool = True) -> Manifest:
         OSError: It cannot be read; FileNotFoundError if it does not exist.
     """
     path = folder / MANIFEST
+    # Checked before reading: a FIFO would block, and a huge file would fill the memory.
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:
         raise CheckpointError(
@@ -267,6 +268,7 @@ def _decode(path: Path, data: bytes) -> Manifest:
     end = _END.search(data)
     if end is None:
         raise CheckpointError(f"{path} is damaged: it has no digest at its end ({len(data)} bytes)")
+    # The digest covers the exact bytes of the file, so it does not depend on how JSON is formatted.
     body = data[: end.start()]
     if xxhash.xxh3_128_hexdigest(body).encode() != end[1]:
         raise CheckpointError(f"{path} is damaged: its contents do not have the digest at its end")
@@ -303,6 +305,7 @@ def _problem(manifest: Manifest) -> str:
     for file in manifest.files:
         if not (0 < file.share <= share.count if share.count else file.share == 0):
             return f"the file {file.name[:80]!r} is in share {file.share} of {share.count}, which does not exist"
+        # A name with a slash could refer to a file outside of the folder.
         if not _PLAIN.fullmatch(file.name) or not 0 <= file.head <= file.nbytes < _MOST:
             return f"the name or size of the file {file.name[:80]!r} is invalid"
     for saved in manifest.tensors:
@@ -353,6 +356,7 @@ def _shared_bytes(manifest: Manifest) -> str:
 
 def _check_size(folder: Path, file: ManifestFile) -> None:
     try:
+        # lstat, because `open_part` does not follow symbolic links either.
         found = os.lstat(folder / file.name)
     except FileNotFoundError:
         raise CheckpointError(f"{folder / file.name} is missing; rank {file.rank} wrote it") from None

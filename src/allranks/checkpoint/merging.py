@@ -70,6 +70,7 @@ def merge_shares(
                 "  Remove it, or merge into another folder."
             )
         partial = folders.new_partial(target, candidate.step)
+        # After `complete`, the folder has another name, and this does nothing.
         held.callback(shutil.rmtree, partial, ignore_errors=True)
         first = manifests[1]
         files = tuple(msgspec.structs.replace(file, share=0) for file in first.files)
@@ -81,6 +82,7 @@ def merge_shares(
             taken += file.nbytes
         if problems := check_files(partial, merged, lambda done, total: progress("reading", total + done, 2 * total)):
             raise CheckpointError(f"checkpoint.merge: step {candidate.step}: {problems[0]}")
+        # The names of the files must be on the disk before the manifest that lists them.
         folders.sync_folder(partial)
         return folders.complete(partial, merged)
 

@@ -205,6 +205,7 @@ def _head_of(file: BinaryIO, where: str) -> tuple[int, dict[str, tuple[Saved, in
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
+    # Checked before the header is read, so that a damaged length does not allocate memory.
     if length > min(_LONGEST, size - 8):
         raise CheckpointError(f"{where} is not a safetensors file: its header would have {length} of {size} bytes")
     found: dict[str, tuple[Saved, int]] = {}

@@ -93,6 +93,7 @@ class OwnerClaim:
             return False
 
 
+# Held during a whole claim: two threads of one process must not claim the same folder twice.
 _guard = threading.Lock()
 _claims: dict[Path, OwnerClaim] = {}
 
@@ -110,6 +111,7 @@ def claim(folder: Path, run: str) -> tuple[OwnerClaim, bool]:
     with _guard:
         record = folder / _NAME
         found = _claims.pop(folder, None)
+        # The lock is on a file that no longer has this name, so it protects nothing.
         if found is not None and not found.is_of(record):
             found.fd.close()
             found = None
@@ -119,6 +121,7 @@ def claim(folder: Path, run: str) -> tuple[OwnerClaim, bool]:
                 _claims[folder] = found
                 found.remark = ""
                 return found, False
+        # Without locks, another job has replaced the record. With locks, the kernel would have refused it.
         if found is not None and found.run == run and owner is not None and not owner.is_dead():
             _claims[folder] = found  # so that the next save fails, too
             raise _refusal(owner, folder)
@@ -214,6 +217,7 @@ def _write(fd: Descriptor, owner: BlockOwner) -> None:
 def _started(pid: int) -> int:
     """Return when a process was started, in kernel ticks; 0 if it does not exist."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        # Field 22 (starttime). The process name in parentheses may contain spaces and parentheses.
         return int(file.read().rpartition(b")")[2].split()[19])
     return 0
 

@@ -129,6 +129,7 @@ class SaveCall:
         self, folder: folders.PathLike, step: int, keep: int | None, keep_every: int | None, group: Any
     ) -> None:
         check_numbers("checkpoint.save", step, keep, keep_every)
+        # Resolve now: the working directory may change while a save runs in the background.
         self.folder = Path(os.path.realpath(folder))
         self.step, self.keep, self.keep_every = step, keep, keep_every
         self.company = company_of(group)
@@ -156,6 +157,7 @@ class SaveCall:
                 raise failure if isinstance(failure, Exception) else CheckpointError(f"{type(failure).__name__}")
 
         with contextlib.ExitStack() as held:
+            # Before the folder is opened: a failed copy then leaves nothing on the disk.
             if gathered.is_copied:
                 self._vote(company, begin)
             opened = self._open(held, company)
@@ -165,6 +167,7 @@ class SaveCall:
                 partial = self.folder / opened.partial
                 return parts.write_part(partial, jobs, self.step, company.rank, views) if jobs else None
 
+            # After this vote, the bytes of all ranks are on their disks.
             records = self._vote(company, written, tuple[ManifestFile, list[bytes]] | None)
             return self._finish(company, opened, self._manifest(gathered, records, opened))
 
@@ -218,6 +221,7 @@ class SaveCall:
             # The names of the parts must be on the disk before the manifest that lists them.
             folders.sync_folder(partial)
             path = folders.complete(partial, manifest)
+            # With several folders, another share may still fail, so old checkpoints stay until all shares exist.
             return path.name, self._tidy(path) if opened.count == 1 else []
 
         if opened.count == 1:
@@ -355,6 +359,7 @@ def gather(call: SaveCall, state: object, own: Sequence[str], alike: Sequence[st
 
     found = call._vote(company, mine, tuple[Any, list[Offer], tuple[str, int], tuple[str, str]])
     assert flat is not None
+    # Before the manifest and the lock, which contain the name.
     adopt_run([names for *_, names in found])
     trees: list[Tree] = []
     whose = []

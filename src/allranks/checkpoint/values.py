@@ -97,6 +97,7 @@ class Flat:
         plain = tensor.tensor if isinstance(tensor, Shard) else tensor
         require_dense(path, plain)
         memory = _memory_of(tensor)
+        # Tied weights are written once, and are one tensor again after a load without `into`.
         if memory is not None and memory in self._names:
             return self._names[memory]
         name, number = path, 1
@@ -123,6 +124,7 @@ def _memory_of(tensor: Tensor | Shard) -> tuple[object, ...] | None:
     """
     plain, whole = (tensor.tensor, (tensor.offsets, tensor.shape)) if isinstance(tensor, Shard) else (tensor, None)
     local: Tensor = getattr(plain, "_local_tensor", plain)
+    # Empty tensors can share the address 0 without being the same tensor.
     if not local.numel():
         return None
     lazy = (local.is_conj(), local.is_neg(), plain.is_conj(), plain.is_neg())
@@ -207,6 +209,7 @@ def _encode_scalar(value: Any, path: str, flat: Flat) -> Tree:
     if type(value) is int:
         return value if -_WORD <= value < _WORD else {"int": str(value)}
     if type(value) is float:
+        # JSON has no NaN and no infinity.
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, complex) and type(value) is complex:
         return {"complex": [_encode_scalar(value.real, path, flat), _encode_scalar(value.imag, path, flat)]}
@@ -246,6 +249,7 @@ def _join(path: str, key: object) -> str:
 
 def tree_problem(tree: Tree) -> str:
     """Return the problem of a tree that was read; "" for none. ``unflatten`` checks values of torch and NumPy."""
+    # A list instead of recursion, so that a damaged tree cannot exhaust the stack.
     todo: list[tuple[Tree, int]] = [(tree, 0)]
     while todo:
         item, depth = todo.pop()

@@ -48,6 +48,7 @@ def check(folder: Path, progress: Callable[[int, int], None] = lambda done, tota
         progress: Receives the number of bytes that have been read, and the total.
     """
     try:
+        # Sizes are checked per file below, so that one problem does not hide the others.
         manifest = load_manifest(folder, sizes=False)
     except CheckpointError as error:
         return [str(error)]
