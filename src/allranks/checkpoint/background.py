@@ -168,8 +168,10 @@ def _touched(nbytes: int) -> Tensor:
     The kernel would otherwise clear each page at its first write, and the caller would wait for it.
     """
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # An optimization: a kernel without transparent huge pages refuses it.
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
+    # Before Linux 5.14, the kernel refuses it, and clears the pages during the first copy.
     with contextlib.suppress(OSError):
         memory.madvise(_POPULATE)
     return torch.frombuffer(memory, dtype=torch.uint8)
@@ -262,6 +264,7 @@ def _copied(jobs: Sequence[SaveJob], flat: Flat) -> list[memoryview]:
             words = words_of(part)
             place.view(words.dtype).view(words.shape).copy_(words)
         views.append(view_of(place) if part.nbytes else memoryview(b""))
+        # Each part begins at a cache line, as its tensor does: other copies are slower (see `layout.place`).
         at += _aligned(part.nbytes)
     return views
 

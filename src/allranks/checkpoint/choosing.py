@@ -232,6 +232,7 @@ def _open(candidate: CheckpointCandidate, identity: str, view: View, company: Co
             if found.identity() == identity:
                 check_sizes(folder, found)
                 manifest, here[number] = found, folder
+        # Removed since the search. Whether another rank still has it is checked below.
         except FileNotFoundError:
             continue
         except (CheckpointError, OSError) as error:

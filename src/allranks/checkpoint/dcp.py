@@ -324,6 +324,7 @@ def _views(sources: Iterator[Callable[[], Tensor]]) -> Iterator[memoryview]:
 
 def _object(item: plans.WriteItem, planner: plans.SavePlanner) -> Any:
     """Return a value that is not a tensor, as it was before the planner pickled it."""
+    # A method of torch's default planner. Other planners only return pickled bytes.
     lookup = getattr(planner, "lookup_object", None)
     if lookup is not None:
         return lookup(item.index)

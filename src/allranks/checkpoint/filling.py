@@ -76,6 +76,7 @@ class Filling:
     def _built(self, tree: Tree, like: Mapping[str, Any] | None = None) -> _Built:
         for name in tensors_in(tree):
             saved, model = self._reader.find(name), None if like is None else like.get(name)
+            # If the shapes differ, `build` creates the whole tensor, and needs all its files.
             fits = model is not None and tuple(model.shape) == saved.shape
             self._reader.open_for(saved, model if fits else None)
         built = _Built(lambda: self._reader.build(tree, like))

@@ -62,6 +62,7 @@ def load_folder(path: folders.PathLike, into: Any, step: int | None, company: Co
     try:  # `into` may be partially filled: an older checkpoint fills all of it
         older = agreed(path, None, company, verified=True)
     except CheckpointError:
+        # No intact checkpoint exists, so report the damage of this one.
         older = chosen
     if older.folder == chosen.folder:
         raise CheckpointError(f"{damaged}\n  {_remedy(chosen)}") from damaged.__cause__
@@ -208,12 +209,14 @@ class BlockReader:
         low, high = common
         dtype = dtype_of(saved.dtype)
         target = part[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
+        # A tensor without dimensions counts as one row.
         first, last = (low[0] - piece.offsets[0], high[0] - piece.offsets[0]) if low else (0, 1)
         row = math.prod(piece.shape[1:]) * dtype.itemsize
         source = self._file(piece.file)
         whole_rows = tuple(target.shape[1:]) == tuple(piece.shape[1:])
         # A conjugate or negative view differs from its bytes, so it needs copy_.
         lazy = target.is_conj() or target.is_neg()
+        # Read directly into the memory of the tensor if its bytes are contiguous in the piece.
         if whole_rows and target.is_cpu and target.dtype == dtype and target.is_contiguous() and not lazy:
             view = view_of(target, writable=True)
             parts.read_rows(source, self.manifest, saved, piece, first * row, last * row, view)

@@ -182,6 +182,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def identity(self) -> str:
         """Return an identifier that all shares of a checkpoint have in common, and no other checkpoint has."""
+        # The number is the only difference between the manifests of the shares of a save.
         alike = None if self.share is None else msgspec.structs.replace(self.share, number=1)
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(msgspec.structs.replace(self, share=alike)))
 
@@ -274,6 +275,7 @@ def _decode(path: Path, data: bytes) -> Manifest:
         raise CheckpointError(f"{path} is damaged: its contents do not have the digest at its end")
     try:
         return msgspec.json.decode(body + b"}", type=Manifest)
+    # RecursionError: JSON that is nested too deeply.
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a manifest that this version of allranks can read: {error}") from None
 
@@ -291,6 +293,7 @@ def _check(path: Path, manifest: Manifest) -> None:
 
 
 def _problem(manifest: Manifest) -> str:
+    # The limit of the block size: a reader allocates whole blocks at the edges of a range.
     if not manifest.writers or not manifest.trees or not 0 < manifest.block <= 1 << 30:
         return "it has no writers or no state, or its block size is invalid"
     if not all(0 <= writer.tree < len(manifest.trees) for writer in manifest.writers):

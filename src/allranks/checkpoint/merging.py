@@ -19,6 +19,7 @@ from allranks.checkpoint.verifying import check_files
 
 __all__ = ["merge", "merge_shares"]
 
+# Another file system, one without hard links, or a file with too many links.
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 

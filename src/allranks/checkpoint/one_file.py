@@ -211,6 +211,7 @@ def _head_of(file: BinaryIO, where: str) -> tuple[int, dict[str, tuple[Saved, in
     found: dict[str, tuple[Saved, int]] = {}
     ends: list[tuple[int, int]] = []
     try:
+        # Raw, because the type of "__metadata__" differs from that of the tensors.
         raw = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
         about = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=dict[str, str])
         others = msgspec.json.decode(about.get(OTHERS, "{}"), type=dict[str, tuple[str, tuple[int, ...]]])
@@ -218,6 +219,7 @@ def _head_of(file: BinaryIO, where: str) -> tuple[int, dict[str, tuple[Saved, in
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{where} is a damaged safetensors file: {error}") from error
     for name, entry in entries.items():
+        # Files of a checkpoint store dtypes that safetensors lacks as bytes, with the real dtype in the metadata.
         dtype, shape = others.get(name, (_DTYPES.get(entry.dtype), entry.shape))
         begin, end = entry.data_offsets
         if dtype is None:

@@ -37,7 +37,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _NAME = ".job"
 _LENGTH = 1024  # bytes of a record, in one write: the processes of a job may replace it simultaneously
 _BUSY = (errno.EAGAIN, errno.EACCES)
-# Another process may hold the exclusive lock briefly, to check whether the folder is free.
+# Another process may hold the exclusive lock briefly, to check whether the folder is free. Retry for 0.5 s.
 _TRIES, _PAUSE_S = 20, 0.025
 
 
@@ -119,6 +119,7 @@ def claim(folder: Path, run: str) -> tuple[OwnerClaim, bool]:
             owner = _read(found.fd)
             if owner is not None and owner.run == run == found.run:
                 _claims[folder] = found
+                # The user has already received the remark.
                 found.remark = ""
                 return found, False
         # Without locks, another job has replaced the record. With locks, the kernel would have refused it.

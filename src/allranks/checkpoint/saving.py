@@ -175,6 +175,7 @@ class SaveCall:
         """Take the lock and create the partial folder, on rank 0 and on the first rank of each other folder."""
 
         def open_own() -> None:
+            # Rank 0 has already opened its folder.
             if 0 < company.rank == leaders[company.rank]:
                 open_here(name)
 
@@ -259,6 +260,7 @@ class SaveCall:
         try:
             answer = _Answer(msgspec.msgpack.encode(act()), "", False, this_process())
         except Exception as error:  # noqa: BLE001 - reported to all ranks
+            # Kept on this rank for the traceback: the other ranks receive only the text.
             self._trouble = error
             answer = _Answer(b"", described(error), isinstance(error, UsageError), this_process())
         return company.exchange(answer, _Answer)
@@ -300,6 +302,7 @@ class SaveCall:
         manifest = new_manifest(self.step, writers, files, saved, trees)
         if opened.count == 1:
             return manifest
+        # The manifests of all shares must be equal, so the time and the name of the job are those of rank 0.
         share = FileShare(folders.id_of(opened.partial), opened.numbers[self.company.rank], opened.count)
         return msgspec.structs.replace(manifest, format=SHARED_FORMAT, run=opened.run, when=opened.when, share=share)
 

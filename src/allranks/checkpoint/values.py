@@ -127,6 +127,7 @@ def _memory_of(tensor: Tensor | Shard) -> tuple[object, ...] | None:
     # Empty tensors can share the address 0 without being the same tensor.
     if not local.numel():
         return None
+    # A conjugate or negative view has the memory of its base, but other values.
     lazy = (local.is_conj(), local.is_neg(), plain.is_conj(), plain.is_neg())
     spread = (getattr(plain, "device_mesh", None), getattr(plain, "placements", None), tuple(plain.shape), whole)
     return local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device, lazy, spread
@@ -183,6 +184,7 @@ def _encode(value: Any, path: str, flat: Flat, depth: int) -> Tree:
         return _encode_mapping(value, path, flat, depth)
     if isinstance(value, torch.Size):
         return {"size": list(value)}
+    # Exact types only: a namedtuple would become a plain tuple, so it is refused below.
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         items = [_encode(item, _join(path, index), flat, depth + 1) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
@@ -206,6 +208,7 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, flat: Flat, depth: int)
 def _encode_scalar(value: Any, path: str, flat: Flat) -> Tree:
     if value is None or type(value) in (bool, str):
         return value
+    # Exact types below: NumPy's float64 is a subclass of float, and must keep its type.
     if type(value) is int:
         return value if -_WORD <= value < _WORD else {"int": str(value)}
     if type(value) is float:
@@ -371,6 +374,7 @@ def _decode(tree: Tree, tensor: Callable[[str], Any]) -> Any:
             real, imaginary = (_decode(part, tensor) for part in value)
             return complex(real, imaginary)
         case "bytes":
+            # Without `validate`, b64decode ignores invalid characters.
             return base64.b64decode(value, validate=True)
         case "dtype":
             return _dtype(value)
@@ -400,4 +404,5 @@ def _decode_numpy(value: list[Any], tensor: Callable[[str], Any]) -> Any:
         kind, raw = value
         return numpy.frombuffer(base64.b64decode(raw, validate=True), dtype=numpy.dtype(kind))[0]
     kind, shape, name = value
+    # A copy, because an array over bytes is read-only.
     return numpy.frombuffer(bytes_of(tensor(name)), dtype=numpy.dtype(kind)).reshape(shape).copy()

@@ -70,6 +70,7 @@ def check_files(
                 done += file.head
                 for saved, piece, begin, end in _blocks(manifest, number):
                     try:
+                        # One error per block, so that all damaged tensors are listed.
                         parts.read_rows(source, manifest, saved, piece, begin, end, memoryview(bytearray(end - begin)))
                     except CheckpointError as error:
                         problems.append(str(error))

@@ -271,6 +271,7 @@ class Undo:
 
     def keep_all(self, reached: Reached) -> None:
         """Copy everything, for a step that may change anything."""
+        # Everything is copied, so no version has to be compared.
         self._versions = []
         self._containers = [(each, each.copy()) for each in reached.containers.values()]
         self._arrays = [(each, each.copy()) for each in reached.arrays.values()]

@@ -62,6 +62,7 @@ class Layout(NamedTuple):
             return None
         place, found = self.ranks.index(rank), []
         for extent, placement in zip(reversed(self.extents), reversed(self.placements), strict=True):
+            # The last dimension varies fastest, so divide by its extent first.
             place, coordinate = divmod(place, extent)
             if not placement.is_replicate():
                 found.append(coordinate)
