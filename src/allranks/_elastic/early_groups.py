@@ -252,8 +252,7 @@ class EarlyGroups:
     def _history_of(self, early: _Early, key: bytes, ranks: Sequence[int]) -> GroupHistory:
         world, group = self._history, early.group
         members = [world.members[rank] for rank in ranks]
-        # The generation keeps old proposals from being read. The first rank distinguishes replicas, whose groups share
-        # a key.
+        # The generation excludes old proposals. The first rank distinguishes the replicas, whose groups share a key.
         prefix = f"{world.membership.prefix}group/{world.generation}.{key.hex()}.{ranks[0]}/"
         return GroupHistory(world.membership, prefix, early.backend, group.name, group.timeout_s, world.slot, members)
 

@@ -228,7 +228,6 @@ def holding(folder: Path, run: str, *, stays: bool = True) -> Iterator[Held]:
             remarks = [claim.remark] if claim.remark else []
             yield Held("" if claim.has_lock else run, remarks + _sweep(folder, 0.0 if locked else _STALE_S))
         finally:
-            # Closing the descriptor releases the lock.
             lock.close()
     finally:
         if is_new and not stays:

@@ -105,7 +105,6 @@ class Rehearsal:
             self._seen.add(phase)
             self._append("phases", phase)
         if phase == self._phase and self._is_due():
-            # Before the signal: after it, this process executes nothing more.
             self._append("killed", json.dumps([self._rank, self._state._position.done]))
             # SIGKILL, because no handler or exit function may run: a real loss runs none either.
             os.kill(os.getpid(), signal.SIGKILL)
