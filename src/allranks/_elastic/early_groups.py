@@ -90,6 +90,7 @@ class EarlyGroups:
         self._made: Counter[tuple[object, ...]] = Counter()
 
     def __contains__(self, group: ProcessGroup) -> bool:
+        # Compare by identity: a group keeps its object over all generations, while its engine and members change.
         return any(each.group is group for each in self._groups)
 
     @property
@@ -118,6 +119,7 @@ class EarlyGroups:
         except (PeerLostError, AbortedError):
             return None
         except (JoinError, TimeoutError):
+            # A loss can surface as a failed or timed-out connection. Without a loss, the error is a real one.
             if self._world.failed_ranks():
                 return None
             raise
@@ -135,6 +137,7 @@ class EarlyGroups:
             timeout_s: The timeout of its calls, in seconds.
         """
         slots = tuple(self._slots[rank] for rank in ranks)
+        # The key uses only values that a replacement process computes identically: rank slots and the creation order.
         self._made[slots, backend] += 1
         about = repr((slots, backend, self._made[slots, backend])).encode()
         key = hashlib.blake2b(about, digest_size=_KEY_BYTES).digest()
@@ -146,6 +149,7 @@ class EarlyGroups:
             engine,
             lambda entry: membership.append(_record(slot, key), entry),
             partial(_give_up, name),
+            # Read on demand: the logs of other ranks grow until the loop begins.
             lambda: [membership.read(_record(each, key)) or b"" for each in slots_read],
         )
         members = [self._world.members[rank] for rank in ranks]
@@ -180,6 +184,7 @@ class EarlyGroups:
             JoinError: Members of a group could not connect.
         """
         there = [each for each in self._groups if each.group._is_open]
+        # With the same rank slots, lost ranks were only replaced, so every group keeps its members and its key.
         same = [slot for slot, _ in self._history.members] == self._slots
         meant = [(each.key, each.ranks) for each in there] if same else self._meant(there)
         # A group is connected only if all its members have created it. Otherwise its members would wait for the others.
@@ -221,6 +226,7 @@ class EarlyGroups:
                 continue
             made[role, each.backend] += 1
             about = repr((role, each.backend, made[role, each.backend])).encode()
+            # The first len(role[1]) ranks are one row, that is, the positions in a replica. The other rows repeat them.
             rows = range(count) if role[0] == "all" else [here]
             ranks = [row * replica + rank % replica for row in rows for rank in each.ranks[: len(role[1])]]
             found.append((hashlib.blake2b(about, digest_size=_KEY_BYTES).digest(), ranks))
@@ -239,12 +245,14 @@ class EarlyGroups:
             world.parent_of(ranks),
             connect_s=_CONNECT_S,
         )
+        # If the connection fails, the group keeps its old engine, and the next `renew` connects it again.
         early.group._become(engine, rank, members)
         early.group.history = self._history_of(early, key, ranks)
 
     def _history_of(self, early: _Early, key: bytes, ranks: Sequence[int]) -> GroupHistory:
         world, group = self._history, early.group
         members = [world.members[rank] for rank in ranks]
+        # The generation excludes old proposals. The first rank distinguishes the replicas, whose groups share a key.
         prefix = f"{world.membership.prefix}group/{world.generation}.{key.hex()}.{ranks[0]}/"
         return GroupHistory(world.membership, prefix, early.backend, group.name, group.timeout_s, world.slot, members)
 
@@ -285,6 +293,7 @@ def _give_up(name: str, replay: ReplayEngine) -> NoReturn:
 
 def _gather_keys(world: ProcessGroup, keys: Sequence[bytes]) -> list[set[bytes]]:
     """Return the keys that each rank of the world has passed, by rank."""
+    # gather_rows needs rows of equal length, so exchange the numbers of keys first and pad to the largest one.
     counts = [int.from_bytes(row, "big") for row in gather_rows(world, len(keys).to_bytes(8, "big"))]
     if not max(counts):
         return [set() for _ in counts]

@@ -69,6 +69,7 @@ class ChangeCounts:
     def after(self, before: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> ChangeCounts:
         """Return the counts including the next generation. The arguments are pairs of rank slot and start."""
         old, new = dict(before), dict(now)
+        # Only the start differs between a replacement process and the process that it replaces.
         again = sum(slot in new and new[slot] != start for slot, start in old.items())
         gone, come = len(old.keys() - new.keys()), len(new.keys() - old.keys())
         return self + ChangeCounts(again, again + gone, come)
@@ -128,6 +129,7 @@ class GroupHistory:
     _own: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
+        # The slot alone does not identify this process: an excluded predecessor may still run with the same slot.
         self._own = (self.slot, self.membership.start)
 
     def decide(
@@ -153,10 +155,12 @@ class GroupHistory:
             StoreLostError: The store is lost.
             AllranksError: Too few ranks remain.
         """
+        # `agree` and the recovery after it use one decision, because it contains the outcome of the agreement, too.
         if self.decided is None:
             proposal = Proposal(
                 self.slot,
                 self._own[1],
+                # Members are identified by rank slot: their next ranks are known only after the decision.
                 msgspec.structs.replace(self.membership.me, rank=self.slot),
                 without=tuple(without),
                 vote=self.vote,
@@ -225,10 +229,12 @@ class GroupHistory:
                 engine = self._connect(decision, rank, detect)
             except (JoinError, PeerLostError, TimeoutError) as error:
                 trouble = error if isinstance(error, JoinError) else JoinError(str(error))
+                # A changed membership is progress: each further loss during recovery deserves new attempts.
                 vain = vain + 1 if members == list(before) else 0
                 # Other ranks may detect the failed connection only after their own connection timeout. This rank waits
                 # longer.
                 timeout_s = max(self.timeout_s if timeout_s is None else timeout_s, 2 * _CONNECT_S)
+            # Also after a failed connection: the next proposals of all members must have the same generation number.
             self.begin(decision)
             if engine is not None:
                 found = tuple(proposal.member for proposal in decision.proposals)
@@ -241,6 +247,7 @@ class GroupHistory:
     def somebody_waits(self) -> bool:
         """Return whether processes wait to become members: a process that joined later, or a whole replica."""
         table = self.membership.table()
+        # An excluded process never becomes a member again. Its old proposal must not trigger another membership change.
         known = {*self.members, *self.out}
         waiting = [
             proposal_key(self.prefix, self.generation, slot.number, slot.start)
@@ -248,6 +255,7 @@ class GroupHistory:
             if (slot.state == OPTIONAL or (self.replica > 1 and slot.state != GONE))
             and (slot.number, slot.start) not in known
         ]
+        # A new process counts only after it has written its proposal, so its start never delays the others.
         found = [proposal for proposal in self.membership.peek(waiting) if proposal is not None] if waiting else []
         if self.replica == 1:
             return bool(found)
@@ -262,10 +270,12 @@ class GroupHistory:
     def begin(self, decision: Decision) -> None:
         """Make the decided generation the present one."""
         members = [(proposal.slot, proposal.start) for proposal in decision.proposals]
+        # A process that joins later knows no earlier members. Comparing with itself adds nothing to the counts.
         self.counts = self.counts.after(self.members or members, members)
         self.before, self.members = self.members, members
         self.generation = decision.generation
         self.out, self.waiting = decision.out, decision.waiting
+        # All members continue with the same number of agreements. `_settle` compares votes by this number.
         self.vote = Vote(decision.ended, decision.outcome)
         self.decided = None
 
@@ -275,6 +285,7 @@ class GroupHistory:
                 self.prefix, rank, decision, record, time.monotonic(), _CONNECT_S, self.membership.where
             )
             records = self.membership.drive(steps, detect)
+            # Retried by `succeed`: the loss of a member during the exchange leads to another generation.
             if records is None:
                 raise JoinError(f"group '{self.name}': a member was lost while the ranks were connecting")
             return records

@@ -64,21 +64,26 @@ def join_elastic(membership: MembershipStore, backend: str, name: str, timeout_s
     history = GroupHistory(
         membership, f"{membership.prefix}world/", backend, name, timeout_s, membership.me.rank, [], replaces=True
     )
+    # The replay log is complete only after all first ranks have entered the loop.
     if _comes_later(membership):
         _await_loop(membership)
     latest, first = membership.read(LATEST), membership.read(FIRST)
     found: NextGeneration | Decision
+    # No decision exists: the first processes have not met yet, and this process takes part in generation 1.
     if latest is None:
         found = history.succeed(lambda missing: frozenset(), progress=BEFORE_THE_LOOP, replaces=True, waits=False)
     else:
         found = msgspec.msgpack.decode(latest, type=Decision)
+        # Follow the latest generation, so that the next proposal of this process is written under the right number.
         history.begin(found)
     if isinstance(found, NextGeneration):
+        # One writer is enough: the decision is the same on all ranks. FIRST stays unchanged in later generations.
         if found.rank == 0:
             decided = msgspec.msgpack.encode(found.decision)
             membership.write(FIRST, decided)
             membership.write(LATEST, decided)
         return _Beginning(membership, history, found.members, found.rank).make(backend, found.engine)
+    # The recorded calls contain the ranks and sizes of the first generation, so use its members.
     if first is not None:
         found = msgspec.msgpack.decode(first, type=Decision)
     members = [proposal.member for proposal in found.proposals]
@@ -105,6 +110,7 @@ def _await_loop(membership: MembershipStore) -> None:
     while membership.read(LOOP) is None:
         table = membership.table()
         assert table is not None
+        # Without this check, a process that joins after the end would wait for a loop that never begins.
         if membership.read(OVER) or all(slot.state in (GONE, OPTIONAL) for slot in table.slots):
             raise ExcludedError(
                 f"rank {membership.me.rank} cannot join: all other ranks had exited before this process could join"
@@ -128,6 +134,7 @@ class _Beginning:
         self._membership = membership
         self._history = history
         self._rank = rank
+        # Own slot first: the log of the predecessor has precedence over the logs of other ranks.
         self._slots = [members[rank].rank, *(member.rank for n, member in enumerate(members) if n != rank)]
         self._members = numbered([membership.me if n == rank else member for n, member in enumerate(members)])
         self._group: ElasticWorld | None = None
@@ -139,7 +146,9 @@ class _Beginning:
         )
         self._group = ElasticWorld(replay, history.name, self._rank, self._members, history.timeout_s)
         self._group.history = history
+        # The program builds its shards for this number, which determines the position in a replica from now on.
         history.place = self._rank
+        # Sorted, because EarlyGroups looks slots up by rank, and self._slots begins with the own slot.
         self._group.early = EarlyGroups(self._group, history, sorted(self._slots))
         return self._group
 
@@ -149,16 +158,20 @@ class _Beginning:
     def _renew(self, replay: ReplayEngine) -> tuple[Engine, int]:
         group, history, old = self._group, self._history, replay.engine
         assert group is not None
+        # The ranks that `old.lost()` returns refer to the ended generation. `succeed` replaces history.members.
         before = list(history.members)
         if old is not None:
             old.abort()  # other ranks may wait for this rank in a call
         group.early.abort()
         found = history.succeed(
             lambda missing: frozenset(before[rank] for rank in (old.lost() if old is not None else ())),
+            # More calls give a lower value. All of them are below NEWCOMER (-1), which marks a process that has no
+            # state in the loop.
             progress=BEFORE_THE_LOOP - replay.calls,
             replaces=True,
         )
         assert isinstance(found, NextGeneration)
+        # Close only after the decision. Until then, the detector reads the losses of the old engine.
         if old is not None:
             old.close()
         proposals = found.decision.proposals
@@ -168,10 +181,12 @@ class _Beginning:
                 f"rank {group.rank()}: {len(proposals)} of {group.size()} ranks remain before the training loop,"
                 " where ranks cannot be renumbered.\n  Restart the job (automatic with allranks run --restarts)"
             )
+        # A call that any rank has completed must be replayed on the others: its peers do not make it again.
         made = max(BEFORE_THE_LOOP - proposal.progress for proposal in proposals)
         # Processes with more progress have made all calls before the loop, and have the state.
         if any(proposal.progress > BEFORE_THE_LOOP for proposal in proposals):
             group.entered, made = found.decision, ALL
+        # A process that starts later begins with this generation instead of the first one.
         if found.rank == 0:
             self._membership.write(LATEST, msgspec.msgpack.encode(found.decision))
         group.meet_again(numbered(found.members), found.engine)

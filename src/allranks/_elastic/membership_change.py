@@ -180,6 +180,7 @@ class MembershipChange:
         while True:
             detected = yield from self._detect()
             mine = self._with(detected)
+            # Each write is a request to the store, so write again only if this process has detected a further loss.
             if mine != posted:
                 yield from self._ask(
                     Set(self._key(self.proposal.slot, self.proposal.start), msgspec.msgpack.encode(mine))
@@ -190,6 +191,7 @@ class MembershipChange:
                 decided = yield from self._propose()
             if decided is not None:
                 return self._judge(decided)
+            # Wait for the decision instead of sleeping: the server answers as soon as another process decides.
             yield from self._ask(WaitForKeys([self._decision], POLL_S, True))
 
     # Knowledge of this process.
@@ -216,8 +218,10 @@ class MembershipChange:
         for slot in table.slots:
             if (slot.number, slot.start) in self.out:
                 continue
+            # A restarted process has the same slot with another start, and is a newcomer.
             member = self.members.get(slot.number) == slot.start
             if slot.state != GONE and (self.replaces or member):
+                # Processes that join later never block running ranks, even if they die while they join.
                 is_awaited = slot.state != OPTIONAL and (slot.number, slot.start) not in self.waiting
                 found[slot.number, slot.start] = member or is_awaited
         return found
@@ -226,6 +230,7 @@ class MembershipChange:
         """Read the decision, the table of rank slots and the proposals."""
         while True:
             known = list(self._candidates())
+            # One request for all keys, so that each poll costs one round trip.
             keys = [self._decision, TABLE_KEY, *(self._key(*each) for each in known)]
             answer = yield from self._ask(Peek(keys))
             assert isinstance(answer, FoundValues)
@@ -252,7 +257,9 @@ class MembershipChange:
         """
         seen = {pair for proposal in self._proposals.values() for pair in proposal.lost if pair not in self._proposals}
         for pair in seen:
+            # The time of the first report counts. Otherwise each further report would restart the grace period.
             self._seen.setdefault(pair, self._now)
+        # The launcher is the parent and sees every exit. A rank may mistake a network failure for an exit.
         patience_s = UNCONFIRMED_S if self.launched else 0.0
         return {pair for pair in seen if self._now >= self._seen[pair] + patience_s}
 
@@ -269,6 +276,7 @@ class MembershipChange:
 
     def _is_complete(self) -> bool:
         missing = self._missing()
+        # Deciding without the table could exclude a rank that the launcher is restarting.
         if self.launched and self._table is None:
             return False
         # A newcomer has no state, so it cannot continue alone. It waits until other processes decide.
@@ -278,15 +286,19 @@ class MembershipChange:
 
     def _propose(self) -> Steps[Decision]:
         come = [self._proposals[each] for each in sorted(self._taken()) if each in self._proposals]
+        # Newcomers did not take part in the interrupted agreement, so they have no vote in it.
         ended, outcome = _settle([proposal for proposal in come if proposal.progress >= 0])
         least = 1 if self._table is None else self._table.least
         proposals = chosen(come)
+        # A process that has a proposal but is not chosen waits. A member without a proposal is out for good.
         here, members = ({(proposal.slot, proposal.start) for proposal in some} for some in (come, proposals))
         out, waiting = sorted({*self.out, *self.members.items()} - here), sorted({*self.waiting, *here} - members)
         mine = Decision(self.generation + 1, tuple(proposals), ended, outcome, least, tuple(out), tuple(waiting))
+        # The expected value b"" means: only if the key does not exist. Exactly one process can therefore write it.
         answer = yield from self._ask(CompareSet(self._decision, b"", msgspec.msgpack.encode(mine)))
         assert isinstance(answer, FoundValues)
         assert answer.values[0] is not None
+        # The stored decision counts, which may be that of another process.
         return msgspec.msgpack.decode(answer.values[0], type=Decision)
 
     def _judge(self, decision: Decision) -> Decision:
@@ -348,11 +360,13 @@ def exchange(
         The records. None if a member was lost during the exchange, or did not write its record in time. Another
         generation must then follow.
     """
+    # Same prefix as the decision. The keys are new in each generation, so no record of a failed attempt is read.
     keys = [f"{prefix}{decision.generation - 1}/record/{r}" for r in range(len(decision.proposals))]
     now, answer = yield Set(keys[rank], record)
     _checked(answer, where)
     missing: tuple[tuple[int, int], ...] = ()
     while now < began + timeout_s:
+        # The wait is short because a lost member never writes its record: losses are checked in between.
         now, answer = yield WaitForKeys(keys, 2 * POLL_S, True)
         found = _checked(answer, where)
         if isinstance(found, FoundValues):
@@ -366,6 +380,7 @@ def exchange(
             (c.slot, c.start) for c, come in zip(decision.proposals, read.values[2:], strict=True) if come is None
         )
         gone = detected | _ended(read.values[0])
+        # A decision about the next generation means that another member has already given up on this one.
         if read.values[1] is not None or any((c.slot, c.start) in gone for c in decision.proposals):
             return None
     return None
@@ -378,6 +393,7 @@ def _ended(table: bytes | None) -> set[tuple[int, int]]:
     return {
         (slot.number, start)
         for slot in SlotTable.decode(table).slots
+        # All earlier starts of a slot have exited, too. The present one has if the slot is GONE.
         for start in range(slot.start + (slot.state == GONE))
     }
 
@@ -385,12 +401,14 @@ def _ended(table: bytes | None) -> set[tuple[int, int]]:
 def _settle(proposals: Sequence[Proposal]) -> tuple[int, int]:
     """Return the number and the outcome of the last agreement, which the loss may have interrupted."""
     ended = max((proposal.vote.ended for proposal in proposals), default=0)
+    # All ranks that completed an agreement have the same outcome, so any of them will do.
     outcome = next((proposal.vote.outcome for proposal in proposals if proposal.vote.ended == ended), 0)
     # A rank takes part in the next agreement only after all ranks have completed the previous one. If another rank has
     # already completed the agreement in which a rank still votes, the voting rank takes over its outcome.
     voting = [proposal for proposal in proposals if proposal.vote.value is not None and proposal.vote.ended == ended]
     if not voting:
         return ended, outcome
+    # A rank that is not in this agreement was in another call, so the step is incomplete: 0 means undone.
     values = [proposal.vote.value if proposal in voting else 0 for proposal in proposals]
     return ended + 1, min(value or 0 for value in values)
 

@@ -54,6 +54,7 @@ class MembershipStore:
         self.me = me
         self.start = int(environ.get(START, "0")) if self.launched else 0
         self._store: Store | None = None
+        # Protects the lazy connection, which any thread may open or close.
         self._lock = threading.Lock()
 
     @classmethod
@@ -72,7 +73,9 @@ class MembershipStore:
             timeout_s: See ``join``.
             store: See ``join``.
         """
+        # Before any variable is read: an enclosing job's variables would be taken for those of this job.
         leave_outer_job(os.environ)
+        # A store or address of the program's own is not the launcher's, and does not outlive the ranks.
         if os.environ.get(ELASTIC) != "1" or store is not None or init_method not in (None, "env://"):
             return None
         finder = find_method(init_method, timeout_s)
@@ -98,11 +101,11 @@ class MembershipStore:
                 return detect(act.missing)
             try:
                 return self._opened()._ask(act)  # type: ignore[arg-type]
+            # Return the failure as an answer: the state machine decides whether it ends the job.
             except (StoreLostError, TimeoutError, NotYet, ConfigError) as error:
                 if isinstance(act, WaitForKeys) and isinstance(error, TimeoutError):
-                    return WaitTimedOut(
-                        act.keys
-                    )  # The wait is short. A busy store counts as lost only if another request fails.
+                    # The wait is short. A busy store counts as lost only if another request fails.
+                    return WaitTimedOut(act.keys)
                 return Lost(reason(error.__cause__ or error), error)
 
         return drive(steps, perform)  # type: ignore[arg-type]
@@ -139,6 +142,7 @@ class MembershipStore:
     def identity(self) -> bytes:
         """Return 16 bytes that identify the store and prefix, equal on all processes. Return b"" if it is lost."""
         try:
+            # The first process writes a random token and all others read it, so the token identifies the store.
             token = self.view("identity/", _CONNECT_S).compare_set("token", b"", os.urandom(16))
         except (StoreLostError, TimeoutError, NotYet, ConfigError):
             return b""  # no rank can decide on this store, which is the answer that the caller needs
@@ -148,12 +152,14 @@ class MembershipStore:
         """Close the connection. Idempotent."""
         with self._lock:
             if self._store is not None:
+                # Only disconnect: the store outlives this process, and other ranks use it.
                 self._finder.disconnect()
             self._store = None
 
     def _opened(self) -> Store:
         with self._lock:
             if self._store is None:
+                # A rendezvous has already opened its finder. The finder of `of_elastic_job` is new.
                 if not hasattr(self._finder, "me"):
                     self._finder.open(self.me)
                 self._store = self._finder.find_again(_CONNECT_S)

@@ -85,6 +85,7 @@ class RankSlots(Generic[_L]):
         self.spares = list(rules.spares)
         self.vacant: dict[str, tuple[int, ...]] = {}
         self._gone: set[int] = set()  # lost, and not restarted
+        # Separate from the start number, which also counts processes that were lost with their host.
         self._respawned = dict.fromkeys(ranks, 0)
 
     @property
@@ -133,7 +134,9 @@ class RankSlots(Generic[_L]):
         self.losses[failure.rank] = failure
         if again:
             self._respawned[failure.rank] += not failure.lost
+            # A rank that joined later stays optional: a host that keeps failing must not block the others.
             state = OPTIONAL if slot.state == OPTIONAL else STARTING
+            # The table names the next start before it runs, so that the survivors wait for it.
             self._change(RankSlot(slot.number, slot.start + 1, state))
         else:
             self._gone.add(slot.number)
@@ -144,6 +147,7 @@ class RankSlots(Generic[_L]):
         slot = self._slot(rank)
         if slot.state == STARTING:
             self._change(RankSlot(rank, slot.start, RUNNING))
+        # False: the slot is GONE because the others have finished, so the agent must kill the new process.
         return slot.state in (STARTING, OPTIONAL)
 
     def join(self, host: str, room: int) -> tuple[str, dict[int, int]]:
@@ -153,6 +157,7 @@ class RankSlots(Generic[_L]):
             The lost host whose ranks it receives, "" for new ranks; the number of previous processes of each rank slot.
             If there are no ranks for the host, the mapping is empty, and the host becomes spare.
         """
+        # A returning host takes its own ranks back, also with fewer slots. Another host must have room for all of them.
         whole = [name for name, ranks in self.vacant.items() if name == host or len(ranks) <= room]
         lost = host if host in whole else next(iter(whole), "")
         if lost:
@@ -162,6 +167,7 @@ class RankSlots(Generic[_L]):
             more = room if self._rules.most is None else min(room, self._rules.most - self.left)
             starts = dict.fromkeys(range(number, number + max(0, more)), 0)
         for rank, start in starts.items():
+            # The slot counts for `least` again as soon as a host has taken it.
             self._gone.discard(rank)
             self._respawned.setdefault(rank, 0)
             self._change(RankSlot(rank, start, OPTIONAL))
@@ -171,6 +177,7 @@ class RankSlots(Generic[_L]):
 
     def end(self, rank: int) -> None:
         """Record that a rank has exited with code 0: no rank waits for it."""
+        # GONE without an entry in _gone: a rank that has completed its work still counts for `least`.
         self._change(RankSlot(rank, self._slot(rank).start, GONE, done=True))
 
     def _slot(self, rank: int) -> RankSlot:

@@ -41,11 +41,14 @@ def agree(group: Communicator, value: int) -> int:
     except LOSSES as error:
         if history is None:
             raise no_membership_store(group.name, "agree", group.reconfigured) from error
+        # The value travels in the proposal, so the decision can complete the agreement that the loss has interrupted.
         history.vote = msgspec.structs.replace(history.vote, value=int(value))
+        # `decided` stays set: the group is broken, and the next recovery follows the same decision.
         decision = history.decide(_Detector(group, history), replaces=history.replaces)
         history.vote = Vote(decision.ended, decision.outcome)
         return decision.outcome
     if history is not None:
+        # Count successful agreements, too: the call may have failed on another rank, which then needs this outcome.
         history.vote = Vote(history.vote.ended + 1, outcome)
     return outcome
 
@@ -66,6 +69,7 @@ def shrink(
                 f"shrink: {rank!r} is not a rank of group '{group.name}': expected 0 to {group.size() - 1}"
             )
         without.append(history.members[number][0])
+    # Before the change: history.members and group.members must describe the same generation here.
     world_ranks = {slot: member for (slot, _), member in zip(history.members, group.members, strict=True)}
     following = _succeed(group, history, without=without, timeout_s=timeout_s)
     return following, [world_ranks[proposal.slot] for proposal in following.decision.proposals]
@@ -84,6 +88,7 @@ def advance(group: BaseGroup, *, progress: int, replaces: bool, timeout_s: float
     group.abort()  # whatever the cause of this call: other ranks may wait for this rank in a call
     following = _succeed(group, history, progress=progress, replaces=replaces, timeout_s=timeout_s)
     group._become(following.engine, following.rank, numbered(following.members))
+    # After `_become`, so a replacement process that reads the key finds a generation that has connected.
     if following.rank == 0 and history.membership.launched:
         history.membership.write(LATEST, msgspec.msgpack.encode(following.decision))
     return following
@@ -143,8 +148,10 @@ class _Detector:
     def __call__(self, missing: Sequence[tuple[int, int]]) -> LostMembers:
         seen = {self._members[rank] for rank in self._group.failed_ranks()}
         if self._asks and time.monotonic() >= self._ask_at:
+            # Query only ranks without a proposal: a rank that has written one is alive.
             suspects = [rank for rank, each in enumerate(self._members) if each in missing and each not in seen]
             self._gone |= {self._members[rank] for rank in self._group.engine.find_gone(suspects)}
+            # Back off: each query is a connection attempt to a host that may not answer.
             self._pause_s = min(2 * self._pause_s, _ASK_S[1])
             self._ask_at = time.monotonic() + self._pause_s
         return frozenset(seen | self._gone)

@@ -45,6 +45,7 @@ _MANY = 10_000  # calls: a program with more calls before the loop does not use 
 _ALIKE = names(alike=True)
 _LENGTH = struct.Struct("!I")
 
+# Per thread: a call of another thread must be recorded while this thread makes an internal call.
 _local = threading.local()
 
 
@@ -106,11 +107,14 @@ def _kept(tensor: Tensor) -> bytes | int:
 
 def _fill(tensor: Tensor, data: bytes | int) -> bool:
     """Write a kept result to a tensor. Return whether it fits."""
+    # A different size means that the program does not repeat the recorded calls.
     if (data if isinstance(data, int) else len(data)) != tensor.nbytes:
         return False
     if not tensor.nbytes:
         return True
+    # All bits set are NaN as a float, which exposes a program that uses the values before the state arrives.
     raw = b"\xff" * data if isinstance(data, int) else data
+    # bytearray, because torch.frombuffer warns about read-only memory.
     flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(tensor.dtype)
     with torch.no_grad():
         tensor.copy_(flat.view(tensor.shape))
@@ -144,6 +148,7 @@ class ReplayEngine(Engine):
             read: Returns the logs: that of this rank slot, then those of the others.
         """
         self.name = backend
+        # Disable the fast path, which would pass calls to the engine without recording them.
         self.now = never
         self.engine = engine
         self.calls = 0
@@ -155,6 +160,7 @@ class ReplayEngine(Engine):
         # The number of calls that some rank has made, as known after a loss: these calls are replayed, not made.
         self._made = 0
         self._kept = len(self._records[0]) if self._records else 0  # entries in the log of this rank slot
+        # A None entry ends a log: the predecessor recorded nothing after it, so this process cannot either.
         self._keeps = not (self._records and self._records[0] and self._records[0][-1] is None)
         self._bytes = 0
 
@@ -165,12 +171,15 @@ class ReplayEngine(Engine):
             return answer if isinstance(answer, int) else -1
         if self.engine is None or self.calls < self._made:
             entry = self._find()
+            # A connected process must replay this call, because the other ranks do not make it again.
             if entry is not None or self.engine is not None:
                 self._give(verb, entry, written)
                 assert entry is not None
                 self._add(entry)
                 return entry.sender
+            # An unconnected process has used up the recorded calls, so it has caught up with the other ranks.
             self._connect()
+            # Again from the top: after the reconnection, another rank may have the result of this call.
             return self._call(verb, written, call)
         # The engine may have written part of the results before a loss. The call is repeated on the original values.
         before = [tensor.detach().clone() for tensor in written]
@@ -182,6 +191,7 @@ class ReplayEngine(Engine):
                 for tensor, copy in zip(written, before, strict=True):
                     tensor.copy_(copy)
             self._connect()
+            # All ranks repeat the call, or receive the result of a rank that has completed it.
             return self._call(verb, written, call)
         sender = answer if isinstance(answer, int) and verb == "recv" else -1
         self._add(LoggedCall(verb, tuple(_kept(tensor) for tensor in written), sender) if self._keeps else None)
@@ -189,10 +199,12 @@ class ReplayEngine(Engine):
 
     def _connect(self) -> None:
         self.engine, self._made = self._renew(self)
+        # Read the logs after the connection: the proposals of all ranks have followed their last append.
         self._records = [decode(record) for record in self._read()]
 
     def _add(self, entry: LoggedCall | None) -> None:
         self.calls += 1
+        # The predecessor's entries are in the same log. Appending them again would shift the later ones.
         if not self._keeps or self.calls <= self._kept:
             return
         if entry is not None:
@@ -208,6 +220,7 @@ class ReplayEngine(Engine):
             return own[self.calls]
         # Another rank has the result of a call that a loss has interrupted on this rank.
         found = [record[self.calls] for record in others if self.calls < len(record)]
+        # Only calls whose result is the same on all ranks can be answered from the log of another rank.
         return next((entry for entry in found if entry is not None and entry.verb in _ALIKE), None)
 
     def _give(self, verb: str, entry: LoggedCall | None, written: Sequence[Tensor]) -> None:
@@ -237,6 +250,7 @@ class ReplayEngine(Engine):
         return self.engine
 
     def _work(self, async_op: bool, tensors: Sequence[Tensor]) -> Work | None:
+        # The call has already completed, because its result must be recorded before the next call.
         return Complete(list(tensors)) if async_op else None
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
@@ -297,6 +311,7 @@ class ReplayEngine(Engine):
     def _keeps_nothing_more(self) -> None:
         if self._keeps:
             self._keeps = False
+            # A marker in the log, so that a replacement process reports the reason instead of a missing entry.
             self._append(encode(None))
 
     def empty_shared(self, nbytes: int) -> Tensor:

@@ -44,8 +44,10 @@ def chosen(proposals: Sequence[_Comer]) -> list[_Comer]:
         All processes if each has the whole model, or if no process has the state. Also all of them if no whole replica
         can be formed; the program then reports the error.
     """
+    # A newcomer may not know the size yet and reports 1, so the largest one counts.
     size = max((proposal.replica for proposal in proposals), default=1)
     full = [proposal for proposal in proposals if proposal.progress >= 0]
+    # If no process has the state, the caller reports it as lost. Dropping processes here would hide that.
     if size == 1 or not full:
         return list(proposals)
     # Prefer replicas that keep their rank slots. If a position then has no process with the state, first form replicas
@@ -53,6 +55,7 @@ def chosen(proposals: Sequence[_Comer]) -> list[_Comer]:
     rows = _replicas([proposals], size)
     if {_place(proposal, size) for row in rows for proposal in row if proposal.progress >= 0} != set(range(size)):
         rows = _replicas([full, proposals], size)
+    # Sort by rank slot, so that replicas that have not changed keep their order.
     return [proposal for row in sorted(rows, key=_slots) for proposal in row] or list(proposals)
 
 
@@ -76,6 +79,7 @@ def _replicas(pools: Sequence[Sequence[_Comer]], size: int) -> list[list[_Comer]
         for proposal in sorted(rest, key=lambda proposal: proposal.progress < 0):
             if not any(proposal in home for home in found):
                 left[_place(proposal, size)].append(proposal)
+        # zip stops at the position with the fewest processes. The others are left over.
         rows += [list(row) for row in zip(*left, strict=False)]
     return rows
 

@@ -280,10 +280,12 @@ def __getattr__(name: str) -> Any:
 
     for found in (dcp.StorageReader, dcp.StorageWriter, dcp_default.as_default):
         found.__module__ = __name__
+        # Later accesses then find the name directly, and do not call this function.
         globals()[found.__name__] = found
     return globals()[name]
 
 
 for _public in (Info, RandomState, Saving, Shard, list, merge, verify):
     _public.__module__ = __name__
+# Pickle stores a function by its name, which must be the public one.
 list.__name__ = list.__qualname__ = "list"

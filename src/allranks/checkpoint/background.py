@@ -93,6 +93,7 @@ class _Background:
 
     def settle(self) -> None:
         """Wait for the save in progress, and raise its error unless a call has raised it already."""
+        # Cleared before the wait, so that an error is raised by one call only.
         saving, self.saving = self.saving, None
         if saving is not None:
             saving._ended.wait()
@@ -115,6 +116,7 @@ class _Background:
         saving = self.saving
         if saving is not None and saving._error is not None and not saving._told:
             print(f"allranks: {saving._error}", file=sys.stderr, flush=True)
+            # Otherwise a failed last checkpoint would end with exit code 0.
             _exit_with_an_error()
 
     def take(self, nbytes: int) -> Tensor:
@@ -166,8 +168,10 @@ def _touched(nbytes: int) -> Tensor:
     The kernel would otherwise clear each page at its first write, and the caller would wait for it.
     """
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # An optimization: a kernel without transparent huge pages refuses it.
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
+    # Before Linux 5.14, the kernel refuses it, and clears the pages during the first copy.
     with contextlib.suppress(OSError):
         memory.madvise(_POPULATE)
     return torch.frombuffer(memory, dtype=torch.uint8)
@@ -194,6 +198,7 @@ def save_async(
     began = time.monotonic()
     settle()
     call = SaveCall(folder, step, keep, keep_every, group)
+    # In the calling thread: creating a group is a collective call, which all ranks make in the same order.
     company = company_apart(call.company)
     gathered = gather(call, state, own, alike)
     jobs = gathered.plan.files.get(call.company.rank, [])
@@ -214,6 +219,7 @@ def save_async(
             saving._path = call.write(gathered, company, views, failure)
         except BaseException as error:  # noqa: BLE001 - the next call raises it
             saving._error = error
+        # In every case: `settle` waits for this event without a timeout.
         finally:
             saving._ended.set()
 
@@ -226,6 +232,7 @@ def save_async(
         failure = error
         run()
     saving.stall_s = time.monotonic() - began
+    # After the thread has started, so that the other ranks receive the failure instead of waiting.
     if failure is not None and not isinstance(failure, Exception):
         raise failure  # such as Ctrl-C
     return saving
@@ -257,6 +264,7 @@ def _copied(jobs: Sequence[SaveJob], flat: Flat) -> list[memoryview]:
             words = words_of(part)
             place.view(words.dtype).view(words.shape).copy_(words)
         views.append(view_of(place) if part.nbytes else memoryview(b""))
+        # Each part begins at a cache line, as its tensor does: other copies are slower (see `layout.place`).
         at += _aligned(part.nbytes)
     return views
 

@@ -118,13 +118,16 @@ def _choose(path: folders.PathLike, step: int | None, company: Company, verified
     for candidates in by_step(reports, step):
         whole: list[tuple[float, int, str, CheckpointCandidate]] = []
         for number, candidate in enumerate(candidates):
+            # An older attempt need not be examined: the newer one of the same folder is complete.
             if candidate.missing or any(_is_older_attempt(candidate, other) for _, _, _, other in whole):
                 continue
             when, identity, why = _examine(candidate, view, company, verified)
+            # A save that runs concurrently removes old checkpoints, which is not damage.
             if why == _GONE and not view.pin:
                 continue
             if not why:
                 whole.append((when, -number, identity, candidate))
+            # The caller has named this checkpoint, so another one would be a wrong answer.
             elif step is not None or view.pin:
                 raise CheckpointError(why)
             elif company.rank == 0:
@@ -204,6 +207,7 @@ def _examine(candidate: CheckpointCandidate, view: View, company: Company, verif
         if verified and not why:
             why = next(iter(check_files(folder, manifest)), "")
         mine.append((number, manifest.when, manifest.identity(), why))
+    # Only the reporting ranks read a manifest: a folder that thousands of ranks share is read once.
     found = sorted(each for answer in company.exchange(mine, list[tuple[int, float, str, str]]) for each in answer)
     if troubles := [why for _, _, _, why in found if why]:
         return 0.0, "", troubles[0]
@@ -223,10 +227,12 @@ def _open(candidate: CheckpointCandidate, identity: str, view: View, company: Co
     for number, name in sorted(candidate.names.items()):
         folder = view.folder / name
         try:
+            # A folder of this name may hold another checkpoint on this rank. The identity shows it.
             found = load_manifest(folder, sizes=False)
             if found.identity() == identity:
                 check_sizes(folder, found)
                 manifest, here[number] = found, folder
+        # Removed since the search. Whether another rank still has it is checked below.
         except FileNotFoundError:
             continue
         except (CheckpointError, OSError) as error:
@@ -240,6 +246,7 @@ def _open(candidate: CheckpointCandidate, identity: str, view: View, company: Co
     if not all(seen for seen, _ in told):
         sender = min(ranks[0] for ranks in holders.values())
         encoded = manifest.encode() if manifest is not None and company.rank == sender else None
+        # All ranks take part, because every rank has the same `told`.
         sent = company.exchange(encoded, bytes | None)[sender]
         assert sent is not None
         manifest = manifest or decode(view.folder / candidate.names[min(candidate.names)] / MANIFEST, sent)

@@ -90,6 +90,7 @@ class _Ours:
         self.identity: object = group
 
     def is_open(self) -> bool:
+        # A group with a lost rank can complete no further call, and must be created again.
         return not self._group.closed and not self._group.failed_ranks()
 
     def exchange(self, value: T, kind: Any) -> list[T]:
@@ -109,6 +110,7 @@ class _Ours:
         made = split_group(self._group, [list(range(self.size))], group_desc="checkpoints")
         assert made is not None
         made.recreated_on_close = True
+        # The save thread may be in a call on this group when the program closes the world.
         made.before_close = finish
         return _Ours(made)
 
@@ -139,6 +141,7 @@ class _Torchs:
         ranks = self._distributed.get_process_group_ranks(self._group or self._distributed.group.WORLD)
         # A checkpoint exchanges CPU tensors, which NCCL does not support.
         backend = "gloo" if self._distributed.get_backend(self._group) == "nccl" else None
+        # use_local_synchronization: otherwise torch requires ranks outside of the group to call new_group, too.
         return _Torchs(self._distributed.new_group(ranks, backend=backend, use_local_synchronization=True))
 
 
@@ -174,7 +177,9 @@ def together(company: Company, act: Callable[[], T]) -> T:
         mine = _Outcome("", False, this_process())
     except Exception as error:  # noqa: BLE001 - raised after the other ranks have received it
         failure, mine = error, _Outcome(in_words(error), isinstance(error, UsageError), this_process())
+    # Also after a failure: the other ranks wait in this exchange.
     outcomes = company.exchange(mine, _Outcome)
+    # The original exception has the traceback, so it has priority over the reports of other ranks.
     if failure is not None:
         raise failure
     for rank, outcome in enumerate(outcomes):

@@ -140,6 +140,7 @@ class StorageWriter(storage.StorageWriter):
                 # The names of the parts must be on the disk before the manifest that lists them.
                 folders.sync_folder(self._partial)
                 path, lock = folders.complete(self._partial, manifest), _opened[self._folder].lock
+            # After the rename: old checkpoints are removed only when the new one is complete.
             remarks = lock.remarks + folders.tidy(path, self._keep, self._keep_every, lock.run)
             folders.tell(f"checkpoint.StorageWriter: step {self._step} is complete in {path}", remarks)
         finally:
@@ -214,6 +215,7 @@ def _open(writer: StorageWriter, folder: Path, step: int) -> Path:
     """
     with _guard:
         if (earlier := _opened.get(folder)) is not None:
+            # An open save of this thread, or of a thread that has ended, has failed.
             if earlier.thread is not threading.current_thread() and earlier.thread.is_alive():
                 raise UsageError(
                     f"checkpoint.StorageWriter: this process is already saving into {folder}.\n"
@@ -231,6 +233,7 @@ def _open(writer: StorageWriter, folder: Path, step: int) -> Path:
 def _close(folder: Path, partial: Path) -> None:
     """End a save that has not ended: remove its partial folder and release the lock."""
     with _guard:
+        # The finalizer of an earlier writer must not end the current save into the same folder.
         if folder in _opened and _opened[folder].partial == partial:
             _discard(folder)
 
@@ -238,6 +241,7 @@ def _close(folder: Path, partial: Path) -> None:
 def _discard(folder: Path) -> None:
     if (opened := _opened.pop(folder, None)) is None:
         return
+    # Remove before the lock is released: after that, another process may sweep the same folder.
     shutil.rmtree(opened.partial, ignore_errors=True)
     opened.held.close()
 
@@ -320,6 +324,7 @@ def _views(sources: Iterator[Callable[[], Tensor]]) -> Iterator[memoryview]:
 
 def _object(item: plans.WriteItem, planner: plans.SavePlanner) -> Any:
     """Return a value that is not a tensor, as it was before the planner pickled it."""
+    # A method of torch's default planner. Other planners only return pickled bytes.
     lookup = getattr(planner, "lookup_object", None)
     if lookup is not None:
         return lookup(item.index)
@@ -448,6 +453,7 @@ class StorageReader(storage.StorageReader):
     def read_data(self, plan: plans.LoadPlan, planner: plans.LoadPlanner) -> Future[None]:
         """Read and check the data that this rank needs."""
         assert self._reader is not None
+        # Closes the files when the load ends. `reset` closes those of a load that never reached this point.
         with self._reader as reader:
             self._open(plan)  # a planner may have changed the plan
             for item in plan.items:

@@ -58,6 +58,7 @@ def as_default(*, step: int = 0) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in modules:
             for name, ours in replaced.items():
+                # Registered before the replacement, so that an error in between restores the name, too.
                 stack.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, ours)
         yield

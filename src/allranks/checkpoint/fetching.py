@@ -94,6 +94,7 @@ class Rounds:
             while not self._is_over:
                 try:
                     self._is_over, _ = self._round(None, error)
+                # This rank's own error is raised by the caller, and is the cause of this one.
                 except (CheckpointError, UsageError):
                     if error is None:
                         raise
@@ -111,6 +112,7 @@ class Rounds:
         )
         for rank, message in enumerate(messages):
             if message.trouble:
+                # The other ranks raise as well, so no further round follows.
                 self._is_over = True
                 raise failure_of(rank, message.process, message.trouble, message.is_usage)
         got, wait = None, None
@@ -131,6 +133,7 @@ class Rounds:
     def _sender(self, rank: int, wanted: _Wanted) -> int:
         """Return the rank that sends a file to `rank`, one of the ranks that see the file."""
         holders = self._chosen.holders[self._chosen.manifest.files[wanted.file].share]
+        # Spread the requesting ranks over the holders. All ranks compute the same sender.
         return holders[rank % len(holders)]
 
     def _read(self, wanted: _Wanted) -> Tensor:
@@ -140,10 +143,12 @@ class Rounds:
         try:
             if wanted.file not in self._files:
                 folder = self._chosen.here[file.share]
+                # Kept open until the load ends: several ranks request several ranges of a file.
                 self._files[wanted.file] = self._open.enter_context(parts.open_part(folder, file))
             _fill(self._files[wanted.file], wanted.begin, view_of(made, writable=True)[:-1], file.name)
         except (OSError, CheckpointError) as error:
             self._trouble = f"{file.name} cannot be read: {in_words(error)}"
+            # The receive is already posted, so a failed sender must still send the announced number of bytes.
             made[-1] = 0
         return made
 

@@ -76,6 +76,7 @@ class Filling:
     def _built(self, tree: Tree, like: Mapping[str, Any] | None = None) -> _Built:
         for name in tensors_in(tree):
             saved, model = self._reader.find(name), None if like is None else like.get(name)
+            # If the shapes differ, `build` creates the whole tensor, and needs all its files.
             fits = model is not None and tuple(model.shape) == saved.shape
             self._reader.open_for(saved, model if fits else None)
         built = _Built(lambda: self._reader.build(tree, like))
@@ -122,6 +123,7 @@ class Filling:
             filled = [each() for each in ends]
             if isinstance(into, tuple):
                 return tuple(filled)
+            # In place, because the program references this list.
             into[:] = filled
             return into
 
@@ -137,6 +139,7 @@ class Filling:
             ends[key] = self._plan(item, theirs[key], inner) if into else self._built(theirs[key])
 
         def end() -> Any:
+            # In place, because the program references this dict.
             into.update({key: each() for key, each in ends.items()})
             return into
 
@@ -166,6 +169,7 @@ class Filling:
 
         def end() -> Any:
             if extra:
+                # strict=False: the tensors are already filled, and only the other entries are passed.
                 _set(inner, {key: built() for key, built in extra.items()}, path, strict=False)
             return module
 
@@ -222,6 +226,7 @@ def _set(target: Any, state: Any, path: str, **options: Any) -> Any:
     """Load a state into an object, and return the object."""
     try:
         target.load_state_dict(state, **options)
+    # Errors of allranks already have a text for the user.
     except AllranksError:
         raise
     except Exception as error:

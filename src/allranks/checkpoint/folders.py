@@ -222,6 +222,7 @@ def holding(folder: Path, run: str, *, stays: bool = True) -> Iterator[Held]:
         fd = lock.fileno()
         try:
             locked = _lock(fd, folder)
+            # Only after the lock is held: the record is that of the current holder, which `_holder` reports.
             os.ftruncate(fd, 0)
             os.pwrite(fd, msgspec.json.encode({"run": run, "host": socket.gethostname(), "pid": os.getpid()}), 0)
             remarks = [claim.remark] if claim.remark else []
@@ -252,6 +253,7 @@ def make_folder(folder: Path) -> None:
     _synced.add(folder)
 
 
+# Folders whose creation is known to be durable: one fsync per folder and process is enough.
 _synced: set[Path] = set()
 
 
@@ -294,6 +296,7 @@ def _sweep(folder: Path, age_s: float) -> list[str]:
         if not _HALF.fullmatch(entry.name):
             continue
         try:
+            # Without locks, a recent incomplete write may belong to a live process.
             if age_s and entry.stat(follow_symlinks=False).st_mtime + age_s > time.time():
                 continue
             if entry.is_dir(follow_symlinks=False):
@@ -368,9 +371,11 @@ def complete(partial: Path, manifest: Manifest) -> Path:
     with open(partial / MANIFEST, "xb", buffering=0) as file:
         write_all(file.fileno(), memoryview(encoded))
         os.fsync(file.fileno())
+    # The name of the manifest must be durable before the folder gets its final name.
     sync_folder(partial)
     final = partial.parent / new_name(partial.parent, manifest)
     try:
+        # The rename is the commit point: before it, readers see no checkpoint of this name.
         os.rename(partial, final)
     except OSError:
         if not _is_done(partial, final, encoded):
@@ -449,6 +454,7 @@ def tidy(new: Path, keep: int | None, every: int | None, run: str = "") -> list[
         return [f"nothing was removed from {new.parent}: {error.strerror or error}"]
     own = named(new)
     assert own is not None
+    # Without the new checkpoint, removing the old ones could leave none.
     if all(one.path != new for one in found):
         return [f"{new} no longer exists: another program has removed it"]
     kept = sorted({one.step for one in found}, reverse=True)[:keep]

@@ -128,6 +128,7 @@ def look_together(path: Path, company: Company) -> tuple[View, dict[int, list[Ch
     for rank, (_, _, _, why) in enumerate(told):
         if why:
             raise CheckpointError(why if company.size == 1 else f"rank {rank}: {why}")
+    # Only ranks that see something count: a rank without the folder gets its data from the others.
     pins = {pin: rank for rank, (_, pin, count, _) in reversed(list(enumerate(told))) if pin or count}
     if len(pins) > 1:
         listed = "; ".join(f"rank {rank}: {pin or 'a folder of checkpoints'}" for pin, rank in list(pins.items())[:4])
@@ -135,6 +136,7 @@ def look_together(path: Path, company: Company) -> tuple[View, dict[int, list[Ch
     digests = [digest for digest, _, _, _ in told]
     is_first = digests.index(digests[company.rank]) == company.rank
     reports = company.exchange(view.entries if is_first else None, list[CheckpointEntry] | None)
+    # A rank that sees nothing must treat the checkpoint as named, too, because all ranks take the same branches.
     view.pin = next(iter(pins), "")
     return view, {rank: entries for rank, entries in enumerate(reports) if entries}
 
@@ -149,6 +151,7 @@ def by_step(reports: dict[int, list[CheckpointEntry]], step: int | None) -> Iter
     found: dict[int, dict[tuple[str, int], CheckpointCandidate]] = {}
     for rank, entries in reports.items():
         for entry in entries:
+            # Checkpoints without shares in different folders may differ, so each folder's is a candidate of its own.
             share = entry.share or FileShare(f"{entry.attempt} of rank {rank}", 0, 0)
             key = (share.id, share.count)
             candidate = found.setdefault(entry.step, {}).setdefault(key, CheckpointCandidate(entry.step, *key))

@@ -157,6 +157,7 @@ def _whole(had: list[tuple[int, Offer]]) -> list[SaveJob]:
     classes: dict[tuple[object, ...], list[int]] = {}
     firsts: dict[tuple[object, ...], Offer] = {}
     for rank, offer in had:
+        # With `own`, each rank forms its own class, even if the values are equal.
         kind = (offer.dtype, offer.shape, offer.digest, rank if offer.own else -1)
         classes.setdefault(kind, []).append(rank)
         firsts.setdefault(kind, offer)
@@ -179,6 +180,7 @@ def _shards(name: str, had: list[tuple[int, Offer]]) -> list[SaveJob]:
                 f"checkpoint: {rank_list([holders[0][0], *differs])} have the same part of tensor {name!r} with"
                 " different values; replicas of a shard must be equal"
             )
+        # Empty shards need no job. If all shards are empty, one job below keeps the tensor in the manifest.
         if first.nbytes:
             jobs.append(SaveJob(first, (), tuple(rank for rank, _ in holders)))
     _check_cover(name, had[0][1].shape, [job.offer for job in jobs], jobs)
@@ -188,6 +190,7 @@ def _shards(name: str, had: list[tuple[int, Offer]]) -> list[SaveJob]:
 def _check_cover(name: str, shape: tuple[int, ...], parts: Sequence[Offer], jobs: Iterable[SaveJob]) -> None:
     """Check that the parts cover the whole tensor without overlap."""
     covered = sum(math.prod(part.part) for part in parts)
+    # Without an overlap, an equal number of elements means a complete cover.
     if covered == math.prod(shape) and not overlap([(part.offsets, part.part) for part in parts]):
         return
     listed = "; ".join(
@@ -211,6 +214,7 @@ def overlap(boxes: Sequence[Box]) -> bool:
                 todo += apart
                 break
         else:
+            # No dimension separates these boxes, so compare all pairs.
             if any(_share(one, other) for number, one in enumerate(near) for other in near[:number]):
                 return True
     return False

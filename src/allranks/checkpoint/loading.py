@@ -62,6 +62,7 @@ def load_folder(path: folders.PathLike, into: Any, step: int | None, company: Co
     try:  # `into` may be partially filled: an older checkpoint fills all of it
         older = agreed(path, None, company, verified=True)
     except CheckpointError:
+        # Report the damage of this one, the newest.
         raise CheckpointError(f"{damaged}\n  No checkpoint in {path} is intact.") from damaged.__cause__
     if older.folder == chosen.folder:
         raise damaged  # every byte is intact, so another checkpoint would fail in the same way
@@ -80,8 +81,10 @@ def _remedy(chosen: Chosen) -> str:
 def _load(chosen: Chosen, into: Any, company: Company) -> Any:
     if chosen.is_everywhere(company.size):
         with BlockReader(chosen, company.rank) as reader:
+            # No rank changes its state before all ranks are prepared.
             filling = together(company, lambda: _prepared(reader, into, company.rank))
             return together(company, filling.finish)
+    # A separate group, so that the exchanges do not mix with calls of the program.
     rounds = Rounds(chosen, company_apart(company))
     with BlockReader(chosen, company.rank, rounds) as reader:
         filling = together(company, lambda: Filling(reader, into, reader.manifest.tree(company.rank)))
@@ -169,6 +172,7 @@ class BlockReader:
             if _is_like(saved, like):
                 return torch.empty_like(like, dtype=dtype)
             return in_huge_pages(torch.empty(saved.shape, dtype=dtype, device="cpu"))
+        # torch reports a failed allocation as a RuntimeError.
         except (RuntimeError, MemoryError) as error:
             nbytes = math.prod(saved.shape) * dtype.itemsize
             raise CheckpointError(f"not enough memory for tensor {saved.name!r} ({nbytes} bytes): {error}") from error
@@ -207,16 +211,20 @@ class BlockReader:
         low, high = common
         dtype = dtype_of(saved.dtype)
         target = part[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
+        # A tensor without dimensions counts as one row.
         first, last = (low[0] - piece.offsets[0], high[0] - piece.offsets[0]) if low else (0, 1)
         row = math.prod(piece.shape[1:]) * dtype.itemsize
         source = self._file(piece.file)
         whole_rows = tuple(target.shape[1:]) == tuple(piece.shape[1:])
+        # A conjugate or negative view differs from its bytes, so it needs copy_.
         lazy = target.is_conj() or target.is_neg()
+        # Read directly into the memory of the tensor if its bytes are contiguous in the piece.
         if whole_rows and target.is_cpu and target.dtype == dtype and target.is_contiguous() and not lazy:
             view = view_of(target, writable=True)
             parts.read_rows(source, self.manifest, saved, piece, first * row, last * row, view)
             return
         inner = tuple(slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], piece.offsets[1:], strict=True))
+        # In chunks, so that the extra memory is limited by _CHUNK (or one row).
         step = max(1, _CHUNK // row)
         for begin in range(first, last, step):
             end = min(begin + step, last)

@@ -182,6 +182,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def identity(self) -> str:
         """Return an identifier that all shares of a checkpoint have in common, and no other checkpoint has."""
+        # The number is the only difference between the manifests of the shares of a save.
         alike = None if self.share is None else msgspec.structs.replace(self.share, number=1)
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(msgspec.structs.replace(self, share=alike)))
 
@@ -230,6 +231,7 @@ def load_manifest(folder: Path, sizes: bool = True) -> Manifest:
         OSError: It cannot be read; FileNotFoundError if it does not exist.
     """
     path = folder / MANIFEST
+    # Checked before reading: a FIFO would block, and a huge file would fill the memory.
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:
         raise CheckpointError(
@@ -267,11 +269,13 @@ def _decode(path: Path, data: bytes) -> Manifest:
     end = _END.search(data)
     if end is None:
         raise CheckpointError(f"{path} is damaged: it has no digest at its end ({len(data)} bytes)")
+    # The digest covers the exact bytes of the file, so it does not depend on how JSON is formatted.
     body = data[: end.start()]
     if xxhash.xxh3_128_hexdigest(body).encode() != end[1]:
         raise CheckpointError(f"{path} is damaged: its contents do not have the digest at its end")
     try:
         return msgspec.json.decode(body + b"}", type=Manifest)
+    # RecursionError: JSON that is nested too deeply.
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a manifest that this version of allranks can read: {error}") from None
 
@@ -289,6 +293,7 @@ def _check(path: Path, manifest: Manifest) -> None:
 
 
 def _problem(manifest: Manifest) -> str:
+    # The limit of the block size: a reader allocates whole blocks at the edges of a range.
     if not manifest.writers or not manifest.trees or not 0 < manifest.block <= 1 << 30:
         return "it has no writers or no state, or its block size is invalid"
     if not all(0 <= writer.tree < len(manifest.trees) for writer in manifest.writers):
@@ -303,6 +308,7 @@ def _problem(manifest: Manifest) -> str:
     for file in manifest.files:
         if not (0 < file.share <= share.count if share.count else file.share == 0):
             return f"the file {file.name[:80]!r} is in share {file.share} of {share.count}, which does not exist"
+        # A name with a slash could refer to a file outside of the folder.
         if not _PLAIN.fullmatch(file.name) or not 0 <= file.head <= file.nbytes < _MOST:
             return f"the name or size of the file {file.name[:80]!r} is invalid"
     for saved in manifest.tensors:
@@ -353,6 +359,7 @@ def _shared_bytes(manifest: Manifest) -> str:
 
 def _check_size(folder: Path, file: ManifestFile) -> None:
     try:
+        # lstat, because `open_part` does not follow symbolic links either.
         found = os.lstat(folder / file.name)
     except FileNotFoundError:
         raise CheckpointError(f"{folder / file.name} is missing; rank {file.rank} wrote it") from None

@@ -19,6 +19,7 @@ from allranks.checkpoint.verifying import check_files
 
 __all__ = ["merge", "merge_shares"]
 
+# Another file system, one without hard links, or a file with too many links.
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 
@@ -70,6 +71,7 @@ def merge_shares(
                 "  Remove it, or merge into another folder."
             )
         partial = folders.new_partial(target, candidate.step)
+        # After `complete`, the folder has another name, and this does nothing.
         held.callback(shutil.rmtree, partial, ignore_errors=True)
         first = manifests[1]
         files = tuple(msgspec.structs.replace(file, share=0) for file in first.files)
@@ -81,6 +83,7 @@ def merge_shares(
             taken += file.nbytes
         if problems := check_files(partial, merged, lambda done, total: progress("reading", total + done, 2 * total)):
             raise CheckpointError(f"checkpoint.merge: step {candidate.step}: {problems[0]}")
+        # The names of the files must be on the disk before the manifest that lists them.
         folders.sync_folder(partial)
         return folders.complete(partial, merged)
 

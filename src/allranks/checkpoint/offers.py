@@ -38,6 +38,7 @@ class Compared(NamedTuple):
 
     def digest(self, name: str, part: Tensor) -> int:
         """Return the digest of a tensor that the ranks compare."""
+        # The digest is only for the comparison, which does not happen here.
         if self.ranks == 1 or is_below(name, self.own):
             return 0
         return sample_digest(part) if is_below(name, self.alike) else digest_of(part)
@@ -77,6 +78,7 @@ def _part_of_dtensor(name: str, value: Any) -> tuple[Tensor, tuple[int, ...], tu
             f"checkpoint: DTensor {name!r}: its local part has shape {list(part.shape)}, not {list(shape)}"
         )
     whole = tuple(value.shape)
+    # For an empty shard, torch may return an offset beyond the end.
     offsets = tuple(min(begin, length) for begin, length in zip(offsets, whole, strict=True))
     return part, offsets, whole
 
@@ -112,6 +114,7 @@ def sample_digest(part: Tensor) -> int:
     flat = words_of(part).reshape(-1)
     stride, grain = max(1, flat.numel() // _SAMPLES), max(1, _GRAIN // flat.element_size())
     rows = flat[: stride * _SAMPLES].view(_SAMPLES, stride)[:, :grain]
+    # The last elements are added, because the rows end before a remainder.
     plain = torch.cat([rows.reshape(-1), flat[-grain:]]).cpu()
     return xxhash.xxh3_64_intdigest(view_of(plain)) >> 1
 
@@ -134,6 +137,7 @@ def sums_digest(part: Tensor) -> int:
 def _weights(device: torch.device) -> Tensor:
     """Return the weights, which are the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
+    # A separate generator with a fixed seed, so that the program's generator is unchanged.
     drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (_WEIGHTS,), generator=generator, device="cpu")
     return (drawn | 1).to(device)
 
@@ -155,6 +159,7 @@ class _Views(Sequence[memoryview]):
 
     def __getitem__(self, index: Any) -> Any:
         tensor = self._tensors[index]
+        # Held until the next view is requested: the view does not keep the copy alive.
         self._plain = plain_of(tensor)
         return view_of(self._plain) if tensor.nbytes else memoryview(b"")
 

@@ -205,11 +205,13 @@ def _head_of(file: BinaryIO, where: str) -> tuple[int, dict[str, tuple[Saved, in
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
+    # Checked before the header is read, so that a damaged length does not allocate memory.
     if length > min(_LONGEST, size - 8):
         raise CheckpointError(f"{where} is not a safetensors file: its header would have {length} of {size} bytes")
     found: dict[str, tuple[Saved, int]] = {}
     ends: list[tuple[int, int]] = []
     try:
+        # Raw, because the type of "__metadata__" differs from that of the tensors.
         raw = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
         about = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=dict[str, str])
         others = msgspec.json.decode(about.get(OTHERS, "{}"), type=dict[str, tuple[str, tuple[int, ...]]])
@@ -217,6 +219,7 @@ def _head_of(file: BinaryIO, where: str) -> tuple[int, dict[str, tuple[Saved, in
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{where} is a damaged safetensors file: {error}") from error
     for name, entry in entries.items():
+        # Files of a checkpoint store dtypes that safetensors lacks as bytes, with the real dtype in the metadata.
         dtype, shape = others.get(name, (_DTYPES.get(entry.dtype), entry.shape))
         begin, end = entry.data_offsets
         if dtype is None:

@@ -48,6 +48,7 @@ def leaders_of(company: Company, folder: Path, partial: str, vote: FolderVote, h
         if company.rank in missing:
             held.callback(folders.mark(folder, partial, company.rank).unlink, missing_ok=True)
 
+    # All markers must exist before any rank looks for them.
     vote(company, mark)
     seen = [rank for rank in missing if folders.marked(folder, partial, rank)]
     mine = (0 if sees_first[company.rank] else min(seen, default=company.rank), seen)

@@ -37,7 +37,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _NAME = ".job"
 _LENGTH = 1024  # bytes of a record, in one write: the processes of a job may replace it simultaneously
 _BUSY = (errno.EAGAIN, errno.EACCES)
-# Another process may hold the exclusive lock briefly, to check whether the folder is free.
+# Another process may hold the exclusive lock briefly, to check whether the folder is free. Retry for 0.5 s.
 _TRIES, _PAUSE_S = 20, 0.025
 
 
@@ -93,6 +93,7 @@ class OwnerClaim:
             return False
 
 
+# Held during a whole claim: two threads of one process must not claim the same folder twice.
 _guard = threading.Lock()
 _claims: dict[Path, OwnerClaim] = {}
 
@@ -110,6 +111,7 @@ def claim(folder: Path, run: str) -> tuple[OwnerClaim, bool]:
     with _guard:
         record = folder / _NAME
         found = _claims.pop(folder, None)
+        # The lock is on a file that no longer has this name, so it protects nothing.
         if found is not None and not found.is_of(record):
             found.fd.close()
             found = None
@@ -117,8 +119,10 @@ def claim(folder: Path, run: str) -> tuple[OwnerClaim, bool]:
             owner = _read(found.fd)
             if owner is not None and owner.run == run == found.run:
                 _claims[folder] = found
+                # The user has already received the remark.
                 found.remark = ""
                 return found, False
+        # Without locks, another job has replaced the record. With locks, the kernel would have refused it.
         if found is not None and found.run == run and owner is not None and not owner.is_dead():
             _claims[folder] = found  # so that the next save fails, too
             raise _refusal(owner, folder)
@@ -214,6 +218,7 @@ def _write(fd: Descriptor, owner: BlockOwner) -> None:
 def _started(pid: int) -> int:
     """Return when a process was started, in kernel ticks; 0 if it does not exist."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        # Field 22 (starttime). The process name in parentheses may contain spaces and parentheses.
         return int(file.read().rpartition(b")")[2].split()[19])
     return 0
 

@@ -25,6 +25,7 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        # Reading the states would initialize CUDA in a program that does not use it.
         if _cuda.is_initialized():
             found["cuda"] = _cuda.get_rng_state_all()
         if "numpy" in sys.modules:

@@ -129,6 +129,7 @@ class SaveCall:
         self, folder: folders.PathLike, step: int, keep: int | None, keep_every: int | None, group: Any
     ) -> None:
         check_numbers("checkpoint.save", step, keep, keep_every)
+        # Resolve now: the working directory may change while a save runs in the background.
         self.folder = Path(os.path.realpath(folder))
         self.step, self.keep, self.keep_every = step, keep, keep_every
         self.company = company_of(group)
@@ -156,6 +157,7 @@ class SaveCall:
                 raise failure if isinstance(failure, Exception) else CheckpointError(f"{type(failure).__name__}")
 
         with contextlib.ExitStack() as held:
+            # Before the folder is opened: a failed copy then leaves nothing on the disk.
             if gathered.is_copied:
                 self._vote(company, begin)
             opened = self._open(held, company)
@@ -165,6 +167,7 @@ class SaveCall:
                 partial = self.folder / opened.partial
                 return parts.write_part(partial, jobs, self.step, company.rank, views) if jobs else None
 
+            # After this vote, the bytes of all ranks are on their disks.
             records = self._vote(company, written, tuple[ManifestFile, list[bytes]] | None)
             return self._finish(company, opened, self._manifest(gathered, records, opened))
 
@@ -172,6 +175,7 @@ class SaveCall:
         """Take the lock and create the partial folder, on rank 0 and on the first rank of each other folder."""
 
         def open_own() -> None:
+            # Rank 0 has already opened its folder.
             if 0 < company.rank == leaders[company.rank]:
                 open_here(name)
 
@@ -218,6 +222,7 @@ class SaveCall:
             # The names of the parts must be on the disk before the manifest that lists them.
             folders.sync_folder(partial)
             path = folders.complete(partial, manifest)
+            # With several folders, another share may still fail, so old checkpoints stay until all shares exist.
             return path.name, self._tidy(path) if opened.count == 1 else []
 
         if opened.count == 1:
@@ -255,6 +260,7 @@ class SaveCall:
         try:
             answer = _Answer(msgspec.msgpack.encode(act()), "", False, this_process())
         except Exception as error:  # noqa: BLE001 - reported to all ranks
+            # Kept on this rank for the traceback: the other ranks receive only the text.
             self._trouble = error
             answer = _Answer(b"", described(error), isinstance(error, UsageError), this_process())
         return company.exchange(answer, _Answer)
@@ -296,6 +302,7 @@ class SaveCall:
         manifest = new_manifest(self.step, writers, files, saved, trees)
         if opened.count == 1:
             return manifest
+        # The manifests of all shares must be equal, so the time and the name of the job are those of rank 0.
         share = FileShare(folders.id_of(opened.partial), opened.numbers[self.company.rank], opened.count)
         return msgspec.structs.replace(manifest, format=SHARED_FORMAT, run=opened.run, when=opened.when, share=share)
 
@@ -355,6 +362,7 @@ def gather(call: SaveCall, state: object, own: Sequence[str], alike: Sequence[st
 
     found = call._vote(company, mine, tuple[Any, list[Offer], tuple[str, int], tuple[str, str]])
     assert flat is not None
+    # Before the manifest and the lock, which contain the name.
     adopt_run([names for *_, names in found])
     trees: list[Tree] = []
     whose = []

@@ -84,6 +84,7 @@ def save(obj: Any, path: PathLike) -> None:
                             raise sink.failure from None
                         raise
                     _seal(raw, sink)
+                    # Before the rename: otherwise a crash of the machine could leave the new name with incomplete data.
                     os.fsync(raw.fileno())
                     locked.callback(os.close, os.dup(raw.fileno()))  # keeps the lock: the copy shares the open file
                 # A network file system may report an error on close, so the file is closed before the rename.

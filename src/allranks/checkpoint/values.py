@@ -97,6 +97,7 @@ class Flat:
         plain = tensor.tensor if isinstance(tensor, Shard) else tensor
         require_dense(path, plain)
         memory = _memory_of(tensor)
+        # Tied weights are written once, and are one tensor again after a load without `into`.
         if memory is not None and memory in self._names:
             return self._names[memory]
         name, number = path, 1
@@ -123,8 +124,10 @@ def _memory_of(tensor: Tensor | Shard) -> tuple[object, ...] | None:
     """
     plain, whole = (tensor.tensor, (tensor.offsets, tensor.shape)) if isinstance(tensor, Shard) else (tensor, None)
     local: Tensor = getattr(plain, "_local_tensor", plain)
+    # Empty tensors can share the address 0 without being the same tensor.
     if not local.numel():
         return None
+    # A conjugate or negative view has the memory of its base, but other values.
     lazy = (local.is_conj(), local.is_neg(), plain.is_conj(), plain.is_neg())
     spread = (getattr(plain, "device_mesh", None), getattr(plain, "placements", None), tuple(plain.shape), whole)
     return local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device, lazy, spread
@@ -181,6 +184,7 @@ def _encode(value: Any, path: str, flat: Flat, depth: int) -> Tree:
         return _encode_mapping(value, path, flat, depth)
     if isinstance(value, torch.Size):
         return {"size": list(value)}
+    # Exact types only: a namedtuple would become a plain tuple, so it is refused below.
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         items = [_encode(item, _join(path, index), flat, depth + 1) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
@@ -204,9 +208,11 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, flat: Flat, depth: int)
 def _encode_scalar(value: Any, path: str, flat: Flat) -> Tree:
     if value is None or type(value) in (bool, str):
         return value
+    # Exact types below: NumPy's float64 is a subclass of float, and must keep its type.
     if type(value) is int:
         return value if -_WORD <= value < _WORD else {"int": str(value)}
     if type(value) is float:
+        # JSON has no NaN and no infinity.
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, complex) and type(value) is complex:
         return {"complex": [_encode_scalar(value.real, path, flat), _encode_scalar(value.imag, path, flat)]}
@@ -246,6 +252,7 @@ def _join(path: str, key: object) -> str:
 
 def tree_problem(tree: Tree) -> str:
     """Return the problem of a tree that was read; "" for none. ``unflatten`` checks values of torch and NumPy."""
+    # A list instead of recursion, so that a damaged tree cannot exhaust the stack.
     todo: list[tuple[Tree, int]] = [(tree, 0)]
     while todo:
         item, depth = todo.pop()
@@ -367,6 +374,7 @@ def _decode(tree: Tree, tensor: Callable[[str], Any]) -> Any:
             real, imaginary = (_decode(part, tensor) for part in value)
             return complex(real, imaginary)
         case "bytes":
+            # Without `validate`, b64decode ignores invalid characters.
             return base64.b64decode(value, validate=True)
         case "dtype":
             return _dtype(value)
@@ -396,4 +404,5 @@ def _decode_numpy(value: list[Any], tensor: Callable[[str], Any]) -> Any:
         kind, raw = value
         return numpy.frombuffer(base64.b64decode(raw, validate=True), dtype=numpy.dtype(kind))[0]
     kind, shape, name = value
+    # A copy, because an array over bytes is read-only.
     return numpy.frombuffer(bytes_of(tensor(name)), dtype=numpy.dtype(kind)).reshape(shape).copy()

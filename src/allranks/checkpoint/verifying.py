@@ -48,6 +48,7 @@ def check(folder: Path, progress: Callable[[int, int], None] = lambda done, tota
         progress: Receives the number of bytes that have been read, and the total.
     """
     try:
+        # Sizes are checked per file below, so that one problem does not hide the others.
         manifest = load_manifest(folder, sizes=False)
     except CheckpointError as error:
         return [str(error)]
@@ -69,6 +70,7 @@ def check_files(
                 done += file.head
                 for saved, piece, begin, end in _blocks(manifest, number):
                     try:
+                        # One error per block, so that all damaged tensors are listed.
                         parts.read_rows(source, manifest, saved, piece, begin, end, memoryview(bytearray(end - begin)))
                     except CheckpointError as error:
                         problems.append(str(error))

@@ -69,6 +69,7 @@ def _roots(frames: Sequence[FrameType]) -> dict[str, Any]:
     for name in sorted(sys.modules):
         if is_user_module(name):
             prefix = "" if name == "__main__" else f"{name}."
+            # A copy, because another thread may assign in the module during the loop.
             values = list(vars(sys.modules[name]).items())
             for key, value in values:
                 if not key.startswith("__"):
@@ -110,6 +111,7 @@ class Audit:
         skip = [
             *self._covered,
             *self._local,
+            # State restores the position in the data itself, so the position of a loader or sampler may change.
             *(v for v in _roots(frames).values() if isinstance(v, (DataLoader, Sampler))),
         ]
         return reach(_roots(frames), Boundary(skip=skip), closures=True)
@@ -131,6 +133,7 @@ class Audit:
         for path, value in _paths(reached):
             before = self._values.get(id(value))
             key, name = _first(path), _root(path)
+            # An object that did not exist at the start of the step belongs to this step only.
             if before is None or name in self._names or path in self._names or key in sentences:
                 continue
             after = _detect(value)
@@ -219,6 +222,7 @@ def _values(reached: Reached) -> Iterator[Any]:
 def _detect(value: Any) -> Any:
     """Return a value that differs if the object has changed."""
     if isinstance(value, Tensor):
+        # Inference tensors have no version counter.
         if value.nbytes > _LARGE or value.is_meta:
             return 0 if value.is_inference() else value._version
         return digest(value)
@@ -227,6 +231,7 @@ def _detect(value: Any) -> Any:
     if isinstance(value, dict):
         return {_key(key): _token(each) for key, each in list(value.items())}
     if isinstance(value, (list, deque)):
+        # Only the length of longer lists is compared, which limits the cost of a learning step.
         return len(value), tuple(map(_token, value)) if len(value) <= 10_000 else ()
     if isinstance(value, set):
         return len(value), hash(frozenset(map(_key, value)))
@@ -243,6 +248,7 @@ def _token(value: Any) -> Any:
         return type(value), value
     if isinstance(value, tuple):
         return tuple(map(_token, value))
+    # A program may recreate a lambda or bound method in each step, with another id but the same meaning.
     if callable(value) and not isinstance(value, nn.Module):
         return "callable"
     if isinstance(value, Tensor) and not value.is_leaf:
@@ -256,6 +262,7 @@ def _progress(iterator: Any) -> Any:
     if frame is not None:
         return frame.f_lasti, {name: _token(value) for name, value in frame.f_locals.items()}
     known = getattr(iterator, "__dict__", {})
+    # The iterators of torch's DataLoader count their batches in this attribute.
     if "_num_yielded" in known:
         return known["_num_yielded"]
     try:

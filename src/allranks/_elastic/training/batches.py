@@ -82,7 +82,9 @@ class Batches:
         """
         if not self._changed:
             return
+        # Check only the first load after the loss: later batches may reuse the memory.
         changed, self._changed = self._changed, []
+        # The changed tensors are still alive, so equal memory means the same storage, not reused memory.
         before = {_memory(tensor) for tensor in changed}
         if any(_memory(tensor) in before for tensor in _LoadedBatch(self.batch, False).tensors):
             raise StateLostError(
@@ -109,6 +111,7 @@ class Batches:
         Raises:
             UsageError: The source can be iterated only once.
         """
+        # `iter(x) is x` identifies an iterator, which cannot start over.
         if self._iterator is not None and self._iterator is self._source:
             raise UsageError(
                 f"State.steps: a {type(self._source).__name__} can be iterated only once, but its batches are needed"
@@ -139,8 +142,10 @@ class Batches:
         position, source = self._position, self._source
         if isinstance(source, int):
             return iter(range(position.index, source))
+        # Creating an iterator draws random numbers: samplers shuffle, and a DataLoader draws a base seed.
         self._seeds.sow(self._world.rank(), "section", *position.section_key)
         if self._sampler is not None:
+            # A DistributedSampler skips completed samples by index, so no batch is loaded only to be discarded.
             self._sampler.deal(position.samples, self._world.rank(), self._world.size())
         if isinstance(source, DataLoader) and source.num_workers and self._seeds.enabled:
             seed = self._seeds.of_section(self._world.rank(), position.section_key)
@@ -177,6 +182,7 @@ class _LoadedBatch:
     def _detect(self, value: Any, depth: int) -> bool:
         """Record a value. Return whether a later change of it can be detected."""
         if isinstance(value, Tensor):
+            # Inference tensors have no version counter, so a change could not be detected.
             if value.is_inference():
                 return False
             self._tensors.append((value, value._version, value.detach().clone() if self._copy else None))

@@ -44,6 +44,7 @@ class Buddies:
         self.ring: tuple[int, ...] = ()
         self.step = 1
         self.kept: dict[str, Tensor] = {}
+        # Received values become valid at the commit. A step that is undone discards them.
         self._pending: dict[str, Tensor] | None = None
         self._layout = self._new_layout = b""  # of the backup rank, and of the current message
         self._their_layout = self._their_new_layout = b""
@@ -77,6 +78,7 @@ class Buddies:
         mine = torch.cat([*data, *parts]) if data or parts else torch.empty(0, dtype=torch.uint8, device="cpu")
         to, source = (world.rank() + step) % size, (world.rank() - step) % size
         theirs = self._swap(world, mine, len(described), to, source)
+        # The layout becomes the known one only at the commit: an undone exchange may not have reached the backup rank.
         self._new_layout = _hash(layout)
         self._pending = theirs
 
@@ -94,6 +96,7 @@ class Buddies:
         came = torch.empty(total, dtype=torch.uint8, device="cpu")
         if total:
             world.recv(came, source, _TAG)
+        # Wait after the receives: a send may complete only when its receiver has posted the receive.
         for work in sent:
             work.wait()
         if length:
@@ -108,6 +111,7 @@ class Buddies:
         if tuple(slots) != self.ring:
             self.kept = {}
         if self._pending is not None:
+            # Update, because an exchange contains only the values that have changed.
             self.kept.update(self._pending)
             self._layout, self._their_layout = self._new_layout, self._their_new_layout
         self._pending = None
@@ -123,6 +127,7 @@ class Buddies:
 
     def keeper_of(self, slot: int) -> int | None:
         """Return the rank slot of the backup rank of a rank slot, or None if it is unknown."""
+        # The ring of the last commit counts, not the current ranks: the backup was sent within that ring.
         if slot not in self.ring or len(self.ring) == 1:
             return None
         return self.ring[(self.ring.index(slot) + self.step) % len(self.ring)]
@@ -133,6 +138,7 @@ class Buddies:
 
     def kept_own(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Return the protected rank's ``own`` tensors as of the last commit."""
+        # Clones, because the program may change them while the backup must remain as of the last commit.
         return [self.kept[f"own[{number}]"].clone() for number in range(len(own))]
 
 

@@ -99,6 +99,7 @@ class Disk:
 
     def save(self, position: Position, seed: int) -> None:
         """Copy this rank's share of the checkpoint, and write it in the background."""
+        # One save at a time: a failed save must be reported before the next one replaces its handle.
         self.settle()
         self._cut_off = False
         wanted, tree = self._wanted, self._whole(position, seed)
@@ -109,6 +110,7 @@ class Disk:
                 step=position.done,
                 keep=wanted.keep,
                 keep_every=wanted.keep_every,
+                # These tensors differ between ranks by definition, so each rank's are saved.
                 own=["own"],
                 group=self._world,
             )
@@ -123,7 +125,9 @@ class Disk:
             CheckpointError: It could not be written, and ``on_error`` is ``"raise"``.
         """
         error, self._saving = self._error(), None
+        # Remember it: the handle is dropped here, and `was_cut_off` is queried only after the recovery.
         self._cut_off = self._cut_off or isinstance(error, LOSSES)
+        # A loss is not a failure of the disk. The ranks write the checkpoint again after the recovery.
         if error is not None and not isinstance(error, LOSSES):
             with self._told():
                 raise error
@@ -138,6 +142,7 @@ class Disk:
     def has_failed(self) -> bool:
         """Whether a write failed for a reason other than a loss and is not reported yet, on this rank."""
         ended = self._saving is not None and self._saving.done()
+        # `done` is checked first, because `_error` waits for the save.
         return ended and not isinstance(self._error(), (*LOSSES, type(None)))
 
     @property
@@ -172,6 +177,7 @@ class Disk:
         except CheckpointError:
             # The newest checkpoint may be damaged. verify=True finds the newest one whose content is intact.
             whole = _agreed(world, lambda: latest(folder, group=world, verify=True))[world.rank()]
+            # The newest checkpoint is intact, so the failure has another cause.
             if whole is None or whole.path == newest.path:
                 raise
             return self._load(whole)
@@ -186,6 +192,7 @@ class Disk:
         _agreed(world, lambda: load(newest, into=tree, group=world) and None)
         where = tree["position"]
         position = Position(**{"loop": int(where["epoch"] >= 0), **where})  # before 0.4 a position had no loop
+        # The state is that of the checkpoint, so the next one is due only after `every` more steps.
         position.saved = position.done
         return position, int(tree["seed"]), tree.get("random")
 
@@ -197,6 +204,7 @@ class Disk:
         except CheckpointError as error:
             if self._wanted.on_error == "raise":
                 raise
+            # All ranks have the same error. One warning is enough.
             if self._world.rank() == 0:
                 callsite.warn(f"State: the training continues without this checkpoint. {error}")
 
@@ -224,6 +232,7 @@ class _Dict:
             old = self._values.get(key)
             if isinstance(old, Tensor) and isinstance(value, Tensor):
                 came[key] = value.to(old.device)
+        # Keep the dict object, because the program references it.
         self._values.clear()
         self._values.update(came)
 
@@ -248,11 +257,13 @@ def _agreed(world: ProcessGroup, act: Callable[[], Any]) -> list[Any]:
     outcome, why = None, ""
     try:
         outcome = act()
+    # The caller recovers from a loss. As an outcome of this rank, it would look like a damaged checkpoint.
     except LOSSES:
         raise
     except (AllranksError, OSError) as error:
         why = str(error)
     found: list[Any] = [None] * world.size()
+    # All ranks exchange the outcome, so that no rank continues while another one raises.
     objects.all_gather_object(found, (outcome, why), world)
     for rank, (_, why) in enumerate(found):
         if why:

@@ -56,6 +56,7 @@ def reset(modules: Iterable[nn.Module]) -> None:
         return
     for module in modules:
         for each in module.modules():
+            # Only a root that has been called has a shared context. It lists the states of all its submodules.
             if isinstance(each, fsdp.FSDPModule) and each._get_fsdp_state()._is_root:
                 _reset(each)
 
@@ -78,6 +79,7 @@ def _reset(root: Any) -> None:
             if "unsharded_accumulated_grad" in vars(parameter):  # before 2.15
                 parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
+                # Otherwise the repeated backward would add to the gradient of the interrupted one.
                 parameter._unsharded_param.grad = None
 
 
@@ -103,4 +105,5 @@ def _reset_before_2_13(root: Any, groups: Sequence[Any]) -> None:
         group._training_state = idle
         group._to_sharded()
     root._state_ctx.iter_forward_root = None
+    # Otherwise the next backward would not queue the callback that finishes its reductions.
     root._state_ctx.post_backward_final_callback_queued = False

@@ -94,6 +94,7 @@ class Donors(NamedTuple):
 
     def _nearest(self, ranks: Sequence[int]) -> int:
         near = [rank for rank in ranks if self.machines[rank] == self.machines[self.to]] or ranks
+        # Spread several receivers over the donors. All ranks compute the same result from exchanged values.
         return near[self.to % len(near)]
 
 
@@ -110,15 +111,18 @@ def send(parts: Parts, head: object, group: ProcessGroup, donors: Donors) -> Non
         StateLostError: No remaining rank has a required shard. Raised on all ranks.
     """
     me = group.rank()
+    # Without shards, one donor sends everything. Packing the state on the other ranks would be wasted.
     if me != donors.first and not donors.sharded:
         return
     packed = {name: _Packed.of(part) for name, part in parts.items()}
     givers = donors.of([layout for each in packed.values() for layout in each.layouts])
     names = [f"{name}.{path}" for name, each in packed.items() for path in each.paths]
     lost = [name for name, giver in zip(names, givers, strict=True) if giver is None]
+    # The receiver gets the error instead of the state, so that it raises the same error as the senders.
     message = _lost(donors.to, lost) if lost else [(name, each.structure, each.shapes) for name, each in packed.items()]
     tensors = [tensor for each in packed.values() for tensor in each.tensors]
     mine = [tensor for tensor, giver in zip(tensors, givers, strict=True) if giver == me]
+    # If a shard is lost, only the donor sends, because the receiver stops after its first message.
     if me == donors.first or (mine and not lost):
         objects.send_object_list([head, message], donors.to, group)
     if isinstance(message, str):
@@ -146,9 +150,11 @@ def receive(parts: Parts, group: ProcessGroup, donors: Donors) -> Any:
     others = {giver for each in incoming for giver in each.givers if giver is not None} - {donors.first}
     for giver in (donors.first, *sorted(others)):
         if giver != donors.first:
+            # The shapes of shards can differ between donors, so each one describes its own.
             _, described = _receive_described(group, giver)
         for each, (_, _, shapes) in zip(incoming, described, strict=True):
             each.receive(group, giver, shapes)
+    # The meshes of this process: a mesh holds process groups, which cannot be sent.
     meshes = meshes_in(parts) if donors.sharded else {}
     for each in incoming:
         each.put(meshes)
@@ -240,12 +246,14 @@ class _Incoming(NamedTuple):
             if tensor.numel() and tensor.is_contiguous():
                 group.recv(tensor, giver)
             elif tensor.numel():
+                # A receive needs contiguous memory, and the part may be a strided view.
                 group.recv(come := torch.empty_like(tensor, memory_format=torch.contiguous_format), giver)
                 tensor.copy_(come)
 
     def put(self, meshes: Mapping[Any, Any]) -> None:
         """Put the received tensors into the part, unless they were received in place."""
         came = [self.tensors[number] for number in range(len(self.givers))]
+        # Received in place: load_state_dict would only copy each tensor onto itself.
         if self.own is not None and all(a is b for a, b in zip(came, self.own.tensors, strict=True)):
             return
         state = _unpack(self.structure, iter(came), meshes)
@@ -295,7 +303,9 @@ def assign(old: Any, new: Any) -> Any:
     if type(old) is not type(new):
         return new
     if isinstance(old, dict):
+        # Merge before clearing, because the old values are needed to reuse their objects.
         merged = {key: assign(old.get(key), value) for key, value in new.items()}
+        # dict's own methods, because a subclass may override them (Counter.update adds).
         dict.clear(old)
         dict.update(old, merged)
         return old
@@ -328,6 +338,7 @@ def _pack(value: Any, found: list[tuple[str, Tensor]], path: str) -> Any:
     """Return the value with placeholders for its tensors, which are appended to ``found`` in order."""
     if isinstance(value, Tensor):
         return _place(value, found, path)
+    # Exact types only: a subclass may have more state than its items.
     if type(value) in (dict, OrderedDict):
         return {"dict": [(key, _pack(each, found, _join(path, key))) for key, each in value.items()]}
     if type(value) in (list, tuple):
@@ -357,6 +368,7 @@ class _StatePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def persistent_id(self, value: object) -> int | None:
         if not isinstance(value, Tensor):
             return None
+        # A tensor that is referenced twice must be one tensor after unpickling, too.
         if id(value) not in self._taken:
             self._taken[id(value)] = len(self._taken)
             self._take(value)

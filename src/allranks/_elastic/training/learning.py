@@ -66,6 +66,7 @@ class Learning:
 
         def hook(gradient: Any) -> None:
             # The hook runs before this gradient is added. An unchanged .grad is therefore that of an earlier step.
+            # An all-zero gradient is the result of zero_grad(set_to_none=False), so nothing is accumulated.
             if parameter.grad is old and bool(old.any()):
                 self.live_grads = True
 
@@ -83,6 +84,7 @@ class Learning:
             calls: Number of calls that this process has finished so far.
             variables: Current values of the variables that the loop carries.
         """
+        # Only the first optimizer counts: an early commit comes before it.
         if self._boundary is None:
             now = self._coverage.reached()
             self._boundary, self._boundary_versions = self._detect(now), _versions(now)
@@ -111,6 +113,7 @@ class Learning:
         now = {name: digest(value) for name, value in variables.items()}
         then = self._variables_then if self._boundary is not None else now
         after, written = _changed(boundary, end), _changed(boundary_versions, versions)
+        # Hashes show the change, but version counters do not. After a loss, nothing would reveal such a change.
         unseen = {name for name in after - written if name in versions or name.endswith("{}")}
         return {
             "end": end,
@@ -168,6 +171,7 @@ def merge(plan: StepPlan, reports: Sequence[Mapping[str, Any]], coverage: Covera
     ends = [each["end"] for each in reports]
     names = set().union(*ends)
     differ = {name for name in names if len({end[name] for end in ends if name in end}) > 1}
+    # Buffers may differ, such as running means of local batches. Backup ranks store them.
     own = {name for name in differ if name in coverage.buffers or name.startswith("own[")}
     grads = {name for name in names if name.startswith("grad(")}
     complaints += [_differs(name, coverage) for name in sorted(differ - own - grads) if coverage.must_agree(name)]
@@ -180,6 +184,7 @@ def merge(plan: StepPlan, reports: Sequence[Mapping[str, Any]], coverage: Covera
     plan.known |= carried
     plan.variables |= {name for name in carried if any(v.get(name) != values[0].get(name) for v in values[1:])}
     changed_late = {name for each in reports for name in each["variables after"]}
+    # A loss after an early commit cannot be undone, so these actions require a commit at the end of the step.
     late = [
         *(["communicate"] if any(each["calls"] for each in reports) else []),
         *(f"change {name}" for name in sorted(after & plan.own)),
@@ -190,6 +195,7 @@ def merge(plan: StepPlan, reports: Sequence[Mapping[str, Any]], coverage: Covera
             else []
         ),
     ]
+    # The flag is never reset: a commit at the end of the step is always correct, and only costs copies.
     if late and not plan.late:
         plan.late, plan.why_late = True, f"{late[0]} after an optimizer's step()"
     seen = before | after if plan.late else before

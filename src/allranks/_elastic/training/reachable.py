@@ -197,6 +197,7 @@ def reach(
         about 1 us for each object.
     """
     found = Reached() if into is None else into
+    # Breadth first: the path of an object in error messages is then its shortest one.
     queue: collections.deque[tuple[str, Any]] = collections.deque(roots.items())
     while queue:
         path, value = queue.popleft()
@@ -231,8 +232,10 @@ def reach(
         elif isinstance(value, _OPAQUE):
             continue
         elif isinstance(value, WRAPPERS):
+            # A replacement process may have another wrapper, so names must not contain it.
             found.wrappers[path] = value
             queue.append((path, value.module))
+        # A file object has __next__ as well, but its position does not belong to the training.
         elif hasattr(type(value), "__next__") and not hasattr(value, "read"):
             found.iterators[path] = value
         elif boundary.enters(value):
@@ -277,6 +280,7 @@ def _items(path: str, value: Any, name_of: Callable[[Tensor], str | None]) -> It
             )
             yield f"{path}[{label}]", each
         return
+    # A list of plain values has nothing to traverse. The container itself is recorded.
     if len(value) > _LONG or (isinstance(value, (list, tuple)) and PLAIN.issuperset(map(type, value))):
         return
     for number, each in enumerate(value):

@@ -56,6 +56,7 @@ class Rehearsal:
         self._state = state
         self._folder = Path(request["folder"])
         self._phase: str = request["phase"]
+        # The rank at the start. World ranks change after a loss, and the process to kill must stay the same.
         self._rank = int(os.environ["RANK"])
         # A replacement process has another start number, and is never killed.
         self._start = int(os.environ.get("ALLRANKS_START") or 0)
@@ -105,6 +106,7 @@ class Rehearsal:
             self._append("phases", phase)
         if phase == self._phase and self._is_due():
             self._append("killed", json.dumps([self._rank, self._state._position.done]))
+            # SIGKILL, because no handler or exit function may run: a real loss runs none either.
             os.kill(os.getpid(), signal.SIGKILL)
 
     def begin(self, step: Step) -> None:
@@ -123,6 +125,7 @@ class Rehearsal:
         self._unhook()
         if step.is_last:  # the empty step at the end of a loop
             return
+        # A process that lacks results of this step receives the state again, so its values mean nothing now.
         if not self._state._lacks:
             self._record(step)
         self.at("after the step")
@@ -212,6 +215,7 @@ class Rehearsal:
         return found
 
     def _append(self, name: str, line: str) -> None:
+        # Open and close for each line, so that a killed process leaves only whole lines.
         with (self._folder / name).open("a") as file:
             file.write(line + "\n")
 

@@ -73,6 +73,7 @@ class Replicas:
         rows = world.size() // self.size
         ranks = torch.arange(world.size(), device="cpu").view(rows, *mesh.mesh.shape[1:])
         fresh = self._mesh_of(ranks, world.rank())
+        # Check all slices before any is changed, so that a refusal leaves the mesh intact.
         slices = list(_slices(mesh))
         if mesh._flatten_mapping or any(set(each.mesh_dim_names or "?") - set(_names(mesh)) for each in slices):
             raise UsageError(
@@ -83,6 +84,7 @@ class Replicas:
             _take(each, fresh[each.mesh_dim_names])
         _take(mesh, fresh)
         for info in {id(group.mesh_info): group.mesh_info for group in self._groups()}.values():
+            # FSDP2 copies these numbers from the mesh when it wraps a module, and does not read the mesh again.
             info.replicate_mesh_size, info.replicate_mesh_rank = rows, world.rank() // self.size
 
     def check_groups(self) -> None:
@@ -124,6 +126,7 @@ class Replicas:
 
     def _mesh_of(self, ranks: torch.Tensor, rank: int) -> Any:
         mesh = self._mesh
+        # _init_backend=False: otherwise the mesh would create process groups, which needs communication.
         made = type(mesh)(mesh.device_type, ranks, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False, _rank=rank)
         made._dim_group_names = mesh._dim_group_names
         return made

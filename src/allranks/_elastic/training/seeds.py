@@ -30,6 +30,7 @@ _MASK_32 = 0xFFFFFFFF  # NumPy's global seed has 32 bits
 
 def _digest(*about: object) -> int:
     """Return a seed of 56 bits: torch accepts signed 64-bit integers, and NumPy only numbers of at least 0."""
+    # blake2b instead of hash(), which differs between processes for strings.
     return int.from_bytes(hashlib.blake2b(repr(about).encode(), digest_size=7).digest(), "big")
 
 
@@ -56,6 +57,7 @@ class Seeds:
         if not self.enabled:
             return
         for generator in generators.values():
+            # The default generator is seeded with the rank. A second seed from here would remove that.
             if id(generator) not in self._own and generator is not torch.default_generator:
                 self._own[id(generator)] = (generator, _digest(len(self._own), _origin(generator)))
 
@@ -79,6 +81,7 @@ class Seeds:
         if _cuda.is_initialized():
             _cuda.manual_seed_all(seed)
         random.seed(seed)
+        # Only if the program has imported NumPy, which is not a dependency.
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed & _MASK_32)
         for generator, origin in self._own.values():
@@ -143,12 +146,14 @@ def seeded_iterator(loader: DataLoader[Any], seed_of_section: int, sow: Callable
             f"State: a DataLoader with persistent_workers=True and {kind} draws different random numbers in a"
             " replacement process, because its workers are new.\n  Pass persistent_workers=False"
         )
+    # The attributes are read when the iterator is created, so they are restored afterwards.
     init = loader.worker_init_fn
     attributes = vars(loader)  # DataLoader.__setattr__ rejects a new batch_sampler
     try:
         if not isinstance(init, _SeedBatches):
             loader.worker_init_fn = _SeedBatches(init, seed_of_section)
         if batches is not None and mapped:
+            # Persistent workers keep the iterator and its sampler, so a new batch_sampler would have no effect.
             if persistent and isinstance(getattr(loader._iterator, "_index_sampler", None), _SeededIndices):
                 loader._iterator._index_sampler.renew(seed_of_section, sow)  # type: ignore[union-attr]
             attributes["batch_sampler"] = _SeededIndices(batches, seed_of_section, sow)
@@ -204,6 +209,7 @@ class _SeedBatches:
         load, seed_of_section = fetch._MapDatasetFetcher.fetch, self._seed
 
         def fetch_seeded(self: Any, indices: Any) -> Any:
+            # Without a batch sampler, indices have no seed. The worker then uses the section for which it was started.
             known = getattr(indices, "seed", seed_of_section)
             seed = _digest(known, list(indices) if isinstance(indices, list) else indices)
             torch.default_generator.manual_seed(seed)

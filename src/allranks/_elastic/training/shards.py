@@ -62,6 +62,7 @@ class Layout(NamedTuple):
             return None
         place, found = self.ranks.index(rank), []
         for extent, placement in zip(reversed(self.extents), reversed(self.placements), strict=True):
+            # The last dimension varies fastest, so divide by its extent first.
             place, coordinate = divmod(place, extent)
             if not placement.is_replicate():
                 found.append(coordinate)
@@ -112,6 +113,7 @@ def restored(local: Tensor, layout: Layout, meshes: Mapping[Any, Any]) -> Tensor
         local,
         meshes[layout.mesh],
         layout.placements,
+        # The check would communicate, and the other ranks do not call this function.
         run_check=False,
         shape=torch.Size(layout.shape),
         stride=layout.stride,

@@ -160,6 +160,7 @@ class State(StepCommit):
             count = min(count, first + EPOCHS)
         loop = self._begin_loop()
         position = self._position
+        # The training may already be in this loop or a later one: in a replacement process, or after a checkpoint.
         if position.loop < loop:
             position.move(loop, max(position.epoch, first))
         try:
@@ -201,6 +202,7 @@ class State(StepCommit):
                 " epochs after the other, each with sections of steps in it"
             )
         self._loop += 1
+        # Without this, a replacement process in the second loop would conclude that the training is over.
         self._announce(OVER, b"")
         return self._loop
 
@@ -231,13 +233,16 @@ class State(StepCommit):
         self._end_step(self._step, self._batches)
         section, self._section = self._section, self._section + 1
         key, position = (self._loop, self._epoch if self._loop % 2 else 0, section), self._position
+        # This process runs the program from the top, and the other ranks have finished this section.
         if key < position.section_key:
             return
+        # The program has reached a new section. Otherwise the section continues at the position's index.
         if key > position.section_key:
             position.move(self._loop, self._epoch if self._loop % 2 else position.epoch, section)
         self._places.add(self._place)
         batches = Batches(source, self._world, position, self._seeds, self._restore, self._places)
         yield from self._run_section(batches, key)
+        # A replacement process that has skipped the section must continue with the same random numbers.
         self._seeds.sow(self._world.rank(), "after", *key)
         if self._is_in(key):
             position.move(position.loop, position.epoch, section + 1)
@@ -260,10 +265,12 @@ class State(StepCommit):
 
     def _run_section(self, batches: Batches, key: tuple[int, int, int]) -> Iterator[Step]:
         place = self._place
+        # The program may have assigned variables since the last section, so the copies are outdated.
         self._batches, self._kept_at = batches, ""
         try:
             while True:
                 self._write_checkpoint()
+                # The process has waited for its replica, and the others have trained on: its loaded batch is outdated.
                 if self._returned:
                     self._returned = False
                     batches.begin_again()
@@ -283,6 +290,7 @@ class State(StepCommit):
                     self._rehearsal.at("loading")
                 step = Step(self, batches.batch, self._position.index)
                 try:
+                    # Before the step is yielded: these calls are outside of `with`, so a loss in them is handled here.
                     self._meet_at(step)
                 except (*LOSSES, Undone):
                     self._recover()
@@ -299,11 +307,14 @@ class State(StepCommit):
                         # another rank, in a checkpoint, or in another section. It needs the variables as they are after
                         # this step.
                         self._keep_variables(step)
+                    # Before `_recover`, which reports whether any rank has unsent values.
                     self._find_unsent()
+                    # After the copies of the variables: this call can end the process, or mark the step as broken.
                     self._follow(step)
                 if step.broken:
                     self._recover()
                 step.forget()
+        # The program has left the loop by `break` or `return`. After an undone step, this would lose a step silently.
         except GeneratorExit:
             if self._undone is not None:
                 self._abandoned = True
@@ -326,6 +337,7 @@ class State(StepCommit):
         if step.committed:
             batches.take()
             self._position.index += 1
+            # The empty last step of a loop is not a step of the program.
             self._position.done += not self._ends
 
     def _check_used(self, step: Step, batches: Batches) -> None:

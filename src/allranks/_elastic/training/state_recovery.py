@@ -50,6 +50,7 @@ from allranks._plugin.adapt import TORCHS_DDP
 
 __all__ = ["StateRecovery"]
 
+# Per process: a second State in another part of the program must be detected, too.
 _loops_entered = itertools.count()
 _EXTRAS = "(buffers and gradients)"  # an additional part that is transferred with those of the program
 _VAIN = 5  # attempts to connect all groups before the error is raised
@@ -133,15 +134,18 @@ class StateRecovery(StepValues):
                 " after another"
             )
         if history is not None:
+            # Losses before the loop belong to other calls, and do not count for State.
             self._not_counted = history.counts
             if self._replicas is not None:
                 history.replica, history.on_waiting = self._replicas.size, self._wait_aside
+        # Before `_meet`, whose recovery may have to renew these wrappers.
         self._look_around()
         self._note_covered()
         there = variables.LoopVariables(program_frames(loop_frame()))
         self._at_entry = {n: v for n, v in there.read(there.within).items() if variables.is_plain(v)}
         self._at_entry_by_name = {key.rpartition(".")[2]: value for key, value in self._at_entry.items()}
         self._meet()
+        # A replacement process receives the position, so it does not load a checkpoint itself.
         while not self._position.loaded:
             self._load()
 
@@ -167,6 +171,7 @@ class StateRecovery(StepValues):
         except (*LOSSES, Undone):
             self._recover()
             return
+        # Only after the agreement: until then a rank may be lost, and all ranks load again.
         if found is not None:
             position, self._seeds.base, self._generators = found
             self._position.take(position)
@@ -176,8 +181,10 @@ class StateRecovery(StepValues):
     def _meet(self) -> None:
         """Switch from the replay log to the group of the loop, and receive the state if this process lacks it."""
         replay, decision = self._world.engine, self._world.entered
+        # Not an elastic job: the world has no replay log.
         if not isinstance(replay, ReplayEngine):
             return
+        # A replacement process has no connection yet. The recovery connects it and requests the state.
         if replay.engine is None:
             self._lacks = True
             self._recover()
@@ -189,6 +196,7 @@ class StateRecovery(StepValues):
         lacks = replay.lacks or early.lacks
         self._lacks = lacks or decision is not None
         try:
+            # No loss has occurred before the loop, so the groups are still connected.
             if history.generation == 1:
                 early.enter()
             else:
@@ -223,6 +231,7 @@ class StateRecovery(StepValues):
             self._undone = None
         while True:
             before = self._world.size()
+            # The proposals report which ranks have the state, so no further exchange is needed after the decision.
             progress = NEWCOMER if self._lacks else self._position.done
             abort_groups()  # a rank that waits there for the lost rank must also reach advance()
             successor = advance(self._world, progress=progress, replaces=True)
@@ -250,10 +259,12 @@ class StateRecovery(StepValues):
                     plan.steps = plan.boundaries = 0  # a single rank has not learned which values differ between ranks
             self._verifies = True
             try:
+                # After the world, because the groups connect through it.
                 renew_groups()
                 if self._replicas is not None and not self._replicas.obstacle:
                     self._replicas.check_groups()
                 self._hand_over(full, empty)
+            # Another rank was lost during the recovery: start again with the next generation.
             except (*LOSSES, Undone):
                 continue
             except JoinError:  # from members of a group, one of which may be lost
@@ -307,6 +318,7 @@ class StateRecovery(StepValues):
         self._aside = self._was_aside = self._returned = True
         if self._disk is not None:
             self._disk.settle()  # a save that the loss has interrupted is not a failure of this process
+        # This process executes no further step after which it could leave, and no rank needs its state.
         if self._leaves:
             raise SystemExit(0)
         with torch.no_grad():
@@ -320,7 +332,9 @@ class StateRecovery(StepValues):
     def _nobody_left(self) -> AllranksError:
         history = self._world.history
         assert history is not None
+        # If the others have completed the training, this process has nothing to do and has not failed.
         if history.membership.read(OVER) or history.others_have_ended():
+            # It was a member and did its part, so it exits with code 0. A newcomer raises ExcludedError.
             if self._was_aside:
                 destroy_process_group()
                 raise SystemExit(0)
@@ -353,6 +367,7 @@ class StateRecovery(StepValues):
         world, slots = self._world, self._slots()
         me, machines = world.rank(), [member.machine for member in world.members]
         came: dict[str, Tensor] = {}
+        # Before the transfer: the plans determine which values the ranks exchange below.
         self._share_plans(full[0])
         if empty and self._unsent_anywhere():
             raise StateLostError(
@@ -384,6 +399,7 @@ class StateRecovery(StepValues):
             mine = {**self._all_own(), **{n: t for n, t in came.items() if n.startswith(("variables(", "grad"))}}
             self._buddies.exchange(world, mine)
         self._agree(ALL)
+        # Only after the agreement: an exchange that a loss has interrupted must not replace the old backups.
         if renewed:
             self._buddies.commit(world, slots)
             self._inherited.clear()
@@ -466,6 +482,7 @@ class StateRecovery(StepValues):
                 if self._inherit is not None:
                     raise self._unkept(slot, keeper)
             elif keeper == slots[self._world.rank()] and slot not in self._inherited:
+                # Recorded before the call: if the recovery starts again, `inherit` must not be called twice.
                 self._inherited.add(slot)
                 if self._inherit is not None:
                     self._inherit(buddies.kept_own(self._own))
@@ -489,6 +506,7 @@ class StateRecovery(StepValues):
             StateLostError: The lost values include ``own`` tensors, variables, or gradients.
         """
         plans = self._plans.values()
+        # These values contribute to the result, so continuing without them would give another one.
         if self._own:
             raise self._unkept(slot, keeper)
         if any(plan.variables or plan.own_grads for plan in plans):

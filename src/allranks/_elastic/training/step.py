@@ -107,6 +107,7 @@ class Step:
         except (*LOSSES, Undone) as loss:
             error = loss
         finally:
+            # In every case: `State.steps` refuses to start a section while a step runs.
             self.running = False
             if self.learning is not None:
                 self.learning.close()
@@ -116,6 +117,7 @@ class Step:
         if not self._is_loss(error):
             return False
         self.broken = True
+        # The other ranks count the step as complete, so undoing it here would make the ranks differ.
         if self.committed:
             self._state._cut_off(self)
         else:
@@ -129,5 +131,6 @@ class Step:
         while seen is not None:
             if isinstance(seen, (*LOSSES, Undone)):
                 return True
+            # Programs wrap exceptions, with or without `from`.
             seen = seen.__cause__ or seen.__context__
         return False

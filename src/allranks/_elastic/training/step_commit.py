@@ -63,8 +63,8 @@ from allranks.checkpoint import RandomState
 
 __all__ = ["StepCommit"]
 
-_LOOK_S = 0.25  # between two checks for processes that wait to join
-_TOGETHER_S = 5.0  # after a signal: the other ranks may receive it within this time
+_LOOK_S = 0.25  # seconds between two checks for processes that wait to join; one check is a request of 0.1 ms
+_TOGETHER_S = 5.0  # seconds after a signal in which the other ranks may receive it, too
 _VERIFY_LEAST = 50  # minimum number of steps between two comparisons of the ranks
 
 
@@ -108,6 +108,7 @@ class StepCommit(StateRecovery):
         for number in leave_on:
             signal.signal(number, self._take_notice)
         for part in self._coverage.optimizers:
+            # A pre-hook: the commit must precede the update of the parameters, which is not undone.
             part.register_step_pre_hook(self._before_optimizer)
         if self._rehearsal is not None:
             self._rehearsal.watch(self._coverage.optimizers)
@@ -194,6 +195,7 @@ class StepCommit(StateRecovery):
             StateLostError: They differ. Raised on every rank.
         """
         done, every = self._position.done, self._verify_every
+        # A repeated step has the same number of completed steps, and is not compared again.
         is_due = every and done and done % every == 0 and done != self._verified_at
         everything, begins = self._verifies or is_due, self._position.index == 0
         if not everything and not begins:
@@ -235,6 +237,7 @@ class StepCommit(StateRecovery):
     def _begin(self, step: Step) -> None:
         """Copy the values that the step may change, and seed the generators."""
         step.losses = losses_seen()
+        # The empty last step changes nothing.
         if self._ends:
             return
         plan, frame = self._plans[step.place], step.frame
@@ -260,8 +263,10 @@ class StepCommit(StateRecovery):
 
     def _before_optimizer(self, *_: object) -> None:
         step = self._step
+        # An optimizer outside a step, or after an explicit commit, does not commit again.
         if step is None or not step.running or step.committed:
             return
+        # A learning step observes what follows the optimizer, so it commits at its end.
         if step.learning is not None:
             began = time.perf_counter()
             step.learning.at_boundary(calls_made(), self._variables_now(step))
@@ -299,11 +304,13 @@ class StepCommit(StateRecovery):
         step.leaves, outcome = self._leaves, SENDS
         if exchanges:
             own = self._own_values(step, differing)
+            # SENDS is below the votes of `_wish`, so one rank with new values makes all ranks exchange.
             if not (plan.sends_always or self._own or differing):
                 outcome = self._agree(SENDS if own else self._wish())
                 exchanges = outcome == SENDS
         if exchanges:
             self._buddies.exchange(world, own)
+        # Query the signal again: it may have arrived during the exchange.
         if outcome == SENDS:
             step.leaves = self._leaves
             outcome = self._agree(self._wish())
@@ -313,16 +320,19 @@ class StepCommit(StateRecovery):
             self._seeds.base, self._seeds.agreed = step.base, True
         if exchanges:
             self._buddies.commit(world, self._slots())
+            # The versions as of the commit, so that `_find_unsent` detects later changes.
             self._sent |= {n: version(t) for n, t in own.items() if self._keeps_version(n)}
             self._unsent = ""
             self._last_variables |= {n: t for n, t in own.items() if n.startswith("variables(")}
             self._sent_variables |= step.sent
             self._inherited.clear()
+            # Only after the commit, so that the plans change on all ranks in the same step.
             plan.own |= differing & self._coverage.buffers.keys()
             plan.variables |= differing - self._coverage.buffers.keys()
             self._differing.clear()
         if self._outcome == LATE:
             self._late = True
+        # A loss has interrupted the agreement, but its outcome was that the step is complete.
         if history is not None and history.decided is not None:
             step.broken = True  # the group is broken, but the step is complete
         step.losses = losses_seen()
@@ -340,12 +350,15 @@ class StepCommit(StateRecovery):
     def _somebody_comes(self) -> bool:
         """Return whether processes wait to join, and can. Rank 0 polls periodically."""
         history, now = self._world.history, time.monotonic()
+        # Only rank 0 polls, so the load on the store does not grow with the number of ranks.
         if self._world.rank() or history is None or not history.membership.launched or now < self._look_at:
             return False
         self._look_at = now + _LOOK_S
         if self._position.done and not self._announced:
+            # Only after the first commit: all ranks have then entered the loop, so their replay logs are complete.
             history.membership.write(LOOP, b"%d" % history.replica)
             self._announced = True
+        # During a save, a change of ranks would stop the training until the save is complete (`_follow`).
         if not history.somebody_waits() or (self._disk is not None and self._disk.is_writing):
             return False
         obstacle = "" if self._replicas is None else self._replicas.obstacle
@@ -407,6 +420,7 @@ class StepCommit(StateRecovery):
         if losses_seen() != step.losses:
             raise Undone
         objects.all_gather_object(reports, report, self._world)
+        # All ranks must compare at the same steps, so the largest interval counts.
         self._verify_every = max(each["every"] for each in reports)
         step.base = reports[0]["base"]
         complaints = merge(plan, reports, self._coverage)
@@ -450,12 +464,14 @@ class StepCommit(StateRecovery):
         if self._outcome == LEAVES:
             self._wait_for_others(step)
         if self._disk is not None:
+            # The group changes next, which would interrupt a save in progress.
             self._disk.settle()
             if self._outcome == LEAVES:
                 self._write_last(step)
         if step.leaves:
             destroy_process_group()
             raise SystemExit(0)
+        # The next generation is connected like after a loss, but no step is undone.
         step.broken = step.broken or self._outcome in (LEAVES, CHANGES)
 
     def _wait_for_others(self, step: Step) -> None:
@@ -490,6 +506,7 @@ class StepCommit(StateRecovery):
         """Write a checkpoint if all ranks leave, because no remaining rank has the state."""
         assert self._disk is not None
         try:
+            # A broken group cannot agree. The rank then leaves after the next step.
             outcome = UNDONE if step.broken else self._world.agree(ALL if step.leaves else SOME)
         except LOSSES:
             outcome = UNDONE
@@ -507,6 +524,7 @@ class StepCommit(StateRecovery):
                 complete.
         """
         disk, position = self._disk, self._position
+        # Repeat until all ranks have agreed: a loss during the save leads to a recovery and another attempt.
         while disk is not None:
             try:
                 if self._recovered:
@@ -528,6 +546,7 @@ class StepCommit(StateRecovery):
                 self._recover()
 
     def _take_notice(self, number: int, _: object) -> None:
+        # Only record the signal: the current step must be completed first.
         self._leaves = True
         self._noticed_at = time.monotonic()
         if self._aside:  # a waiting process executes no step after which it could leave

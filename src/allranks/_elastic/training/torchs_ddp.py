@@ -66,7 +66,9 @@ def check_renumbered(wrapper: Any, world: ProcessGroup) -> None:
 
 def renew(wrapper: Any) -> None:
     """Give a wrapper the Reducer that a new wrapper would have. Sends nothing."""
+    # Read the name of a built-in hook first: the new Reducer and its logger do not have it.
     hook = wrapper._get_ddp_logging_data().get("comm_hook", "")
+    # Otherwise the gradients of the next backward would also reach the old Reducer.
     wrapper.reducer._remove_autograd_hooks()
     parameters, sparse = wrapper._build_params_for_reducer()
     names = wrapper._build_debug_param_to_name_mapping(parameters)
@@ -79,6 +81,7 @@ def renew(wrapper: Any) -> None:
     for call, state in wrapper._comm_hooks:
         wrapper.logger._set_comm_hook_name(call.__qualname__)
         _c10d._register_comm_hook(wrapper.reducer, state, call)
+    # Python hooks are in `_comm_hooks`. Built-in hooks exist only in the Reducer that was just replaced.
     builtin = _c10d.BuiltinCommHookType.__members__.get(hook.rpartition(".")[2])
     if builtin is not None and not wrapper._comm_hooks:
         wrapper._register_builtin_comm_hook(builtin)

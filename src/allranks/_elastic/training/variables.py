@@ -30,6 +30,7 @@ _READ = {
     "LOAD_FAST_BORROW",
 }
 _WRITE = {"STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF"}
+# Python 3.13 and later combine two instructions into one, with two names as argument.
 _PAIRS = {"LOAD_FAST_LOAD_FAST", "STORE_FAST_LOAD_FAST", "STORE_FAST_STORE_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW"}
 _DELETE = {"DELETE_FAST", "DELETE_NAME", "DELETE_GLOBAL", "DELETE_DEREF"}
 _END = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"}
@@ -59,6 +60,7 @@ class _Flow:
                 after.append(number + 1)
             if each.opcode in dis.hasjrel or each.opcode in dis.hasjabs:
                 target = self.at.get(each.argval)
+                # In Python 3.10, these have an exception handler as target, which is not regular control flow.
                 if target is not None and each.opname not in ("SETUP_FINALLY", "SETUP_WITH"):
                     after.append(target)
             self.following.append(after)
@@ -147,6 +149,7 @@ def _carried(flow: _Flow, offset: int) -> Carried:
     changed = True
     while changed:
         changed = False
+        # Backward, because liveness flows from reads to earlier instructions: few passes are then needed.
         for number in range(len(flow.listed) - 1, -1, -1):
             after = set[str]().union(*(live[each] for each in flow.following[number]))
             new = (after - set(flow.writes(number))) | set(flow.reads(number))
@@ -203,6 +206,7 @@ def can_be_carried(value: object) -> bool:
     if type(value) is tuple:
         return all(map(can_be_carried, value))
     if isinstance(value, torch.Tensor):
+        # A graph cannot be sent to another process, and a subclass or a parameter has further state.
         return value.is_leaf and type(value) is torch.Tensor and not value.requires_grad
     return is_plain(value) or (
         type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "shape", 0) == ()
@@ -245,6 +249,7 @@ class LoopVariables:
             self.assigned |= {prefix + name for name in found.assigned}
             if frame is frames[0]:
                 self.after |= {prefix + name for name in found.after}
+        # Grouped by frame, because each access to f_locals costs about 1 us.
         self._keys = [
             (frame, [(key, name) for key, (owner, name) in self._where.items() if owner is frame]) for frame in frames
         ]
@@ -288,6 +293,7 @@ class LoopVariables:
         for frame, known in self._by_frame(values):
             inner = frame.f_locals
             for key, name in known.items():
+                # A variable without a value yet is assigned in the function, unless it is a global one.
                 if name in inner or name not in frame.f_globals:
                     inner[name] = values[key]
                 else:
