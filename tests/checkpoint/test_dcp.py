@@ -145,6 +145,26 @@ def test_four_ranks_save_others_load(backend: str, tmp_path: Path) -> None:
     assert str({key: state[key] for key in VALUES}) == str(VALUES)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_values_without_elements_are_restored(tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "array": numpy.zeros(0),
+        "tensor": torch.zeros(0, 3),
+        "nested": {"list": [1, numpy.zeros((0, 3), dtype=numpy.int32)]},
+        "weights": torch.ones(3),
+    }
+    dcp.save(state, storage_writer=checkpoint.StorageWriter(tmp_path, step=1))
+    into: dict[str, Any] = {
+        "array": numpy.ones(2),
+        "tensor": torch.zeros(0, 3),
+        "nested": {"list": [2, numpy.ones((1, 3), dtype=numpy.int32)]},
+        "weights": torch.zeros(3),
+    }
+    dcp.load(into, storage_reader=checkpoint.StorageReader(tmp_path))
+    assert str(into) == str(state)
+    assert checkpoint.load(tmp_path)["array"].shape == (0,)
+
+
 def test_each_loads_what_the_other_has_written(tmp_path: Path) -> None:
     """checkpoint.save and dcp.load, dcp.save and checkpoint.load; optimizers by their own state_dict."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"

@@ -340,6 +340,17 @@ def test_a_value_is_assigned_into_the_same_objects() -> None:
     assert part["last"] == deque([5, 6])
 
 
+def test_digests_of_large_sparse_tensors_depend_on_every_element() -> None:
+    """torch's text of a tensor leaves out elements above 1,000."""
+    with torch.sparse.check_sparse_tensor_invariants(enable=True):
+        index, values = torch.arange(2000)[None], torch.randn(2000)
+        order, other = torch.randperm(2000), values.clone()
+        other[1000] += 1
+        sparse = torch.sparse_coo_tensor(index, values, (5000,))
+        assert digest(sparse) == digest(torch.sparse_coo_tensor(index[:, order], values[order], (5000,)))
+        assert digest(sparse) != digest(torch.sparse_coo_tensor(index, other, (5000,)))
+
+
 def test_digests_follow_the_value_and_not_the_object() -> None:
     point = namedtuple("point", "a b")
     assert digest({"a": [1.0, torch.ones(2)]}) == digest({"a": [1.0, torch.ones(2)]})

@@ -39,7 +39,6 @@ __all__ = [
 POLL_S = 0.05  # seconds between two checks which processes have joined and which are lost
 # Seconds in which the launcher may confirm a loss that a rank has reported; after that, the report of the rank counts.
 UNCONFIRMED_S = 5.0
-FOREVER_S = 1e9
 NEWCOMER = -1
 """Progress of a process that has no state of the program yet."""
 

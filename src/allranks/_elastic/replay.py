@@ -66,21 +66,21 @@ class LoggedCall(msgspec.Struct, frozen=True, array_like=True):
 @contextlib.contextmanager
 def brought_by_the_state() -> Iterator[None]:
     """Do not keep the results of calls in this context, because the training state contains them."""
-    _local.brought = True
+    before, _local.brought = getattr(_local, "brought", False), True
     try:
         yield
     finally:
-        _local.brought = False
+        _local.brought = before  # contexts may be nested
 
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
     """Treat calls in this context as internal: they are not recorded, and a loss aborts them."""
-    _local.unrecorded = True
+    before, _local.unrecorded = getattr(_local, "unrecorded", False), True
     try:
         yield
     finally:
-        _local.unrecorded = False
+        _local.unrecorded = before  # contexts may be nested
 
 
 def encode(entry: LoggedCall | None) -> bytes:

@@ -53,6 +53,7 @@ class _Written:
         offers: The tensors, and parts of tensors, in the file.
         places: For each, its first byte in the file and the hashes of its blocks.
         trees: Trees of the values that are not tensors, by name.
+        empty: Tensors without elements in these trees. They have no bytes in a file.
     """
 
     process: tuple[str, int]
@@ -60,6 +61,7 @@ class _Written:
     offers: list[layout.Offer]
     places: list[tuple[int, bytes]]
     trees: dict[str, Tree]
+    empty: list[layout.Offer]
 
 
 class StorageWriter(storage.StorageWriter):
@@ -250,6 +252,7 @@ def _write(partial: Path, step: int, rank: int, plan: plans.SavePlan, planner: p
     sources: dict[str, Callable[[], Tensor]] = {}
     jobs: list[layout.SaveJob] = []
     trees: dict[str, Tree] = {}
+    empty: list[layout.Offer] = []
 
     def add(offer: layout.Offer, source: Callable[[], Tensor]) -> None:
         job = layout.SaveJob(offer, (), (rank,), rank)
@@ -258,6 +261,8 @@ def _write(partial: Path, step: int, rank: int, plan: plans.SavePlan, planner: p
         sources[job.key] = source
         if offer.nbytes:
             jobs.append(job)
+        else:
+            empty.append(offer)
 
     for item in plan.items:
         if item.type == plans.WriteItemType.BYTE_IO:
@@ -279,10 +284,10 @@ def _write(partial: Path, step: int, rank: int, plan: plans.SavePlan, planner: p
             add(offer, _resolution(item, planner, offer))
     layout.place(jobs)
     if not jobs:
-        return _Written(this_process(), None, [], [], trees)
+        return _Written(this_process(), None, [], [], trees, empty)
     file, hashes = parts.write_part(partial, jobs, step, rank, _views(sources[job.key] for job in jobs))
     places = [(file.head + job.begin, found) for job, found in zip(jobs, hashes, strict=True)]
-    return _Written(this_process(), file, [job.offer for job in jobs], places, trees)
+    return _Written(this_process(), file, [job.offer for job in jobs], places, trees, empty)
 
 
 def _offer(
@@ -352,6 +357,9 @@ def _manifest(step: int, metadata: torchs.Metadata, written: Sequence[_Written])
     own = set(kinds)
     for each in written:
         trees.update(each.trees)
+        for offer in each.empty:
+            # A tensor of the plan without elements on this rank may have elements on another: its shape is known.
+            kinds.setdefault(offer.name, (offer.dtype, offer.shape))
         if each.file is None:
             continue
         for offer, (begin, hashes) in zip(each.offers, each.places, strict=True):

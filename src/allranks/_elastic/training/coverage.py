@@ -391,13 +391,29 @@ def digest(value: Any) -> int:
     return hasher.intdigest()
 
 
+def _parts_of_sparse(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors that a sparse tensor consists of. Equal COO tensors may have another order."""
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]  # mkldnn
+
+
 def _feed(hasher: Any, value: Any, depth: int, above: set[int]) -> None:
     if isinstance(value, Tensor):
         tensor = local_of(value) if is_dtensor(value) else value.detach()
         hasher.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        # Sparse and meta tensors have no contiguous memory to hash.
-        if tensor.layout != torch.strided or tensor.is_meta:
-            hasher.update(str(tensor).encode())
+        if tensor.is_meta:  # it has no values
+            return
+        if tensor.layout != torch.strided:
+            # Not the text of the tensor, which torch abbreviates above 1,000 elements.
+            hasher.update(str(tensor.layout).encode())
+            for part in _parts_of_sparse(tensor):
+                _feed(hasher, part, depth + 1, above)
             return
         # Conjugate and negative views are lazy bits in torch: equal values could have different bytes.
         flat = tensor.resolve_conj().resolve_neg().cpu().contiguous()

@@ -10,7 +10,6 @@ state. Random numbers are not restored: they follow from the position of the ste
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -372,8 +371,3 @@ class State(StepCommit):
 def _unwrapped(part: Any) -> Any:
     """Return the module in a DistributedDataParallel. A replacement process may have another wrapper."""
     return part.module if isinstance(part, WRAPPERS) else part
-
-
-@functools.cache  # of a program's loops
-def _place(file: str, line: int) -> str:
-    return f"{os.path.basename(file)}:{line}"
