@@ -42,7 +42,8 @@ def fetch(worker: WorkerState, data: memoryview, id: int, link: int) -> bytes | 
     plain = _flat(worker.take(id))
     if not link:
         return bytes_of(plain)
-    worker.afterwards = lambda: worker.link(link).send(plain, 0)
+    connected = worker.link(link)  # raises before the answer if the link could not be created
+    worker.afterwards = lambda: connected.send(plain, 0)
     return None
 
 

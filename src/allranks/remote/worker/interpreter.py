@@ -8,7 +8,6 @@ continues.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import struct
@@ -250,8 +249,15 @@ class Interpreter(WorkerState):
             # Only after the answer, because the master starts its side of the transfer when it has received it.
             if (afterwards := self.afterwards) is not None:
                 self.afterwards = None
-                with contextlib.suppress(PeerLostError):  # the master has given up and dropped the link
+                try:
                     afterwards()
+                except PeerLostError:
+                    pass  # the master has given up and dropped the link
+                except Exception as error:  # noqa: BLE001 - for example no GPU memory: reported by the next wait
+                    fault = self.fault(name, error)
+                    self.unreported.append(fault)
+                    for each in arguments.get("outputs", ()):
+                        self.slots[each] = Poison(fault)
         finally:
             self.line = line
 
