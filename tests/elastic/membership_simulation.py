@@ -1,10 +1,10 @@
-"""Whole groups that lose ranks, simulated: the real state machine on the real store's table, with a clock that jumps.
+"""Simulation of whole groups that lose ranks: the real state machine, the real store table and a simulated clock.
 
-A seed decides everything: how many ranks there are, who dies when (also while the others decide, and while they
-connect), who is stopped and goes on later, how late deaths are seen, whether a launcher starts other processes in their
-place and how often, which processes come later beside them, and what each rank gives to an agreement that the loss cuts
-in two. Ranks may have a replica of a model together: then only whole replicas go on. ``Group.run`` compares what every
-process learnt with what happened.
+A seed decides everything: the number of ranks, and which ranks die and when. Ranks also die during a decision or while
+other ranks connect. The seed decides which ranks are stopped and continued, and how late deaths are detected. It also
+decides whether a launcher replaces processes and how often, and which additional processes join later. It sets the
+value that each rank contributes to an agreement that the loss interrupts. Several ranks may share a replica of a model:
+then only whole replicas continue. ``Group.run`` compares the outcome of every process with the simulated events.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from allranks._store.wire import Set, WaitForKeys
 PREFIX = "group/"
 TIMEOUT_S = 20.0
 LONG_S = 400.0
-WORK_S = 20.0  # nobody is lost later
+WORK_S = 20.0  # no rank is lost after this time
 END_S = 120.0
 
 
 class Wrong(AssertionError):
-    """The protocol did what it must not do, or did not do what it must."""
+    """The protocol violated an invariant or missed a required outcome."""
 
 
 @dataclass(eq=False)
 class Process:
-    """A process in a slot.
+    """A simulated process in a rank slot.
 
     Attributes:
-        sees_after_s: how long after a death it sees it by itself; None: never (another host, no launcher's word).
-        vote: its agreements before the loss.
-        late_s: when it notices that the group is broken.
-        stopped: from when to when it does nothing.
-        outcome: what it has come to.
+        sees_after_s: Delay after which it detects a death itself; None: never (another host, no report of a launcher).
+        vote: Its agreements before the loss.
+        late_s: Delay until it detects that the group is broken.
+        stopped: Begin and end of the interval in which it executes nothing.
+        outcome: Its last decision or its error; None until it has one.
     """
 
     slot: int
@@ -64,7 +64,7 @@ class Process:
 
 
 class Group:
-    """One run."""
+    """One simulated run."""
 
     def __init__(self, seed: int, replica: int = 1) -> None:
         self.rng = rng = random.Random(seed)
@@ -81,7 +81,7 @@ class Group:
         self.processes: dict[tuple[int, int], Process] = {}
         self.slots = SlotTable(1, 1, tuple(RankSlot(slot, 0, RUNNING) for slot in range(self.size)))
         self.respawns = rng.randint(0, 2)
-        self.cut = rng.random() < 0.7  # an agreement is under way
+        self.cut = rng.random() < 0.7  # the loss interrupts an agreement
         self.values = {slot: rng.randint(0, 3) for slot in range(self.size)}
         self._make_processes()
         if self.launched:
@@ -91,7 +91,7 @@ class Group:
             self.at(rng.random() * 3, lambda number=number: self._come(self.size + number))
 
     def _come(self, number: int) -> None:
-        """A host has come, with another rank."""
+        """Add a host with one more rank."""
         rng = self.rng
         self.slots = self.slots.changed([RankSlot(number, 0, OPTIONAL)])
         self._set_table()
@@ -104,13 +104,13 @@ class Group:
 
     def _make_processes(self) -> None:
         rng = self.rng
-        reached = rng.random() < 0.5  # some have the outcome of the agreement already
+        reached = rng.random() < 0.5  # some ranks already have the outcome of the agreement
         for slot in range(self.size):
             has = self.cut and reached and rng.random() < 0.5
             outcome = min(self.values.values())
             voting = self.cut and not has and (reached or rng.random() < 0.9)
             vote = Vote(8, outcome) if has else Vote(7, 1, self.values[slot] if voting else None)
-            # One that has the outcome: then every rank had come to the agreement.
+            # If a rank can have the outcome, every rank has voted.
             late = rng.random() * (5 if rng.random() < 0.2 else 0.2)
             sees = rng.random() * 0.1 if self.launched or rng.random() < 0.9 else None
             self._add(Process(slot, 0, sees, vote, late))
@@ -148,7 +148,7 @@ class Group:
             what()
             self._deliver(self.table.expire(self.now))
             due = self.table.next_deadline()
-            if due is not None and due not in planned:  # else those who wait for long have more events each time
+            if due is not None and due not in planned:  # otherwise every iteration adds an event for each long wait
                 planned.add(due)
                 self.at(due, lambda: None)
         self._check()
@@ -235,7 +235,7 @@ class Group:
         raise Wrong(f"{process.key} was in 30 generations")
 
     def _work(self, decision: Decision) -> Generator[Any, Any, bool]:
-        """The group does its work. False: it is broken, and its members notice in their next call."""
+        """Work as a group. Return False if a member dies: the other members detect this in their next call."""
         members = [(proposal.slot, proposal.start) for proposal in decision.proposals]
         while self.now < WORK_S:
             if any(self.processes[key].dead_at <= self.now for key in members):
@@ -286,7 +286,7 @@ class Group:
             if who in self.waiting:
                 self.waiting.pop(who)(reply)
 
-    # What must be true.
+    # Invariants.
 
     def _check(self) -> None:
         made: dict[int, Decision] = {}
@@ -314,7 +314,7 @@ class Group:
                 raise Wrong(f"{process.key} is out without a reason: {process.outcome}")
 
     def _check_replicas(self, decision: Decision) -> None:
-        """Those that go on are as many whole replicas as there can be, and each shard is that of one that has it."""
+        """Check that members form as many whole replicas as possible, and that they hold each available shard."""
         keys = [(proposal.slot, proposal.start) for proposal in decision.proposals]
         if len(set(keys)) < len(keys) or set(keys) & {*decision.waiting, *decision.out}:
             raise Wrong(f"members {keys} in {decision}")
@@ -333,11 +333,11 @@ class Group:
             raise Wrong(f"a replica is waiting in {decision}")
 
     def _goes_on(self) -> bool:
-        """Whether there is a group, which takes who comes later when it meets the next time."""
+        """Return whether a live group exists. It admits waiting processes at its next membership change."""
         return any(isinstance(p.outcome, Decision) and p.dead_at > self.now for p in self.processes.values())
 
     def _check_company(self, process: Process, decision: Decision) -> None:
-        """One that comes later is never in a group without the state of the program while others have it."""
+        """Check that a late-joining process is in no group without state while other processes have the state."""
         if any(proposal.progress >= 0 for proposal in decision.proposals):
             return
         if any(
@@ -347,5 +347,5 @@ class Group:
             raise Wrong(f"{process.key} is in {decision}, and others live")
 
     def _was_seen(self, process: Process) -> bool:
-        """Whether the process came in time, so that the others had to take it."""
+        """Return whether the process joined in time, so that the other processes had to include it."""
         return process.start == 0 and process.late_s < TIMEOUT_S / 2 and process.dead_at > LONG_S

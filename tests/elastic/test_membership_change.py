@@ -1,4 +1,4 @@
-"""Who goes on after a loss, over hundreds of simulated groups; and what they know of a store that does not answer."""
+"""Membership after a loss: hundreds of simulated groups, and a store that does not respond."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ with StoreServer.unix().start() as server:
 
 
 @pytest.mark.parametrize("block", range(5))
-def test_simulated_groups(block: int) -> None:
+def test_simulated_groups_keep_all_invariants_after_losses(block: int) -> None:
     for seed in range(block * 60, (block + 1) * 60):
         try:
             Group(seed).run()
@@ -37,7 +37,7 @@ def test_simulated_groups(block: int) -> None:
 
 
 class Known:
-    """The finder of a store whose address is known."""
+    """Finder of a store with a known address."""
 
     def __init__(self, address: str, me: Member) -> None:
         self.me, self.address = me, address
@@ -54,7 +54,7 @@ def asked(membership: MembershipStore, act: Act) -> Answer:
     return membership.drive(steps(), lambda missing: frozenset())
 
 
-def test_a_store_that_is_busy_is_late_and_one_that_ended_is_lost() -> None:
+def test_stopped_store_times_out_and_exited_store_is_lost() -> None:
     words = [sys.executable, "-c", SERVER]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -73,7 +73,7 @@ def test_a_store_that_is_busy_is_late_and_one_that_ended_is_lost() -> None:
 
 
 @pytest.mark.parametrize("replica", [2, 3])
-def test_simulated_replicas(replica: int) -> None:
+def test_simulated_replicas_keep_all_invariants_after_losses(replica: int) -> None:
     for seed in range(30):
         try:
             Group(seed, replica).run()
@@ -82,7 +82,7 @@ def test_simulated_replicas(replica: int) -> None:
 
 
 def _chosen(size: int, full: list[int], new: list[int], places: dict[int, int] | None = None) -> list[int]:
-    """The slots of the members, by rank. A slot's place follows from its number, where ``places`` has no other."""
+    """Return the slots of the members, by rank. ``places`` overrides the position of a slot, which is its number."""
     proposals = [
         Proposal(
             slot,
@@ -97,19 +97,19 @@ def _chosen(size: int, full: list[int], new: list[int], places: dict[int, int] |
     return [proposal.slot for proposal in chosen(proposals)]
 
 
-def test_only_whole_replicas_go_on() -> None:
+def test_only_whole_replicas_continue() -> None:
     assert _chosen(2, [0, 1, 2, 3], []) == [0, 1, 2, 3]
-    assert _chosen(2, [0, 1, 2], []) == [0, 1]  # 2 waits
+    assert _chosen(2, [0, 1, 2], []) == [0, 1]  # slot 2 waits
     assert _chosen(2, [1, 2], []) == [2, 1]  # halves of two replicas
-    assert _chosen(2, [0, 1, 3, 4, 5], []) == [0, 1, 4, 5]  # those of one host stay together
+    assert _chosen(2, [0, 1, 3, 4, 5], []) == [0, 1, 4, 5]  # the ranks of one host stay together
     assert _chosen(2, [0, 1, 3], [4, 5]) == [0, 1, 4, 5]
     assert _chosen(2, [0, 1], [2, 3]) == [0, 1, 2, 3]
-    assert _chosen(2, [1, 2], [0, 3]) == [0, 1, 2, 3]  # both are replaced
-    assert _chosen(2, [1, 2], [0]) == [2, 1]  # 0 cannot take the place of 2, who alone has its shard
-    assert _chosen(2, [0, 1], [3, 4]) == [0, 1, 4, 3]  # one that has waited, and one that comes
+    assert _chosen(2, [1, 2], [0, 3]) == [0, 1, 2, 3]  # both missing halves are replaced
+    assert _chosen(2, [1, 2], [0]) == [2, 1]  # slot 0 cannot replace slot 2, the only holder of its shard
+    assert _chosen(2, [0, 1], [3, 4]) == [0, 1, 4, 3]  # slot 3 has waited, slot 4 joins
     assert _chosen(2, [0, 1], [3, 5]) == [0, 1]
     assert _chosen(3, [0, 1, 2, 3, 5], [9, 7]) == [0, 1, 2, 3, 7, 5]
     assert _chosen(2, [0, 1], [8, 9], places={8: 3, 9: 2}) == [0, 1, 9, 8]
     assert _chosen(1, [0, 2], [3]) == [0, 2, 3]
-    assert _chosen(2, [1, 3], []) == [1, 3]  # nobody has the other half: the program ends with an error
+    assert _chosen(2, [1, 3], []) == [1, 3]  # no rank has the other half: the program raises an error
     assert _chosen(2, [], [1, 2]) == [1, 2]

@@ -1,7 +1,8 @@
-"""A rank that works while it is forked at random moments. Its children do what children do, in random order.
+"""Rank that is forked at random moments while it works. Its children execute random actions.
 
-Arguments: ``own`` (allranks) or ``plugin`` (torch.distributed on allranks), how many children, a seed. The parent's
-results are checked in every step, and each child's end. A child that hangs shows its stack and dies by SIGALRM.
+Arguments: ``own`` (allranks) or ``plugin`` (torch.distributed on allranks), the number of children, a seed. The program
+checks the results of the parent in every step, and the exit status of each child. A child that hangs prints its stack
+and is killed by SIGALRM.
 """
 
 import faulthandler
@@ -34,7 +35,7 @@ TENSOR = torch.ones(2)
 
 
 def warm_up() -> None:
-    """What torch and its libraries do once in a thread takes locks of theirs, which a fork may find held."""
+    """Run the one-time initialization of torch in this thread. A fork could find its locks held."""
     assert (torch.ones(10) == 1).sum().item() == 10
 
 
@@ -43,13 +44,13 @@ def sockets() -> set[str]:
     for fd in os.listdir("/proc/self/fd"):
         try:
             found.add(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:  # that of the listing
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return {each for each in found if each.startswith("socket:")}
 
 
 class Children:
-    """Forks, and looks how the children have ended."""
+    """The forked children and their exit statuses."""
 
     def __init__(self, things: dict[str, object], seed: int, before: set[str]) -> None:
         self.left = CHILDREN
@@ -77,7 +78,7 @@ class Children:
             try:
                 for action in actions:
                     action(self)
-            except BaseException:  # noqa: BLE001 - whatever it is, the parent is told
+            except BaseException:  # noqa: BLE001 - the exit status reports any error to the parent
                 sys.excepthook(*sys.exc_info())
                 os._exit(9)
             end()
@@ -105,7 +106,7 @@ class Children:
                 self.fork(in_main=False)
 
 
-# What children do.
+# Actions of children.
 
 
 def call(children: Children) -> None:
@@ -154,14 +155,14 @@ def run_program(children: Children) -> None:
 
 
 def look_at_sockets(children: Children) -> None:
-    if MODE == "own":  # the plugin's store is torch's
+    if MODE == "own":  # the plugin uses the store of torch, which keeps its sockets
         left = sockets() - children.before
         assert not left, left
     with open("/proc/self/maps") as maps:
         lines = [line for line in maps if "memfd:allranks" in line]
     ranges = [line.split()[0].split("-") for line in lines]
     sizes = {int(end, 16) - int(begin, 16) for begin, end in ranges}
-    assert sizes <= {-(-4 * LARGE // 4096) * 4096}, sizes  # of blocks
+    assert sizes <= {-(-4 * LARGE // 4096) * 4096}, sizes  # only shared blocks may remain mapped
 
 
 def make_a_world(children: Children) -> None:
@@ -201,7 +202,7 @@ def fail() -> None:
 ENDS = [exit_in_order, fail]
 
 
-# What parents do: the same on both ranks, in the same order.
+# Steps of parents: the same on both ranks, in the same order.
 
 
 def blocking(choice: random.Random, things: dict, fork) -> None:
@@ -277,7 +278,7 @@ def main() -> None:
     things: dict[str, object] = {}
     children = Children(things, 2 * SEED + rank, before)
     gc.collect()
-    gc.freeze()  # what is collected in children is the rest
+    gc.freeze()  # children collect only objects that are created later
     forking = threading.Thread(target=children.keep_forking)
     forking.start()
     choice, mine = random.Random(SEED), random.Random(SEED + 10 * rank)

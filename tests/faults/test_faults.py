@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped, interrupted, or late: every survivor gets an error that names them."""
+"""Killed, stopped, interrupted and late ranks: every surviving rank gets an error that names them."""
 
 import os
 import resource
@@ -33,7 +33,7 @@ def test_a_killed_rank_is_named_by_every_survivor(asynchronous: bool, count: int
         dist.all_reduce(tensor)
         if dist.get_rank() == 1:
             began = time.monotonic()
-            # In the middle of a call when it is a large one, from another thread.
+            # Another thread kills the process, so that a large call is interrupted in the middle.
             threading.Timer(0.02, kill).start()
             while True:
                 dist.all_reduce(tensor)
@@ -50,7 +50,7 @@ def test_a_killed_rank_is_named_by_every_survivor(asynchronous: bool, count: int
             forever()
         ended = time.monotonic()
         assert caught.value.rank == 1
-        with pytest.raises(dist.PeerLostError, match="rank 1"):  # and so does every later call, at once
+        with pytest.raises(dist.PeerLostError, match="rank 1"):  # every later call raises, too
             dist.barrier()
         return ended - float(killed.read_text()), time.monotonic() - ended, str(caught.value)
 
@@ -64,8 +64,8 @@ def test_a_killed_rank_is_named_by_every_survivor(asynchronous: bool, count: int
         assert "died" in text
 
 
-def test_the_record_of_kills(tmp_path: Path) -> None:
-    """Ten kills while the others wait: they are noticed within a second."""
+def test_median_detection_time_of_ten_kills_is_below_one_second(tmp_path: Path) -> None:
+    """Kill a rank ten times while the other ranks wait."""
     killed = tmp_path / "killed"
 
     def body() -> float:
@@ -83,10 +83,10 @@ def test_the_record_of_kills(tmp_path: Path) -> None:
         ends = run_ranks(3, body, may_die={0})
         noticed_s += [end - float(killed.read_text()) for end in ends if end is not None]
     assert len(noticed_s) == 20
-    assert statistics.median(noticed_s) < 1.0  # a machine that is busy delays some of them
+    assert statistics.median(noticed_s) < 1.0  # a busy machine delays some of the reports
 
 
-def test_a_rank_that_ends_is_named() -> None:
+def test_rank_that_left_the_group_is_named_in_the_error() -> None:
     def body() -> str:
         if dist.get_rank() == 1:
             dist.destroy_process_group()
@@ -100,7 +100,7 @@ def test_a_rank_that_ends_is_named() -> None:
 
 @pytest.mark.parametrize("made", [False, True], ids=["world", "group"])
 def test_a_child_that_holds_the_sockets_does_not_hide_a_death(made: bool) -> None:
-    """A data loader's worker is forked from the rank and outlives it by a moment. It may have a child of its own."""
+    """Kill a rank whose forked child and grandchild outlive it, as the workers of a data loader do."""
 
     def body() -> float:
         group = dist.new_group() if made else None
@@ -119,12 +119,12 @@ def test_a_child_that_holds_the_sockets_does_not_hide_a_death(made: bool) -> Non
     assert run_ranks(2, body, may_die={1})[0] < 1
 
 
-def test_a_group_is_left_while_the_others_go_on() -> None:
+def test_rank_that_leaves_one_group_stays_in_its_other_groups() -> None:
     def body() -> None:
         left, unused, kept = dist.new_group(), dist.new_group(), dist.new_group()
         dist.barrier(left)
         if dist.get_rank() == 2:
-            time.sleep(0.3)  # the others are asleep
+            time.sleep(0.3)  # the other ranks sleep in their calls by then
             dist.destroy_process_group(left)
             dist.destroy_process_group(unused)
             dist.barrier(kept)
@@ -154,7 +154,7 @@ def test_a_death_is_noticed_after_the_group_s_parent_is_closed(asynchronous: boo
             dist.destroy_process_group(parent)
             return 0.0
         if dist.get_rank() == 0:
-            dist.barrier(group)  # its peers have closed the parent, it has not
+            dist.barrier(group)  # the peers have closed the parent, this rank has not
             dist.destroy_process_group(parent)
         else:
             dist.destroy_process_group(parent)
@@ -165,7 +165,7 @@ def test_a_death_is_noticed_after_the_group_s_parent_is_closed(asynchronous: boo
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
-        with pytest.raises(dist.PeerLostError, match=r"rank 1 .* died"):  # its rank in the group
+        with pytest.raises(dist.PeerLostError, match=r"rank 1 .* died"):  # rank 2 of the world is rank 1 of the group
             wait(dist.barrier(group, async_op=asynchronous))
         return time.monotonic() - began
 
@@ -173,13 +173,13 @@ def test_a_death_is_noticed_after_the_group_s_parent_is_closed(asynchronous: boo
         assert waited is None or waited < 1.3
 
 
-def test_a_rank_that_cannot_make_a_group_keeps_nobody_waiting() -> None:
+def test_rank_that_cannot_create_a_group_does_not_block_other_ranks() -> None:
     def body() -> str:
         dist.new_group()
         if dist.get_rank() == 1:
             with open("/proc/self/statm") as file:
                 mapped = int(file.read().split()[0]) * resource.getpagesize()
-            # Enough for one segment, but not for those of all ranks.
+            # Enough for one shared memory segment, but not for the segments of all ranks.
             resource.setrlimit(resource.RLIMIT_AS, (mapped + (9 << 20), -1))
         try:
             with pytest.raises(dist.JoinError) as caught:
@@ -195,7 +195,7 @@ def test_a_rank_that_cannot_make_a_group_keeps_nobody_waiting() -> None:
         assert "another rank" in text
 
 
-def test_a_late_rank_is_named_when_the_timeout_ends() -> None:
+def test_late_rank_is_named_when_the_timeout_expires() -> None:
     def body() -> str:
         dist.destroy_process_group()
         dist.init_process_group(timeout=0.5)
@@ -213,7 +213,7 @@ def test_a_late_rank_is_named_when_the_timeout_ends() -> None:
         assert "init_process_group(timeout=...)" in text
 
 
-def test_a_stopped_rank_is_not_dead() -> None:
+def test_stopped_rank_is_not_reported_as_dead() -> None:
     def body() -> float:
         pid = os.getpid()
         if dist.get_rank() == 1:
@@ -236,10 +236,10 @@ def test_a_stopped_rank_is_not_dead() -> None:
     assert run_ranks(2, body) == [1.0, 1.0]
 
 
-def test_ctrl_c_ends_a_blocked_call_and_tells_the_others(tmp_path: Path) -> None:
+def test_ctrl_c_interrupts_a_blocked_call_and_is_reported_to_the_peer(tmp_path: Path) -> None:
     def body() -> str:
         dist.barrier()
-        if dist.get_rank() == 2:  # does not call, and does not leave before the others have heard
+        if dist.get_rank() == 2:  # does not call, and leaves only after the other ranks have raised
             wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
             return ""
         if dist.get_rank() == 0:
@@ -266,7 +266,7 @@ def test_destroy_returns_with_calls_pending(tmp_path: Path) -> None:
     def body() -> str:
         if dist.get_rank() == 1:
             wait_for(left.exists)
-            dist.all_reduce(torch.ones(1000))  # rank 0's part of it was there before it left
+            dist.all_reduce(torch.ones(1000))  # rank 0 had sent its data before it left
             with pytest.raises(dist.PeerLostError, match="rank 0"):
                 dist.all_reduce(torch.ones(1000))
             return ""
@@ -283,7 +283,7 @@ def test_destroy_returns_with_calls_pending(tmp_path: Path) -> None:
     assert "destroyed while the call was pending" in run_ranks(2, body)[0]
 
 
-def test_nothing_is_left_in_shared_memory() -> None:
+def test_killed_rank_leaves_no_file_in_dev_shm() -> None:
     before = set(os.listdir("/dev/shm"))
 
     def body() -> None:
@@ -293,14 +293,14 @@ def test_nothing_is_left_in_shared_memory() -> None:
 
     run_ranks(2, body, may_die={0})
     left = set(os.listdir("/dev/shm")) - before
-    deadline = time.monotonic() + 60  # what others had there at that moment goes by itself
+    deadline = time.monotonic() + 60  # other programs remove their own files within this time
     while left & set(os.listdir("/dev/shm")):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
 
 
-def test_a_child_forked_after_an_asynchronous_call_ends() -> None:
-    """Its copy of the core's condition variables has waiters that exist only in the parent."""
+def test_child_forked_during_an_asynchronous_call_exits() -> None:
+    """Fork a child whose copies of the core's condition variables have waiters that exist only in the parent."""
 
     def body() -> int:
         work = dist.all_reduce(torch.ones(100_000), async_op=True)
@@ -333,7 +333,7 @@ def test_a_child_forked_after_an_asynchronous_call_ends() -> None:
     assert run_ranks(2, body) == [0, 0]
 
 
-def test_destroy_in_a_signal_handler(tmp_path: Path) -> None:
+def test_destroy_in_a_signal_handler_ends_the_blocked_call(tmp_path: Path) -> None:
     left = tmp_path / "left"
 
     def body() -> str:
@@ -350,8 +350,8 @@ def test_destroy_in_a_signal_handler(tmp_path: Path) -> None:
     assert "destroyed while the call was pending" in run_ranks(2, body)[0]
 
 
-def test_a_deadline_is_kept_while_others_talk() -> None:
-    """Rank 2's messages wake rank 0 all the time; it waits for rank 1, which never sends."""
+def test_recv_times_out_while_another_rank_sends_messages() -> None:
+    """Let rank 0 wait for rank 1, which never sends, while messages from rank 2 wake rank 0 continuously."""
 
     def body() -> float:
         me = dist.get_rank()
@@ -378,7 +378,7 @@ def test_a_deadline_is_kept_while_others_talk() -> None:
     assert run_ranks(3, body)[0] < 0.9
 
 
-def test_messages_and_ranks_that_have_left() -> None:
+def test_send_and_recv_raise_if_the_peer_has_left() -> None:
     def body() -> None:
         if dist.get_rank() > 0:
             dist.destroy_process_group()

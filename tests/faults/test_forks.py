@@ -1,7 +1,6 @@
-"""Forked children: data loaders' workers and others. They end in every way whatever their parent was doing, and their
-parent does not notice.
+"""Forked children, such as workers of data loaders: they can exit in every way without effect on their parent.
 
-ALLRANKS_FORKS: how many children each rank of the last tests has; ALLRANKS_FORKS_SEED: the first seed.
+ALLRANKS_FORKS: number of children per rank in the test with random moments; ALLRANKS_FORKS_SEED: its seed.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ FORKING = Path(__file__).parent / "forking.py"
 
 
 def run(script: Path, *arguments: object, ranks: int = 2, options: tuple[str, ...] = ()) -> str:
-    """What ranks print that must end well."""
+    """Run a script that must succeed on several ranks, and return its output."""
     words = [sys.executable, "-m", "allranks", "run", "-n", str(ranks), *options, str(script), *map(str, arguments)]
     done = warm.run(words, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -39,7 +38,7 @@ def run(script: Path, *arguments: object, ranks: int = 2, options: tuple[str, ..
 
 
 def in_child(body) -> int:
-    """The exit status of a forked child that calls ``body``; it is killed when it hangs."""
+    """Fork a child that calls ``body``, and return its exit status. A child that hangs is killed."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -48,7 +47,7 @@ def in_child(body) -> int:
             signal.alarm(60)
             body()
             code = 0
-        except BaseException:  # noqa: BLE001 - whatever it is, the parent is told
+        except BaseException:  # noqa: BLE001 - the exit status reports any error to the parent
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(code)
@@ -56,12 +55,12 @@ def in_child(body) -> int:
 
 
 def test_no_child_keeps_a_socket_that_is_being_closed() -> None:
-    """A thread opens and closes sockets while another forks: half of the children had one."""
+    """Fork while another thread opens and closes sockets. Without a lock, half of the children kept one."""
 
     def open_sockets() -> set[str]:
         found = set()
         for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # that of the listing
+            with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
                 found.add(os.readlink(f"/proc/self/fd/{fd}"))
         return {each for each in found if each.startswith("socket:")}
 
@@ -82,7 +81,7 @@ def test_no_child_keeps_a_socket_that_is_being_closed() -> None:
         thread.join()
 
 
-def test_a_child_that_collects_groups_with_calls_under_way() -> None:
+def test_child_can_collect_groups_with_pending_calls() -> None:
     def body() -> list[int]:
         rank = dist.get_rank()
         group = dist.new_group([0, 1])
@@ -92,7 +91,7 @@ def test_a_child_that_collects_groups_with_calls_under_way() -> None:
 
         def child() -> None:
             nonlocal group, work, sending
-            thread = threading.Thread(target=time.sleep, args=(0,))  # in the memory of one of the parent's
+            thread = threading.Thread(target=time.sleep, args=(0,))  # may reuse the memory of a thread of the parent
             thread.start()
             thread.join()
             with pytest.raises(dist.NotInitializedError, match="belongs to the parent process"):
@@ -111,8 +110,8 @@ def test_a_child_that_collects_groups_with_calls_under_way() -> None:
     assert run_ranks(2, body) == [[0] * 2] * 2
 
 
-def test_a_child_that_is_forked_within_a_call(tmp_path: Path) -> None:
-    """By a signal handler, which then returns, or raises, in the child too. The other rank comes when it has run."""
+def test_child_forked_by_a_signal_handler_within_a_call_exits_cleanly(tmp_path: Path) -> None:
+    """Fork in a signal handler that then returns or raises in the child. The other rank calls after the fork."""
 
     def body() -> list[int]:
         children: list[int] = []
@@ -161,8 +160,8 @@ def test_a_child_that_is_forked_within_a_call(tmp_path: Path) -> None:
     assert run_ranks(2, body)[0] == [0] * 8
 
 
-def test_children_meet_and_their_parents_go_on(tmp_path: Path) -> None:
-    """In a world of their own, by a file or a store; a child of a child too."""
+def test_children_form_their_own_world_without_effect_on_their_parents(tmp_path: Path) -> None:
+    """Create worlds of children and of grandchildren through a file, while a call of the parents is pending."""
 
     def body() -> int:
         rank = dist.get_rank()
@@ -190,8 +189,8 @@ def test_children_meet_and_their_parents_go_on(tmp_path: Path) -> None:
     assert run_ranks(2, body) == [0, 0]
 
 
-def test_torchs_default_group_in_a_child() -> None:
-    """Made there or in the parent, it is the parent's, until the child has a world of its own."""
+def test_default_group_of_torch_in_a_child_belongs_to_the_parent() -> None:
+    """Use the group in a child before and after the parent has used it, and in a world of the child."""
 
     def body() -> list[int]:
         torchs = torch.distributed
@@ -216,7 +215,7 @@ def test_torchs_default_group_in_a_child() -> None:
 
 
 def test_a_child_uses_its_parents_stores(tmp_path: Path) -> None:
-    """By connections of its own, whatever the parent's threads wait for."""
+    """Use stores in children, through new connections, while threads of the parent wait for a key."""
     for store in (
         dist.TCPStore("localhost", 0, is_master=True),
         dist.FileStore(str(tmp_path / "store")),
@@ -242,8 +241,8 @@ def test_a_child_uses_its_parents_stores(tmp_path: Path) -> None:
         store.close()
 
 
-def test_a_child_that_is_forked_while_threads_hold_a_files_lock(tmp_path: Path) -> None:
-    """It does not keep their lock, which it would then wait for itself."""
+def test_child_forked_while_threads_hold_the_file_lock_can_use_the_store(tmp_path: Path) -> None:
+    """Fork while threads hold the lock. A child that inherits the lock would wait for itself."""
     store = dist.FileStore(str(tmp_path / "store"))
     ended = threading.Event()
 
@@ -265,8 +264,8 @@ def test_a_child_that_is_forked_while_threads_hold_a_files_lock(tmp_path: Path) 
     store.close()
 
 
-def test_a_child_that_is_forked_within_a_request_to_a_file(tmp_path: Path) -> None:
-    """By a signal handler: the child's copy of the request is refused, and its next one sees what is there."""
+def test_child_forked_within_a_file_store_request_can_use_the_store(tmp_path: Path) -> None:
+    """Fork in a signal handler. The child's copy of the request is refused, and its next request succeeds."""
     store = dist.FileStore(str(tmp_path / "store"))
     store.set("before", b"1")
     store.set("during", b"1")
@@ -362,8 +361,8 @@ if __name__ == "__main__":
 """
 
 
-def test_every_way_to_end(tmp_path: Path) -> None:
-    """os._exit, sys.exit, an exception, the end of the program, a signal; multiprocessing's ways; subprocess."""
+def test_children_can_exit_in_every_way(tmp_path: Path) -> None:
+    """Exit by os._exit, sys.exit, an exception, the program end, a signal, multiprocessing and subprocess."""
     script = tmp_path / "ends.py"
     script.write_text(ENDS)
     assert sorted(line[4:] for line in run(script).splitlines()) == ["ended"] * 2 + ["started"] * 4
@@ -399,8 +398,8 @@ dist.destroy_process_group()
 """
 
 
-def test_data_loaders_in_training(tmp_path: Path) -> None:
-    """torch's DistributedDataParallel and DataLoader on the plugin, and in the place of gloo: gloo's results."""
+def test_training_with_data_loaders_gives_the_results_of_gloo(tmp_path: Path) -> None:
+    """Train with DistributedDataParallel and DataLoader on gloo, on the plugin, and with --instead-of-gloo."""
     script = tmp_path / "training.py"
     script.write_text(textwrap.dedent(TRAINING))
     gloo, plugin, instead = (
@@ -473,7 +472,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_master_with_queued_operations_forks(tmp_path: Path) -> None:
+def test_master_with_queued_operations_can_fork(tmp_path: Path) -> None:
     script = tmp_path / "master.py"
     script.write_text(MASTER)
     done = warm.run([sys.executable, str(script)], timeout=300)
@@ -481,7 +480,7 @@ def test_a_master_with_queued_operations_forks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["own", "plugin"])
-def test_children_at_random_moments(mode: str) -> None:
+def test_forks_at_random_moments_leave_parents_and_children_working(mode: str) -> None:
     said = run(FORKING, mode, CHILDREN, SEED)
     assert said.count(f"{CHILDREN} children") == 2
 

@@ -1,4 +1,4 @@
-"""Arguments and accidents that would reach into wrong memory, mix tensors up, or leave the other ranks waiting."""
+"""Arguments and failures that could access wrong memory, mix up tensors, or block the other ranks."""
 
 import os
 import resource
@@ -12,16 +12,16 @@ import allranks as dist
 from allranks import _core
 from allranks.testing import run_ranks
 
-COUNT = 70_000  # float32: more than a piece of the ring
+COUNT = 70_000  # float32: more than one chunk of the ring
 
 
-def test_missing_and_miscounted_pieces() -> None:
+def test_missing_tensors_and_lists_of_wrong_length_are_refused() -> None:
     def body() -> None:
         group, rank = dist.group.WORLD, dist.get_rank()
         for call in (lambda: group.reduce_scatter(torch.ones(2), None), lambda: group.all_gather(None, torch.ones(2))):
             with pytest.raises(TypeError, match="expected a tensor or a list"):
                 call()
-        for sizes in ((1, 2), (1, 2, 3, 4)):  # uneven, for three ranks
+        for sizes in ((1, 2), (1, 2, 3, 4)):  # wrong lengths for three ranks, with uneven sizes
             with pytest.raises(dist.UsageError, match="expected a list of 3 tensors"):
                 dist.all_gather([torch.zeros(n) for n in sizes], torch.ones(rank + 1))
         dist.barrier()
@@ -29,7 +29,7 @@ def test_missing_and_miscounted_pieces() -> None:
     run_ranks(3, body)
 
 
-def test_a_list_that_is_emptied_during_the_call() -> None:
+def test_all_gather_fills_tensors_of_a_list_that_is_emptied_during_the_call() -> None:
     def body() -> float:
         outs = [torch.zeros(2_000_000) for _ in range(2)]
         kept = outs[1].view(-1)
@@ -57,7 +57,7 @@ def test_shared_blocks_after_a_mismatch_are_not_mixed_up() -> None:
     run_ranks(2, body)
 
 
-def test_outputs_over_inputs_in_shared_memory() -> None:
+def test_outputs_may_overlap_inputs_in_shared_memory() -> None:
     def body() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         values = torch.arange(size * COUNT, dtype=torch.float32) % 1009 + rank
@@ -70,13 +70,13 @@ def test_outputs_over_inputs_in_shared_memory() -> None:
             dist.reduce_scatter_tensor(tensor[:COUNT], tensor)
             assert torch.equal(tensor[:COUNT], sum(a.view(size, COUNT)[rank] for a in alls))
             tensor = dist.empty_shared(size * COUNT).copy_(values)
-            dist.all_gather_into_tensor(tensor, tensor[COUNT : 2 * COUNT])  # not this rank's own place, but rank 1's
+            dist.all_gather_into_tensor(tensor, tensor[COUNT : 2 * COUNT])  # the input is at the position of rank 1
             assert torch.equal(tensor, torch.cat([a[COUNT : 2 * COUNT] for a in alls]))
 
     run_ranks(2, body)
 
 
-def test_empty_shared_without_descriptors_or_bytes_on_one_rank() -> None:
+def test_empty_shared_raises_on_every_rank_if_one_lacks_descriptors_or_passes_no_bytes() -> None:
     def body() -> None:
         rank = dist.get_rank()
         dist.empty_shared(4)
@@ -100,9 +100,9 @@ def test_empty_shared_without_descriptors_or_bytes_on_one_rank() -> None:
                 os.close(held.pop())
         with pytest.raises(dist.MismatchError, match="rank 0: 0, rank 1: 20"):
             dist.empty_shared(0 if rank == 0 else 5)
-        dist.all_reduce(dist.empty_shared(100).fill_(1))  # and the group goes on
+        dist.all_reduce(dist.empty_shared(100).fill_(1))  # the group still works
 
-    # What cannot be reached is waited for no longer than half of the group's timeout.
+    # A rank waits for an unreachable peer for at most half of the timeout of the group.
     def with_timeout() -> None:
         dist.init_process_group(timeout=6.0)
         body()
@@ -110,7 +110,7 @@ def test_empty_shared_without_descriptors_or_bytes_on_one_rank() -> None:
     run_ranks(2, with_timeout, init=False)
 
 
-def test_what_cannot_be_mapped_leaves_no_descriptor() -> None:
+def test_failed_mapping_leaves_no_open_descriptor() -> None:
     def held() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_mapped_leaves_no_descriptor() -> None:
     assert held() == before
 
 
-def test_a_default_device_changes_nothing() -> None:
+def test_default_device_of_torch_does_not_affect_calls() -> None:
     def body() -> None:
         torch.set_default_device("meta")
         assert dist.empty_shared(COUNT).device.type == "cpu"
@@ -141,7 +141,7 @@ def test_a_default_device_changes_nothing() -> None:
     run_ranks(2, body)
 
 
-def test_barriers_by_turns_are_no_swap() -> None:
+def test_debug_mode_accepts_barriers_at_alternating_call_sites() -> None:
     def body() -> None:
         for turn in range(4):
             if dist.get_rank() == turn % 2:
@@ -152,7 +152,7 @@ def test_barriers_by_turns_are_no_swap() -> None:
     run_ranks(2, body, env={"ALLRANKS_DEBUG": "1"})
 
 
-def test_a_call_site_is_cut_between_characters() -> None:
+def test_long_call_site_is_truncated_between_characters() -> None:
     def body() -> list[str]:
         texts = []
         for pad in ("", "a", "aa", "aaa"):
@@ -192,7 +192,7 @@ def test_all_to_all_counts_its_bytes_and_lets_other_threads_run() -> None:
     run_ranks(2, body)
 
 
-def test_a_forked_child_lets_go_of_the_memory() -> None:
+def test_forked_child_unmaps_shared_memory() -> None:
     def body() -> int:
         read, write = os.pipe()
         pid = os.fork()

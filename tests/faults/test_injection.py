@@ -1,6 +1,6 @@
-"""System calls of a job fail, one in each run: a right result or a documented error, and nothing is left.
+"""Failures of system calls, one in each run: a correct result or a documented error, and no leftovers.
 
-benchmarks/injection.py describes the job and the verdicts; `make injection` lets all of them fail. One again:
+benchmarks/injection.py describes the job and the verdicts; `make injection` injects all failures. To repeat one:
 
     python benchmarks/injection.py --only "rank1.0 recovery recvmsg 1 EMFILE" --keep
 """
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SAMPLE = 40  # of about 3,000; half a second each
 SEED = 36
 FOUND = (
-    "rank1.0 recovery recvmsg 1 EMFILE",  # a replacement that waited for ever
+    "rank1.0 recovery recvmsg 1 EMFILE",  # the replacement waited forever
     "launcher before epoll_ctl 1 ENOMEM",
     "launcher before recvmsg 1 ECONNRESET",
     "launcher before pipe2 1 EMFILE",
@@ -41,12 +41,12 @@ def injection() -> Iterator[ModuleType]:
 
 
 @pytest.mark.timeout(900)
-def test_system_calls_that_fail(injection: ModuleType) -> None:
+def test_failed_system_calls_give_a_correct_result_or_a_documented_error(injection: ModuleType) -> None:
     with injection.Injection() as job:
         possible = job.faults()
         by_name = {str(fault): fault for fault in possible}
         chosen = [by_name[name] for name in FOUND if name in by_name]
-        assert len(chosen) >= len(FOUND) - 1  # when a socket is asked for depends on time
+        assert len(chosen) >= len(FOUND) - 1  # the phase of a socket call depends on timing
         chosen += random.Random(SEED).sample(possible, SAMPLE)
         outcomes = list(job.run_all(chosen, at_once=1))
     wrong = [f"{each.fault}: {each.reason}\n{each.output}" for each in outcomes if each.verdict == "WRONG"]

@@ -1,5 +1,8 @@
-"""The thirteen ways in which ranks' calls fail to match: each is an error on every rank that can know, with the right
-ranks and the lines of the program that made the calls. Twelve always, the thirteenth in debug mode."""
+"""The thirteen kinds of mismatch between the calls of ranks.
+
+Each raises an error on every rank that can detect it, with the right ranks and call sites. Twelve kinds are always
+detected, the thirteenth only in debug mode.
+"""
 
 import re
 import time
@@ -22,7 +25,7 @@ def barrier(rank: int, async_op: bool) -> "dist.Work | None":
     return dist.barrier(async_op=async_op) if rank == 1 else dist.all_reduce(ones(4), async_op=async_op)
 
 
-# What each of three ranks calls; rank 1 is the odd one.
+# The call of each of three ranks, and a part of the error. Rank 1 differs from the other ranks.
 COLLECTIVES: dict[str, tuple[Case, str]] = {
     "element count": (
         lambda rank, a: dist.all_reduce(ones(8 if rank == 1 else 4), async_op=a),
@@ -60,7 +63,7 @@ COLLECTIVES: dict[str, tuple[Case, str]] = {
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives(name: str) -> None:
+def test_mismatched_collective_raises_with_calls_ranks_and_call_sites(name: str) -> None:
     call, expected = COLLECTIVES[name]
 
     def body() -> list[str]:
@@ -68,7 +71,7 @@ def test_collectives(name: str) -> None:
         for asynchronous in (False, True):
             with pytest.raises(dist.MismatchError) as caught:
                 call(dist.get_rank(), asynchronous).wait()  # type: ignore[union-attr]  # a blocking call raises
-            dist.barrier()  # the group goes on
+            dist.barrier()  # the group still works
             texts.append(str(caught.value))
         return texts
 
@@ -81,7 +84,7 @@ def test_collectives(name: str) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 5])
-def test_a_message_of_another_size(count: int) -> None:
+def test_recv_of_another_size_raises(count: int) -> None:
     def body() -> None:
         if dist.get_rank() == 0:
             dist.send(ones(4), 1)
@@ -93,7 +96,7 @@ def test_a_message_of_another_size(count: int) -> None:
     run_ranks(2, body)
 
 
-def test_a_group_that_not_all_call() -> None:
+def test_calls_on_different_groups_raise_errors_that_name_the_missing_rank() -> None:
     def body() -> str:
         dist.init_process_group(timeout=2.0)
         pair = dist.new_group([0, 1])
@@ -119,8 +122,8 @@ PARTS: dict[str, Callable[[], object]] = {
 }
 
 
-def test_calls_that_are_made_of_others_are_named() -> None:
-    """Also where the collective behind one is what the other rank calls."""
+def test_composed_call_is_named_in_a_mismatch() -> None:
+    """Compare composed calls with a collective that some of them use internally."""
 
     def body() -> list[str]:
         texts = []
@@ -136,7 +139,7 @@ def test_calls_that_are_made_of_others_are_named() -> None:
             assert re.search(r"rank 0 at \S+:\d+\n", text)
 
 
-def test_a_call_that_is_made_of_others_waits_under_its_name() -> None:
+def test_composed_call_is_named_in_a_timeout() -> None:
     def body() -> str:
         dist.init_process_group(timeout=0.5)
         if dist.get_rank() == 1:
@@ -151,7 +154,7 @@ def test_a_call_that_is_made_of_others_waits_under_its_name() -> None:
     )
 
 
-def test_a_rank_that_does_not_call() -> None:
+def test_timeout_names_the_rank_that_has_not_called() -> None:
     def body() -> str:
         dist.init_process_group(timeout=1.0)
         if dist.get_rank() == 1:
@@ -181,7 +184,7 @@ def swapped() -> None:
 
 
 def legitimate() -> None:
-    """Ranks that reach their calls by different lines, as programs do."""
+    """Make matching calls from different call sites, as programs do."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for root in range(size):
         if rank == root:
@@ -197,7 +200,7 @@ def legitimate() -> None:
 
 
 @pytest.mark.parametrize("variable", ["", "ALLRANKS_DEBUG=1", "TORCH_DISTRIBUTED_DEBUG=DETAIL"])
-def test_two_calls_that_look_alike_swapped(variable: str) -> None:
+def test_swapped_identical_calls_are_detected_in_debug_mode(variable: str) -> None:
     def body() -> str:
         legitimate()
         try:
@@ -210,7 +213,7 @@ def test_two_calls_that_look_alike_swapped(variable: str) -> None:
     name, _, value = variable.partition("=")
     for text in run_ranks(3, body, env={name: value} if variable else None):
         if not variable:
-            assert text == ""  # it cannot be seen: the reason for the debug mode
+            assert text == ""  # without debug mode, this mismatch cannot be detected
             continue
         assert "in different orders" in text
         for rank in range(3):

@@ -1,7 +1,7 @@
-"""Groups after a loss: failed_ranks, abort, agree, shrink, shrink_group, with ranks that are killed.
+"""Groups after a loss: failed_ranks, abort, agree, shrink and shrink_group, with killed ranks.
 
-Each world runs as real processes on a store that outlives them. What the survivors compute afterwards is compared with
-what they must.
+Each world consists of real processes on a store that outlives them. The tests compare the results of the surviving
+ranks with the expected values.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def _call_until_lost(group: dist.ProcessGroup) -> None:
 
 
 def _total(group: dist.ProcessGroup) -> float:
-    """The sum over the group's ranks of 10 to the rank in the first world."""
+    """Return the sum over the ranks of the group of 10 to the power of the rank in the first world."""
     tensor = torch.tensor([10.0 ** int(os.environ["RANK"])], dtype=torch.float64)
     group.all_reduce(tensor)
     return tensor.item()
 
 
 @pytest.mark.parametrize("backend", ["native", "tcp", "gloo"])
-def test_survivors_shrink_and_go_on(backend: str) -> None:
+def test_survivors_continue_after_shrink(backend: str) -> None:
     def main() -> Any:
         dist.init_process_group(backend, timeout=20)
         world = dist.group.WORLD
@@ -60,7 +60,7 @@ def test_survivors_shrink_and_go_on(backend: str) -> None:
         assert found[rank] == (place, 3, (0, 2, 3), [1101.0] * 3)
 
 
-def test_two_deaths_rank_0_and_one_during_the_decision() -> None:
+def test_shrink_succeeds_if_rank_0_dies_and_a_rank_dies_during_the_decision() -> None:
     def main() -> Any:
         world = dist.group.WORLD
         assert world is not None
@@ -86,7 +86,7 @@ def test_two_deaths_rank_0_and_one_during_the_decision() -> None:
         assert len({found[rank] for rank in (1, 2, 5)}) == 1
 
 
-def test_agree_is_one_value_for_all_survivors() -> None:
+def test_agree_returns_the_same_value_to_all_survivors() -> None:
     def main(seed: int) -> Any:
         world = dist.group.WORLD
         assert world is not None
@@ -112,7 +112,7 @@ def test_agree_is_one_value_for_all_survivors() -> None:
         assert first[: short - 1] == list(range(1, short))
 
 
-def test_abort_ends_pending_calls_of_all() -> None:
+def test_abort_ends_pending_calls_of_all_ranks() -> None:
     def main() -> Any:
         world = dist.group.WORLD
         assert world is not None
@@ -149,15 +149,15 @@ def test_calls_pending_in_several_threads_end_and_all_go_on(how: str, left: int)
         assert found[rank] == (rank, left, pending, expected(left, rank))
 
 
-def test_on_gloo_abort_ends_the_pending_calls_of_the_others() -> None:
-    """By closing the connections, long before the timeout. They go on with a new group."""
+def test_gloo_abort_ends_pending_calls_of_the_other_ranks() -> None:
+    """Abort on one rank, which closes its connections long before the timeout. All ranks then form a new group."""
 
     def main() -> Any:
         dist.init_process_group("gloo", timeout=300)
         world = dist.group.WORLD
         assert world is not None
         if dist.get_rank() == 2:
-            time.sleep(0.3)  # the others are in their calls then
+            time.sleep(0.3)  # the other ranks are in their calls by then
             world.abort()
         else:
             pending = dist.irecv(torch.empty(4), 2)
@@ -175,7 +175,7 @@ def test_on_gloo_abort_ends_the_pending_calls_of_the_others() -> None:
     assert run_ranks(3, main, init=False) == [(rank, 3, 111.0) for rank in range(3)]
 
 
-def test_shrink_group_takes_the_place_of_the_world() -> None:
+def test_shrink_group_replaces_the_world() -> None:
     def main() -> Any:
         rank = dist.get_rank()
         pair = dist.new_group([0, 1])
@@ -196,7 +196,7 @@ def test_shrink_group_takes_the_place_of_the_world() -> None:
     assert found == [(0, 3, 1011.0, 1001.0), (1, 3, 1011.0, None), None, (2, 3, 1011.0, 1001.0)]
 
 
-def test_a_subgroup_shrinks_alone() -> None:
+def test_subgroup_shrinks_without_effect_on_other_groups() -> None:
     def main() -> Any:
         rank = dist.get_rank()
         group = dist.new_group([0, 1, 2])
@@ -214,7 +214,7 @@ def test_a_subgroup_shrinks_alone() -> None:
     assert found == [((0, 2), 101.0, 1001.0), None, ((0, 2), 101.0, None), 1001.0]
 
 
-def test_a_rank_that_was_silent_too_long_is_out() -> None:
+def test_rank_that_misses_the_shrink_timeout_is_excluded() -> None:
     def main() -> Any:
         world = dist.group.WORLD
         assert world is not None
@@ -228,14 +228,14 @@ def test_a_rank_that_was_silent_too_long_is_out() -> None:
         world.abort()
         group = world.shrink(timeout=1)
         total = _total(group)
-        group.agree()  # the other has also seen its result before the store ends
+        group.agree()  # both ranks have their result before one of them exits
         time.sleep(2)
         return total
 
     assert run_ranks(3, main) == [11.0, 11.0, None]
 
 
-def test_without_a_store_that_outlives_the_ranks_the_error_says_so(tmp_path: Any) -> None:
+def test_shrink_without_a_store_that_outlives_the_ranks_raises(tmp_path: Any) -> None:
     def main() -> None:
         rank = int(os.environ["RANK"])
         dist.init_process_group(init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)

@@ -1,4 +1,4 @@
-"""Ranks that wait for messages which cannot come: the error says who waits for whom, and what else is there."""
+"""Waits for messages that never arrive: the error names the waiting ranks and other available messages."""
 
 import time
 
@@ -31,7 +31,7 @@ def test_two_ranks_that_both_receive_first_are_named(engine: str) -> None:
 
 
 @ENGINES
-def test_a_circle_of_sends_recvs_and_waits_is_named_and_who_waits_for_it(engine: str) -> None:
+def test_cycle_of_send_recv_and_wait_is_named_with_the_rank_that_waits_for_it(engine: str) -> None:
     def body() -> str:
         dist.init_process_group(engine)
         group = dist.new_group(timeout=2.0)
@@ -59,7 +59,7 @@ def test_a_circle_of_sends_recvs_and_waits_is_named_and_who_waits_for_it(engine:
     assert third.startswith(f"0 (recv, {here}")
 
 
-def test_a_chain_ends_at_who_waits_for_nothing() -> None:
+def test_chain_of_waits_ends_at_the_rank_that_does_not_wait() -> None:
     def body() -> str:
         dist.init_process_group()
         group = dist.new_group(timeout=1.5)
@@ -77,7 +77,7 @@ def test_a_chain_ends_at_who_waits_for_nothing() -> None:
     assert "waited for each other" not in texts[0] + texts[1]
 
 
-def test_a_recv_says_that_messages_with_other_tags_are_there() -> None:
+def test_recv_timeout_lists_available_messages_with_other_tags() -> None:
     def body() -> str:
         me = dist.get_rank()
         if me == 0:
