@@ -148,7 +148,7 @@ newest-torch: OPTIONS = -o cache_dir=$(<D)/pytest-cache --timeout 300 -W default
 newest-torch: build/torch-$(NEWEST_TORCH)/installed
 	rm -rf $(<D)/pytest-cache
 	$(<D)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(OPTIONS) tests/plugin tests/api/test_reconfigure.py \
-	  tests/resilience/test_fully_sharded.py -k 'not two_are_lost_at_once' \
+	  tests/resilience/test_fully_sharded.py -k 'not simultaneous_losses' \
 	  || $(<D)/bin/python tests/again.py $$? $(OPTIONS)
 
 .PRECIOUS: build/torch-%/installed build/core-%/core_tests

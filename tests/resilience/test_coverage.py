@@ -1,5 +1,7 @@
-"""What State covers, what it refuses in the first steps, and where it commits a step. Ranks die without a replacement;
-test_random_programs.py and test_elastic.py replace them."""
+"""State: what it covers, what it refuses in the first steps, and where it commits a step.
+
+Ranks die without a replacement. test_random_programs.py and test_elastic.py replace ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,14 @@ def _die() -> None:
 
 
 def _refused(program: Callable[[], None], *words: str) -> None:
-    """The program is refused on every rank, with these words."""
+    """Check that the program raises on every rank, with these words in the error."""
 
     def main() -> str:
         with pytest.raises(dist.UsageError) as caught:
             program()
         return str(caught.value)
 
-    for text in run_ranks(2, main, may_die=[1]):  # a store that outlives a rank
+    for text in run_ranks(2, main, may_die=[1]):
         for word in words:
             assert word in text, text
 
@@ -50,7 +52,7 @@ class _Meter:
         self.total = 0.0
 
 
-def test_a_list_that_is_no_part_is_refused_with_the_line_to_add() -> None:
+def test_changed_list_outside_the_state_is_refused_with_the_line_to_add() -> None:
     def program() -> None:
         losses: list[float] = []
         for step in dist.resilience.State().steps(4):
@@ -60,7 +62,7 @@ def test_a_list_that_is_no_part_is_refused_with_the_line_to_add() -> None:
     _refused(program, "losses (a list) is changed", "State(losses=losses, ...)", 'State(local=["losses"])')
 
 
-def test_what_is_declared_as_local_is_not_refused() -> None:
+def test_values_declared_as_local_are_not_refused() -> None:
     def program() -> int:
         losses: list[float] = []
         meter = _Meter()
@@ -73,7 +75,7 @@ def test_what_is_declared_as_local_is_not_refused() -> None:
     assert run_ranks(2, program, may_die=[1]) == [4, 4]
 
 
-def test_an_object_an_optimizer_and_an_iterator_that_are_no_parts_are_refused() -> None:
+def test_changed_object_optimizer_and_iterator_outside_the_state_are_refused() -> None:
     def of_object() -> None:
         meter = _Meter()
         for step in dist.resilience.State().steps(4):
@@ -99,7 +101,7 @@ def test_an_object_an_optimizer_and_an_iterator_that_are_no_parts_are_refused() 
     _refused(of_iterator, "more is an iterator", "State.steps(), as zip(loader, other)")
 
 
-def test_counting_around_the_steps_and_loops_in_loops_are_refused() -> None:
+def test_counters_around_the_steps_and_nested_loops_are_refused() -> None:
     def counts() -> None:
         for number, step in enumerate(dist.resilience.State().steps(4)):
             with step:
@@ -159,10 +161,10 @@ def test_a_step_with_two_optimizers_is_undone_as_a_whole(moment: str) -> None:
 
     results = run_ranks(3, main, may_die=[1])
     calm = run_ranks(1, main)
-    assert results[0] == results[2] == calm[0]  # the gradients are the same on all ranks
+    assert results[0] == results[2] == calm[0]  # the gradients are equal on all ranks, so one rank has the same result
 
 
-def test_a_call_whose_error_the_program_catches_undoes_the_step() -> None:
+def test_step_is_undone_even_if_the_program_catches_the_error() -> None:
     def main() -> Any:
         weight, caught = torch.zeros(1), 0
         state = dist.resilience.State(weight=weight, local=["caught"])
@@ -200,11 +202,11 @@ def test_variables_of_the_loop_and_the_batch_are_restored() -> None:
     assert results[0] == results[2] == (8, 2.0 * sum(range(16)))
 
 
-def test_a_variable_in_which_ranks_come_to_differ_is_kept_by_the_backup_from_then_on() -> None:
+def test_variable_that_begins_to_differ_between_ranks_is_stored_on_the_backup_rank() -> None:
     def main() -> tuple[float, bool]:
         fastest, state = 100.0, dist.resilience.State()
         for _ in range(3):
-            for step in state.steps(20):  # the first of them learn that all ranks have the same value
+            for step in state.steps(20):  # the first steps detect that all ranks have the same value
                 with step:
                     pass
             fastest = min(fastest, 10.0 + dist.get_rank())
@@ -215,8 +217,11 @@ def test_a_variable_in_which_ranks_come_to_differ_is_kept_by_the_backup_from_the
 
 
 @pytest.mark.parametrize("source", ["list", "views"])
-def test_a_batch_that_the_source_gives_again_as_the_step_has_left_it(source: str) -> None:
-    """Batches in a list are copied. What any other iterable gives again is compared with what was changed."""
+def test_changed_batch_that_the_source_returns_again_is_restored_or_refused(source: str) -> None:
+    """Undo a step that has changed its batch in place.
+
+    Batches in a list are copied. If another iterable returns the changed memory again, State raises an error.
+    """
 
     class Views:
         def __init__(self, data: torch.Tensor) -> None:
@@ -251,7 +256,7 @@ def test_a_batch_that_the_source_gives_again_as_the_step_has_left_it(source: str
     assert source == "views" or results == [[210.0], [210.0], None]
 
 
-def test_a_loop_that_is_left_after_an_undone_step_is_an_error() -> None:
+def test_leaving_the_loop_after_an_undone_step_raises() -> None:
     def main() -> str:
         state, left = dist.resilience.State(), False
         for step in state.steps(8):
@@ -271,7 +276,7 @@ def test_a_loop_that_is_left_after_an_undone_step_is_an_error() -> None:
     assert results[0] == results[2] == "refused"
 
 
-def test_two_loops_of_epochs_follow_one_another() -> None:
+def test_second_loop_of_epochs_continues_after_the_first_one() -> None:
     def main() -> Any:
         state, seen = dist.resilience.State(local=["seen"]), []
         for last in (2, 5):
@@ -301,7 +306,7 @@ def _loop(frames: list[Any]) -> None:
 
 
 class _Once:
-    """Yields once, and looks at the loop of its caller."""
+    """Iterable that yields once and records which variables the loop of its caller carries."""
 
     def __init__(self, frames: list[Any]) -> None:
         self._frames = frames
@@ -318,7 +323,7 @@ def test_a_variable_is_carried_if_it_is_read_before_it_is_assigned() -> None:
     assert "last" not in found[0].assigned
 
 
-def test_a_value_is_assigned_into_the_same_objects() -> None:
+def test_assign_changes_the_existing_objects_in_place() -> None:
     tensor, inner = torch.zeros(2), [1, 2]
     part = {
         "tensor": tensor,
@@ -341,7 +346,7 @@ def test_a_value_is_assigned_into_the_same_objects() -> None:
 
 
 def test_digests_of_large_sparse_tensors_depend_on_every_element() -> None:
-    """torch's text of a tensor leaves out elements above 1,000."""
+    """Compare tensors with more than 1,000 elements, of which torch's text representation omits some."""
     with torch.sparse.check_sparse_tensor_invariants(enable=True):
         index, values = torch.arange(2000)[None], torch.randn(2000)
         order, other = torch.randperm(2000), values.clone()
@@ -351,7 +356,7 @@ def test_digests_of_large_sparse_tensors_depend_on_every_element() -> None:
         assert digest(sparse) != digest(torch.sparse_coo_tensor(index, other, (5000,)))
 
 
-def test_digests_follow_the_value_and_not_the_object() -> None:
+def test_digests_depend_on_the_value_and_not_on_the_object() -> None:
     point = namedtuple("point", "a b")
     assert digest({"a": [1.0, torch.ones(2)]}) == digest({"a": [1.0, torch.ones(2)]})
     values = [1, 1.0, True, "1", [1], (1,), {1: 1}, torch.ones(1), torch.ones(1, dtype=torch.float64), torch.ones(1, 1)]

@@ -1,9 +1,10 @@
-"""Deaths at moments that random kills seldom hit, each at a fixed place: workers of a DataLoader, healing, the middle
-of a large call, a checkpoint, the launcher, a rank that was stopped.
+"""Deaths at fixed moments that random kills seldom hit.
 
-One job has most of them, one after the other, and ends with the weights of the job that has none. The rank program
-patches the calls in which a rank is to die; a kill is for the first process of a rank, or for the second where that is
-said.
+They hit a worker of a DataLoader, a recovery, the middle of a large call, a checkpoint, the launcher, and a stopped
+rank. One job has most of these deaths, one after the other. It ends with the weights of a job without deaths.
+
+The rank program patches the calls in which a rank must die. ``slot`` and ``start`` select the process to kill.
+``start`` is 0 for the first process of a rank, and 1 for its first replacement.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ except dist.ExcludedError as error:
 
 @pytest.fixture(scope="module", autouse=True)
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A job that mostly waits: it runs beside the other tests of this file."""
+    """Start a job that mostly waits, so it runs concurrently with the other tests of this file."""
     folder = tmp_path_factory.mktemp("stopped")
     words, environ = _words(folder, STOPPED), _environ(folder)
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as job:
@@ -235,7 +236,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
         job.kill()
 
 
-def test_deaths_one_after_the_other(tmp_path: Path) -> None:
+def test_consecutive_deaths_do_not_change_the_final_weights(tmp_path: Path) -> None:
     done = []
     for hit in ("0", "1"):
         words, environ = _words(tmp_path, PROGRAM), _environ(tmp_path, HIT=hit)
@@ -248,7 +249,7 @@ def test_deaths_one_after_the_other(tmp_path: Path) -> None:
     assert "DataLoader worker" in job.stderr
     assert "rank 0 (pid" in job.stderr
     deaths = (tmp_path / "deaths").read_text().splitlines()
-    # Donor and receiver die in one handover, in either order.
+    # The donor and the receiver die in one handover, in either order.
     assert sorted(deaths) == sorted(
         ["2 0 step", "0 1 donor", "2 1 receiver", "1 0 step", "1 1 checkpoint", "1 2 all_reduce"]
     ), job.stderr
@@ -292,11 +293,12 @@ print("end", slot, dist.get_world_size(), weight[-1].item(), state.replaced, sta
 )
 
 
-def test_a_process_dies_again_and_again_while_it_receives_the_state(tmp_path: Path) -> None:
-    """Another one has received its own, and one donor has sent it. All ranks go on together, or none does.
+def test_process_that_dies_repeatedly_while_receiving_the_state_is_replaced(tmp_path: Path) -> None:
+    """Kill one of two receivers twice, although the other receiver and its donor have finished.
 
-    The program leaves a section when it sees that ranks were replaced, so that all must see it in the same step. When
-    the first is lost the launcher, which has the store, does not answer for 1.5 s, as on a host that is busy.
+    The recovery must succeed on all ranks or on none. The program leaves a section if ranks were replaced, so all ranks
+    must detect the replacement in the same step. The launcher serves the store. After the first loss it does not
+    respond for 1.5 s, as on a busy host.
     """
     words = [*_words(tmp_path, RECEIVERS)]
     words[words.index("-n") + 1] = "4"
@@ -308,7 +310,7 @@ def test_a_process_dies_again_and_again_while_it_receives_the_state(tmp_path: Pa
     assert _ends(job.stdout) == [f"{slot} 4 250.0 4 4" for slot in range(4)], job
 
 
-# Rank 1 is lost, and its place is taken. It ends otherwise than by the end of the loop.
+# Rank 1 is lost and replaced. The job ends long before the end of the loop.
 HEALED = """
 dist.init_process_group(timeout=60)
 state = dist.resilience.State(weight=torch.zeros(1 << 20), other=torch.zeros(1 << 20))
@@ -337,8 +339,8 @@ if (slot, start) == (1, 1):
 )
 
 
-def test_a_job_ends_at_once_when_the_last_ranks_with_the_state_are_lost(tmp_path: Path) -> None:
-    """They are killed while the process that took a place receives it; no rank is started again after that is known."""
+def test_job_stops_immediately_if_the_last_ranks_with_the_state_are_lost(tmp_path: Path) -> None:
+    """Kill them while a replacement process receives the state. No rank may restart once the loss is known."""
     words, environ = _words(tmp_path, STATELESS, "--elastic", "1"), _environ(tmp_path)
     job = warm.run(words, timeout=110, env=environ)
     assert job.returncode == 1, job
@@ -365,8 +367,8 @@ if (slot, start) == (1, 1):
 )
 
 
-def test_the_launcher_is_killed_while_ranks_recover(tmp_path: Path) -> None:
-    """Its ranks end with it, also one that waits for the rest of its state: nobody is left that could decide."""
+def test_ranks_exit_if_the_launcher_is_killed_during_recovery(tmp_path: Path) -> None:
+    """Kill the launcher while a rank waits for the rest of its state. No process remains that could decide."""
     marked = Marked(tmp_path)
     job = marked.open(_words(tmp_path, ORPHANED), _environ(tmp_path))
     try:
@@ -385,7 +387,7 @@ def test_the_launcher_is_killed_while_ranks_recover(tmp_path: Path) -> None:
         marked.end(30)
 
 
-def test_a_rank_that_was_stopped_for_20_s_learns_that_it_is_out(stopped: tuple[subprocess.Popen[str], Path]) -> None:
+def test_rank_that_was_stopped_for_20_s_exits_as_excluded(stopped: tuple[subprocess.Popen[str], Path]) -> None:
     job, folder = stopped
     out, errors = job.communicate(timeout=60)
     assert job.returncode == 0, errors

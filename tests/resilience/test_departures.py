@@ -1,4 +1,4 @@
-"""Ranks that leave in order: what only they had is given to the rank that kept it, and nothing is repeated."""
+"""Ranks that leave on a signal: their backup ranks inherit their tensors, and no step is repeated."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ import allranks as dist
 from allranks.testing import run_ranks
 
 
-def test_what_ranks_had_that_are_gone_is_given_to_those_that_kept_it() -> None:
-    """Ranks 1 and 2 are told to leave in one step: rank 2, which keeps what rank 1 had, leaves later. Then 3 dies."""
+def test_backup_ranks_inherit_the_tensors_of_departed_ranks() -> None:
+    """Request ranks 1 and 2 to leave in one step, and then kill rank 3.
+
+    Rank 2 is the backup rank of rank 1, so it leaves later.
+    """
 
     def main() -> Any:
         first = dist.get_rank()
@@ -93,7 +96,7 @@ def _job(folder: Path, how: str) -> subprocess.Popen[str]:
 
 
 def _until_up(job: subprocess.Popen[str]) -> dict[int, int]:
-    """The pids of the ranks, when they train."""
+    """Wait until all ranks train, and return their pids."""
     pids, ready = {}, 0
     assert job.stdout is not None
     while ready < 3:
@@ -110,7 +113,7 @@ def _ends(out: str) -> list[str]:
     return sorted(line.partition("end ")[2] for line in out.splitlines() if "end " in line)
 
 
-def test_one_rank_of_a_job_is_told_to_leave(tmp_path: Path) -> None:
+def test_job_continues_after_one_rank_leaves_on_sigterm(tmp_path: Path) -> None:
     with _job(tmp_path, "one") as job:
         os.kill(_until_up(job)[1], signal.SIGTERM)
         assert job.stdout is not None
@@ -127,14 +130,14 @@ def test_one_rank_of_a_job_is_told_to_leave(tmp_path: Path) -> None:
     assert [end.split()[0] for end in ends] == ["0", "2"]
     steps = int(ends[0].split()[-2])
     assert [end.partition(" ")[2].partition(" ")[2] for end in ends] == [f"[2, 3] {steps} False"] * 2
-    # Rank 2 kept what rank 1 had when it left.
+    # Rank 2, the backup rank of rank 1, has inherited its tensor.
     assert [float(end.split()[1]) for end in ends] == [steps, 100 * steps + float(left[1])]
 
 
-def test_the_whole_job_is_told_to_leave(tmp_path: Path) -> None:
-    """As by ``sbatch --signal=USR1@120``, the signal comes to the launcher. All leave in one step.
+def test_whole_job_leaves_on_a_signal_and_continues_when_restarted(tmp_path: Path) -> None:
+    """Send the signal to the launcher, as ``sbatch --signal=USR1@120`` does. All ranks leave in one step.
 
-    The job needs all of its ranks. When it is started again it goes on.
+    The job needs all of its ranks. The second run continues from the checkpoint of the first run.
     """
     seen = []
     for _ in range(2):

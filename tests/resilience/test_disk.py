@@ -1,4 +1,4 @@
-"""`State` with checkpoints: a training that is started again ends with the bits of one that never stopped."""
+"""`State` with checkpoints: a restarted training ends with the same bits as an uninterrupted training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IMAGES = 48
 
 
 class _Stop(Exception):
-    """The program ends in the middle."""
+    """Raised to stop the program in the middle of the training."""
 
 
 def _train(
@@ -41,7 +41,7 @@ def _train(
     in_step: Callable[[int], None] | None = None,
     **more: Any,
 ) -> tuple[list[torch.Tensor], dict[str, Any], list[list[int]]]:
-    """Weights and running means, the record, and which samples this rank had in each epoch it saw."""
+    """Train, and return weights and running means, the record, and the samples of this rank in each epoch."""
     torch.set_num_threads(1)
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.4), nn.Linear(8, 2))
@@ -62,7 +62,7 @@ def _train(
         own=[total],
         checkpoints=kept,
         reseed=reseed,
-        local=["seen", "told"],  # what the test has seen
+        local=["seen", "told"],  # observations of the test
     )
     seen: list[list[int]] = []
     for epoch in state.epochs(epochs):
@@ -92,7 +92,7 @@ def _train(
 
 
 def _stopped(folder: Path, stop_at: int, **more: Any) -> str:
-    """A job of which all ranks stop in the same step."""
+    """Run a job in which all ranks stop in the same step."""
     with pytest.raises(_Stop):
         _train(folder, stop_at=stop_at, **more)
     return "stopped"
@@ -107,20 +107,20 @@ def _same(a: Any, b: Any) -> None:
 @pytest.mark.parametrize("reseed", [True, False])
 def test_a_job_that_is_started_again_ends_with_the_same_bits(tmp_path: Path, reseed: bool) -> None:
     straight = run_ranks(2, partial(_train, reseed=reseed), None)
-    for stop_at in (2, 9, 11, 17):  # before the first checkpoint; in an epoch; ...
+    for stop_at in (2, 9, 11, 17):  # before the first checkpoint, in an epoch, ...
         folder = tmp_path / str(stop_at)
         folder.mkdir()
         assert run_ranks(2, partial(_stopped, reseed=reseed), folder, stop_at) == ["stopped"] * 2
         steps = [info.step for info in checkpoint.list(folder)]
         assert steps == [step for step in (16, 12, 8, 4) if step <= stop_at][:2]
         _same(run_ranks(2, partial(_train, reseed=reseed), folder), straight)
-    _same(run_ranks(2, partial(_train, reseed=reseed), folder), straight)  # there is nothing left to do
+    _same(run_ranks(2, partial(_train, reseed=reseed), folder), straight)  # no steps remain
     longer = run_ranks(2, partial(_train, epochs=4, reseed=reseed), folder)
     _same(longer, run_ranks(2, partial(_train, epochs=4, reseed=reseed), None))
 
 
-def test_another_number_of_ranks_has_the_rest_of_the_epoch(tmp_path: Path) -> None:
-    """12 of 48 samples of an epoch are done by 3 ranks, the others by 2, and then by 4."""
+def test_restart_with_fewer_ranks_processes_the_rest_of_the_epoch(tmp_path: Path) -> None:
+    """Process 24 of the 48 samples of an epoch on 3 ranks, and the other 24 samples on 2 ranks."""
     assert run_ranks(3, partial(_stopped, every=1, keep=None), tmp_path, 2) == ["stopped"] * 3
     steps = {info.step: info.path for info in checkpoint.list(tmp_path)}
     assert sorted(steps) == [1, 2]
@@ -133,7 +133,7 @@ def test_another_number_of_ranks_has_the_rest_of_the_epoch(tmp_path: Path) -> No
     assert len(first) == 24
 
 
-def test_only_the_ranks_that_had_them_get_their_own_tensors_again(tmp_path: Path) -> None:
+def test_own_tensors_are_restored_only_on_ranks_that_saved_them(tmp_path: Path) -> None:
     def main() -> tuple[list[float], int]:
         own = torch.tensor([0.0])
         state = State(own=[own], checkpoints=Checkpoints(tmp_path, every=1))
@@ -149,7 +149,7 @@ def test_only_the_ranks_that_had_them_get_their_own_tensors_again(tmp_path: Path
     assert [own for own, _ in ended] == [[3.0], [30.0], [200.0]], ended
 
 
-def test_all_ranks_that_leave_write_a_checkpoint_first(tmp_path: Path) -> None:
+def test_checkpoint_is_written_before_all_ranks_leave(tmp_path: Path) -> None:
     def main() -> tuple[Any, int, float]:
         weight = torch.zeros(1)
         state = State(weight=weight, leave_on=[signal.SIGUSR1], checkpoints=Checkpoints(tmp_path))
@@ -171,8 +171,8 @@ def test_all_ranks_that_leave_write_a_checkpoint_first(tmp_path: Path) -> None:
     assert run_ranks(3, main) == [("end", 10, 165.0)] * 3
 
 
-def test_a_training_in_two_parts(tmp_path: Path) -> None:
-    """``epochs`` is called again with a later end, in the same process and in another one."""
+def test_training_continues_if_epochs_is_called_with_a_later_end(tmp_path: Path) -> None:
+    """Call ``epochs`` again with a later end, in the same process and in another one."""
 
     def main(*ends: int) -> tuple[float, int, list[int]]:
         weight, seen = torch.zeros(1), []
@@ -194,11 +194,15 @@ def test_a_training_in_two_parts(tmp_path: Path) -> None:
 
 
 def _cannot_be_written(folder: Path, on_error: str) -> Any:
-    """From step 5 on, the folder is none: a file has taken its place."""
+    """Train, but replace the checkpoint folder by a file in step 5.
+
+    Returns:
+        The error of the training, or the weights and the warnings about checkpoints.
+    """
 
     def spoil(step: int) -> None:
         if step == 5 and dist.get_rank() == 0:
-            for thread in threading.enumerate():  # what is renamed has its name before it is durable
+            for thread in threading.enumerate():  # a checkpoint has its final name before it is durable
                 if thread.name == "allranks-checkpoint-4":
                     thread.join()
             folder.rename(folder.with_name("before"))
@@ -213,14 +217,14 @@ def _cannot_be_written(folder: Path, on_error: str) -> Any:
     return weights, [str(each.message) for each in told if "checkpoint" in str(each.message)]
 
 
-def test_what_cannot_be_written_ends_the_training_on_all_ranks(tmp_path: Path) -> None:
+def test_failed_checkpoint_write_stops_the_training_on_all_ranks(tmp_path: Path) -> None:
     for said in run_ranks(2, _cannot_be_written, tmp_path / "kept", "raise"):
         assert "step 8 was not saved" in said, said
         assert "rank 0" in said
     assert [info.step for info in checkpoint.list(tmp_path / "before")] == [4]
 
 
-def test_the_training_goes_on_without_a_checkpoint_if_asked(tmp_path: Path) -> None:
+def test_on_error_warn_continues_the_training_after_a_failed_write(tmp_path: Path) -> None:
     straight = run_ranks(2, _train, None)
     (first, told), (second, quiet) = run_ranks(2, _cannot_be_written, tmp_path / "kept", "warn")
     torch.testing.assert_close([first, second], [straight[0][0], straight[1][0]], rtol=0, atol=0)
@@ -230,7 +234,7 @@ def test_the_training_goes_on_without_a_checkpoint_if_asked(tmp_path: Path) -> N
     assert quiet == []
 
 
-def test_no_checkpoint_that_is_whole_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+def test_restart_raises_on_all_ranks_if_every_checkpoint_is_damaged(tmp_path: Path) -> None:
     run_ranks(2, _stopped, tmp_path, 9)
     for saved in checkpoint.list(tmp_path):
         part = sorted(saved.path.glob("part-*"))[-1]
@@ -248,7 +252,7 @@ def test_no_checkpoint_that_is_whole_is_an_error_on_all_ranks(tmp_path: Path) ->
         assert part.name in said
 
 
-def test_what_no_checkpoint_can_hold_is_said_in_the_beginning(tmp_path: Path) -> None:
+def test_value_that_no_checkpoint_can_hold_is_refused_at_construction(tmp_path: Path) -> None:
     def main() -> str:
         with pytest.raises(dist.UsageError) as error:
             State(record={"file": object()}, checkpoints=Checkpoints(tmp_path))
@@ -291,7 +295,7 @@ print("end", dist.get_rank(), begun, weight[0].item(), flush=True)
 
 
 @pytest.mark.parametrize("options", [[], ["--elastic", "2"]])
-def test_a_job_whose_ranks_all_die_goes_on_from_the_disk(tmp_path: Path, options: list[str]) -> None:
+def test_job_whose_ranks_all_die_continues_from_the_checkpoint(tmp_path: Path, options: list[str]) -> None:
     script = tmp_path / "program.py"
     script.write_text(DEATH)
     words = [sys.executable, "-m", "allranks", "run", "-n", "3", "--restarts", "1", *options, script, tmp_path / "kept"]

@@ -1,4 +1,4 @@
-"""Groups that an elastic program makes before its loop outlive losses in place, and are closed where they cannot."""
+"""Early groups of an elastic program: they survive losses in place, and are closed if that is impossible."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _ends(done: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted(line.partition("end ")[2] for line in done.stdout.splitlines() if "end " in line)
 
 
-def test_groups_outlive_losses(tmp_path: Path) -> None:
+def test_early_groups_survive_losses(tmp_path: Path) -> None:
     done = _run(tmp_path, PROGRAM)
     total = float((3 + 3 + 7 + 7) * sum(range(20)))
     halves = [("3.0", "['rank 0', 'rank 1']"), ("7.0", "['rank 2', 'rank 3']")]
@@ -104,7 +104,7 @@ print("end", rank, td.get_world_size(row), weight.item(), state.replaced, flush=
 
 
 @pytest.mark.parametrize("begins", ["allranks", "torch"])
-def test_meshes_and_groups_of_torch_outlive_losses(begins: str, tmp_path: Path) -> None:
+def test_meshes_and_groups_of_torch_survive_losses(begins: str, tmp_path: Path) -> None:
     head = HEAD
     if begins == "torch":
         head = head.replace(
@@ -122,7 +122,7 @@ def test_meshes_and_groups_of_torch_outlive_losses(begins: str, tmp_path: Path) 
     assert done.returncode == 0
 
 
-def test_an_attempt_that_fails_is_repeated_and_counted_once(tmp_path: Path) -> None:
+def test_failed_recovery_attempt_is_repeated_and_counted_once(tmp_path: Path) -> None:
     body = """
 from allranks._elastic.training import state_recovery as module
 
@@ -153,7 +153,7 @@ print("end", rank, part.item(), state.replaced, state.lost, state.joined, failur
     assert _ends(done) == [f"{rank} 8.0 1 1 0 0" for rank in range(4)], done
 
 
-def test_groups_of_a_step_are_closed_with_a_reason(tmp_path: Path) -> None:
+def test_group_created_in_a_step_is_closed_by_a_loss_with_a_reason(tmp_path: Path) -> None:
     body = """
 state = dist.resilience.State()
 group = None
@@ -175,7 +175,7 @@ print("end", rank, flush=True)
     assert len(told) == 3, done
 
 
-def test_where_ranks_are_numbered_anew_groups_are_closed(tmp_path: Path) -> None:
+def test_groups_are_closed_if_ranks_are_renumbered(tmp_path: Path) -> None:
     body = """
 half, _ = dist.new_subgroups(2)
 state = dist.resilience.State()
@@ -194,7 +194,7 @@ except dist.NotInitializedError as error:
 
 
 @pytest.mark.parametrize("moment", ["between", "creation"])
-def test_a_loss_before_the_loop_leaves_groups_to_it(moment: str, tmp_path: Path) -> None:
+def test_early_groups_work_in_the_loop_after_a_loss_before_it(moment: str, tmp_path: Path) -> None:
     body = """
 half, _ = dist.new_subgroups(2)
 if "MOMENT" == "creation":
@@ -223,7 +223,7 @@ print("end", rank, seen.item(), part.item(), flush=True)
     assert done.returncode == 0
 
 
-def test_a_call_on_a_group_that_a_loss_cuts_off_before_the_loop_is_explained(tmp_path: Path) -> None:
+def test_error_explains_a_group_call_that_a_loss_interrupts_before_the_loop(tmp_path: Path) -> None:
     body = """
 half, _ = dist.new_subgroups(2)
 die(3)

@@ -1,4 +1,4 @@
-"""``allranks run --elastic``: ranks that die are replaced, and the weights are those of an undisturbed run."""
+"""``allranks run --elastic``: dead ranks are replaced, and the weights equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _run(folder: Path, *options: str, program: str = PROGRAM) -> subprocess.Comp
     return warm.run(words, timeout=100)
 
 
-def test_a_rank_is_replaced(tmp_path: Path) -> None:
+def test_killed_rank_is_replaced(tmp_path: Path) -> None:
     done = _run(tmp_path, "--elastic", "2")
     lines = sorted(line.partition("end ")[2] for line in done.stdout.splitlines() if "end " in line)
     assert lines == [f"{rank} 3 6.0 {float(6 * sum(range(30)))} 1" for rank in range(3)], done
@@ -61,7 +61,7 @@ def test_without_respawns_the_others_go_on(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_a_program_that_is_not_made_for_losses_ends_with_the_cause(tmp_path: Path) -> None:
+def test_program_without_steps_fails_with_the_cause_of_the_loss(tmp_path: Path) -> None:
     program = PROGRAM.replace("for step in state.steps(30):", "for step in []:").replace(
         "print(", "os.kill(os.getpid(), 9) if dist.get_rank() == 1 else dist.barrier()\nprint("
     )
@@ -71,7 +71,7 @@ def test_a_program_that_is_not_made_for_losses_ends_with_the_cause(tmp_path: Pat
     assert "resilience" in done.stderr
 
 
-def test_chaos_ends_with_the_weights_of_a_calm_run(tmp_path: Path) -> None:
+def test_chaos_example_ends_with_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
     def weights(*options: str) -> tuple[int, str]:
         words = [
             sys.executable,
@@ -136,10 +136,10 @@ print("end", dist.get_rank(), dist.get_world_size(), flush=True)
 
 
 @pytest.mark.parametrize("options", [[], ["--respawns", "0"]], ids=["replace", "shrink"])
-def test_logs_and_evaluations_go_on_when_rank_0_is_lost(
+def test_logs_and_evaluations_continue_when_rank_0_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
-    """Rank 0 dies in a step, and rank 1, which is rank 0 then where nobody takes its place, in an evaluation."""
+    """Kill rank 0 in a step, and rank 1 in an evaluation. Without respawns, rank 1 is rank 0 by then."""
     monkeypatch.chdir(tmp_path)
     done = _run(tmp_path, "--elastic", "1", *options, program=LOGS)
     assert done.returncode == 0, done
@@ -182,16 +182,16 @@ def _ends(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
     return [line.split()[:3] for line in lines]
 
 
-def test_a_new_process_keeps_what_the_one_before_it_kept(tmp_path: Path) -> None:
-    """Rank 2 keeps what rank 1 has. It is replaced, and then rank 1 is lost, before another step is done."""
+def test_replacement_of_a_backup_rank_stores_the_values_of_its_predecessor(tmp_path: Path) -> None:
+    """Replace rank 2, the backup rank of rank 1. Then kill rank 1 before the next step is complete."""
     calm, hit = _buddies(tmp_path, True, [], []), _buddies(tmp_path, True, [2], [1])
     assert hit.returncode == 0, hit
     assert _ends(hit) == _ends(calm)
     assert [end[1] for end in _ends(hit)] == ["0.0", "30.0", "60.0", "90.0"]
-    assert hit.stdout.count(" 2\n") == 4  # replaced, as each has seen
+    assert hit.stdout.count(" 2\n") == 4  # every rank has counted two replacements
 
 
-def test_a_rank_that_is_lost_with_the_one_that_kept_what_it_had(tmp_path: Path) -> None:
+def test_loss_of_a_rank_together_with_its_backup_rank_is_reported(tmp_path: Path) -> None:
     buffers = _buddies(tmp_path, False, [1, 2], [])
     assert buffers.returncode == 0, buffers
     assert "rank 1 is lost together with rank 2, which stored its buffers" in buffers.stderr
@@ -226,8 +226,8 @@ print("end", slot, own.item(), model.module.weight.sum().item(), flush=True)
 """
 
 
-def test_a_tensor_of_one_rank_that_changes_after_the_commit_for_the_first_time_late(tmp_path: Path) -> None:
-    """Its backup lacks the change until the next commit. A loss before that cannot be repaired."""
+def test_tensor_first_changed_after_a_commit_cannot_be_restored_until_the_next_commit(tmp_path: Path) -> None:
+    """Change the tensor after the commit of step 10. A loss before the next commit is an error."""
 
     def run(killed: int) -> subprocess.CompletedProcess[str]:
         return _run(tmp_path, "-n", "3", "--elastic", "3", program=LATER.replace("KILLED", str(killed)))
@@ -273,15 +273,15 @@ print("end", slot, own.item(), weight.item(), norm.running_mean.sum().item(), la
 @pytest.mark.parametrize(
     "kills",
     [
-        [(1, 0, 0, 0), (0, 0, 1, 2)],  # the backup had the buffers, before it was known that all ranks have the same
-        [(0, 0, 1, 3), (1, 0, 2, 2)],  # the process in the place of rank 0 gives rank 1's the variables
-        [(0, 0, 1, 3), (1, 0, 2, 0)],  # where the program has begun anew with one
+        [(1, 0, 0, 0), (0, 0, 1, 2)],  # the backup rank stored the buffers before they were found equal on all ranks
+        [(0, 0, 1, 3), (1, 0, 2, 2)],  # the replacement of rank 0 sends the replacement of rank 1 its variables
+        [(0, 0, 1, 3), (1, 0, 2, 0)],  # after the program has reset one of the variables
         [(1, 0, 1, 3), (1, 1, 2, 0)],
         [(1, 0, 1, 3), (1, 1, 2, 1), (2, 0, 3, 0), (0, 0, 3, 4)],
     ],
 )
-def test_variables_of_ranks_that_are_lost_one_after_the_other(tmp_path: Path, kills: list[tuple[int, ...]]) -> None:
-    """A replacement process knows what the backups of the ranks have, and gives it to the next."""
+def test_variables_survive_the_consecutive_loss_of_several_ranks(tmp_path: Path, kills: list[tuple[int, ...]]) -> None:
+    """Kill ranks one after the other. A replacement process sends the values of backups to the next one."""
 
     def run(kills: list[tuple[int, ...]]) -> list[list[str]]:
         done = _run(tmp_path, "--elastic", "1", program=ONE_AFTER_THE_OTHER.replace("KILLS", repr(kills)))

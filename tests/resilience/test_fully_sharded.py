@@ -1,7 +1,7 @@
-"""FSDP2 on a mesh with a replicated dimension, under losses: the weights at the end are those of an undisturbed run.
+"""FSDP2 on a mesh with a replicated dimension, under losses: the final weights equal those of an undisturbed run.
 
-A job has four ranks, in which each shard is on two. Kills are written STEP:MOMENT:RANK; the n-th of a rank is for the
-n-th process that has its place.
+A job has four ranks, and two of them have each shard. Kills are written STEP:MOMENT:RANK. The n-th kill of a rank hits
+the n-th process in its rank slot.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ print("end", dist.get_rank(), digest[:16], state.replaced, flush=True)
 
 
 def _run(kills: str, mode: str = "", begins: str = "allranks", mesh: str = "(2, 2)") -> tuple[list[str], str, int]:
-    """What the ranks have at the end, what was printed of losses, and the exit code."""
+    """Run a job. Return the final lines of the ranks, the standard error output and the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "program.py"
         script.write_text(PROGRAM)
@@ -147,7 +147,7 @@ MOMENTS = ["forward", "backward", "reduce_scatter_single1", "all_reduce2", "opti
 
 
 @pytest.mark.parametrize("turn", range(len(MOMENTS)))
-def test_each_rank_is_lost_at_each_moment(turn: int) -> None:
+def test_loss_of_each_rank_at_each_moment_keeps_the_weights(turn: int) -> None:
     kills = [f"{2 + 3 * rank}:{MOMENTS[(turn + rank) % len(MOMENTS)]}:{rank}" for rank in range(4)]
     ends, errors, code = _run(" ".join(kills))
     assert ends == [f"{rank} {_right('')} 4" for rank in range(4)], errors
@@ -166,20 +166,20 @@ def test_each_rank_is_lost_at_each_moment(turn: int) -> None:
         ("mixed", "2:reduce_scatter_single3:1 5:forward:0"),
     ],
 )
-def test_two_are_lost_at_once_and_other_ways_of_sharding(mode: str, kills: str) -> None:
+def test_simultaneous_losses_and_other_modes_of_sharding_keep_the_weights(mode: str, kills: str) -> None:
     ends, errors, code = _run(kills, mode)
     assert [end.split()[:2] for end in ends] == [[str(rank), _right(mode)] for rank in range(4)], errors
     assert errors.count("killed by SIGKILL") == len(kills.split()), errors
     assert code == 0
 
 
-def test_the_world_is_torchs_own() -> None:
+def test_world_created_by_torch_survives_losses() -> None:
     ends, errors, code = _run("2:forward:1 5:all_reduce2:0", begins="torch")
     assert ends == [f"{rank} {_right('')} 2" for rank in range(4)], errors
     assert code == 0
 
 
-def test_shards_that_nobody_has_any_more_end_the_job() -> None:
+def test_loss_of_every_copy_of_a_shard_stops_the_job() -> None:
     ends, errors, code = _run("3:backward:0 3:backward:2")
     assert not ends
     assert code
@@ -187,7 +187,7 @@ def test_shards_that_nobody_has_any_more_end_the_job() -> None:
     assert "each rank has shards" not in errors
 
 
-def test_a_model_without_a_replicated_dimension_is_warned_of() -> None:
+def test_model_without_a_replicated_dimension_causes_a_warning() -> None:
     ends, errors, code = _run("3:backward:1", mesh="(4,)")
     assert not ends
     assert code
@@ -195,7 +195,7 @@ def test_a_model_without_a_replicated_dimension_is_warned_of() -> None:
     assert "State: rank 1 was lost, and no remaining rank has the same shards of model.0.weight" in errors
 
 
-# Each step is computed by one process, too: that of the ranks that there are, with the same samples.
+# Every rank also computes each step alone, with the samples of all current ranks, and compares the results.
 REPLICAS = """
 import os, signal, sys
 import torch
@@ -281,10 +281,10 @@ print("end", slot, dist.get_rank(), dist.get_world_size(), state.lost, state.joi
 """
 
 
-def test_a_replica_leaves(tmp_path: Path) -> None:
-    """Rank 2 is lost for good. Rank 3, which has the other half of its replica, waits until the others have ended.
+def test_rank_of_an_incomplete_replica_waits_until_the_job_finishes(tmp_path: Path) -> None:
+    """Lose rank 2 permanently. Rank 3 has the other half of the replica and waits until the other ranks finish.
 
-    A checkpoint is written behind each step, so that the loss cuts one off, which is no failure of rank 3.
+    A checkpoint is written after each step. The loss interrupts one of them, which is not a failure of rank 3.
     """
     script, folder = tmp_path / "program.py", tmp_path / "checkpoints"
     script.write_text(f"GROWS = False\n{REPLICAS}")
@@ -300,8 +300,8 @@ def test_a_replica_leaves(tmp_path: Path) -> None:
     assert (saved.step, saved.ranks) == (int(ends[0][-1]), 2)
 
 
-def test_a_replica_comes_again(tmp_path: Path) -> None:
-    """Rank 2 is lost for good. Rank 3, which has the other half of its replica, waits until a rank comes for it."""
+def test_incomplete_replica_continues_when_a_rank_joins(tmp_path: Path) -> None:
+    """Lose rank 2 permanently. Rank 3 has the other half of the replica and waits until another rank joins."""
     script, folder = tmp_path / "program.py", tmp_path / "checkpoints"
     script.write_text(f"GROWS = True\n{REPLICAS}")
     words = [sys.executable, "-m", "allranks", "run", "-N", "1:2", "--master-addr", f"127.0.0.1:{free_port()}"]

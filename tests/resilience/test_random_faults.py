@@ -1,6 +1,6 @@
-"""A hundred seeded faults: each job ends with the weights that it must have, or a typed error, and leaves nothing.
+"""A hundred seeded faults: each job ends with the correct weights or a typed error, without leftovers.
 
-The jobs, the faults and the judgement are those of benchmarks/faults.py, which says how a seed that fails is run again.
+benchmarks/faults.py defines the jobs, the faults and the verdict. It describes how to run a failed seed again.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def faults() -> Iterator[ModuleType]:
 
 
 @pytest.mark.timeout(900)
-def test_a_hundred_random_faults(faults: ModuleType) -> None:
-    """On one host and on three with a spare one, several jobs at a time, as they mostly wait."""
+def test_jobs_survive_a_hundred_random_faults(faults: ModuleType) -> None:
+    """Run jobs on one host, and on three hosts with a spare. Several run concurrently because they mostly wait."""
     reason = cluster.trouble() or sshd.trouble()
     assert not reason or os.environ.get("ALLRANKS_TEST_HOSTS") != "required", reason
     kind = faults.Kind(EPOCHS, faults=26)
@@ -65,8 +65,8 @@ def test_a_hundred_random_faults(faults: ModuleType) -> None:
     assert kinds <= hits.keys(), hits
 
 
-def test_a_wrong_number_is_found(faults: ModuleType) -> None:
-    """Two of three ranks go on for a while. Whatever is wrong in one step is noticed, if only in the last digits."""
+def test_wrong_value_in_one_step_is_detected(faults: ModuleType) -> None:
+    """Simulate a job that has only two of three ranks for a while. Any wrong value in a step must be detected."""
     training = importlib.import_module("faults_training")
     kind = faults.Kind(2, faults=0)
 
@@ -91,7 +91,8 @@ def test_a_wrong_number_is_found(faults: ModuleType) -> None:
     wrong = [*good[:40], replace(good[40], value=good[40].value + 1e-6), *good[41:]]
     assert verdict(wrong) == "round 0: a wrong number after step 41 on rank 0"
     moved = [replace(step, value=value) for step, value in zip(good, other_values, strict=False)]
-    assert verdict(moved) == "round 0: a wrong number after step 75 on rank 0"  # as if a rank had come one step earlier
+    # As if a rank had joined one step earlier.
+    assert verdict(moved) == "round 0: a wrong number after step 75 on rank 0"
     assert verdict([*good[:40], *good[41:]]).startswith("round 0: steps are missing")
     assert verdict([replace(step, size=3) for step in good]) == "round 0: epoch 0 has no step 50 with 3 ranks"
     twice = [*good[:40], replace(good[39], done=41, at=40.0)]

@@ -20,8 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = 70  # about 1.3 s of CPU time each
-FOUND = (1049, 1545, 2015, 3284, 3994, 4031, 4068, 4212, 4282, 4392, 20189, 20320, 20398)  # have shown a fault
-FOUND_TWICE = (30089,)  # where a second process is killed
+FOUND = (1049, 1545, 2015, 3284, 3994, 4031, 4068, 4212, 4282, 4392, 20189, 20320, 20398)  # seeds that once failed
+FOUND_TWICE = (30089,)  # seeds that once failed with two kills
 AT_ONCE = 1
 MOST_REFUSED = 0.1  # more refusals than this mean that State refuses ordinary programs
 

@@ -66,7 +66,7 @@ def test_first_program_of_the_page_ends_with_the_same_bits(
     assert results == {phase: "does not occur" if phase in absent else "same bits" for phase in PHASES}, out
     assert out.count("rank 2 (step 1), rank 0 (step 5)") == 5, out
     assert code == 0
-    assert "is process" not in out  # the output of the program
+    assert "is process" not in out  # the output of the program is not shown
     assert not Path("result").exists()  # a rehearsal ends before the code after the loop
 
 
@@ -122,10 +122,10 @@ def test_all_phases_occur_and_checkpoints_of_the_user_are_left_alone(
     assert not list((tmp_path / "kept").iterdir())
 
 
-def test_variables_that_each_rank_has_are_restored(
+def test_variables_that_differ_between_ranks_are_restored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 is killed just after its commit, and while a checkpoint is written: before the next step begins."""
+    """Kill rank 0 just after its commit, and while a checkpoint is written: before the next step begins."""
     monkeypatch.chdir(tmp_path)
     program = EVERYTHING.partition("    for step in state.steps(1)")[0]
     program = program.replace("            dist.all_reduce(mean := loss.detach().clone())\n", "").replace(
@@ -236,7 +236,7 @@ def test_program_that_is_not_deterministic_is_reported(tmp_path: Path, capsys: p
 
 
 def test_command_prints_the_table(tmp_path: Path) -> None:
-    """The option itself, with jobs in fresh interpreters. The program makes no State, so that there is one job only."""
+    """Run the option itself, with jobs in new interpreters. The program creates no State, so only one job runs."""
     script = tmp_path / "plain.py"
     script.write_text("print('hello')\n")
     words = [sys.executable, "-m", "allranks", "run", "-n", "2", "--elastic", "1", "--rehearse", "--", sys.executable]

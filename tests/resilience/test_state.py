@@ -1,5 +1,7 @@
-"""The loop of `State`: what is taken back, what is dealt anew, what is refused. Without a launcher: the others go on
-with fewer ranks. Ranks that are replaced are in test_elastic.py."""
+"""The loop of `State`: undone steps, redistributed samples, and refused programs.
+
+Without a launcher, the job continues with fewer ranks. test_elastic.py tests the replacement of ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def _die() -> None:
 
 
 class _Forwards(nn.Module):
-    """Counts its forwards in a buffer."""
+    """Module that counts its forward calls in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ def _model() -> nn.Module:
 
 
 @pytest.mark.parametrize("moment", ["forward", "backward", "commit", "after"])
-def test_those_that_are_left_deal_the_rest_of_the_epoch(moment: str) -> None:
+def test_remaining_ranks_share_the_rest_of_the_epoch(moment: str) -> None:
     size, batch = 96, 2
 
     def main() -> Any:
@@ -88,18 +90,19 @@ def test_those_that_are_left_deal_the_rest_of_the_epoch(moment: str) -> None:
     assert [each[1] for each in left] == [2, 2]
     assert left[0][4] == left[1][4]
     assert {each[5] for each in left} == {1}
-    # Of the dead rank. One that dies right before its vote may have given its gradients to all: then the step counts.
+    # The number of complete steps of the dead rank. If it dies right before its vote, its gradients may have reached
+    # every rank: then the step counts.
     steps = {"after": (6,), "commit": (5, 6)}.get(moment, (5,))
     order = torch.randperm(size, generator=torch.Generator().manual_seed(5)).tolist()
     of_dead = [[order[i * 3 * batch + 1 + 3 * k] for i in range(n) for k in range(batch)] for n in steps]
     assert list(range(size)) in [sorted(left[0][0][0] + left[1][0][0] + each) for each in of_dead]
     assert sorted(left[0][0][1] + left[1][0][1]) == list(range(size))
     for each in left:
-        # What was counted in a step that was taken back is not; the last step is the loop's own.
+        # Undoing a step also undoes its counts.
         assert each[3] == each[6] == each[2]
 
 
-def test_hand_written_updates_commit_by_hand() -> None:
+def test_manual_updates_after_an_explicit_commit_are_applied_once() -> None:
     def main() -> Any:
         weight = torch.zeros(1)
         state = dist.resilience.State(weight=weight)
@@ -136,7 +139,7 @@ def test_a_step_after_which_the_program_leaves_the_loop_is_counted() -> None:
     assert run_ranks(2, main) == [[4, 8]] * 2
 
 
-def test_steps_that_are_not_protected_and_wrong_parts_are_refused() -> None:
+def test_unprotected_steps_and_immutable_values_are_refused() -> None:
     def main() -> None:
         with pytest.raises(dist.UsageError, match=r"State: x is a int, which cannot be changed in place"):
             dist.resilience.State(x=1)
@@ -152,7 +155,7 @@ def test_steps_that_are_not_protected_and_wrong_parts_are_refused() -> None:
     run_ranks(1, main)
 
 
-def test_two_runs_of_a_step_draw_the_same_numbers() -> None:
+def test_repeated_step_draws_the_same_random_numbers() -> None:
     def main() -> Any:
         state = dist.resilience.State(local=["drawn"])
         drawn = []
@@ -170,7 +173,7 @@ def test_two_runs_of_a_step_draw_the_same_numbers() -> None:
     assert len({value for _, value, _ in drawn}) == 6
 
 
-def test_a_rank_that_is_told_to_leave_finishes_its_step() -> None:
+def test_rank_that_receives_a_leave_signal_finishes_its_step() -> None:
     def main() -> Any:
         first, sums = dist.get_rank(), []
         state = dist.resilience.State(leave_on=[signal.SIGTERM], local=["sums"])

@@ -1,7 +1,8 @@
-"""torch's own DistributedDataParallel in the loop of `State`: replaced ranks, and others in number.
+"""torch's own DistributedDataParallel in the loop of `State`, with replaced ranks and with fewer ranks.
 
-Replaced: the weights are to the last bit those of an undisturbed run. Fewer ranks: no sample is lost or repeated, and
-the weights are those of one process that computes the same steps. More ranks: tests/hosts/test_training_hosts.py.
+If ranks are replaced, the weights have the same bits as in an undisturbed run. With fewer ranks, no sample is lost or
+repeated, and the weights equal those of one process that computes the same steps. tests/hosts/test_training_hosts.py
+tests more ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import allranks as dist
 from allranks.testing import run_ranks
 from support import warm
 
-# A kill is written STEP:MOMENT:RANK. Each wrapper differs in what its Reducer has to know again.
+# A kill is written STEP:MOMENT:RANK. The wrappers differ in the state that a new Reducer must restore.
 PROGRAM = """
 import hashlib, os, signal
 import torch
@@ -137,7 +138,7 @@ def _weights(model: nn.Module) -> torch.Tensor:
 
 
 def _alone(moment: str) -> torch.Tensor:
-    """The weights of one process that has all samples, and averages as many batches as there are ranks."""
+    """Return the weights of one process that has all samples, and averages one batch for each rank."""
     model = _net()
     optimizer = _optimizer(model)
     ranks = 3
@@ -157,7 +158,7 @@ def _alone(moment: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("moment", ["forward", "backward", "after"])
-def test_those_that_are_left_average_over_themselves(moment: str) -> None:
+def test_remaining_ranks_average_only_over_themselves(moment: str) -> None:
     def main() -> Any:
         torch.set_num_threads(1)
         models = [_net(), _net()]
@@ -205,7 +206,7 @@ def test_those_that_are_left_average_over_themselves(moment: str) -> None:
         torch.testing.assert_close(a, _alone(moment), rtol=1e-9, atol=1e-12)
 
 
-def test_wrappers_that_cannot_go_on_are_refused() -> None:
+def test_wrappers_on_another_backend_or_on_a_subgroup_are_refused() -> None:
     def of_another_backend() -> None:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         model = DistributedDataParallel(nn.Linear(1, 1))
