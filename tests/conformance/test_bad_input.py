@@ -1,7 +1,8 @@
-"""Wrong calls raise what they raise under torch.distributed: TypeError, ValueError or RuntimeError.
+"""Wrong calls raise the same exception types under allranks as under torch.distributed.
 
-Every rank makes the wrong call at the same time, under gloo and under allranks. Where ours differs, a table says why.
-Ours always raises; gloo does not always, and then what we raise is only that something is.
+The types are TypeError, ValueError and RuntimeError. Every rank makes the wrong call at the same time, under gloo and
+under allranks. The table DIFFERENT gives the reason for each deviation. allranks raises for every wrong call. If gloo
+returns instead, the test only requires that allranks raises.
 """
 
 import os
@@ -14,7 +15,7 @@ import torch
 import allranks
 from support.workers import Workers
 
-KINDS = (TypeError, ValueError, RuntimeError)  # our UsageError is the last two
+KINDS = (TypeError, ValueError, RuntimeError)  # UsageError of allranks is a ValueError and a RuntimeError
 
 
 def ones(*shape: int, **options: Any) -> torch.Tensor:
@@ -61,7 +62,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "recv into a list": lambda d: d.recv([0.0], 1 - d.get_rank()),
     "isend a number": lambda d: d.isend(1.0, 1 - d.get_rank()),
     "irecv into None": lambda d: d.irecv(None, 1 - d.get_rank()),
-    # lists of another length than the group
+    # lists whose length is not the group size
     "all_gather into 1": lambda d: d.all_gather([ones(1)], ones(1)),
     "all_gather into 0": lambda d: d.all_gather([], ones(1)),
     "all_gather into 3": lambda d: d.all_gather([ones(1)] * 3, ones(1)),
@@ -161,7 +162,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "scatter_object_list into nothing": lambda d: d.scatter_object_list([], ["x", "y"], d.get_rank()),
     "send_object_list to itself": lambda d: d.send_object_list(["x"], d.get_rank()),
     "recv_object_list from itself": lambda d: d.recv_object_list([None], d.get_rank()),
-    # the rest
+    # other calls
     "get_backend of a string": lambda d: d.get_backend("world"),
     "Backend of a number": lambda d: d.Backend(3),
     "set_debug_level to a string": lambda d: d.set_debug_level("INFO"),
@@ -169,7 +170,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# Gloo crashes, or waits until its timeout: only allranks is asked.
+# Gloo crashes or waits until its timeout on these calls, so only allranks makes them.
 UNFIT_FOR_GLOO = {
     "all_to_all_single a negative size",
     "broadcast_object_list of nothing",
@@ -178,7 +179,7 @@ UNFIT_FOR_GLOO = {
     "send to rank 2",
 }
 
-# Other than torch, and why.
+# Calls for which allranks deviates from torch, with the reason.
 DIFFERENT = {
     "batch_isend_irecv of nothing": "an empty list is returned for zero messages",
     "get_rank in a closed group": "a closed group keeps its ranks; only communication raises",
@@ -193,20 +194,20 @@ DIFFERENT = {
 def raised(call: Callable[[Any], Any], dist: Any) -> Exception | None:
     try:
         call(dist)
-    except Exception as error:  # noqa: BLE001 - which one is the question
+    except Exception as error:  # noqa: BLE001 - the test compares the types of all exceptions
         return error
     return None
 
 
 def kinds(error: Exception | None) -> set[str]:
-    """Those of KINDS that an error is, or else its name; nothing for None."""
+    """Return the members of KINDS that the error is an instance of, or else its type; an empty set for None."""
     if error is None:
         return set()
     return {k.__name__ for k in KINDS if isinstance(error, k)} or {type(error).__name__}
 
 
 def answer(groups: Any, name: str) -> tuple[set[str], set[str], str]:
-    """What torch's library raises, what ours does, and what of that the launcher shows."""
+    """Return what torch.distributed raises, what allranks raises, and the text that the launcher prints for it."""
     import torch.distributed as peer
 
     from allranks.launch.ranks.rank import _report
@@ -225,7 +226,7 @@ def workers() -> Iterator[Workers]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_raises_what_torch_does(workers: Workers, name: str) -> None:
+def test_wrong_call_raises_the_exception_types_of_torch(workers: Workers, name: str) -> None:
     for theirs, ours, shown in workers.ask(name):
         assert f"{os.sep}src{os.sep}allranks{os.sep}" not in shown, "the user's line comes last"
         if name in DIFFERENT:
@@ -235,14 +236,14 @@ def test_raises_what_torch_does(workers: Workers, name: str) -> None:
             assert theirs <= ours
 
 
-def test_the_table_names_calls() -> None:
+def test_exception_tables_name_existing_calls() -> None:
     assert set(DIFFERENT) | UNFIT_FOR_GLOO <= set(CALLS)
 
 
 @pytest.mark.parametrize(
     "name", ["broadcast from rank 2", "send to itself", "new_group with rank 2", "get_rank of a string"]
 )
-def test_before_init_process_group(name: str) -> None:
+def test_wrong_call_before_init_process_group_raises_the_types_of_torch(name: str) -> None:
     import torch.distributed as peer
 
     theirs, ours = kinds(raised(CALLS[name], peer)), kinds(raised(CALLS[name], allranks))

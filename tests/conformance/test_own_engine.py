@@ -1,6 +1,7 @@
-"""An engine of an installed package: the one that docs/extending.md shows gives what torch's gloo gives.
+"""An engine of an installed package: the example engine of docs/extending.md gives the same results as torch's gloo.
 
-Its ranks are real, and its bytes go over its own sockets. Groups of other engines are made in a world on it, too.
+Its ranks are real processes, and it sends bytes over its own sockets. A world on this engine can also create groups on
+other engines.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from support.workers import Workers
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     where = installed(tmp_path_factory.mktemp("package"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(where)  # run_ranks gives its ranks this path
+        patch.syspath_prepend(where)  # run_ranks passes this path to its ranks
         yield where
 
 
@@ -58,8 +59,8 @@ def test_equal_values(workers: tuple[int, Workers], data: st.DataObject) -> None
     assert asked.ask(("mine", program)) == [""] * ranks
 
 
-def test_what_the_base_class_brings(site: Path) -> None:
-    """Ops and dtypes beyond gloo's, as on the native engine; messages; groups; the comparison of calls."""
+def test_base_class_provides_reductions_messages_and_groups(site: Path) -> None:
+    """Compare ops and dtypes, also those that gloo lacks, with the native engine; check messages and groups."""
 
     def body() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -107,7 +108,7 @@ def test_what_the_base_class_brings(site: Path) -> None:
     ranks_on_mine(3, body)
 
 
-def test_calls_are_compared(site: Path) -> None:
+def test_mismatched_calls_raise_in_debug_mode(site: Path) -> None:
     def body() -> None:
         with pytest.raises(dist.MismatchError, match=r"rank 0 called all_reduce of 3 x float32, SUM; rank 1 called"):
             dist.all_reduce(torch.ones(3 + dist.get_rank()))
@@ -115,7 +116,7 @@ def test_calls_are_compared(site: Path) -> None:
     ranks_on_mine(2, body, env={"ALLRANKS_DEBUG": "1"})
 
 
-def test_a_rank_that_leaves(site: Path) -> None:
+def test_calls_raise_peer_lost_error_after_a_peer_destroys_its_group(site: Path) -> None:
     def body() -> None:
         dist.init_process_group("mine", timeout=60)
         if dist.get_rank() == 0:
@@ -131,7 +132,7 @@ def test_a_rank_that_leaves(site: Path) -> None:
     run_ranks(2, body, init=False)
 
 
-def test_a_rank_that_is_late(site: Path) -> None:
+def test_call_times_out_if_a_peer_does_not_make_it(site: Path) -> None:
     def body() -> None:
         late = dist.new_group(backend="mine", timeout=0.3, group_desc="late")
         if dist.get_rank() == 0:
@@ -148,7 +149,7 @@ def test_a_rank_that_is_late(site: Path) -> None:
     ranks_on_mine(2, body)
 
 
-def test_the_launcher_takes_it(site: Path, tmp_path: Path) -> None:
+def test_launcher_accepts_the_engine_as_backend(site: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import torch, allranks as dist\n"

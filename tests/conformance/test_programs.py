@@ -1,10 +1,11 @@
-"""Programs that hypothesis makes up run under torch.distributed on gloo and under allranks, in the same processes.
+"""Random programs give equal values under torch.distributed on gloo and under allranks, in the same processes.
 
-allranks runs them on its own engine, with shared memory and without, or on gloo, and on mpi in jobs that mpirun has
-started.
+hypothesis generates the programs. allranks runs them on the native engine (with shared memory), on tcp and on gloo. In
+jobs that mpirun starts, it runs them on mpi.
 
-Both must end with equal values. gloo wants contiguous tensors; what it says of them is what ours must say of others.
-The programs are the same in every run, unless PROGRAMS says how many new ones to try: PROGRAMS=2000 pytest ...
+gloo requires contiguous tensors. The test therefore passes contiguous tensors to gloo, and tensors of the same values
+in other layouts to allranks. Every run uses the same programs. If PROGRAMS is set, the test generates this number of
+new programs: PROGRAMS=2000 pytest ...
 """
 
 import dataclasses
@@ -23,10 +24,11 @@ import allranks
 from support.mpi_jobs import python_with, run_by_mpi
 from support.workers import Workers
 
-# What gloo reduces alike. It knows neither int16 nor gather of complex numbers, and adds up bools as bytes.
+# Dtypes that gloo reduces with the same results as allranks. Gloo lacks int16 and gather of complex numbers, and it
+# sums bools as bytes.
 NUMBERS = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_reduce_coalesced")
-# One tensor of one row: gloo takes no scalars there (and is killed by one in reduce_scatter_tensor).
+# These verbs need at least one dimension: gloo rejects scalars, and a scalar crashes its reduce_scatter_tensor.
 BY_ROWS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 MOVING = (
     "broadcast",
@@ -48,7 +50,10 @@ LAYOUTS = ("contiguous", "transposed", "strided", "offset")
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One call. ``waited``: not asynchronous (no), or waited for at once or after all other calls."""
+    """One call of a program.
+
+    ``waited`` is "no" (a blocking call), "at once" (the rank waits immediately) or "last" (it waits after all calls).
+    """
 
     verb: str
     dtype: str
@@ -79,7 +84,7 @@ def steps(draw: st.DrawFn, ranks: int) -> Step:
 
 
 def laid_out(values: Tensor, layout: str) -> Tensor:
-    """The same values, otherwise in memory."""
+    """Return the same values in another memory layout."""
     if layout == "transposed" and values.dim() >= 2:
         return values.mT.contiguous().mT
     if layout == "strided":
@@ -91,14 +96,14 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
 
 
 def call(dist: Any, step: Step, group: Any) -> tuple[Any, list[Tensor]]:
-    """One call: its Work or None, and the tensors that it writes."""
+    """Make one call; return its Work or None, and the tensors that it writes."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     root, wait, dtype = step.root % size, step.waited != "no", getattr(torch, step.dtype)
     layout = step.layout if dist is allranks else "contiguous"
     op = getattr(dist.ReduceOp, step.op)
 
     def values(shape: tuple[int, ...], i: int = 0) -> Tensor:
-        """Small integers, exact in every dtype and order of summation."""
+        """Return small integers, which are exact in every dtype and order of summation."""
         generator = torch.Generator().manual_seed(step.seed * 100 + rank * 10 + i)
         return laid_out(torch.randint(0, 3, shape, generator=generator).to(dtype), layout)
 
@@ -113,7 +118,7 @@ def call(dist: Any, step: Step, group: Any) -> tuple[Any, list[Tensor]]:
             return dist.all_reduce_coalesced(pieces, op, group=group, async_op=wait), pieces
         case "reduce":
             work = dist.reduce(mine, group_dst=root, op=op, group=group, async_op=wait)
-            return work, [mine] if here else []  # what gloo leaves elsewhere means nothing
+            return work, [mine] if here else []  # on other ranks gloo leaves undefined values
         case "broadcast":
             return dist.broadcast(mine, group_src=root, group=group, async_op=wait), [mine]
         case "all_gather":
@@ -160,7 +165,7 @@ def call(dist: Any, step: Step, group: Any) -> tuple[Any, list[Tensor]]:
 
 
 def run(dist: Any, program: list[Step], groups: dict[str, Any]) -> list[list[Tensor]]:
-    """The program's results, by its steps; of a step in a group that this rank is not in: nothing."""
+    """Run the program; return the results of each step, or an empty list if this rank is not in the step's group."""
     results, pending = [], []
     for step in program:
         group = groups[step.group]
@@ -180,7 +185,7 @@ def run(dist: Any, program: list[Step], groups: dict[str, Any]) -> list[list[Ten
 
 
 def difference(groups: Any, request: tuple[str, list[Step]]) -> str:
-    """On each rank: the first result of the program on our engine that differs; "" if none does."""
+    """Return a description of the first result on this rank that differs from gloo's, or "" if none differs."""
     import torch.distributed as peer
 
     engine, program = request
@@ -211,7 +216,7 @@ def mpi_workers(request: pytest.FixtureRequest) -> Iterator[tuple[int, Workers]]
 
 
 def tries(by_itself: int) -> settings:
-    """So many programs, or as many as PROGRAMS says."""
+    """Return settings for this number of programs, or for the number in PROGRAMS."""
     return settings(
         max_examples=int(os.environ.get("PROGRAMS", by_itself)),
         derandomize="PROGRAMS" not in os.environ,

@@ -1,4 +1,4 @@
-"""What a work's result() and the future of each verb give: as on torch's gloo, through torch's functions and ours."""
+"""Results and futures of asynchronous calls equal those of torch's gloo, for functions of torch and of allranks."""
 
 import os
 import warnings
@@ -61,9 +61,9 @@ def results(package: Any) -> dict[str, Any]:
     return found
 
 
-def test_as_on_gloo(tmp_path: Path) -> None:
+def test_results_and_futures_equal_those_of_gloo(tmp_path: Path) -> None:
     def body() -> None:
-        warnings.simplefilter("ignore")  # torch's of Work.result
+        warnings.simplefilter("ignore")  # torch warns about Work.result
         on = {}
         for backend in ("gloo", "allranks"):
             meet = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
@@ -83,7 +83,7 @@ def test_as_on_gloo(tmp_path: Path) -> None:
             for (verb, how), result in found.items():
                 expected = on["gloo"][verb, how]
                 if verb == "reduce" and meet["rank"] != 1:
-                    assert len(expected) == 1  # in which gloo leaves intermediate sums
+                    assert len(expected) == 1  # gloo leaves intermediate sums in it
                     expected = on["allranks"]["reduce", "result"]
                     assert expected == [[10.0 * meet["rank"], 10.0 * meet["rank"] + 1]]
                 assert result == expected or name == "gloo", (name, verb, how)

@@ -1,4 +1,4 @@
-"""Every public name of torch.distributed is here, with its arguments, or stands in a table with the reason."""
+"""Every public name of torch.distributed exists in allranks with the same arguments, or a table gives the reason."""
 
 import inspect
 import types
@@ -11,7 +11,7 @@ import torch.distributed.distributed_c10d as peer
 
 import allranks
 
-# Not here, and why.
+# Names that allranks lacks, with the reason.
 MISSING = {
     **dict.fromkeys(
         [name for name in peer.__all__ if name.endswith("Options")], "torch's own argument bundles for its C++ backends"
@@ -28,13 +28,13 @@ MISSING = {
     "get_pg_count": "counts torch's registry of groups",
     "record_comm": "part of torch's profiler",
 }
-# Parameters that are here and not in torch, or the other way round, and why.
+# Parameters that only torch has, with the reason.
 DIFFERENT = {
     "init_process_group": {"_ranks": "torch's own, for groups that torch creates itself"},
 }
 _IN_DOCSTRINGS = "torch's are in docstrings only: tests/store/test_stores_as_torchs.py compares them"
 _BUILT_IN = "made by the library alone: no program calls it"
-# Classes whose constructor is not compared, and why.
+# Classes whose constructor is not compared, with the reason.
 MADE_OTHERWISE = {
     "Backend": "a str in both: takes a name",
     "DebugLevel": "an enum in both",
@@ -55,7 +55,7 @@ MADE_OTHERWISE = {
 _CXX = "part of torch's C++ groups and their backends"
 _DEVICES = "moves inputs to devices"
 _JOIN = "for torch's Join over several models"
-# Public methods that allranks lacks, and why.
+# Public methods that allranks lacks, with the reason.
 MISSING_METHODS = {
     "Backend": {
         "FAKE": "torch's own, for its tests",
@@ -114,7 +114,7 @@ MISSING_METHODS = {
         "unbox": _CXX,
     },
 }
-# Public names of the package that are no part of the interface: what its modules import.
+# Public names of the package that are not part of the interface: imports of its modules.
 _IMPORTED = {"log", "timedelta"}
 
 PUBLIC = {
@@ -150,7 +150,7 @@ def same_arguments(name: str, theirs: Any, ours: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*reduce_op. is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", PUBLIC)
-def test_name(name: str) -> None:
+def test_public_name_exists_with_the_arguments_of_torch(name: str) -> None:
     if name in MISSING:
         assert not hasattr(allranks, name), f"{name} is here now: take it from the table"
         return
@@ -160,13 +160,13 @@ def test_name(name: str) -> None:
 
 
 def public(cls: type) -> set[str]:
-    """Names of what the class and its bases define, torch.nn.Module's aside."""
+    """Return the public names that the class and its bases define, except those of torch.nn.Module."""
     bases = [base for base in cls.__mro__ if base not in (torch.nn.Module, object, str, int)]
     return {name for base in bases for name in vars(base) if not name.startswith("_")}
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_class(name: str) -> None:
+def test_class_has_the_methods_and_arguments_of_torch(name: str) -> None:
     theirs, ours = CLASSES[name], getattr(allranks, name)
     if name not in MADE_OTHERWISE:
         same_arguments(name, theirs.__init__, ours.__init__)
@@ -179,12 +179,12 @@ def test_class(name: str) -> None:
             same_arguments(f"{name}.{method}", getattr(theirs, method), getattr(ours, method))
 
 
-def test_the_tables_name_what_torch_has() -> None:
+def test_tables_contain_only_names_of_torch() -> None:
     assert set(MISSING) <= set(PUBLIC)
     assert set(MADE_OTHERWISE) | set(MISSING_METHODS) <= {*CLASSES, "reduce_op"}
 
 
-def test_what_is_missing_is_said_by_the_package() -> None:
+def test_access_to_a_missing_name_raises_an_error_that_refers_to_torch() -> None:
     assert set(allranks._ONLY_TORCHS) == set(MISSING)
     with pytest.raises(AttributeError, match=r"torch\.distributed has it"):
         _ = allranks.record_comm
@@ -192,7 +192,7 @@ def test_what_is_missing_is_said_by_the_package() -> None:
         same_arguments(name, getattr(torch.nn.parallel, name), getattr(allranks.nn.parallel, name))
 
 
-def test_errors_are_related_as_torchs() -> None:
+def test_error_classes_have_the_hierarchy_of_torch() -> None:
     errors = ["DistError", "DistBackendError", "DistNetworkError", "DistStoreError"]
     for one in errors:
         for other in errors:

@@ -1,4 +1,4 @@
-"""all_reduce of sparse tensors, beside gloo's."""
+"""all_reduce of sparse tensors, compared with gloo."""
 
 import socket
 import warnings
@@ -9,11 +9,11 @@ import torch
 import allranks as dist
 from allranks.testing import run_ranks
 
-DTYPES = [torch.float32, torch.float64, torch.int64, torch.bfloat16]  # gloo has no halves
+DTYPES = [torch.float32, torch.float64, torch.int64, torch.bfloat16]  # gloo lacks float16
 
 
 def sparse(rank: int, dtype: torch.dtype, shape: tuple[int, ...], sparse_dims: int, count: int) -> torch.Tensor:
-    """``count`` elements, some of them at one place (not coalesced), others than another rank's."""
+    """Return a tensor of ``count`` elements that is not coalesced and differs between ranks."""
     generator = torch.Generator().manual_seed(rank)
     places = torch.stack([torch.randint(0, size, (count,), generator=generator) for size in shape[:sparse_dims]])
     values = torch.randint(-3, 4, (count, *shape[sparse_dims:]), generator=generator).to(dtype)
@@ -21,7 +21,7 @@ def sparse(rank: int, dtype: torch.dtype, shape: tuple[int, ...], sparse_dims: i
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_as_gloo(ranks: int) -> None:
+def test_sparse_all_reduce_equals_gloo(ranks: int) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -35,7 +35,7 @@ def test_as_gloo(ranks: int) -> None:
         compared = 0
         for dtype in DTYPES:
             for shape, sparse_dims in (((6,), 1), ((4, 3), 2), ((5, 2, 3), 1)):
-                for count in (0, 4 * (rank > 0), 3 + rank):  # nobody has elements; all but one; all
+                for count in (0, 4 * (rank > 0), 3 + rank):  # no rank has elements; every rank except 0; every rank
                     theirs, ours = (sparse(rank, dtype, shape, sparse_dims, count) for _ in range(2))
                     peer.all_reduce(theirs)
                     dist.all_reduce(ours)
@@ -49,7 +49,7 @@ def test_as_gloo(ranks: int) -> None:
     assert run_ranks(ranks, body) == [36] * ranks
 
 
-def test_every_rank_has_the_same_bits_in_the_order_of_the_ranks() -> None:
+def test_sums_in_rank_order_are_bitwise_equal_on_every_rank() -> None:
     def body() -> torch.Tensor:
         rank = dist.get_rank()
         tensor = torch.sparse_coo_tensor([[0, 1]], [[1e8, 1.0, -1e8][rank], 0.1 * rank], (2,))
@@ -66,7 +66,7 @@ def test_every_rank_has_the_same_bits_in_the_order_of_the_ranks() -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_halves_are_added_up_in_float32() -> None:
+def test_float16_values_are_summed_in_float32() -> None:
     def body() -> list[float]:
         value = [2048.0, 1.0, 1.0][dist.get_rank()]
         tensor = torch.sparse_coo_tensor([[0]], torch.tensor([value], dtype=torch.float16), (1,))
@@ -76,7 +76,7 @@ def test_halves_are_added_up_in_float32() -> None:
     assert run_ranks(3, body) == [[2050.0]] * 3
 
 
-def test_a_leaf_that_requires_a_gradient() -> None:
+def test_all_reduce_accepts_a_leaf_that_requires_a_gradient() -> None:
     def body() -> float:
         tensor = torch.ones(2).to_sparse().requires_grad_()
         dist.all_reduce(tensor)
@@ -97,7 +97,7 @@ def test_errors() -> None:
         with pytest.raises(dist.UsageError, match=r"a tensor of torch.float32, torch.sparse_coo is not supported"):
             dist.broadcast(torch.ones(2).to_sparse(), 0)
         tensor = torch.ones(1)
-        dist.all_reduce(tensor)  # the group is as good as before
+        dist.all_reduce(tensor)  # the group works after an error
         assert tensor.item() == 2
 
     run_ranks(2, body)

@@ -1,4 +1,4 @@
-"""Names that are here for programs written for torch.distributed: Backend, the debug level, methods of groups."""
+"""Names that exist for programs written for torch.distributed: Backend, the debug level, methods of groups."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ import allranks as dist
 from allranks.testing import run_ranks
 
 
-def test_backend_is_a_name_in_small_letters() -> None:
+def test_backend_is_a_lowercase_name() -> None:
     assert dist.Backend("NATIVE") == dist.Backend.NATIVE == "native"
     for name in ("UNDEFINED", "GLOO", "NCCL", "XCCL", "UCC", "MPI"):
         assert getattr(dist.Backend, name) == getattr(peer.Backend, name) == dist.Backend(name)
@@ -33,7 +33,7 @@ def test_backend_is_a_name_in_small_letters() -> None:
         ({"TORCH_DISTRIBUTED_DEBUG": "loud"}, "ConfigError"),
     ],
 )
-def test_debug_level_of_the_environment(environ: dict[str, str], level: str) -> None:
+def test_debug_level_is_read_from_the_environment(environ: dict[str, str], level: str) -> None:
     code = """
 import allranks as dist
 try:
@@ -45,7 +45,7 @@ except ValueError as error:
     assert done.stdout.strip() == level
 
 
-def test_debug_level_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_level_can_be_set_and_read_again_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("allranks._call.debug._level", None)
     dist.set_debug_level(dist.DebugLevel.INFO)
     assert dist.get_debug_level() is dist.DebugLevel.INFO
@@ -58,7 +58,7 @@ def test_debug_level_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
         dist.set_debug_level("INFO")
 
 
-def test_methods_of_a_group_as_torchs() -> None:
+def test_group_methods_accept_the_arguments_of_torch() -> None:
     def body() -> None:
         group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
         tensor = torch.tensor([rank + 1.0])
@@ -82,10 +82,10 @@ def test_methods_of_a_group_as_torchs() -> None:
     run_ranks(2, body)
 
 
-WAIT_S = 5  # long beside the time between two ranks' arrivals, on a busy machine too
+WAIT_S = 5  # longer than the time between two ranks' arrivals, even on a busy machine
 
 
-def test_monitored_barrier_ends_with_torchs_words() -> None:
+def test_monitored_barrier_error_ends_with_the_message_of_torch() -> None:
     def body() -> str:
         group = dist.new_group([0, 1, 2, 3])
         dist.monitored_barrier(timeout=timedelta(seconds=30))
@@ -106,7 +106,7 @@ def test_monitored_barrier_ends_with_torchs_words() -> None:
     assert three.endswith("but received errors while waiting for send/recv from rank 0")
 
 
-def test_device_and_options_of_init_process_group() -> None:
+def test_init_process_group_rejects_wrong_device_and_options() -> None:
     dist.init_process_group(device_id=torch.device("cpu"))
     dist.destroy_process_group()
     for backend, wrong, says in (

@@ -1,4 +1,4 @@
-"""torch's own suite as the judge: what gloo takes of it, allranks passes, or it stands in a table with the reason."""
+"""torch's own test suite: allranks passes every test that gloo does not skip, or a table gives the reason."""
 
 import re
 from collections.abc import Iterator
@@ -8,25 +8,25 @@ import pytest
 import torch
 import torch_suite
 
-RUNS = (("allranks", 3), ("plugin", 4))  # the other two by hand: python tests/conformance/torch_suite.py
+RUNS = (("allranks", 3), ("plugin", 4))  # run the other two manually: python tests/conformance/torch_suite.py
 Rows = dict[str, tuple[str, str]]
 
 
 def names_for(library: str, ranks: int) -> list[str]:
-    """The tests that are run: on the plugin nothing is excluded."""
+    """Return the names of the tests to run; on the plugin no test is excluded."""
     return torch_suite.wanted(ranks, with_excluded=library == "plugin")
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[dict[tuple[str, int], "Future[Rows]"]]:
-    """All suites at once: the tests mostly wait."""
+    """Run all suites concurrently, because the tests mostly wait."""
     with ThreadPoolExecutor(len(RUNS)) as pool:
         yield {each: pool.submit(torch_suite.run, *each, names_for(*each)) for each in RUNS}
 
 
-@pytest.mark.timeout(600)  # a minute and a half, and longer where others use the machine
+@pytest.mark.timeout(600)  # 90 s on an idle machine, longer on a busy one
 @pytest.mark.parametrize(("library", "ranks"), RUNS)
-def test_what_gloo_takes(
+def test_torch_tests_that_gloo_supports_pass(
     library: str, ranks: int, running: dict[tuple[str, int], "Future[Rows]"], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored = torch_suite.expected()
@@ -46,7 +46,7 @@ def test_what_gloo_takes(
     assert not wrong, "\n\n".join(f"{name}: {why}" for name, why in wrong.items())
 
 
-def test_what_is_excluded_is_there() -> None:
+def test_excluded_patterns_match_existing_tests() -> None:
     names = {name for ranks in torch_suite.WORLD_SIZES for name in torch_suite.wanted(ranks, with_excluded=True)}
     for pattern, reason in torch_suite.EXCLUDED.items():
         assert reason

@@ -1,13 +1,13 @@
-"""torch's own tests of torch.distributed (they come with every torch), run on allranks or on gloo.
+"""torch's own tests of torch.distributed (part of every torch installation), run on allranks or on gloo.
 
-    python tests/conformance/torch_suite.py --world-size 3                  # on allranks: all but EXCLUDED
-    python tests/conformance/torch_suite.py --world-size 3 -k broadcast     # some, with what went wrong
-    python tests/conformance/torch_suite.py --world-size 3 --excluded       # the excluded ones: which pass by now?
-    python tests/conformance/torch_suite.py --write                         # what gloo passes, for test_torch_suite.py
+    python tests/conformance/torch_suite.py --world-size 3                  # on allranks: all tests except EXCLUDED
+    python tests/conformance/torch_suite.py --world-size 3 -k broadcast     # some tests, with their errors
+    python tests/conformance/torch_suite.py --world-size 3 --excluded       # all tests, including EXCLUDED
+    python tests/conformance/torch_suite.py --write                         # gloo's results, for test_torch_suite.py
 
-The module of torch's tests is used as it is, with ``allranks`` in the place of its ``dist``. It decides by the name
-of the backend, when it is imported, which tests there are: most for gloo, those of all_to_all on CPUs only for mpi.
-Hence a process for each, and a name that equals another. Each test forks its ranks anew.
+The module of torch's tests is used unchanged, except that ``allranks`` replaces its ``dist``. When it is imported, it
+selects tests by the name of the backend: most tests for gloo, all_to_all on CPUs only for mpi. Therefore each of these
+two names has a process, and ``BackendName`` compares equal to two names. Each test forks new ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ EXPECTED = Path(__file__).with_name("torch_suite_gloo.json")
 WORLD_SIZES = (3, 4)
 TEST_TIMEOUT_S = 30
 
-# Tests that gloo takes and allranks does not pass, by the pattern of their names, and why.
+# Tests that gloo supports and allranks does not pass: pattern of the names, and the reason.
 EXCLUDED = {
     "^test_ddp_logging_data_cpu$": "reads the internal log of torch's DistributedDataParallel",
     "^test_static_graph_api_cpu$": "reads the same log; allranks raises the expected error, too",
 }
 
-# What every rank of every test would import again for its group: a tenth of a second of a core and more.
+# Modules that the parent process imports before it forks. Otherwise every rank of every test would import them again,
+# which takes 0.1 s of CPU time or more.
 IMPORTED = {
     "allranks": ("allranks._engines.native.engine", "allranks._engines.c10d.store"),
     "plugin": ("allranks._plugin.creation", "allranks._plugin.operators", "allranks._engines.native.engine"),
@@ -44,7 +45,7 @@ IMPORTED = {
 
 
 class BackendName(str):
-    """The backend's name, which also equals that of the backend whose tests are wanted."""
+    """Name of the backend that also equals ``alias``, the name of the backend whose tests are selected."""
 
     alias = ""
 
@@ -58,7 +59,7 @@ class BackendName(str):
 
 
 class OftenPolling:
-    """The module ``time``, for code that waits for other processes by looking every tenth of a second."""
+    """Replacement of the module ``time`` for code that polls other processes every 0.1 s: it polls every 0.01 s."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
@@ -68,12 +69,12 @@ class OftenPolling:
 
 
 def excluded(name: str) -> str | None:
-    """Why the test is not run on allranks; None if it is."""
+    """Return the reason why the test is not run on allranks, or None if it is run."""
     return next((reason for pattern, reason in EXCLUDED.items() if re.search(pattern, name)), None)
 
 
 def suite(library: str, alias: str, world_size: int) -> type[unittest.TestCase]:
-    """torch's tests as the backend ``alias`` has them, on ``library``, for ranks that are forked from this process."""
+    """Return torch's tests for the backend ``alias``, on ``library``, with ranks that this process forks."""
     os.environ |= {
         "BACKEND": alias,
         "WORLD_SIZE": str(world_size),
@@ -82,16 +83,16 @@ def suite(library: str, alias: str, world_size: int) -> type[unittest.TestCase]:
     import torch.distributed
     import torch.testing._internal.common_distributed as common
 
-    torch.distributed.is_mpi_available = lambda: True  # asked before a test of mpi's is taken
+    torch.distributed.is_mpi_available = lambda: True  # tests for mpi are skipped without it
     common.get_timeout = lambda _: TEST_TIMEOUT_S
-    common.skip_if_small_worldsize = lambda test: test  # it wants eight ranks; three will do
+    common.skip_if_small_worldsize = lambda test: test  # it requires eight ranks; three are sufficient
     tests = importlib.import_module("torch.testing._internal.distributed.distributed_test")
     tests.default_pg_timeout = TEST_TIMEOUT_S
     tests.time = common.time = OftenPolling()
     tests.BACKEND = BackendName({"gloo": "gloo", "plugin": "allranks"}.get(library, "native"))
     tests.BACKEND.alias = alias
     if library == "allranks":
-        os.environ["ALLRANKS_TORCH_WORLD"] = "0"  # torch's names are ours here
+        os.environ["ALLRANKS_TORCH_WORLD"] = "0"  # allranks replaces ``dist`` of the tests
         allranks = importlib.import_module("allranks")
         parallel = importlib.import_module("allranks.nn.parallel")
         tests.dist = common.c10d = allranks
@@ -113,7 +114,7 @@ def suite(library: str, alias: str, world_size: int) -> type[unittest.TestCase]:
 
 
 def run_here(library: str, alias: str, world_size: int, names: list[str] | None) -> dict[str, tuple[str, str]]:
-    """Runs the named tests (None: all) in this process; ``{name: (passed, skipped or failed, why)}``."""
+    """Run the named tests (None: all) in this process; return ``{name: (passed, skipped or failed; reason)}``."""
     case = suite(library, alias, world_size)
     rows = {}
     for name in unittest.TestLoader().getTestCaseNames(case):
@@ -128,7 +129,7 @@ def run_here(library: str, alias: str, world_size: int, names: list[str] | None)
 
 
 def run(library: str, world_size: int, names: list[str] | None) -> dict[str, tuple[str, str]]:
-    """As ``run_here``, in processes of their own."""
+    """Run the named tests as ``run_here`` does, in one new process for each alias."""
     rows: dict[str, tuple[str, str]] = {}
     for alias in ("gloo", "mpi"):
         with tempfile.TemporaryDirectory() as folder:
@@ -151,17 +152,17 @@ def run(library: str, world_size: int, names: list[str] | None) -> dict[str, tup
 
 
 def child(library: str, alias: str, world_size: int, names: list[str] | None, output: str) -> None:
-    """What ``run`` starts."""
+    """Run the named tests in a process that ``run`` has started; write the results to ``output``."""
     Path(output).write_text(json.dumps(run_here(library, alias, world_size, names)))
 
 
 def expected() -> dict[str, Any]:
-    """What gloo passes, as ``--write`` has left it."""
+    """Return the results of gloo that ``--write`` has recorded."""
     return json.loads(EXPECTED.read_text())
 
 
 def wanted(world_size: int, with_excluded: bool = False) -> list[str]:
-    """The tests that must pass on allranks: all that gloo does not skip, passed or failed, but for EXCLUDED."""
+    """Return the tests that must pass on allranks: all that gloo passes or fails, except EXCLUDED."""
     by_gloo = expected()[str(world_size)]
     return [name for name in by_gloo["passed"] + by_gloo["failed"] if with_excluded or not excluded(name)]
 

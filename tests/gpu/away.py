@@ -1,9 +1,9 @@
-"""A device that is not the CPU, for machines without a GPU: a stand-in.
+"""A stand-in for a device other than the CPU, for machines without a GPU.
 
-``enter()`` makes the device type ``away``, of one device, for the process. Its tensors have no address: a core that is
-given one of them reads address 0. What is done with them is done with CPU tensors that they hold, at once: there are no
-streams to get wrong, which only a GPU can show; it is only counted how often one is waited for. Autograd, as for a GPU,
-runs their backwards in a thread of its own.
+``enter()`` registers the device type ``away`` in this process, with one device. Its tensors have no address: a core
+that receives one of them reads address 0. Each tensor holds a CPU tensor, and every operation runs on it immediately.
+The device has no real streams and only counts how often its stream is synchronized. Only a GPU can reveal errors in the
+use of streams. As for a GPU, autograd runs backward passes in a separate thread.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils import _pytree
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-_libraries: list[torch.library.Library] = []  # their registrations last as long as they do
+_libraries: list[torch.library.Library] = []  # a registration lasts as long as its Library object
 
 
 class Away(Tensor):
-    """A tensor that is not on the CPU."""
+    """A tensor on the device ``away``."""
 
     held: Tensor
 
@@ -46,7 +46,7 @@ class Away(Tensor):
 
 
 class Stream:
-    """The only one."""
+    """The only stream of the device."""
 
     waits = 0
 
@@ -56,14 +56,14 @@ class Stream:
 
 
 class _Module(_DummyBackendModule):
-    """``torch.away``."""
+    """The module ``torch.away``."""
 
     def current_stream(self, device: torch.device) -> type[Stream]:
         return Stream
 
 
 def enter() -> torch.device:
-    """Makes the device; once in a process."""
+    """Register the device type and return the device. Call it once per process."""
     _setup_privateuseone_for_python_backend("away", _Module())
     library = torch.library.Library("_", "IMPL")
     library.fallback(_run, "PrivateUse1")
@@ -91,7 +91,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
             return value
         if id(value) in given:
             return given[id(value)]
-        # What writes to a tensor of the CPU returns that.
+        # An operation that writes to a CPU argument returns that argument.
         return Away(value) if goes_away and not any(value is argument for argument in args) else value
 
     return _pytree.tree_map(put_back, op(*args, **kwargs))

@@ -1,7 +1,7 @@
-"""What must hold for tensors on a device, whatever the device and the engine: each function is run by every rank.
+"""Checks of tensors on a device, for any device and engine. Every rank runs each function.
 
-`run.py` runs them on a GPU and prints a table; `test_devices.py` runs them under pytest, and without a GPU on the
-stand-in (`away`). Expected values are computed from what all ranks gave, on the CPU and without any engine.
+`run.py` runs the checks on a GPU and prints a table. `test_devices.py` runs them under pytest, without a GPU on the
+stand-in (`away`). Expected values are computed from the inputs of all ranks, on the CPU and without an engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEVERAL = 3  # elements
 
 
 class Hidden:
-    """An output that DistributedDataParallel does not find."""
+    """Holder of an output tensor that DistributedDataParallel cannot find."""
 
     __slots__ = ("output",)
 
@@ -39,20 +39,20 @@ Check = Callable[[torch.device], str | None]
 
 
 def given(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What a rank gives: small whole numbers, so that sums are exact in every dtype."""
+    """Return the input of a rank: small integers, so that sums are exact in every dtype."""
     numbers = torch.arange(torch.Size(shape).numel()) * 7 + rank * 3
     return (numbers % 5 + 1).reshape(shape).to(dtype)
 
 
 def same(tensor: Tensor, expected: Tensor, device: torch.device) -> None:
-    """Fails if the tensor is elsewhere or holds something else."""
+    """Fail if the tensor is on another device or has other values."""
     assert tensor.device.type == device.type, f"on {tensor.device}"
     assert tensor.dtype == expected.dtype
     assert torch.equal(tensor.cpu(), expected), f"{tensor.cpu()} in place of {expected}"
 
 
 def every_verb(device: torch.device) -> None:
-    """Blocking and asynchronous."""
+    """Check every verb, blocking and asynchronous."""
     rank, size = dist.get_rank(), dist.get_world_size()
     last, ranks = size - 1, range(size)
     shape = (4, SEVERAL)
@@ -123,7 +123,7 @@ def every_verb(device: torch.device) -> None:
 
 
 def messages(device: torch.device) -> None:
-    """Around a ring."""
+    """Check messages around a ring."""
     rank, size = dist.get_rank(), dist.get_world_size()
     after, before = (rank + 1) % size, (rank - 1) % size
     for numel in (SEVERAL, 100_000):
@@ -141,7 +141,7 @@ def messages(device: torch.device) -> None:
 
 
 def from_any_rank(device: torch.device) -> None:
-    """A blocking send on one rank, and a receive that does not say from whom."""
+    """Check blocking sends, and receives on rank 0 without a source rank."""
     if dist.get_rank() == 0:
         numbers = []
         for _ in range(dist.get_world_size() - 1):
@@ -154,7 +154,7 @@ def from_any_rank(device: torch.device) -> None:
 
 
 def dtypes(device: torch.device) -> None:
-    """Sums, of one element, of several and of none."""
+    """Check sums of one element, of several and of none, and broadcasts."""
     rank, size = dist.get_rank(), dist.get_world_size()
     floats = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
     for dtype in (*floats, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool):
@@ -169,7 +169,7 @@ def dtypes(device: torch.device) -> None:
 
 
 def layouts(device: torch.device) -> None:
-    """Tensors that are not contiguous, or views with a flag."""
+    """Check tensors that are not contiguous, or are conjugate views."""
     rank, size = dist.get_rank(), dist.get_world_size()
     total = functools.reduce(torch.add, [given(r, 6, 4) for r in range(size)])
     whole = given(rank, 6, 4).to(device)
@@ -195,7 +195,7 @@ def layouts(device: torch.device) -> None:
 
 
 def scaled_sums(device: torch.device) -> None:
-    """``premul_sum`` with a number, and with a tensor here and there."""
+    """Check ``premul_sum`` with a number, with a CPU tensor and with a device tensor."""
     rank, size = dist.get_rank(), dist.get_world_size()
     expected = functools.reduce(torch.add, [given(r, 4) * (r + 1) for r in range(size)])
     for factor in (rank + 1.0, torch.tensor(rank + 1.0), torch.tensor([rank + 1.0]).to(device)):
@@ -208,7 +208,7 @@ def scaled_sums(device: torch.device) -> None:
 
 
 def objects_and_sparse(device: torch.device) -> None:
-    """What is made of several calls."""
+    """Check functions that make several calls: objects, coalesced tensors, sparse tensors."""
     rank, size = dist.get_rank(), dist.get_world_size()
     objects: list[object] = [None] * size
     dist.all_gather_object(objects, {"rank": rank})
@@ -230,7 +230,7 @@ def objects_and_sparse(device: torch.device) -> None:
 
 
 def wrong_calls(device: torch.device) -> None:
-    """An error, and no tensor changed."""
+    """Check that wrong calls raise an error and change no tensor."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = torch.ones(rank + 1, device=device)
     with pytest.raises(dist.MismatchError):
@@ -246,7 +246,7 @@ def wrong_calls(device: torch.device) -> None:
 
 
 def ranks_on_other_devices(device: torch.device) -> None:
-    """One rank's tensor may be on the CPU, the others' on a device."""
+    """Check a call in which the tensor of rank 0 is on the CPU and the others are on a device."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = torch.device("cpu") if rank == 0 else device
     tensor = given(rank, 5).to(mine)
@@ -255,7 +255,7 @@ def ranks_on_other_devices(device: torch.device) -> None:
 
 
 def several_waiters(device: torch.device) -> None:
-    """The results are there for every thread that has waited, and for futures."""
+    """Check results after ``wait``, of a future, and after polling ``is_completed``."""
     rank, size = dist.get_rank(), dist.get_world_size()
     numel = 1 << 20
     expected = functools.reduce(torch.add, [given(r, numel) for r in range(size)])
@@ -275,7 +275,7 @@ def several_waiters(device: torch.device) -> None:
 
 
 def forked_child(device: torch.device) -> None:
-    """A child (a data loader's worker) lets go of what the device and the engine have given its parent."""
+    """Check that a forked child (a data loader's worker) can delete its parent's work."""
     work = dist.all_reduce(tensor := torch.ones(1000, device=device), async_op=True)
     pid = os.fork()
     if pid == 0:
@@ -296,7 +296,7 @@ def forked_child(device: torch.device) -> None:
 
 
 def gradients(device: torch.device) -> None:
-    """Through ``allranks.nn.functional``."""
+    """Check gradients of ``allranks.nn.functional``."""
     from allranks.nn import functional
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -314,7 +314,7 @@ def gradients(device: torch.device) -> None:
 
 
 def training(device: torch.device) -> None:
-    """DistributedDataParallel against the same steps by hand, on the CPU: the mean of what all ranks would compute."""
+    """Compare DistributedDataParallel with the same steps on the CPU, on the mean loss of all ranks' batches."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     class Model(nn.Module):
@@ -359,7 +359,7 @@ def training(device: torch.device) -> None:
         wrapped = dist.nn.parallel.DistributedDataParallel(model, device_ids=[device.index], **options)
         wrapped.overlap = overlap
         for step in range(3):
-            batch = given(rank + step, 8, 6)  # is brought to the device
+            batch = given(rank + step, 8, 6)  # DistributedDataParallel moves it to the device
             wrapped(batch).square().mean().backward()
             torch.testing.assert_close(stepped(model), expected[step], rtol=1e-4, atol=1e-5)
         assert model.seen.item() == 3
@@ -371,7 +371,7 @@ def training(device: torch.device) -> None:
 
 
 def uneven_training(device: torch.device) -> None:
-    """Within ``join``, where the ranks have inputs for different numbers of steps."""
+    """Check training within ``join`` if the ranks have inputs for different numbers of steps."""
     rank = dist.get_rank()
     model = nn.Linear(3, 1).to(device)
     wrapped = dist.nn.parallel.DistributedDataParallel(model)
@@ -385,7 +385,7 @@ def uneven_training(device: torch.device) -> None:
 
 
 def nested_backwards(device: torch.device) -> None:
-    """As of re-entrant checkpoints: a backward calls backward, in autograd's own thread for the device."""
+    """Check a backward within a backward in autograd's device thread, as in re-entrant checkpoints."""
     size = dist.get_world_size()
 
     class Again(torch.autograd.Function):
@@ -417,7 +417,7 @@ def nested_backwards(device: torch.device) -> None:
         dist.all_reduce(mine, dist.ReduceOp.SUM)
         torch.testing.assert_close(mine.cpu(), layer.weight.grad.cpu() * size)
     if device.type == "away":
-        return  # where torch ends the process if a hook raises in the device's thread
+        return  # torch terminates the process if a hook raises in the thread of this device
     hidden = Hidden()
     wrapped = dist.nn.parallel.DistributedDataParallel(Model().to(device))
     wrapped.module.register_forward_hook(lambda module, given, output: hidden.put(output))
@@ -427,7 +427,7 @@ def nested_backwards(device: torch.device) -> None:
 
 
 def large(device: torch.device) -> str:
-    """How fast 64 MiB are reduced, once buffers are there."""
+    """Measure an all_reduce of 64 MiB after the buffers have been allocated."""
     tensor = torch.ones(16 << 20, device=device)
     seconds = []
     for _ in range(4):
@@ -442,9 +442,9 @@ def large(device: torch.device) -> str:
 
 
 def streams(device: torch.device) -> None:
-    """A call comes after what its stream was given before it, and before what comes later."""
+    """Check that a call runs after the earlier work of its stream and before the later work."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    numel, cycles = 1 << 20, 200_000_000  # about a tenth of a second
+    numel, cycles = 1 << 20, 200_000_000  # about 0.1 s
     cuda: object = torch.cuda
     sleep: Callable[[int], None] = cuda._sleep  # type: ignore[attr-defined]
     torch.cuda.synchronize()
@@ -469,7 +469,7 @@ def streams(device: torch.device) -> None:
             doubled = work.get_future().then(lambda future: future.value()[0] * 2).wait() * 2
         side.synchronize()
         same(doubled, torch.full((numel,), float(2 * size * (size + 1))), device)
-        # An output that a stream still writes to is written after that, wherever the call is waited for.
+        # A call writes its output after pending writes of the stream, even if another stream waits for the call.
         with torch.cuda.stream(side):
             tensor = torch.full((numel,), float(rank), device=device)
             sleep(cycles)
@@ -482,7 +482,7 @@ def streams(device: torch.device) -> None:
 
 
 def cpu_beside_it(device: torch.device) -> None:
-    """Each call goes to the engine of its tensor's device."""
+    """Check that each call uses the engine of its tensor's device."""
     size = dist.get_world_size()
     for where in (device, torch.device("cpu")):
         every_verb(where)
@@ -492,7 +492,7 @@ def cpu_beside_it(device: torch.device) -> None:
 
 
 def through_the_plugin(device: torch.device) -> None:
-    """torch.distributed's own functions, DistributedDataParallel and, on a GPU, FSDP2."""
+    """Check functions of torch.distributed, torch's DistributedDataParallel and, on a GPU, FSDP2."""
     group = dist.torch_group()
     on_torch(device)
     torch.manual_seed(0)
@@ -521,7 +521,7 @@ def through_the_plugin(device: torch.device) -> None:
 
 
 def on_torch(device: torch.device) -> None:
-    """Some verbs of torch.distributed."""
+    """Check some verbs of torch.distributed."""
     rank, size = dist.get_rank(), dist.get_world_size()
     theirs = torch.distributed
     total = functools.reduce(torch.add, [given(r, size, 2) for r in range(size)])
@@ -529,7 +529,8 @@ def on_torch(device: torch.device) -> None:
     same(tensor, total, device)
     work = theirs.all_reduce(tensor := given(rank, size, 2).to(device), async_op=True)
     result = work.get_future().wait()[0]
-    same(result if device.type == "cuda" else tensor, total, device)  # of a stand-in the memory behind it
+    # On the stand-in, the future holds the CPU memory behind the tensor.
+    same(result if device.type == "cuda" else tensor, total, device)
     theirs.all_gather_into_tensor(gathered := torch.empty(size, 2, device=device), given(rank, 2).to(device))
     same(gathered, torch.stack([given(r, 2) for r in range(size)]), device)
     theirs.reduce_scatter_tensor(part := torch.empty(2, device=device), given(rank, size, 2).to(device).flatten())
@@ -542,7 +543,7 @@ def on_torch(device: torch.device) -> None:
 
 
 def plugin_beside_nccl(device: torch.device) -> None:
-    """``cpu:allranks,cuda:nccl`` in torch.distributed."""
+    """Check the backend ``cpu:allranks,cuda:nccl`` of torch.distributed."""
     store = None
     if dist.get_rank() == 0:
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -557,7 +558,7 @@ def plugin_beside_nccl(device: torch.device) -> None:
 
 
 def of_nccl(device: torch.device) -> None:
-    """What it reduces, and whom it cannot receive from."""
+    """Check the dtypes and ops that nccl reduces, and that it cannot receive from any rank."""
     from allranks._engines.c10d.engine import DTYPES, reduces
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -578,17 +579,17 @@ def of_nccl(device: torch.device) -> None:
 
 
 def two_ranks_on_one_gpu(device: torch.device) -> None:
-    """nccl refuses it; the error says what does not."""
+    """Check that the error of nccl names the native engine, which supports several ranks on one GPU."""
     with pytest.raises(dist.AllranksError, match=r"init_process_group\(\"native\"\)"):
         dist.all_reduce(torch.ones(1, device=device))
 
 
 def a_loss(device: torch.device) -> str:
-    """The last rank is killed while the others are in a call. They end it, and go on without that rank."""
+    """Kill the last rank during a call; the others abort the call and continue without that rank."""
     world = dist.group.WORLD
     assert world is not None
     rank, last = world.rank(), world.size() - 1
-    dist.all_reduce(torch.ones(1, device=device))  # connects
+    dist.all_reduce(torch.ones(1, device=device))  # establishes the connections
     if rank == last:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1 << 20, device=device), async_op=True)
@@ -607,7 +608,7 @@ def a_loss(device: torch.device) -> str:
 
 
 def outputs_wait_for_their_stream(device: torch.device) -> None:
-    """As a GPU's may still be written to by what came before; of the stand-in, whose stream counts."""
+    """Check that a call synchronizes its output's stream, which may have pending writes; for the stand-in only."""
     import away
 
     before = away.Stream.waits
@@ -616,7 +617,10 @@ def outputs_wait_for_their_stream(device: torch.device) -> None:
 
 
 def alone_on_its_device(device: torch.device) -> None:
-    """What the library itself sends goes there, where a group moves nothing else, as nccl's: of the stand-in."""
+    """Check an engine that supports only device tensors, as nccl does; for the stand-in only.
+
+    allranks must then send its own data as device tensors.
+    """
     world = dist.group.WORLD
     assert world is not None
     assert world._engine is not None
@@ -671,7 +675,7 @@ ON_NCCL = (
 
 
 def on(checks: Sequence[Check], backend: str | None, kind: str, folder: str) -> str:
-    """Runs checks on this rank, in a world of their own; returns what they say."""
+    """Run checks on this rank, in a world of their own; return their measurements."""
     sys.path.insert(0, folder)
     if kind == "away":
         import away

@@ -1,12 +1,14 @@
-"""What only a GPU can show: every check of `checks` on CUDA tensors, for each engine that takes them.
+"""Run every check of `checks` on CUDA tensors, for each engine that supports them.
 
     python tests/gpu/run.py                # all
     python tests/gpu/run.py nccl stream    # those with one of these words in their names
 
-Prints a row for each: ok or FAIL, how long it took (starting the ranks and CUDA included), and what it measured; the
-errors follow. Exits with 1 if any failed, and with 77, saying so, where there is no NVIDIA GPU or torch has no CUDA.
+Prints a row for each check: ok or FAIL, the time in ms (including the start of the ranks and of CUDA), and its
+measurements. The errors follow. Exits with 1 if a check failed. Exits with 77 and a message if there is no NVIDIA GPU
+or torch has no CUDA.
 
-With several GPUs nccl has a rank on each, and the native engine, beside two on one GPU, too.
+With several GPUs, nccl has one rank on each GPU. The native engine runs with two ranks on one GPU and, in a second row,
+with one rank on each GPU.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ import torch
 from allranks._base.errors import AllranksError
 from allranks.testing import run_ranks
 
-NO_GPU = 77  # what test runners take for "skipped"
+NO_GPU = 77  # test runners interpret this exit code as "skipped"
 FOLDER = str(Path(__file__).parent)
 
 
 class Row(NamedTuple):
-    """One check with some ranks on some backend."""
+    """One check with a number of ranks on a backend."""
 
     check: checks.Check
     backend: str | None
@@ -38,12 +40,12 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
+        """Name of the check in the table."""
         return f"{self.check.__name__} on {self.backend or 'the default'}, ranks: {self.ranks}"
 
 
 def rows(gpus: int) -> list[Row]:
-    """All that is checked on so many GPUs."""
+    """Return all rows for this number of GPUs."""
     native = (*checks.CHECKS, checks.streams)
     shared = {"LOCAL_RANK": "0"}
     every = [Row(check, "native", 2, shared) for check in native]
@@ -62,7 +64,7 @@ def rows(gpus: int) -> list[Row]:
 
 
 def main(words: list[str]) -> int:
-    """Runs what has one of the words in its name, or all."""
+    """Run the rows that have one of the words in their names, or all; return the exit code."""
     gpus = torch.cuda.device_count()
     if not gpus:
         print(f"No NVIDIA GPU, or none that this torch ({torch.__version__}) can use: nothing was run.")

@@ -1,4 +1,4 @@
-"""Tensors on a device through the engines: on a GPU where there is one, and on a stand-in everywhere."""
+"""Device tensors on the engines: on a GPU if one is available, and always on a stand-in."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from allranks.testing import run_ranks
 from support.mpi_jobs import run_by_mpi
 
 FOLDER = str(Path(__file__).parent)
-GPUS = torch.cuda.device_count()  # does not start CUDA
+GPUS = torch.cuda.device_count()  # does not initialize CUDA
 
 gpu = pytest.mark.skipif(not GPUS, reason="needs an NVIDIA GPU, and a torch that was built for it")
 
 
-def test_native_on_a_stand_in() -> None:
-    """Without a GPU: what is left for one to show are pinned memory and streams."""
+def test_native_passes_all_checks_on_the_stand_in_device() -> None:
+    """Run the checks without a GPU. Pinned memory and streams need a real GPU."""
     several = (*checks.CHECKS, checks.outputs_wait_for_their_stream)
     run_ranks(2, checks.on, several, "native", "away", FOLDER, init=False, timeout_s=110)
 
 
 @pytest.mark.parametrize("backend", ["native", "cpu:gloo,away:native"])
-def test_a_loss_on_a_stand_in(backend: str) -> None:
+def test_ranks_continue_after_a_loss_on_the_stand_in_device(backend: str) -> None:
     run_ranks(3, checks.on, [checks.a_loss], backend, "away", FOLDER, init=False, may_die=[2])
 
 
-def test_native_alone_on_a_stand_in() -> None:
+def test_native_sends_the_data_of_allranks_as_tensors_of_the_stand_in_device() -> None:
     run_ranks(2, checks.on, [checks.alone_on_its_device], "native", "away", FOLDER, init=False)
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs a torch that was built with gloo")
-def test_native_beside_gloo_on_a_stand_in() -> None:
+def test_gloo_moves_cpu_tensors_and_native_moves_stand_in_tensors() -> None:
     several = (checks.cpu_beside_it, checks.messages)
     run_ranks(2, checks.on, several, "cpu:gloo,away:native", "away", FOLDER, init=False)
 
 
-def test_mpi_on_a_stand_in() -> None:
+def test_mpi_passes_checks_on_the_stand_in_device() -> None:
     several = (
         checks.every_verb,
         checks.messages,
@@ -62,13 +62,13 @@ def test_mpi_on_a_stand_in() -> None:
 
 @gpu
 @pytest.mark.parametrize("check", [*checks.CHECKS, checks.streams], ids=lambda check: check.__name__)
-def test_native_on_one_gpu(check: checks.Check) -> None:
+def test_native_passes_check_with_two_ranks_on_one_gpu(check: checks.Check) -> None:
     run_ranks(2, checks.on, [check], "native", "cuda", FOLDER, init=False, env={"LOCAL_RANK": "0"})
 
 
 @gpu
 @pytest.mark.parametrize("backend", ["nccl", None, "cpu:gloo,cuda:nccl"])
-def test_nccl_with_a_rank_on_each_gpu(backend: str | None) -> None:
+def test_nccl_passes_checks_with_one_rank_on_each_gpu(backend: str | None) -> None:
     several = checks.ON_NCCL if backend == "nccl" else (*checks.ON_NCCL, checks.cpu_beside_it)
     run_ranks(GPUS, checks.on, several, backend, "cuda", FOLDER, init=False)
 
@@ -76,10 +76,10 @@ def test_nccl_with_a_rank_on_each_gpu(backend: str | None) -> None:
 @gpu
 @pytest.mark.skipif(GPUS < 2, reason="needs a GPU for the rank that is lost and one for another")
 @pytest.mark.parametrize("backend", ["nccl", None])
-def test_nccl_loses_a_rank(backend: str | None) -> None:
+def test_ranks_continue_after_a_loss_on_nccl(backend: str | None) -> None:
     run_ranks(GPUS, checks.on, [checks.a_loss], backend, "cuda", FOLDER, init=False, may_die=[GPUS - 1])
 
 
 @gpu
-def test_the_plugin_beside_nccl() -> None:
+def test_plugin_moves_cpu_tensors_and_nccl_moves_cuda_tensors() -> None:
     run_ranks(GPUS, checks.on, [checks.plugin_beside_nccl], "native", "cuda", FOLDER, init=False)

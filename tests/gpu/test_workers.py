@@ -1,4 +1,4 @@
-"""Workers of master-worker mode that keep their tensors on a GPU; several may share one."""
+"""Workers of master-worker mode that store their tensors on a GPU. Several workers may share a GPU."""
 
 from __future__ import annotations
 
@@ -70,6 +70,6 @@ print("done")
 
 
 @gpu
-def test_workers_on_gpus() -> None:
+def test_workers_on_gpus_compute_the_same_values_as_the_local_gpu() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False)
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr

@@ -1,4 +1,4 @@
-"""A program that just ends, with groups that nobody destroyed, calls pending, futures asked for: with 0, silently."""
+"""Exit of a program with open groups, pending calls or futures: code 0 and no output."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ futures = [td.irecv(torch.ones(1), 1 - td.get_rank()).get_future().then(lambda d
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_program_that_just_ends(ending: str, tmp_path: Path) -> None:
+def test_program_without_cleanup_exits_with_code_0_and_no_output(ending: str, tmp_path: Path) -> None:
     script = tmp_path / "ends.py"
     script.write_text(f"import torch, torch.distributed as td\ntd.init_process_group('allranks')\n{ENDINGS[ending]}")
     for _ in range(2):

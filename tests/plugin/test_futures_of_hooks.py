@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel on our groups: hooks that wait for futures, and a class that the program replaces."""
+"""torch's DistributedDataParallel on allranks: hooks that wait for futures, and a program that replaces the class."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _by_wait_all(model: Any, bucket: Any) -> None:
 
 
 @pytest.mark.parametrize("reduce", [_by_reducer, _by_collect_all, _by_wait_all])
-def test_a_hook_that_waits_for_what_torch_makes_of_a_future(tmp_path: Any, reduce: Callable[[Any, Any], None]) -> None:
+def test_hook_can_wait_for_a_future_that_torch_derives(tmp_path: Any, reduce: Callable[[Any, Any], None]) -> None:
     def body() -> list[list[float]]:
         model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
 
@@ -45,7 +45,7 @@ def test_a_hook_that_waits_for_what_torch_makes_of_a_future(tmp_path: Any, reduc
     assert run_ranks(2, body) == [[[3.0, 3.0, 3.0]]] * 2
 
 
-def test_a_program_that_has_put_another_class_in_place_of_torchs() -> None:
+def test_state_works_if_the_program_replaces_the_class_of_torch() -> None:
     def body() -> None:
         real = nn.parallel.DistributedDataParallel
         nn.parallel.DistributedDataParallel = functools.partial(real)  # type: ignore[assignment, misc]

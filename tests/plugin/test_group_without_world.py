@@ -1,5 +1,7 @@
-"""Groups that a program makes with torch's own function for groups, beside the world or before it. Trainers that feed
-inference engines (OpenRLHF, verl, TRL) have ranks of two worlds in such a group."""
+"""Groups that a program creates with torch's internal function, beside the world or before it.
+
+Trainers that feed inference engines (OpenRLHF, verl, TRL) have ranks of two worlds in such a group.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def _sum(group: Any, value: float) -> float:
 
 
 def _choose(backend: str) -> str:
-    """The backend's name for torch."""
+    """Return the name of the backend for torch; let allranks replace gloo if requested."""
     if backend == "instead of gloo":
         from allranks._plugin.gloo import stand_in
 
@@ -44,7 +46,7 @@ def _choose(backend: str) -> str:
 
 
 @pytest.mark.parametrize("backend", ["allranks", "instead of gloo"])
-def test_groups_before_and_beside_the_world(tmp_path: Path, backend: str) -> None:
+def test_groups_created_before_and_beside_the_world_give_correct_sums(tmp_path: Path, backend: str) -> None:
     def body() -> list[float]:
         rank, name = int(os.environ["RANK"]), _choose(backend)
         found = []
@@ -53,7 +55,7 @@ def test_groups_before_and_beside_the_world(tmp_path: Path, backend: str) -> Non
         distributed.init_process_group(
             name, init_method=f"file://{tmp_path}/world", rank=rank, world_size=2, timeout=LIMIT
         )
-        second = _group(tmp_path, name, "second", 1 - rank, 2)  # the ranks are other ones there
+        second = _group(tmp_path, name, "second", 1 - rank, 2)  # with the ranks in reverse order
         sub = distributed.new_group([0, 1])
         found += [_sum(group, rank + 1.0) for group in (None, first, second, sub)]
         distributed.destroy_process_group(second)
@@ -64,7 +66,7 @@ def test_groups_before_and_beside_the_world(tmp_path: Path, backend: str) -> Non
     assert run_ranks(2, body, init=False) == [[3.0] * 5 + [2.0, 4.0]] * 2
 
 
-def test_a_group_of_ranks_of_two_worlds(tmp_path: Path) -> None:
+def test_one_group_can_contain_the_ranks_of_two_worlds(tmp_path: Path) -> None:
     def body() -> tuple[float, float]:
         rank, name = int(os.environ["RANK"]), _choose("allranks")
         place, size = (rank, 2) if rank < 2 else (0, 1)

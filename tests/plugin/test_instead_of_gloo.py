@@ -1,4 +1,4 @@
-"""A program that asks torch.distributed for gloo runs on our channel, unchanged."""
+"""A program that requests gloo from torch.distributed runs unchanged on allranks."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ NOTICE = "the program requested gloo"
 
 
 def run(folder: Path, *options: str, **variables: str) -> tuple[set[str], str]:
-    """What the ranks print, without their prefixes, and what stands on stderr."""
+    """Run the program; return the lines that the ranks print, without prefixes, and stderr."""
     script = folder / "program.py"
     script.write_text(PROGRAM)
     command = [sys.executable, "-m", "allranks", "run", "-n", "2", *options, str(script)]
@@ -39,11 +39,11 @@ def run(folder: Path, *options: str, **variables: str) -> tuple[set[str], str]:
     done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
     printed = {line.partition("] ")[2] for line in done.stdout.splitlines()}
-    return {line for line in printed if not line.startswith("[Gloo]")}, done.stderr  # which torch 2.10 says
+    return {line for line in printed if not line.startswith("[Gloo]")}, done.stderr  # printed by torch 2.10
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_the_program_has_the_same_result(start: str, tmp_path: Path) -> None:
+def test_program_has_the_same_result_as_on_gloo(start: str, tmp_path: Path) -> None:
     (on_gloo,), said = run(tmp_path)
     assert on_gloo.endswith("ProcessGroup")
     assert NOTICE not in said
@@ -53,7 +53,7 @@ def test_the_program_has_the_same_result(start: str, tmp_path: Path) -> None:
     assert on_ours.endswith("TorchGroup")
 
 
-def test_the_variable(tmp_path: Path) -> None:
+def test_environment_variable_replaces_gloo(tmp_path: Path) -> None:
     for value, kind in (("1", "TorchGroup"), ("0", "ProcessGroup")):
         (printed,), _ = run(tmp_path, ALLRANKS_INSTEAD_OF_GLOO=value)
         assert printed.split()[-1] == kind

@@ -1,4 +1,4 @@
-"""What torch.distributed does with a group after a loss: abort, shrink_group; on ours."""
+"""abort and shrink_group of torch.distributed on groups of allranks, after the loss of a rank."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def summed(group: Any = None) -> float:
     return tensor.item()
 
 
-def test_abort_ends_the_calls_of_all_and_torch_may_begin_again(tmp_path: Path) -> None:
+def test_abort_ends_the_calls_of_all_ranks_and_allows_a_new_world(tmp_path: Path) -> None:
     def body() -> None:
         begin(tmp_path, 2)
         group = td.group.WORLD
@@ -58,7 +58,7 @@ def test_abort_ends_the_calls_of_all_and_torch_may_begin_again(tmp_path: Path) -
 
 
 @pytest.mark.skipif(not hasattr(td, "shrink_group"), reason=f"torch {torch.__version__} has no shrink_group")
-def test_shrink_group(tmp_path: Path) -> None:
+def test_shrink_group_removes_the_excluded_ranks(tmp_path: Path) -> None:
     def body() -> None:
         begin(tmp_path, 4)
         some = td.new_group([0, 1, 3])
@@ -95,8 +95,11 @@ def test_shrink_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(td, "shrink_group"), reason=f"torch {torch.__version__} has no shrink_group")
-def test_a_store_that_ends_with_rank_0() -> None:
-    """Nobody can decide who goes on. That is an error of ours, not what a socket of torch's says."""
+def test_shrink_group_raises_store_lost_error_if_the_store_died_with_rank_0() -> None:
+    """Check that the error is one of allranks, not torch's socket error.
+
+    Without the store, the surviving ranks cannot agree on a new group.
+    """
 
     def body() -> None:
         port = int(os.environ["TEST_PORT"])

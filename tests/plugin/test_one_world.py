@@ -1,4 +1,4 @@
-"""How torch.distributed and allranks share one world, and the ways in which a program asks torch for groups of ours."""
+"""One world shared by torch.distributed and allranks, and the ways to request groups of allranks from torch."""
 
 import contextlib
 import inspect
@@ -42,8 +42,8 @@ def summed(group: object = None) -> float:
     return tensor.item()
 
 
-def test_ways_to_meet(tmp_path: Path) -> None:
-    """A file, an address, a store; and again and again in one process."""
+def test_init_process_group_accepts_a_file_an_address_and_a_store(tmp_path: Path) -> None:
+    """Initialize by a file, by an address and by a store, one after the other in one process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -66,7 +66,7 @@ def test_ways_to_meet(tmp_path: Path) -> None:
     run_ranks(2, body, init=False)
 
 
-def test_torchs_groups_are_groups_of_ours(tmp_path: Path) -> None:
+def test_groups_of_torch_work_in_calls_of_allranks(tmp_path: Path) -> None:
     def body() -> None:
         with world("allranks", tmp_path / "meet"):
             assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (td.get_rank(), 3, "native")
@@ -89,7 +89,7 @@ def test_torchs_groups_are_groups_of_ours(tmp_path: Path) -> None:
     run_ranks(3, body, init=False)
 
 
-def test_groups_of_ours_are_torchs() -> None:
+def test_groups_of_allranks_work_in_calls_of_torch() -> None:
     def body() -> None:
         rank = dist.get_rank()
         some = dist.new_group([2, 1], sort_ranks=False)
@@ -104,7 +104,7 @@ def test_groups_of_ours_are_torchs() -> None:
             model(torch.ones(2, 3) * rank).sum().backward()
             mean = sum(td.get_process_group_ranks(group)) / group.size()
             torch.testing.assert_close(inner.weight.grad, torch.full((1, 3), 2.0 * mean))
-        made = td.new_group([0, 1])  # torch's own way goes on
+        made = td.new_group([0, 1])  # torch's own function still works
         if rank < 2:
             assert summed(made) == 3
         td.destroy_process_group()
@@ -113,8 +113,8 @@ def test_groups_of_ours_are_torchs() -> None:
     run_ranks(3, body)
 
 
-def test_groups_beside_gloos(tmp_path: Path) -> None:
-    """Two groups of one job, one of each kind, whichever is the world; also as dimensions of a mesh."""
+def test_groups_of_allranks_and_gloo_work_in_one_job(tmp_path: Path) -> None:
+    """Use a group of each backend in one job, with either as the world, also as mesh dimensions."""
 
     def trained(group: object) -> torch.Tensor:
         torch.manual_seed(0)
@@ -141,8 +141,8 @@ def test_groups_beside_gloos(tmp_path: Path) -> None:
     run_ranks(2, body, init=False)
 
 
-def test_backends_by_device(tmp_path: Path) -> None:
-    """nccl is left out where it is not; of two that are here each gets the tensors of its device."""
+def test_each_backend_receives_the_tensors_of_its_device(tmp_path: Path) -> None:
+    """Check that nccl is ignored if it is missing, and that each backend receives the tensors of its device."""
 
     def body() -> None:
         if not td.is_nccl_available():
@@ -168,7 +168,7 @@ def test_backends_by_device(tmp_path: Path) -> None:
     run_ranks(2, body, init=False)
 
 
-def test_other_ranks_than_ours() -> None:
+def test_torch_world_with_other_ranks_is_rejected_on_allranks_and_separate_on_gloo() -> None:
     def body() -> None:
         with pytest.raises(dist.UsageError, match="allranks is initialized with rank 0 of 1"):
             td.init_process_group("allranks", store=td.HashStore(), rank=0, world_size=2, timeout=TIMEOUT)
@@ -180,7 +180,7 @@ def test_other_ranks_than_ours() -> None:
     run_ranks(1, body)
 
 
-def test_a_late_rank_in_a_monitored_barrier(tmp_path: Path) -> None:
+def test_monitored_barrier_names_the_late_rank(tmp_path: Path) -> None:
     def body() -> str:
         with world("allranks", tmp_path / "meet"):
             rank, limit = td.get_rank(), timedelta(seconds=0.3)
@@ -196,8 +196,8 @@ def test_a_late_rank_in_a_monitored_barrier(tmp_path: Path) -> None:
     assert "Rank 1 failed to pass monitoredBarrier" in str(said[0])
 
 
-def test_what_gloo_does_not(tmp_path: Path) -> None:
-    """Where torch on gloo refuses, or waits for ever."""
+def test_features_that_gloo_lacks_work(tmp_path: Path) -> None:
+    """Check features that torch rejects on gloo, or that deadlock there."""
 
     def body() -> None:
         from torch.distributed import _functional_collectives as functional
@@ -219,17 +219,17 @@ def test_what_gloo_does_not(tmp_path: Path) -> None:
                 model(torch.full((2, 20), 1.0 + td.get_rank())).sum().backward()
             return [p.grad for p in inner.parameters()]
 
-        def calls_again(_, bucket):  # type: ignore[no-untyped-def]  # torch would judge the annotations
+        def calls_again(_, bucket):  # type: ignore[no-untyped-def]  # torch checks annotations
             def again(future):  # type: ignore[no-untyped-def]
                 return td.all_reduce(future.value()[0] / 4, async_op=True).result()[0]
 
             return td.all_reduce(bucket.buffer(), async_op=True).get_future().then(again)
 
         with world("allranks", tmp_path / "meet"):
-            # Callbacks that make calls, of several buckets: gloo's two threads wait for each other.
+            # Callbacks that make calls, with several buckets: gloo's two threads deadlock.
             for a, b in zip(gradients(calls_again), gradients(None), strict=True):
                 torch.testing.assert_close(a, b)
-            # ZeroRedundancyOptimizer's steps within backward: torch refuses gloo.
+            # Steps of ZeroRedundancyOptimizer within backward: torch rejects gloo.
             weights = []
             for hook in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved, None):
                 inner = layers()
@@ -241,7 +241,7 @@ def test_what_gloo_does_not(tmp_path: Path) -> None:
                 )
                 if hook:
                     model.register_comm_hook(None, hook(default_hooks.allreduce_hook, model, zero))
-                steps = 5 if hook is None else 7  # the first two prepare, without a step
+                steps = 5 if hook is None else 7  # the first two iterations prepare and make no step
                 for _ in range(steps):
                     model.zero_grad()
                     model(torch.full((2, 20), 1.0 + td.get_rank())).sum().backward()
@@ -250,12 +250,12 @@ def test_what_gloo_does_not(tmp_path: Path) -> None:
             for others in weights[:2]:
                 for a, b in zip(others, weights[2], strict=True):
                     torch.testing.assert_close(a, b)
-            # FSDP2 that divides by a factor of its own: gloo has no PREMUL_SUM.
+            # FSDP2 with a custom divide factor: gloo has no PREMUL_SUM.
             model = fully_shard(torch.nn.Linear(2, 2, bias=False))
             model.set_gradient_divide_factor(4.0)
             model(torch.ones(1, 2)).sum().backward()
             assert model.weight.grad.full_tensor().tolist() == [[0.5, 0.5]] * 2
-            # AVG of integers, as nccl's.
+            # AVG of integers rounds toward zero, as on nccl.
             rank, right = td.get_rank(), torch.tensor([-3, 3])
             mine = torch.tensor([-3, 3]) + torch.tensor([-1, 1]) * rank
             pieces = [torch.empty_like(right), torch.empty_like(right)]
@@ -275,7 +275,7 @@ def test_what_gloo_does_not(tmp_path: Path) -> None:
                 td.all_reduce(mine > 0, td.ReduceOp.AVG)
             with pytest.warns(UserWarning, match="is set at creation"):
                 td.group.WORLD.set_timeout(timedelta(seconds=5))
-            # A tensor without memory of its own is waited for by the plugin; and by nobody in ours.
+            # The plugin waits for a tensor without memory of its own. A call of allranks rejects it.
             pending = AsyncCollectiveTensor(torch.ones(2))
             td.all_reduce(pending)
             assert pending.tolist() == [2, 2]
@@ -285,8 +285,8 @@ def test_what_gloo_does_not(tmp_path: Path) -> None:
     run_ranks(2, body, init=False)
 
 
-def test_whatever_torch_asks_of_a_group() -> None:
-    """It is answered or refused, whatever this version of torch has added to its groups and backends."""
+def test_newer_interfaces_of_torch_groups_work_or_raise() -> None:
+    """Check that whatever this version of torch has added to groups and backends works or raises an error."""
     with one_rank():
         group = td.group.WORLD
         for asked in (group, group._get_backend(torch.device("cpu"))):

@@ -1,4 +1,4 @@
-"""What PyTorch builds on process groups, unchanged, on the plugin: the same state as on gloo, program by program."""
+"""PyTorch features that use process groups: each program gives the same state on the plugin as on gloo."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ RANKS = {
 JOBS = {name: Job(file, RANKS[name]) for name, file in FILES.items()}
 
 
-@pytest.mark.timeout(1000)  # longer than the job may take, which then says where its ranks are
+@pytest.mark.timeout(1000)  # longer than the timeout of the job, which reports where its ranks are
 @pytest.mark.parametrize(("file", "program"), [(name, each) for name, file in FILES.items() for each in programs(file)])
-def test_same_as_on_gloo(file: str, program: str) -> None:
+def test_program_gives_the_same_state_as_on_gloo(file: str, program: str) -> None:
     JOBS[file].assert_same(program)

@@ -1,6 +1,6 @@
-"""torch.distributed's interface for changing the members of a group (torch 2.14 and later), on our groups.
+"""torch.distributed's interface for changing the members of a group (torch 2.14 and later), on allranks.
 
-The cases are those that torch tests its own backends with, and those that its documentation promises.
+The cases come from torch's tests of its own backends and from its documentation.
 """
 
 import os
@@ -64,7 +64,7 @@ def in_world(tmp_path: Path, body: Callable[[Any], object], **options: Any) -> l
     return run_ranks(SIZE, rank, init=False, **options)
 
 
-def test_before_the_first_and_after_it(tmp_path: Path) -> None:
+def test_group_communicates_only_after_the_first_reconfigure(tmp_path: Path) -> None:
     def body(group: Any) -> None:
         assert td._supports_reconfigure()
         assert group.supports_reconfigure
@@ -92,8 +92,12 @@ def test_before_the_first_and_after_it(tmp_path: Path) -> None:
     in_world(tmp_path, body)
 
 
-def test_every_change_of_members(tmp_path: Path) -> None:
-    """Identity, one alone, all again, late joining, split and merge, a shrink of the middle, a set, another order."""
+def test_reconfigure_supports_every_change_of_members(tmp_path: Path) -> None:
+    """Reconfigure to every kind of membership.
+
+    The cases are: a late join, the same members, single ranks, a split, a merge, the removal of the middle rank, a set
+    of members and a reversed order.
+    """
 
     def body(group: Any) -> None:
         own = [td._get_reconfigure_handle()]
@@ -123,7 +127,7 @@ def test_every_change_of_members(tmp_path: Path) -> None:
     in_world(tmp_path, body)
 
 
-def test_after_an_abort_a_timeout_and_a_death(tmp_path: Path) -> None:
+def test_reconfigure_restores_the_group_after_abort_timeout_and_death(tmp_path: Path) -> None:
     def body(group: Any) -> None:
         errors = torch._C._distributed_c10d.ErrorType  # type: ignore[attr-defined]
         first = handles(tmp_path, "first")
@@ -157,7 +161,7 @@ def test_after_an_abort_a_timeout_and_a_death(tmp_path: Path) -> None:
             td._reconfigure(4, first)
         reconfigure(5, first[:2])
         assert place() == (me(), 2, 3)
-        td.distributed_c10d._abort_process_group()  # torch forgets the group, and can make another one
+        td.distributed_c10d._abort_process_group()  # torch removes the group, and can then create another one
         assert not td.is_initialized()
         again = {"store": td.FileStore(str(tmp_path / "again"), 2), "rank": me(), "world_size": 2}
         td.init_process_group("allranks", **again)
@@ -166,7 +170,7 @@ def test_after_an_abort_a_timeout_and_a_death(tmp_path: Path) -> None:
     in_world(tmp_path, body, may_die=(2,))
 
 
-def test_two_that_disagree_find_out(tmp_path: Path) -> None:
+def test_ranks_that_request_different_members_raise_mismatch_error(tmp_path: Path) -> None:
     def body(group: Any) -> None:
         first = handles(tmp_path, "first")
         reconfigure(1, first)
@@ -179,8 +183,8 @@ def test_two_that_disagree_find_out(tmp_path: Path) -> None:
     in_world(tmp_path, body)
 
 
-def test_ddp_goes_on_in_the_same_object(tmp_path: Path) -> None:
-    """Gradients are averages of the ranks that there are now."""
+def test_ddp_object_continues_after_reconfigure(tmp_path: Path) -> None:
+    """Check that gradients are averages over the current ranks."""
 
     def body(group: Any) -> None:
         first = handles(tmp_path, "first")
@@ -201,14 +205,14 @@ def test_ddp_goes_on_in_the_same_object(tmp_path: Path) -> None:
             return
         wait_for(tmp_path / "gone.1")
         reconfigure(2, [first[0], first[2]])
-        assert gradient() == 1  # of 0 and 2
+        assert gradient() == 1  # the mean of 0 and 2
         reconfigure(10 + me(), [first[me()]])
         assert gradient() == me()
 
     in_world(tmp_path, body)
 
 
-def test_by_torchs_methods_and_with_other_backends(tmp_path: Path) -> None:
+def test_reconfigure_method_ignores_hints_and_foreign_handles_are_rejected(tmp_path: Path) -> None:
     def body(group: Any) -> None:
         options = td.distributed_c10d.ReconfigureOptions()
         options.uuid, options.handles = 5 + me(), {group.get_reconfigure_handle()}
@@ -221,9 +225,7 @@ def test_by_torchs_methods_and_with_other_backends(tmp_path: Path) -> None:
     in_world(tmp_path, body)
 
 
-def test_a_group_of_a_plain_world(tmp_path: Path) -> None:
-    """One that was made without enable_reconfigure can be changed, too."""
-
+def test_world_created_without_enable_reconfigure_can_be_reconfigured(tmp_path: Path) -> None:
     def body() -> None:
         store = td.FileStore(str(tmp_path / "store"), SIZE)
         td.init_process_group("allranks", store=store, rank=me(), world_size=SIZE)

@@ -1,4 +1,4 @@
-"""torch's flight recorder (torch 2.15 and later), fed by calls on our groups where somebody asks for it."""
+"""torch's flight recorder (torch 2.15 and later) records calls on groups of allranks if it is enabled."""
 
 import json
 import threading
@@ -22,7 +22,7 @@ def dump() -> Any:
     return json.loads(_C._dump_fr_trace_json(backend="allranks"))
 
 
-def test_its_dump_names_our_calls_and_the_pending_one() -> None:
+def test_dump_of_flight_recorder_contains_completed_and_pending_calls() -> None:
     def body() -> None:
         group = td.new_group([0, 1], backend="allranks")
         tensor = torch.ones(5)
@@ -39,7 +39,7 @@ def test_its_dump_names_our_calls_and_the_pending_one() -> None:
             assert late.is_alive()
             *_, entry = dump()["entries"]
             assert (entry["profiling_name"], entry["input_sizes"]) == ("allranks:all_reduce", [[3]])
-            assert not entry["retired"]  # the others are: they have returned
+            assert not entry["retired"]  # completed calls are retired
             td.send(tensor, other, group=group)
             late.join()
         else:

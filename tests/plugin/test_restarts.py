@@ -1,4 +1,4 @@
-"""torchrun starts ranks on the plugin again when one fails: on the same store, where the last attempt's keys are."""
+"""torchrun restarts the ranks on the plugin after a failure, with a store that contains the previous attempt's keys."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ print(f"attempt {attempt}: {tensor.item()}", flush=True)
 """
 
 
-def test_three_restarts(tmp_path: Path) -> None:
+def test_ranks_on_the_plugin_work_after_three_restarts(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3"]

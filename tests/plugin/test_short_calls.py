@@ -1,4 +1,4 @@
-"""Plain calls of torch.distributed, which the core reads: as right as the others, and seen by whoever looks."""
+"""Plain calls of torch.distributed, whose arguments the core reads: correct results, errors and profiles."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ reduce_scatter_single = getattr(td, "reduce_scatter_single", td.reduce_scatter_t
 
 
 def read(group: Any) -> tuple[list[str], Any]:
-    """Notes which plain calls were made or begun by the core's reading, and which went the long way."""
+    """Record the verbs of calls on the fast path; return the list and a function that stops recording."""
     calls: list[str] = []
     ours = group.allranks_group
     now = ours.now
@@ -32,7 +32,7 @@ def read(group: Any) -> tuple[list[str], Any]:
     return calls, lambda: setattr(ours, "now", now)
 
 
-def test_verbs() -> None:
+def test_plain_calls_of_every_verb_give_correct_results() -> None:
     def body() -> None:
         group = dist.torch_group()
         rank, ranks = td.get_rank(), td.get_world_size()
@@ -74,7 +74,7 @@ def test_verbs() -> None:
     run_ranks(3, body)
 
 
-def test_asynchronous_calls_are_begun_by_the_core() -> None:
+def test_core_starts_asynchronous_calls() -> None:
     def body() -> None:
         group = dist.torch_group()
         rank, ranks = td.get_rank(), td.get_world_size()
@@ -115,7 +115,7 @@ def test_asynchronous_calls_are_begun_by_the_core() -> None:
         do(lambda: td.all_to_all_single(out, mine.repeat(ranks), async_op=True), gathered)
         do(lambda: td.barrier(async_op=True))
 
-        # Nobody keeps the works, nor what they were given.
+        # The program drops its references to the works and their tensors.
         for _ in range(200):
             td.all_reduce(torch.ones(5000), async_op=True)
         value = torch.ones(2)
@@ -153,8 +153,8 @@ def test_ops() -> None:
     run_ranks(2, body)
 
 
-def test_what_is_not_plain() -> None:
-    """Options that the core leaves to Python, a call that somebody looks at, and a list of several tensors."""
+def test_only_plain_blocking_calls_use_the_fast_path() -> None:
+    """Check options that the core leaves to Python, a profiled call, and a list of several tensors."""
 
     def body() -> None:
         group = dist.torch_group()
@@ -177,7 +177,7 @@ def test_what_is_not_plain() -> None:
         limited = options(asyncOp=False, timeout=timedelta(seconds=20))
         assert reduced(lambda t: group.allreduce([t], limited).wait()) == (2.0, 0)
         assert reduced(lambda t: group.allreduce([t, torch.ones(1)], options(asyncOp=False)).wait()) == (4.0, 0)
-        assert reduced(lambda t: group.allreduce(t).wait()) == (2.0, 0)  # another form
+        assert reduced(lambda t: group.allreduce(t).wait()) == (2.0, 0)  # another signature
         with torch.profiler.profile() as profile:
             assert reduced(td.all_reduce)[0] == 2.0
         assert any("all_reduce" in event.key for event in profile.key_averages())
@@ -187,7 +187,7 @@ def test_what_is_not_plain() -> None:
 
 
 def test_errors() -> None:
-    """Typed, with gloo's words where a call is wrong; a failure of the group is remembered."""
+    """Check error types, gloo's message in errors of wrong calls, and the recorded failure of a group."""
 
     def body() -> None:
         group = dist.torch_group()
@@ -209,8 +209,8 @@ def test_errors() -> None:
     run_ranks(2, body, may_die=[1])
 
 
-def test_a_group_on_another_engine() -> None:
-    """It has no fast path, in a process that has not loaded the native engine."""
+def test_group_on_another_engine_works_without_a_fast_path() -> None:
+    """Use a group without a fast path, also in a process that has not loaded the native engine."""
 
     def body() -> None:
         dist.torch_group()
@@ -227,7 +227,7 @@ def test_a_group_on_another_engine() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_closed_group() -> None:
+def test_calls_on_a_closed_group_raise_not_initialized_error() -> None:
     def body() -> None:
         dist.torch_group()
         made = td.new_group([0, 1])

@@ -1,4 +1,4 @@
-"""Under torch's own DistributedDataParallel and FSDP2, a failure is our error, on every rank, in time."""
+"""A failure under torch's DistributedDataParallel or FSDP2 raises an error of allranks on every rank, without delay."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ TIMEOUT_S = 1.5
 
 
 def training(kind: str) -> Callable[[], None]:
-    """A training step of a model that torch distributes."""
+    """Return a training step of a model that torch distributes."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -42,9 +42,9 @@ def training(kind: str) -> Callable[[], None]:
 def failing(
     kinds: Sequence[str], fail: Callable[[], None], timeout_s: float = TIMEOUT_S
 ) -> Callable[[], list[tuple[str, str, float]]]:
-    """What a rank does: for each kind, in a world of its own, steps in which rank 1 fails after some.
+    """Return the function of a rank: for each kind, in a new world, training steps in which rank 1 fails.
 
-    Returns the errors: type, text, seconds.
+    The function returns the errors: type, text, seconds.
     """
 
     def once(kind: str) -> tuple[str, str, float]:
@@ -69,7 +69,7 @@ def failing(
             began = time.monotonic()
             errors.append(once(kind))
             dist.destroy_process_group()
-            if len(kinds) > 1:  # all meet again when the late one is there
+            if len(kinds) > 1:  # the ranks join the next world when the late rank has arrived
                 time.sleep(max(0.0, began + 2.5 * TIMEOUT_S - time.monotonic()))
         return errors
 
@@ -77,7 +77,7 @@ def failing(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_rank(kind: str) -> None:
+def test_killed_rank_raises_peer_lost_error_on_the_other_ranks(kind: str) -> None:
     body = failing([kind], lambda: os.kill(os.getpid(), signal.SIGKILL), timeout_s=30.0)
     results = run_ranks(3, body, init=False, may_die={1})
     for rank in (0, 2):
@@ -87,15 +87,15 @@ def test_a_killed_rank(kind: str) -> None:
         assert "died" in text
 
 
-def test_another_call() -> None:
+def test_different_call_raises_mismatch_error_on_every_rank() -> None:
     for errors in run_ranks(2, failing(KINDS, lambda: torch_dist.all_reduce(torch.ones(5))), init=False):
         for error, text, _ in errors:
             assert error == "MismatchError", text
             assert "5 x float32, SUM" in text
-            assert "test_torch_failures.py" in text  # where the calls stand
+            assert "test_torch_failures.py" in text  # the call site
 
 
-def test_a_late_rank() -> None:
+def test_late_rank_raises_timeout_error_on_every_rank() -> None:
     results = run_ranks(2, failing(KINDS, lambda: time.sleep(2 * TIMEOUT_S)), init=False)
     for errors in results:
         for error, text, _ in errors:
@@ -104,8 +104,8 @@ def test_a_late_rank() -> None:
     assert all(seconds < TIMEOUT_S + 1.0 for _, _, seconds in results[0])
 
 
-def test_ctrl_c_in_backward() -> None:
-    """DistributedDataParallel waits in C++ at the end of backward; Ctrl-C is heard there all the same."""
+def test_ctrl_c_interrupts_backward() -> None:
+    """Check that Ctrl-C interrupts the wait of DistributedDataParallel in C++ at the end of backward."""
 
     def body() -> float:
         dist.torch_group()

@@ -1,4 +1,4 @@
-"""After ``allranks.init_process_group()`` torch's own tools find a default group, made when they first ask for one."""
+"""After ``allranks.init_process_group()``, torch's tools find a default group, which their first request creates."""
 
 import os
 import random
@@ -17,9 +17,9 @@ from allranks.testing import run_ranks
 
 SEEDS = range(int(os.environ.get("ALLRANKS_WORLD_SEEDS", "3")))
 
-STRICT = "-W", "error::UserWarning", "-W", "ignore:TypedStorage"  # torch 2.10 warns of itself
+STRICT = "-W", "error::UserWarning", "-W", "ignore:TypedStorage"  # torch 2.10 causes this warning itself
 
-# As in torch's tutorials; only the import is another one.
+# A program as in torch's tutorials; only the import differs.
 PROGRAM = """
 import sys
 import torch
@@ -53,7 +53,7 @@ def summed(group: object = None) -> float:
     return tensor.item()
 
 
-def test_a_program_with_another_import_trains(tmp_path: Path) -> None:
+def test_program_trains_the_same_weights_with_either_import(tmp_path: Path) -> None:
     printed = []
     for package in ("torch.distributed", "allranks"):
         script = tmp_path / f"{package}.py"
@@ -65,12 +65,12 @@ def test_a_program_with_another_import_trains(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert "several" not in done.stderr
         lines = {line.partition("] ")[2] for line in done.stdout.splitlines()}
-        printed.append({line for line in lines if not line.startswith("[Gloo]")})  # which torch 2.10 says
+        printed.append({line for line in lines if not line.startswith("[Gloo]")})  # printed by torch 2.10
     assert printed[0] == printed[1]
     assert len(printed[0]) == 1
 
 
-def test_what_torch_builds_on_it() -> None:
+def test_tools_of_torch_work_on_the_world_of_allranks() -> None:
     def on(engine: str) -> None:
         from torch.distributed.fsdp import fully_shard
 
@@ -78,7 +78,7 @@ def test_what_torch_builds_on_it() -> None:
         dist.init_process_group(engine, timeout=30)
         hook = sys.excepthook
         if rank == 0:
-            assert td.is_initialized()  # no other rank need ask
+            assert td.is_initialized()  # the other ranks do not have to call it
         assert sys.excepthook is hook
         dist.barrier()
         assert (td.get_rank(), td.get_world_size(), summed()) == (rank, 4, 15)
@@ -96,11 +96,13 @@ def test_what_torch_builds_on_it() -> None:
         sharded(torch.ones(1, 2)).sum().backward()
         assert sharded.weight.grad.full_tensor().tolist() == [[1, 1]] * 2
         some = td.new_group([1, 2])
-        if rank == 3:  # here alone torch knows a group more
+        if rank == 3:  # only on this rank, torch has an additional group
             dist.torch_group(pair)
         if engine != "gloo":
             assert summed(td.new_group(backend="gloo")) == 15
-        if rank in (1, 2):  # without rank 0, which serves torch's store; from torch 2.15 on the last on any backend
+        # Rank 0, which serves torch's store, does not take part. Since torch 2.15, no group may follow on any backend,
+        # because torch counts groups that only some ranks create.
+        if rank in (1, 2):
             assert summed(some) == 6
             assert summed(td.new_group([2, 1], use_local_synchronization=True)) == 6
         (dist if rank % 2 else td).destroy_process_group()
@@ -114,8 +116,8 @@ def test_what_torch_builds_on_it() -> None:
     run_ranks(4, body, init=False)
 
 
-def test_who_asks_first(tmp_path: Path) -> None:
-    """Ranks that never ask torch for anything; a new group among those that do not serve; threads that ask at once."""
+def test_any_rank_thread_or_child_can_request_the_group_first(tmp_path: Path) -> None:
+    """Check ranks that do not use torch, a new group without the rank of the store, and concurrent threads."""
 
     def body() -> None:
         rank = dist.get_rank()
@@ -134,17 +136,17 @@ def test_who_asks_first(tmp_path: Path) -> None:
         if rank != 1:
             child = os.fork()
             if child == 0:
-                os._exit(td.get_rank() != rank)  # as a dataset asks in a data loader's worker
+                os._exit(td.get_rank() != rank)  # as a dataset does in a data loader's worker
             assert os.waitpid(child, 0)[1] == 0
 
     run_ranks(3, body)
 
 
-def test_the_variable() -> None:
+def test_environment_variable_disables_the_default_group_of_torch() -> None:
     def body() -> None:
         assert not td.is_initialized()
         with pytest.raises(ValueError, match="Default process group has not been initialized"):
-            torch.utils.data.distributed.DistributedSampler(range(4)).num_replicas  # noqa: B018 - raises before
+            torch.utils.data.distributed.DistributedSampler(range(4)).num_replicas  # noqa: B018 - the property raises
         assert dist.torch_group().size() == 2
         assert summed() == 3
 
@@ -158,13 +160,13 @@ def test_the_variable() -> None:
     run_ranks(1, wrong, env={"ALLRANKS_TORCH_WORLD": "yes"}, init=False)
 
 
-def test_worlds_in_any_order(tmp_path: Path) -> None:
-    """A program begins and ends worlds by both libraries, in all orders; ``ALLRANKS_WORLD_SEEDS`` makes it longer."""
+def test_worlds_of_both_libraries_can_start_and_end_in_any_order(tmp_path: Path) -> None:
+    """Create and destroy worlds with both libraries in random order, for ``ALLRANKS_WORLD_SEEDS`` seeds."""
 
     def run(seed: int) -> None:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         chance = random.Random(seed)
-        # Is our world there; does torch find it; has torch one of its own; has torch made one.
+        # A world of allranks exists; torch finds it; torch has a world on gloo; torch has created its group.
         ours = shared = gloo = made = False
         said = []
         for step in range(25):
@@ -174,7 +176,7 @@ def test_worlds_in_any_order(tmp_path: Path) -> None:
                 assert td.is_initialized() == (shared or gloo), said
                 time.sleep(0.01)
             made = (shared or gloo) and (made or action in ("ask", "one rank asks", "sum"))
-            if made:  # whoever has asked has a group, and cannot begin another
+            if made:  # after its first request, torch has a group and cannot create another world
                 assert td.is_initialized() == (shared or gloo), said
             meet = {"init_method": f"file://{tmp_path}/{seed}-{step}", "rank": rank, "world_size": size}
             if action == "ours" and ours:
@@ -190,7 +192,8 @@ def test_worlds_in_any_order(tmp_path: Path) -> None:
                 td.init_process_group("allranks" if action == "torch" else "gloo", **meet)
                 gloo = action == "gloo"
                 if gloo:
-                    td.barrier()  # one that ended its group at once would do so while gloo's other rank still connects
+                    # Without a barrier, one rank could destroy its group while the other rank still connects on gloo.
+                    td.barrier()
                 ours, shared, made = ours or not gloo, not gloo, True
             elif action == "sum" and (shared or gloo):
                 assert summed() == 2**size - 1

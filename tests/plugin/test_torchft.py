@@ -1,7 +1,7 @@
-"""torchft's Manager on a group of ours: a replica that is killed comes back, and all replicas have the same weights.
+"""torchft's Manager on a group of allranks: a killed replica rejoins, and all replicas have the same weights.
 
-The same on torchft's own group on gloo. torchft is in an environment of its own (`make torchft`). Without it the tests
-are skipped; with ALLRANKS_TEST_ALL=1, as CI has it, they fail.
+The test also runs on torchft's own group on gloo. torchft is in a separate environment (`make torchft`). Without it the
+tests are skipped. If ALLRANKS_TEST_ALL=1, as in CI, they fail instead.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ROOT = Path(__file__).parents[2]
 BIN = ROOT / "build" / "torchft-venv" / "bin"
 EXAMPLE = ROOT / "examples" / "torchft" / "train.py"
 STEPS = 20
-ALONE = "with 2 replicas"  # what survivors print of a step
+ALONE = "with 2 replicas"  # printed by the surviving replicas for each step
 
 
 class Program:
-    """A process whose lines are kept as they come."""
+    """A process whose output lines are stored when they arrive."""
 
     def __init__(self, *words: object, **environ: str) -> None:
         clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -44,10 +44,10 @@ class Program:
         assert self.process.stdout is not None
         with self.process.stdout as lines:
             for line in lines:
-                self.lines.append(line)  # one by one, as others look at them meanwhile
+                self.lines.append(line)  # one by one, because another thread reads the list concurrently
 
     def end(self) -> int:
-        """Waits for the end; returns the exit code."""
+        """Wait until the process exits; return the exit code."""
         code = self.process.wait(60)
         self._reader.join()
         return code
@@ -68,7 +68,7 @@ def until(true: Callable[[], object], programs: list[Program]) -> None:
 
 @contextlib.contextmanager
 def lighthouse() -> Iterator[str]:
-    """torchft's lighthouse; its address."""
+    """Run torchft's lighthouse; yield its address."""
     options = ("--bind", "[::]:0", "--min_replicas", 2, "--join_timeout_ms", 1000)
     running = Program(BIN / "torchft_lighthouse", *options)
     said = "Lighthouse listening on: "
@@ -80,7 +80,7 @@ def lighthouse() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("options", [(), ("--gloo",)], ids=["ours", "gloo"])
-def test_a_killed_replica_comes_back(options: tuple[str, ...]) -> None:
+def test_killed_replica_rejoins_with_the_same_weights(options: tuple[str, ...]) -> None:
     if not BIN.exists():
         missing = f"there is no {BIN.relative_to(ROOT)} with torchft: make torchft"
         pytest.fail(missing) if os.environ.get("ALLRANKS_TEST_ALL") == "1" else pytest.skip(missing)

@@ -1,8 +1,7 @@
-"""torchmetrics, as it is, computes over our groups what it computes over those of gloo.
+"""torchmetrics, unchanged, computes the same values on groups of allranks as on gloo.
 
-The program is examples/trainers/torchmetrics_values.py.
-Lightning brings it, in an environment of its own (`make trainers`). Without it the test is skipped; with
-ALLRANKS_TEST_ALL=1, as CI has it, it fails.
+The program is examples/trainers/torchmetrics_values.py. Lightning installs torchmetrics, in a separate environment
+(`make trainers`). Without it the test is skipped. If ALLRANKS_TEST_ALL=1, as in CI, the test fails instead.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ PYTHON = ROOT / "build" / "trainers-venv" / "bin" / "python"
 
 
 def values(backend: str) -> dict[str, list[str]]:
-    """What each rank prints, by rank."""
+    """Run the program; return the lines that each rank prints, by rank."""
     command = [PYTHON, "-m", "allranks", "run", "-n", "2", ROOT / "examples/trainers/torchmetrics_values.py"]
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
@@ -31,7 +30,7 @@ def values(backend: str) -> dict[str, list[str]]:
     return {rank: [line.removeprefix(rank) for line in lines if line.startswith(rank)] for rank in ("[0] ", "[1] ")}
 
 
-def test_values_are_those_of_gloo() -> None:
+def test_metric_values_equal_those_of_gloo() -> None:
     if not PYTHON.exists():
         missing = f"there is no {PYTHON.relative_to(ROOT)} with torchmetrics: make trainers"
         pytest.fail(missing) if os.environ.get("ALLRANKS_TEST_ALL") == "1" else pytest.skip(missing)

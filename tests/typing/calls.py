@@ -1,4 +1,7 @@
-"""What calls return, to a type checker. A comment names the error that each checker must report in its line."""
+"""Types that calls return, for a type checker.
+
+A comment names the errors of a line. Each checker must report one of them in that line.
+"""
 
 from typing import assert_type
 

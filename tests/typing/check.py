@@ -1,8 +1,8 @@
-"""Programs as users write them, under mypy and pyright: ``python tests/typing/check.py``.
+"""Check typical user programs with mypy and pyright: ``python tests/typing/check.py``.
 
-The programs are those of this folder, of the README, of docs/launching.md and of ``examples/first`` (the other examples
-use packages without types). Where a line ends in ``# expect:``, each checker must report one of the errors that stand
-there, and nowhere else any. pyright comes as basedpyright, whose package is complete.
+The programs are those in this folder, the README, docs/launching.md and ``examples/first``. The other examples use
+packages without types. If a line contains ``# expect:``, each checker must report one of the errors listed after it,
+and no other error. pyright is installed as basedpyright, whose package is complete.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "typing"
-_UNTYPED = ("no-untyped-def", "no-untyped-call")  # users need not annotate what they write; torch does not either
+_UNTYPED = ("no-untyped-def", "no-untyped-call")  # users do not have to annotate functions; torch does not do so either
 
 
 def programs() -> dict[Path, Path]:
-    """Copies of all in one folder, under names of their own as mypy wants them, and where each comes from."""
+    """Copy all programs to one folder, under unique names as mypy requires; return the source of each copy."""
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     copies = {}
@@ -38,7 +38,7 @@ def programs() -> dict[Path, Path]:
 
 
 def expected(paths: Iterable[Path]) -> dict[tuple[Path, int], list[str]]:
-    """The errors that may be reported in a line, by their codes."""
+    """Return the codes of the errors that are expected, by file and line number."""
     return {
         (path, number): line.partition("# expect:")[2].split()
         for path in paths
@@ -48,7 +48,7 @@ def expected(paths: Iterable[Path]) -> dict[tuple[Path, int], list[str]]:
 
 
 def by_mypy(paths: Iterable[Path]) -> Iterator[tuple[Path, int, str, str]]:
-    """What mypy reports, as strict as in `make check`, whose cache it uses."""
+    """Yield the errors of mypy, with the strict settings and the cache of `make check`."""
     command = [sys.executable, "-m", "mypy", "--output", "json", *map(str, paths)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
@@ -60,7 +60,7 @@ def by_mypy(paths: Iterable[Path]) -> Iterator[tuple[Path, int, str, str]]:
 
 
 def by_pyright(paths: Collection[Path]) -> Iterator[tuple[Path, int, str, str]]:
-    """What pyright reports in its ordinary mode."""
+    """Yield the errors of pyright in its standard mode."""
     settings = BUILD / "pyrightconfig.json"
     settings.write_text(json.dumps({"typeCheckingMode": "standard", "include": [str(path) for path in paths]}))
     command = [str(Path(sys.executable).parent / "basedpyright"), "--outputjson", "--pythonpath", sys.executable]
@@ -77,7 +77,7 @@ def by_pyright(paths: Collection[Path]) -> Iterator[tuple[Path, int, str, str]]:
 
 
 def main() -> int:
-    """Says what is not as expected; the number of such lines."""
+    """Print all unexpected and missing errors; return 1 if there are any, otherwise 0."""
     paths = programs()
     wanted = expected(paths)
     wrong = 0

@@ -1,4 +1,4 @@
-"""A program of master-worker mode, to a type checker."""
+"""A program in master-worker mode, for a type checker."""
 
 import torch
 from torch import nn

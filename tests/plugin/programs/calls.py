@@ -1,4 +1,4 @@
-"""torch.distributed's own functions: messages, objects, batches, groups, Join."""
+"""Functions of torch.distributed: messages, objects, batches, groups, Join."""
 
 from datetime import timedelta
 
@@ -84,7 +84,7 @@ def collectives():
     work = td.all_reduce(late := _mine(100), async_op=True)
     future = work.get_future().then(lambda done: done.value()[0] * 2)
     doubled = future.wait()
-    kept = total if rank == 1 else None  # what the others have is not said
+    kept = total if rank == 1 else None  # undefined on the other ranks
     return results, rows, flat, part, half, gathered, mine, swapped, uneven, kept, told, late, doubled
 
 
@@ -135,7 +135,7 @@ def barriers():
 
 
 def refusals():
-    """What torch's own Python refuses, before our group is called."""
+    """Return the errors that torch's Python code raises before it calls the group of allranks."""
     rank = td.get_rank()
     return [
         refusal(lambda: td.send(torch.ones(1), dst=rank)),
@@ -146,7 +146,7 @@ def refusals():
 
 
 class _Counter(Joinable):
-    """Counts the ranks that still have inputs."""
+    """Joinable that counts the ranks that still have inputs."""
 
     def __init__(self):
         super().__init__()

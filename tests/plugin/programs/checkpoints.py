@@ -1,4 +1,4 @@
-"""Distributed checkpoints of torch: saved, saved in the background, loaded into other layouts and by more ranks."""
+"""Distributed checkpoints of torch: saves, asynchronous saves, loads into other layouts and on more ranks."""
 
 import contextlib
 import tempfile
@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 @contextlib.contextmanager
 def _folder():
-    """One for all ranks."""
+    """Yield a temporary folder that all ranks share."""
     with tempfile.TemporaryDirectory(prefix="allranks-test-") as folder:
         said = [folder]
         td.broadcast_object_list(said, src=0)
@@ -75,7 +75,7 @@ def whole_states_from_rank_0():
 
 
 def loaded_in_another_layout_by_more_ranks():
-    """Two ranks of the world save, all load."""
+    """Save on two ranks of the world; load on all ranks."""
     two = td.new_group([0, 1])
     all_of_them = init_device_mesh("cpu", (td.get_world_size(),))
     whole = torch.arange(91.0).reshape(13, 7)

@@ -1,4 +1,4 @@
-"""What torch.compile, by inductor, makes of calls: results, the calls in its code, how often it breaks a graph."""
+"""Calls under torch.compile with inductor: results, calls in the generated code, number of graph breaks."""
 
 import re
 
@@ -12,7 +12,7 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch.utils._pytree import tree_map_only
 
-_breaks = {}  # by function: how often its graph broke in the first world, which is gloo's
+_breaks = {}  # number of graph breaks by function in the first world, which is on gloo
 
 
 def _mine(*shape):
@@ -20,9 +20,9 @@ def _mine(*shape):
 
 
 def _compiled(function, *given, fullgraph=True, **settings):
-    """Compiled anew: torch would take what it has made in the other world."""
+    """Compile the function again, because torch would reuse the code from the other world; return results and code."""
     torch._dynamo.reset()
-    if not fullgraph:  # what it meets for the first time in a process breaks a graph more often
+    if not fullgraph:  # the first compilation in a process breaks a graph more often
         torch.compile(function, backend="eager")(*given)
         torch._dynamo.reset()
     counters.clear()
@@ -32,7 +32,7 @@ def _compiled(function, *given, fullgraph=True, **settings):
     calls = [re.findall(r"torch\.ops\.(_?c10d\w*\.\w+)", code) for code in codes]
     breaks = counters["graph_break"].total()
     assert breaks <= _breaks.setdefault(function.__qualname__, breaks), counters["graph_break"]
-    eager = tree_map_only(torch.Tensor, torch.clone, function(*given))  # waits
+    eager = tree_map_only(torch.Tensor, torch.clone, function(*given))  # the clone waits for the result
     return result, eager, calls, counters["stats"]["unique_graphs"]
 
 
@@ -72,7 +72,7 @@ def with_gradients():
 
 
 def functions_of_torch_distributed():
-    """Which the compiler writes as functional ones."""
+    """Compile functions of torch.distributed, which the compiler replaces by functional collectives."""
     size = td.get_world_size()
 
     def step(x):
@@ -115,7 +115,7 @@ def messages():
 
 
 def in_buckets():
-    """inductor makes one call of several, where it is told to."""
+    """Compile several calls, which inductor merges into one if the settings require it."""
     world, size = td.group.WORLD, td.get_world_size()
 
     def step(*given):

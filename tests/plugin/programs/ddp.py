@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel, its hooks, and the optimizers that go with it."""
+"""torch's DistributedDataParallel, its hooks, and the optimizers used with it."""
 
 import copy
 
@@ -21,7 +21,7 @@ from support.worlds import refusal
 
 
 class _Branches(nn.Module):
-    """Layers for several buckets; ``branch`` says which of two is used."""
+    """Model with layers for several buckets; ``branch`` selects one of two layers."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def _state(model, optimizer=None):
 
 
 def _trained(model, steps=3, optimizer=None, branches=(None,)):
-    """After each step."""
+    """Train the model; return its state after each step."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     states = []
     for step in range(steps):
@@ -90,7 +90,7 @@ def buffers_of_rank_0_or_each():
 
 
 def sync_batch_norm():
-    """torch allows it on GPUs only."""
+    """Return the error of SyncBatchNorm, which torch supports only on GPUs."""
     return refusal(lambda: _trained(DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(_Branches()))))
 
 
@@ -104,7 +104,10 @@ def accumulation_without_sync():
 
 
 def uneven_inputs():
-    """Rank 1 has more of them; batch norm is left out, as its buffers then are any rank's."""
+    """Train with more inputs on rank 1.
+
+    The model has no batch norm, because its buffers could then come from any rank.
+    """
     results = []
     for divide in (True, False):
         model = DistributedDataParallel(nn.Linear(8, 4), bucket_cap_mb=0.0001)
@@ -144,7 +147,7 @@ def hooks():
 def power_sgd():
     results = []
     for warm_start in (True, False):
-        model = _ddp()  # one bucket: with several, gloo's two threads wait for each other
+        model = _ddp()  # one bucket: with several, gloo's two threads deadlock
         hook_state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=2, start_powerSGD_iter=2, warm_start=warm_start, random_seed=3
         )
@@ -154,7 +157,7 @@ def power_sgd():
 
 
 def hook_that_calls_again_in_callbacks():
-    """In one bucket: with several, gloo's two threads wait for each other."""
+    """Make a second call in the callback of a hook, in one bucket: with several, gloo's two threads deadlock."""
 
     def hook(_, bucket):
         def again(future):
@@ -199,7 +202,7 @@ def sub_groups_and_meshes():
 
 
 def checkpointed_layers():
-    """Backward within backward."""
+    """Train with re-entrant checkpoints, which call backward within backward."""
 
     class Checkpointed(nn.Module):
         def __init__(self):

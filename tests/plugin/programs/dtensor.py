@@ -163,7 +163,7 @@ def compiled_collectives():
         y = functional.all_gather_tensor(x * 2, 0, group)
         y = functional.reduce_scatter_tensor(y.relu() + 1, "avg", 0, group)
         out = torch.empty(size * 4, 3)
-        td.all_gather_into_tensor(out, y)  # torch makes it a functional one
+        td.all_gather_into_tensor(out, y)  # torch replaces it by a functional collective
         total = x.sum()
         td.all_reduce(total)
         return out, functional.all_reduce(y, "sum", group) / total

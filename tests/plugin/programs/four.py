@@ -1,4 +1,4 @@
-"""What needs four ranks: meshes of two dimensions, and what PyTorch lays out on them."""
+"""Programs that need four ranks: meshes of two dimensions, and models that PyTorch distributes over them."""
 
 import torch
 import torch.distributed as td
@@ -106,7 +106,7 @@ def meshes_are_cut_and_flattened():
 
 
 def pipelines():
-    """Four stages on four ranks, and two on each of two."""
+    """Run pipelines with one stage on each rank, and with two stages on each rank."""
     rank, size = td.get_rank(), td.get_world_size()
     results = []
     for schedule_class, per_rank in ((ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)):

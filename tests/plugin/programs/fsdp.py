@@ -1,4 +1,4 @@
-"""torch's sharded training: fully_shard (FSDP2), FullyShardedDataParallel (FSDP1), and what they save."""
+"""torch's sharded training: fully_shard (FSDP2), FullyShardedDataParallel (FSDP1), and their state dicts."""
 
 import copy
 import functools
@@ -100,7 +100,7 @@ def saved_and_loaded():
 
 
 def sharded_by_wrapping():
-    """FSDP1."""
+    """Train with every sharding strategy of FSDP1."""
     results = []
     wrap = functools.partial(size_based_auto_wrap_policy, min_num_params=80)
     half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -122,7 +122,7 @@ def sharded_by_wrapping():
 
 
 def wrapped_models_accumulate_clip_and_save():
-    """FSDP1."""
+    """Accumulate gradients, clip them and save a model with FSDP1."""
     torch.manual_seed(2)
     model = FullyShardedDataParallel(
         _model(),

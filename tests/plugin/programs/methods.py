@@ -1,4 +1,4 @@
-"""The methods of torch's groups themselves, in every form of their arguments, right and wrong."""
+"""Methods of torch's groups, with every form of their arguments, valid and invalid."""
 
 from datetime import timedelta
 from functools import partial
@@ -23,7 +23,7 @@ def _options(kind, **fields):
 
 
 def _kept(work, *tensors):
-    """What a call leaves behind, by three ways to wait for it."""
+    """Wait for a call in three ways; return copies of its tensors."""
     work.get_future().wait()
     assert work.wait()
     assert work.wait(_LIMIT)
@@ -32,12 +32,12 @@ def _kept(work, *tensors):
 
 
 def _kind(call):
-    """The kind of the error of a wrong call."""
+    """Return the type of the error that a call raises, or "none"."""
     try:
         work = call()
         if work is not None:
             work.wait()
-    except Exception as error:  # noqa: BLE001 - whatever it is, it must be of the same kind in both worlds
+    except Exception as error:  # noqa: BLE001 - any error, but of the same type in both worlds
         return {kind.__name__ for kind in (TypeError, RuntimeError) if isinstance(error, kind)}
     return "none"
 
@@ -174,7 +174,7 @@ def gathered_and_scattered_by_all():
         lambda part: pg.reduce_scatter_tensor_coalesced([part], [_mine(2 * size)], highest),
     ):
         part = torch.empty(2)
-        form(part).wait()  # gloo has no futures of these
+        form(part).wait()  # gloo provides no futures of these calls
         results.append(part)
     splits = [1 + rank] * size, [1, 2]
     for shape, form in (
@@ -211,7 +211,7 @@ def barriers_and_messages():
 
 
 def wrong_forms():
-    """They are refused by the kind of error that gloo raises."""
+    """Return the error types of invalid calls, which must equal those of gloo."""
     pg, rank, size = td.group.WORLD, td.get_rank(), td.get_world_size()
     a, b, c = torch.zeros(1), torch.zeros(1, dtype=torch.float64), torch.zeros(2)
     there = (rank + 1) % size
@@ -272,7 +272,7 @@ def wrong_forms():
 
 
 def words_of_errors():
-    """They hold what gloo says, for programs that look for it."""
+    """Check that errors contain the message of gloo, because programs can search for it."""
     pg, rank, size = td.group.WORLD, td.get_rank(), td.get_world_size()
     a, b, c = torch.zeros(1), torch.zeros(1, dtype=torch.float64), torch.zeros(2)
     found = []

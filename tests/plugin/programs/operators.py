@@ -1,4 +1,4 @@
-"""All that looks at torch's operators, or calls them: modes, profilers, subclasses, tracing, functional collectives."""
+"""Features that observe or call torch's operators: modes, profilers, subclasses, tracing, functional collectives."""
 
 import torch
 import torch.distributed as td
@@ -17,7 +17,7 @@ def _mine(*shape):
 
 
 def _every_call():
-    """Every function of torch.distributed that moves tensors, once."""
+    """Call every function of torch.distributed that moves tensors."""
     rank, size = td.get_rank(), td.get_world_size()
     rows = [torch.empty(3) for _ in range(size)]
     td.all_reduce(_mine(3))
@@ -71,7 +71,7 @@ def seen_by_a_profiler():
 
 
 def counted():
-    """Of collectives, of DTensor and of FSDP2."""
+    """Count the calls of collectives, of DTensor and of FSDP2."""
     mesh, counts = init_device_mesh("cpu", (td.get_world_size(),)), []
     with CommDebugMode() as debug:
         _every_call()
@@ -93,7 +93,7 @@ def counted():
 
 
 class _Pair(torch.Tensor):
-    """Two tensors, shown as one; what is done to it is done to both."""
+    """Tensor that contains two tensors; each operation runs on both."""
 
     @staticmethod
     def __new__(cls, a, b):
@@ -109,7 +109,7 @@ class _Pair(torch.Tensor):
             for i in range(2)
         ]
         if func.namespace == "c10d":
-            td.Work.unbox(done[1][-1]).wait()  # torch waits for the one that is returned
+            td.Work.unbox(done[1][-1]).wait()  # torch waits only for the work that is returned
         return done[0]
 
 
@@ -179,7 +179,7 @@ def called_as_operators():
 
 
 def functorch():
-    """A call within a transform, which no kernel of torch knows."""
+    """Make a call within a transform, for which torch has no kernel; return the results or error types."""
     results = []
     for transform in (torch.vmap, torch.func.functionalize):
 
@@ -189,13 +189,13 @@ def functorch():
 
         try:
             results.append(transform(call)(_mine(2, 3)))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must be the same in both worlds
+        except Exception as error:  # noqa: BLE001 - any error, but the same in both worlds
             results.append(type(error).__name__)
     return results
 
 
 def traced():
-    """By torch.fx, into a graph whose run calls again."""
+    """Trace a call with torch.fx into a graph, and run the graph."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def step(x):
