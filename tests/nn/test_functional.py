@@ -243,7 +243,7 @@ def test_an_output_that_a_backward_needs_is_not_written_again() -> None:
     run_ranks(2, body)
 
 
-def test_premul_sum() -> None:
+def test_premul_sum_has_gradients_and_checks_its_factor() -> None:
     def body() -> None:
         whole, size = torch.tensor([1, 3]), allranks.get_world_size()
         for op, dtype in ((allranks.premul_sum(0.5), "torch.int64"), (allranks.premul_sum(torch.tensor(0.5)), "")):
