@@ -89,9 +89,9 @@ def test_abort_fails_pending_calls_and_shrink_creates_a_new_communicator() -> No
 
 
 def test_immediate_close_waits_until_all_ranks_have_connected() -> None:
-    """Close the engine immediately on rank 0, which has the address that the other ranks connect to.
+    """Close the engine immediately on every rank, while rank 2 is late.
 
-    Before the first nccl call, no rank waits for another.
+    Before the first nccl call, no rank waits for another. Rank 0 must wait, because other ranks connect to its store.
     """
 
     def body() -> int:
