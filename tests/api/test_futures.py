@@ -118,7 +118,7 @@ def test_errors_keep_their_type_in_futures() -> None:
             with pytest.raises(dist.AllranksError, match="destroyed"):
                 future.wait()
         for future in said:
-            with pytest.raises(RuntimeError, match=r"recv on group .* destroyed"):  # torch's
+            with pytest.raises(RuntimeError, match=r"recv on group .* destroyed"):  # raised by torch
                 future.wait()
         child = os.fork()
         if child == 0:

@@ -196,7 +196,7 @@ def test_death_of_a_rank_fails_only_the_groups_of_that_rank() -> None:
 def test_world_group_has_several_spellings() -> None:
     def body() -> None:
         tensor = torch.ones(1)
-        dist.all_reduce(tensor, group=0)  # THD's
+        dist.all_reduce(tensor, group=0)  # the world in THD
         dist.all_reduce(tensor, group=dist.group.WORLD)
         dist.all_reduce(tensor, group=dist.GroupMember.WORLD)
         assert tensor.item() == 8

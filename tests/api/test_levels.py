@@ -26,7 +26,7 @@ def _given(rank: int, count: int) -> torch.Tensor:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_topology_variable_determines_the_groups(tmp_path: Path) -> None:
-    """Form equal groups of nonadjacent ranks on every rank. Sums have the bits of a sum in rank order."""
+    """Form the same groups of nonadjacent ranks on every rank. Sums have the bits of a sum in rank order."""
     one, other = sorted(os.sched_getaffinity(0))[:2]
 
     def main() -> list[list[int]]:

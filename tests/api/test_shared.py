@@ -70,7 +70,7 @@ def test_every_verb_gives_equal_results_on_shared_and_private_tensors(size: int)
         assert counted() == 0
         for name, result in every_verb(shared).items():
             assert torch.equal(result, private[name]), name
-        # 3 all_reduces (premul_sum copies), 3 verbs with each root (scatter's tensors are of two blocks), 4 others.
+        # 3 all_reduces (premul_sum uses a copy), 3 verbs per root (the tensors of scatter are in two blocks), 4 others.
         assert counted() == 3 + 3 * size + 4
         before = counted()
         # If the tensor of one rank is private, every rank treats its tensor as private.
@@ -169,7 +169,7 @@ def test_shared_memory_is_unmapped_with_its_last_tensor() -> None:
         view = tensor[:10]
         del tensor
         gc.collect()
-        assert mapped() == before + 2  # a view keeps it
+        assert mapped() == before + 2  # a view keeps the memory mapped
         view.fill_(1)
         del view
         gc.collect()

@@ -105,7 +105,7 @@ def test_simultaneous_connection_attempts_result_in_one_connection() -> None:
         _until(lambda pair=pair: all(comm.adopted for comm in pair.comms))
         (from_0,), (from_1,) = (comm.adopted for comm in pair.comms)
         assert (from_0[:2], from_1[:2]) == ((1, tcp.MESSAGE), (0, tcp.MESSAGE))
-        for connection in (from_0[2], from_1[2]):  # no send timeout: a rank may compute for a long time without reading
+        for connection in (from_0[2], from_1[2]):  # no TCP timeout: a rank may compute for a long time without reading
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
         from_0[2].sendall(b"ping")
         assert from_1[2].recv(10) == b"ping"  # without any byte of the greeting

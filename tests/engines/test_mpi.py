@@ -140,7 +140,8 @@ def test_half_precision_is_rounded_once_and_nan_is_kept(job: Callable[..., list]
                 expected, actual = mine.clone(), mine.clone()
                 dist.all_reduce(expected, op, group=native)
                 dist.all_reduce(actual, op)
-                # MPI adds in another order. The last bit of a float32 sum may differ, and the rounding to half with it.
+                # MPI adds in another order, so the last bit of a float32 sum may differ.
+                # A half-precision result close to a rounding boundary may differ, too.
                 precise = torch.finfo(dtype).eps if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) else 0
                 torch.testing.assert_close(actual, expected, rtol=precise, atol=precise, equal_nan=True)
         dist.destroy_process_group(native)

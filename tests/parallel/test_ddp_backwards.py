@@ -1,4 +1,4 @@
-"""Which backwards average gradients: every backward that trains on all ranks, and no other.
+"""Which backwards average gradients: every backward that trains the model on all ranks, and no other.
 
 If DistributedDataParallel cannot average, replicas must not differ silently: every rank raises an error.
 """

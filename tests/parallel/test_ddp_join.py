@@ -100,7 +100,7 @@ def test_uneven_inputs_give_the_results_of_torch(tmp_path, kwargs, accumulate, d
         assert_equal(mine, reference)
         for a, b in zip([*mine[0], *mine[1:]], [*again[0], *again[1:]], strict=True):
             assert_same_bits(a, b)
-        assert_same_bits(mine[1], results[0][0][0][1])  # one model at the end, on all ranks
+        assert_same_bits(mine[1], results[0][0][0][1])  # all ranks have equal parameters at the end
         assert_same_bits(after[0], results[0][2][0])
     if "broadcast_buffers" not in kwargs:
         assert_same_bits(results[0][0][0][2], results[1][0][0][2])
@@ -285,7 +285,7 @@ def test_different_calls_of_ranks_with_inputs_are_a_mismatch():
     assert "(rank 0: backward, rank 1: forward)" in texts[0]
 
 
-def test_exception_of_the_program_leaves_join_unchanged():
+def test_exception_in_join_propagates_unchanged():
     def body():
         model = DistributedDataParallel(nn.Linear(4, 4))
 
