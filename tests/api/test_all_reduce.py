@@ -1,4 +1,4 @@
-"""all_reduce against torch, on every dtype, op, path through the core, and number of ranks."""
+"""all_reduce compared with torch: every dtype, op, path through the core, and several numbers of ranks."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def defined(op: ReduceOp, dtype: torch.dtype) -> bool:
     return op != ReduceOp.AVG or dtype != torch.bool
 
 
-# Elements: none, one, inside a call line, a slot, and more than a slot for every dtype.
+# Element counts: none, one, within the cache line of a call, within one slot, and more than one slot for every dtype.
 COUNTS = [0, 1, 13, 1000, 300_001]
 
 
@@ -58,9 +58,9 @@ def operand(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def expected(operands: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """The same reduction by torch's own element-wise functions, in the order of the ranks."""
+    """Return the reduction of the operands by torch's element-wise functions, in rank order."""
     dtype = operands[0].dtype
-    # torch's arithmetic on the wider unsigned integers is incomplete; numpy's wraps as ours does.
+    # torch implements only part of the arithmetic on wide unsigned integers. NumPy wraps on overflow, as allranks does.
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
         step = {
             ReduceOp.SUM: np.add,
@@ -78,7 +78,7 @@ def expected(operands: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
         if op == ReduceOp.AVG:
             whole = whole // whole.dtype.type(len(operands))
         return torch.from_numpy(whole)
-    # float16 and bfloat16 are summed in float32 and rounded once.
+    # The core sums float16 and bfloat16 in float32 and rounds once.
     wide = [t.float() if dtype in (torch.float16, torch.bfloat16) else t for t in operands]
     steps = {
         ReduceOp.SUM: torch.logical_or if dtype == torch.bool else torch.add,
@@ -96,7 +96,7 @@ def expected(operands: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
         return result.div(len(operands), rounding_mode="trunc")
     if op == ReduceOp.AVG:
-        # Part by part: torch divides complex numbers by way of a reciprocal.
+        # Divide the real and imaginary parts separately: torch multiplies complex numbers by a reciprocal.
         parts = torch.view_as_real(result) if dtype.is_complex else result
         result = parts / len(operands)
         if dtype.is_complex:
@@ -105,7 +105,7 @@ def expected(operands: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bit for bit, except that any NaN equals any other."""
+    """Return whether two tensors are bitwise equal. Any NaN equals any other NaN."""
     if a.dtype.is_floating_point:
         nan = a.isnan()
         if not torch.equal(nan, b.isnan()):
@@ -115,7 +115,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_against_torch(ranks: int) -> None:
+def test_all_reduce_equals_torch_on_every_dtype_and_op(ranks: int) -> None:
     def body() -> list[str]:
         wrong = []
         for dtype in DTYPES:
@@ -130,11 +130,11 @@ def test_against_torch(ranks: int) -> None:
                         wrong.append(f"{dtype} {op.name} {count}")
         return wrong
 
-    # Hundreds of calls in step: 6 s alone, more than a minute where five ranks wait for each other beside other tests.
+    # Hundreds of synchronizing calls: 6 s on an idle machine, more than 60 s if other tests run concurrently.
     assert run_ranks(ranks, body, timeout_s=240.0) == [[]] * ranks
 
 
-def test_bits_are_the_same_on_all_ranks_and_in_every_run() -> None:
+def test_result_bits_are_equal_on_all_ranks_and_in_every_run() -> None:
     def body() -> bytes:
         result = []
         for count in (5, 10_000, 200_000):
@@ -149,7 +149,7 @@ def test_bits_are_the_same_on_all_ranks_and_in_every_run() -> None:
     assert len(set(first + second)) == 1
 
 
-def test_layouts() -> None:
+def test_all_reduce_writes_views_of_any_layout_in_place() -> None:
     def body() -> None:
         rank = dist.get_rank()
         base = torch.arange(24.0).reshape(2, 3, 4) + rank
@@ -178,7 +178,7 @@ def test_layouts() -> None:
         scalar = torch.tensor(float(rank))
         dist.all_reduce(scalar)
         assert scalar.item() == 1
-        # A lazily negated view: the flag, not the bytes, says what its elements are.
+        # In a lazily negated view, a flag of the tensor determines the sign of the elements, not the bytes.
         complex_ = torch.complex(torch.zeros(3), torch.ones(3) * (rank + 1))
         imag = complex_.conj().imag
         assert imag.is_neg()
@@ -200,7 +200,7 @@ def test_async() -> None:
         tensors = [torch.full((n,), float(rank + n)) for n in (1, 30, 5000, 100_000) * 5]
         works = [dist.all_reduce(t, async_op=True) for t in tensors]
         blocking = torch.ones(3)
-        dist.all_reduce(blocking)  # queued behind the others
+        dist.all_reduce(blocking)  # queued after the others
         assert torch.equal(blocking, torch.full((3,), float(size)))
         for work, n, tensor in reversed(list(zip(works, (1, 30, 5000, 100_000) * 5, tensors, strict=True))):
             assert work.wait() is True
@@ -211,7 +211,7 @@ def test_async() -> None:
         transposed = torch.arange(6.0).reshape(2, 3).t()
         dist.all_reduce(transposed, async_op=True).wait()
         assert torch.equal(transposed, size * torch.arange(6.0).reshape(2, 3).t())
-        # Nobody keeps the work or the tensor: neither may vanish under the core.
+        # The program keeps neither the work nor the tensor. The core must keep both alive until the call completes.
         for _ in range(50):
             dist.all_reduce(torch.ones(50_000), async_op=True)
         dist.barrier()
@@ -219,7 +219,7 @@ def test_async() -> None:
     run_ranks(3, body)
 
 
-def test_any_byte_but_zero_is_true() -> None:
+def test_every_nonzero_byte_of_a_bool_tensor_is_true() -> None:
     def body() -> None:
         for op in (dist.ReduceOp.PROD, dist.ReduceOp.SUM, dist.ReduceOp.BXOR):
             tensor = torch.tensor([1 + dist.get_rank(), 0], dtype=torch.uint8).view(torch.bool)  # bytes 1 and 2
@@ -229,7 +229,7 @@ def test_any_byte_but_zero_is_true() -> None:
     run_ranks(2, body)
 
 
-def test_old_and_foreign_spellings() -> None:
+def test_deprecated_and_torch_reduce_op_names_are_accepted() -> None:
     def body() -> None:
         import torch.distributed as peer
 
@@ -242,7 +242,7 @@ def test_old_and_foreign_spellings() -> None:
     run_ranks(2, body)
 
 
-def test_what_cannot_be_reduced() -> None:
+def test_unsupported_tensors_and_ops_are_refused() -> None:
     def body() -> None:
         with pytest.raises(dist.UsageError, match=r"AVG of torch\.bool"):
             dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG)
@@ -277,7 +277,7 @@ def test_what_cannot_be_reduced() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_mismatches_name_the_ranks_and_change_nothing(asynchronous: bool) -> None:
+def test_mismatch_error_names_the_ranks_and_leaves_tensors_unchanged(asynchronous: bool) -> None:
     def body() -> None:
         rank = dist.get_rank()
 
@@ -327,12 +327,12 @@ def test_a_failing_rank_is_named_by_run_ranks() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_reduce_ops_and_dtypes_are_numbered_as_in_the_core() -> None:
+def test_reduce_op_numbers_and_dtypes_match_the_core() -> None:
     assert {op.name: int(op) for op in ReduceOp} == _core.REDUCE_OPS
     assert all(hasattr(torch, name) for name in _core.DTYPES)
 
 
-def test_premul_sum() -> None:
+def test_premul_sum_multiplies_by_the_factor_of_each_rank() -> None:
     def body() -> None:
         rank = dist.get_rank()
         factor = rank + 0.5

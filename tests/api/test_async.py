@@ -1,4 +1,4 @@
-"""Asynchronous calls: waited for at once, later, by another thread, or by nobody."""
+"""Asynchronous calls: wait immediately, wait later, wait in another thread, or no wait."""
 
 import gc
 import threading
@@ -11,8 +11,8 @@ import allranks as dist
 from allranks.testing import run_ranks
 
 
-def test_waited_for_at_once() -> None:
-    """On more ranks than cores, too, and after pauses in which the thread behind them has gone to sleep."""
+def test_immediate_wait_completes_the_call() -> None:
+    """Wait immediately, also with more ranks than cores and after pauses that put the progress thread to sleep."""
 
     def body() -> None:
         tensor, right = torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64)
@@ -33,8 +33,8 @@ def test_waited_for_at_once() -> None:
     run_ranks(4, body)
 
 
-def test_waited_for_by_nobody() -> None:
-    """Each ends all the same, however long the pause before it was."""
+def test_call_without_a_wait_completes() -> None:
+    """Poll for completion after pauses of different lengths, without a call of wait."""
 
     def body() -> None:
         for pause_s in (0.0, 0.0, 0.02, 0.0, 0.02):
@@ -50,7 +50,7 @@ def test_waited_for_by_nobody() -> None:
     run_ranks(2, body)
 
 
-def test_every_verb() -> None:
+def test_asynchronous_verbs_return_their_result_tensors() -> None:
     def body() -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         mine = torch.full((2,), float(rank))
@@ -87,8 +87,8 @@ def test_every_verb() -> None:
     run_ranks(3, body)
 
 
-def test_tensors_are_kept() -> None:
-    """Nothing else holds them, the list that named them is emptied, and the other rank is late."""
+def test_pending_work_keeps_its_tensors_alive() -> None:
+    """Drop every other reference to the tensors, and clear the list of outputs, while the other rank is late."""
 
     def body() -> None:
         dist.barrier()
@@ -101,7 +101,7 @@ def test_tensors_are_kept() -> None:
         for _ in range(20):
             dist.all_reduce(torch.ones(1000), async_op=True)
         gc.collect()
-        noise = [torch.full((1000,), 9.0) for _ in range(30)]  # where freed memory was
+        noise = [torch.full((1000,), 9.0) for _ in range(30)]  # reuses the memory if it was freed
         works[0].wait()
         assert [each[999].item() for each in seen] == [0.0, 1.0]
         dist.barrier()
@@ -110,8 +110,8 @@ def test_tensors_are_kept() -> None:
     run_ranks(2, body)
 
 
-def test_beside_blocking_calls_and_other_threads() -> None:
-    """Calls that are alike, so that their order does not matter; each thread waits in its own way."""
+def test_blocking_and_asynchronous_calls_of_several_threads_complete() -> None:
+    """Make identical calls, so that their order does not matter. Each thread waits by another method."""
 
     def body() -> None:
         errors: list[BaseException] = []

@@ -28,7 +28,7 @@ def test_broadcast() -> None:
     run_ranks(3, body)
 
 
-def test_barrier_holds_everybody() -> None:
+def test_barrier_blocks_until_every_rank_has_entered() -> None:
     def body() -> tuple[float, float]:
         if dist.get_rank() == 1:
             time.sleep(0.3)
@@ -42,7 +42,7 @@ def test_barrier_holds_everybody() -> None:
     assert min(left for _, left in times) >= max(entered for entered, _ in times)
 
 
-def test_wrong_ranks() -> None:
+def test_missing_or_invalid_source_ranks_are_refused() -> None:
     def body() -> None:
         for src in (-1, 2):
             with pytest.raises(dist.UsageError, match="is not a rank of group 'world': expected 0 to 1"):

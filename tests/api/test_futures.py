@@ -1,4 +1,4 @@
-"""Futures of many calls at once: few threads, callbacks in order, callbacks that wait or call, and typed errors."""
+"""Futures of many pending calls: few threads, ordered callbacks, callbacks that wait or make calls, typed errors."""
 
 import os
 import random
@@ -50,8 +50,8 @@ def test_threads_do_not_grow_with_pending_futures() -> None:
 
 
 @pytest.mark.parametrize("engine", ["native", "tcp", "gloo"])
-def test_callbacks_that_wait_and_call(engine: str) -> None:
-    """A callback waits for another future, for a work, and makes calls; more of them block than there are threads."""
+def test_callbacks_may_wait_and_make_calls(engine: str) -> None:
+    """Block in more callbacks than there are threads: each waits for a future and for a work, and makes calls."""
 
     def body() -> None:
         dist.init_process_group(engine, timeout=30)
@@ -63,7 +63,7 @@ def test_callbacks_that_wait_and_call(engine: str) -> None:
             first = dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future()
 
             def then(done: torch.futures.Future, other: torch.futures.Future = other, group: object = group) -> float:
-                # Nobody has sent yet: other callbacks do.
+                # No rank has sent yet. Other callbacks send the message.
                 total = done.value()[0]
                 dist.all_reduce(total, group=group)
                 return (other.wait()[0] + total).item()
@@ -87,7 +87,7 @@ def test_callbacks_that_wait_and_call(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["native", "gloo"])
-def test_who_has_waited_for_the_work_has_the_value(engine: str) -> None:
+def test_future_has_its_value_after_work_wait(engine: str) -> None:
     def body() -> None:
         dist.init_process_group(engine, timeout=30)
         dist.torch_group()
@@ -103,7 +103,7 @@ def test_who_has_waited_for_the_work_has_the_value(engine: str) -> None:
     run_ranks(2, body, init=False)
 
 
-def test_errors_keep_their_type() -> None:
+def test_errors_keep_their_type_in_futures() -> None:
     def body() -> None:
         rank = dist.get_rank()
         group = dist.new_group()
@@ -118,7 +118,7 @@ def test_errors_keep_their_type() -> None:
             with pytest.raises(dist.AllranksError, match="destroyed"):
                 future.wait()
         for future in said:
-            with pytest.raises(RuntimeError, match=r"recv on group .* destroyed"):  # torch's
+            with pytest.raises(RuntimeError, match=r"recv on group .* destroyed"):  # raised by torch
                 future.wait()
         child = os.fork()
         if child == 0:
@@ -130,8 +130,8 @@ def test_errors_keep_their_type() -> None:
     run_ranks(2, body)
 
 
-def test_any_order() -> None:
-    """Messages and collectives that end in a random order, each with callbacks; some of these wait for later ones."""
+def test_futures_complete_in_any_order() -> None:
+    """Complete messages and collectives in random order, each with callbacks. Some callbacks wait for later calls."""
 
     def body() -> None:
         rank = dist.get_rank()
@@ -142,7 +142,7 @@ def test_any_order() -> None:
             waits = []
             for tag in tags:
                 futures[tag] = dist.irecv(torch.zeros(1), 1 - rank, tag=tag).get_future()
-            for tag in tags[::7]:  # waits for one that comes at another time
+            for tag in tags[::7]:  # waits for a message that arrives at another time
                 on = chance.choice(tags)
                 waits.append((on, futures[tag].then(lambda _, later=futures, on=on: later[on].wait()[0].item())))
             for tag in chance.sample(tags, len(tags)):

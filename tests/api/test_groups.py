@@ -17,7 +17,7 @@ import allranks as dist
 from allranks.testing import run_ranks
 
 
-def test_a_group_of_some() -> None:
+def test_group_of_some_ranks_translates_rank_numbers() -> None:
     def body() -> None:
         me = dist.get_rank()
         pair = dist.new_group([2, 0])
@@ -37,7 +37,7 @@ def test_a_group_of_some() -> None:
             dist.all_reduce(tensor, group=pair)
             assert tensor.item() == 4
             tensor = torch.tensor([float(me)])
-            dist.broadcast(tensor, 2, group=pair)  # src counts in the world
+            dist.broadcast(tensor, 2, group=pair)  # src is a rank of the world
             assert tensor.item() == 2
             tensor = torch.tensor([float(me)])
             dist.broadcast(tensor, group=pair, group_src=0)
@@ -63,7 +63,7 @@ def test_a_group_of_some() -> None:
     run_ranks(3, body)
 
 
-def test_subgroups_and_splits() -> None:
+def test_subgroups_and_split_groups_have_the_requested_members() -> None:
     def body() -> None:
         me = dist.get_rank()
         mine, groups = dist.new_subgroups(2)
@@ -88,7 +88,7 @@ def test_subgroups_and_splits() -> None:
     run_ranks(4, body)
 
 
-def test_local_synchronisation() -> None:
+def test_local_synchronization_needs_only_the_members() -> None:
     def body() -> None:
         me = dist.get_rank()
         if me != 1:
@@ -101,7 +101,7 @@ def test_local_synchronisation() -> None:
     run_ranks(3, body)
 
 
-def test_disagreement_is_an_error_on_every_rank() -> None:
+def test_disagreement_about_members_is_an_error_on_every_rank() -> None:
     def body() -> None:
         with pytest.raises(dist.MismatchError, match="rank 2 requested other members or another engine than rank 0"):
             dist.new_group([0, 1] if dist.get_rank() < 2 else [0, 2])
@@ -114,7 +114,7 @@ def test_disagreement_is_an_error_on_every_rank() -> None:
     run_ranks(3, body)
 
 
-def test_overlapping_groups_at_once_from_threads() -> None:
+def test_overlapping_groups_work_concurrently_in_several_threads() -> None:
     def body() -> None:
         me, size = dist.get_rank(), dist.get_world_size()
         groups = [dist.new_group() for _ in range(3)]
@@ -153,7 +153,7 @@ def test_overlapping_groups_at_once_from_threads() -> None:
     run_ranks(3, body)
 
 
-def test_made_and_destroyed_a_hundred_times() -> None:
+def test_creating_and_destroying_100_groups_leaks_nothing() -> None:
     def body() -> tuple[int, int, int]:
         def held() -> tuple[int, int]:
             with open("/proc/self/maps") as maps:
@@ -173,10 +173,10 @@ def test_made_and_destroyed_a_hundred_times() -> None:
 
     for more_descriptors, more_mappings, mapped in run_ranks(3, body):
         assert more_descriptors == more_mappings == 0
-        assert mapped == 3 + 2  # the segments of the ranks; the record of this one's calls, to write and to read
+        assert mapped == 3 + 2  # one segment per rank; the recording of this rank, mapped for writing and for reading
 
 
-def test_a_death_ends_the_groups_that_need_the_rank_and_no_other() -> None:
+def test_death_of_a_rank_fails_only_the_groups_of_that_rank() -> None:
     def body() -> None:
         without = dist.new_group([0, 1])
         with_it = dist.new_group([0, 2])
@@ -193,10 +193,10 @@ def test_a_death_ends_the_groups_that_need_the_rank_and_no_other() -> None:
     run_ranks(3, body, may_die={2})
 
 
-def test_the_world_by_other_names() -> None:
+def test_world_group_has_several_spellings() -> None:
     def body() -> None:
         tensor = torch.ones(1)
-        dist.all_reduce(tensor, group=0)  # THD's
+        dist.all_reduce(tensor, group=0)  # the world in THD
         dist.all_reduce(tensor, group=dist.group.WORLD)
         dist.all_reduce(tensor, group=dist.GroupMember.WORLD)
         assert tensor.item() == 8
@@ -223,7 +223,7 @@ def test_a_missing_rank_is_named_by_a_barrier_with_a_timeout(barrier: Any, timeo
 
 @pytest.mark.parametrize("barrier", [dist.monitored_barrier, dist.barrier])
 @pytest.mark.parametrize("timeout", ["soon", float("nan")])
-def test_a_timeout_that_is_none_begins_no_barrier(barrier: Any, timeout: Any) -> None:
+def test_invalid_timeout_is_refused_before_the_barrier_starts(barrier: Any, timeout: Any) -> None:
     def body() -> None:
         with pytest.raises(dist.UsageError, match="timeout must be a timedelta or a number of seconds, not"):
             barrier(timeout=timeout)
@@ -234,7 +234,7 @@ def test_a_timeout_that_is_none_begins_no_barrier(barrier: Any, timeout: Any) ->
 
 
 @pytest.mark.parametrize("barrier", [dist.monitored_barrier, dist.barrier])
-def test_a_time_below_zero_has_passed(barrier: Any) -> None:
+def test_negative_timeout_expires_immediately(barrier: Any) -> None:
     def body() -> None:
         if dist.get_rank() == 1:
             dist.recv(torch.zeros(1), 0)
@@ -247,7 +247,7 @@ def test_a_time_below_zero_has_passed(barrier: Any) -> None:
     run_ranks(2, body)
 
 
-def test_thd_s_names() -> None:
+def test_thd_functions_and_backend_queries_are_available() -> None:
     def body() -> None:
         me, size = dist.get_rank(), dist.get_num_processes()
         mine = torch.tensor([me])
@@ -273,11 +273,11 @@ def test_thd_s_names() -> None:
         dist.get_default_backend_for_device("gpu")
 
 
-def test_a_group_is_cut_by_its_members_alone() -> None:
+def test_only_the_members_of_a_group_divide_it_into_subgroups() -> None:
     def body() -> None:
         me = dist.get_rank()
         mine, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-        alone, parts = dist.new_subgroups(1, group=mine)  # other parts on ranks 0 and 2 than on 1 and 3
+        alone, parts = dist.new_subgroups(1, group=mine)  # the parts differ between ranks 0, 2 and ranks 1, 3
         assert dist.get_process_group_ranks(alone) == [me]
         assert [part == alone for part in parts] == [me < 2, me >= 2]
         dist.barrier(alone)
@@ -285,7 +285,7 @@ def test_a_group_is_cut_by_its_members_alone() -> None:
     run_ranks(4, body)
 
 
-def test_groups_and_works_are_not_pickled_or_copied() -> None:
+def test_pickling_or_copying_groups_and_works_is_refused() -> None:
     def body() -> None:
         group = dist.new_group([0, 1])
         work = dist.all_reduce(torch.ones(1), async_op=True)
@@ -300,7 +300,7 @@ def test_groups_and_works_are_not_pickled_or_copied() -> None:
 
 
 def mapped_kib(field: str = "Rss:") -> int:
-    """Of the groups' memory, by this process."""
+    """Return the KiB of group memory that this process maps."""
     ours, found = False, 0
     with open("/proc/self/smaps") as file:
         for line in file:
@@ -311,7 +311,7 @@ def mapped_kib(field: str = "Rss:") -> int:
     return found
 
 
-def test_memory_is_taken_where_it_is_used() -> None:
+def test_groups_allocate_memory_on_first_use() -> None:
     def body() -> None:
         groups = [dist.new_group() for _ in range(10)]
         dist.barrier()
@@ -335,13 +335,13 @@ def test_memory_is_taken_where_it_is_used() -> None:
     run_ranks(2, body)
 
 
-def test_two_hundred_groups_of_sixteen_ranks() -> None:
+def test_200_groups_of_16_ranks_need_no_descriptors_and_little_memory() -> None:
     def body() -> tuple[int, int]:
         def held() -> list[int]:
             return [int(fd) for fd in os.listdir("/proc/self/fd")]
 
         before = held()
-        # Some for the meeting of each group, none for the group.
+        # Creating a group needs a few descriptors temporarily. The group itself keeps none.
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(before) + 3 * dist.get_world_size(), limits[1]))
         groups = [dist.new_group() for _ in range(200)]

@@ -1,4 +1,4 @@
-"""Ranks, roots, tags and sizes as programs compute them: with NumPy and torch."""
+"""Ranks, roots, tags and sizes that programs compute with NumPy and torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["allranks", "gloo"])
-def test_any_integer_is_a_rank_a_tag_and_a_size(kind: str, backend: str) -> None:
+def test_numpy_and_torch_integers_are_accepted_as_ranks_tags_and_sizes(kind: str, backend: str) -> None:
     number = KINDS[kind]
 
     def body() -> list[Any]:
@@ -68,7 +68,7 @@ def test_any_integer_is_a_rank_a_tag_and_a_size(kind: str, backend: str) -> None
         ]
 
 
-def test_what_is_no_integer_is_a_type_error_with_the_name_of_the_argument() -> None:
+def test_non_integer_raises_type_error_that_names_the_argument() -> None:
     def body() -> None:
         tensor = torch.ones(2)
         for wrong in ("1", 1.0, [0], torch.ones(1), torch.tensor([0, 1]), object()):
@@ -91,17 +91,17 @@ def test_what_is_no_integer_is_a_type_error_with_the_name_of_the_argument() -> N
     run_ranks(2, body)
 
 
-def test_an_op_prints_its_name_and_is_a_number() -> None:
+def test_reduce_op_has_a_name_and_an_integer_value() -> None:
     assert str(dist.ReduceOp.SUM) == f"{dist.ReduceOp.SUM}" == "ReduceOp.SUM"
     assert int(dist.ReduceOp.MAX) == 4
 
 
-def test_an_ipv6_address_without_brackets_is_refused_with_the_right_form() -> None:
+def test_error_about_an_ipv6_address_without_brackets_shows_the_correct_form() -> None:
     with pytest.raises(dist.ConfigError, match=r"needs brackets: tcp://\[::1\]:29500"):
         dist.init_process_group(init_method="tcp://::1:29500", rank=0, world_size=2)
 
 
-def test_a_world_of_torchs_own_is_named() -> None:
+def test_error_reports_that_torch_distributed_uses_its_own_backend() -> None:
     def body() -> None:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         with pytest.raises(dist.NotInitializedError, match=r"torch\.distributed is initialized with its own backend"):

@@ -1,4 +1,4 @@
-"""Where many ranks share a host they meet by groups: the same bits, the same errors, whoever leads."""
+"""Levels: if many ranks share a host, they synchronize in groups, with unchanged result bits and errors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _given(rank: int, count: int) -> torch.Tensor:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-def test_a_topology_by_hand_makes_the_groups(tmp_path: Path) -> None:
-    """Groups of ranks that are not side by side, on which all agree; sums have the bits of the order of ranks."""
+def test_topology_variable_determines_the_groups(tmp_path: Path) -> None:
+    """Form the same groups of nonadjacent ranks on every rank. Sums have the bits of a sum in rank order."""
     one, other = sorted(os.sched_getaffinity(0))[:2]
 
     def main() -> list[list[int]]:
@@ -61,14 +61,14 @@ def test_a_topology_by_hand_makes_the_groups(tmp_path: Path) -> None:
         ("0/1024", "'1024' is not within 0-1023"),
     ],
 )
-def test_a_topology_that_is_none_is_refused(text: str, said: str) -> None:
+def test_invalid_topology_is_refused(text: str, said: str) -> None:
     with pytest.raises(dist.ConfigError, match=re.escape(said)):
         read_topology({"ALLRANKS_TOPOLOGY": text})
 
 
 @pytest.fixture
 def levels(tmp_path: Path) -> dict[str, str]:
-    """Groups of two or three ranks on this machine, too."""
+    """Environment that forms groups of two or three ranks, also on this machine."""
     return tuned(tmp_path, levels_from=3, crowded_levels_from=3, group=3)
 
 
@@ -81,7 +81,7 @@ def tuned(folder: Path, **table: int) -> dict[str, str]:
 def _all_verbs() -> list[torch.Tensor]:
     me, n = dist.get_rank(), dist.get_world_size()
     found: list[torch.Tensor] = []
-    dist.barrier()  # from the second call on there are levels
+    dist.barrier()  # levels exist from the second call
     for count in COUNTS:
         x = torch.linspace(0.1, 1.7, count) ** (1 + me)
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
@@ -116,14 +116,14 @@ def _all_verbs() -> list[torch.Tensor]:
     return found
 
 
-def test_every_verb_has_the_same_bits(levels: dict[str, str]) -> None:
+def test_every_verb_has_the_same_bits_with_and_without_levels(levels: dict[str, str]) -> None:
     flat, grouped = run_ranks(RANKS, _all_verbs), run_ranks(RANKS, _all_verbs, env=levels)
     for mine, others in zip(flat, grouped, strict=True):
         torch.testing.assert_close(mine, others, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("lost", [0, 2, 3, 6])  # leaders, and ranks that are none
-def test_a_rank_that_dies_is_named(lost: int, levels: dict[str, str]) -> None:
+@pytest.mark.parametrize("lost", [0, 2, 3, 6])  # leaders and other ranks
+def test_killed_rank_is_named_with_levels(lost: int, levels: dict[str, str]) -> None:
     def main() -> str:
         x = torch.ones(1)
         for _ in range(3):
@@ -140,7 +140,7 @@ def test_a_rank_that_dies_is_named(lost: int, levels: dict[str, str]) -> None:
             assert re.search(rf"rank {lost}\b", said), said
 
 
-def test_calls_that_do_not_match_are_shown(levels: dict[str, str]) -> None:
+def test_mismatch_names_the_rank_with_levels(levels: dict[str, str]) -> None:
     def main() -> str:
         for _ in range(3):
             dist.barrier()
@@ -166,7 +166,7 @@ def test_calls_that_do_not_match_are_shown(levels: dict[str, str]) -> None:
         (None, "cannot be read: No such file"),
     ],
 )
-def test_a_table_that_is_none_is_refused(text: str | None, said: str, tmp_path: Path) -> None:
+def test_invalid_tuning_table_is_refused(text: str | None, said: str, tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
     if text is not None:
         path.write_text(text)

@@ -1,4 +1,4 @@
-"""Many ranks, and many groups made and destroyed."""
+"""Many ranks, and many groups that are created and destroyed."""
 
 import gc
 import os
@@ -9,7 +9,7 @@ import allranks as dist
 from allranks.testing import run_ranks
 
 
-def test_every_verb_with_64_ranks() -> None:
+def test_every_verb_works_with_64_ranks() -> None:
     def body() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         for n in (1, 5000):  # 5000 float64 to or from each of 64 ranks: through the rings
@@ -60,7 +60,7 @@ def test_every_verb_with_64_ranks() -> None:
     run_ranks(64, body, timeout_s=300)
 
 
-def test_a_thousand_groups_leave_nothing() -> None:
+def test_1000_groups_leak_no_descriptors_mappings_or_memory() -> None:
     def body() -> None:
         def held() -> tuple[int, int]:
             with open("/proc/self/maps") as maps:

@@ -1,4 +1,4 @@
-"""Many groups at once: what each costs, and that small and large calls do not disturb each other in its memory."""
+"""Many simultaneous groups: the cost of each group, and small and large calls that share its memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from allranks.testing import run_ranks
 
 
 def _memory() -> int:
-    """Bytes of this process, with its share of what it has in common with others."""
+    """Return the memory of this process in bytes, with its share of the pages that several processes map."""
     found = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     return sum(int(found[name].split()[0]) << 10 for name in ("Pss_Anon", "Pss_Shmem"))
 
 
-def test_a_group_with_small_calls_is_small() -> None:
-    """Its rings take turns in little memory, however many calls there are."""
+def test_group_with_small_calls_uses_little_memory() -> None:
+    """Check that the rings of a group reuse little memory, independent of the number of calls."""
     groups, calls = 60, 100
 
     def main() -> tuple[int, int]:
@@ -32,7 +32,7 @@ def test_a_group_with_small_calls_is_small() -> None:
         tensor = torch.ones(500)
         dist.all_reduce(tensor)
         dist.barrier()
-        gc.collect()  # it writes to pages that this process shares with others, and would do so at any later time
+        gc.collect()  # a later collection would write to pages that processes share, and count as growth
         memory, descriptors = _memory(), len(os.listdir("/proc/self/fd"))
         made = [dist.new_group(everybody) for _ in range(groups)]
         for _ in range(calls):
@@ -51,7 +51,7 @@ def test_a_group_with_small_calls_is_small() -> None:
 
 
 def _sums_along(mesh: Any, rank: int) -> None:
-    """The groups of each dimension are those that the coordinates name."""
+    """Check that the groups of each dimension match the coordinates of the mesh."""
     numbers = mesh.mesh
     where = (numbers == rank).nonzero()[0].tolist()
     for dim in range(numbers.ndim):
@@ -61,8 +61,8 @@ def _sums_along(mesh: Any, rank: int) -> None:
         assert tensor.item() == sum(2.0**other for other in numbers[rest].tolist())
 
 
-def test_sixteen_ranks_have_many_groups_and_meshes_of_four_dimensions(tmp_path: Path) -> None:
-    """At most 1 GiB for a thousand groups of them, and no descriptor; ours and torch's own meshes."""
+def test_16_ranks_can_have_many_groups_and_four_dimensional_meshes(tmp_path: Path) -> None:
+    """Check the cost of a group of 16 ranks: at most 1 MiB and no descriptor. Use meshes of allranks and of torch."""
     groups = 30
 
     def main() -> tuple[int, int]:
@@ -71,7 +71,7 @@ def test_sixteen_ranks_have_many_groups_and_meshes_of_four_dimensions(tmp_path: 
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
         dist.barrier()
-        gc.collect()  # it writes to pages that this process shares with others, and would do so at any later time
+        gc.collect()  # a later collection would write to pages that processes share, and count as growth
         memory, descriptors = _memory(), len(os.listdir("/proc/self/fd"))
         made = [dist.new_group(everybody) for _ in range(groups)]
         for group in made:
@@ -95,7 +95,7 @@ def test_sixteen_ranks_have_many_groups_and_meshes_of_four_dimensions(tmp_path: 
     assert sum(grown for grown, _ in found) / groups < 1 << 20, found
 
 
-def test_small_and_large_calls_in_any_order() -> None:
+def test_small_and_large_calls_mix_in_any_order() -> None:
     def main() -> None:
         torch.set_num_threads(1)
         rank, ranks = dist.get_rank(), dist.get_world_size()

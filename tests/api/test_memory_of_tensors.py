@@ -1,4 +1,4 @@
-"""Tensors whose shape says more than their memory holds: an error in place of a crash."""
+"""Tensors whose shape needs more memory than their storage has: an error instead of a crash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import allranks as dist
 from allranks._call.bytes import view_of
 from allranks.testing import run_ranks
 
-COUNTS = (8, 1 << 20)  # the core looks at large ones in another way
+COUNTS = (8, 1 << 20)  # the core checks large tensors by another method
 
 
 def _freed(count: int) -> Tensor:
@@ -44,7 +44,7 @@ def _parameter(count: int) -> Tensor:
 
 
 def _shrunk(count: int) -> Tensor:
-    tensor = torch.ones(1 << 20)  # of a small one the core sees that only where it may be freed
+    tensor = torch.ones(1 << 20)  # large: for a small storage, the core checks the size only if it may have been freed
     tensor.untyped_storage().resize_(4 * count)
     return tensor
 
@@ -84,20 +84,20 @@ def test_no_verb_reads_or_writes_beyond_the_storage(kind: str, backend: str) -> 
             ]
             for call in calls:
                 with pytest.raises((dist.UsageError, RuntimeError), match=f"{words}|out of bounds for storage"):
-                    call()  # torch itself refuses to divide it into pieces
+                    call()  # torch may refuse first, when the tensor is divided into chunks
         total = torch.ones(1)
-        dist.all_reduce(total)  # nothing has begun
+        dist.all_reduce(total)  # the refused calls have not started
         assert total == 2
 
     run_ranks(2, body, init=False)
 
 
-def test_the_bytes_of_a_freed_tensor_are_not_looked_at() -> None:
+def test_view_of_a_freed_tensor_is_refused() -> None:
     with pytest.raises(dist.UsageError, match="its storage was freed"):
         view_of(_freed(8))
 
 
-def test_an_expanded_result_is_refused_at_once() -> None:
+def test_overlapping_result_is_refused_without_listing_its_elements() -> None:
     def body() -> None:
         large = torch.ones(1).expand(1 << 26)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -108,14 +108,14 @@ def test_an_expanded_result_is_refused_at_once() -> None:
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
         )  # listing all elements takes 3 GB
         for overlapping in (torch.ones(6).as_strided((3, 2), (2, 1)), torch.ones(30).as_strided((4, 3), (3, 2))):
-            dist.all_reduce(overlapping)  # that no two elements share a place is seen
+            dist.all_reduce(overlapping)  # no two elements share an address
         with pytest.raises(dist.UsageError, match="share memory"):
             dist.all_reduce(torch.ones(30).as_strided((4, 3), (2, 3)))
 
     run_ranks(2, body)
 
 
-def test_ranks_may_give_as_many_elements_in_other_shapes() -> None:
+def test_ranks_may_pass_different_shapes_of_equal_size() -> None:
     def body() -> None:
         first = dist.get_rank() == 0
         scalar = torch.tensor(5.0) if first else torch.zeros(1)
@@ -131,7 +131,7 @@ def test_ranks_may_give_as_many_elements_in_other_shapes() -> None:
     run_ranks(2, body)
 
 
-def test_in_debug_mode_other_shapes_are_an_error() -> None:
+def test_different_shapes_are_an_error_in_debug_mode() -> None:
     def body() -> None:
         with pytest.raises(dist.MismatchError, match="with tensors of different shapes"):
             dist.all_reduce(torch.ones((2, 3) if dist.get_rank() else (3, 2)))

@@ -1,4 +1,4 @@
-"""What is kept of messages that nobody has asked for yet: how much, in which order, and where memory runs short."""
+"""Buffers for messages without a posted recv: amount, order, and a shortage of memory."""
 
 import resource
 import time
@@ -16,12 +16,12 @@ ENGINES = pytest.mark.parametrize("engine", ["native", "tcp"])
 
 
 def _pages(which: int) -> int:
-    """Bytes of this process: 0: of addresses, 1: of memory."""
+    """Return bytes of this process: virtual size for which=0, resident memory for which=1."""
     return int(Path("/proc/self/statm").read_text().split()[which]) * resource.getpagesize()
 
 
 @ENGINES
-def test_a_rank_keeps_no_more_than_the_bound_and_finds_what_stands_behind(engine: str) -> None:
+def test_rank_buffers_at_most_the_bound_and_receives_later_messages(engine: str) -> None:
     def body() -> None:
         me, many = dist.get_rank(), 30
         one = torch.zeros(2)
@@ -30,7 +30,7 @@ def test_a_rank_keeps_no_more_than_the_bound_and_finds_what_stands_behind(engine
             large = [torch.full((MIB // 4,), float(k)) for k in range(many)]
             works = [dist.isend(tensor, 1, tag=1) for tensor in large]
             dist.send(one, 1, tag=2)
-            dist.recv(one, 1, tag=2)  # it has had that
+            dist.recv(one, 1, tag=2)  # rank 1 has received it
             done = sum(work.is_completed() for work in works)
             assert done <= 4, done
             dist.send(one, 1, tag=3)
@@ -57,7 +57,7 @@ def test_a_rank_keeps_no_more_than_the_bound_and_finds_what_stands_behind(engine
 
 
 @ENGINES
-def test_ranks_that_both_send_first_within_the_bound(engine: str) -> None:
+def test_both_ranks_may_send_first_within_the_bound(engine: str) -> None:
     def body() -> None:
         me = dist.get_rank()
         mine, theirs = torch.full((MIB // 4,), float(me)), torch.zeros(MIB // 4)
@@ -91,7 +91,7 @@ def test_without_a_buffer_each_send_waits_for_its_recv() -> None:
 
 
 @ENGINES
-def test_a_message_that_finds_no_memory_is_not_lost(engine: str) -> None:
+def test_message_that_exceeds_memory_is_not_lost(engine: str) -> None:
     def body() -> None:
         me, count = dist.get_rank(), 128 * MIB // 4
         tensor = torch.full((count,), 7.0) if me == 0 else torch.zeros(count)
@@ -119,7 +119,7 @@ def test_a_message_that_finds_no_memory_is_not_lost(engine: str) -> None:
     run_ranks(2, body, env={"ALLRANKS_BACKEND": engine, "ALLRANKS_MESSAGE_BUFFER": "256"})
 
 
-def test_a_call_looks_at_few_of_many_that_are_pending() -> None:
+def test_a_call_polls_only_a_few_pending_works() -> None:
     def body() -> None:
         me, many = dist.get_rank(), 3000
         looked = 0

@@ -9,7 +9,7 @@ import allranks as dist
 from allranks.testing import run_ranks
 
 
-def test_a_ring_of_large_messages() -> None:
+def test_ring_of_large_messages_completes_in_any_order() -> None:
     def body() -> None:
         me, size = dist.get_rank(), dist.get_world_size()
         following, previous = (me + 1) % size, (me - 1) % size
@@ -27,7 +27,7 @@ def test_a_ring_of_large_messages() -> None:
     run_ranks(4, body)
 
 
-def test_batches() -> None:
+def test_batch_isend_irecv_exchanges_messages_with_every_rank() -> None:
     def body() -> None:
         me, size = dist.get_rank(), dist.get_world_size()
         others = [r for r in range(size) if r != me]
@@ -47,7 +47,7 @@ def test_batches() -> None:
     run_ranks(3, body)
 
 
-def test_messages_go_on_while_nobody_waits_for_them() -> None:
+def test_messages_progress_without_a_wait() -> None:
     def body() -> float:
         me = dist.get_rank()
         tensor = torch.full((2_000_000,), float(me))
@@ -62,7 +62,7 @@ def test_messages_go_on_while_nobody_waits_for_them() -> None:
     assert run_ranks(2, body) == [0.0, 0.0]
 
 
-def test_a_recv_posted_early_from_anyone() -> None:
+def test_early_recv_from_any_source_times_out_and_completes_later() -> None:
     def body() -> None:
         me = dist.get_rank()
         if me == 0:
@@ -84,7 +84,7 @@ def test_a_recv_posted_early_from_anyone() -> None:
     run_ranks(3, body)
 
 
-def test_a_refused_message_is_the_recv_s_error() -> None:
+def test_message_of_wrong_size_is_an_error_of_the_recv() -> None:
     def body() -> None:
         if dist.get_rank() == 0:
             dist.isend(torch.ones(5), 1).wait()
@@ -102,7 +102,7 @@ def test_a_refused_message_is_the_recv_s_error() -> None:
     run_ranks(2, body)
 
 
-def test_dropped_works_are_carried_out() -> None:
+def test_sends_complete_after_their_works_are_dropped() -> None:
     def body() -> None:
         me = dist.get_rank()
         for k in range(30):

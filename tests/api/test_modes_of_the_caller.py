@@ -1,4 +1,4 @@
-"""Calls made while the program has set a default device, a default type, or a mode of autograd."""
+"""Calls while the program has set a default device, a default dtype, or an autograd mode."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ _FACTORIES = {
 }  # fmt: skip
 
 
-def test_tensors_of_the_package_are_made_on_a_named_device() -> None:
-    """So that none of them is where the program's default device is."""
+def test_package_creates_tensors_on_an_explicit_device() -> None:
+    """Check the source, so that no tensor is created on the default device of the program."""
     package = Path(dist.__file__).parent
     for file in package.rglob("*.py"):
-        if "tools" in file.relative_to(package).parts:  # programs of our own
+        if "tools" in file.relative_to(package).parts:  # separate programs
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -102,7 +102,7 @@ def _strided(value: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("how", ["wait", "poll", "thread", "future"])
-def test_a_call_of_inference_mode_is_waited_for_outside_it(how: str) -> None:
+def test_call_of_inference_mode_can_be_waited_for_outside_it(how: str) -> None:
     def main() -> list[Any]:
         rank = dist.get_rank()
         with torch.inference_mode():
@@ -133,12 +133,12 @@ def test_a_call_of_inference_mode_is_waited_for_outside_it(how: str) -> None:
         assert received == [9.0 if how == "future" else 1.0 - rank] * 4
 
 
-def test_a_second_wait_reports_again_that_the_results_could_not_be_brought_back() -> None:
+def test_second_wait_reports_the_failed_copy_of_the_results_again() -> None:
     def main() -> None:
         size = 4
         tensor = torch.ones(2, size)[:, ::2]
         work = dist.all_reduce(tensor, async_op=True)
-        tensor.resize_(0)  # a mistake of the program: there is nowhere to put them
+        tensor.resize_(0)  # an error of the program: the results no longer have a destination
         for _ in range(2):
             with pytest.raises(RuntimeError, match="size"):
                 work.wait()

@@ -8,7 +8,7 @@ from allranks.testing import run_ranks
 
 
 def thing(rank: int) -> object:
-    """Another length and kind on each rank."""
+    """Return an object whose type and length differ on each rank."""
     return [None, {"a": [1, 2.5, "x" * 3000]}, torch.arange(5.0), b"\0" * 400_000][rank % 4]
 
 
@@ -17,7 +17,7 @@ def same(a: object, b: object) -> bool:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_objects(ranks: int) -> None:
+def test_collectives_transfer_python_objects(ranks: int) -> None:
     def body() -> None:
         me, size = dist.get_rank(), dist.get_world_size()
         everything = [None] * size
@@ -45,7 +45,7 @@ def test_objects(ranks: int) -> None:
     run_ranks(ranks, body)
 
 
-def test_in_a_group() -> None:
+def test_object_collectives_in_a_group_use_world_ranks() -> None:
     def body() -> None:
         me = dist.get_rank()
         pair = dist.new_group([0, 2])

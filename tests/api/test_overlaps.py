@@ -1,4 +1,4 @@
-"""Operands and results that share memory: the right numbers, by a copy where need be; results that do are refused."""
+"""Overlapping memory: operands may share memory with results; results that share memory are refused."""
 
 import os
 from collections.abc import Callable
@@ -18,7 +18,7 @@ CALLS = 60
     ("engine", "ranks", "kind"),
     [("native", 3, "private"), ("native", 4, "shared"), ("tcp", 3, "private"), ("gloo", 3, "private")],
 )
-def test_made_up_calls(engine: str, ranks: int, kind: str) -> None:
+def test_random_calls_with_overlapping_memory_give_correct_results(engine: str, ranks: int, kind: str) -> None:
     def body() -> None:
         dist.init_process_group(engine)
         for seed in SEEDS:
@@ -65,15 +65,15 @@ def test_results_that_share_memory_are_refused(engine: str) -> None:
         refused(dist.all_gather_multigpu, [parts(50_000) * 2] * size, [mine] * size)
         refused(dist.reduce_scatter_multigpu, parts(49_999), [[mine] * size * size] * size)
         wide = torch.zeros(50_000, size)
-        dist.all_gather([wide[:, r] for r in range(size)], mine * rank)  # interleaved, but apart
+        dist.all_gather([wide[:, r] for r in range(size)], mine * rank)  # interleaved without overlap
         assert (wide == torch.arange(size)).all()
         dist.destroy_process_group()
 
     run_ranks(2, body, init=False)
 
 
-def test_torchs_calls_of_several_tensors_whose_results_share_memory() -> None:
-    """The methods of torch's group, its functions, its operators, and what its manager makes one call of."""
+def test_torch_multi_tensor_calls_with_overlapping_results_are_refused() -> None:
+    """Call methods of torch's group, torch's functions, and torch's coalescing manager."""
 
     def body() -> None:
         td = torch.distributed
@@ -107,7 +107,7 @@ def test_torchs_calls_of_several_tensors_whose_results_share_memory() -> None:
             with pytest.raises(ValueError, match="share memory"):
                 call()
             assert not memory.any()
-        td.all_reduce_coalesced([memory[:8], memory[8:16]])  # beside each other
+        td.all_reduce_coalesced([memory[:8], memory[8:16]])  # adjacent without overlap
         td.barrier()
 
     run_ranks(2, body)

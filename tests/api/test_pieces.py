@@ -1,4 +1,4 @@
-"""The verbs that deal in one piece per rank: against the same written with torch's own indexing."""
+"""Verbs with one chunk per rank, compared with torch indexing."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ DTYPES = [
     torch.float8_e4m3fn,
     torch.float8_e8m0fnu,
 ]
-# Elements of a piece: none, one, in a call line, in a slot, in several chunks.
+# Elements per rank: none, one, within the cache line of a call, within one slot, and in several transfers.
 COUNTS = [0, 1, 7, 1000, 70_001]
 
 
@@ -28,7 +28,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_gathering(ranks: int) -> None:
+def test_gathering_verbs_collect_the_chunk_of_each_rank(ranks: int) -> None:
     def body() -> None:
         me, size = dist.get_rank(), dist.get_world_size()
         for dtype in DTYPES:
@@ -55,7 +55,7 @@ def test_gathering(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_scattering(ranks: int) -> None:
+def test_scattering_verbs_give_each_rank_its_chunk(ranks: int) -> None:
     def body() -> None:
         me, size = dist.get_rank(), dist.get_world_size()
         for dtype in DTYPES:
@@ -80,7 +80,7 @@ def test_scattering(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_reduce(ranks: int) -> None:
+def test_reduce_writes_only_the_tensor_of_the_root(ranks: int) -> None:
     def body() -> None:
         me, size = dist.get_rank(), dist.get_world_size()
         for count in COUNTS:
@@ -127,7 +127,7 @@ def test_all_to_all(ranks: int) -> None:
     run_ranks(ranks, body)
 
 
-def test_layouts_and_async() -> None:
+def test_asynchronous_verbs_accept_noncontiguous_tensors() -> None:
     def body() -> None:
         me, size = dist.get_rank(), dist.get_world_size()
         grid = (torch.arange(6.0).reshape(2, 3) + 10 * me).t()  # not contiguous
@@ -159,7 +159,7 @@ def test_layouts_and_async() -> None:
     run_ranks(3, body)
 
 
-def test_coalesced() -> None:
+def test_coalesced_verbs_transfer_every_tensor() -> None:
     def body() -> None:
         me, size = dist.get_rank(), dist.get_world_size()
         tensors = [torch.full((n,), float(me)) for n in (1, 5, 40_000)]
@@ -175,7 +175,7 @@ def test_coalesced() -> None:
     run_ranks(3, body)
 
 
-def test_all_gather_of_uneven_pieces() -> None:
+def test_all_gather_accepts_chunks_of_different_sizes() -> None:
     def body() -> None:
         me = dist.get_rank()
         for sizes in ((1, 2, 0), (50_000, 3, 70_000)):
@@ -196,7 +196,7 @@ def test_all_gather_of_uneven_pieces() -> None:
     run_ranks(3, body)
 
 
-def test_multigpu() -> None:
+def test_multigpu_verbs_treat_each_tensor_as_a_rank() -> None:
     def body() -> None:
         me = dist.get_rank()
         for asynchronous in (False, True):
@@ -232,7 +232,7 @@ def test_multigpu() -> None:
     run_ranks(2, body)
 
 
-def test_multigpu_lists_of_different_lengths() -> None:
+def test_multigpu_lists_of_different_lengths_are_a_mismatch() -> None:
     def body() -> None:
         for op in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             for shape in ((), (3,), (1, 3)):
@@ -253,10 +253,10 @@ def test_multigpu_lists_of_different_lengths() -> None:
     run_ranks(2, body)
 
 
-def test_multigpu_arithmetic_is_that_of_all_reduce() -> None:
+def test_multigpu_arithmetic_equals_all_reduce() -> None:
     def body() -> None:
         for dtype in (torch.float16, torch.bfloat16):
-            # Sums of it are beyond float16, but not beyond float32.
+            # Sums overflow float16, but not float32.
             largest = torch.finfo(torch.float16).max if dtype is torch.float16 else 2.0**100
             ours = [torch.full((2,), largest, dtype=dtype), torch.full((2,), largest, dtype=dtype)]
             dist.all_reduce_multigpu(ours, dist.ReduceOp.AVG)
@@ -296,7 +296,7 @@ def test_multigpu_arithmetic_is_that_of_all_reduce() -> None:
     run_ranks(2, body)
 
 
-def test_multigpu_works_have_the_callers_tensors() -> None:
+def test_multigpu_works_return_the_tensors_of_the_caller() -> None:
     def body() -> None:
         me = dist.get_rank()
         ours = [torch.full((2,), 1.0 + me), torch.full((2,), 1.0 + me)]
@@ -372,8 +372,8 @@ def test_mismatches() -> None:
     run_ranks(3, body)
 
 
-def test_pairs_of_4_bits_are_moved() -> None:
-    """torch itself does not copy them, so that what lies apart is copied as bytes."""
+def test_packed_4_bit_tensors_are_transferred() -> None:
+    """Transfer pairs of 4-bit numbers. torch cannot copy this dtype, so allranks copies strided tensors as bytes."""
 
     def body() -> None:
         me, size = dist.get_rank(), dist.get_world_size()

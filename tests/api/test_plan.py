@@ -1,4 +1,4 @@
-"""Planned calls: torch as the oracle, beside ordinary calls of other ranks, and after the end of their group."""
+"""Plans: results compared with torch, mixed with ordinary calls of other ranks, and after the group is closed."""
 
 import copy
 import os
@@ -37,7 +37,7 @@ def test_all_reduce(ranks: int) -> None:
                     if turn % 2 == dist.get_rank() % 2:
                         plan()
                     else:
-                        dist.all_reduce(tensor)  # the same call to the other ranks
+                        dist.all_reduce(tensor)  # to the other ranks, the same call as plan()
                     assert torch.equal(tensor, right)
                     tensor.copy_(operand(dist.get_rank(), count, dtype))
                     work = plan(async_op=True)
@@ -48,7 +48,7 @@ def test_all_reduce(ranks: int) -> None:
     run_ranks(ranks, body)
 
 
-def test_every_verb() -> None:
+def test_plan_of_every_verb_equals_the_ordinary_call() -> None:
     def body() -> None:
         rank, ranks, n = dist.get_rank(), dist.get_world_size(), 5
         mine, whole = operand(rank, n), torch.cat([operand(r, n) for r in range(ranks)])
@@ -105,8 +105,8 @@ def test_every_verb() -> None:
     run_ranks(3, body)
 
 
-def test_what_is_out_of_the_ordinary() -> None:
-    """What the core cannot read as it lies is called as ordinarily, also when it was ordinary before."""
+def test_plan_accepts_tensors_that_the_core_cannot_read_directly() -> None:
+    """Make the ordinary call for tensors that the core cannot read directly."""
 
     def body() -> None:
         ranks = dist.get_world_size()
@@ -125,7 +125,7 @@ def test_what_is_out_of_the_ordinary() -> None:
         group().plan("all_reduce", conjugate)()
         assert conjugate.resolve_conj().item() == ranks * (1 - 2j)
 
-        # A list of the program may change; the plan's tensors are those that it was made with.
+        # The program may change its list. The plan keeps the tensors from its creation.
         listed = [torch.empty(1) for _ in range(ranks)]
         kept = [*listed]
         gather = group().plan("all_gather", listed, torch.tensor([float(dist.get_rank())]))
@@ -136,7 +136,7 @@ def test_what_is_out_of_the_ordinary() -> None:
     run_ranks(2, body)
 
 
-def test_memory_that_moves() -> None:
+def test_plan_follows_a_tensor_whose_memory_changes() -> None:
     def body() -> None:
         tensor = torch.ones(4)
         plan = group().plan("all_reduce", tensor)
@@ -166,7 +166,7 @@ def test_wrong_arguments() -> None:
             group().plan("all_reduce", tensor, async_op=True)
         with pytest.raises(TypeError, match="root"):
             group().plan("all_reduce", tensor, root=0)
-        # What an ordinary call refuses the plan's call refuses, each time.
+        # Each execution of the plan raises the same error as the ordinary call.
         for arguments in (("broadcast", tensor, 2), ("all_gather", torch.empty(3), tensor), ("all_reduce", "tensor")):
             plan = group().plan(*arguments)
             with pytest.raises((dist.UsageError, TypeError)) as ordinary:
@@ -184,8 +184,8 @@ def test_wrong_arguments() -> None:
     run_ranks(2, body)
 
 
-def test_mismatch() -> None:
-    """Names the call as ordinarily; the group goes on."""
+def test_mismatch_of_a_plan_names_the_call_site() -> None:
+    """Name the call site as an ordinary call does. The group stays usable."""
 
     def body() -> None:
         tensor = torch.ones(2 + dist.get_rank())
@@ -200,7 +200,7 @@ def test_mismatch() -> None:
     run_ranks(2, body)
 
 
-def test_a_group_that_was_closed() -> None:
+def test_plan_of_a_destroyed_group_raises() -> None:
     def body() -> None:
         made = dist.new_group()
         tensor = torch.ones(1)
@@ -219,8 +219,8 @@ def test_a_group_that_was_closed() -> None:
     run_ranks(2, body)
 
 
-def test_a_group_that_shrinks() -> None:
-    """The old group's plan raises what its calls raise; the new group has plans of its own."""
+def test_plan_of_a_shrunk_group_raises() -> None:
+    """Check that the old plan raises the error of the old group, and that the new group accepts plans."""
 
     def body() -> float:
         old = dist.new_group()
@@ -239,8 +239,8 @@ def test_a_group_that_shrinks() -> None:
     assert run_ranks(3, body) == [2.0, 2.0, 0.0]
 
 
-def test_a_group_that_is_reconfigured() -> None:
-    """A plan follows its group to the new members."""
+def test_plan_follows_its_group_after_reconfigure() -> None:
+    """Check that a plan continues to work with the new members."""
 
     def body() -> None:
         made = dist.new_group()
@@ -256,7 +256,7 @@ def test_a_group_that_is_reconfigured() -> None:
     run_ranks(2, body)
 
 
-def test_a_lost_rank() -> None:
+def test_plan_names_a_lost_rank() -> None:
     def body() -> None:
         tensor = torch.ones(1)
         plan = group().plan("all_reduce", tensor)
@@ -269,7 +269,7 @@ def test_a_lost_rank() -> None:
     run_ranks(2, body, may_die=[1])
 
 
-def test_a_forked_child() -> None:
+def test_plan_raises_in_a_forked_child() -> None:
     def body() -> None:
         plan = group().plan("all_reduce", torch.ones(1))
         child = os.fork()
@@ -286,7 +286,7 @@ def test_a_forked_child() -> None:
 
 
 def test_other_engines() -> None:
-    """They make the ordinary call."""
+    """Check that a plan of another engine makes the ordinary call."""
 
     def body() -> None:
         made = dist.new_group(backend="gloo")
@@ -299,8 +299,8 @@ def test_other_engines() -> None:
     run_ranks(2, body)
 
 
-def test_in_the_record() -> None:
-    """A plan's calls stand in the trace as any other."""
+def test_calls_of_a_plan_are_recorded() -> None:
+    """Check that the trace contains the calls of a plan."""
 
     def body() -> None:
         tensor = torch.ones(3)

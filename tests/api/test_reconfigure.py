@@ -1,4 +1,4 @@
-"""ProcessGroup.reconfigure: all changes of members, what it refuses, and what it tells of those that do not come."""
+"""ProcessGroup.reconfigure: every change of membership, refused arguments, and errors about missing processes."""
 
 import os
 import random
@@ -40,7 +40,7 @@ def place() -> tuple[int, int, float]:
 
 
 def alone() -> dist.ProcessGroup:
-    """A world of this process only, as a process has that comes later."""
+    """Create a world of this process only, like that of a newcomer."""
     dist.init_process_group(rank=0, world_size=1, store=dist.HashStore(), timeout=20)
     return world()
 
@@ -52,7 +52,7 @@ def error_of(call: Callable[[], object], kind: type[Exception]) -> tuple[str, fl
     return str(caught.value), time.monotonic() - began
 
 
-def test_the_same_ranks_in_any_order(tmp_path: Path) -> None:
+def test_same_ranks_can_be_reordered(tmp_path: Path) -> None:
     def body() -> None:
         group = world()
         handles = pass_on(tmp_path, "first", group.reconfigure_handle(), 3)
@@ -62,7 +62,7 @@ def test_the_same_ranks_in_any_order(tmp_path: Path) -> None:
         group.reconfigure(2, handles[::-1])
         assert place() == (2 - me(), 3, 7)
         assert group.ranks == (0, 1, 2)
-        group.reconfigure(3, set(handles))  # in the order of the ranks when the handles were made
+        group.reconfigure(3, set(handles))  # a set is ordered by the ranks at the creation of the handles
         assert place() == (me(), 3, 7)
         message = torch.tensor([float(me())])
         if me() == 0:
@@ -74,12 +74,12 @@ def test_the_same_ranks_in_any_order(tmp_path: Path) -> None:
     run_ranks(3, body)
 
 
-def test_shrink_split_merge_and_grow(tmp_path: Path) -> None:
+def test_groups_can_shrink_split_merge_and_grow(tmp_path: Path) -> None:
     def body() -> None:
         group = alone()
         handles = pass_on(tmp_path, "all", group.reconfigure_handle(), 4)
         pairs = handles[:2] if me() < 2 else handles[2:]
-        group.reconfigure(1, pairs)  # the same number for two groups that know nothing of each other
+        group.reconfigure(1, pairs)  # both groups use the same number; neither communicates with the other
         assert place() == (me() % 2, 2, 3 if me() < 2 else 12)
         group.reconfigure(2, handles)
         assert place() == (me(), 4, 15)
@@ -95,10 +95,10 @@ def test_shrink_split_merge_and_grow(tmp_path: Path) -> None:
     run_ranks(4, body, init=False)
 
 
-def test_a_new_process_in_the_place_of_a_dead_one(tmp_path: Path) -> None:
+def test_new_process_replaces_a_dead_one(tmp_path: Path) -> None:
     def body() -> None:
         group = alone()
-        if me() == 3:  # it comes later
+        if me() == 3:  # it joins later
             wait_for(tmp_path / "lost.0")
             handles = pass_on(tmp_path, "new", group.reconfigure_handle(), 3, 1)
         else:
@@ -117,15 +117,15 @@ def test_a_new_process_in_the_place_of_a_dead_one(tmp_path: Path) -> None:
     run_ranks(4, body, init=False, may_die=(1,))
 
 
-def test_the_members_can_shrink_and_agree_afterwards(tmp_path: Path) -> None:
-    """On the launcher's store, which all of them have. A loss in an agreement cuts it in two nowhere."""
+def test_shrink_and_agree_work_after_reconfigure(tmp_path: Path) -> None:
+    """Shrink and agree on the store of the launcher. A loss during an agreement never splits the group."""
 
     def body() -> tuple[int, int, int, float] | None:
         group = world()
         handles = pass_on(tmp_path, "first", group.reconfigure_handle(), 4)
         group.reconfigure(1, [handles[rank] for rank in (3, 1, 0, 2)])
         assert group.agree(5 + me()) == 5
-        if me() == 1:  # rank 1, too
+        if me() == 1:  # its new rank is 1, too
             time.sleep(0.3)  # the others are in the agreement then
             os.kill(os.getpid(), signal.SIGKILL)
         agreed = group.agree(5 + me())
@@ -139,7 +139,7 @@ def test_the_members_can_shrink_and_agree_afterwards(tmp_path: Path) -> None:
     assert [found[rank] for rank in (3, 0, 2)] == [(5, place, 3, 13.0) for place in range(3)]
 
 
-def test_members_without_a_common_store_are_told_so(tmp_path: Path) -> None:
+def test_shrink_without_a_common_store_raises_usage_error(tmp_path: Path) -> None:
     def body() -> None:
         group = alone()
         handles = pass_on(tmp_path, "all", group.reconfigure_handle(), 2)
@@ -152,7 +152,7 @@ def test_members_without_a_common_store_are_told_so(tmp_path: Path) -> None:
     run_ranks(2, body, init=False)
 
 
-def test_after_an_abort_and_after_a_timeout(tmp_path: Path) -> None:
+def test_group_works_again_after_an_abort_or_a_timeout(tmp_path: Path) -> None:
     def body() -> None:
         group = world()
         handles = pass_on(tmp_path, "all", group.reconfigure_handle(), 2)
@@ -171,7 +171,7 @@ def test_after_an_abort_and_after_a_timeout(tmp_path: Path) -> None:
         assert place() == (me(), 2, 3)
         late = dist.all_reduce(torch.ones(1), async_op=True) if me() == 0 else None
         group.reconfigure(3, handles)
-        if late is not None:  # of a call that the other rank never makes
+        if late is not None:  # a work of a call that the other rank never makes
             with pytest.raises(dist.AllranksError):
                 late.wait()
         assert place() == (me(), 2, 3)
@@ -179,8 +179,8 @@ def test_after_an_abort_and_after_a_timeout(tmp_path: Path) -> None:
     run_ranks(2, body)
 
 
-def test_processes_that_disagree(tmp_path: Path) -> None:
-    """In time, not at the end of the timeout, and the group is as it was."""
+def test_disagreeing_handles_are_reported_before_the_timeout(tmp_path: Path) -> None:
+    """Raise long before the timeout, and leave the group unchanged."""
 
     def body() -> list[tuple[str, float]]:
         group = world()
@@ -203,7 +203,7 @@ def test_processes_that_disagree(tmp_path: Path) -> None:
     assert max(seconds for found in (zero, one) for _, seconds in found) < 10
 
 
-def test_a_dead_process_is_named(tmp_path: Path) -> None:
+def test_dead_process_is_named_before_the_timeout(tmp_path: Path) -> None:
     def body() -> tuple[str, float] | None:
         group = world()
         handles = pass_on(tmp_path, "all", group.reconfigure_handle(), 3)
@@ -227,8 +227,8 @@ def test_a_dead_process_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_stopped_process_is_named_at_the_timeout(tmp_path: Path, stopped: int) -> None:
-    """It is not dead, and may answer until then."""
+def test_stopped_process_is_named_at_the_timeout(tmp_path: Path, stopped: int) -> None:
+    """Wait until the timeout, because a stopped process can still answer."""
 
     def body() -> None:
         group = world()
@@ -269,7 +269,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ):
             with pytest.raises(dist.UsageError, match=words):
                 group.reconfigure(uuid, given)  # type: ignore[arg-type]
-        group.reconfigure(7, handles)  # nothing of that has used the number
+        group.reconfigure(7, handles)  # the refused calls have not used the number
         assert place() == (me(), 2, 3)
 
     run_ranks(2, body)
@@ -304,8 +304,8 @@ def test_other_engines(tmp_path: Path, backend: str) -> None:
     run_ranks(3, body, init=False)
 
 
-def test_a_group_of_some_ranks(tmp_path: Path) -> None:
-    """Its members keep their ranks in the world, which stays as it is."""
+def test_group_of_some_ranks_keeps_their_world_ranks(tmp_path: Path) -> None:
+    """Check that the members keep their world ranks, and that the world is unchanged."""
 
     def body() -> None:
         group = dist.new_group([0, 2, 3])
@@ -323,7 +323,7 @@ def test_a_group_of_some_ranks(tmp_path: Path) -> None:
     run_ranks(4, body)
 
 
-def test_one_call_at_a_time_and_nothing_is_left(tmp_path: Path) -> None:
+def test_concurrent_reconfigure_is_refused_and_leaks_no_threads(tmp_path: Path) -> None:
     def body() -> None:
         group = world()
         threads = threading.active_count()
@@ -358,8 +358,8 @@ def test_one_call_at_a_time_and_nothing_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_processes_that_die_at_any_moment_of_it(tmp_path: Path, seed: int) -> None:
-    """Those that are left learn it in time, and go on together; ALLRANKS_TEST_MOMENTS says how often."""
+def test_survivors_continue_after_deaths_at_random_times(tmp_path: Path, seed: int) -> None:
+    """Kill processes at random times. ALLRANKS_TEST_MOMENTS sets the number of seeds."""
     size = 5
     pick = random.Random(seed)
     victims = pick.sample(range(size), size - 2)

@@ -1,4 +1,4 @@
-"""send and recv: both first, tags, any source, sizes, refusals."""
+"""send and recv: both ranks send first, tags, any source, sizes, refused arguments."""
 
 import pytest
 import torch
@@ -7,13 +7,15 @@ import allranks as dist
 from allranks.testing import run_ranks
 
 
-def test_sizes_dtypes_and_both_first() -> None:
+def test_send_and_recv_transfer_every_size_and_dtype() -> None:
     def body() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         following, previous = (rank + 1) % size, (rank - 1) % size
         for dtype in (torch.float32, torch.uint8, torch.complex64):
             for count in (0, 1, 100, 5000):
-                dist.send(torch.full((count,), rank, dtype=dtype), following)  # everybody: buffered
+                dist.send(
+                    torch.full((count,), rank, dtype=dtype), following
+                )  # every rank sends first: the messages are buffered
                 tensor = torch.zeros(count, dtype=dtype)
                 assert dist.recv(tensor, previous) == previous
                 assert bool((tensor == previous).all())
@@ -35,7 +37,7 @@ def test_sizes_dtypes_and_both_first() -> None:
     run_ranks(3, body)
 
 
-def test_tags_and_any_source() -> None:
+def test_recv_matches_tags_and_any_source() -> None:
     def body() -> None:
         rank = dist.get_rank()
         one = torch.zeros(1)
@@ -45,7 +47,7 @@ def test_tags_and_any_source() -> None:
                 senders.append(dist.recv(one, tag=9))
                 assert one.item() == 10 * senders[-1]
             assert sorted(senders) == [1, 2]
-            for tag in (2, 1):  # kept until it is asked for
+            for tag in (2, 1):  # buffered until this rank receives it
                 dist.recv(one, 1, tag=tag)
                 assert one.item() == tag
         else:
@@ -57,7 +59,7 @@ def test_tags_and_any_source() -> None:
     run_ranks(3, body)
 
 
-def test_a_message_of_another_size_or_dtype_is_refused() -> None:
+def test_message_of_another_size_or_dtype_is_refused() -> None:
     def body() -> None:
         if dist.get_rank() == 0:
             dist.send(torch.ones(1000), 1)
@@ -76,7 +78,7 @@ def test_a_message_of_another_size_or_dtype_is_refused() -> None:
     run_ranks(2, body)
 
 
-def test_wrong_peers() -> None:
+def test_invalid_peers_and_devices_are_refused() -> None:
     def body() -> None:
         me = dist.get_rank()
         with pytest.raises(dist.UsageError, match="is this rank itself"):

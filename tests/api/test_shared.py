@@ -1,4 +1,4 @@
-"""empty_shared: every verb gives what it gives on private tensors, and the memory goes back."""
+"""empty_shared: every verb gives the result of private tensors, and the memory is returned."""
 
 import gc
 
@@ -8,7 +8,7 @@ import torch
 import allranks as dist
 from allranks.testing import run_ranks
 
-COUNT = 70_000  # float32: more than two slots, and no multiple of anything
+COUNT = 70_000  # float32 elements: more than two slots, and not a multiple of a slot
 
 
 def operand(rank: int, count: int = COUNT) -> torch.Tensor:
@@ -24,7 +24,7 @@ def counted() -> int:
 
 
 def every_verb(make: object) -> dict[str, torch.Tensor]:
-    """The result of each verb, of operands made by ``make`` from values."""
+    """Return the result of each verb. ``make`` creates the operands from values."""
     rank, size = dist.get_rank(), dist.get_world_size()
     results: dict[str, torch.Tensor] = {}
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.AVG, dist.premul_sum(rank + 2)):
@@ -64,16 +64,16 @@ def every_verb(make: object) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_verb(size: int) -> None:
+def test_every_verb_gives_equal_results_on_shared_and_private_tensors(size: int) -> None:
     def body() -> None:
         private = every_verb(torch.clone)
         assert counted() == 0
         for name, result in every_verb(shared).items():
             assert torch.equal(result, private[name]), name
-        # 3 all_reduces (premul_sum copies), 3 verbs with each root (scatter's tensors are of two blocks), 4 others.
+        # 3 all_reduces (premul_sum uses a copy), 3 verbs per root (the tensors of scatter are in two blocks), 4 others.
         assert counted() == 3 + 3 * size + 4
         before = counted()
-        # Where one rank's tensor is private, the others' are treated as if they were.
+        # If the tensor of one rank is private, every rank treats its tensor as private.
         mixed = every_verb(shared if dist.get_rank() != 1 else lambda values: shared(values).clone())
         for name, result in mixed.items():
             assert torch.equal(result, private[name]), name
@@ -82,7 +82,7 @@ def test_every_verb(size: int) -> None:
     run_ranks(size, body)
 
 
-def test_scatter_within_one_block() -> None:
+def test_scatter_within_one_shared_block_needs_no_copy() -> None:
     def body() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         block = dist.empty_shared((size + 1, COUNT))
@@ -94,12 +94,12 @@ def test_scatter_within_one_block() -> None:
     run_ranks(3, body)
 
 
-def test_parts_and_private_tensors_among_shared_ones() -> None:
+def test_views_of_shared_tensors_mix_with_private_tensors() -> None:
     def body() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         expected = sum(operand(r) for r in range(size))
         tensor = dist.empty_shared((3, COUNT + 5))
-        part = tensor.view(-1)[100 * rank : 100 * rank + COUNT]  # each rank at another place
+        part = tensor.view(-1)[100 * rank : 100 * rank + COUNT]  # another offset on each rank
         tensor.fill_(7)
         dist.all_reduce(part.copy_(operand(rank)))
         assert counted() == 1
@@ -107,7 +107,7 @@ def test_parts_and_private_tensors_among_shared_ones() -> None:
         assert (tensor.view(-1)[: 100 * rank] == 7).all()
         assert (tensor.view(-1)[100 * rank + COUNT :] == 7).all()
 
-        used = part.copy_(operand(rank)) if rank == 0 else operand(rank)  # private elsewhere
+        used = part.copy_(operand(rank)) if rank == 0 else operand(rank)  # private on the other ranks
         dist.all_reduce(used)
         assert torch.equal(used, expected)
 
@@ -116,7 +116,7 @@ def test_parts_and_private_tensors_among_shared_ones() -> None:
         dist.all_reduce(used)
         assert torch.equal(used, expected)
 
-        pair = dist.new_group([0, 1])  # not the group it was made for
+        pair = dist.new_group([0, 1])  # not the group of the shared tensor
         if rank < 2:
             dist.all_reduce(part.copy_(operand(rank)), group=pair)
             assert torch.equal(part, operand(0) + operand(1))
@@ -133,7 +133,7 @@ def test_parts_and_private_tensors_among_shared_ones() -> None:
     run_ranks(3, body)
 
 
-def test_shapes_and_dtypes() -> None:
+def test_empty_shared_accepts_shapes_and_dtypes() -> None:
     def body() -> None:
         assert dist.empty_shared(()).shape == ()
         assert dist.empty_shared([2, 0, 3]).shape == (2, 0, 3)
@@ -154,7 +154,7 @@ def test_shapes_and_dtypes() -> None:
     run_ranks(2, body)
 
 
-def test_memory_goes_back() -> None:
+def test_shared_memory_is_unmapped_with_its_last_tensor() -> None:
     def body() -> None:
         def mapped() -> int:
             with open("/proc/self/maps") as maps:
@@ -169,7 +169,7 @@ def test_memory_goes_back() -> None:
         view = tensor[:10]
         del tensor
         gc.collect()
-        assert mapped() == before + 2  # a view keeps it
+        assert mapped() == before + 2  # a view keeps the memory mapped
         view.fill_(1)
         del view
         gc.collect()
@@ -182,7 +182,7 @@ def test_memory_goes_back() -> None:
     run_ranks(2, body)
 
 
-def test_no_memory_on_one_rank_is_an_error_on_all() -> None:
+def test_failed_allocation_on_one_rank_is_an_error_on_every_rank() -> None:
     def body() -> None:
         import resource
 
@@ -198,7 +198,7 @@ def test_no_memory_on_one_rank_is_an_error_on_all() -> None:
     run_ranks(2, body)
 
 
-def test_needs_a_group() -> None:
+def test_empty_shared_requires_membership_in_the_group() -> None:
     with pytest.raises(dist.NotInitializedError):
         dist.empty_shared(3)
 

@@ -1,4 +1,4 @@
-"""Tensors that torch.func follows, sparse tensors without dimensions, and waits with a timeout of their own."""
+"""Tensors under torch.func, sparse tensors without dimensions, and waits with a timeout argument."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ def _doubled_and_summed(x: torch.Tensor) -> torch.Tensor:
     return doubled.sum()
 
 
-def test_calls_in_functions_that_torch_derives() -> None:
-    """As with torch.distributed: the call changes the value, and the gradient does not go through it."""
+def test_calls_in_functions_under_torch_func_grad() -> None:
+    """Check that a call changes the value, but is not differentiated, as in torch.distributed."""
 
     def body() -> None:
         x = torch.ones(3) * (dist.get_rank() + 1)
@@ -41,10 +41,10 @@ def test_calls_in_functions_that_torch_derives() -> None:
     run_ranks(2, body)
 
 
-def test_a_sparse_tensor_without_dimensions() -> None:
+def test_sparse_tensor_without_dimensions_is_reduced() -> None:
     def body() -> None:
         rank = dist.get_rank()
-        for there in ((0, 1), (1,), ()):  # on which ranks it has its element
+        for there in ((0, 1), (1,), ()):  # the ranks on which the tensor has an element
             count = int(rank in there)
             sparse = torch.sparse_coo_tensor(
                 torch.empty(0, count, dtype=torch.long), torch.full((count,), rank + 1.0), ()
@@ -55,7 +55,7 @@ def test_a_sparse_tensor_without_dimensions() -> None:
     run_ranks(2, body)
 
 
-def test_a_wait_with_a_timeout_of_its_own_says_that_the_call_goes_on() -> None:
+def test_error_of_a_wait_with_a_timeout_advises_to_wait_again() -> None:
     def body() -> None:
         if dist.get_rank() == 0:
             received = torch.zeros(1)

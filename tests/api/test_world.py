@@ -1,4 +1,4 @@
-"""init_process_group and what can be asked of the world."""
+"""init_process_group and the properties of the world."""
 
 import os
 from datetime import timedelta
@@ -10,7 +10,7 @@ import allranks as dist
 from allranks.testing import run_ranks
 
 
-def test_one_process_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_needs_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE"):
         monkeypatch.delenv(name, raising=False)
     assert not dist.is_initialized()
@@ -37,7 +37,7 @@ def test_one_process_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dist.is_initialized()
 
 
-def test_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_before_init_and_after_destroy_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (
         dist.barrier,
         dist.get_rank,
@@ -86,7 +86,7 @@ def test_wrong_arguments(arguments: dict[str, object], words: str, monkeypatch: 
     assert not dist.is_initialized()
 
 
-def test_again_and_again() -> None:
+def test_world_can_be_recreated_without_leaking_descriptors() -> None:
     def body() -> int:
         for _ in range(5):
             dist.destroy_process_group()
@@ -100,7 +100,7 @@ def test_again_and_again() -> None:
     assert max(descriptors) < 60, "descriptors leak"
 
 
-def test_more_ranks_than_cpus() -> None:
+def test_more_ranks_than_cpus_complete_their_calls() -> None:
     def body() -> float:
         tensor = torch.ones(70_000)
         for _ in range(20):
@@ -111,7 +111,7 @@ def test_more_ranks_than_cpus() -> None:
     assert run_ranks(8, body) == [8.0] * 8
 
 
-def test_a_forked_child_knows_its_parents_world_and_cannot_call_it() -> None:
+def test_forked_child_sees_the_world_of_its_parent_and_cannot_call_it() -> None:
     def body() -> str:
         world = dist.group.WORLD
         reader, writer = os.pipe()

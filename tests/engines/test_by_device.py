@@ -1,4 +1,4 @@
-"""Groups with an engine for each type of device, and what a backend's name means."""
+"""Groups with one engine per device type, and the meaning of backend names."""
 
 from importlib.util import find_spec
 
@@ -52,20 +52,20 @@ def test_names(backend: str | None, cuda: bool, means: str, monkeypatch: pytest.
         assert _engines.check_backend(backend) == means
 
 
-def test_nccl_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a torch that is built for CUDA, on a host that has no GPU."""
+def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a torch that is built for CUDA on a host without a GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     with pytest.raises(dist.ConfigError, match=r"'nccl': this process has no cuda device\.\n  Pass backend='native'"):
         _engines.check_backend("nccl")
 
 
-def test_each_tensor_goes_to_the_engine_of_its_device() -> None:
+def test_each_tensor_uses_the_engine_of_its_device() -> None:
     def body() -> None:
         world = dist.group.WORLD
         size, rank = world.size(), world.rank()
         native, gloo = world._engine, dist.new_group(backend="gloo")._engine
-        # No CUDA tensor can be had here: gloo stands for the engine that is not asked.
+        # This test has no CUDA tensors. The gloo engine represents the engine that receives no calls.
         engine = ByDevice("cpu:native,cuda:nccl", {"cpu": native, "cuda": gloo}, "both")
         both = ProcessGroup(engine, "both", rank, world.members, 20.0)
         assert both.backend == "cpu:native,cuda:nccl"
@@ -97,7 +97,7 @@ def test_each_tensor_goes_to_the_engine_of_its_device() -> None:
         elif rank == 1:
             assert both.recv(torch.zeros(1), 0) == 0
             both.irecv(torch.zeros(1), 0).wait()
-        assert gloo.stats().calls == 1  # the barrier that made it
+        assert gloo.stats().calls == 1  # the barrier at the creation of the group
         assert both.stats().calls >= 18
         with pytest.raises(dist.UsageError, match=r"on meta.*has no engine \(it has cpu:native,cuda:nccl\)"):
             both.all_reduce(torch.zeros(1, device="meta"))
@@ -108,7 +108,7 @@ def test_each_tensor_goes_to_the_engine_of_its_device() -> None:
     run_ranks(3, body)
 
 
-def test_a_tensor_of_another_device_names_what_the_group_moves() -> None:
+def test_error_about_an_unsupported_device_names_the_supported_tensors() -> None:
     def body() -> None:
         gloo = dist.new_group(backend="gloo")
         for group, says in ((None, "no elements"), (gloo, "the gloo engine supports only CPU tensors")):
@@ -118,7 +118,7 @@ def test_a_tensor_of_another_device_names_what_the_group_moves() -> None:
     run_ranks(2, body)
 
 
-def test_what_is_here() -> None:
+def test_availability_and_default_backends_are_reported() -> None:
     assert dist.is_gloo_available() == dist.is_backend_available("GLOO") == torch.distributed.is_gloo_available()
     assert dist.is_nccl_available() == dist.is_backend_available("nccl") == torch.distributed.is_nccl_available()
     assert dist.is_mpi_available() == dist.is_backend_available("MPI") == (find_spec("mpi4py") is not None)

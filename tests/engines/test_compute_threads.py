@@ -1,4 +1,4 @@
-"""How many threads torch computes with in ranks that nobody has given a number."""
+"""Number of torch compute threads in ranks for which the user has set no number."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_OPENMP = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "ALLRANKS
 
 
 def threads(tmp_path: Path, ranks: int, own: int = 0, **variables: str) -> list[str]:
-    """What each rank has told: its threads, and warnings."""
+    """Return the line of each rank: its number of threads, and its warnings."""
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     environ = {name: value for name, value in os.environ.items() if name not in _OF_OPENMP} | variables
@@ -52,16 +52,16 @@ def threads(tmp_path: Path, ranks: int, own: int = 0, **variables: str) -> list[
     return found
 
 
-def test_ranks_share_the_cpus(tmp_path: Path) -> None:
+def test_ranks_divide_the_cpus_among_their_threads(tmp_path: Path) -> None:
     assert threads(tmp_path, 2) == [str(max(1, CPUS // 2))] * 2
 
 
-def test_a_rank_alone_keeps_its_threads(tmp_path: Path) -> None:
+def test_single_rank_keeps_its_threads(tmp_path: Path) -> None:
     assert int(*threads(tmp_path, 1)) > 1
 
 
 @pytest.mark.parametrize("by", ["variable", "call"])
-def test_a_number_that_was_chosen_is_kept(tmp_path: Path, by: str) -> None:
+def test_thread_count_set_by_the_user_is_kept_with_a_warning(tmp_path: Path, by: str) -> None:
     chosen = CPUS + 1
     first, second = (
         threads(tmp_path, 2, OMP_NUM_THREADS=str(CPUS)) if by == "variable" else threads(tmp_path, 2, own=chosen)
@@ -72,11 +72,11 @@ def test_a_number_that_was_chosen_is_kept(tmp_path: Path, by: str) -> None:
     assert first.count("OMP_NUM_THREADS") == 1
 
 
-def test_threads_that_sleep_while_they_wait_are_no_warning(tmp_path: Path) -> None:
+def test_passive_waiting_threads_cause_no_warning(tmp_path: Path) -> None:
     assert threads(tmp_path, 2, OMP_NUM_THREADS=str(CPUS), OMP_WAIT_POLICY="passive") == [str(CPUS)] * 2
 
 
-def test_ranks_with_cpus_of_their_own_keep_them(tmp_path: Path) -> None:
+def test_ranks_bound_to_separate_cpus_use_those_cpus(tmp_path: Path) -> None:
     assert threads(tmp_path, 2, own=-1) == ["1"] * 2
     cpus = sorted(os.sched_getaffinity(0))
     before = os.sched_getaffinity(0)
@@ -95,12 +95,12 @@ def test_ranks_with_cpus_of_their_own_keep_them(tmp_path: Path) -> None:
             process.wait()
 
 
-def test_ranks_of_a_rank_share_its_cpus(tmp_path: Path) -> None:
-    """What `allranks run -n 1` has given the process that starts them is not a number that somebody has chosen."""
+def test_ranks_started_by_a_rank_divide_its_cpus(tmp_path: Path) -> None:
+    """Check that a number which `allranks run -n 1` has set for the parent does not count as set by the user."""
     assert threads(tmp_path, 2, OMP_NUM_THREADS=str(CPUS), LOCAL_WORLD_SIZE="1") == [str(max(1, CPUS // 2))] * 2
 
 
-def test_a_master_keeps_its_threads() -> None:
+def test_master_keeps_its_threads() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(CPUS)
     try:

@@ -1,4 +1,4 @@
-"""Connections between ranks of different hosts: here two servers of one process, strangers, and false proofs."""
+"""Connections between hosts: two servers in one process, unauthenticated clients, and invalid proofs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECRET, TOKEN = b"a secret of the tests", bytes(range(16))
 
 
 class Comm:
-    """In the core's place: keeps what it gets."""
+    """Replacement of the core that stores the connections which it receives."""
 
     def __init__(self) -> None:
         self.adopted: list[tuple[int, int, socket.socket]] = []
@@ -41,7 +41,7 @@ class Comm:
 
 
 class Pair:
-    """Ranks 0 and 1 of a group, each with a server of its own."""
+    """Ranks 0 and 1 of a group, each with its own server."""
 
     def __init__(self, token: bytes = TOKEN, secrets: tuple[bytes, bytes] = (SECRET, SECRET)) -> None:
         self.servers = [tcp.ConnectionServer.of((f"127.0.0.{i + 1}",)) for i in range(2)]
@@ -66,12 +66,12 @@ class Pair:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    before = set(threading.enumerate())  # what runs the tests in parallel has some of its own
+    before = set(threading.enumerate())  # the parallel test runner has its own threads
     made = Pair()
     yield made
     made.close()
     assert not tcp.ConnectionServer._all
-    # Dummies are threads of others that Python has met meanwhile.
+    # Python adds a dummy entry for a foreign thread that enters the interpreter during the test.
     assert not [each for each in threading.enumerate() if each not in before and not _is_dummy(each)]
 
 
@@ -80,7 +80,7 @@ def _is_dummy(thread: threading.Thread) -> bool:
 
 
 def _opened(fd: int) -> str:
-    """What a descriptor is open on; "" if it has just been closed."""
+    """Return the target of a descriptor, or "" if it has just been closed."""
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def _until(condition: object, seconds: float = 10.0) -> None:
         time.sleep(0.001)
 
 
-def test_who_both_connect_at_once_end_with_one_connection() -> None:
+def test_simultaneous_connection_attempts_result_in_one_connection() -> None:
     pick = random.Random(1)
     for round_ in range(40):
         pair = Pair(token=round_.to_bytes(16, "big"))
@@ -105,17 +105,17 @@ def test_who_both_connect_at_once_end_with_one_connection() -> None:
         _until(lambda pair=pair: all(comm.adopted for comm in pair.comms))
         (from_0,), (from_1,) = (comm.adopted for comm in pair.comms)
         assert (from_0[:2], from_1[:2]) == ((1, tcp.MESSAGE), (0, tcp.MESSAGE))
-        for connection in (from_0[2], from_1[2]):  # a rank may compute for long, and read nothing
+        for connection in (from_0[2], from_1[2]):  # no TCP timeout: a rank may compute for a long time without reading
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
         from_0[2].sendall(b"ping")
-        assert from_1[2].recv(10) == b"ping"  # and no word of the greeting
+        assert from_1[2].recv(10) == b"ping"  # without any byte of the greeting
         from_1[2].sendall(b"pong")
         assert from_0[2].recv(10) == b"pong"
         pair.close()
         assert [len(comm.adopted) for comm in pair.comms] == [1, 1]
 
 
-def test_strangers_hold_up_nobody_and_are_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_connections_are_dropped_and_delay_no_rank(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "HANDSHAKE_S", 2.0)
     where = ("127.0.0.1", pair.servers[0].port)
     pick = random.Random(2)
@@ -132,7 +132,7 @@ def test_strangers_hold_up_nobody_and_are_dropped(pair: Pair, monkeypatch: pytes
     pair.servers[1].ask(pair.groups[1].number, 0, tcp.COLLECTIVE)
     _until(lambda: pair.comms[0].adopted and pair.comms[1].adopted)
     assert time.monotonic() - began < 2.0
-    for connection in idle:  # dropped, and told nothing
+    for connection in idle:  # closed without a response
         connection.settimeout(5)
         assert connection.recv(1) == b""
         connection.close()
@@ -143,8 +143,8 @@ def proof(key: bytes, role: bytes, hello: tcp.ConnectionSubject, nonces: bytes =
     return tcp.PROTOCOL.proof(key, role, hello.pack(), nonces)
 
 
-def test_a_proof_is_worth_nothing_elsewhere(pair: Pair) -> None:
-    """A man in the middle passes on a rank's greeting and proof, with another purpose, or a second time."""
+def test_handshake_proof_cannot_be_reused(pair: Pair) -> None:
+    """Replay the greeting and proof of a rank, as a man in the middle could, for another purpose or a second time."""
     target, dialer = pair.groups
     honest = tcp.ConnectionSubject(target.name, 1, 0, tcp.COLLECTIVE)
     for other in (honest._replace(kind=tcp.MESSAGE), honest._replace(from_=0), honest._replace(to=1)):
@@ -152,7 +152,7 @@ def test_a_proof_is_worth_nothing_elsewhere(pair: Pair) -> None:
     assert proof(dialer.key, b"client", honest) != proof(dialer.key, b"server", honest)
     where = ("127.0.0.1", pair.servers[0].port)
     said = b""
-    for _ in range(2):  # the second time with what was right the first time
+    for _ in range(2):  # the second connection replays the valid proof of the first
         with socket.create_connection(where, 5) as connection:
             connection.sendall(pack_frame(first_frame(bytes(32), tcp.PROTOCOL, honest.pack())))
             nonce = connection.recv(1000)[4 + len(tcp.PROTOCOL.head) :][:32]
@@ -163,7 +163,7 @@ def test_a_proof_is_worth_nothing_elsewhere(pair: Pair) -> None:
     assert len(pair.comms[0].adopted) == 1
 
 
-def test_other_secrets_are_named() -> None:
+def test_different_secrets_are_reported() -> None:
     pair = Pair(secrets=(SECRET, b"another secret of the tests"))
     with pytest.raises(SecretError, match="ALLRANKS_SECRET"):
         pair.groups[1].connect_heartbeats([0], 5)
@@ -175,16 +175,16 @@ def test_other_secrets_are_named() -> None:
     pair.close()
 
 
-def test_a_forked_child_has_none_of_it(pair: Pair) -> None:
+def test_forked_child_inherits_no_descriptors(pair: Pair) -> None:
     pair.servers[1].ask(pair.groups[1].number, 0, tcp.COLLECTIVE)
     _until(lambda: pair.comms[0].adopted and pair.comms[1].adopted)
     theirs = [fd for server in pair.servers for fd in (*server._listeners, server._requests, server._asking)]
-    names = {_opened(each.fileno()) for each in theirs}  # other threads of this process open and close others
-    assert len(names) == 4  # a listener and a pipe each
+    names = {_opened(each.fileno()) for each in theirs}  # compare names: other threads open and close descriptors
+    assert len(names) == 4  # each server has a listener and a pipe
     child = os.fork()
     if child == 0:
         held = {_opened(int(fd)) for fd in os.listdir("/proc/self/fd")}
         os._exit(0 if not held & names and not tcp.ConnectionServer._all else 1)
     assert os.waitpid(child, 0)[1] == 0
-    pair.servers[1].ask(pair.groups[1].number, 0, tcp.MESSAGE)  # the parent's goes on
+    pair.servers[1].ask(pair.groups[1].number, 0, tcp.MESSAGE)  # the server of the parent continues
     _until(lambda: len(pair.comms[0].adopted) == 2)

@@ -1,6 +1,6 @@
-"""The gloo engine: what it reduces and moves, its groups beside others, and how its failures are told.
+"""The gloo engine: supported reductions and transfers, groups next to other engines, and its errors.
 
-Values of every verb are compared with torch.distributed's in tests/conformance/test_programs.py.
+tests/conformance/test_programs.py compares the values of every verb with torch.distributed.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ OPS = [op for op in dist.ReduceOp if op is not dist.ReduceOp.PREMUL_SUM]
 
 
 def again(**options: object) -> None:
-    """Leaves the native world and makes one on gloo."""
+    """Destroy the native world and create a world on gloo."""
     dist.destroy_process_group()
     dist.init_process_group(**{"backend": "gloo", "timeout": 30, **options})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_reduces_what_the_table_says_as_the_native_engine_does(ranks: int) -> None:
+def test_gloo_reduces_supported_dtypes_as_the_native_engine_does(ranks: int) -> None:
     def body() -> None:
         gloo = dist.new_group(backend="gloo")
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -59,7 +59,7 @@ def test_reduces_what_the_table_says_as_the_native_engine_does(ranks: int) -> No
     run_ranks(ranks, body)
 
 
-def test_moves_any_dtype_and_layout() -> None:
+def test_any_dtype_and_layout_is_transferred() -> None:
     def body() -> None:
         again()
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -113,7 +113,7 @@ def test_messages() -> None:
     run_ranks(3, body)
 
 
-def test_groups_on_several_engines() -> None:
+def test_groups_of_several_engines_coexist() -> None:
     def body() -> None:
         rank = dist.get_rank()
         gloo, native = dist.new_group([0, 2], backend="gloo"), dist.new_group(backend="native")
@@ -147,7 +147,7 @@ def test_groups_on_several_engines() -> None:
     run_ranks(3, body)
 
 
-def test_ranks_that_ask_for_different_backends() -> None:
+def test_different_backends_are_a_mismatch_that_names_the_ranks() -> None:
     def body() -> None:
         with pytest.raises(dist.MismatchError, match="rank 0 for 'gloo'; rank 1 for 'native'"):
             dist.init_process_group("native" if os.environ["RANK"] == "1" else "gloo", timeout=20)
@@ -156,8 +156,8 @@ def test_ranks_that_ask_for_different_backends() -> None:
     run_ranks(2, body, init=False)
 
 
-def test_between_hosts() -> None:
-    """Ranks that take each other for ranks of other hosts: their store is on TCP then, with a secret."""
+def test_gloo_connects_ranks_of_different_hosts() -> None:
+    """Make the ranks believe that they run on different hosts. Their store then uses TCP with a secret."""
 
     def body() -> float:
         from allranks._rendezvous import rendezvous
@@ -174,7 +174,7 @@ def test_between_hosts() -> None:
 
 
 @pytest.mark.parametrize("verb", ["all_reduce", "recv"])
-def test_a_killed_rank_is_named(verb: str) -> None:
+def test_killed_rank_is_named_with_gloo(verb: str) -> None:
     def body() -> str:
         again()
         dist.barrier()
@@ -221,7 +221,7 @@ def test_debug_mode_compares_calls() -> None:
     run_ranks(3, body, env={"ALLRANKS_DEBUG": "1"})
 
 
-def test_a_late_rank_is_a_timeout() -> None:
+def test_late_rank_causes_a_timeout() -> None:
     def body() -> float:
         again(timeout=0.6)
         if dist.get_rank() == 1:
@@ -241,7 +241,7 @@ def test_a_late_rank_is_a_timeout() -> None:
     assert run_ranks(2, body)[0] < 1.3
 
 
-def test_destroy_with_calls_pending() -> None:
+def test_destroy_fails_pending_calls() -> None:
     def body() -> str:
         again(timeout=300)
         if dist.get_rank() == 1:
@@ -264,7 +264,7 @@ def test_destroy_with_calls_pending() -> None:
     assert said.count("the group was destroyed while the call was pending") == 4
 
 
-def test_ctrl_c_ends_a_blocked_call() -> None:
+def test_ctrl_c_interrupts_a_blocked_call() -> None:
     def body() -> float:
         again(timeout=300)
         if dist.get_rank() == 1:
@@ -282,7 +282,7 @@ def test_ctrl_c_ends_a_blocked_call() -> None:
     assert run_ranks(2, body)[0] < 0.6
 
 
-def test_a_forked_child_ends() -> None:
+def test_forked_child_exits_without_blocking() -> None:
     def body() -> int:
         again()
         world = dist.group.WORLD
@@ -315,7 +315,7 @@ def test_a_forked_child_ends() -> None:
 
 
 @pytest.mark.parametrize("pending", [False, True])
-def test_a_process_that_just_ends_says_nothing(pending: bool, tmp_path: Path) -> None:
+def test_process_exit_without_destroy_prints_nothing(pending: bool, tmp_path: Path) -> None:
     program = f"""
 import os, pathlib, time
 import torch, allranks as dist
@@ -341,7 +341,7 @@ if {pending}:
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_again_and_again_leaves_nothing() -> None:
+def test_repeated_groups_leak_no_descriptors_or_threads() -> None:
     def body() -> tuple[int, int]:
         again()
 
@@ -357,18 +357,18 @@ def test_again_and_again_leaves_nothing() -> None:
         after = held()
         return after[0] - before[0], after[1] - before[1]
 
-    # Fewer where the first was just being closed when it was counted; each that is left would be there five times.
+    # The difference is negative if the first group was still closing at its count. A leak would count five times.
     assert all(descriptors <= 0 and threads <= 0 for descriptors, threads in run_ranks(2, body))
 
 
-def test_no_port_is_opened() -> None:
-    """But gloo's own, on the loopback interface."""
+def test_gloo_opens_only_its_own_loopback_port() -> None:
+    """Check that the only listening port is that of gloo, on the loopback interface."""
 
     def body() -> list[str]:
         again()
         sockets = set()
         for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+            with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
                 sockets.add(os.readlink(f"/proc/self/fd/{fd}"))
         with open("/proc/self/net/tcp") as table:
             lines = [line.split() for line in table.readlines()[1:]]

@@ -1,7 +1,7 @@
-"""The mpi engine under Open MPI and MPICH: what it reduces and moves, its groups, how it fails and ends.
+"""The mpi engine under Open MPI and MPICH: reductions, transfers, groups, failures and exit.
 
-Values of every verb are compared with torch.distributed's in tests/conformance/test_programs.py. The ranks of `job`
-stay alive between tests; what ends ranks has a job of its own.
+tests/conformance/test_programs.py compares the values of every verb with torch.distributed. The ranks of `job` stay
+alive between tests. A test that terminates ranks starts its own job.
 """
 
 import os
@@ -27,14 +27,14 @@ from support.prompt import PROMPT_S
 from support.workers import Workers
 
 OPS = [op for op in dist.ReduceOp if op is not dist.ReduceOp.PREMUL_SUM]
-# torch converts nothing to pairs of 4 bits; tests/api/test_pieces.py moves them.
+# torch cannot convert to pairs of 4-bit numbers. tests/api/test_pieces.py transfers them.
 DTYPES = {name: getattr(torch, name) for name in _core.DTYPES if name != "float4_e2m1fn_x2"}
 BOTH = pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 
 
 @pytest.fixture(scope="module", params=[("openmpi", 3), ("mpich", 3)], ids=["openmpi", "mpich"])
 def job(request: pytest.FixtureRequest) -> Iterator[Callable[..., list]]:
-    """Calls a function on the three ranks of an mpi world; the list of what they return."""
+    """Function that calls its argument on the three ranks of an mpi world, and returns the list of their results."""
     mpi, ranks = request.param
     python_with(mpi)
     workers = Workers(ranks, lambda _, called: cloudpickle.loads(called)(), partial(run_by_mpi, mpi))
@@ -55,10 +55,10 @@ def script(tmp_path: Path, program: str) -> str:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))  # not every dtype can be compared
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))  # torch cannot compare every dtype
 
 
-def test_reduces_as_the_native_engine_does(job: Callable[..., list]) -> None:
+def test_mpi_reduces_as_the_native_engine_does(job: Callable[..., list]) -> None:
     def body() -> None:
         from allranks._engines.mpi.engine import reduces
 
@@ -92,7 +92,7 @@ def test_reduces_as_the_native_engine_does(job: Callable[..., list]) -> None:
     job(body)
 
 
-def test_calls_are_recorded(job: Callable[..., list]) -> None:
+def test_mpi_calls_are_recorded(job: Callable[..., list]) -> None:
     def body() -> list:
         from allranks._trace import memory
 
@@ -100,10 +100,10 @@ def test_calls_are_recorded(job: Callable[..., list]) -> None:
         rank = dist.get_rank()
         dist.all_reduce(torch.ones(3), group=group)
         time.sleep(0.3 * rank)
-        dist.broadcast(torch.ones(2), 1, group=group)  # MPI does not end it at once
+        dist.broadcast(torch.ones(2), 1, group=group)  # MPI does not complete it immediately
         dist.reduce(torch.ones(2), 0, group=group)
         dist.all_gather(list(torch.ones(3, 2)), torch.ones(2), group=group, async_op=True).wait()
-        dist.isend(torch.ones(5), (rank + 1) % 3, group=group, tag=4)  # nobody waits
+        dist.isend(torch.ones(5), (rank + 1) % 3, group=group, tag=4)  # without a wait
         dist.recv(torch.ones(5), (rank + 2) % 3, group=group, tag=4)
         dist.barrier(group=group)
         with pytest.raises(dist.UsageError):
@@ -126,7 +126,7 @@ def test_calls_are_recorded(job: Callable[..., list]) -> None:
         ]
 
 
-def test_halves_are_rounded_once_and_nan_is_kept(job: Callable[..., list]) -> None:
+def test_half_precision_is_rounded_once_and_nan_is_kept(job: Callable[..., list]) -> None:
     def body() -> None:
         native = dist.new_group(backend="native")
         rank = dist.get_rank()
@@ -140,7 +140,8 @@ def test_halves_are_rounded_once_and_nan_is_kept(job: Callable[..., list]) -> No
                 expected, actual = mine.clone(), mine.clone()
                 dist.all_reduce(expected, op, group=native)
                 dist.all_reduce(actual, op)
-                # MPI adds in another order: a last bit of float32 may differ, and so of a half next to the middle.
+                # MPI adds in another order, so the last bit of a float32 sum may differ.
+                # A half-precision result close to a rounding boundary may differ, too.
                 precise = torch.finfo(dtype).eps if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) else 0
                 torch.testing.assert_close(actual, expected, rtol=precise, atol=precise, equal_nan=True)
         dist.destroy_process_group(native)
@@ -148,7 +149,7 @@ def test_halves_are_rounded_once_and_nan_is_kept(job: Callable[..., list]) -> No
     job(body)
 
 
-def test_moves_any_dtype_and_layout(job: Callable[..., list]) -> None:
+def test_any_dtype_and_layout_is_transferred(job: Callable[..., list]) -> None:
     def body() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         for dtype in DTYPES.values():
@@ -174,7 +175,7 @@ def test_moves_any_dtype_and_layout(job: Callable[..., list]) -> None:
             dist.broadcast(empty, 0)
             dist.all_gather([torch.zeros_like(empty) for _ in range(size)], empty)
             dist.reduce_scatter_tensor(empty, torch.zeros(0))
-        # A rank's own piece as part of the whole.
+        # The chunk of this rank is a part of the whole tensor.
         whole = torch.full((size, 5), float(rank))
         dist.all_gather_into_tensor(whole, whole[rank])
         assert whole[:, 0].tolist() == list(range(size))
@@ -191,8 +192,8 @@ def test_moves_any_dtype_and_layout(job: Callable[..., list]) -> None:
     job(body)
 
 
-def test_pieces_beyond_mpis_counts(job: Callable[..., list]) -> None:
-    """With the limit at 1000 in place of 2^30."""
+def test_transfers_larger_than_the_mpi_count_limit(job: Callable[..., list]) -> None:
+    """Set the limit to 1000 elements instead of 2^30."""
 
     def body() -> None:
         from allranks._engines.mpi import engine as mpi
@@ -266,7 +267,7 @@ def test_messages(job: Callable[..., list]) -> None:
     job(body)
 
 
-def test_messages_of_another_size(job: Callable[..., list]) -> None:
+def test_message_of_another_size_is_a_mismatch(job: Callable[..., list]) -> None:
     def body() -> None:
         rank = dist.get_rank()
         if rank == 0:
@@ -282,7 +283,7 @@ def test_messages_of_another_size(job: Callable[..., list]) -> None:
     job(body)
 
 
-def test_calls_of_several_threads_and_without_anybody_waiting(job: Callable[..., list]) -> None:
+def test_mpi_calls_of_several_threads_progress_without_a_wait(job: Callable[..., list]) -> None:
     def body() -> None:
         rank = dist.get_rank()
         groups = [dist.new_group() for _ in range(3)]
@@ -304,7 +305,7 @@ def test_calls_of_several_threads_and_without_anybody_waiting(job: Callable[...,
         for group, total in zip(groups, totals, strict=True):
             assert total.unique().tolist() == [sum(3 + 3 * i for i in range(1, 30, 2))]
             dist.destroy_process_group(group)
-        # A large message goes although its sender waits in another library's call.
+        # A large message progresses while its sender waits in a call of another engine.
         native = dist.new_group(backend="native")
         sent = dist.isend(torch.ones(1 << 20), 1) if rank == 0 else None
         if rank == 1:
@@ -323,7 +324,7 @@ def test_calls_of_several_threads_and_without_anybody_waiting(job: Callable[...,
     job(body)
 
 
-def test_groups_on_several_engines(job: Callable[..., list]) -> None:
+def test_groups_of_several_engines_coexist(job: Callable[..., list]) -> None:
     def body() -> None:
         rank = dist.get_rank()
         mpi, native = dist.new_group([0, 2]), dist.new_group(backend="native")
@@ -359,7 +360,7 @@ def test_groups_on_several_engines(job: Callable[..., list]) -> None:
     job(body)
 
 
-def test_again_and_again_leaves_nothing(job: Callable[..., list]) -> None:
+def test_repeated_groups_leak_no_descriptors_or_threads(job: Callable[..., list]) -> None:
     def body() -> tuple[int, int]:
         def held() -> tuple[int, int]:
             return len(os.listdir("/proc/self/fd")), threading.active_count()
@@ -376,7 +377,7 @@ def test_again_and_again_leaves_nothing(job: Callable[..., list]) -> None:
     assert job(body) == [(0, 0)] * 3
 
 
-def test_leaving_and_coming_back(job: Callable[..., list]) -> None:
+def test_mpi_world_can_be_recreated(job: Callable[..., list]) -> None:
     def body() -> None:
         world = dist.group.WORLD
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -398,7 +399,7 @@ def test_leaving_and_coming_back(job: Callable[..., list]) -> None:
     job(body)
 
 
-def test_training_step(job: Callable[..., list]) -> None:
+def test_ddp_gradients_are_equal_on_all_mpi_ranks(job: Callable[..., list]) -> None:
     def body() -> list[float]:
         torch.manual_seed(dist.get_rank())
         model = dist.nn.parallel.DistributedDataParallel(torch.nn.Linear(20, 3))
@@ -410,7 +411,7 @@ def test_training_step(job: Callable[..., list]) -> None:
     assert others == [first, first]
 
 
-def test_a_forked_child_ends(job: Callable[..., list]) -> None:
+def test_forked_child_exits_without_blocking(job: Callable[..., list]) -> None:
     def body() -> int:
         world = dist.group.WORLD
         work = dist.all_reduce(torch.ones(10), async_op=True)
@@ -440,8 +441,8 @@ def test_a_forked_child_ends(job: Callable[..., list]) -> None:
 
 
 @BOTH
-def test_forked_children_end_in_every_way(mpi: str, tmp_path: Path) -> None:
-    """They collect and drop groups, start threads, have a world of their own; none of them ends MPI."""
+def test_forked_children_can_exit_in_every_way(mpi: str, tmp_path: Path) -> None:
+    """Check that no child finalizes MPI. The children destroy groups, start threads and create a world."""
     program = script(
         tmp_path,
         """
@@ -509,7 +510,7 @@ else:
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n" * 2, "")
 
 
-def test_destroy_with_calls_pending(job: Callable[..., list]) -> None:
+def test_destroy_fails_pending_calls(job: Callable[..., list]) -> None:
     def body() -> str:
         group = dist.new_group(timeout=300)
         if dist.get_rank():
@@ -535,8 +536,8 @@ def test_destroy_with_calls_pending(job: Callable[..., list]) -> None:
     assert said.count("the group was destroyed while the call was pending") == 2
 
 
-def test_who_has_done_its_part_may_leave(job: Callable[..., list]) -> None:
-    """A broadcast's root need not wait for a late rank. That it left meanwhile is no failure of the others."""
+def test_broadcast_root_may_destroy_the_group_before_late_ranks_call(job: Callable[..., list]) -> None:
+    """Let the root of a broadcast destroy its group while a rank is late. The other ranks must not fail."""
 
     def body() -> float:
         group = dist.new_group()
@@ -550,7 +551,7 @@ def test_who_has_done_its_part_may_leave(job: Callable[..., list]) -> None:
     assert job(body) == [0, 0, 0]
 
 
-def test_a_late_rank_is_a_timeout(job: Callable[..., list]) -> None:
+def test_late_rank_causes_a_timeout(job: Callable[..., list]) -> None:
     def body() -> float:
         group = dist.new_group(timeout=0.6)
         began = time.monotonic()
@@ -573,11 +574,11 @@ def test_a_late_rank_is_a_timeout(job: Callable[..., list]) -> None:
     assert job(body)[0] < 3
 
 
-def test_ctrl_c_ends_a_blocked_call(job: Callable[..., list]) -> None:
+def test_ctrl_c_interrupts_a_blocked_call(job: Callable[..., list]) -> None:
     def body() -> float:
         group = dist.new_group()
         took = 0.0
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
         if dist.get_rank() == 0:
             for wait in (lambda: dist.recv(torch.ones(1), 1, group=group), lambda: dist.barrier(group)):
                 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -615,8 +616,8 @@ def test_debug_mode_compares_calls() -> None:
 
 
 @BOTH
-def test_needs_nothing_in_the_environment_and_ends_cleanly(mpi: str, tmp_path: Path) -> None:
-    """Although the ranks just end, with calls pending."""
+def test_mpi_needs_no_environment_variables_and_exits_cleanly(mpi: str, tmp_path: Path) -> None:
+    """Exit without destroying the world, while calls are pending."""
     program = script(
         tmp_path,
         """
@@ -643,13 +644,13 @@ if dist.get_rank() == 1:
 dist.barrier()
 """,
     )
-    done = mpirun(mpi, 2, program)  # in less time than the group's
+    done = mpirun(mpi, 2, program)  # terminates before the timeout of the group
     assert done.returncode != 0
     assert "ValueError: as it happens" in done.stderr
     assert "allranks: rank 1 of 2 aborts the job: ValueError" in done.stderr
 
 
-def test_an_abort_waits_until_the_last_words_were_read() -> None:
+def test_abort_waits_until_the_last_output_is_read() -> None:
     reads, writes = os.pipe()
     read = []
     with open(writes, "w") as stream:
@@ -672,7 +673,7 @@ def test_an_abort_waits_until_the_last_words_were_read() -> None:
 
 
 @BOTH
-def test_a_rank_that_leaves_or_dies_ends_the_job(mpi: str, tmp_path: Path) -> None:
+def test_exit_or_death_of_a_rank_terminates_the_job(mpi: str, tmp_path: Path) -> None:
     program = script(
         tmp_path,
         """
@@ -687,7 +688,7 @@ except dist.PeerLostError as error:
     sys.exit(4)
 """,
     )
-    done = mpirun(mpi, 2, program)  # in less time than the group's
+    done = mpirun(mpi, 2, program)  # terminates before the timeout of the group
     assert done.returncode != 0
     assert "all_reduce on group 'world' (rank 0 of 2): rank 1 (" in done.stderr
     assert "has left" in done.stderr
@@ -720,7 +721,7 @@ except dist.JoinError as error:
 
 @BOTH
 def test_alone(mpi: str, tmp_path: Path) -> None:
-    """A process that mpirun has not started is a world of its own, unless it is told that there are more."""
+    """Start a process without mpirun. Its world has one rank, unless a variable states a larger world size."""
     program = script(
         tmp_path,
         """
@@ -748,7 +749,7 @@ for variable in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_N
     assert done.stdout.count("started 4 processes") == done.stdout.count("belong to different MPIs") == 3
 
 
-def test_mpirun_of_another_mpi(tmp_path: Path) -> None:
+def test_mpirun_of_another_mpi_is_reported(tmp_path: Path) -> None:
     program = script(tmp_path, "dist.init_process_group('mpi')\n")
     for mpi, other in (("openmpi", "mpich"), ("mpich", "openmpi")):
         done = mpirun(mpi, 2, program, python=python_with(other))
@@ -757,7 +758,7 @@ def test_mpirun_of_another_mpi(tmp_path: Path) -> None:
         assert "launcher and library belong to different MPIs" in done.stderr
 
 
-def test_groups_in_a_world_of_another_engine(tmp_path: Path) -> None:
+def test_mpi_groups_work_in_a_world_of_another_engine(tmp_path: Path) -> None:
     program = script(
         tmp_path,
         f"""
@@ -778,8 +779,8 @@ for backend in ("native", "gloo"):
     assert sorted(done.stdout.splitlines()) == ["gloo mpi [0, 2]"] * 2 + ["native mpi [0, 2]"] * 2
 
 
-def test_where_mpirun_has_not_started_the_ranks() -> None:
-    """Under our launcher, and in a group of such ranks."""
+def test_ranks_not_started_by_mpirun_are_refused() -> None:
+    """Start the ranks with the launcher of allranks, and request an mpi world and an mpi group."""
 
     def body() -> None:
         with pytest.raises(dist.ConfigError, match="mpirun -n 2"):
@@ -799,7 +800,7 @@ def test_where_mpirun_has_not_started_the_ranks() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_no_mpi4py_or_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_mpi4py_or_mpi_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from allranks._engines.mpi import job as mpi_job
 
     monkeypatch.setattr(mpi_job.importlib.util, "find_spec", lambda name: None)

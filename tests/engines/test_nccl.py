@@ -1,6 +1,6 @@
-"""The nccl engine after a loss, where there is no GPU: torch's backend is a stand-in whose calls do not end.
+"""The nccl engine after a loss, without a GPU: a stub replaces torch's backend, and its calls never complete.
 
-What a GPU alone can show is in tests/gpu: `a_loss` of its checks kills a rank of a real one.
+Tests that need a GPU are in tests/gpu. The check `a_loss` there kills a rank of a real nccl group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from allranks.testing import run_ranks
 
 
 class StandIn:
-    """As torch.distributed.ProcessGroupNCCL: a call waits for all ranks, one of which is lost, until ``abort``."""
+    """Stub of torch.distributed.ProcessGroupNCCL. A call waits for a lost rank until ``abort`` is called."""
 
     def __init__(self, _store: object, rank: int, members: Any, _timeout: object) -> None:
         self.rank, self.size = rank, len(members)
@@ -47,12 +47,12 @@ class StandIn:
         self._ended.set()
 
 
-def test_abort_and_shrink() -> None:
-    """Torch's own abort, once, ends what is pending; a new communicator is made of those that are left."""
+def test_abort_fails_pending_calls_and_shrink_creates_a_new_communicator() -> None:
+    """Check that abort calls torch's abort once, and that shrink creates a communicator of the remaining ranks."""
 
     def body() -> tuple[int, int, str]:
         c10d._nccl = StandIn
-        c10d.C10dEngine._check = lambda *_: None  # type: ignore[method-assign] # that the tensor is on a GPU
+        c10d.C10dEngine._check = lambda *_: None  # type: ignore[method-assign] # skips the check for a GPU tensor
         world = dist.group.WORLD
         assert world is not None
         rank = world.rank()
@@ -88,8 +88,11 @@ def test_abort_and_shrink() -> None:
     assert [found[rank] for rank in (0, 2)] == [(0, 2, "nccl"), (1, 2, "nccl")]
 
 
-def test_a_rank_that_leaves_at_once_waits_for_those_that_connect() -> None:
-    """Nobody waits for anybody before the first call of nccl, and what the ranks connect to is the first one's."""
+def test_immediate_close_waits_until_all_ranks_have_connected() -> None:
+    """Close the engine immediately on every rank, while rank 2 is late.
+
+    Before the first nccl call, no rank waits for another. Rank 0 must wait, because other ranks connect to its store.
+    """
 
     def body() -> int:
         c10d._nccl = StandIn

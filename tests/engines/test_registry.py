@@ -1,4 +1,4 @@
-"""Engines of installed packages: which are refused, in which words, and that they keep no other from working."""
+"""Engines of installed packages: refused packages, their error messages, and no effect on other engines."""
 
 import json
 import os
@@ -64,7 +64,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("module", "text", "point", "error"), WRONG.values(), ids=WRONG)
-def test_a_wrong_package_is_named(site: Path, module: str, text: str, point: str, error: str) -> None:
+def test_invalid_engine_package_is_named(site: Path, module: str, text: str, point: str, error: str) -> None:
     brought(site, module, text, point)
     with pytest.raises(dist.ConfigError, match=error):
         dist.init_process_group("mine")
@@ -76,7 +76,7 @@ def test_a_wrong_package_is_named(site: Path, module: str, text: str, point: str
     assert f"{module} 1.0" in finding.advice
 
 
-def test_own_names_stay_allranks_own(site: Path) -> None:
+def test_packages_cannot_replace_built_in_engine_names(site: Path) -> None:
     brought(site, "clash", spec("native"), "native = clash:ENGINE", "allranks = clash:ENGINE")
     assert registry.find("native") is registry.BUILT_IN["native"]
     finding = software.engines()
@@ -84,14 +84,14 @@ def test_own_names_stay_allranks_own(site: Path) -> None:
     assert "backend 'allranks': clash 1.0 provides" in finding.advice
 
 
-def test_two_packages_with_one_name(site: Path) -> None:
+def test_two_packages_with_the_same_engine_name_are_refused(site: Path) -> None:
     for module in ("one", "two"):
         brought(site, module, spec(), f"mine = {module}:ENGINE")
     with pytest.raises(dist.ConfigError, match=r"(one 1.0 and two|two 1.0 and one) 1.0 provide an engine of this name"):
         dist.init_process_group("mine")
 
 
-def test_a_name_that_no_backend_can_have(site: Path) -> None:
+def test_invalid_engine_name_is_refused(site: Path) -> None:
     brought(site, "odd", spec("My-Engine"), "My-Engine = odd:ENGINE")
     with pytest.raises(
         dist.ConfigError, match=r"odd 1.0 provides an engine with an invalid name\. Expected lowercase letters"
@@ -99,7 +99,7 @@ def test_a_name_that_no_backend_can_have(site: Path) -> None:
         dist.init_process_group("My-Engine")
 
 
-def test_an_engine_that_is_not_here(site: Path) -> None:
+def test_unavailable_engine_reports_the_missing_requirement(site: Path) -> None:
     text = spec().replace("interface", "available=lambda: False, missing='needs a wire', interface")
     brought(site, "wired", text, "mine = wired:ENGINE")
     with pytest.raises(dist.ConfigError, match=r"backend 'mine' needs a wire\.\n  Pass backend='native'"):
@@ -109,18 +109,18 @@ def test_an_engine_that_is_not_here(site: Path) -> None:
     assert "mine" in finding.measured.partition("not available: ")[2]
 
 
-def test_the_doctor_lists_it(site: Path) -> None:
+def test_doctor_lists_installed_engines(site: Path) -> None:
     brought(site, "good", spec(), "mine = good:ENGINE", version="2.5")
     assert "mine (good 2.5)" in software.engines().measured
 
 
-def test_unknown_names_show_what_is_installed(site: Path) -> None:
+def test_unknown_backend_error_lists_installed_engines(site: Path) -> None:
     brought(site, "good", spec(), "mine = good:ENGINE")
     with pytest.raises(dist.ConfigError, match=r"unknown backend 'nine': expected 'native', .*'nccl', 'mine'"):
         dist.init_process_group("nine")
 
 
-def test_own_engines_ask_for_no_entry_points(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_engines_read_no_entry_points(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never() -> None:
         raise AssertionError("entry points were read")
 
@@ -146,7 +146,7 @@ def test_engines_are_listed_without_torch() -> None:
 
 
 def make(monkeypatch: pytest.MonkeyPatch, calls: Sequence[bytes], size: int) -> tuple[list[bytes], list[list[bytes]]]:
-    """Makes an engine that exchanges these records: what other ranks get to see of it, and what it gets."""
+    """Create an engine that exchanges these records. Return the records that it sends and those that it receives."""
     seen: list[bytes] = []
     got: list[list[bytes]] = []
 
@@ -164,8 +164,8 @@ def make(monkeypatch: pytest.MonkeyPatch, calls: Sequence[bytes], size: int) -> 
     return seen, got
 
 
-def test_an_engine_exchanges_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it does: ranks that are not in the group take part in one exchange for each engine."""
+def test_engine_may_exchange_at_most_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the number of exchanges: ranks outside the group take part in exactly one for each engine."""
     full = b"me".ljust(RECORD_BYTES, b"\0")
     assert make(monkeypatch, [b"me"], 2) == ([full], [[full, full]])
     assert make(monkeypatch, [], 2) == ([bytes(RECORD_BYTES)], [])
@@ -176,7 +176,7 @@ def test_an_engine_exchanges_once(monkeypatch: pytest.MonkeyPatch) -> None:
         make(monkeypatch, [bytes(27)], 2)
 
 
-def test_an_engine_of_several_devices_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_for_several_devices_needs_one_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     make(monkeypatch, [], 2)
     assert check_backend("mine") == "mine"
     assert engines_of("mine") == {"cpu": "mine", "cuda": "mine"}

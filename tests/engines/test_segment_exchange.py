@@ -1,4 +1,4 @@
-"""How ranks of one host exchange their memory: strangers hold up nobody, and get nothing."""
+"""Exchange of memory between the ranks of a host. Unauthenticated processes cause no delay and receive nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from allranks._engines.native.connect import SegmentExchange
 
 NOBODY = 65534
 RANKS = 3
-WAITED_S = 5.0  # so long a silent stranger was waited for, one after the other
+WAITED_S = 5.0  # an earlier version waited this long for each silent connection, one after another
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
@@ -35,7 +35,7 @@ def name(offer: SegmentExchange) -> str:
 
 @contextlib.contextmanager
 def child(user: int, begin: Callable[[], object]) -> Iterator[None]:
-    """A process of that user that has begun something and stays."""
+    """Run ``begin`` in a child process of this user. The child stays until the context exits."""
     heard, told = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -65,7 +65,7 @@ def connected(to: str, word: bytes = b"") -> socket.socket:
 
 
 def meet(offers: list[SegmentExchange]) -> None:
-    """Has all ranks meet, and closes what they get."""
+    """Exchange segments and sockets between all ranks, and close them."""
     records = [offer.record for offer in offers]
     with ThreadPoolExecutor(len(offers)) as pool:
         met = [pool.submit(offer.meet, rank, records, 30.0) for rank, offer in enumerate(offers)]
@@ -88,7 +88,9 @@ def offers() -> Iterator[list[SegmentExchange]]:
 
 @pytest.mark.parametrize("word", [b"", b"hello", b"x" * 20], ids=["silent", "short", "wrong"])
 @pytest.mark.parametrize("user", [0, pytest.param(NOBODY, marks=as_root)], ids=["own", "another"])
-def test_strangers_hold_up_nobody(offers: list[SegmentExchange], user: int, word: bytes) -> None:
+def test_unauthenticated_connections_do_not_delay_the_exchange(
+    offers: list[SegmentExchange], user: int, word: bytes
+) -> None:
     names = [name(offer) for offer in offers]
     with child(user or os.getuid(), lambda: [connected(each, word) for each in names for _ in range(5)]):
         began = time.monotonic()
@@ -97,7 +99,7 @@ def test_strangers_hold_up_nobody(offers: list[SegmentExchange], user: int, word
 
 
 @as_root
-def test_what_listens_in_a_rank_s_place_hears_nothing(offers: list[SegmentExchange]) -> None:
+def test_listener_of_another_user_receives_nothing(offers: list[SegmentExchange]) -> None:
     with SegmentExchange(memory()) as gone:
         taken = name(gone)
     heard, told = os.pipe()
@@ -119,8 +121,8 @@ def test_what_listens_in_a_rank_s_place_hears_nothing(offers: list[SegmentExchan
     os.close(told)
 
 
-def test_a_rank_that_has_ended_is_not_waited_for() -> None:
-    """Its address answers no more; those that wait for its connection look there."""
+def test_exchange_fails_promptly_if_a_rank_has_exited() -> None:
+    """Detect the exit of a rank: a waiting rank checks the address of the missing one, which refuses connections."""
     here, ended = (SegmentExchange(memory()) for _ in range(2))
     records = [here.record, ended.record]
     ended.__exit__()
@@ -130,7 +132,7 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     assert time.monotonic() - began < WAITED_S
 
 
-# One memory for all, of a group that is made from another.
+# Tests of one memory that all ranks share: the memory of a group that is created from another group.
 
 
 @contextlib.contextmanager
@@ -159,7 +161,7 @@ def share(offers: list[SegmentExchange]) -> None:
 
 @pytest.mark.parametrize("word", [b"", b"hello", b"x" * 20], ids=["silent", "short", "wrong"])
 @pytest.mark.parametrize("user", [0, pytest.param(NOBODY, marks=as_root)], ids=["own", "another"])
-def test_strangers_get_no_memory_and_hold_up_nobody(user: int, word: bytes) -> None:
+def test_unauthenticated_connections_receive_no_memory_and_cause_no_delay(user: int, word: bytes) -> None:
     with sharing() as offers:
         names = [name(offer) for offer in offers]
         with child(user or os.getuid(), lambda: [connected(each, word) for each in names for _ in range(5)]):
@@ -169,7 +171,7 @@ def test_strangers_get_no_memory_and_hold_up_nobody(user: int, word: bytes) -> N
 
 
 @as_root
-def test_no_memory_is_taken_from_another_user() -> None:
+def test_memory_of_another_user_is_refused() -> None:
     with SegmentExchange(None) as gone:
         taken = name(gone)
 
@@ -187,7 +189,7 @@ def test_no_memory_is_taken_from_another_user() -> None:
         offer.share(1, [gone.record, offer.record], 30.0)
 
 
-def test_a_rank_that_does_not_fetch_its_memory_is_not_waited_for() -> None:
+def test_sharing_fails_promptly_if_a_receiver_has_exited() -> None:
     with sharing() as (first, second, ended):
         ended.__exit__()
         began = time.monotonic()
@@ -196,7 +198,7 @@ def test_a_rank_that_does_not_fetch_its_memory_is_not_waited_for() -> None:
             tried = [pool.submit(offer.share, rank, records, 30.0) for rank, offer in enumerate((first, second))]
             with pytest.raises(JoinError, match="rank 2 exited while the ranks were connecting"):
                 tried[0].result()
-            (fetched,), sockets = tried[1].result()  # which then finds that the first has given up
+            (fetched,), sockets = tried[1].result()  # closed by the first rank after its error
         assert sockets[0] is not None
         assert sockets[0].recv(1) == b""
         sockets[0].close()
@@ -204,15 +206,15 @@ def test_a_rank_that_does_not_fetch_its_memory_is_not_waited_for() -> None:
         assert time.monotonic() - began < WAITED_S
 
 
-def test_a_first_rank_that_has_ended_is_not_waited_for() -> None:
+def test_sharing_fails_if_the_first_rank_has_exited() -> None:
     with sharing() as (first, second, _):
         first.__exit__()
         with pytest.raises(JoinError, match="rank 0 did not send the group's memory"):
             second.share(1, [first.record, second.record], 30.0)
 
 
-def test_a_forked_child_has_none_of_it() -> None:
-    """Of what the core has not taken over yet: listeners, connections, memory."""
+def test_forked_child_inherits_no_descriptors() -> None:
+    """Check listeners, connections and memory that the core does not own yet."""
     others = _opened()
     with contextlib.ExitStack() as stack, sharing() as sharers, ThreadPoolExecutor(RANKS) as pool:
         meeting = [stack.enter_context(SegmentExchange(memory())) for _ in range(RANKS)]
@@ -229,7 +231,7 @@ def test_a_forked_child_has_none_of_it() -> None:
                 if part is not None:
                     stack.callback(part.close)
         ours = _opened() - others
-        # A listener and a memory of each that meets; what they get. Those that share have one memory.
+        # Each rank of `meeting` has a listener and a memory, plus the received ones. The sharers have one memory.
         connections, memories = RANKS * (RANKS - 1) + 2 * (RANKS - 1), RANKS * RANKS + RANKS
         assert len(ours) == 2 * RANKS + connections + memories
         heard, told = os.pipe()
@@ -243,9 +245,9 @@ def test_a_forked_child_has_none_of_it() -> None:
 
 
 def _opened() -> set[str]:
-    """The sockets and the memory that this process has open."""
+    """Return the sockets and memory files that this process has open."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
     return {each for each in found if "memfd:" in each or "socket:" in each}

@@ -1,4 +1,4 @@
-"""The engine tcp: the native one with TCP between all ranks, here on one host. tests/hosts has several."""
+"""The tcp engine: the native engine with TCP between all ranks, on one host. tests/hosts tests several hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.marked import wait_for
 
 
 def _tcp_sockets() -> tuple[list[tuple[str, int]], list[str]]:
-    """Where this process listens, and the hosts of those that it is connected with."""
+    """Return the addresses on which this process listens, and the hosts of its connections."""
     listening, peers = [], []
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -36,7 +36,10 @@ def _tcp_sockets() -> tuple[list[tuple[str, int]], list[str]]:
 
 
 def _takers() -> set[str]:
-    """The threads of this process that a signal may go to, and then python's main thread sleeps on."""
+    """Return the threads of this process that can receive SIGINT.
+
+    If the kernel delivers a signal to a thread other than Python's main thread, the main thread does not wake up.
+    """
     found = set()
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/status") as file:
@@ -46,7 +49,7 @@ def _takers() -> set[str]:
     return found
 
 
-def test_its_ranks_listen_on_loopback_on_one_port_and_only_while_there_is_a_group() -> None:
+def test_ranks_listen_on_one_loopback_port_while_a_group_exists() -> None:
     def body() -> None:
         torch.set_num_threads(1)
         assert _takers() == {str(os.getpid())}
@@ -70,14 +73,14 @@ def test_its_ranks_listen_on_loopback_on_one_port_and_only_while_there_is_a_grou
     run_ranks(3, body, init=False)
 
 
-def test_groups_leave_no_descriptors_and_no_threads() -> None:
+def test_tcp_groups_leak_no_descriptors_or_threads() -> None:
     def body() -> None:
         dist.init_process_group("tcp")
 
         def held() -> tuple[int, int]:
             return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
-        dist.barrier()  # connects
+        dist.barrier()  # connects the ranks
         before = held()
         for _ in range(30):
             group = dist.new_group([0, 1])
@@ -89,7 +92,7 @@ def test_groups_leave_no_descriptors_and_no_threads() -> None:
     run_ranks(2, body, init=False)
 
 
-def test_a_forked_child_does_not_hide_its_parents_death(tmp_path: Path) -> None:
+def test_forked_child_does_not_hide_the_death_of_its_parent(tmp_path: Path) -> None:
     noticed = tmp_path / "noticed"
 
     def body() -> None:
@@ -108,7 +111,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(tmp_path: Path) -> None:
     run_ranks(2, body, init=False, may_die={1}, timeout_s=50)
 
 
-def test_a_child_may_fork_end_and_leave_the_parent_alone() -> None:
+def test_exit_of_a_forked_child_does_not_affect_its_parent() -> None:
     def body() -> None:
         dist.init_process_group("tcp")
         work = dist.all_reduce(torch.ones(1), async_op=True)

@@ -1,7 +1,7 @@
-"""allranks.nn.functional: values and gradients, against torch on gloo and against numerical derivatives.
+"""allranks.nn.functional: values and gradients, compared with torch on gloo and with numerical derivatives.
 
-A collective's gradient is that of the sum of all ranks' losses. The checks compute that sum, and move one element of
-one rank at a time.
+The gradient of a collective is the gradient of the sum of the losses of all ranks. The checks compute this sum, and
+shift one element of one rank at a time.
 """
 
 import socket
@@ -21,11 +21,11 @@ OPS = ["SUM", "AVG", "MIN", "MAX", "PRODUCT"]
 
 
 def pieces(x: Tensor, size: int) -> list[Tensor]:
-    """One tensor per rank, all different, all made of ``x``."""
+    """Return one tensor per rank. All differ, and all depend on ``x``."""
     return [x * (1 + i / 4) - i / 5 for i in range(size)]
 
 
-# name: what a rank computes with the library ``f`` from its tensor of shape (P, 2). Roots are the world's last rank.
+# Map names to functions that use the library ``f`` on a tensor of shape (size, 2). Every root is the last world rank.
 def programs(f: Any, size: int, group: Any, op: Any) -> dict[str, Callable[[Tensor], Tensor]]:
     last = size - 1
     uneven = [[(sender + receiver) % 3 for receiver in range(size)] for sender in range(size)]
@@ -38,7 +38,9 @@ def programs(f: Any, size: int, group: Any, op: Any) -> dict[str, Callable[[Tens
 
     return {
         "broadcast": lambda x: f.broadcast(x, last, group=group),
-        "reduce": lambda x: f.reduce(x, last, op, group=group) * (rank == last),  # elsewhere torch leaves anything
+        "reduce": lambda x: (
+            f.reduce(x, last, op, group=group) * (rank == last)
+        ),  # torch leaves the values on other ranks undefined
         "all_reduce": lambda x: f.all_reduce(x, op, group=group),
         "gather": lambda x: torch.stack(f.gather(x, last, group=group)),
         "scatter": lambda x: f.scatter(pieces(x, size), last, group=group),
@@ -63,20 +65,20 @@ def ours_only(size: int, op: allranks.ReduceOp) -> dict[str, Callable[[Tensor], 
 
 
 def joint(value: Tensor) -> Tensor:
-    """The sum over the ranks, outside autograd."""
+    """Return the sum over the ranks, outside autograd."""
     total = value.detach().clone()
     allranks.all_reduce(total)
     return total
 
 
 def weighted(output: Tensor) -> Tensor:
-    """A loss in which every element counts differently, and not linearly."""
+    """Return a nonlinear loss in which every element has another weight."""
     weights = torch.linspace(0.3, 1.7, output.numel(), dtype=output.dtype).reshape(output.shape)
     return (weights * output.sin()).sum()
 
 
 def check_derivative(loss: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """Compares the gradient of the ranks' losses' sum with central differences, for every element of every rank."""
+    """Compare the gradient of the summed losses with central differences, for every element of every rank."""
     leaf = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(leaf), leaf)
     step = 1e-6
@@ -91,7 +93,7 @@ def check_derivative(loss: Callable[[Tensor], Tensor], x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_first_and_second_derivatives(ranks: int) -> None:
+def test_first_and_second_derivatives_equal_numerical_derivatives(ranks: int) -> None:
     def body() -> None:
         size, rank = allranks.get_world_size(), allranks.get_rank()
         for op in OPS:
@@ -119,7 +121,7 @@ def test_first_and_second_derivatives(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_as_torch_on_gloo(ranks: int) -> None:
+def test_values_and_gradients_equal_torch_on_gloo(ranks: int) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -128,7 +130,7 @@ def test_as_torch_on_gloo(ranks: int) -> None:
         import torch.distributed as peer
         import torch.distributed.nn.functional as theirs
 
-        warnings.simplefilter("ignore", FutureWarning)  # torch's about its own names
+        warnings.simplefilter("ignore", FutureWarning)  # torch warns about its own function names
         rank, size = allranks.get_rank(), allranks.get_world_size()
         peer.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
         compared = []
@@ -153,7 +155,7 @@ def test_as_torch_on_gloo(ranks: int) -> None:
     assert len(run_ranks(ranks, body)[0]) == 11
 
 
-def test_in_a_group_roots_are_ranks_of_the_world() -> None:
+def test_roots_in_a_group_are_world_ranks() -> None:
     def body() -> None:
         group = allranks.new_group([2, 1])
         if allranks.get_rank() == 0:
@@ -174,7 +176,7 @@ def test_in_a_group_roots_are_ranks_of_the_world() -> None:
     run_ranks(3, body)
 
 
-def test_equal_ranks_share_the_gradient_of_a_maximum() -> None:
+def test_ranks_with_equal_values_share_the_gradient_of_a_maximum() -> None:
     def body() -> list[float]:
         x = torch.tensor([1.0, float(allranks.get_rank())], requires_grad=True)
         functional.all_reduce(x, allranks.ReduceOp.MAX).sum().backward()
@@ -184,7 +186,7 @@ def test_equal_ranks_share_the_gradient_of_a_maximum() -> None:
     assert run_ranks(2, body) == [[1.0, 0.0], [1.0, 2.0]]
 
 
-def test_a_product_with_zeros() -> None:
+def test_gradient_of_a_product_with_zeros_is_correct() -> None:
     def body() -> list[float]:
         x = torch.tensor([0.0, 2.0] if allranks.get_rank() else [3.0, 0.0], requires_grad=True)
         functional.all_reduce(x, allranks.ReduceOp.PRODUCT).sum().backward()
@@ -194,7 +196,7 @@ def test_a_product_with_zeros() -> None:
     assert run_ranks(2, body) == [[0.0, 4.0], [6.0, 0.0]]
 
 
-def test_inputs_stay_and_outputs_are_written() -> None:
+def test_inputs_are_unchanged_and_outputs_are_written() -> None:
     def body() -> None:
         rank, size = allranks.get_rank(), allranks.get_world_size()
         x = torch.full((2,), float(rank + 1))
@@ -214,8 +216,11 @@ def test_inputs_stay_and_outputs_are_written() -> None:
     run_ranks(2, body)
 
 
-def test_an_output_that_a_backward_needs_is_not_written_again() -> None:
-    """Silently wrong gradients otherwise: what was kept for the first backward would be the second's values."""
+def test_overwriting_an_output_that_backward_needs_raises() -> None:
+    """Write into an output twice before backward, and expect an error.
+
+    Without the error, the first backward would use the values of the second call and give wrong gradients.
+    """
 
     def body() -> None:
         rank, size = allranks.get_rank(), allranks.get_world_size()
@@ -243,7 +248,7 @@ def test_an_output_that_a_backward_needs_is_not_written_again() -> None:
     run_ranks(2, body)
 
 
-def test_premul_sum() -> None:
+def test_premul_sum_has_gradients_and_checks_its_factor() -> None:
     def body() -> None:
         whole, size = torch.tensor([1, 3]), allranks.get_world_size()
         for op, dtype in ((allranks.premul_sum(0.5), "torch.int64"), (allranks.premul_sum(torch.tensor(0.5)), "")):
@@ -267,7 +272,7 @@ def test_premul_sum() -> None:
     run_ranks(2, body)
 
 
-def test_every_name_is_torchs() -> None:
+def test_signatures_equal_torch() -> None:
     import inspect
 
     import torch.distributed.nn.functional as theirs

@@ -1,4 +1,4 @@
-"""DistributedDataParallel on real ranks, against one process on the whole batch."""
+"""DistributedDataParallel on several ranks, compared with one process on the whole batch."""
 
 import copy
 import gc
@@ -12,12 +12,12 @@ from allranks.nn.parallel import DistributedDataParallel
 from allranks.testing import run_ranks
 from support.ddp_rules import torchs_world
 
-# Relative to the largest element: the ranks' sums round in another order than one process does.
+# Tolerance relative to the largest element: several ranks add in another order than one process.
 FLOAT64 = 1e-12
 
 
 class Model(nn.Module):
-    """Parameters of all kinds: large enough for a bucket of its own, small, scalar, strided, tied, frozen."""
+    """A model with parameters of all kinds: large (one bucket each), small, scalar, strided, tied and frozen."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ def assert_same_bits(one, other):
 
 
 def train(model, x, y, steps=3, set_to_none=True):
-    """The gradients after each step, and the weights after the last."""
+    """Return the gradients after each step, and the weights after the last step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     seen = []
     for _ in range(steps):
@@ -84,8 +84,8 @@ def train(model, x, y, steps=3, set_to_none=True):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("mode", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_equals_one_process_on_the_whole_batch(ranks, mode):
-    """In all ways of overlapping, dealing to buckets, and keeping gradients."""
+def test_training_equals_one_process_on_the_whole_batch(ranks, mode):
+    """Combine all settings for overlap, bucket size and storage of gradients."""
     ways = [
         (overlap, bucket_cap_mb, as_view, set_to_none)
         for overlap in (False, True)
@@ -97,7 +97,7 @@ def test_equals_one_process_on_the_whole_batch(ranks, mode):
         rank, size = dist.get_rank(), dist.get_world_size()
         results = []
         for overlap, bucket_cap_mb, as_view, set_to_none in ways:
-            model = make(seed=rank)  # rank 0's must win
+            model = make(seed=rank)  # the values of rank 0 must win
             model = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=as_view, **mode)
             model._reducer.overlap = overlap
             x, y = data()
@@ -117,7 +117,7 @@ def test_equals_one_process_on_the_whole_batch(ranks, mode):
             assert_same_bits(final, results[0][0][1])
 
 
-def test_two_runs_give_the_same_bits():
+def test_two_runs_give_equal_weight_bits():
     def body():
         model = DistributedDataParallel(make().float())
         x, y = (t.float()[dist.get_rank() :: dist.get_world_size()] for t in data())
@@ -128,7 +128,7 @@ def test_two_runs_give_the_same_bits():
     assert_same_bits(first[0], second[0])
 
 
-def test_flat_buckets_have_plans_which_end_with_the_model():
+def test_flat_buckets_keep_their_plans_until_the_model_is_deleted():
     def body():
         x, y = (t[dist.get_rank() :: 2] for t in data())
         model = DistributedDataParallel(make(), bucket_cap_mb=0.001)
@@ -146,7 +146,7 @@ def test_flat_buckets_have_plans_which_end_with_the_model():
         assert same, "made once"
 
 
-def test_equals_torchs_on_gloo(tmp_path):
+def test_training_equals_torch_ddp_on_gloo(tmp_path):
     def body(file):
         rank = dist.get_rank()
         x, y = (t[rank::2] for t in data())
@@ -155,14 +155,14 @@ def test_equals_torchs_on_gloo(tmp_path):
             return mine, train(torchs(make(rank)), x, y)
 
     for mine, reference in run_ranks(2, body, str(tmp_path / "meet")):
-        # With two ranks halving before or after the sum gives the same bits.
+        # With two ranks, dividing by 2 before or after the sum gives the same bits.
         assert_same_bits(mine[1], reference[1])
         for a, b in zip(mine[0], reference[0], strict=True):
             assert_same_bits(a, b)
 
 
 @pytest.mark.parametrize("as_view", [False, True])
-def test_no_sync_accumulates_locally_until_the_next_synchronised_backward(as_view):
+def test_no_sync_accumulates_locally_until_the_next_synchronized_backward(as_view):
     def body():
         rank = dist.get_rank()
         model = DistributedDataParallel(make(), gradient_as_bucket_view=as_view)
@@ -177,7 +177,7 @@ def test_no_sync_accumulates_locally_until_the_next_synchronised_backward(as_vie
         assert dist.stats().calls > before
         first = gradients(model)
         model.zero_grad()
-        # It is the forward that counts, as in torch.
+        # Only no_sync around the forward disables the reduction, as in torch.
         loss = nn.functional.mse_loss(model(x), y)
         with model.no_sync():
             loss.backward()
@@ -202,11 +202,11 @@ class Buffers(nn.Module):
         self.register_buffer("none", None)
 
     def forward(self, x):
-        self.steps = self.steps + 1  # another tensor in its place
+        self.steps = self.steps + 1  # replaces the tensor
         return self.norm(self.layer(x))
 
 
-def test_buffers_are_rank_0s():
+def test_buffers_are_copied_from_rank_0():
     def body():
         rank = dist.get_rank()
         torch.manual_seed(rank)
@@ -216,12 +216,12 @@ def test_buffers_are_rank_0s():
         model = DistributedDataParallel(inner)
         states = [copy.deepcopy(inner.state_dict())]
         for _ in range(2):
-            inner.steps += rank  # goes its own way until the next forward
+            inner.steps += rank  # differs between ranks until the next forward
             model(torch.randn(8, 4)).sum().backward()
             states.append(copy.deepcopy(inner.state_dict()))
         model.eval()
         with torch.no_grad():
-            model(torch.randn(8, 4))  # as in torch, the first forward after a synchronised one takes them
+            model(torch.randn(8, 4))  # as in torch, the first forward after a synchronized one copies the buffers
         states.append(copy.deepcopy(inner.state_dict()))
         calls = dist.stats().calls
         with torch.inference_mode():
@@ -235,11 +235,11 @@ def test_buffers_are_rank_0s():
     assert zero[0]["mask"].tolist() == [False, True, True]
     for a, b in zip(zero[1:-1], one[1:-1], strict=True):
         assert a["steps"] == b["steps"]
-        assert not torch.equal(a["norm.running_mean"], b["norm.running_mean"])  # other data since
+        assert not torch.equal(a["norm.running_mean"], b["norm.running_mean"])  # the data differ since then
     assert zero[2]["steps"] == 2
 
 
-def test_two_forwards_before_a_backward_with_buffers(tmp_path):
+def test_two_forwards_before_a_backward_equal_torch_with_buffers(tmp_path):
     def train(model):
         generator = torch.Generator().manual_seed(dist.get_rank())
         for _ in range(2):
@@ -258,7 +258,7 @@ def test_two_forwards_before_a_backward_with_buffers(tmp_path):
         torch.testing.assert_close(mine, reference)
 
 
-def test_broadcast_buffers_false_leaves_them():
+def test_broadcast_buffers_false_leaves_buffers_unchanged():
     def body():
         model = DistributedDataParallel(Buffers(), broadcast_buffers=False)
         model.module.steps += 10 * dist.get_rank()
@@ -288,7 +288,7 @@ def test_parameter_without_gradient_is_an_error_that_names_it(overlap):
             match=r"(?s)no gradient to 2 of 4 parameters on ranks 0-1: unused\.weight, unused\.bias\. .*find_unused",
         ):
             model(x).sum().backward()
-        # It can go on.
+        # The model stays usable.
         model.zero_grad()
         model(x, both=True).sum().backward()
         return gradients(model)
@@ -322,7 +322,7 @@ def test_models_that_differ_are_an_error_on_every_rank():
             with pytest.raises(dist.MismatchError) as caught:
                 DistributedDataParallel(build(what))
             messages[what] = str(caught.value)
-        # And the group still works.
+        # The group still works.
         DistributedDataParallel(build("equal"))
         return messages
 
@@ -343,7 +343,7 @@ def test_models_that_differ_are_an_error_on_every_rank():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_exception_in_the_middle_of_backward_leaves_it_usable(overlap):
+def test_model_stays_usable_after_an_exception_in_backward(overlap):
     def body():
         rank = dist.get_rank()
         model = DistributedDataParallel(make(), bucket_cap_mb=0.0005)
@@ -364,7 +364,7 @@ def test_exception_in_the_middle_of_backward_leaves_it_usable(overlap):
 
 
 class Weighted(nn.Module):
-    """A parameter that only the loss uses, and activation checkpoints."""
+    """A model with a parameter that only the loss uses, and with activation checkpoints."""
 
     def __init__(self, reentrant=None):
         super().__init__()
@@ -387,7 +387,7 @@ def weighted_loss(model, x, y):
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_loss_with_a_parameter_of_its_own_and_checkpoints(reentrant):
+def test_parameters_of_the_loss_and_activation_checkpoints_are_reduced(reentrant):
     def make_weighted():
         torch.manual_seed(0)
         return Weighted(reentrant).double()
@@ -406,7 +406,7 @@ def test_loss_with_a_parameter_of_its_own_and_checkpoints(reentrant):
 
 
 @pytest.mark.parametrize("mode", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_several_forwards_and_backwards(mode):
+def test_several_forwards_and_backwards_give_correct_gradients(mode):
     def body():
         rank = dist.get_rank()
         x, y = (t[rank::2] for t in data())
@@ -428,7 +428,7 @@ def test_several_forwards_and_backwards(mode):
         (nn.functional.mse_loss(model(x), y) + nn.functional.mse_loss(model(x), y)).backward()
         results.append(gradients(model))
 
-        model.zero_grad()  # a penalty on the gradient for the input, as GANs have it
+        model.zero_grad()  # a gradient with respect to the input, as in the gradient penalty of GANs
         x = x.clone().requires_grad_()
         output = model(x)
         (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
@@ -452,7 +452,7 @@ def test_several_forwards_and_backwards(mode):
             assert_near(result, gradients(oracle))
 
 
-def test_state_dict_copy_and_end_of_life():
+def test_state_dicts_copies_pickles_and_rewrapped_modules_train():
     def body():
         import gc
         import io
@@ -479,7 +479,7 @@ def test_state_dict_copy_and_end_of_life():
         nn.functional.mse_loss(loaded(x), y).backward()
         assert_same_bits(gradients(loaded), want)
 
-        # Without its wrapper a module is on its own again; with a new one it is not averaged twice.
+        # Without a wrapper the module trains locally. With a new wrapper the gradients are averaged only once.
         del model
         gc.collect()
         calls = dist.stats().calls
@@ -500,7 +500,7 @@ def test_one_rank_sends_nothing():
         calls = dist.stats().calls
         model = DistributedDataParallel(make())
         result = train(model, *data())
-        # Here, as another process may have another number of threads, and so other sums.
+        # Compute the reference in this process: another number of threads could change the rounding of sums.
         return dist.stats().calls - calls, result, train(make(), *data())
 
     ((calls, (seen, last), (steps, weights)),) = run_ranks(1, body)
@@ -509,7 +509,7 @@ def test_one_rank_sends_nothing():
     assert_same_bits(seen[-1], steps[-1])
 
 
-def test_what_it_does_not_accept():
+def test_unsupported_options_and_modules_are_refused():
     def body():
         model = nn.Linear(2, 2)
         refused = ("delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision", "device_mesh")
@@ -518,7 +518,7 @@ def test_what_it_does_not_accept():
                 DistributedDataParallel(model, **{name: object()})
         with pytest.raises(TypeError, match="no_such_thing"):
             DistributedDataParallel(model, no_such_thing=1)
-        # What torch refuses, too, with the kinds of errors that it raises.
+        # torch also refuses these options, with the same exception types.
         for kwargs, kind, text in (
             ({"device_ids": [0]}, ValueError, "device_ids and output_device only work with GPU modules"),
             ({"output_device": 0}, ValueError, "device_ids and output_device only work with GPU modules"),
@@ -540,7 +540,7 @@ def test_what_it_does_not_accept():
         ):
             with pytest.raises(kind, match=text):
                 DistributedDataParallel(module)
-        # What has no effect here is taken all the same.
+        # Options without effect are accepted.
         DistributedDataParallel(model, device_ids=[], dim=1, check_reduction=True, batched_grad_copy=True)
         for kind in (nn.Embedding, nn.EmbeddingBag):
             layer = kind(4, 2, sparse=True)
@@ -555,7 +555,7 @@ def test_what_it_does_not_accept():
     run_ranks(2, body)
 
 
-def test_several_backwards_of_one_forward_are_named():
+def test_several_backwards_of_one_forward_are_an_error_with_advice():
     def body():
         inner = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
         inner.forward = lambda x: [layer(x).sum() for layer in inner]
@@ -563,7 +563,7 @@ def test_several_backwards_of_one_forward_are_named():
         first, _ = model(torch.ones(1, 2))
         with pytest.raises(dist.UsageError, match=r"several backwards follow one forward.* add the losses and call"):
             first.backward()
-        model = DistributedDataParallel(inner, find_unused_parameters=True)  # as it says
+        model = DistributedDataParallel(inner, find_unused_parameters=True)  # as the error advises
         model.zero_grad()
         for loss in model(torch.ones(1, 2) * dist.get_rank()):
             loss.backward()
@@ -572,15 +572,15 @@ def test_several_backwards_of_one_forward_are_named():
     assert run_ranks(2, body) == [[[0.5], [1.0]] * 2] * 2
 
 
-def test_needs_a_process_group():
+def test_ddp_without_a_process_group_raises():
     with pytest.raises(dist.NotInitializedError, match="init_process_group"):
         DistributedDataParallel(nn.Linear(2, 2))
 
 
-def test_init_sync_false_trusts_the_caller():
+def test_init_sync_false_sends_no_parameters():
     def body():
         moved = dist.stats().bytes
         DistributedDataParallel(make(dist.get_rank()), init_sync=False)
         return dist.stats().bytes - moved
 
-    assert all(moved < 100 for moved in run_ranks(2, body))  # how to reach the buckets' memory, and no parameter
+    assert all(moved < 100 for moved in run_ranks(2, body))  # only the exchange about bucket memory, no parameters

@@ -1,6 +1,6 @@
-"""Which backward averages gradients: every one that trains, no other, and never one of only some ranks.
+"""Which backwards average gradients: every backward that trains the model on all ranks, and no other.
 
-Where that cannot be, replicas must not drift apart in silence: an error on every rank names what happened.
+If DistributedDataParallel cannot average, replicas must not differ silently: every rank raises an error.
 """
 
 import warnings
@@ -26,7 +26,7 @@ def data(rank):
 
 
 def penalty(model, x):
-    """How far the slope of the model is from 1: the second derivative's own backward reaches no output."""
+    """Return the gradient penalty: the squared distance of the slope from 1. Its backward reaches no model output."""
     x = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     return ((slope.norm(dim=1) - 1) ** 2).mean()
@@ -37,7 +37,7 @@ def loss(model, x):
 
 
 def assert_means(model, reference, losses):
-    """The gradients are the means over the ranks, as one process computes them."""
+    """Check that the gradients are the means over the ranks, as one process computes them."""
     reference.zero_grad()
     (sum(losses(reference, data(rank)) for rank in range(RANKS)) / RANKS).backward()
     for mine, wanted in zip(model.parameters(), reference.parameters(), strict=True):
@@ -64,7 +64,7 @@ OPTIONS = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_gradient_of_the_inputs_on_one_rank_reduces_nothing(overlap):
+def test_input_gradients_on_one_rank_start_no_reduction(overlap):
     def body():
         for options in OPTIONS:
             model = DistributedDataParallel(net(), **options)
@@ -84,7 +84,7 @@ def test_a_gradient_of_the_inputs_on_one_rank_reduces_nothing(overlap):
     run_ranks(RANKS, body)
 
 
-def test_a_gradient_penalty_alone_is_reduced():
+def test_gradients_of_a_gradient_penalty_are_reduced():
     def body():
         model = DistributedDataParallel(net(), find_unused_parameters=True)
         for _ in range(2):
@@ -102,7 +102,7 @@ def hang_on(parameters):
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_optimizers_that_torch_has_hung_on_parameters_step_with_the_mean(after):
+def test_optimizers_applied_in_backward_step_with_the_mean(after):
     def body():
         for options in (*OPTIONS, {"gradient_as_bucket_view": True}):
             inner, reference = net(), net()
@@ -127,8 +127,8 @@ def test_optimizers_that_torch_has_hung_on_parameters_step_with_the_mean(after):
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("clears", [False, True])
-def test_an_optimizer_in_a_hook_is_refused_on_every_rank(before, clears):
-    """On one rank only, so that the others learn of it. It would step with that rank's own gradients."""
+def test_optimizer_in_a_parameter_hook_is_refused_on_every_rank(before, clears):
+    """Step in a hook on one rank only. The step would use local gradients, so every rank must raise."""
 
     def body():
         said = []
@@ -163,8 +163,8 @@ def test_an_optimizer_in_a_hook_is_refused_on_every_rank(before, clears):
             assert "on rank 1: 0.weight, 0.bias, 2.weight, 2.bias" in each
 
 
-def test_an_optimizer_in_a_comm_hook_may_step():
-    """It has the mean."""
+def test_optimizer_may_step_in_a_communication_hook():
+    """Step in a communication hook, which has the mean of the gradients."""
 
     def body():
         model, reference = net(), net()
@@ -202,7 +202,7 @@ def without_sync(model, x):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_replicas_that_have_drifted_apart_are_found_by_the_next_reduction(way):
+def test_next_reduction_detects_replicas_that_differ(way):
     def body():
         for options in OPTIONS:
             model = DistributedDataParallel(net(), **options)
@@ -218,8 +218,11 @@ def test_replicas_that_have_drifted_apart_are_found_by_the_next_reduction(way):
     run_ranks(RANKS, body)
 
 
-def test_gradients_that_are_not_reduced_are_no_error_where_no_replica_drifts():
-    """Accumulated, dropped, or the same on all ranks. No parameters are compared where no optimizer has used them."""
+def test_unreduced_gradients_are_no_error_if_replicas_stay_equal():
+    """Accumulate gradients, drop them, or compute equal gradients on all ranks.
+
+    Parameters are compared only if an optimizer has used unreduced gradients.
+    """
 
     def body():
         from allranks.parallel import reducer
@@ -249,7 +252,7 @@ def test_gradients_that_are_not_reduced_are_no_error_where_no_replica_drifts():
     run_ranks(RANKS, body)
 
 
-def test_training_past_the_wrapper_warns_at_the_line_of_the_program():
+def test_training_without_the_wrapper_warns_at_the_call_site():
     def body():
         model = DistributedDataParallel(net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -266,7 +269,7 @@ def test_training_past_the_wrapper_warns_at_the_line_of_the_program():
         assert "If the program calls the wrapped module instead of its wrapper" in text
 
 
-def test_a_parameter_without_elements_may_be_unused():
+def test_parameter_without_elements_may_be_unused():
     class WithEmpty(nn.Module):
         def __init__(self):
             super().__init__()
@@ -294,8 +297,8 @@ MOVES = {
 
 
 @pytest.mark.parametrize("as_view", [False, True])
-def test_a_model_that_is_moved_after_wrapping_is_still_reduced(as_view):
-    """Small parameters share a bucket; the last layer has one of its own."""
+def test_model_whose_memory_moves_after_wrapping_is_still_reduced(as_view):
+    """Move a model in which small parameters share a bucket and the last layer has a separate bucket."""
 
     def convolutions():
         torch.manual_seed(0)
@@ -321,7 +324,7 @@ def test_a_model_that_is_moved_after_wrapping_is_still_reduced(as_view):
 
 
 @pytest.mark.parametrize("how", ["all of a step", "the wrapper", "the model"])
-def test_compiled(how):
+def test_compiled_models_wrappers_and_steps_are_reduced(how):
     def body():
         inner, reference = net(), net()
         model = DistributedDataParallel(torch.compile(inner, backend="eager") if how == "the model" else inner)
@@ -341,7 +344,7 @@ def test_compiled(how):
 
 
 def test_compiled_autograd_is_refused():
-    """It calls none of the hooks that start a reduction where gradients would be averaged."""
+    """Refuse compiled autograd, because it calls none of the hooks that start a reduction."""
 
     def body():
         import torch._dynamo

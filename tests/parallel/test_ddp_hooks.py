@@ -1,4 +1,4 @@
-"""Communication hooks."""
+"""Communication hooks of DistributedDataParallel."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from support.ddp_rules import assert_equal, assert_same_bits, state, torchs_worl
 
 
 class Net(nn.Module):
-    """Several buckets, one of them a parameter alone."""
+    """A model with several buckets, one of which contains a single parameter."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": True, "find_unused_parameters": True}], ids=str)
-def test_ready_made_hooks(tmp_path, kwargs):
+def test_default_hooks_equal_plain_ddp_and_torch(tmp_path, kwargs):
     def body(file):
         mine = {}
         for overlap in (False, True):
@@ -64,7 +64,7 @@ def test_ready_made_hooks(tmp_path, kwargs):
         for overlap in (False, True):
             assert_same_bits(mine[overlap, "allreduce_hook"], plain)
             for got, want in zip(mine[overlap, "fp16_compress_hook"], torchs_half, strict=True):
-                torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-6)  # two roundings of 11 bits
+                torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-6)  # two roundings to 11 bits
             for kind, digits in (("fp16", 1e-3), ("bf16", 8e-3)):
                 half = mine[overlap, f"{kind}_compress_hook"]
                 assert_same_bits(half, wrapped[f"{kind}_compress_wrapper"])
@@ -85,7 +85,7 @@ def test_compression_keeps_imaginary_parts(name):
     def body():
         rank = dist.get_rank()
         ends = []
-        for numel in (3, 150_000):  # in a flat bucket, and alone
+        for numel in (3, 150_000):  # in a flat bucket, and in a separate bucket
             inner = nn.Module()
             inner.one, inner.two = (nn.Parameter(torch.zeros(numel, dtype=torch.complex64)) for _ in range(2))
             inner.forward = lambda x, inner=inner: loss(inner.one, x) + loss(inner.two, x)
@@ -104,7 +104,7 @@ def test_compression_keeps_imaginary_parts(name):
         assert all(gradient.eq(mean).all() for gradient in ends)
 
 
-def test_what_a_hook_gets():
+def test_hook_receives_the_gradients_of_each_bucket():
     def body():
         seen = []
 
@@ -135,7 +135,7 @@ def test_what_a_hook_gets():
         assert all(g.eq(8).all() for g in state(model)[0])
         return seen
 
-    (one,) = run_ranks(1, body)  # a hook is called with one rank, too
+    (one,) = run_ranks(1, body)  # a single rank calls the hook, too
     zero, other = run_ranks(2, body)
     assert zero == other == one
     assert [index for index, _, _ in zero] == list(range(len(zero)))
@@ -144,8 +144,8 @@ def test_what_a_hook_gets():
     assert sum(len(shapes) for _, _, shapes in zero) == 6
 
 
-def test_a_hook_with_calls_of_its_own_in_callbacks():
-    """The second call of each bucket is made in a callback: no bucket may come in between, on any rank."""
+def test_hook_may_make_calls_in_callbacks():
+    """Make the second call of each bucket in a callback. No rank may start another bucket between the two calls."""
 
     def body():
         def hook(group, bucket):
@@ -186,7 +186,7 @@ def wrong(kind):
     return hook
 
 
-def test_hooks_that_fail_are_clear_errors():
+def test_failing_hooks_raise_errors_that_name_the_hook():
     def body():
         texts = {}
         for kind in ("raises", "no future", "callback raises", "exception in it", "no tensor", "too short", "two"):
@@ -212,7 +212,7 @@ def test_hooks_that_fail_are_clear_errors():
         assert "must hold a tensor, but holds a list" in texts["two"]
 
 
-def test_what_cannot_be_a_hook():
+def test_invalid_hooks_are_refused():
     def body():
         model = DistributedDataParallel(nn.Linear(2, 2))
         with pytest.raises(TypeError, match="must be callable"):
@@ -238,7 +238,7 @@ def test_what_cannot_be_a_hook():
         with pytest.raises(RuntimeError, match="can only be called once"):
             model.register_comm_hook(None, good)
         DistributedDataParallel(nn.Linear(2, 2)).register_comm_hook(None, torchs)
-        # A hook that asks for a group that does not know this rank's buckets gets that call's own error.
+        # If the hook passes an invalid group, the call in the hook raises its own error.
         other = DistributedDataParallel(nn.Linear(2, 2))
         other.register_comm_hook(3, default_hooks.allreduce_hook)
         loss = other(torch.ones(1, 2)).sum()

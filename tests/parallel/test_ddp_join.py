@@ -1,4 +1,4 @@
-"""Uneven inputs, against torch's join on gloo."""
+"""Uneven inputs, compared with the join of torch on gloo."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ from support.ddp_rules import assert_equal, assert_same_bits, state, torchs_worl
 
 
 class Net(nn.Module):
-    """A buffer that moves, a parameter that is a bucket of its own, and a layer that may be left out."""
+    """A model with a changing buffer, a parameter in a separate bucket, and an optional layer."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ def batches(rank, count):
 
 
 def train(model, count, extra=lambda step: True, accumulate=1, **join):
-    """What gradients were in each step, and the model after the join."""
+    """Return the gradients of each step, and the parameters and buffers after the join."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     seen = []
     with model.join(**join):
@@ -49,7 +49,7 @@ def train(model, count, extra=lambda step: True, accumulate=1, **join):
 
 
 def means_of(model, loss, inputs, ranks=None):
-    """The mean over so many ranks of the gradients that one process gets from each input."""
+    """Return the gradients of one process, summed over the inputs and divided by the number of ranks."""
     for x in inputs:
         loss(model, x).backward()
     return [None if p.grad is None else p.grad / (ranks or len(inputs)) for p in model.parameters()]
@@ -66,8 +66,8 @@ def means_of(model, loss, inputs, ranks=None):
     ],
     ids=["plain", "unused", "no_sync", "own buffers"],
 )
-def test_uneven_inputs_as_in_torch(tmp_path, kwargs, accumulate, divide_by_initial_world_size):
-    # The extra layer is left out by rank 2 in a step in which rank 0 has no inputs any more.
+def test_uneven_inputs_give_the_results_of_torch(tmp_path, kwargs, accumulate, divide_by_initial_world_size):
+    # Rank 2 omits the extra layer in a step in which rank 0 has no more inputs.
     unused = kwargs.get("find_unused_parameters", False)
     counts = (2, 4, 6)
 
@@ -88,7 +88,7 @@ def test_uneven_inputs_as_in_torch(tmp_path, kwargs, accumulate, divide_by_initi
             model = DistributedDataParallel(Net(), **kwargs)
             model._reducer.overlap = overlap
             mine.append(run(model))
-        # And it can be used on.
+        # The model stays usable after the join.
         model.zero_grad()
         model(batches(rank, 1)[0]).sum().backward()
         after = state(model)
@@ -100,14 +100,14 @@ def test_uneven_inputs_as_in_torch(tmp_path, kwargs, accumulate, divide_by_initi
         assert_equal(mine, reference)
         for a, b in zip([*mine[0], *mine[1:]], [*again[0], *again[1:]], strict=True):
             assert_same_bits(a, b)
-        assert_same_bits(mine[1], results[0][0][0][1])  # one model at the end, on all ranks
+        assert_same_bits(mine[1], results[0][0][0][1])  # all ranks have equal parameters at the end
         assert_same_bits(after[0], results[0][2][0])
     if "broadcast_buffers" not in kwargs:
         assert_same_bits(results[0][0][0][2], results[1][0][0][2])
 
 
-def test_several_forwards_a_backward_and_forwards_without_one():
-    """torch's join takes for granted that each forward has its backward."""
+def test_join_allows_several_forwards_and_forwards_without_backward():
+    """Run forwards and backwards in different numbers. torch's join requires one backward per forward."""
 
     def build():
         torch.manual_seed(0)
@@ -141,11 +141,11 @@ def test_several_forwards_a_backward_and_forwards_without_one():
             assert_equal(zero[0][0], means)
 
 
-def test_static_graph_that_a_rank_learns_while_it_has_no_inputs():
+def test_rank_without_inputs_learns_the_static_graph_from_others():
     def body():
         rank = dist.get_rank()
         model = DistributedDataParallel(Net(), static_graph=True)
-        first = train(model, 2 * rank, lambda step: False)  # rank 0 has none at all
+        first = train(model, 2 * rank, lambda step: False)  # rank 0 has no inputs
         second = train(model, 2, lambda step: False)
         return first[1:], second, first[0]
 
@@ -153,7 +153,7 @@ def test_static_graph_that_a_rank_learns_while_it_has_no_inputs():
         return (model(x, False) ** 3).sum()
 
     zero, one = run_ranks(2, body)
-    # Rank 0's part is zero; then both begin with what rank 1 has trained.
+    # The contribution of rank 0 is zero. Then both ranks continue from the parameters that rank 1 has trained.
     assert_equal(one[2][0], means_of(Net(), loss, [batches(1, 1)[0]], 2))
     trained = Net()
     for parameter, value in zip(trained.parameters(), zero[0][0], strict=True):
@@ -167,7 +167,7 @@ def test_static_graph_that_a_rank_learns_while_it_has_no_inputs():
 
 
 @pytest.mark.parametrize("hook", [False, True])
-def test_the_first_backward_of_a_rank_that_learnt_from_others_is_judged(hook):
+def test_first_backward_of_a_rank_is_checked_against_the_learned_graph(hook):
     def body():
         rank = dist.get_rank()
         model = DistributedDataParallel(Net(), static_graph=True)
@@ -187,7 +187,7 @@ def test_the_first_backward_of_a_rank_that_learnt_from_others_is_judged(hook):
     assert_same_bits(zero[1], one[1])
 
 
-def test_one_join_at_a_time():
+def test_nested_joins_are_refused():
     def body():
         one, two = (DistributedDataParallel(nn.Linear(4, 4)) for _ in range(2))
         texts = []
@@ -203,8 +203,8 @@ def test_one_join_at_a_time():
         assert all("joining several models is not supported" in text for text in texts)
 
 
-def test_what_nobody_with_inputs_uses_stays_none():
-    """In torch a rank that has run out still counts what it used last."""
+def test_gradients_unused_by_ranks_with_inputs_stay_none():
+    """Check which gradients are None. In torch, a rank without inputs still counts the parameters of its last step."""
 
     def body():
         rank = dist.get_rank()
@@ -217,7 +217,7 @@ def test_what_nobody_with_inputs_uses_stays_none():
     assert one == [[False] * 6]
 
 
-def test_hooks_are_called_by_ranks_without_inputs_too():
+def test_ranks_without_inputs_call_hooks_too():
     def body():
         calls = []
 
@@ -236,7 +236,7 @@ def test_hooks_are_called_by_ranks_without_inputs_too():
     assert_same_bits(zero[1], one[1])
 
 
-def test_throw_on_early_termination_and_enable():
+def test_throw_on_early_termination_raises_and_enable_false_sends_nothing():
     def body():
         rank = dist.get_rank()
         model = DistributedDataParallel(nn.Linear(4, 4))
@@ -264,7 +264,7 @@ def train_linear(model, count, **join):
             model(x).sum().backward()
 
 
-def test_ranks_with_inputs_must_do_the_same():
+def test_different_calls_of_ranks_with_inputs_are_a_mismatch():
     def body():
         model = DistributedDataParallel(nn.Linear(4, 4))
 
@@ -285,7 +285,7 @@ def test_ranks_with_inputs_must_do_the_same():
     assert "(rank 0: backward, rank 1: forward)" in texts[0]
 
 
-def test_an_exception_of_the_user_passes():
+def test_exception_in_join_propagates_unchanged():
     def body():
         model = DistributedDataParallel(nn.Linear(4, 4))
 
@@ -297,13 +297,13 @@ def test_an_exception_of_the_user_passes():
         with pytest.raises(KeyError, match="mine"):
             broken_off()
         calls = dist.stats().calls
-        model(torch.ones(1, 4))  # nothing is told any more
+        model(torch.ones(1, 4))  # sends nothing after the join
         return dist.stats().calls - calls
 
     assert run_ranks(2, body) == [0, 0]
 
 
-def test_one_rank():
+def test_join_with_one_rank_computes_local_gradients():
     def body():
         model = DistributedDataParallel(nn.Linear(4, 4))
         with model.join():

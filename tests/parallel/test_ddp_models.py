@@ -1,4 +1,4 @@
-"""Models of all kinds: mixed and complex dtypes, groups, other wrappers' files, layers used twice."""
+"""Models of all kinds: mixed and complex dtypes, groups, state dicts of torch, layers that are used twice."""
 
 import copy
 import io
@@ -14,7 +14,7 @@ from support.ddp_rules import assert_equal, assert_same_bits, state, torchs_worl
 
 
 class Mixed(nn.Module):
-    """One parameter of each dtype, shared and reused layers, one without elements, one without gradient."""
+    """A model with parameters of each dtype, shared and reused layers, an empty and a frozen parameter."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ def train(model):
     return state(model), [p.detach().clone() for p in model.parameters()]
 
 
-def test_dtypes_shared_reused_and_fixed_parameters(tmp_path):
+def test_mixed_dtypes_and_shared_reused_and_frozen_parameters_equal_torch(tmp_path):
     def body(file):
         mine = []
         for kwargs in ({}, {"bucket_cap_mb": 0.00001}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
@@ -82,7 +82,7 @@ def test_conversion_after_wrapping_is_an_error_on_every_rank(kwargs, numel):
             x = x.double()
         with pytest.raises(dist.UsageError) as caught:
             model(x).sum().backward()
-        # Back again, through other memory; .grad that were views are none any more.
+        # Convert back to float32. The parameters have new memory, and .grad are no longer views of buckets.
         model.float()
         inner.load_state_dict({name: torch.full_like(p, 0.5) for name, p in inner.state_dict().items()})
         model.zero_grad(set_to_none=False)
@@ -99,7 +99,7 @@ def test_conversion_after_wrapping_is_an_error_on_every_rank(kwargs, numel):
         assert zero[1][0].eq(0.25).all()
 
 
-def test_options_that_differ_are_an_error_that_names_them():
+def test_different_options_are_an_error_that_names_them():
     ways = {
         "find_unused_parameters": True,
         "static_graph": True,
@@ -127,7 +127,7 @@ def test_options_that_differ_are_an_error_that_names_them():
 
 
 class Talks(torch.autograd.Function):
-    """A collective in the model's own backward."""
+    """A function with a collective in its backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -141,7 +141,7 @@ class Talks(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("init_sync", [True, False])
-def test_all_ranks_overlap_or_none(monkeypatch, init_sync):
+def test_either_all_ranks_overlap_or_none(monkeypatch, init_sync):
     def body():
         rank = dist.get_rank()
         torch.manual_seed(0)
@@ -167,11 +167,11 @@ def test_all_ranks_overlap_or_none(monkeypatch, init_sync):
         assert_same_bits(a, zero[0][1])
 
 
-def test_strides_may_differ_from_rank_to_rank():
+def test_strides_may_differ_between_ranks():
     def body():
         rank = dist.get_rank()
         torch.manual_seed(rank)
-        inner = nn.Sequential(nn.Conv2d(3, 7, 3), nn.Conv2d(7, 5_000, 3))  # one small, one large
+        inner = nn.Sequential(nn.Conv2d(3, 7, 3), nn.Conv2d(7, 5_000, 3))  # one small and one large weight
         if rank == 1:
             inner = inner.to(memory_format=torch.channels_last)
         model = DistributedDataParallel(inner)
@@ -190,8 +190,8 @@ def test_strides_may_differ_from_rank_to_rank():
     assert_same_bits(zero[2], one[2])
 
 
-def test_group_of_its_own():
-    """The source is the group's first rank, ranks that are not in it go their way, errors say the world's ranks."""
+def test_ddp_in_a_group_reports_world_ranks():
+    """Use a group of ranks 1 and 3: rank 1 is the source, and errors name world ranks. Other ranks do not take part."""
 
     def body():
         rank = dist.get_rank()
@@ -238,7 +238,7 @@ def test_group_of_its_own():
     assert "no gradient to 2 of 4 parameters on rank 3: 1.weight, 1.bias" in one[4][1]
 
 
-def test_state_dicts_are_torchs(tmp_path):
+def test_state_dicts_are_interchangeable_with_torch(tmp_path):
     def body(file):
         rank = dist.get_rank()
         plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
@@ -263,7 +263,7 @@ def test_state_dicts_are_torchs(tmp_path):
     assert_same_bits(zero[0], one[0])
 
 
-def test_copies_and_pickles_keep_their_ways():
+def test_copies_and_pickles_keep_their_options():
     def body():
         rank = dist.get_rank()
         model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3)), static_graph=True, bucket_cap_mb=3)
@@ -286,7 +286,7 @@ def test_copies_and_pickles_keep_their_ways():
         assert a[0].eq(0.5).all()
 
 
-def test_ignored_parameters_and_buffers_are_left_to_others(tmp_path):
+def test_ignored_parameters_and_buffers_are_not_synchronized(tmp_path):
     def build():
         torch.manual_seed(dist.get_rank())
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -311,8 +311,8 @@ def test_ignored_parameters_and_buffers_are_left_to_others(tmp_path):
     assert one[0][0][1][0].tolist() == [1.0, 1.0]
 
 
-def test_buffers_at_construction_and_after():
-    """`broadcast_buffers` and `forward_sync_buffers`, as in torch: only the first spares the construction."""
+def test_buffer_options_control_construction_and_forward():
+    """Combine `broadcast_buffers` and `forward_sync_buffers`: only the first affects construction, as in torch."""
 
     def body():
         rank = dist.get_rank()
@@ -339,7 +339,7 @@ def test_buffers_at_construction_and_after():
     assert one == [(0.0, 10.0, True), (1.0, 11.0, False), (0.0, 11.0, False), (0.0, 10.0, True), (1.0, 10.0, True)]
 
 
-def test_buffers_move_as_in_torch_through_no_sync_and_evaluation(tmp_path):
+def test_buffers_equal_torch_with_no_sync_and_evaluation(tmp_path):
     def train(model):
         generator = torch.Generator().manual_seed(dist.get_rank())
         seen = []
@@ -366,7 +366,7 @@ def test_buffers_move_as_in_torch_through_no_sync_and_evaluation(tmp_path):
         assert_equal(mine, reference)
 
 
-def test_buckets_have_the_sizes_that_were_asked_for():
+def test_buckets_have_the_requested_sizes():
     def body():
         layers = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(6)))  # 40 kB each
         sizes = []

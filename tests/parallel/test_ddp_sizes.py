@@ -17,7 +17,7 @@ from support.handles import pass_on
 
 
 class Net(nn.Module):
-    """A flat bucket, a parameter that is a bucket of its own, and a buffer."""
+    """A model with a flat bucket, a parameter in a separate bucket, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def wrapped(**options: Any) -> DistributedDataParallel:
 
 
 def reduced(model: DistributedDataParallel) -> bool:
-    """Return whether a step gives the mean over the ranks of the present group."""
+    """Return whether a step gives the mean over the ranks of the current group."""
     model.zero_grad()
     size = dist.get_world_size()
     model(torch.full((2, 4), 2.0 ** dist.get_rank())).sum().backward()

@@ -1,4 +1,4 @@
-"""Parameters that are not used: found, learnt with a static graph, or an error that names them and the ranks."""
+"""Unused parameters: found, learned with a static graph, or reported by an error that names them and the ranks."""
 
 import dataclasses
 import re
@@ -21,7 +21,7 @@ class Out:
 
 
 class Branches(nn.Module):
-    """Which layers are used is said by the caller. One of them is a bucket of its own."""
+    """A model whose caller selects the layers to use. One layer has a separate bucket."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ def loss_of(out, scale=1.0):
     return scale * (out.main + sum(out.more["list"][0], torch.zeros(())))
 
 
-# What each of three ranks uses, by step; zero_grad(set_to_none) after each, or none at all.
+# The layers that each of three ranks uses, by step.
 STEPS = [
     ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]),
     ([0], [0, 1], [2, 0]),
@@ -49,7 +49,7 @@ STEPS = [
 
 @pytest.mark.parametrize("as_view", [False, True])
 @pytest.mark.parametrize("zeroing", ["to None", "to zero", "never"])
-def test_unused_parameters_as_in_torch(tmp_path, as_view, zeroing):
+def test_unused_parameters_equal_torch(tmp_path, as_view, zeroing):
     kwargs = {"find_unused_parameters": True, "gradient_as_bucket_view": as_view, "bucket_cap_mb": 0.0001}
 
     def train(model):
@@ -75,11 +75,11 @@ def test_unused_parameters_as_in_torch(tmp_path, as_view, zeroing):
             assert_same_bits(a, b)
     if zeroing == "to None":
         kept = [[g is None for g in gradients] for gradients, _ in results[0][0]]
-        assert kept[2] == [True] * 6 + [False] * 2  # used by nobody: None
+        assert kept[2] == [True] * 6 + [False] * 2  # used by no rank: None
 
 
-def test_a_gradient_that_nobody_has_used_is_not_touched():
-    """Where the ranks' are equal one could average them unseen; so these are not."""
+def test_gradient_unused_on_all_ranks_is_unchanged():
+    """Use gradients that differ between ranks. A mean of equal gradients would not be visible."""
 
     def body():
         ends = []
@@ -99,7 +99,7 @@ def test_a_gradient_that_nobody_has_used_is_not_touched():
             assert_same_bits(after, before)
 
 
-def test_used_only_in_no_sync_counts_as_used(tmp_path):
+def test_parameters_used_only_in_no_sync_count_as_used(tmp_path):
     def train(model):
         rank = dist.get_rank()
         x = torch.ones(2, 4) * (rank + 1)
@@ -125,16 +125,16 @@ def test_used_only_in_no_sync_counts_as_used(tmp_path):
             torch.testing.assert_close(got, ((zeros if a is None else a) + (zeros if b is None else b)) / 2)
 
 
-def test_outputs_that_the_loss_leaves_out_and_ranks_that_use_nothing():
+def test_unused_outputs_and_ranks_without_used_parameters_are_reduced():
     def body():
         rank = dist.get_rank()
         model = DistributedDataParallel(Branches(), find_unused_parameters=True)
         x = torch.ones(2, 4, requires_grad=True)
-        model(x, [0, 1]).main.backward()  # layer 1 is reached by an output, but not by the loss
+        model(x, [0, 1]).main.backward()  # layer 1 contributes to an output, but not to the loss
         first = state(model)[0]
         model.zero_grad()
         out = model(x * 1, [0] if rank == 0 else [1])
-        # Rank 1's loss uses no parameter, but what a forward has passed through.
+        # The loss of rank 1 uses no parameter, only a tensor that passes through the forward unchanged.
         (out.main if rank == 0 else out.more["tuple"][0].sum()).backward()
         return first, state(model)[0]
 
@@ -147,14 +147,14 @@ def test_outputs_that_the_loss_leaves_out_and_ranks_that_use_nothing():
 
 
 @pytest.mark.parametrize("overlaps", [(False, False, False), (True, True, True), (True, False, True)])
-def test_without_it_the_error_names_parameters_and_ranks_on_every_rank(overlaps):
+def test_error_about_unused_parameters_names_parameters_and_ranks(overlaps):
     def body():
         rank = dist.get_rank()
         model = DistributedDataParallel(Branches(), bucket_cap_mb=0.00001)
         model._reducer.overlap = overlaps[rank]
         with pytest.raises(RuntimeError) as caught:
             loss_of(model(torch.ones(1, 4), ([0, 1, 2, 3], [0, 1, 2], [0, 2])[rank])).backward()
-        model.zero_grad()  # and it can go on
+        model.zero_grad()  # the model stays usable
         loss_of(model(torch.ones(1, 4) * rank, [0, 1, 2, 3])).backward()
         return str(caught.value), state(model)[0]
 
@@ -169,7 +169,7 @@ def test_without_it_the_error_names_parameters_and_ranks_on_every_rank(overlaps)
 
 
 @pytest.mark.parametrize("mode", ["find_unused_parameters", "static_graph"])
-def test_what_is_unused_on_all_ranks_is_not_sent(mode):
+def test_parameters_unused_on_all_ranks_are_not_sent(mode):
     def body():
         model = DistributedDataParallel(Branches(), skip_all_reduce_unused_params=True, **{mode: True})
         sent = []
@@ -187,7 +187,7 @@ def test_what_is_unused_on_all_ranks_is_not_sent(mode):
         assert sent[2:] == [] or sent[2] > large
 
 
-def test_frozen_later_is_said():
+def test_error_reports_parameters_frozen_after_wrapping():
     def body():
         model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
         model.module[0].requires_grad_(False)
@@ -202,7 +202,7 @@ def test_frozen_later_is_said():
 
 
 class Repeats(nn.Module):
-    """One layer in three re-entrant checkpoints, one that is not used, one that only the loss uses."""
+    """A model with a layer in three re-entrant checkpoints, an unused layer, and a parameter of the loss."""
 
     def __init__(self):
         super().__init__()
@@ -222,14 +222,14 @@ def repeats_loss(model, x):
 
 
 class Hidden:
-    """What neither torch nor a mapping knows; it holds itself."""
+    """A plain object with a reference to itself. It is neither a mapping nor a type that torch traverses."""
 
     def __init__(self, tensor):
         self.inside, self.me, self.count = [{"x": tensor}], self, 3
 
 
 class Slots:
-    """What the search for outputs does not see."""
+    """An object with slots, which the search for outputs does not traverse."""
 
     __slots__ = ("tensor",)
 
@@ -252,7 +252,7 @@ class Checkpoints(nn.Module):
 
 
 @pytest.mark.parametrize("mode", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_outputs_in_plain_objects(mode):
+def test_outputs_in_plain_objects_are_found(mode):
     def body():
         rank = dist.get_rank()
         model = DistributedDataParallel(Checkpoints(Hidden, 2), **mode)
@@ -268,16 +268,16 @@ def test_outputs_in_plain_objects(mode):
 
 @pytest.mark.parametrize("mode", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 @pytest.mark.parametrize("finds", [True, False])
-def test_a_gradient_after_the_reduction_is_an_error(mode, finds, monkeypatch):
+def test_gradient_after_the_reduction_is_an_error(mode, finds, monkeypatch):
     def body():
-        if not finds:  # deep backwards run in threads of their own, where their outer ones cannot be seen
+        if not finds:  # deeply nested backwards run in separate threads, which cannot see the outer backward
             monkeypatch.setattr("allranks.parallel.reducer._is_nested", lambda: False)
         model = DistributedDataParallel(Checkpoints(Slots, 1), **mode)
         x = torch.ones(1, 4)
         loss = model(x).tensor.sum()
         with pytest.raises(dist.UsageError) as caught:
             loss.backward()
-        # What is no part of a forward is the caller's own, before and after.
+        # A gradient outside a forward belongs to the caller. It is not reduced.
         sum(p.square().sum() for p in model.parameters()).backward()
         return str(caught.value)
 
@@ -290,7 +290,7 @@ def test_a_gradient_after_the_reduction_is_an_error(mode, finds, monkeypatch):
 
 
 @pytest.mark.parametrize("as_view", [False, True])
-def test_static_graph_as_in_torch(tmp_path, as_view):
+def test_static_graph_equals_torch(tmp_path, as_view):
     def train(model):
         x = (torch.linspace(-1, 1, 8).view(2, 4) * (dist.get_rank() + 1)).requires_grad_()
         seen = []
@@ -318,12 +318,12 @@ def test_static_graph_as_in_torch(tmp_path, as_view):
         assert [g is None for g in mine[0][0][0]] == [False] * 3 + [True] * 2
 
 
-def test_a_static_graph_that_changes_is_an_error_on_every_rank():
+def test_changed_static_graph_is_an_error_on_every_rank():
     def body():
         rank = dist.get_rank()
         model = DistributedDataParallel(Branches(), static_graph=True)
         x = torch.ones(1, 4)
-        loss_of(model(x, [0, 1] if rank else [1])).backward()  # layer 0 on rank 1 only, 2 and 3 nowhere
+        loss_of(model(x, [0, 1] if rank else [1])).backward()  # layer 0 on rank 1 only, layers 2 and 3 on no rank
         texts = []
         for which in ([[0], [0, 1]], [[1], [0, 1, 3]], [[1], [1]]):
             with pytest.raises(dist.UsageError) as caught:
@@ -349,7 +349,7 @@ def test_a_static_graph_that_changes_is_an_error_on_every_rank():
     assert all(re.search("Omit static_graph=True if backwards differ", t) for t in texts)
 
 
-def test_reentrant_checkpoints_that_share_need_a_static_graph():
+def test_reentrant_checkpoints_with_shared_layers_need_a_static_graph():
     def body():
         model = Repeats()
         del model.unused
@@ -360,8 +360,8 @@ def test_reentrant_checkpoints_that_share_need_a_static_graph():
     run_ranks(2, body)
 
 
-def test_a_backward_that_breaks_off_and_another_one_without_a_forward():
-    """What is in flight or half counted belongs to no later backward."""
+def test_interrupted_backward_does_not_affect_the_next_backward():
+    """Interrupt a backward, and check that its pending reductions and counts do not affect the next backward."""
 
     def body():
         rank = dist.get_rank()

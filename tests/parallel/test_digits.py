@@ -1,4 +1,4 @@
-"""The digits example, started as its users start it. Runs of which only the result counts are forked from ours."""
+"""The digits example, started as users start it. If only the result matters, the test forks the ranks itself."""
 
 import contextlib
 import io
@@ -25,7 +25,7 @@ LAST_LINE = re.compile(r"test accuracy ([\d.]+)%, (\d) ranks?, [\d.]+ s, [\d.]+%
 
 
 def environment():
-    """This process' own, without what a launcher around the tests may have set."""
+    """Return the environment of this process, without variables that a launcher of the tests may have set."""
     mine = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {k: v for k, v in os.environ.items() if k not in mine and not k.startswith("ALLRANKS_")}
 
@@ -37,7 +37,7 @@ def run(*args, ranks=2, launcher=True):
 
 
 def on_rank(runs):
-    """The example once for each list of arguments: its exit code, and what it prints on this rank."""
+    """Run the example once per list of arguments. Return the exit code and the output on this rank of each run."""
     ended = []
     for args in runs:
         out, err = io.StringIO(), io.StringIO()
@@ -53,9 +53,9 @@ def on_rank(runs):
 
 
 def train(*runs, ranks=2):
-    """Accuracy, ranks and fingerprint that the last line of each run states.
+    """Return accuracy, number of ranks and fingerprint from the last line of each run.
 
-    The runs follow each other in the same ranks: to load what the example imports takes longer than a run.
+    The same ranks execute all runs in sequence, because the imports of the example take longer than a run.
     """
     results = []
     for ended in zip(*run_ranks(ranks, on_rank, runs, timeout_s=100, init=False), strict=True):
@@ -86,7 +86,7 @@ def test_defaults_reach_97_percent_and_draw_a_picture(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["curves.png", "model.pt"]
 
 
-def test_number_of_ranks_and_way_of_synchronising_do_not_matter(tmp_path):
+def test_weights_do_not_depend_on_rank_count_or_synchronization_method(tmp_path):
     runs = {"one": (1, "ddp"), "two": (2, "ddp"), "by hand": (2, "manual")}
     for ranks in (1, 2):
         mine = {name: sync for name, (its_ranks, sync) in runs.items() if its_ranks == ranks}
@@ -103,7 +103,7 @@ def test_number_of_ranks_and_way_of_synchronising_do_not_matter(tmp_path):
 
 
 def kill_once_saved(job, folder, child):
-    """Kills a child of the launcher, by its place among them, once there is a checkpoint; returns its pid."""
+    """Kill the child of the launcher with index ``child`` after the first checkpoint, and return its pid."""
     until = time.monotonic() + 60
     while checkpoint.latest(folder) is None:
         assert job.poll() is None
@@ -116,11 +116,11 @@ def kill_once_saved(job, folder, child):
 
 
 def killed_and_started_again(folder, *args):
-    """A run of which the launcher starts the ranks again, as one is killed once there is a checkpoint."""
+    """Return the fingerprint of a run in which a rank is killed after the first checkpoint, with one restart."""
     words = ["run", "-n", 2, "--restarts", 1, TRAIN, "--out", folder, "--checkpoints", folder / "kept", *args]
     command = [sys.executable, "-m", "allranks", *map(str, words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as job:
-        kill_once_saved(job, folder / "kept", -1)  # the first child is the guard
+        kill_once_saved(job, folder / "kept", -1)  # index -1: the last rank; the first child is the guard
         out, err = job.communicate(timeout=100)
     assert job.returncode == 0, err
     assert "was killed by SIGKILL" in err
@@ -128,7 +128,7 @@ def killed_and_started_again(folder, *args):
     return LAST_LINE.findall(out)[0][2]
 
 
-def test_stopped_and_resumed_equals_straight_through(tmp_path):
+def test_resumed_training_equals_uninterrupted_training(tmp_path):
     def options(name, epochs, every):
         return (
             "--epochs",
@@ -142,7 +142,7 @@ def test_stopped_and_resumed_equals_straight_through(tmp_path):
         )
 
     (_, _, straight), _, (_, _, again) = train(options("a", 8, 2), options("b", 4, 3), options("a", 8, 2))
-    assert again == straight  # it was done already
+    assert again == straight  # the training was already complete
     ((_, _, resumed),) = train(options("b", 8, 3))
     assert resumed == straight
     assert killed_and_started_again(tmp_path / "c", "--epochs", 8, "--save-every", 2) == straight
@@ -153,11 +153,11 @@ def test_stopped_and_resumed_equals_straight_through(tmp_path):
 
 
 def killed_in_an_elastic_run(folder, rank, *args):
-    """A run on three ranks of which one is killed once there is a checkpoint: what it prints."""
+    """Return the output of a run on three ranks, one of which is killed after the first checkpoint."""
     words = ["run", "-n", 3, "--elastic", 2, *args, "--out", folder, "--checkpoints", folder / "kept"]
     command = [sys.executable, "-m", "allranks", *map(str, words), "--save-every", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as job:
-        pid = kill_once_saved(job, folder / "kept", -3 + rank)  # the ranks were forked last
+        pid = kill_once_saved(job, folder / "kept", -3 + rank)  # the ranks are the last children
         out, err = job.communicate(timeout=100)
     assert job.returncode == 0, err
     assert f"rank {rank} (pid {pid}) was killed by SIGKILL; " in err
@@ -165,8 +165,12 @@ def killed_in_an_elastic_run(folder, rank, *args):
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_of_an_elastic_run_is_killed(tmp_path):
-    """Another process takes its place, and the weights are the same; or the others go on, and a new rank 0 saves."""
+def test_elastic_run_continues_after_a_rank_is_killed(tmp_path):
+    """Kill a rank with and without respawns.
+
+    A replacement process leads to the same weights. Without a replacement, the remaining ranks continue, and a new
+    rank 0 saves the model.
+    """
     options = ("--epochs", 8, "--batch-size", 63)
     ((_, _, calm),) = train((*options, "--out", tmp_path / "calm"), ranks=3)
     out, err = killed_in_an_elastic_run(tmp_path / "replaced", 1, TRAIN, *options)
@@ -179,14 +183,14 @@ def test_a_rank_of_an_elastic_run_is_killed(tmp_path):
     assert set(model_in(tmp_path / "fewer")) == set(model_in(tmp_path / "calm"))
 
 
-def test_equal_runs_give_equal_bits_and_seeds_others(tmp_path):
+def test_equal_runs_give_equal_weights_and_other_seeds_differ(tmp_path):
     runs = (("--epochs", 1, "--out", tmp_path, "--seed", seed) for seed in (0, 0, 1))
     (_, _, first), (_, _, second), (_, _, other) = train(*runs)
     assert first == second
     assert first != other
 
 
-def test_without_launcher_it_is_one_process(tmp_path):
+def test_example_without_a_launcher_runs_as_one_process(tmp_path):
     result = run("--epochs", 3, "--out", tmp_path, "--plot", tmp_path / "p" / "x.png", launcher=False)
     assert result.returncode == 0, result.stdout + result.stderr
     ((accuracy, size, _),) = LAST_LINE.findall(result.stdout)
@@ -195,7 +199,7 @@ def test_without_launcher_it_is_one_process(tmp_path):
     assert (tmp_path / "p" / "x.png").exists()
 
 
-def test_each_rank_in_a_shell_of_its_own(tmp_path):
+def test_ranks_can_be_started_separately_with_init_method(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -240,7 +244,7 @@ def ended_by_wrong_arguments(tmp_path_factory):
 
 
 @pytest.mark.parametrize("says", WRONG)
-def test_wrong_arguments_are_one_line_and_exit_2(ended_by_wrong_arguments, says):
+def test_wrong_arguments_print_one_line_and_exit_with_2(ended_by_wrong_arguments, says):
     code, out, err = ended_by_wrong_arguments[says]
     assert code == 2
     assert out == ""
@@ -248,7 +252,7 @@ def test_wrong_arguments_are_one_line_and_exit_2(ended_by_wrong_arguments, says)
     assert len(err.splitlines()) == 1, err
 
 
-def test_batch_that_does_not_divide_is_refused_by_all_ranks(tmp_path):
+def test_indivisible_batch_size_is_refused(tmp_path):
     result = run("--out", tmp_path, "--batch-size", 63)
     assert result.returncode == 2
     assert (result.stdout + result.stderr).count("--batch-size 63 cannot be divided among 2 ranks") >= 1
