@@ -1,4 +1,4 @@
-"""What arguments and environment say about a process, and what an error says when they do not say it."""
+"""Rank, world size and master address from arguments and the environment, and the errors for missing or bad values."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def without(*names: str) -> dict[str, str]:
     return {name: value for name, value in FULL.items() if name not in names}
 
 
-def test_torchrun_sets_everything() -> None:
+def test_torchrun_variables_are_read() -> None:
     local = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "NODE_RANK": "7"}
     assert read_env(environ=FULL | local) == JobEnv(1, 4, ("node0", 29500), "", 1, 2, 0)
     assert read_env(environ=FULL | {"NODE_RANK": "7"}).node_rank == 7
 
 
-def test_thd_form() -> None:
-    """The three shells of the THD document."""
+def test_port_in_master_addr_is_accepted() -> None:
+    """Accept the three commands of the THD documentation, in which workers set MASTER_ADDR=host:port."""
     master = {"WORLD_SIZE": "3", "RANK": "0", "MASTER_PORT": "29500"}
     worker = {"WORLD_SIZE": "3", "RANK": "1", "MASTER_ADDR": "node0:29500"}
     assert read_env(environ=master).master == ("", 29500)
@@ -33,8 +33,8 @@ def test_thd_form() -> None:
     assert read_env(environ=worker | {"RANK": "0"}).master == ("node0", 29500)
 
 
-def test_a_worker_ignores_master_port_and_the_master_master_addr(caplog: pytest.LogCaptureFixture) -> None:
-    """The THD document's rule. It allows one environment for all, and a port that is forwarded to another."""
+def test_worker_ignores_master_port_and_rank_0_ignores_master_addr(caplog: pytest.LogCaptureFixture) -> None:
+    """Apply the rule of the THD documentation: all ranks can share one environment, and a port can be forwarded."""
     both = FULL | {"MASTER_ADDR": "127.0.0.1:29591", "MASTER_PORT": "29592"}
     assert read_env(environ=both).master == ("127.0.0.1", 29591)
     assert read_env(environ=both | {"MASTER_PORT": "junk"}).master == ("127.0.0.1", 29591)
@@ -46,7 +46,7 @@ def test_a_worker_ignores_master_port_and_the_master_master_addr(caplog: pytest.
     assert len(caplog.records) == 1
 
 
-def test_torchruns_agent() -> None:
+def test_torchrun_agent_store_is_detected() -> None:
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"}
     assert read_env(environ=FULL | agent).agent == "allranks/job/2"
     assert read_env(environ=FULL | agent | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent == ""
@@ -54,7 +54,7 @@ def test_torchruns_agent() -> None:
     assert read_env(environ=FULL | agent, by_env=False).agent == ""
 
 
-def test_an_address_is_the_masters() -> None:
+def test_is_master_compares_host_and_port_with_environment() -> None:
     for address in ("node0:29500", "[node0]:29500"):
         assert is_master(address, FULL)
         assert is_master(address, {"MASTER_ADDR": "node0:29500"})
@@ -78,11 +78,11 @@ def test_an_address_is_the_masters() -> None:
         (" 10.0.0.1:80 ", ("10.0.0.1", 80)),
     ],
 )
-def test_host_and_port(text: str, expected: tuple[str, int | None]) -> None:
+def test_host_and_port_are_split(text: str, expected: tuple[str, int | None]) -> None:
     assert split_host_port(text, "X") == expected
 
 
-def test_arguments_win() -> None:
+def test_arguments_override_environment() -> None:
     assert read_env(3, 8, FULL) == JobEnv(3, 8, ("node0", 29500))
     assert read_env(3, environ=FULL).world_size == 4
     assert read_env(world_size=8, environ=FULL).rank == 1
@@ -96,12 +96,12 @@ def test_alone() -> None:
     assert read_env(world_size=1, environ={}) == JobEnv(0, 1)
 
 
-def test_the_launchers_store_needs_no_master() -> None:
+def test_launcher_store_needs_no_master_address() -> None:
     place = read_env(environ={"RANK": "1", "WORLD_SIZE": "4", "ALLRANKS_STORE": "unix:@x"})
     assert place == JobEnv(1, 4, None, "unix:@x")
 
 
-def test_the_master_is_not_read_for_another_init_method() -> None:
+def test_master_address_is_not_read_for_another_init_method() -> None:
     assert read_env(environ=without("MASTER_ADDR", "MASTER_PORT"), by_env=False) == JobEnv(1, 4)
     with pytest.raises(ConfigError, match="RANK and WORLD_SIZE are not set"):
         read_env(environ={}, by_env=False)
@@ -137,19 +137,19 @@ def test_the_master_is_not_read_for_another_init_method() -> None:
         (FULL | {"LOCAL_RANK": "x"}, "LOCAL_RANK='x' is not a number."),
     ],
 )
-def test_errors_name_the_variable_the_value_and_the_way_out(environ: dict[str, str], text: str) -> None:
+def test_errors_name_variable_value_and_fix(environ: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_env(environ=environ)
     assert text in str(caught.value)
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(4, 4), (-2, 4), (1, 1), (0, 0), (0, -2)])
-def test_arguments_out_of_range(rank: int, world_size: int) -> None:
+def test_arguments_out_of_range_raise_config_error(rank: int, world_size: int) -> None:
     with pytest.raises(ConfigError, match="is out of range"):
         read_env(rank, world_size, FULL)
 
 
-def test_every_variable_stands_in_the_table_once() -> None:
+def test_every_variable_is_in_the_table_once() -> None:
     names = [variable.name for variable in env.VARIABLES]
     assert len(set(names)) == len(names)
     assert set(FULL) < set(names)
@@ -172,7 +172,7 @@ def test_every_variable_stands_in_the_table_once() -> None:
         ("127.0.0.1", "-5", "MASTER_PORT=-5 is out of range"),
     ],
 )
-def test_what_people_put_into_the_masters_address(address: str, port: str, master: object) -> None:
+def test_master_address_is_normalized_or_rejected(address: str, port: str, master: object) -> None:
     environ = FULL | {"MASTER_ADDR": address, "MASTER_PORT": port}
     if isinstance(master, str):
         with pytest.raises(ConfigError, match=re.escape(master)):

@@ -1,4 +1,4 @@
-"""What this host is said to give."""
+"""Number of CPUs that this host provides to the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from allranks._cluster import host
 
 
-def test_cpu_quota_of_a_container(tmp_path: Path) -> None:
+def test_cpu_quota_is_smallest_of_cgroup_v2_hierarchy(tmp_path: Path) -> None:
     membership, root = tmp_path / "cgroup", tmp_path / "fs"
     assert host._cgroup_quota(root, membership) == math.inf
     (root / "pod" / "box").mkdir(parents=True)
@@ -20,14 +20,14 @@ def test_cpu_quota_of_a_container(tmp_path: Path) -> None:
     (root / "pod" / "box" / "cpu.max").write_text("max 100000\n")
     (root / "pod" / "cpu.max").write_text("150000 100000\n")
     (root / "cpu.max").write_text("400000 100000\n")
-    (tmp_path / "cpu.max").write_text("1000 100000\n")  # above the root: not ours
+    (tmp_path / "cpu.max").write_text("1000 100000\n")  # above the root of the hierarchy, so it does not apply
     assert host._cgroup_quota(root, membership) == 1.5
-    membership.write_text("0::/\n")  # as a container sees itself
+    membership.write_text("0::/\n")  # the path that a process in a container reads
     assert host._cgroup_quota(root, membership) == 4.0
 
 
 @pytest.mark.parametrize("mount", ["cpu,cpuacct", "cpu"])
-def test_cpu_quota_of_cgroups_of_version_1(tmp_path: Path, mount: str) -> None:
+def test_cpu_quota_of_cgroup_v1(tmp_path: Path, mount: str) -> None:
     membership, box = tmp_path / "cgroup", tmp_path / "fs" / mount / "docker" / "box"
     box.mkdir(parents=True)
     membership.write_text("9:memory:/docker/box\n4:cpu,cpuacct:/docker/box\n0::/\n")
@@ -35,7 +35,7 @@ def test_cpu_quota_of_cgroups_of_version_1(tmp_path: Path, mount: str) -> None:
         (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
         (folder / "cpu.cfs_period_us").write_text("100000\n")
     assert host._cgroup_quota(tmp_path / "fs", membership) == 2.5
-    membership.write_text("4:cpu,cpuacct:/kubepods/of/the/host\n")  # a container has its own cgroup at the top
+    membership.write_text("4:cpu,cpuacct:/kubepods/of/the/host\n")  # a container mounts its own cgroup at the top
     (tmp_path / "fs" / mount / "cpu.cfs_quota_us").write_text("100000\n")
     assert host._cgroup_quota(tmp_path / "fs", membership) == 1.0
 

@@ -1,4 +1,4 @@
-"""Lists of hosts in all the forms that schedulers and users write them."""
+"""Host lists in every format that schedulers and users write."""
 
 import pytest
 
@@ -27,7 +27,7 @@ from allranks._cluster.hostlist import (
         ("b,a, c", "b a c"),
     ],
 )
-def test_slurms_lists(text: str, names: str) -> None:
+def test_slurm_host_lists_are_expanded(text: str, names: str) -> None:
     assert expand_hosts(text, "X") == names.split()
 
 
@@ -48,14 +48,14 @@ def test_slurms_lists(text: str, names: str) -> None:
         ("a[0-9999]b[0-9999]", "more than 1048576"),
     ],
 )
-def test_what_is_no_list_says_where_and_why(text: str, why: str) -> None:
+def test_invalid_host_list_names_variable_and_reason(text: str, why: str) -> None:
     with pytest.raises(ConfigError) as caught:
         expand_hosts(text, "SLURM_STEP_NODELIST")
     assert why in str(caught.value)
     assert "SLURM_STEP_NODELIST" in str(caught.value)
 
 
-def test_counts_and_numbers() -> None:
+def test_counts_and_number_ranges_are_expanded() -> None:
     assert expand_counts("2(x2),1", "X") == [2, 2, 1]
     assert expand_counts("4", "X") == [4]
     assert expand_numbers("20000-20002,20007", "X") == [20000, 20001, 20002, 20007]
@@ -76,11 +76,11 @@ def test_counts_and_numbers() -> None:
         ("10.0.0.1:2", "10.0.0.1:2"),
     ],
 )
-def test_hosts_as_an_option(text: str, hosts: str) -> None:
+def test_hosts_option_is_parsed(text: str, hosts: str) -> None:
     assert " ".join(map(str, parse_hosts(text, "--hosts"))) == hosts
 
 
-def test_ipv6_addresses() -> None:
+def test_ipv6_addresses_are_parsed() -> None:
     assert parse_hosts("[fd77::1]:2,fd77::2,[fd77::3]", "--hosts") == (
         Slots("fd77::1", 2),
         Slots("fd77::2"),
@@ -88,7 +88,7 @@ def test_ipv6_addresses() -> None:
     )
 
 
-def test_host_files() -> None:
+def test_host_file_formats_are_parsed() -> None:
     text = """
     # our cluster
     node0 slots=4          # a login node, too
@@ -113,13 +113,13 @@ def test_host_files() -> None:
         ("a;b", "is not a host name"),
     ],
 )
-def test_what_is_no_host_file(text: str, why: str) -> None:
+def test_invalid_host_file_names_line_and_reason(text: str, why: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_hostfile(text, "hosts")
     assert why in str(caught.value)
 
 
-def test_schedulers_own_forms() -> None:
+def test_scheduler_host_formats_are_parsed() -> None:
     assert count_lines("a\na\nb\na\n", "PBS_NODEFILE") == (Slots("a", 3), Slots("b", 1))
     assert parse_pairs("login 1 a 4 b 4", "LSB_MCPU_HOSTS") == (Slots("login", 1), Slots("a", 4), Slots("b", 4))
     pe = "a.org 4 all.q@a.org UNDEFINED\nb.org 2 all.q@b.org <NULL>\na.org 1 long.q@a.org UNDEFINED\n"

@@ -1,4 +1,4 @@
-"""What a host tells the others about itself."""
+"""Addresses and machine identity that a host publishes to the other hosts."""
 
 import ipaddress
 import logging
@@ -10,13 +10,13 @@ from allranks._cluster.network import MACHINE, fixed_machine, interface_of, mach
 from allranks._net.secret import load_secret
 
 
-def test_addresses_are_those_that_other_hosts_may_reach() -> None:
+def test_published_addresses_are_not_loopback() -> None:
     for address in published_addresses({}):
         assert not ipaddress.ip_address(address).is_loopback
         assert interface_of(address)
 
 
-def test_interfaces_are_chosen_by_name_or_network() -> None:
+def test_interface_is_selected_by_name_or_network() -> None:
     addresses = published_addresses({})
     if not addresses:
         pytest.skip("this machine has no network")
@@ -28,23 +28,23 @@ def test_interfaces_are_chosen_by_name_or_network() -> None:
 
 
 @pytest.mark.parametrize("chosen", ["nothing0", "203.0.113.0/24", "10.0.0.0/99"])
-def test_what_names_nothing_is_an_error(chosen: str) -> None:
+def test_unknown_interface_raises_config_error(chosen: str) -> None:
     with pytest.raises(ConfigError, match="ALLRANKS_IFACE"):
         published_addresses({"ALLRANKS_IFACE": chosen})
 
 
-def test_addresses_of_a_network_of_ours_come_first() -> None:
+def test_addresses_in_local_networks_sort_first() -> None:
     ours = published_addresses({})
     far = "203.0.113.7"
     assert nearest_first((far, *ours))[-1] == far
 
 
-def test_a_process_is_on_its_own_machine() -> None:
+def test_machine_identity_is_stable() -> None:
     assert machine() == machine()
     assert len(machine()) == 32
 
 
-def test_identity_that_the_agent_has_fixed_is_used() -> None:
+def test_identity_fixed_by_agent_is_used() -> None:
     value = fixed_machine()
     agent, identity = value.rsplit(":", 1)
     assert identity == machine({})
@@ -52,7 +52,7 @@ def test_identity_that_the_agent_has_fixed_is_used() -> None:
 
 
 @pytest.mark.parametrize("field", [0, 1, 2], ids=["pid", "start time", "kernel and network namespace"])
-def test_identity_of_another_host_or_of_an_agent_that_has_exited_is_ignored(field: int) -> None:
+def test_identity_from_another_host_or_exited_agent_is_ignored(field: int) -> None:
     parts = [*fixed_machine().split(":")[:3], "0" * 32]
     parts[field] = "1" if parts[field] != "1" else "2"
     assert machine({MACHINE: ":".join(parts)}) == machine({})
@@ -63,7 +63,7 @@ def test_malformed_identity_is_ignored(text: str) -> None:
     assert machine({MACHINE: text}) == machine({})
 
 
-def test_no_secret_is_said_aloud(caplog: pytest.LogCaptureFixture) -> None:
+def test_disabled_secret_logs_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "allranks.store"):
         assert load_secret({"ALLRANKS_INSECURE": "1"})
     assert "any process that can reach the ports" in caplog.text

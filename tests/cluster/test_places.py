@@ -1,7 +1,7 @@
-"""Where a process runs, by the environments of every launcher and scheduler in the table.
+"""Detection of the launcher or scheduler that started a process, for every entry of the table.
 
-SLURM's, Open MPI's and MPICH's are as those set them (their own versions stand beside them); tests/hosts runs them for
-real. The others are not to be had here: recorded from their manuals and from what they are known to set.
+The environments of SLURM, Open MPI and MPICH were recorded from the versions in the comments. tests/hosts runs these
+launchers. The other launchers are not available here, so their environments come from their manuals.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from allranks._cluster.hostlist import Slots
 
 Env = dict[str, str]
 
-# What sbatch -N2 -n3 sets in a batch script (SLURM 22.05).
+# Variables that sbatch -N2 -n3 sets in a batch script (SLURM 22.05).
 BATCH: Env = {
     "SLURM_JOB_ID": "17",
     "SLURM_JOBID": "17",
@@ -33,7 +33,7 @@ BATCH: Env = {
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "0",
 }
-# And srun in it, in its last task.
+# Variables that srun in this script sets in its last task.
 STEP: Env = BATCH | {
     "SLURM_STEP_ID": "0",
     "SLURM_STEPID": "0",
@@ -95,7 +95,7 @@ JSRUN: Env = {
     "LSB_JOBID": "99",
     "LSB_DJOB_RANKFILE": "/home/me/.lsbatch/99.hostfile",
     "LSB_MCPU_HOSTS": "batch1 1 a1 42 a2 42",
-    # jsrun starts Spectrum MPI's ranks as Open MPI's
+    # Spectrum MPI derives from Open MPI and sets the same variables.
     "OMPI_COMM_WORLD_RANK": "7",
     "OMPI_COMM_WORLD_SIZE": "12",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -183,7 +183,7 @@ RANKS = {
         Here("slurm", "rank", 1, 2, 0, 1, 1, 2, "node1", (20000, 20001), (Slots("node1", 1), Slots("node2", 1)),
               job="17.0"),
     ),
-    # What is started inside of something wins.
+    # The innermost launcher wins.
     "mpirun in a batch script": (BATCH | OPENMPI, Here("openmpi", "rank", 3, 4, 1, 2, job=OPENMPI["PMIX_NAMESPACE"])),
     "mpirun by srun's daemons": (STEP | OPENMPI, Here("openmpi", "rank", 3, 4, 1, 2, job=OPENMPI["PMIX_NAMESPACE"])),
     "mpiexec by srun's proxies": (STEP | MPICH, Here("mpich", "rank", 1, 2, 0, 1, pmi=11)),
@@ -192,7 +192,7 @@ RANKS = {
         OPENMPI | {"PBS_NODEFILE": "/x", "PBS_TASKNUM": "1"},
         Here("openmpi", "rank", 3, 4, 1, 2, job=OPENMPI["PMIX_NAMESPACE"]),
     ),
-    # No ranks, for a program.
+    # Environments in which a program is not a rank.
     "nothing": ({}, LOCAL),
     "empty": ({"RANK": "", "SLURM_STEP_ID": "", "PMI_RANK": " "}, LOCAL),
     "PBS' task number is no rank": ({"PBS_NODEFILE": "/x", "PBS_TASKNUM": "3", "PBS_NODENUM": "1"}, LOCAL),
@@ -226,7 +226,7 @@ NODES = {
         SAGEMAKER,
         Here("sagemaker", "node", node=1, nodes=2, leader="algo-1", hosts=(Slots("algo-1"), Slots("algo-2"))),
     ),
-    # Several tasks per node: each is a rank, for a launcher, too.
+    # With several tasks per node, each task is a rank, also if it is a launcher.
     "srun": (STEP, RANKS["srun"][1]),
     "Open MPI": (OPENMPI, RANKS["Open MPI"][1]),
     "torchrun": (TORCHRUN, RANKS["torchrun"][1]),
@@ -260,12 +260,12 @@ NODES = {
 
 
 @pytest.mark.parametrize(("environ", "place"), RANKS.values(), ids=RANKS)
-def test_a_program(environ: Env, place: Here) -> None:
+def test_program_detects_its_rank(environ: Env, place: Here) -> None:
     assert detect(environ, launcher=False) == place
 
 
 @pytest.mark.parametrize(("environ", "place"), NODES.values(), ids=NODES)
-def test_a_launcher(environ: Env, place: Here) -> None:
+def test_launcher_detects_node_or_allocation(environ: Env, place: Here) -> None:
     assert detect(environ, launcher=True) == place
 
 
@@ -277,19 +277,19 @@ def test_a_launcher(environ: Env, place: Here) -> None:
         (SAGEMAKER, "sagemaker started one process on each of 2 nodes"),
     ],
 )
-def test_a_program_that_is_alone_by_an_oversight(environ: Env, hint: str) -> None:
+def test_unlaunched_program_gets_hint_to_use_launcher(environ: Env, hint: str) -> None:
     place = detect(environ, launcher=False)
     assert place.role == "none"
     assert hint in place.hint
     assert "allranks run train.py" in place.hint
 
 
-def test_a_job_of_one_is_no_oversight() -> None:
+def test_single_process_job_gets_no_hint() -> None:
     assert detect(BATCH | {"SLURM_NTASKS": "1"}, launcher=False) == LOCAL
     assert not detect(KUBEFLOW | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}, launcher=False).hint
 
 
-def test_why() -> None:
+def test_detection_explains_its_clues() -> None:
     clues = {clue.name: clue for clue in detect(STEP, launcher=False).why}
     assert clues["SLURM_PROCID"].value == "2"
     assert clues["SLURM_PROCID"].meaning == "The number of this process."
@@ -317,13 +317,13 @@ def test_why() -> None:
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_TASKS_PER_NODE": "2(x2)"}, "contradict each other"),
     ],
 )
-def test_what_is_incomplete_or_wrong_says_what(environ: Env, said: str) -> None:
+def test_incomplete_or_wrong_environment_names_variable(environ: Env, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         detect(environ, launcher=False)
     assert said in str(caught.value)
 
 
-def test_an_override_looks_for_that_only() -> None:
+def test_override_restricts_detection_to_one_launcher() -> None:
     both = STEP | OPENMPI
     assert detect(both, "slurm", launcher=False).kind == "slurm"
     assert detect(both | {"ALLRANKS_ENV": "slurm"}, launcher=False).rank == 2
@@ -351,7 +351,7 @@ def test_an_override_looks_for_that_only() -> None:
         ("LSB_DJOB_RANKFILE", "batch1\na1\na1\na2\na2\n", (Slots("a1", 2), Slots("a2", 2))),
     ],
 )  # fmt: skip
-def test_hosts_in_files(tmp_path: Path, name: str, text: str, hosts: Any) -> None:
+def test_hosts_are_read_from_scheduler_files(tmp_path: Path, name: str, text: str, hosts: Any) -> None:
     (tmp_path / "hosts").write_text(text)
     environ = (JSRUN if name == "LSB_DJOB_RANKFILE" else {}) | {name: str(tmp_path / "hosts")}
     assert read_hosts(detect(environ, launcher=True)) == hosts
@@ -360,7 +360,7 @@ def test_hosts_in_files(tmp_path: Path, name: str, text: str, hosts: Any) -> Non
         read_hosts(detect(environ, launcher=True))
 
 
-def test_the_way_is_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_command_is_used_only_if_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     place = detect(NODES["PBS"][0], launcher=True)
     assert command_for(place).name == "ssh"
@@ -369,7 +369,7 @@ def test_the_way_is_what_is_installed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert command_for(place).name == "pbsdsh"
 
 
-def test_names_in_a_cluster() -> None:
+def test_domain_of_this_host_is_added_to_short_names() -> None:
     assert with_domain("my-job-0", "my-job-3.svc.ns.svc.cluster.local") == "my-job-0.svc.ns.svc.cluster.local"
     assert with_domain("js-workers-0-0.js", "js-workers-0-3.js.ns.svc") == "js-workers-0-0.js"
     assert with_domain("my-job-0", "my-job-3") == "my-job-0"

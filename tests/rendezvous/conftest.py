@@ -1,4 +1,4 @@
-"""A process of tests keeps no rendezvous method that another test, or an example, has registered."""
+"""Remove rendezvous handlers that another test or an example has registered in this process."""
 
 import pytest
 

@@ -1,9 +1,8 @@
-"""Whole jobs that meet, simulated: the real state machines, a clock that jumps, links that delay, cut and lose.
+"""Simulation of the rendezvous of whole jobs: real state machines, a simulated clock and unreliable links.
 
-A seed decides everything: who starts when, on which host, which link is slow or cut, who dies at which step and comes
-again, who claims another's rank or counts the ranks otherwise, when the server restarts, and which strangers knock.
-What travels are the real bytes (handshake, frames, requests), cut anywhere. ``Job.run`` then compares what every
-process was told with what happened.
+The seed determines every event: start times and hosts, slow or cut links, deaths and restarts, duplicate ranks, wrong
+world sizes, server restarts and unauthenticated clients. The links carry the real bytes (handshake, frames, requests),
+split at random positions. ``Job.run`` then compares the result of every process with the simulated events.
 """
 
 from __future__ import annotations
@@ -46,29 +45,29 @@ from support.handshakes import first_frame, prove, server_side
 
 SECRET, ANOTHER = b"the secret of this job", b"the secret of another job"
 LINGER_S = 3.0
-LATE_S = 1.0  # a rank must know how it went this long after its timeout
+LATE_S = 1.0  # a rank must return or raise at most this long after its timeout
 NEVER_S = 1e6
-FAST_S = 0.02  # on a faster link there is time enough to hear who is missing
-SOON_S = 2.0  # a healthy rank has registered this long after both it and the server have started
+FAST_S = 0.02  # on a link with a shorter delay, the report of missing ranks arrives in time
+SOON_S = 2.0  # a healthy rank registers this soon after it and the server have started
 
 
 class Wrong(AssertionError):
-    """The simulation contradicts what it was told."""
+    """A result of a process or server contradicts the simulated events."""
 
 
 class Link:
-    """A connection: two directions, each in order, with a delay."""
+    """Connection with a delay. Each direction preserves the order of the data."""
 
     def __init__(self, job: Job, number: int, delay_s: float, server: Server, owner: Dialer) -> None:
         self.job, self.number, self.delay_s, self.server, self.owner = job, number, delay_s, server, owner
         self.handshake: ServerHandshake | None = server_side(server.secret, job.rng.randbytes(NONCE))
-        self.decoder = FrameDecoder(HANDSHAKE_FRAME)  # the server's
-        self.lost = False  # silently: nobody is told
+        self.decoder = FrameDecoder(HANDSHAKE_FRAME)  # of the server's end
+        self.lost = False  # data is dropped silently: neither end receives a reset
         self._arrivals = [0.0, 0.0]
-        self._open = [True, True]  # the client's end, the server's
+        self._open = [True, True]  # the client's end, the server's end
 
     def send(self, to_server: bool, data: bytes | None) -> None:
-        """``None`` closes the sender's end."""
+        """Send data to the other end. ``None`` closes the sender's end."""
         if not self._open[not to_server]:
             return
         self._open[not to_server] = data is not None
@@ -83,7 +82,7 @@ class Link:
             self.job.at(at, self._arrive, to_server, piece)
 
     def cut(self) -> None:
-        """Something between the two resets the connection."""
+        """Reset the connection, as a device between the two ends would."""
         for to_server in (True, False):
             self.job.at(self.job.now + self.delay_s, self._arrive, to_server, None)
 
@@ -99,7 +98,7 @@ class Link:
 
 
 class Server:
-    """What ``StoreServer`` does, without its sockets."""
+    """Equivalent of ``StoreServer`` without sockets."""
 
     def __init__(self, job: Job, secret: bytes) -> None:
         self.job, self.secret = job, secret
@@ -107,8 +106,8 @@ class Server:
         self.links: dict[int, Link] = {}
         self.listens = True
         self.began = job.now
-        self.closed = self.ended = float("inf")  # when it listened no more, when it served no more
-        self.claims: dict[tuple[str, int], tuple[float, int]] = {}  # by board and rank: when, and whose pid
+        self.closed = self.ended = float("inf")  # when it stopped listening, when it stopped serving
+        self.claims: dict[tuple[str, int], tuple[float, int]] = {}  # (table, rank) to (time, pid) of the registration
         self.verdicts: dict[str, tuple[float, str, tuple[int, ...]]] = {}
         self._tick_at = float("inf")
 
@@ -145,7 +144,7 @@ class Server:
             self._end_when_alone()
 
     def stop(self, linger_s: float) -> None:
-        """Listens no more; ends when the clients have left, or after ``linger_s``."""
+        """Stop listening. The server ends when all clients have disconnected, or after ``linger_s``."""
         if self.listens:
             self.listens, self.closed = False, self.job.now
             self.job.at(self.job.now + linger_s, self.end)
@@ -201,16 +200,16 @@ class Server:
 
 
 class Dialer:
-    """Who knocks at the server."""
+    """Client that connects to the server."""
 
     secret = b"none"
 
     def receive(self, link: Link, data: bytes | None) -> None:
-        """Takes what the server says."""
+        """Receive data from the server. ``None`` means that the server closed the connection."""
 
 
 class Stranger(Dialer):
-    """Says something else: junk, text, half a handshake, a recorded one, or nothing."""
+    """Unauthenticated client: sends junk, text, half a handshake, a recorded handshake, or nothing."""
 
     def __init__(self, job: Job, at: float) -> None:
         self._job = job
@@ -226,15 +225,15 @@ class Stranger(Dialer):
 
     def receive(self, link: Link, data: bytes | None) -> None:
         if data and self._job.rng.random() < 0.5:
-            link.send(True, data)  # its own words
+            link.send(True, data)  # reflects the data of the server
 
 
 @dataclass(eq=False)
 class Process(Dialer):
-    """One process that joins once.
+    """Process that joins once.
 
     Attributes:
-        clean: nothing happens to it or its link; it is no double and counts as the others do.
+        clean: no fault affects the process or its link, its rank is unique and its world size is right.
     """
 
     job: Job
@@ -415,7 +414,7 @@ class Process(Dialer):
 
 
 class Job:
-    """A job by a seed. ``run`` raises ``Wrong`` where the processes are told what is not so."""
+    """Job that a seed determines. ``run`` raises ``Wrong`` if a process returns or raises a wrong result."""
 
     def __init__(self, seed: int, events: list[str] | None = None) -> None:
         self.rng = rng = random.Random(seed)
@@ -429,7 +428,7 @@ class Job:
         self.servers: list[Server] = []
         self.server: Server | None = None
         self.size = rng.choice((2, 2, 2, 3, 3, 4, 5, 6, 8, 12))
-        self.served = rng.random() < 0.5  # by rank 0; otherwise by a launcher
+        self.served = rng.random() < 0.5  # rank 0 runs the server; otherwise the launcher does
         hosts = rng.randint(1, 4)
         self.timeout_s = rng.choice((0.3, 1.0, 3.0, 8.0, 20.0))
         spread = rng.choice((0.0, 0.1, 1.0, self.timeout_s, 1.5 * self.timeout_s))
@@ -500,7 +499,7 @@ class Job:
             late.start, late.clean = late.start + rng.choice((self.timeout_s, 2 * self.timeout_s, NEVER_S)), False
 
     def double(self, first: Process, at: float) -> None:
-        """Starts another process with the same rank."""
+        """Start another process with the same rank."""
         first.clean = False
         second = self._start(first.rank, first.host, at, first.delay_s)
         second.clean = False
@@ -548,7 +547,7 @@ class Job:
                 self._check_verdict(server, board, when, error, missing)
         self._check_memberships()
 
-    # What must hold.
+    # Invariants.
 
     def _check(self, process: Process) -> None:
         if process.ended is None:
@@ -595,7 +594,7 @@ class Job:
             for process in self.processes:
                 ready = max(process.start, server.began) + SOON_S
                 healthy = process.clean and ready < min(when, process.start + process.timeout_s, process.ended or when)
-                # Who began with an earlier server may still be listening to that one.
+                # A process that started with an earlier server may still be connected to it.
                 healthy &= server is self.servers[0] or process.start > server.began
                 if rank in named and process.rank == rank and healthy:
                     raise Wrong(f"at {when}: {error}, but {process} was healthy")
@@ -614,7 +613,7 @@ class Job:
                 if any((truth[m.pid].rank, truth[m.pid].host) != (m.rank, m.host) for m in process.members):
                     raise Wrong(f"{process} met others than there were: {process.members}")
                 tables.add(process.members)
-        # A job that is started once has one membership at most, whatever happens.
+        # If no rank was started twice, the job has at most one membership, whatever happens.
         if len(tables) > 1 and len(truth) == self.size:
             raise Wrong(f"two memberships: {tables}")
         begun, end = max(p.start for p in truth.values()), min(p.start + p.timeout_s for p in truth.values())

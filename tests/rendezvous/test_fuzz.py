@@ -1,4 +1,4 @@
-"""What travels, under random bytes: nothing but the errors that are meant, and no more memory than was fed."""
+"""Decoders of network data under random bytes: only the documented errors, and no more memory than the input."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ REAL = [*map(encode, REQUESTS), *map(encode, REPLIES), *map(encode, EVENTS), HEL
 
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
-    """Real traffic with some bytes changed, put in, left out, repeated or cut off."""
+    """Real traffic with some bytes changed, inserted, removed, repeated or truncated."""
     data = bytearray(draw(st.sampled_from(REAL)))
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.integers(0, max(len(data) - 1, 0)))
@@ -73,8 +73,8 @@ anything = st.one_of(st.binary(max_size=600), mutated())
 
 @fuzz
 @given(st.lists(anything, max_size=6), st.sampled_from([HANDSHAKE_FRAME, FRAME_LIMIT]), st.data())
-def test_streams(parts: list[bytes], limit: int, data: st.DataObject) -> None:
-    """However a stream is cut, the same frames come out, and nothing is kept but what was fed."""
+def test_frame_stream_decodes_equally_for_any_cuts(parts: list[bytes], limit: int, data: st.DataObject) -> None:
+    """Decode the same frames for every split of a stream, and buffer at most the bytes of the stream."""
     stream = b"".join(pack_frame(part) if data.draw(st.booleans()) else part for part in parts)
 
     def frames(pieces: list[bytes]) -> list[bytes | str]:
@@ -97,8 +97,8 @@ def test_streams(parts: list[bytes], limit: int, data: st.DataObject) -> None:
 
 @fuzz
 @given(st.lists(anything, min_size=1, max_size=4))
-def test_server_handshake(frames: list[bytes]) -> None:
-    """No bytes but the proof itself pass."""
+def test_random_frames_never_complete_server_handshake(frames: list[bytes]) -> None:
+    """Answer or refuse every frame: only the real proof completes the handshake."""
     handshake = server_side(SECRET, random.Random(len(frames)).randbytes(NONCE))
     with contextlib.suppress(WireError, ConfigError):
         for frame in frames:
@@ -109,8 +109,8 @@ def test_server_handshake(frames: list[bytes]) -> None:
 
 @fuzz
 @given(anything)
-def test_client_handshake(frame: bytes) -> None:
-    """Only the server's own answer to this nonce is right."""
+def test_client_handshake_accepts_only_the_server_answer(frame: bytes) -> None:
+    """Accept only the answer of the server to this nonce."""
     with contextlib.suppress(WireError, ConfigError):
         proof, right = prove(SECRET, bytes(range(NONCE)), frame)
         assert len(proof) == 32
@@ -118,7 +118,10 @@ def test_client_handshake(frame: bytes) -> None:
 
 
 def decode_event(frame: bytes) -> Event:
-    """Agent and launcher are processes of one user on one host: what comes broken ends the reader, by any of these."""
+    """Decode an event, and convert every decoding error to ``WireError``.
+
+    Agent and launcher are processes of one user on one host, so any of these errors may end the reader.
+    """
     try:
         return msgspec.msgpack.decode(frame, type=Event)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -128,19 +131,19 @@ def decode_event(frame: bytes) -> Event:
 @fuzz
 @given(anything)
 def test_messages(frame: bytes) -> None:
-    """What is read is what it says: written again and read again it is the same."""
+    """Decode a message, encode it and decode it again: the result is the same message."""
     for decode in (decode_request, decode_reply, decode_event):
         with contextlib.suppress(msgspec.ValidationError, WireError):
             message = decode(frame)
             again = decode(encode(message))
-            assert again == message or message != message  # a wait of nan seconds
+            assert again == message or message != message  # a wait of NaN seconds is not equal to itself
 
 
 @pytest.mark.parametrize(
     "head", [b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\x91" * 9999]
 )
-def test_an_announced_length_costs_nothing(head: bytes) -> None:
-    """Lists, bytes and texts of four thousand million, and deep nesting, in a few bytes."""
+def test_announced_length_allocates_no_memory(head: bytes) -> None:
+    """Reject short frames that announce lists, bytes and texts of 2**32 - 1 elements, or deep nesting."""
     frames = [head, b"\x93\xa4Peek" + head, b"\x94\xa4Wait" + head]
     tracemalloc.start()
     try:
@@ -161,8 +164,8 @@ names = st.text(max_size=8)
 
 @fuzz
 @given(st.lists(st.tuples(st.integers(0, 1 << 22), st.sampled_from("abc"), names, st.lists(names, max_size=2))))
-def test_the_table_of_members(rows: list[tuple[int, str, str, list[str]]]) -> None:
-    """Ranks in any order on any hosts come out as they went in."""
+def test_member_table_round_trips(rows: list[tuple[int, str, str, list[str]]]) -> None:
+    """Pack and unpack members on any hosts in any order: the result equals the input."""
     members = tuple(
         Member(rank, pid, host, machine, len(rows), tuple(addresses))
         for rank, (pid, host, machine, addresses) in enumerate(rows)

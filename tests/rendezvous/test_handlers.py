@@ -1,4 +1,4 @@
-"""Rendezvous methods that a program adds: docs/extending.md's example, run by real ranks, and wrong handlers."""
+"""Rendezvous handlers that a program registers: the example of docs/extending.md with real ranks, and bad handlers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def example() -> str:
     return str(text)
 
 
-def test_ranks_meet_by_the_method_of_the_document(tmp_path: Path) -> None:
+def test_documented_handler_joins_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "note.py").write_text(example())
     folder = tmp_path / "shared"
     (folder / "again").mkdir(parents=True)
@@ -54,7 +54,7 @@ def test_ranks_meet_by_the_method_of_the_document(tmp_path: Path) -> None:
     assert [path.name for path in folder.rglob("*")] == ["again"]
 
 
-def test_a_handler_gets_what_torchs_gets() -> None:
+def test_handler_receives_same_url_and_timeout_as_in_torch() -> None:
     seen: list[Any] = []
 
     def handler(url: str, timeout: timedelta) -> Iterator[tuple[Any, int, int]]:
@@ -76,7 +76,7 @@ def test_a_handler_gets_what_torchs_gets() -> None:
         seen.clear()
 
 
-def test_an_unknown_scheme_lists_the_known_ones() -> None:
+def test_unknown_scheme_error_lists_known_schemes() -> None:
     with pytest.raises(ConfigError) as caught:
         allranks.init_process_group(init_method="mine://here")
     expected = "Expected one of env://, tcp://HOST:PORT, file:///PATH, or none."
@@ -86,7 +86,7 @@ def test_an_unknown_scheme_lists_the_known_ones() -> None:
         allranks.init_process_group(init_method="mine://here")
 
 
-def test_a_scheme_is_taken_once() -> None:
+def test_scheme_can_be_registered_only_once() -> None:
     def handler(url: str, timeout: timedelta) -> Iterator[tuple[Any, int, int]]:
         yield allranks.HashStore(), 0, 1
 
@@ -102,7 +102,7 @@ def test_a_scheme_is_taken_once() -> None:
 
 
 @pytest.mark.parametrize("given", [(), [5], [("store", 0)], [(None, "0", 1)]])
-def test_what_a_wrong_handler_yields_is_shown(given: Any) -> None:
+def test_invalid_handler_result_raises_usage_error(given: Any) -> None:
     allranks.register_rendezvous_handler("mine", lambda url, timeout: iter(given))
     with pytest.raises(
         UsageError, match=r"'mine://x': the handler of mine:// returned .*yields \(store, rank, world_size\)"
@@ -111,13 +111,13 @@ def test_what_a_wrong_handler_yields_is_shown(given: Any) -> None:
     assert not allranks.is_initialized()
 
 
-def test_a_rank_out_of_range_is_refused() -> None:
+def test_handler_rank_out_of_range_raises_config_error() -> None:
     allranks.register_rendezvous_handler("mine", lambda url, timeout: iter([(allranks.HashStore(), 2, 2)]))
     with pytest.raises(ConfigError, match="2 is out of range"):
         allranks.init_process_group(init_method="mine://x")
 
 
-def test_an_error_of_a_handler_is_the_caller_s() -> None:
+def test_handler_exception_propagates_to_caller() -> None:
     def handler(url: str, timeout: timedelta) -> Iterator[tuple[Any, int, int]]:
         raise KeyError("mine")
         yield

@@ -1,4 +1,4 @@
-"""Wrong arguments of ``init_process_group`` are told before anything is opened or waited for."""
+"""Wrong arguments of ``init_process_group`` raise before the call opens or waits for anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from allranks import UsageError
         ({"world_size": 2.0}, "world_size must be a whole number, not 2.0"),
     ],
 )
-def test_arguments_of_a_wrong_type(arguments: dict[str, Any], text: str) -> None:
+def test_arguments_of_wrong_type_raise_usage_error(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError) as caught:
         allranks.init_process_group(**arguments)
     assert str(caught.value) == text

@@ -1,4 +1,4 @@
-"""init_process_group(store=...), and objects without pickle: two real ranks."""
+"""init_process_group(store=...) and object collectives without pickle, with two real ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_stores_of_both_libraries(tmp_path: Path) -> None:
+def test_group_initializes_with_allranks_and_torch_stores(tmp_path: Path) -> None:
     ports = [free_port() for _ in range(2)]
 
     def body() -> None:
@@ -46,14 +46,14 @@ def test_stores_of_both_libraries(tmp_path: Path) -> None:
                 dist.destroy_process_group()
             if isinstance(store, dist.Store):
                 store.barrier("done", 2)
-                store.add("left", 1)  # rank 0's server waits for this
+                store.add("left", 1)  # the server of rank 0 waits for this counter
                 store.close()
 
     run_ranks(2, body, init=False, env={"ALLRANKS_SECRET": SECRET}, timeout_s=80)
     assert not (tmp_path / "ours").exists()
 
 
-def test_threads_share_a_hash_store() -> None:
+def test_hash_store_needs_rank_and_world_size() -> None:
     for store in (dist.HashStore(), torchs.HashStore()):
         with pytest.raises(dist.ConfigError, match="RANK and WORLD_SIZE are not set"):
             dist.init_process_group(store=store)
@@ -72,7 +72,7 @@ PLAIN: Any = {
 }  # fmt: skip
 
 
-def test_objects_without_pickle() -> None:
+def test_object_collectives_work_without_pickle() -> None:
     def body() -> None:
         rank = dist.get_rank()
         tensors = [torch.arange(6.0).reshape(2, 3).t(), torch.tensor(3, dtype=torch.bfloat16), torch.empty(0, 2)]
@@ -100,7 +100,7 @@ def test_objects_without_pickle() -> None:
             lambda: dist.gather_object(Point(1) if rank else 0, [None, None] if rank == 0 else None, 0),
             lambda: dist.recv_object_list([None], 1) if rank == 0 else dist.send_object_list([Point(1)], 0),
         ]
-        if rank == 1:  # a rank of another opinion
+        if rank == 1:  # rank 1 permits pickle, so the settings of the ranks differ
             os.environ["ALLRANKS_PICKLE"] = "1"
         for call in calls:
             if rank == 1:

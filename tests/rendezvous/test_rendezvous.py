@@ -1,4 +1,4 @@
-"""Ranks as real processes meet in every way there is, and say what is wrong where they cannot."""
+"""Rendezvous of real processes with every init method, and the errors if the ranks cannot join."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from support.prompt import PROMPT_S
 def nothing_left() -> Iterator[None]:
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     yield
-    assert set(threading.enumerate()) <= threads  # another test's may just have been ending
+    assert set(threading.enumerate()) <= threads  # threads of another test may have ended since
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
@@ -44,20 +44,20 @@ def port() -> int:
 
 @pytest.fixture
 def launcher() -> Iterator[dict[str, str]]:
-    """What a launcher's ranks find in their environment."""
+    """Environment variables that a launcher sets for its ranks."""
     with StoreServer.unix().start() as server:
         yield {"ALLRANKS_STORE": server.address}
 
 
-# --- all ways to meet -----------------------------------------------------------------------------------------
+# --- init methods ---------------------------------------------------------------------------------------------
 
 
-def test_launchers_store(launcher: dict[str, str]) -> None:
-    """Several times in the same processes, on the same store."""
+def test_launcher_store_joins_ranks_repeatedly(launcher: dict[str, str]) -> None:
+    """Join four times in the same processes, with the same store."""
     assert_met(*(Rank(None, rounds=4, RANK=i, WORLD_SIZE=3, **launcher) for i in range(3)))
 
 
-def test_launchers_store_is_fast(launcher: dict[str, str]) -> None:
+def test_launcher_store_joins_two_ranks_within_20_ms(launcher: dict[str, str]) -> None:
     def take_part(rank: int) -> float:
         began = time.perf_counter()
         join(None, rank=rank, world_size=2, timeout_s=10.0, environ=launcher).close()
@@ -68,34 +68,34 @@ def test_launchers_store_is_fast(launcher: dict[str, str]) -> None:
     assert min(times) < 0.02
 
 
-def test_env_in_thds_form(port: int) -> None:
+def test_env_method_accepts_port_in_master_addr(port: int) -> None:
     workers = [Rank("env://", RANK=i, WORLD_SIZE=3, MASTER_ADDR=f"localhost:{port}") for i in (1, 2)]
     assert_met(Rank("env://", RANK=0, WORLD_SIZE=3, MASTER_PORT=port), *workers)
 
 
-def test_tcp_again_and_again(port: int) -> None:
-    """Each time rank 0 binds the same port anew, while the others may still see the last server."""
+def test_tcp_method_joins_repeatedly_on_one_port(port: int) -> None:
+    """Rank 0 binds the same port again each time, while the other ranks can still reach the previous server."""
     assert_met(*(Rank(f"tcp://127.0.0.1:{port}", i, 3, rounds=5) for i in range(3)))
 
 
-def test_tcp_by_query(port: int) -> None:
+def test_tcp_url_query_sets_rank_and_world_size(port: int) -> None:
     url = f"tcp://localhost:{port}?rank={{}}&world_size=2"
     assert_met(Rank(url.format(0)), Rank(url.format(7), rank=1))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_file_method_creates_and_removes_file(tmp_path: Path) -> None:
     assert_met(*(Rank(f"file://{tmp_path}/meet", i, 2, rounds=3) for i in range(2)))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_temporary_file() -> None:
+def test_file_method_accepts_existing_empty_file() -> None:
     with tempfile.NamedTemporaryFile() as file:
         assert_met(*(Rank(f"file://{file.name}", i, 2) for i in range(2)))
         assert Path(file.name).read_bytes() == b""
 
 
-def test_a_stale_file(tmp_path: Path) -> None:
-    """A job was killed before its ranks met; another one comes, its rank 0 last."""
+def test_file_method_replaces_stale_file(tmp_path: Path) -> None:
+    """Start a job on the file of a job that was killed before its ranks joined. Rank 0 starts last."""
     path = tmp_path / "meet"
     url = f"file://{path}"
     killed = Rank(url, 0, 2)
@@ -112,7 +112,7 @@ def test_a_stale_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_given_store_is_used_and_stays_open() -> None:
+def test_passed_store_is_used_and_stays_open() -> None:
     ours = HashStore()
     for store in (ours, PrefixStore("p", ours)):
 
@@ -129,7 +129,7 @@ def test_a_given_store_is_used_and_stays_open() -> None:
         assert not second[0].store.check(["a"])
 
 
-def test_torchs_store(tmp_path: Path) -> None:
+def test_torch_store_joins_ranks(tmp_path: Path) -> None:
     code = f"""
 import threading, torch.distributed, pytest
 from allranks._rendezvous.rendezvous import join
@@ -154,7 +154,7 @@ with pytest.raises(TimeoutError, match="no process set 'b' in 0.1 s"):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=os.environ | {"PYTHONPATH": SRC})
 
 
-def test_alone_nothing_listens() -> None:
+def test_single_process_opens_no_socket() -> None:
     before = os.listdir("/proc/self/fd")
     meeting = join(None, timeout_s=1.0, environ={})
     assert (meeting.rank, meeting.world_size, len(meeting.members)) == (0, 1, 1)
@@ -165,7 +165,7 @@ def test_alone_nothing_listens() -> None:
     assert join("tcp://localhost:1", rank=0, world_size=1, timeout_s=1.0, environ={}).world_size == 1
 
 
-def test_local_rank_is_the_launchers_where_it_says_so(launcher: dict[str, str]) -> None:
+def test_local_rank_from_launcher_is_used(launcher: dict[str, str]) -> None:
     def take_part(rank: int) -> JobMeeting:
         told = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "6"}
         meeting = join(None, timeout_s=10.0, environ=launcher | told)
@@ -177,7 +177,7 @@ def test_local_rank_is_the_launchers_where_it_says_so(launcher: dict[str, str]) 
             assert (meeting.local_rank, meeting.local_world_size) == (5, 6)
 
 
-# --- what can be wrong ----------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_local_rank_is_the_launchers_where_it_says_so(launcher: dict[str, str]) 
         ("env://", {"rank": 1, "world_size": 2}, "MASTER_ADDR and MASTER_PORT are not set (rank 1 of 2)"),
     ],
 )
-def test_wrong_settings_are_told_at_once(url: str, given: dict[str, int], text: str) -> None:
+def test_wrong_settings_raise_immediately(url: str, given: dict[str, int], text: str) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError) as caught:
         join(url, timeout_s=30.0, environ={"ALLRANKS_SECRET": SECRET}, **given)  # type: ignore[arg-type]
@@ -208,13 +208,13 @@ def test_wrong_settings_are_told_at_once(url: str, given: dict[str, int], text: 
     assert time.monotonic() - began < PROMPT_S
 
 
-def test_a_store_and_a_url_are_one_too_many() -> None:
+def test_store_and_url_together_raise_usage_error() -> None:
     with pytest.raises(UsageError, match="Expected only one of them"):
         join("env://", timeout_s=1.0, store=HashStore(), environ={})
 
 
 def failures(url: str | None, *ranks: tuple[int, int, float], environ: dict[str, str]) -> list[str]:
-    """Ranks of this process that cannot meet, as (rank, world size, timeout); returns what they are told."""
+    """Run ranks in threads that cannot join, as (rank, world size, timeout). Return the texts of their errors."""
 
     def take_part(rank: int, size: int, timeout_s: float) -> str:
         began = time.monotonic()
@@ -227,7 +227,7 @@ def failures(url: str | None, *ranks: tuple[int, int, float], environ: dict[str,
         return list(pool.map(lambda rank: take_part(*rank), ranks))
 
 
-def test_missing_ranks_on_the_launchers_store(launcher: dict[str, str]) -> None:
+def test_missing_ranks_are_named_on_launcher_store(launcher: dict[str, str]) -> None:
     told = failures(None, (0, 7, 0.5), (2, 7, 0.5), (6, 7, 0.5), environ=launcher)
     me = f"(host {socket.gethostname()}, pid {os.getpid()})"
     for text in told:
@@ -235,8 +235,8 @@ def test_missing_ranks_on_the_launchers_store(launcher: dict[str, str]) -> None:
         assert f"Joined: rank 0 {me}, rank 2 {me}, rank 6 {me}." in text
 
 
-def test_a_double_is_named_to_those_who_miss_another_rank(launcher: dict[str, str]) -> None:
-    """Two processes say RANK=1 and none says RANK=2: a common slip."""
+def test_duplicate_rank_is_named_in_missing_rank_error(launcher: dict[str, str]) -> None:
+    """Two processes set RANK=1 and none sets RANK=2, which is a common mistake."""
     with ThreadPoolExecutor(1) as pool:
         missing = pool.submit(failures, None, (0, 3, 2.0), (1, 3, 2.0), environ=launcher)
         with StoreClient.connect(launcher["ALLRANKS_STORE"]) as client:
@@ -248,7 +248,7 @@ def test_a_double_is_named_to_those_who_miss_another_rank(launcher: dict[str, st
             assert f"joined first, then rank 1 (host {socket.gethostname()}, pid {double.process.pid})." in text
 
 
-def test_another_protocol_is_told_at_once() -> None:
+def test_other_protocol_version_raises_immediately() -> None:
     store = HashStore()
     other = {"process": "x", "member": {"rank": 1, "pid": 5, "host": "h", "machine": "m", "world_size": 2}}
     store.set("allranks/1/join/first", msgspec.msgpack.encode(other))
@@ -261,7 +261,7 @@ def test_another_protocol_is_told_at_once() -> None:
         join(None, rank=0, world_size=2, timeout_s=30.0, store=store, environ={})
 
 
-def test_an_exchange_names_who_did_not_come(launcher: dict[str, str]) -> None:
+def test_exchange_timeout_names_missing_rank(launcher: dict[str, str]) -> None:
     def take_part(rank: int) -> list[bytes]:
         meeting = join(None, rank=rank, world_size=3, timeout_s=10.0, environ=launcher)
         try:
@@ -277,7 +277,7 @@ def test_an_exchange_names_who_did_not_come(launcher: dict[str, str]) -> None:
         assert list(pool.map(take_part, range(3))) == [[b"0", b"1", b"2"]] * 3
 
 
-def test_who_gives_up_first_tells_the_others(port: int) -> None:
+def test_first_timeout_ends_the_wait_of_all_ranks(port: int) -> None:
     for first, second in (0, 1), (1, 0):
         ranks = (first, 3, 0.3), (second, 3, 30.0)
         told = failures(f"tcp://localhost:{port}", *ranks, environ={"ALLRANKS_SECRET": SECRET})
@@ -290,7 +290,7 @@ def assert_missing(answer: dict[str, Any], text: str, timeout_s: float) -> None:
     assert answer["took"] < timeout_s + PROMPT_S
 
 
-def test_rank_0_never_comes(port: int, tmp_path: Path) -> None:
+def test_error_names_unreachable_server_if_rank_0_never_starts(port: int, tmp_path: Path) -> None:
     told = answers(
         Rank(f"tcp://localhost:{port}", 1, 3, timeout_s=0.5),
         Rank(f"file://{tmp_path}/meet", 1, 3, timeout_s=0.5),
@@ -301,7 +301,7 @@ def test_rank_0_never_comes(port: int, tmp_path: Path) -> None:
     assert_missing(told[2], "unix:@allranks-nobody did not answer for 0.5 s (last: connection refused)", 0.5)
 
 
-def test_rank_0_dies_while_the_others_wait(port: int, tmp_path: Path) -> None:
+def test_death_of_rank_0_is_reported_promptly_to_waiting_ranks(port: int, tmp_path: Path) -> None:
     path = tmp_path / "meet"
     for url in (f"tcp://localhost:{port}", f"file://{path}"):
         first, second = (Rank(url, i, 3, timeout_s=30.0) for i in range(2))
@@ -320,7 +320,7 @@ def test_rank_0_dies_while_the_others_wait(port: int, tmp_path: Path) -> None:
         assert "became unreachable while the ranks joined" in answer["text"]
 
 
-def test_the_launcher_dies_while_the_ranks_wait() -> None:
+def test_lost_launcher_store_is_reported_promptly_to_waiting_ranks() -> None:
     server = StoreServer.unix().start()
     environ = {"RANK": "1", "WORLD_SIZE": "2", "ALLRANKS_STORE": server.address}
     with ThreadPoolExecutor(1) as pool:
@@ -334,7 +334,7 @@ def test_the_launcher_dies_while_the_ranks_wait() -> None:
             rank.result(PROMPT_S)
 
 
-def test_two_processes_with_one_rank(launcher: dict[str, str]) -> None:
+def test_duplicate_rank_is_refused_and_first_process_joins(launcher: dict[str, str]) -> None:
     def take_part(rank: int) -> JobMeeting:
         return join(None, rank=rank, world_size=3, timeout_s=20.0, environ=launcher)
 
@@ -350,15 +350,15 @@ def test_two_processes_with_one_rank(launcher: dict[str, str]) -> None:
             in answer["text"]
         )
         assert answer["took"] < PROMPT_S
-        # The one who came first is not harmed.
+        # The process that joined first is not affected.
         others = [pool.submit(take_part, 0), Rank(None, RANK=2, WORLD_SIZE=3, **launcher)]
         assert "error" not in others[1].answer()  # type: ignore[union-attr]
         first.result(5.0).close()
         others[0].result(5.0).close()  # type: ignore[union-attr]
 
 
-def test_two_processes_with_one_rank_on_a_port(port: int) -> None:
-    """Also two of rank 0, of which only one can have the port."""
+def test_duplicate_ranks_are_refused_on_a_port(port: int) -> None:
+    """Refuse duplicates of rank 1, and of rank 0, of which only one can bind the port."""
     url = f"tcp://localhost:{port}"
     environ = {"ALLRANKS_SECRET": SECRET}
     with ThreadPoolExecutor(1) as pool:
@@ -378,7 +378,7 @@ def test_two_processes_with_one_rank_on_a_port(port: int) -> None:
     assert all(f"rank 1 (host {socket.gethostname()}, pid {answer['pid']})" in refused[0]["text"] for answer in told)
 
 
-def test_different_world_sizes_are_told_to_all(launcher: dict[str, str]) -> None:
+def test_different_world_sizes_are_reported_on_every_rank(launcher: dict[str, str]) -> None:
     ranks = [Rank(None, timeout_s=30.0, RANK=i, WORLD_SIZE=n, **launcher) for i, n in ((0, 3), (1, 3), (2, 4))]
     told = answers(*ranks)
     for answer in told:
@@ -389,8 +389,8 @@ def test_different_world_sizes_are_told_to_all(launcher: dict[str, str]) -> None
         assert answer["took"] < PROMPT_S
 
 
-def test_a_taken_port(port: int) -> None:
-    """Rank 0 names the holder; the others notice that it is a stranger."""
+def test_port_in_use_is_reported_on_every_rank(port: int) -> None:
+    """Rank 0 names the process that holds the port. The other rank reports that it is not an allranks store."""
     with socket.create_server(("127.0.0.1", port)) as listener:
 
         def answer_one() -> None:
@@ -410,8 +410,8 @@ def test_a_taken_port(port: int) -> None:
     assert max(answer["took"] for answer in told) < PROMPT_S
 
 
-def test_different_secrets(port: int) -> None:
-    """Rank 0 waits to the end, as it could be a stranger who came; the other one hears it at once."""
+def test_different_secrets_are_reported_on_both_ranks(port: int) -> None:
+    """Rank 1 raises immediately. Rank 0 waits until its timeout, as any process could have sent the wrong secret."""
     url = f"tcp://localhost:{port}"
     with ThreadPoolExecutor(1) as pool:
         environ = {"ALLRANKS_SECRET": "another secret!!"}
@@ -424,8 +424,8 @@ def test_different_secrets(port: int) -> None:
     assert "missing rank 1" in told[0]
 
 
-def test_a_rank_that_is_back_early_waits_for_the_next_meeting(port: int) -> None:
-    """Rank 1 leaves and joins again while rank 0 is still in the first meeting."""
+def test_rank_that_rejoins_early_waits_for_next_rendezvous(port: int) -> None:
+    """Rank 1 leaves and joins again while rank 0 is still in the first rendezvous."""
     url = f"tcp://localhost:{port}"
     environ = {"ALLRANKS_SECRET": SECRET}
     worker = Rank(url, 1, 2, rounds=2)
@@ -438,8 +438,8 @@ def test_a_rank_that_is_back_early_waits_for_the_next_meeting(port: int) -> None
     assert "error" not in worker.answer()
 
 
-def test_a_failed_meeting_can_be_held_again(launcher: dict[str, str]) -> None:
-    """The late one hears of the meeting that it missed, and is in time for the next."""
+def test_failed_rendezvous_can_be_repeated(launcher: dict[str, str]) -> None:
+    """The late rank raises the error of the rendezvous that it missed, and then joins the next one."""
 
     def take_part(rank: int) -> list[str]:
         told = []
@@ -459,10 +459,10 @@ def test_a_failed_meeting_can_be_held_again(launcher: dict[str, str]) -> None:
             assert rank.result(10.0) == ["1 of 3 ranks did not join in 0.2 s: missing rank 2", "met"]
 
 
-# --- what a rank says while it waits --------------------------------------------------------------------------
+# --- wait reports ---------------------------------------------------------------------------------------------
 
 
-def test_who_waits_long_says_so_once(
+def test_long_wait_is_reported_once(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rendezvous, "_NOTICE_S", 0.3)
@@ -487,7 +487,7 @@ def test_who_waits_long_says_so_once(
     assert line.endswith("for the launcher's store at unix:@allranks-nobody; last: connection refused" + end)
 
 
-def test_one_rank_speaks_for_all_that_wait_for_the_same_ranks(
+def test_one_rank_reports_for_all_that_wait_for_the_same_ranks(
     port: int, launcher: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rendezvous, "_NOTICE_S", 0.3)
@@ -499,10 +499,10 @@ def test_one_rank_speaks_for_all_that_wait_for_the_same_ranks(
     assert re.match(r"allranks: rank [124] has waited 0 s for ranks 0, 3 on the launcher's store at unix:@", line)
 
 
-def test_who_is_in_time_says_nothing(
+def test_ranks_that_join_in_time_print_no_wait_report(
     launcher: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where the others come just after somebody spoke."""
+    """Print nothing if all ranks are in time, and one line if rank 1 joins just after a report."""
     with ThreadPoolExecutor(2) as pool:
 
         def take_part(rank: int) -> None:
@@ -528,19 +528,19 @@ def test_who_is_in_time_says_nothing(
         ("no.such.host.invalid", "; 'no.such.host.invalid' does not resolve"),
     ],
 )
-def test_rank_0_says_where_it_listened(port: int, host: str, where: str) -> None:
+def test_error_names_port_and_address_of_rank_0(port: int, host: str, where: str) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port), "ALLRANKS_SECRET": SECRET}
     with pytest.raises(JoinError) as caught:
         join(None, timeout_s=0.2, environ=environ)
     assert "missing rank 1." in str(caught.value)
     assert f"\n  Rank 0 listened on port {port} of 127.0.0.1" in str(caught.value)
     assert where.format(port=port) in str(caught.value)
-    for thread in threading.enumerate():  # a name service that does not answer is not waited for
+    for thread in threading.enumerate():  # join does not wait for a name service that does not answer
         if thread.name == "allranks-resolve":
             thread.join()
 
 
-def test_a_name_service_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_name_service_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
     monkeypatch.setattr(address, "_look", lambda host: str(answer.wait(20.0)))
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The rendezvous under thousands of simulated faults: whoever lives hears in time, and is told what is so.
+"""The rendezvous under thousands of simulated faults: every surviving rank gets the right result in time.
 
 ``ALLRANKS_SEED=n pytest -s tests/rendezvous/test_simulation.py`` runs one seed and prints its events.
 """
@@ -60,8 +60,8 @@ def run_all(seeds: range) -> None:
 
 
 @pytest.mark.parametrize(("method", "broken"), [("_count", count_by_add), ("_settle", settle_by_set)])
-def test_the_simulation_finds_what_is_broken(method: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these is a way that looks right; the first was ours."""
+def test_simulation_detects_broken_join_protocol(method: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace a step of the protocol by a variant that looks right. An early version used the first variant."""
     monkeypatch.setattr(Joining, method, broken)
     with pytest.raises(Wrong):
         run_all(range(5000))

@@ -1,6 +1,6 @@
-"""Ranks that no launcher of ours has started: who they are by the environment, and how they find each other.
+"""Ranks that the launcher of allranks has not started: their ranks from the environment, and their rendezvous.
 
-tests/hosts has them under real launchers; here are the cases that those do not bring about by themselves.
+tests/hosts runs them under real launchers. These tests cover the cases that do not occur there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SECRET = {"ALLRANKS_SECRET": "a secret of the tests, long enough"}
 
 
 def step(rank: int, size: int = 2, job: str = "17") -> dict[str, str]:
-    """A step of SLURM: each rank on a node of its own, all of which are here."""
+    """Environment of a SLURM step with one rank per node. All nodes are addresses of this host."""
     return SECRET | {
         "SLURM_JOB_ID": job,
         "SLURM_STEP_ID": "0",
@@ -38,21 +38,21 @@ def step(rank: int, size: int = 2, job: str = "17") -> dict[str, str]:
     }
 
 
-def test_detected() -> None:
+def test_slurm_step_is_detected() -> None:
     env = read_env(environ=step(1))
     assert (env.rank, env.world_size, env.local_rank, env.local_world_size, env.node_rank) == (1, 2, 0, 1, 1)
     assert env.place is not None
     assert env.place.kind == "slurm"
 
 
-def test_what_is_given_wins() -> None:
+def test_explicit_settings_override_detection() -> None:
     hand = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
     assert read_env(environ=step(1) | hand) == JobEnv(0, 3, ("", 29500))
     assert read_env(0, 1, step(1)) == JobEnv(0, 1)
     assert read_env(world_size=1, environ=step(1)) == JobEnv(0, 1)
     with pytest.raises(ConfigError, match="MASTER_PORT is not set"):
         read_env(0, 2, step(1))
-    assert read_env(1, 2, step(1)).place is not None  # the same as what is detected
+    assert read_env(1, 2, step(1)).place is not None  # equal to the detected values
     store = read_env(environ=step(1) | {"ALLRANKS_STORE": "unix:@x"})
     assert (store.rank, store.world_size, store.store, store.place) == (1, 2, "unix:@x", None)
     master = read_env(environ=step(1) | {"MASTER_ADDR": "node0:29500"})
@@ -62,7 +62,7 @@ def test_what_is_given_wins() -> None:
     assert read_env(environ=step(1) | {"ALLRANKS_ENV": "local"}) == JobEnv(0, 1)
 
 
-def test_a_process_that_is_alone_by_an_oversight_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_unlaunched_process_in_allocation_logs_warning(caplog: pytest.LogCaptureFixture) -> None:
     batch = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     assert read_env(environ=batch) == JobEnv(0, 1)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -74,7 +74,7 @@ def test_a_process_that_is_alone_by_an_oversight_says_so(caplog: pytest.LogCaptu
 
 
 def meet(*environs: dict[str, str], timeout_s: float = 20.0) -> list[Any]:
-    """What ``join`` returns or raises for each of them, at the same time."""
+    """Call ``join`` for all environments concurrently. Return the results and errors."""
 
     def one(environ: dict[str, str]) -> Any:
         try:
@@ -94,7 +94,7 @@ def meet(*environs: dict[str, str], timeout_s: float = 20.0) -> list[Any]:
 
 @pytest.fixture
 def few_ports(monkeypatch: pytest.MonkeyPatch) -> range:
-    """All jobs look at the same three ports, which are free."""
+    """Make all jobs use the same three free ports."""
     for first in range(23_000, 24_000, 3):
         ports = range(first, first + 3)
         probes = [socket.socket() for _ in ports]
@@ -111,7 +111,7 @@ def few_ports(monkeypatch: pytest.MonkeyPatch) -> range:
     return ports
 
 
-def test_two_jobs_that_look_at_the_same_ports_do_not_meet(few_ports: range) -> None:
+def test_two_jobs_on_the_same_ports_do_not_join_each_other(few_ports: range) -> None:
     with StoreServer.tcp("127.0.0.1", few_ports[0], b"another program's secret").start():
         environs = [step(rank, job=job) for job in ("17", "18") for rank in (0, 1)]
         results = meet(*environs)
@@ -120,7 +120,7 @@ def test_two_jobs_that_look_at_the_same_ports_do_not_meet(few_ports: range) -> N
         assert result.rank == int(environ["SLURM_PROCID"])
 
 
-def test_all_ports_taken(few_ports: range) -> None:
+def test_error_if_all_ports_are_in_use_lists_the_ports(few_ports: range) -> None:
     taken = [StoreServer.tcp("127.0.0.1", port, b"another program's secret") for port in few_ports]
     try:
         zero, one = meet(step(0), step(1), timeout_s=1.0)
@@ -135,14 +135,14 @@ def test_all_ports_taken(few_ports: range) -> None:
     assert "rank 0 (a server on host 127.0.0.1, at one of the ports " in str(one)
 
 
-def test_a_launcher_that_does_not_say_where_rank_0_is() -> None:
+def test_launcher_without_address_of_rank_0_raises_config_error() -> None:
     environ = {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}
     with pytest.raises(ConfigError, match=r"mvapich does not provide the address of rank 0\.\n  Set MASTER_ADDR "):
         join(None, timeout_s=1.0, environ=environ)
 
 
 class Daemon(threading.Thread):
-    """The other end of PMI_FD, for one rank: it answers as hydra and SLURM's plugin do, or says ``strange``."""
+    """Server of PMI_FD for one rank: answers as hydra and the plugin of SLURM do, or with ``strange``."""
 
     def __init__(self, strange: str = "") -> None:
         super().__init__(daemon=True)
@@ -181,7 +181,7 @@ def no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_connection")
-def test_a_text_longer_than_a_value_of_pmi() -> None:
+def test_text_longer_than_a_pmi_value_round_trips() -> None:
     daemon = Daemon()
     daemon.start()
     for text in ("x" * 1000 + "y", "short"):
@@ -194,7 +194,7 @@ def test_a_text_longer_than_a_value_of_pmi() -> None:
 
 @pytest.mark.usefixtures("no_connection")
 @pytest.mark.parametrize("strange", ["cmd=response_to_init rc=-1", "HTTP/1.1 400 Bad Request", "cmd=other rc=0"])
-def test_a_daemon_that_speaks_otherwise(strange: str) -> None:
+def test_unexpected_pmi_answer_raises_config_error(strange: str) -> None:
     daemon = Daemon(strange)
     daemon.start()
     with pytest.raises(ConfigError, match=f"it answered '{strange}' to 'cmd=init'"):
@@ -203,7 +203,7 @@ def test_a_daemon_that_speaks_otherwise(strange: str) -> None:
 
 
 @pytest.mark.usefixtures("no_connection")
-def test_a_daemon_that_hangs_up() -> None:
+def test_closed_pmi_connection_raises_config_error() -> None:
     daemon = Daemon()
     daemon.far.close()
     with pytest.raises(ConfigError, match=r"does not serve PMI-1 on this descriptor: .*\n  Set MASTER_ADDR "):

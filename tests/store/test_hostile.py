@@ -1,4 +1,4 @@
-"""A store server of another process among all strangers of ``reliability.md``: it lives, stays small, and serves."""
+"""Store server in another process under all hostile clients of ``reliability.md``: runs, stays small and serves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ with StoreServer.tcp("localhost", 0, {SECRET!r}).start() as server:
     sys.stdin.read()
 """
 SLACK_KIB = 10 << 10
-# Less than a handshake may take. 0.1 is the goal, and what a quiet machine shows: `pytest -s` prints the figure.
+# Less than the timeout of a handshake. The goal, met on a quiet machine, is 0.1 s. `pytest -s` prints the figure.
 RANK_DELAY_S = 4.0
 
 
@@ -94,7 +94,7 @@ def is_dropped(sock: socket.socket) -> bool:
 
 
 def recorded(server: Server) -> bytes:
-    """All that a real client sends, handshake included."""
+    """Run a real session, and return all data that its client sent, including the handshake."""
     nonce = os.urandom(32)
     with server.dial() as sock:
         sock.sendall(hello(nonce))
@@ -108,8 +108,8 @@ def recorded(server: Server) -> bytes:
     return hello(nonce) + request
 
 
-def test_they_are_dropped_and_nothing_grows(server: Server) -> None:
-    """Junk, HTTP, a huge length, truncation, a replay, a wrong token, a reflected proof, each fifty times."""
+def test_hostile_clients_are_dropped_and_memory_stays_constant(server: Server) -> None:
+    """Send junk, HTTP, a huge length, truncation, a replay, a wrong token and a reflected proof, 50 times each."""
     session = recorded(server)
     said = {
         "junk": os.urandom(65536),
@@ -122,7 +122,7 @@ def test_they_are_dropped_and_nothing_grows(server: Server) -> None:
     }
     for words in said.values():
         for _ in range(50):
-            with server.dial() as sock, contextlib.suppress(OSError):  # dropped before all is said
+            with server.dial() as sock, contextlib.suppress(OSError):  # the server may drop it before all data is sent
                 sock.sendall(words)
                 sock.shutdown(socket.SHUT_WR)
                 assert is_dropped(sock)
@@ -133,12 +133,12 @@ def test_they_are_dropped_and_nothing_grows(server: Server) -> None:
             sock.sendall(pack_frame(answer[-32:]))
             assert is_dropped(sock)
     with StoreClient.connect(f"tcp:localhost:{server.port}", SECRET, 5.0) as client:
-        assert client.peek(["stolen"]) == [b"1"]  # once, by the session that was recorded
+        assert client.peek(["stolen"]) == [b"1"]  # only the recorded session itself added to it
     server.assert_well()
 
 
-def test_a_member_that_breaks_the_protocol_harms_only_itself(server: Server) -> None:
-    """After the handshake: text that is no UTF-8, an unknown message, nesting without end, two requests at once."""
+def test_authenticated_client_with_invalid_requests_is_dropped(server: Server) -> None:
+    """After the handshake, send invalid UTF-8, an unknown message, deep nesting and two simultaneous requests."""
     for words in (b"\x91\xa2\x00\x80", b"\x92\xa3Who\x01", b"\x91" * 9999, b"", b"\xc1"):
         nonce = os.urandom(32)
         with server.dial() as sock:
@@ -150,8 +150,8 @@ def test_a_member_that_breaks_the_protocol_harms_only_itself(server: Server) -> 
     server.assert_well()
 
 
-def test_five_hundred_that_say_nothing_or_half(server: Server) -> None:
-    """Also those that begin well and never prove anything; a rank comes through while they are there."""
+def test_rank_is_served_among_500_idle_or_partial_handshakes(server: Server) -> None:
+    """Serve a rank while 500 clients are silent, send half a first frame, or send it and then no proof."""
     for words in (b"", hello()[:10], hello()):
         with contextlib.ExitStack() as stack:
             for _ in range(500):
@@ -162,8 +162,8 @@ def test_five_hundred_that_say_nothing_or_half(server: Server) -> None:
 
 
 @pytest.mark.parametrize("words", [b"", hello()], ids=["silent", "half-greeted"])
-def test_a_crowd_that_takes_all_descriptors(words: bytes) -> None:
-    """The server may have thirty: it makes room, and serves a rank."""
+def test_rank_is_served_if_clients_use_all_descriptors(words: bytes) -> None:
+    """Limit the server to 30 descriptors: it closes idle connections, and serves a rank."""
     with serving("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))\n") as server:
         with contextlib.ExitStack() as stack:
             for _ in range(100):
@@ -173,8 +173,8 @@ def test_a_crowd_that_takes_all_descriptors(words: bytes) -> None:
             server.assert_well()
 
 
-def test_a_slow_drip_ends_in_time(server: Server) -> None:
-    """One byte a second, and silence: both are out after the handshake's five seconds. Ranks do not notice."""
+def test_slow_client_is_dropped_after_handshake_timeout(server: Server) -> None:
+    """Drop a silent client, and one that sends a byte per second, after 5 s. Ranks are served without delay."""
     with server.dial() as drip, server.dial() as silent:
         began, delays = time.monotonic(), []
         drip.settimeout(1.0)
@@ -198,8 +198,8 @@ def test_a_slow_drip_ends_in_time(server: Server) -> None:
     server.assert_well()
 
 
-def test_a_crowd_at_two_doors() -> None:
-    """Strangers who have begun well fill the hall; then others come at both listeners at once."""
+def test_rank_is_served_if_clients_fill_two_listeners() -> None:
+    """Connect 160 clients that never send a proof to two listeners, then connect a rank."""
     doors = [socket.create_server(("127.0.0.1", 0), backlog=256) for _ in range(2)]
     first = pack_frame(first_frame(os.urandom(32)))
     with _store.StoreServer(doors, f"tcp:127.0.0.1:{doors[0].getsockname()[1]}", SECRET).start() as server:
@@ -213,8 +213,8 @@ def test_a_crowd_at_two_doors() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_another_user_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """On this host users are told apart by the kernel. Each that is refused is named once."""
+def test_refused_user_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel identifies the user of a unix socket. The server logs each refused user once."""
     program = """
 import os, socket, sys
 os.setuid(65534)

@@ -1,4 +1,4 @@
-"""The store: its pure parts under random input, its kinds under one body, its server under hostile peers."""
+"""The store: pure parts with random input, all store types with the same tests, the server with hostile peers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ SRC = str(Path(_store.__file__).parents[2])
 def nothing_left() -> Iterator[None]:
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     yield
-    assert set(threading.enumerate()) <= threads  # another test's may just have been ending
+    assert set(threading.enumerate()) <= threads  # threads of another test may have ended since
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
@@ -84,12 +84,12 @@ def within(seconds: float, true: Callable[[], bool]) -> bool:
 quick = settings(max_examples=80, database=None)
 
 
-# --- pure parts -----------------------------------------------------------------------------------------------
+# --- frames, handshake and table ------------------------------------------------------------------------------
 
 
 @quick
 @given(st.lists(st.binary(max_size=300), max_size=8), st.data())
-def test_frames_survive_any_cut(frames: list[bytes], data: st.DataObject) -> None:
+def test_frames_are_decoded_for_any_split_of_the_stream(frames: list[bytes], data: st.DataObject) -> None:
     stream = b"".join(map(pack_frame, frames))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
     decoder, seen = FrameDecoder(300), []
@@ -100,7 +100,7 @@ def test_frames_survive_any_cut(frames: list[bytes], data: st.DataObject) -> Non
     assert seen == frames
 
 
-def test_one_frame_is_read_and_nothing_behind_it() -> None:
+def test_read_frame_consumes_exactly_one_frame() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(pack_frame(b"first") + pack_frame(b"") + b"what follows")
@@ -119,7 +119,7 @@ def test_one_frame_is_read_and_nothing_behind_it() -> None:
 
 @quick
 @given(st.binary(max_size=2000))
-def test_junk_is_a_wire_error_or_a_short_frame(junk: bytes) -> None:
+def test_junk_raises_wire_error_or_gives_short_frames(junk: bytes) -> None:
     decoder = FrameDecoder(256)
     decoder.feed(junk)
     with contextlib.suppress(WireError):
@@ -137,7 +137,7 @@ def test_junk_is_a_wire_error_or_a_short_frame(junk: bytes) -> None:
         (b"\n\n\n\n", "it announced a frame of 168430090 bytes, but the limit is 256 bytes"),
     ],
 )
-def test_another_protocol_is_told_apart(said: bytes, text: str) -> None:
+def test_other_protocol_is_named_in_the_error(said: bytes, text: str) -> None:
     decoder = FrameDecoder(256)
     decoder.feed(said)
     with pytest.raises(WireError) as caught:
@@ -147,7 +147,7 @@ def test_another_protocol_is_told_apart(said: bytes, text: str) -> None:
 
 @quick
 @given(st.lists(st.binary(max_size=256), min_size=1, max_size=3))
-def test_no_junk_passes_the_handshake(frames: list[bytes]) -> None:
+def test_random_frames_never_pass_the_handshake(frames: list[bytes]) -> None:
     handshake = server_side(SECRET, os.urandom(32))
     with contextlib.suppress(WireError, ConfigError):
         for frame in frames:
@@ -161,7 +161,7 @@ def hello(nonce: bytes) -> bytes:
     return first_frame(nonce)
 
 
-def test_handshake() -> None:
+def test_handshake_proves_the_secret_on_both_sides() -> None:
     nonce = os.urandom(32)
     handshake = server_side(SECRET, os.urandom(32))
     answer = handshake.step(hello(nonce))
@@ -173,7 +173,7 @@ def test_handshake() -> None:
     assert not prove(b"another", nonce, answer)[1]
 
 
-def test_a_replayed_proof_is_refused() -> None:
+def test_replayed_proof_is_refused() -> None:
     nonce = os.urandom(32)
     answer = server_side(SECRET, b"1" * 32).step(hello(nonce))
     assert answer is not None
@@ -184,8 +184,8 @@ def test_a_replayed_proof_is_refused() -> None:
         second.step(proof)
 
 
-def test_a_reflected_proof_is_refused() -> None:
-    """Who sends the server's nonce and proof back knows nothing."""
+def test_reflected_proof_is_refused() -> None:
+    """Refuse a client that sends the proof of the server back, as it need not know the secret."""
     for nonce in (b"1" * 32, b"2" * 32):
         handshake = server_side(SECRET, b"1" * 32)
         answer = handshake.step(hello(nonce))
@@ -194,7 +194,7 @@ def test_a_reflected_proof_is_refused() -> None:
             handshake.step(answer[-32:])
 
 
-def test_another_version_is_told_apart_from_junk() -> None:
+def test_other_version_is_named_in_the_error() -> None:
     frame = first_frame(bytes(32), OTHER)
     with pytest.raises(ConfigError, match="allranks-store/9"):
         server_side(SECRET, bytes(32)).step(frame)
@@ -214,8 +214,8 @@ requests = st.one_of(
 
 @quick
 @given(st.lists(st.tuples(requests, st.floats(0, 2)), max_size=30))
-def test_the_table_answers_everyone_once(steps: list[tuple[Request, float]]) -> None:
-    """Against a plain dict; a wait ends when its last key appears, or at its deadline, never both or neither."""
+def test_table_answers_every_request_once(steps: list[tuple[Request, float]]) -> None:
+    """Compare the table with a dict. A wait ends when its last key appears or at its deadline, exactly once."""
     table, values, now = KeyTable(), dict[str, bytes](), 0.0
     waiting: dict[int, tuple[set[str], float]] = {}
     for who, (request, pause) in enumerate(steps):
@@ -240,7 +240,7 @@ def test_the_table_answers_everyone_once(steps: list[tuple[Request, float]]) -> 
                 else:
                     assert isinstance(replies.pop(who), WaitTimedOut if missing else FoundValues)
         for other in [w for w, (missing, _) in waiting.items() if not (missing - values.keys())]:
-            # A key that was set and removed again still ended the wait for it.
+            # A key that was set and then deleted has still ended the wait for it.
             assert isinstance(replies.pop(other), FoundValues)
             del waiting[other]
         waiting = {w: (missing - values.keys(), end) for w, (missing, end) in waiting.items()}
@@ -252,11 +252,11 @@ def test_the_table_answers_everyone_once(steps: list[tuple[Request, float]]) -> 
         assert table.next_deadline() == min((end for _, end in waiting.values()), default=None)
 
 
-# --- the kinds ------------------------------------------------------------------------------------------------
+# --- store types ----------------------------------------------------------------------------------------------
 
 
 class TorchLike:
-    """A store as torch's Python face shows it."""
+    """Store with the Python interface of a torch store."""
 
     def __init__(self) -> None:
         self.inner = HashStore()
@@ -306,7 +306,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
                 yield PrefixStore("p", inner)
 
 
-def test_values(store: Store) -> None:
+def test_values_are_set_read_and_deleted(store: Store) -> None:
     assert not store.check(["a"])
     store.set("a", b"\x00\xff")
     store.set("b", b"")
@@ -320,14 +320,14 @@ def test_values(store: Store) -> None:
     assert store.peek(["a"]) == [None]
 
 
-def test_counters(store: Store) -> None:
+def test_add_counts_atomically(store: Store) -> None:
     assert [store.add("n", 1), store.add("n", 5), store.add("n", -7)] == [1, 6, -1]
     assert store.get("n", 1.0) == b"-1"
     with ThreadPoolExecutor(4) as pool:
         assert sorted(pool.map(lambda _: store.add("m", 1), range(40))) == list(range(1, 41))
 
 
-def test_compare_set(store: Store) -> None:
+def test_compare_set_replaces_only_expected_value(store: Store) -> None:
     assert store.compare_set("a", b"x", b"y") == b"x"
     assert not store.check(["a"])
     assert store.compare_set("a", b"", b"one") == b"one"
@@ -335,10 +335,10 @@ def test_compare_set(store: Store) -> None:
     assert store.compare_set("a", b"one", b"two") == b"two"
 
 
-def test_a_reader_waits_for_the_writer_and_blocks_nobody(store: Store) -> None:
+def test_blocked_reader_does_not_block_other_calls(store: Store) -> None:
     with ThreadPoolExecutor(3) as pool:
         reader = pool.submit(store.get, "late", 20.0)
-        waiter = pool.submit(store.wait, ["late", "later"], 1e9)  # longer than any selector's
+        waiter = pool.submit(store.wait, ["late", "later"], 1e9)  # longer than the maximum timeout of a selector
         time.sleep(0.02)
         store.set("late", b"here")
         assert reader.result(5.0) == b"here"
@@ -347,7 +347,7 @@ def test_a_reader_waits_for_the_writer_and_blocks_nobody(store: Store) -> None:
         waiter.result(5.0)
 
 
-def test_waiting_ends(store: Store) -> None:
+def test_wait_times_out(store: Store) -> None:
     store.set("b", b"")
     for call in (lambda: store.get("a", 0.05), lambda: store.wait(["a", "b"], 0.05)):
         began = time.monotonic()
@@ -356,7 +356,7 @@ def test_waiting_ends(store: Store) -> None:
         assert 0.04 < time.monotonic() - began < PROMPT_S
 
 
-def test_a_foreign_store_is_checked() -> None:
+def test_foreign_store_without_required_methods_is_refused() -> None:
     with pytest.raises(UsageError, match="no method get, add"):
         ForeignStore(type("Half", (), dict.fromkeys(("set", "check", "wait"), len))())
     foreign = TorchLike()
@@ -409,7 +409,7 @@ JUNK = {
 
 
 @pytest.mark.parametrize("name", JUNK)
-def test_hostile_input_is_dropped_at_once(server: StoreServer, name: str) -> None:
+def test_hostile_input_is_dropped_immediately(server: StoreServer, name: str) -> None:
     with dial(server) as sock:
         sock.sendall(JUNK[name])
         assert is_dropped(sock)
@@ -418,7 +418,7 @@ def test_hostile_input_is_dropped_at_once(server: StoreServer, name: str) -> Non
         assert not client.check(["a"])
 
 
-def test_a_recorded_session_is_worth_nothing(server: StoreServer) -> None:
+def test_replayed_session_is_dropped(server: StoreServer) -> None:
     nonce = os.urandom(32)
     with dial(server) as sock:
         sock.sendall(pack_frame(hello(nonce)))
@@ -436,7 +436,7 @@ def test_a_recorded_session_is_worth_nothing(server: StoreServer) -> None:
         assert client.peek(["n"]) == [b"1"]
 
 
-def test_truncated_input_leaves_nothing_behind(server: StoreServer) -> None:
+def test_truncated_input_leaves_no_connection(server: StoreServer) -> None:
     whole = pack_frame(hello(os.urandom(32)))
     for length in (1, 4, 5, len(whole) - 1, len(whole)):
         with dial(server) as sock:
@@ -445,7 +445,7 @@ def test_truncated_input_leaves_nothing_behind(server: StoreServer) -> None:
     assert within(PROMPT_S, lambda: not server._peers and not len(server._admission))
 
 
-def test_idle_and_dripping_strangers_are_dropped_in_time(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_and_slow_clients_are_dropped_after_timeout(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "HANDSHAKE_S", 0.3)
     with dial(server) as idle, dial(server) as drip:
         began = time.monotonic()
@@ -459,7 +459,7 @@ def test_idle_and_dripping_strangers_are_dropped_in_time(server: StoreServer, mo
         assert time.monotonic() - began < 4.0
 
 
-def test_a_crowd_of_idle_strangers_does_not_keep_a_rank_out(server: StoreServer) -> None:
+def test_idle_connections_do_not_block_a_rank(server: StoreServer) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(150):
             stack.enter_context(dial(server))
@@ -467,8 +467,8 @@ def test_a_crowd_of_idle_strangers_does_not_keep_a_rank_out(server: StoreServer)
         assert len(server._admission) <= 64
 
 
-def test_who_is_dropped_with_its_proof_unread_dials_again() -> None:
-    """A server in a crowd makes room for others: it does so here when the proof has come and has not been read."""
+def test_client_reconnects_if_dropped_before_its_proof_is_read() -> None:
+    """A server with many clients closes some of them, here after the proof has arrived and before it is read."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         port = listener.getsockname()[1]
         connecting = pool.submit(StoreClient.connect, f"tcp:localhost:{port}", SECRET, 20.0)
@@ -484,7 +484,7 @@ def test_who_is_dropped_with_its_proof_unread_dials_again() -> None:
             assert client.add("n", 1) == 1
 
 
-def test_a_frame_over_the_limit_ends_the_connection(server: StoreServer) -> None:
+def test_frame_over_the_limit_closes_the_connection(server: StoreServer) -> None:
     with StoreClient.connect(server.address, SECRET, 5.0) as client:
         with pytest.raises(UsageError, match="exceeds the limit of"):
             client.set("big", bytes(FRAME_LIMIT))
@@ -497,7 +497,7 @@ def test_a_frame_over_the_limit_ends_the_connection(server: StoreServer) -> None
     still_serves(server)
 
 
-def test_a_wrong_argument_is_the_callers_error(server: StoreServer) -> None:
+def test_wrong_argument_raises_usage_error(server: StoreServer) -> None:
     with StoreClient.connect(server.address, SECRET, 5.0) as client:
         with pytest.raises(UsageError, match="must be bytes or a string, not 5"):
             client.set("a", 5)  # type: ignore[arg-type]
@@ -508,7 +508,7 @@ def test_a_wrong_argument_is_the_callers_error(server: StoreServer) -> None:
             client.add("a", 1)
 
 
-def test_different_secrets_are_told_on_both_sides(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_different_secrets_are_reported_on_both_sides(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "allranks.store"):
         for _ in range(2):
             with pytest.raises(
@@ -521,7 +521,7 @@ def test_different_secrets_are_told_on_both_sides(server: StoreServer, caplog: p
     assert len(caplog.records) == 1
 
 
-def test_another_version_is_told_on_both_sides(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_version_is_reported_on_both_sides(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with dial(server) as sock:
         sock.sendall(pack_frame(first_frame(bytes(32), OTHER)))
         answer = sock.recv(4096)[4:]
@@ -531,7 +531,7 @@ def test_another_version_is_told_on_both_sides(server: StoreServer, monkeypatch:
     assert "allranks-store/9" in server.refusals["127.0.0.1"]
 
 
-def test_the_port_of_another_service_is_named_on_both_sides(server: StoreServer) -> None:
+def test_port_of_another_service_is_reported_on_both_sides(server: StoreServer) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"allranks-store/.*allranks-agent/.*another service"):
         dial_listener([("127.0.0.1", server.port)], SECRET, began + 20.0)
@@ -546,7 +546,7 @@ def test_the_port_of_another_service_is_named_on_both_sides(server: StoreServer)
     assert time.monotonic() - began < 10.0  # no attempt was repeated
 
 
-def test_a_wrong_peer_that_does_not_wait_for_its_answer_harms_nobody() -> None:
+def test_client_that_disconnects_before_the_answer_is_harmless() -> None:
     with StoreServer.unix().start() as server:
         for frame in (first_frame(bytes(32), OTHER), hello(bytes(32)), bytes(4)):
             with socket.socket(socket.AF_UNIX) as sock:
@@ -559,7 +559,7 @@ def test_a_wrong_peer_that_does_not_wait_for_its_answer_harms_nobody() -> None:
 
 @contextlib.contextmanager
 def stranger(answer: bytes | None) -> Iterator[str]:
-    """Listens; answers the first line with ``answer`` (None: with nothing) to whoever comes."""
+    """Listen on a port, and answer the first line of every client with ``answer`` (None: do not answer)."""
 
     def serve() -> None:
         with contextlib.suppress(OSError):
@@ -584,7 +584,7 @@ def stranger(answer: bytes | None) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"-ERR\r\n", pack_frame(b"hello"), bytes(80)])
-def test_a_stranger_on_the_port_is_recognised_at_once(answer: bytes) -> None:
+def test_foreign_server_is_recognized_immediately(answer: bytes) -> None:
     with stranger(answer) as address:
         began = time.monotonic()
         with pytest.raises(ConfigError, match="a server answers at this address, but it is not an allranks store"):
@@ -592,7 +592,7 @@ def test_a_stranger_on_the_port_is_recognised_at_once(answer: bytes) -> None:
         assert time.monotonic() - began < PROMPT_S
 
 
-def test_a_silent_stranger_costs_no_more_than_the_timeout() -> None:
+def test_silent_server_raises_after_the_timeout() -> None:
     with stranger(None) as address:
         began = time.monotonic()
         with pytest.raises(JoinError, match=r"did not answer for 0\.\d s \(last: no answer\)"):
@@ -601,7 +601,7 @@ def test_a_silent_stranger_costs_no_more_than_the_timeout() -> None:
 
 
 @pytest.mark.parametrize("address", ["tcp:127.0.0.1:9", "unix:@allranks-nobody", "tcp:no-such-host.invalid:1"])
-def test_nobody_there(address: str) -> None:
+def test_unreachable_address_raises_join_error(address: str) -> None:
     began = time.monotonic()
     with pytest.raises(JoinError, match=r"did not answer for 0\.\d s \(last: .*\)\.\n  Check that the process"):
         StoreClient.connect(address, SECRET, 0.2)
@@ -609,12 +609,12 @@ def test_nobody_there(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["", "host:1", "tcp:host", "unix:/path", "tcp::1"])
-def test_not_an_address(address: str) -> None:
+def test_malformed_address_raises_config_error(address: str) -> None:
     with pytest.raises(ConfigError, match=r"not the address of a store|number"):
         StoreClient.connect(address, SECRET, 0.2)
 
 
-def test_a_client_waits_for_the_server_to_come() -> None:
+def test_client_waits_for_the_server_to_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with ThreadPoolExecutor(1) as pool:
@@ -625,10 +625,10 @@ def test_a_client_waits_for_the_server_to_come() -> None:
                 client.set("a", b"1")
 
 
-def test_the_port_is_free_again_at_once_even_where_a_child_still_holds_it() -> None:
+def test_closed_server_frees_its_port_despite_a_forked_child() -> None:
     server = StoreServer.tcp("localhost", 0, SECRET).start()
     port = int(server.address.rpartition(":")[2])
-    held = server._listeners[0].dup()  # as a forked child would
+    held = server._listeners[0].dup()  # equivalent to the descriptor of a forked child
     try:
         client = StoreClient.connect(server.address, SECRET, 5.0)
         server.close()
@@ -642,7 +642,7 @@ def test_the_port_is_free_again_at_once_even_where_a_child_still_holds_it() -> N
         held.close()
 
 
-def test_a_taken_port_is_named_with_its_holder() -> None:
+def test_error_for_port_in_use_names_the_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port} .*already in use, held by pid {os.getpid()} \("):
@@ -657,7 +657,7 @@ def bound(server: StoreServer) -> list[str]:
     ("host", "expected"),
     [("localhost", "127.0.0.1"), ("127.0.0.7", "127.0.0.7"), ("no.such.host.invalid", None), ("", None)],
 )
-def test_what_is_bound(host: str, expected: str | None) -> None:
+def test_server_binds_addresses_of_its_host_name(host: str, expected: str | None) -> None:
     with StoreServer.tcp(host, 0, SECRET).start() as server:
         assert bound(server) == ([expected] if expected else ["127.0.0.1", *published_addresses()])
         assert server.address.startswith(f"tcp:{expected or host or socket.gethostname()}:")
@@ -669,16 +669,21 @@ def test_what_is_bound(host: str, expected: str | None) -> None:
 @pytest.mark.parametrize(
     ("name", "addresses", "chosen", "expected"),
     [
-        ("node0", ["127.0.1.1"], "", ["127.0.0.1", "127.0.1.1", "192.0.2.7"]),  # Debian's trap
+        (
+            "node0",
+            ["127.0.1.1"],
+            "",
+            ["127.0.0.1", "127.0.1.1", "192.0.2.7"],
+        ),  # loopback, as on Debian
         ("node0", ["127.0.1.1", "127.0.0.3"], "", ["127.0.0.1", "127.0.1.1", "127.0.0.3", "192.0.2.7"]),
-        ("node0", ["198.51.100.9"], "", ["127.0.0.1", "192.0.2.7"]),  # in front of this host
+        ("node0", ["198.51.100.9"], "", ["127.0.0.1", "192.0.2.7"]),  # address of a proxy or NAT in front of this host
         ("node0", ["10.9.9.9"], "", ["127.0.0.1", "10.9.9.9"]),  # an address of this host
         ("10.9.9.9", ["10.9.9.9"], "", ["127.0.0.1", "10.9.9.9"]),
         ("10.9.9.9", ["10.9.9.9"], "eth7", ["127.0.0.1", "192.0.2.7"]),
         ("127.0.0.1", [], "eth7", ["127.0.0.1"]),
     ],
 )
-def test_a_name_is_bound_where_it_leads(
+def test_name_selects_addresses_to_bind(
     name: str, addresses: list[str], chosen: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(address_module, "_resolve", lambda host: addresses)
@@ -687,7 +692,7 @@ def test_a_name_is_bound_where_it_leads(
     assert address_module.addresses_of(name, {"ALLRANKS_IFACE": chosen}) == expected
 
 
-def test_ipv6() -> None:
+def test_server_works_on_ipv6() -> None:
     try:
         server = StoreServer.tcp("::1", 0, SECRET).start()
     except ConfigError as error:
@@ -709,8 +714,8 @@ def test_no_descriptor_is_inherited() -> None:
         assert not any(os.get_inheritable(peer.sock.fileno()) for peer in server._peers)
 
 
-def test_a_forked_child_gets_what_it_pushes() -> None:
-    """A thread of the parent waits for a value of the same queue. It does not exist in the child."""
+def test_forked_child_does_not_serve_waiting_threads_of_parent() -> None:
+    """Push to a queue in a child while a thread of the parent waits. The thread does not exist in the child."""
     store = HashStore()
     waiting = threading.Thread(target=lambda: store.queue_pop("q"))
     waiting.start()
@@ -727,8 +732,8 @@ def test_a_forked_child_gets_what_it_pushes() -> None:
     assert store.queue_len("q") == 0
 
 
-def test_bind_fork_start() -> None:
-    """The parent serves; its children connect, and what they close is only theirs."""
+def test_server_bound_before_fork_is_not_closed_by_children() -> None:
+    """The parent serves and its children connect. A child closes only its own copy of the server."""
     server = StoreServer.unix()
     children = []
     for _ in range(2):
@@ -750,7 +755,7 @@ def test_bind_fork_start() -> None:
     server.close()
 
 
-def test_closing_lingers_until_the_clients_have_left() -> None:
+def test_close_waits_until_clients_have_disconnected() -> None:
     server = StoreServer.unix().start()
     client = StoreClient.connect(server.address)
     with ThreadPoolExecutor(1) as pool:
@@ -766,7 +771,7 @@ def test_closing_lingers_until_the_clients_have_left() -> None:
         client.check(["a"])
 
 
-def test_lingering_ends() -> None:
+def test_close_ends_after_linger_timeout() -> None:
     server = StoreServer.unix().start()
     with StoreClient.connect(server.address) as client:
         began = time.monotonic()
@@ -776,7 +781,7 @@ def test_lingering_ends() -> None:
             client.check(["a"])
 
 
-def test_closing_a_client_or_the_server_ends_what_waits() -> None:
+def test_closing_client_or_server_ends_waiting_calls() -> None:
     server = StoreServer.unix().start()
     first, second = StoreClient.connect(server.address), StoreClient.connect(server.address)
     with ThreadPoolExecutor(2) as pool:
@@ -791,13 +796,13 @@ def test_closing_a_client_or_the_server_ends_what_waits() -> None:
     second.close()
 
 
-def test_a_server_that_stops_answering_does_not_hang_a_client() -> None:
+def test_unresponsive_server_does_not_hang_a_client() -> None:
     server = StoreServer.unix()  # bound, never started
     with pytest.raises(JoinError, match="no answer"):
         StoreClient.connect(server.address, timeout_s=0.2)
     server.start()
     with StoreClient.connect(server.address, timeout_s=0.2) as client:
-        client.set("a", b"")  # by now nobody is being accepted
+        client.set("a", b"")  # all earlier connections have been accepted
         busy = threading.Event()
         server._admission._accept = lambda listener: busy.wait(5.0)  # type: ignore[assignment,return-value,method-assign]
         with socket.socket(socket.AF_UNIX) as knock:
@@ -812,7 +817,7 @@ def test_a_server_that_stops_answering_does_not_hang_a_client() -> None:
 # --- the secret -----------------------------------------------------------------------------------------------
 
 
-def test_the_secret_from_the_environment(tmp_path: Path) -> None:
+def test_secret_is_read_from_environment_or_file(tmp_path: Path) -> None:
     file = tmp_path / "s"
     file.write_text("fedcba9876543210\n")
     file.chmod(0o600)
@@ -827,7 +832,7 @@ def test_the_secret_from_the_environment(tmp_path: Path) -> None:
         load_secret({"ALLRANKS_SECRET_FILE": str(file)})
 
 
-def test_ranks_that_start_at_once_make_one_secret(tmp_path: Path) -> None:
+def test_ranks_that_start_simultaneously_create_one_secret(tmp_path: Path) -> None:
     code = "from allranks._net.secret import load_secret; print(load_secret().decode())"
     env = {name: value for name, value in os.environ.items() if not name.startswith("ALLRANKS_")}
     env |= {"PYTHONPATH": SRC, "XDG_CONFIG_HOME": str(tmp_path / "new")}
@@ -842,7 +847,7 @@ def test_ranks_that_start_at_once_make_one_secret(tmp_path: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["secret"]
 
 
-def test_a_secret_that_others_can_read_or_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsafe_or_uncreatable_secret_raises_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"XDG_CONFIG_HOME": str(tmp_path)}
     assert len(load_secret(environ)) == 64
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
@@ -859,12 +864,12 @@ def test_a_secret_that_others_can_read_or_that_cannot_be_made(tmp_path: Path, mo
         load_secret({"XDG_CONFIG_HOME": "/proc/nowhere"})
 
 
-def test_errors_are_ours() -> None:
+def test_store_errors_derive_from_allranks_errors() -> None:
     assert issubclass(StoreLostError, AllranksError)
     assert issubclass(SecretError, ConfigError)
 
 
-def test_a_pickled_store_says_what_to_do_instead(tmp_path: Path) -> None:
+def test_pickling_a_store_raises_with_advice(tmp_path: Path) -> None:
     with TCPStore("localhost", 0, is_master=True) as tcp, FileStore(str(tmp_path / "file")) as file:
         for store, told in (
             (tcp, rf"TCPStore\('localhost', {tcp.port}\) in the other process, too, without is_master"),
@@ -883,7 +888,7 @@ def test_a_pickled_store_says_what_to_do_instead(tmp_path: Path) -> None:
             assert (type(clone), store.timeout.seconds) == (type(store), 300)
 
 
-def test_who_has_the_server_sets_values_without_being_a_client() -> None:
+def test_server_sets_values_without_a_client() -> None:
     server = StoreServer.unix()
     server.put("before", b"1")
     with server.start(), StoreClient.connect(server.address) as client, ThreadPoolExecutor() as pool:

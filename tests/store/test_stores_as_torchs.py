@@ -1,4 +1,4 @@
-"""Our stores beside torch's: the same calls, the same answers."""
+"""Stores of allranks compared with those of torch: equal calls return equal results."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ KINDS = ("HashStore", "FileStore", "TCPStore", "PrefixStore")
 PROGRAMS, STEPS = 6, 40
 SHORT = timedelta(seconds=0.02)
 SECRET = "a secret of the tests, long enough"
-# torch's own keys, which it counts as the user's.
+# Number of internal keys that torch includes in num_keys().
 COUNTED = {"FileStore": 1, "TCPStore": 1}
-# Its FileStore says that it deleted what was not there, appends nothing where the value is what is appended, and has
-# no queues; its TCPStore's barriers use other keys.
+# The FileStore of torch reports that it deleted a missing key, appends nothing if the value equals the appended text,
+# and has no queues. The barriers of its TCPStore use other keys.
 NOT_COMPARED = {
     ("FileStore", "delete_key"),
     ("FileStore", "append"),
@@ -112,7 +112,7 @@ def outcome(store: Any, kind: str, call: Call) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore")
 def test_random_programs_equal_torch(kind: str, tmp_path: Path) -> None:
-    # torch's FileStore takes half a second for an error, to find the lines of its C++.
+    # The FileStore of torch needs half a second for an error, to resolve its C++ stack trace.
     for seed in range(2 if kind == "FileStore" else PROGRAMS):
         (tmp_path / str(seed)).mkdir()
         with made(torchs, kind, tmp_path / str(seed)) as theirs, made(allranks, kind, tmp_path / str(seed)) as ours:
@@ -139,7 +139,7 @@ WRONG: list[tuple[Call, str]] = [
 
 
 @pytest.mark.parametrize(("call", "text"), WRONG, ids=lambda x: str(x)[:30])
-def test_what_torch_refuses_is_refused_in_words(call: Call, text: str, tmp_path: Path) -> None:
+def test_arguments_that_torch_refuses_raise_usage_error(call: Call, text: str, tmp_path: Path) -> None:
     for kind in KINDS:
         with made(allranks, kind, tmp_path) as ours:
             ours.set("word", "word")
@@ -152,7 +152,7 @@ def test_what_torch_refuses_is_refused_in_words(call: Call, text: str, tmp_path:
         getattr(theirs, call[0])(*call[1])
 
 
-def test_numbers_do_not_wrap_and_the_server_lives(tmp_path: Path) -> None:
+def test_counter_overflow_raises_and_keeps_the_store_usable(tmp_path: Path) -> None:
     for kind in KINDS:
         with made(allranks, kind, tmp_path) as ours:
             ours.add("n", (1 << 63) - 1)
@@ -164,7 +164,7 @@ def test_numbers_do_not_wrap_and_the_server_lives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_waits_is_woken_and_late_ones_are_named(kind: str, tmp_path: Path) -> None:
+def test_waits_are_woken_and_timeouts_name_the_key(kind: str, tmp_path: Path) -> None:
     with made(allranks, kind, tmp_path) as ours, made(allranks, "HashStore", tmp_path):
         with pytest.raises(allranks.DistStoreError, match=r"'(p/)?gone'"):
             ours.wait(["gone"], 0.05)
@@ -190,8 +190,8 @@ def test_who_waits_is_woken_and_late_ones_are_named(kind: str, tmp_path: Path) -
         assert ours.queue_len("q") == 0
 
 
-def test_names_and_arguments_are_torchs() -> None:
-    """What its signatures are stands in its docstrings alone."""
+def test_names_and_arguments_match_torch() -> None:
+    """Read the signatures of torch from its docstrings, as it has them nowhere else."""
     import inspect
 
     for kind in ("TCPStore", "FileStore", "HashStore", "PrefixStore"):
@@ -206,7 +206,7 @@ def test_names_and_arguments_are_torchs() -> None:
 # --- TCPStore -------------------------------------------------------------------------------------------------
 
 
-def test_tcp_stores_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tcp_store_master_and_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(allranks.JoinError, match=r"1 of 2 stores connected in 0\.2 s"):
         allranks.TCPStore("localhost", 0, 2, True, 0.2)
     with allranks.TCPStore("localhost", 0, 2, True, 5, wait_for_workers=False) as master:
@@ -224,19 +224,19 @@ def test_tcp_stores_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
         master.get("a")
 
 
-def test_tenants_share_a_server_and_the_last_one_ends_it() -> None:
+def test_tenants_share_a_server_until_the_last_one_closes() -> None:
     first = allranks.TCPStore("localhost", 0, is_master=True, multi_tenant=True)
     second = allranks.TCPStore("localhost", first.port, is_master=True, multi_tenant=True)
     second.set("a", "1")
     port = first.port
-    del first  # as in torch, nobody closes it
+    del first  # as in torch, the store is not closed explicitly
     assert second.get("a") == b"1"
     second.close()
     with pytest.raises(allranks.JoinError):
         allranks.TCPStore("localhost", port, timeout=0.1)
 
 
-def test_a_socket_that_is_given() -> None:
+def test_passed_listening_socket_is_used() -> None:
     import socket
 
     bound = socket.create_server(("127.0.0.1", 0))
@@ -255,7 +255,7 @@ def test_a_socket_that_is_given() -> None:
         (("localhost", 1, 0), "world_size=0"),
     ],
 )
-def test_wrong_tcp_stores(arguments: tuple[Any, ...], text: str) -> None:
+def test_wrong_arguments_of_tcp_store_raise_usage_error(arguments: tuple[Any, ...], text: str) -> None:
     with pytest.raises(allranks.UsageError, match=text):
         allranks.TCPStore(*arguments)
 
@@ -263,7 +263,7 @@ def test_wrong_tcp_stores(arguments: tuple[Any, ...], text: str) -> None:
 # --- FileStore ------------------------------------------------------------------------------------------------
 
 
-def test_the_last_one_removes_the_file(tmp_path: Path) -> None:
+def test_last_file_store_removes_the_file(tmp_path: Path) -> None:
     path = tmp_path / "store"
     first, second = allranks.FileStore(str(path), 2), allranks.FileStore(str(path), 2)
     first.set("a", "1")
@@ -283,7 +283,7 @@ def test_the_last_one_removes_the_file(tmp_path: Path) -> None:
     path.unlink()
 
 
-def test_somebody_elses_file_is_not_touched(tmp_path: Path) -> None:
+def test_foreign_file_is_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "letter"
     path.write_text("Dear all,\n")
     with pytest.raises(allranks.ConfigError, match="is not the file of a FileStore"):
@@ -298,7 +298,7 @@ def test_somebody_elses_file_is_not_touched(tmp_path: Path) -> None:
             store.get("a")
 
 
-def test_what_is_no_record_is_cut_off(tmp_path: Path) -> None:
+def test_torn_record_is_truncated(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with allranks.FileStore(str(path)) as store:
         store.set("a", "1")
@@ -312,7 +312,7 @@ def test_what_is_no_record_is_cut_off(tmp_path: Path) -> None:
             assert not reader.check(["b"])
             reader.set("c", "2")
             assert allranks.FileStore(str(path)).multi_get(["a", "c"]) == [b"1", b"2"]
-    path.write_bytes(whole[:7])  # not even its first line
+    path.write_bytes(whole[:7])  # not even the complete first line
     with allranks.FileStore(str(path)) as store:
         assert store.list_keys() == []
 
@@ -333,7 +333,7 @@ for i in range(100):
 
 
 @pytest.mark.parametrize("kind", ["FileStore", "TCPStore"])
-def test_no_update_is_lost(kind: str, tmp_path: Path) -> None:
+def test_concurrent_updates_are_not_lost(kind: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         if kind == "FileStore":
             store = stack.enter_context(allranks.FileStore(str(tmp_path / "store")))
@@ -357,7 +357,7 @@ for i in range(1 << 30):
 """
 
 
-def test_who_is_killed_while_writing_takes_nothing_along(tmp_path: Path) -> None:
+def test_writer_killed_during_write_loses_no_other_data(tmp_path: Path) -> None:
     with allranks.FileStore(str(tmp_path / "store")) as store:
         for turn in range(4):
             store.append("mine", f"{turn};")
@@ -367,7 +367,7 @@ def test_who_is_killed_while_writing_takes_nothing_along(tmp_path: Path) -> None
                 time.sleep(0.01)
             size = (tmp_path / "store").stat().st_size
             while (tmp_path / "store").stat().st_size < size + (1 << 20):
-                pass  # so that it is hit in the middle of a write
+                pass  # the signal arrives in the middle of a write
             writer.send_signal(signal.SIGKILL)
             writer.wait()
             assert store.get("mine").decode() == "".join(f"{t};" for t in range(turn + 1))
@@ -378,7 +378,7 @@ def test_who_is_killed_while_writing_takes_nothing_along(tmp_path: Path) -> None
             (tmp_path / "store").unlink() if turn == 3 else None
 
 
-def test_a_stopped_process_that_holds_the_lock_hangs_nobody(tmp_path: Path) -> None:
+def test_lock_held_by_another_process_times_out(tmp_path: Path) -> None:
     import fcntl
 
     with allranks.FileStore(str(tmp_path / "store"), 1) as store, open(tmp_path / "store", "rb") as other:

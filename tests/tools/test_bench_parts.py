@@ -1,4 +1,4 @@
-"""The parts of ``allranks bench``: sizes, data, right answers, and that a wrong one is found."""
+"""Parts of ``allranks bench``: sizes, data, expected results, and detection of wrong results."""
 
 import time
 from collections.abc import Callable
@@ -29,25 +29,25 @@ from allranks.tools.bench.verbs import ROOT, VERBS, Data, expected
         ("64,4,1K..2K", [4, 64, 1024]),
     ],
 )
-def test_sizes(text: str, sizes: list[int]) -> None:
+def test_sizes_option_is_parsed(text: str, sizes: list[int]) -> None:
     assert parse(["all_reduce", "--sizes", text]).sizes == sizes
 
 
-def test_verbs_of_a_run() -> None:
+def test_verbs_and_default_ranks_of_a_run() -> None:
     assert parse(["all"]).verbs == list(VERBS)
     assert parse(["all", "-n", "1"]).verbs == [verb for verb in VERBS if verb != "send"]
     assert parse(["gather"]).verbs == ["gather"]
     assert (parse(["python"]).nproc, parse(["overlap"]).nproc, parse(["all"]).nproc) == (1, 2, 2)
 
 
-def test_counts_are_those_of_a_piece() -> None:
+def test_size_counts_all_pieces_of_a_collective() -> None:
     counts = {name: verb.count(1 << 20, 4, 4) for name, verb in VERBS.items()}
     whole = ("all_reduce", "reduce", "broadcast", "send")
     assert counts == {name: 1 << 18 if name in whole else 1 << 16 for name in VERBS} | {"barrier": 0}
     assert all(verb.count(1, 8, 4) == 1 for name, verb in VERBS.items() if name != "barrier")
 
 
-def test_link_factors() -> None:
+def test_bus_bandwidth_factors() -> None:
     factors = {name: verb.link(4) for name, verb in VERBS.items()}
     assert factors == {
         "all_reduce": 1.5,
@@ -57,8 +57,8 @@ def test_link_factors() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_right_answers_are_those_of_plain_torch(dtype: torch.dtype) -> None:
-    ranks, count = 3, 1500  # over the end of a period
+def test_expected_results_equal_plain_torch(dtype: torch.dtype) -> None:
+    ranks, count = 3, 1500  # more elements than one period of the data
     data = Data(ranks, dtype, reduces=True)
     ones = [data.of(rank, count) for rank in range(ranks)]
     many = [data.of(rank, ranks * count) for rank in range(ranks)]
@@ -95,12 +95,12 @@ def test_right_answers_are_those_of_plain_torch(dtype: torch.dtype) -> None:
         ("MAX", lambda stacked: stacked.amax(0)),
     ],
 )
-def test_other_ops(op: str, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_expected_results_of_other_ops(op: str, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
     data = Data(3, torch.float64, reduces=True)
     assert torch.equal(data.reduced(op, 2000), reduce(torch.stack([data.of(rank, 2000) for rank in range(3)])))
 
 
-def test_ranks_put_in_different_things() -> None:
+def test_ranks_use_different_data() -> None:
     data = Data(4, torch.float32, reduces=False)
     assert not any(torch.equal(a, b) for a, b in pairwise(data.of(rank, 50) for rank in range(4)))
     assert not torch.equal(data.of(0, 50), data.of(0, 50, 50))
@@ -108,7 +108,7 @@ def test_ranks_put_in_different_things() -> None:
 
 
 class Careless(Native):
-    """Does what it should, and then spoils one element of rank 1's; or lets everybody pass a barrier."""
+    """Engine that corrupts one output element of rank 1 after each call, and whose barrier does not wait."""
 
     name = "careless"
 
@@ -123,7 +123,7 @@ class Careless(Native):
         return spoil if verb != "barrier" else lambda: None
 
 
-def test_wrong_answers_are_counted() -> None:
+def test_wrong_results_are_counted() -> None:
     def body() -> dict[str, tuple[int, int]]:
         import os
 
@@ -141,18 +141,18 @@ def test_wrong_answers_are_counted() -> None:
     assert found is not None
     for verb, (right, careless) in found.items():
         assert right == 0, verb
-        # Before and after the blocks; what rank 1 is promised nothing of does not count.
+        # One error before and one after the blocks. Output of rank 1 that the verb leaves undefined does not count.
         assert careless == (0 if verb in ("reduce", "gather") else 2), verb
 
 
 @pytest.mark.parametrize(
     ("ratio", "text"), [(0.124, "0.12x"), (1, "1.00x"), (9.996, "10.0x"), (99.96, "100x"), (1234.5, "1,234x")]
 )
-def test_ratios_in_three_digits(ratio: float, text: str) -> None:
+def test_ratios_have_three_digits(ratio: float, text: str) -> None:
     assert times(ratio) == text
 
 
-def test_human() -> None:
+def test_sizes_are_formatted() -> None:
     assert [human(n) for n in (4, 1024, 1 << 20, 3 << 29)] == ["4 B", "1 KB", "1 MB", "1.5 GB"]
 
 
@@ -169,24 +169,24 @@ QUIET = quiet.Conditions(cpus=4, load=0.3, waited=0.01, governor="performance", 
         ({"governor": "ondemand"}, "the CPUs' frequency changes with the load (governor ondemand)"),
         ({"busy": None, "load": 3.0}, "load 3.0 in the last minute, on 4 CPUs"),
         ({"busy": None, "waited": 0.4}, "processes waited for a CPU in 40% of it"),
-        ({"load": 9.0, "waited": 1.0}, "# quiet: "),  # of our own ranks
+        ({"load": 9.0, "waited": 1.0}, "# quiet: "),  # caused by the ranks of the benchmark
         ({"waited": None, "governor": ""}, "# quiet: "),
     ],
 )
-def test_whether_it_was_quiet(change: dict[str, Any], said: str) -> None:
+def test_noise_of_other_processes_is_reported(change: dict[str, Any], said: str) -> None:
     line = words.conditions(replace(QUIET, **change), 2, 4)
     assert said in line
     assert line.startswith("# not quiet: ") == (not said.startswith("#"))
     assert (quiet.READING in line) == line.startswith("# not quiet: ")
 
 
-def test_ranks_that_share_cores() -> None:
+def test_shared_cpus_and_cores_are_reported() -> None:
     assert "5 ranks share 4 CPUs" in words.conditions(QUIET, 5, 2)
     assert "3 ranks share 2 cores (hyperthreads)" in words.conditions(QUIET, 3, 2)
 
 
-def test_work_of_others_is_seen_and_our_own_is_not() -> None:
-    """The same work, of which all, and nothing, is said to be ours."""
+def test_busy_time_excludes_own_cpu_time() -> None:
+    """Measure the same work twice: declared as work of other processes, and declared as own work."""
     window = quiet.Window()
     began, began_s = time.monotonic(), time.process_time()
     while time.process_time() - began_s < 0.3:

@@ -1,4 +1,4 @@
-"""``allranks checkpoint`` on checkpoints that ranks have written: what it prints, its exit codes, what it exports."""
+"""``allranks checkpoint`` on checkpoints that ranks have written: output, exit codes and exported files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def output(*words: object, code: int = 0) -> str:
     return done.stdout
 
 
-def test_list(saved: Path, tmp_path: Path) -> None:
+def test_list_prints_steps_and_damage(saved: Path, tmp_path: Path) -> None:
     head, newest, oldest = output("list", saved).splitlines()
     assert head.split() == ["step", "when", "size", "ranks", "hosts"]
     assert newest.split()[0] == "2"
@@ -68,7 +68,7 @@ def test_list(saved: Path, tmp_path: Path) -> None:
     assert output("list", tmp_path) == f"There is no checkpoint in {tmp_path}.\n"
 
 
-def test_show(saved: Path) -> None:
+def test_show_prints_tensors_values_and_files(saved: Path) -> None:
     text = output("show", saved)
     for words in (
         "step 2, ",
@@ -93,7 +93,7 @@ def test_show(saved: Path) -> None:
     assert "--rank 2: step 2 has ranks 0 to 1" in done.stderr
 
 
-def test_verify(saved: Path, tmp_path: Path) -> None:
+def test_verify_finds_damaged_files(saved: Path, tmp_path: Path) -> None:
     assert output("verify", saved) == f"{saved / 'step-0000000002'}: intact\n"
     copy = Path(shutil.copytree(saved, tmp_path / "copy"))
     part = copy / "step-0000000001" / "part-00000.safetensors"
@@ -110,7 +110,7 @@ def test_verify(saved: Path, tmp_path: Path) -> None:
     assert "manifest.json is damaged" in output("verify", copy / "step-0000000002", code=1)
 
 
-def test_diff(saved: Path, tmp_path: Path) -> None:
+def test_diff_prints_differences(saved: Path, tmp_path: Path) -> None:
     one, two = saved / "step-0000000001", saved / "step-0000000002"
     assert output("diff", one, one) == ""
     assert output("diff", one, two, code=1).splitlines() == [
@@ -130,7 +130,7 @@ def test_diff(saved: Path, tmp_path: Path) -> None:
     assert "mine: 1 of 1 elements differ" in output("diff", one, path, "--rank", 1, code=1)
 
 
-def test_export(saved: Path, tmp_path: Path) -> None:
+def test_export_writes_safetensors_and_torch_files(saved: Path, tmp_path: Path) -> None:
     file = tmp_path / "one.safetensors"
     text = output("export", saved, file, "--rank", 1)
     assert text.startswith(f"{file}: 4 tensors (")
@@ -177,7 +177,7 @@ def test_errors(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wo
 
 @pytest.fixture(scope="module")
 def shares(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 1 and 2 in the folders of two hosts."""
+    """Folders of two hosts that do not share storage, with steps 1 and 2."""
     root = tmp_path_factory.mktemp("shares")
 
     def saves() -> None:
@@ -190,7 +190,7 @@ def shares(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_shares_are_named(shares: Path) -> None:
+def test_incomplete_share_is_named(shares: Path) -> None:
     listed = output("list", shares / "host1").splitlines()
     assert all(line.endswith("  (share 2 of 2)") for line in listed[1:])
     assert [(entry["share"], entry["shares"]) for entry in json.loads(output("list", shares / "host1", "--json"))] == [

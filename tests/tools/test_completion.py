@@ -1,4 +1,4 @@
-"""Completion in three shells, manual pages and help: all from the parsers, none of it stale, and readable."""
+"""Completion in three shells, manual pages and help: generated from the parsers, up to date and readable."""
 
 import os
 import pty
@@ -22,7 +22,7 @@ WRITTEN = files()
 EVERY = [command for top in collect() for command in top.walk()]
 WIDTH = 80
 
-# What stands before the cursor, and what of it every shell offers.
+# Text before the cursor, and the completions that every shell offers.
 CASES = {
     "allranks r": {"run"},
     "allranks help to": {"top", "torchrun"},
@@ -30,7 +30,7 @@ CASES = {
     "allranks run --show ": {"0", "all", "none"},
     "allranks run --nnodes 2 -n 4 wor": {"work.py", "works"},
     "allranks run --logs wor": {"works"},
-    "allranks run work.py --sho": set(),  # the script's own
+    "allranks run work.py --sho": set(),  # an option of the script
     "allranks run -n 2 -- echo wor": {"work.py", "works"},
     "allranks trace ti": {"timeline"},
     "allranks trace timeline --la": {"--last"},
@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def shell(name: str) -> str:
-    """Its path; CI has all of them."""
+    """Return the path of a shell, or skip the test. CI has all shells."""
     found = shutil.which(name)
     if found is None:
         assert not os.environ.get("ALLRANKS_TEST_ALL"), f"{name} is missing"
@@ -58,19 +58,19 @@ def shell(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
-def test_the_command_prints_the_script(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_command_prints_the_script(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name]) == 0
     assert capsys.readouterr().out == (SCRIPTS / f"allranks.{name}").read_text()
 
 
-def test_a_script_is_printed_without_torch() -> None:
+def test_completion_command_does_not_import_torch() -> None:
     code = (
         "import sys; from allranks.__main__ import main; main(['completion', 'bash']); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)
 
 
-def test_bash(folder: Path) -> None:
+def test_completion_in_bash(folder: Path) -> None:
     code = """
     source "$1"; shift
     compopt() { :; }
@@ -89,7 +89,7 @@ def test_bash(folder: Path) -> None:
     assert dict(zip(CASES, found, strict=True)) == CASES
 
 
-def test_fish(folder: Path) -> None:
+def test_completion_in_fish(folder: Path) -> None:
     code = "source $argv[1]; for line in $argv[2..]; echo :; complete -C $line; end"
     environ = {
         **os.environ,
@@ -134,8 +134,8 @@ print read''y
 """
 
 
-def test_zsh(folder: Path) -> None:
-    """zsh completes within its line editor only, which wants a terminal."""
+def test_completion_in_zsh(folder: Path) -> None:
+    """Complete in a pseudo-terminal, because zsh completes only in its line editor."""
     zsh = shell("zsh")
     files = {name: folder.parent / f"{folder.name}.{name}" for name in ("start", "lines", "offered")}
     files["start"].write_text(ZSH)
@@ -162,7 +162,7 @@ def test_zsh(folder: Path) -> None:
 
 
 def read_until(fd: int, end: str | None) -> None:
-    """Reads a terminal until a word comes, or with None until its program has ended."""
+    """Read a terminal until a word appears, or, if ``end`` is None, until its program has exited."""
     seen = ""
     limit = time.monotonic() + 60
     while end is None or end not in seen:
@@ -171,7 +171,7 @@ def read_until(fd: int, end: str | None) -> None:
             continue
         try:
             seen += os.read(fd, 1 << 16).decode(errors="replace")
-        except OSError:  # it has ended
+        except OSError:  # the program has exited
             assert end is None, seen
             return
 
@@ -189,7 +189,7 @@ def test_help_is_readable(command: CliCommand, monkeypatch: pytest.MonkeyPatch) 
         assert option.help or not option.shown, f"{option.names} has no help"
 
 
-def test_help_of_all_is_readable() -> None:
+def test_top_level_help_is_readable() -> None:
     command = [sys.executable, "-m", "allranks", "--help"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert [line for line in lines if len(line) > WIDTH] == []
@@ -197,8 +197,8 @@ def test_help_of_all_is_readable() -> None:
     assert all(f"  {line}" in lines and f"      {what}" in lines for line, what in EXAMPLES)
 
 
-def test_examples_are_accepted() -> None:
-    """Each option in an example is one of its command's, or of the command that it starts."""
+def test_options_in_examples_exist() -> None:
+    """Each option in an example is an option of the command before it."""
     of = {command.name: {name for option in command.options for name in option.names} for command in EVERY}
     for command in EVERY:
         for line, _ in (*command.parser.examples, *EXAMPLES):
@@ -212,13 +212,13 @@ def test_examples_are_accepted() -> None:
                     assert not word.startswith("-") or word in of[name], line
 
 
-def test_every_command_has_a_page() -> None:
+def test_every_command_has_a_manual_page() -> None:
     pages = {path.stem for path in WRITTEN if path.suffix == ".1"}
     assert pages == {"allranks", *("-".join(("allranks", *command.words)) for command in EVERY)}
     assert set(COMMANDS) == {command.name for command in EVERY if len(command.words) == 1}
 
 
-def test_pages_are_shown_without_a_warning() -> None:
+def test_manual_pages_pass_mandoc_lint() -> None:
     mandoc = shell("mandoc")
     pages = [str(path) for path in WRITTEN if path.suffix == ".1"]
     linted = subprocess.run([mandoc, "-T", "lint", "-W", "error", *pages], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Every command ends with its exit code and at most one line: ``| head``, a full disk, Ctrl-C, no HOME, no terminal."""
+"""Exit codes and error lines of all commands with ``| head``, a full disk, Ctrl-C, no HOME and no stdout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINES = {
     "plan": "run --dry-run -n 2 script.py",
 }
 SOME = ("version", "help of run", "env", "doctor", "file", "plan")
-# Ctrl-C may also find them while the interpreter ends, after which nothing of ours runs.
+# Ctrl-C can also arrive while the interpreter exits, when no code of allranks runs.
 INTERRUPTED = (0, 128 + signal.SIGINT, -signal.SIGINT)
 MOMENTS = int(os.environ.get("ALLRANKS_TEST_MOMENTS", "12"))
 
@@ -43,7 +43,7 @@ def command(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("case", LINES)
-def test_a_reader_that_has_left_is_no_failure(tmp_path: Path, case: str) -> None:
+def test_closed_pipe_is_not_a_failure(tmp_path: Path, case: str) -> None:
     ear, mouth = os.pipe()
     os.close(ear)
     process = start(tmp_path, *command(LINES[case]), stdout=mouth)
@@ -51,7 +51,7 @@ def test_a_reader_that_has_left_is_no_failure(tmp_path: Path, case: str) -> None
     assert (process.communicate(timeout=60)[1], process.returncode) == (b"", 0)
 
 
-def test_failed_checks_are_told_from_a_reader_that_has_left(tmp_path: Path) -> None:
+def test_failed_check_sets_exit_code_on_closed_pipe(tmp_path: Path) -> None:
     ear, mouth = os.pipe()
     os.close(ear)
     process = start(tmp_path, *command("doctor"), stdout=mouth, environ={**os.environ, "RANK": "5", "WORLD_SIZE": "2"})
@@ -60,7 +60,7 @@ def test_failed_checks_are_told_from_a_reader_that_has_left(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("case", SOME)
-def test_a_full_disk_is_one_line(tmp_path: Path, case: str) -> None:
+def test_full_disk_prints_one_error_line(tmp_path: Path, case: str) -> None:
     with open("/dev/full", "wb") as full:
         process = start(tmp_path, *command(LINES[case]), stdout=full.fileno())
     _, err = process.communicate(timeout=60)
@@ -70,13 +70,13 @@ def test_a_full_disk_is_one_line(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", SOME)
-def test_no_stdout(tmp_path: Path, case: str) -> None:
+def test_closed_stdout_is_not_a_failure(tmp_path: Path, case: str) -> None:
     process = start(tmp_path, "sh", "-c", 'exec "$@" >&-', "sh", *command(LINES[case]))
     assert (process.communicate(timeout=60), process.returncode) == ((b"", b""), 0)
 
 
 @pytest.mark.parametrize("case", SOME)
-def test_neither_a_home_nor_utf_8(tmp_path: Path, case: str) -> None:
+def test_commands_work_without_home_and_utf_8(tmp_path: Path, case: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name not in ("HOME", "TERM", "LANG")}
     environ |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     process = start(tmp_path, *command(LINES[case]), environ=environ)
@@ -85,7 +85,7 @@ def test_neither_a_home_nor_utf_8(tmp_path: Path, case: str) -> None:
     out.decode("ascii")
 
 
-def test_a_name_that_the_locale_does_not_know(tmp_path: Path) -> None:
+def test_non_ascii_path_in_ascii_locale(tmp_path: Path) -> None:
     folder = tmp_path / "rénk"
     folder.mkdir()
     environ = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
@@ -99,8 +99,8 @@ def test_a_name_that_the_locale_does_not_know(tmp_path: Path) -> None:
     "line",
     ["run -n 2 script.py", "torchrun script.py", "doctor", "doctor -n 2", "bench all_reduce --sizes 4", "env"],
 )
-def test_ctrl_c_at_any_moment(tmp_path: Path, line: str) -> None:
-    """From the moment on at which the command itself runs, which is after the interpreter has come up."""
+def test_ctrl_c_at_any_moment_prints_no_traceback(tmp_path: Path, line: str) -> None:
+    """Send SIGINT at random times after the interpreter has started, while the command runs."""
     code = "import sys\nfrom allranks.__main__ import main\nprint('up', file=sys.stderr, flush=True)\nsys.exit(main())"
     moments = random.Random(line)
     for _ in range(max(1, MOMENTS // 6)):
@@ -118,7 +118,7 @@ def test_ctrl_c_at_any_moment(tmp_path: Path, line: str) -> None:
             assert b": stopped by SIGINT\n" in err, (moment, err)
 
 
-def test_help_in_other_words() -> None:
+def test_spellings_of_help_and_version_are_equal() -> None:
     def said(line: str) -> tuple[int, str, str]:
         done = subprocess.run(command(line), capture_output=True, text=True, check=False)
         return done.returncode, done.stdout, done.stderr
@@ -129,7 +129,7 @@ def test_help_in_other_words() -> None:
     assert said("help fly")[0] == 2
 
 
-def test_a_process_ends_as_python_does_and_takes_nothing_apart() -> None:
+def test_run_process_waits_for_threads_and_skips_teardown() -> None:
     code = """if True:
         import atexit, threading, time
         from allranks._base.console import run_process

@@ -1,4 +1,4 @@
-"""``allranks doctor`` on this host: real limits, files, ports, processes; what follows from made-up ones."""
+"""``allranks doctor``: real limits, files, ports and processes of this host, and verdicts on constructed values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def doctor(*arguments: str, python: str = sys.executable, before: str = "", **en
 
 
 def lines(*arguments: str, code: int = 0, **given: str) -> dict[str, dict]:
-    """What a run says, by the checks' names."""
+    """Run the command and return its lines by the name of the check."""
     ended, out, err = doctor("--json", *arguments, **given)
     assert (ended, err) == (code, ""), out
     found = json.loads(out)
@@ -53,12 +53,12 @@ def lines(*arguments: str, code: int = 0, **given: str) -> dict[str, dict]:
 
 @pytest.fixture
 def no_torch(tmp_path: Path) -> str:
-    """A path on which torch cannot be imported."""
+    """Return a PYTHONPATH with a torch module that fails to import."""
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')\n")
     return os.pathsep.join([str(tmp_path), str(SOURCE)])
 
 
-def test_every_check_is_a_line() -> None:
+def test_every_check_prints_one_line() -> None:
     code, out, err = doctor()
     assert (code, err) == (0, "")
     said = [line for line in out.splitlines() if not line.startswith(" ")]
@@ -67,21 +67,21 @@ def test_every_check_is_a_line() -> None:
     assert said[-1].startswith(f"{len(NAMES)} checks: 0 failed")
 
 
-def test_torch_that_cannot_be_imported(no_torch: str) -> None:
+def test_broken_torch_fails_only_the_torch_check(no_torch: str) -> None:
     found = lines(code=1, PYTHONPATH=no_torch)
     assert list(found) == NAMES
     assert [name for name, line in found.items() if line["verdict"] == "FAIL"] == ["torch"]
     assert "OSError: libcudart.so.12" in found["torch"]["measured"]
 
 
-def test_a_job_without_torch_tells_what_each_rank_sees(no_torch: str) -> None:
+def test_job_without_torch_reports_each_rank(no_torch: str) -> None:
     code, out, err = doctor(PYTHONPATH=no_torch, RANK="0", WORLD_SIZE="2", MASTER_PORT="29577")
     assert (code, err) == (1, "")
     assert re.search(rf"^FAIL +torch +\[rank 0 on {socket.gethostname()}\] cannot be imported", out, re.MULTILINE)
     assert re.search(r"^FAIL +join .* OSError: libcudart.so.12", out, re.MULTILINE)
 
 
-def test_a_job_of_this_host(tmp_path: Path) -> None:
+def test_job_on_this_host_measures_all_pairs(tmp_path: Path) -> None:
     figures, picture = tmp_path / "found.json", tmp_path / "pairs.png"
     code, out, err = doctor("-n", "3", "--json", str(figures), "--plot", str(picture), "--megabytes", "1")
     assert (code, err) == (0, "")
@@ -95,17 +95,17 @@ def test_a_job_of_this_host(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_as_the_command_of_a_launcher() -> None:
+def test_doctor_runs_as_program_of_the_launcher() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "allranks", "run", "-n", "2", "--", sys.executable, "-m", "allranks", "doctor"],
         env=CLEAN, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert all(line.startswith("[0] ") for line in done.stdout.splitlines() if line.strip("[]01 "))
-    assert "unix:" not in done.stdout  # the way into the job
+    assert "unix:" not in done.stdout  # the address of the store, which gives access to the job
 
 
-def test_what_is_wrong_with_a_host_is_a_line_each(tmp_path: Path) -> None:
+def test_each_problem_of_a_host_is_one_line(tmp_path: Path) -> None:
     secret = tmp_path / "allranks" / "secret"
     secret.parent.mkdir()
     secret.write_text("0123456789abcdef" * 2)
@@ -126,7 +126,7 @@ def test_what_is_wrong_with_a_host_is_a_line_each(tmp_path: Path) -> None:
     assert (found["master port"]["verdict"], found["master port"]["measured"]) == ("warn", f"{port} is taken")
 
 
-def test_a_secret_is_looked_at_and_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_is_checked_and_not_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     for name in ("ALLRANKS_SECRET", "ALLRANKS_SECRET_FILE", "ALLRANKS_INSECURE"):
         monkeypatch.delenv(name, raising=False)
@@ -157,8 +157,8 @@ def test_variables() -> None:
 
 
 @pytest.mark.parametrize("first", ["init", "allranks run", "mpirun -n 2", "serve --in /of/allranks/tests"])
-def test_a_rank_without_a_launcher(first: str, tmp_path: Path) -> None:
-    """In a PID namespace, where the first process, which takes in orphans, is named as the test says."""
+def test_orphaned_rank_is_found_unless_a_launcher_adopts_it(first: str, tmp_path: Path) -> None:
+    """Run in a PID namespace, in which the first process adopts orphans and has the name of the parameter."""
     program = tmp_path / "first.py"
     program.write_text(
         "import os, subprocess; from pathlib import Path; from allranks.tools.doctor import job\n"
@@ -176,7 +176,7 @@ def test_a_rank_without_a_launcher(first: str, tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == (f"{not launcher}\n", "")
 
 
-def test_files_that_nobody_uses(tmp_path: Path) -> None:
+def test_unused_shared_memory_files_are_found(tmp_path: Path) -> None:
     forgotten, open_, mapped, young, foreign = (
         tmp_path / name for name in ("torch_1_2", "psm_3", "sm_segment.x", "nccl-4", "somebody's")
     )
@@ -196,7 +196,7 @@ def test_files_that_nobody_uses(tmp_path: Path) -> None:
         user.kill()
 
 
-def test_a_check_that_raises() -> None:
+def test_check_that_raises_is_a_failure() -> None:
     def broken_thing() -> check.Finding:
         raise ZeroDivisionError("by\n  zero")
 
@@ -233,7 +233,7 @@ def test_names(addresses: list[str], published: list[str], verdict: str, says: s
         (80, OSError(13, "Permission denied"), "FAIL"),
     ],
 )
-def test_ports(port: int, error: OSError | None, verdict: str) -> None:
+def test_master_port_is_judged(port: int, error: OSError | None, verdict: str) -> None:
     assert network.judge_port(port, (32768, 60999), error).verdict == verdict
 
 
@@ -254,7 +254,7 @@ def test_threads(ranks_here: int, threads: int | None, verdict: str, advice: str
     assert said.measured.startswith("8 of 64 usable")
 
 
-def test_cores() -> None:
+def test_more_ranks_than_cores_give_warning() -> None:
     said = limits.judge_cpus(8, 8, 6, 1, 4)
     assert (said.verdict, "share cores (hyperthreads)" in said.advice) == ("warn", True)
     assert limits.judge_cpus(8, 8, 4, 1, 4).verdict == "ok"
@@ -271,7 +271,7 @@ def test_cores() -> None:
         (0.2, None, "", 0.2, "warn"),
     ],
 )
-def test_a_machine_that_others_use(
+def test_busy_machine_gives_warning(
     load: float, waited: float | None, governor: str, steal: float, verdict: str
 ) -> None:
     said = limits.judge_quiet(quiet.Conditions(4, load, waited, governor, steal=steal))
@@ -280,7 +280,7 @@ def test_a_machine_that_others_use(
     assert governor in said.measured
 
 
-def test_memory_of_cgroups(tmp_path: Path) -> None:
+def test_memory_limit_of_cgroups_is_read(tmp_path: Path) -> None:
     root, membership = tmp_path / "cgroup", tmp_path / "membership"
     for folder, limit, used in (("", "max", 0), ("job", 8 * GB, 7 * GB), ("job/step", "max", GB)):
         (root / folder).mkdir(exist_ok=True)
@@ -300,7 +300,7 @@ def test_memory_of_cgroups(tmp_path: Path) -> None:
     assert limits.judge_memory(64 * GB, GB // 2, None).verdict == "warn"
 
 
-def test_shared_memory_of_a_container() -> None:
+def test_small_shared_memory_gives_warning() -> None:
     assert limits.judge_shm(64 << 20, 64 << 20).verdict == "warn"
     assert "--shm-size" in limits.judge_shm(64 << 20, 64 << 20).advice
     assert limits.judge_shm(16 * GB, 15 * GB).verdict == "ok"
@@ -327,7 +327,7 @@ MPIRUN_INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 202405
         ("ImportError: libmpi.so.40: cannot open", "unknown: ImportError: libmpi.so.40: cannot open"),
     ],
 )
-def test_names_of_mpis(said: str, name: str) -> None:
+def test_mpi_implementation_is_recognized(said: str, name: str) -> None:
     assert software.mpi_name(said) == name
 
 
@@ -345,11 +345,11 @@ def test_names_of_mpis(said: str, name: str) -> None:
         ("ImportError: libmpi.so.40: cannot open", [MPIRUN_MPICH], "FAIL"),
     ],
 )
-def test_mpis_that_do_not_fit(library: str | None, launchers: list[str], verdict: str) -> None:
+def test_mpi_library_and_launchers_are_compared(library: str | None, launchers: list[str], verdict: str) -> None:
     assert software.judge_mpi(library, {f"/{i}/mpirun": said for i, said in enumerate(launchers)}).verdict == verdict
 
 
-def test_open_mpi_and_root() -> None:
+def test_open_mpi_as_root_is_reported() -> None:
     def said(library: str, launcher: str, refuses_root: bool) -> bool:
         return "--allow-run-as-root" in software.judge_mpi(library, {"/mpirun": launcher}, refuses_root).measured
 
@@ -358,7 +358,7 @@ def test_open_mpi_and_root() -> None:
     assert not said(OPENMPI, MPIRUN_MPICH, True)
 
 
-def test_a_real_mix_of_mpis() -> None:
+def test_installed_mpi_mismatch_fails() -> None:
     ours, others = (Path(python_with(mpi)).parent for mpi in ("openmpi", "mpich"))
     found = {
         folder: lines(python=str(ours / "python"), code=code, PATH=f"{folder}{os.pathsep}{CLEAN['PATH']}")["mpi"]
@@ -370,7 +370,7 @@ def test_a_real_mix_of_mpis() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 16, 17, 24, 33])
-def test_every_pair_meets_once(size: int) -> None:
+def test_every_pair_is_measured_once(size: int) -> None:
     drawn = pairs.rounds(size)
     assert sorted(pair for together in drawn for pair in together) == list(itertools.combinations(range(size), 2))
     for together in drawn:
@@ -379,8 +379,8 @@ def test_every_pair_meets_once(size: int) -> None:
     assert len(drawn) == (size * (size - 1) // 2 if size <= 16 else size - 1 + size % 2)
 
 
-def test_pairs_that_stand_out() -> None:
-    slow = {(0, 3): 4000.0, (1, 2): 50.0}  # the second is many times as slow, and fast enough
+def test_slow_pairs_are_reported() -> None:
+    slow = {(0, 3): 4000.0, (1, 2): 50.0}  # (1, 2) is slower than the other pairs, but fast enough
     found = [
         pairs.Pair(i, j, slow.get((i, j), 2.0), 0.1 if (i, j) == (1, 3) else 5.0)
         for i, j in itertools.combinations(range(4), 2)
@@ -394,11 +394,11 @@ def test_pairs_that_stand_out() -> None:
     assert {line.verdict for line in apart} == {"ok"}
 
 
-def test_clocks() -> None:
+def test_clock_offset_is_judged() -> None:
     assert ranks.judge_clock("node1", -0.02, 0.0001).measured == "20.00 ms behind rank 0's, +- 0.10 ms"
     assert ranks.judge_clock("node1", -0.02, 0.0001).verdict == "ok"
     assert ranks.judge_clock("node1", 3.0, 0.0001).verdict == "warn"
-    assert ranks.judge_clock("node1", 0.2, 0.15).verdict == "ok"  # nothing is known so well
+    assert ranks.judge_clock("node1", 0.2, 0.15).verdict == "ok"  # the offset is not known that precisely
 
 
 def everybody() -> Iterator[report.DoctorFacts]:
@@ -413,7 +413,7 @@ def everybody() -> Iterator[report.DoctorFacts]:
         yield report.DoctorFacts(rank, host, host, {"python": "3.11.2", "torch": torch}, checks)
 
 
-def test_ranks_and_hosts_that_say_the_same_are_one_line() -> None:
+def test_equal_results_are_merged_into_one_line() -> None:
     merged = report.merge(list(everybody()))
     assert [(line.name, line.verdict, line.measured, line.where) for line in merged] == [
         ("same", "ok", "as everywhere", ""),
@@ -424,14 +424,14 @@ def test_ranks_and_hosts_that_say_the_same_are_one_line() -> None:
     ]
 
 
-def test_versions_that_differ() -> None:
+def test_different_versions_are_reported() -> None:
     (line,) = report.compare_versions(list(everybody()))
     assert (line.verdict, line.measured) == ("FAIL", "torch 2.13.0 on a (ranks 0-1); 2.12.1 on b (rank 2)")
     (line,) = report.compare_versions(list(everybody())[:2])
     assert (line.verdict, line.measured) == ("ok", "python 3.11.2, torch 2.13.0: the same on all ranks")
 
 
-def test_the_matrix_in_text() -> None:
+def test_matrix_of_pairs_is_formatted() -> None:
     assert list(text.table([[None, 1.234], [1234.5, None]], ["a", "node"])) == [
         "             0       1",
         "   a:0       -    1.23",

@@ -1,4 +1,4 @@
-"""``allranks env``: what it says of an environment."""
+"""``allranks env``: its report on an environment."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def said(environ: dict[str, str]) -> str:
     return env.render(env.collect(environ)).partition("\n\n")[2]
 
 
-def test_a_rank() -> None:
+def test_environment_of_a_rank_is_described() -> None:
     assert (
         said(STEP | {"ALLRANKS_SECRET": "0123456789abcdef", "ALLRANKS_DEBUG": "INFO"})
         == """\
@@ -59,11 +59,11 @@ Also set:
     )
 
 
-def test_nothing() -> None:
+def test_empty_environment_is_described() -> None:
     assert said({}) == "A program here runs alone, as rank 0 of 1\n\nallranks run here starts all ranks on this host"
 
 
-def test_an_allocation() -> None:
+def test_allocation_is_described_with_hint() -> None:
     batch = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[1-20]", "SLURM_NTASKS": "20"}
     text = said(batch)
     assert "A program here runs alone, as rank 0 of 1" in text
@@ -72,7 +72,7 @@ def test_an_allocation() -> None:
     assert "\nPossibly a mistake: srun did not start this process" in text
 
 
-def test_what_is_wrong() -> None:
+def test_incomplete_environment_is_reported() -> None:
     report = env.collect({"PMI_RANK": "1"})
     assert report.program is report.launcher is None
     assert len(report.trouble) == 1
@@ -80,7 +80,7 @@ def test_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(("environ", "code"), [(STEP, 0), (STEP | {"SLURM_PROCID": "9"}, 2)])
-def test_the_command_works_without_torch(tmp_path: Path, environ: dict[str, str], code: int) -> None:
+def test_env_command_works_without_torch(tmp_path: Path, environ: dict[str, str], code: int) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')\n")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI", "OMPI_"))}
     done = subprocess.run(
@@ -96,7 +96,7 @@ def test_the_command_works_without_torch(tmp_path: Path, environ: dict[str, str]
         assert "SLURM_PROCID='9': Expected a whole number, in 0..2" in report["trouble"][0]
 
 
-def test_an_override_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_override_lists_choices(capsys: pytest.CaptureFixture[str]) -> None:
     assert env.main(["--env", "slrum"]) == 2
     said = capsys.readouterr().err
     assert all(choice in said for choice in CHOICES)

@@ -1,4 +1,4 @@
-"""What a terminal shows while a command works, and what nobody sees where there is none."""
+"""Progress that a command draws on a terminal, and its absence without a terminal."""
 
 import os
 import re
@@ -35,7 +35,7 @@ print("the result")
 """
 
 
-def test_the_line_is_gone_when_the_result_comes() -> None:
+def test_progress_line_is_erased_before_the_result() -> None:
     seen = on_terminal(CODE.format(long=0.01, shown=True, waits=True), {"TERM": "xterm"})
     before, _, result = seen.rpartition("\r\x1b[K")
     assert result == "a part\r\nthe result\r\n"
@@ -45,12 +45,12 @@ def test_the_line_is_gone_when_the_result_comes() -> None:
 
 
 @pytest.mark.parametrize(("long_s", "shown", "term"), [(60, True, "xterm"), (0, False, "xterm"), (0, True, "dumb")])
-def test_nothing_is_drawn(long_s: float, shown: bool, term: str) -> None:
-    """What is quick, another rank than the first, a terminal that cannot write over a line."""
+def test_no_progress_is_drawn(long_s: float, shown: bool, term: str) -> None:
+    """Draw nothing for a short command, on ranks except rank 0, and on a terminal that cannot erase a line."""
     assert on_terminal(CODE.format(long=long_s, shown=shown, waits=False), {"TERM": term}) == "the result\r\n"
 
 
-def test_nothing_is_drawn_into_a_file(tmp_path: Path) -> None:
+def test_no_progress_is_drawn_into_a_file(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE.format(long=0, shown=True, waits=False)],
         env={**os.environ, "TERM": "xterm"}, capture_output=True, text=True, check=True,
@@ -69,7 +69,7 @@ sys.exit(checkpoint.main({words}))
 
 @pytest.fixture(scope="module")
 def shares(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two hosts, as one, and as a share on each."""
+    """Checkpoint of two hosts, once in a shared folder and once as one share per host."""
     folder = tmp_path_factory.mktemp("bars")
 
     def saves() -> None:
@@ -83,8 +83,8 @@ def shares(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("command", ["verify", "diff", "export", "merge"])
-def test_bars(command: str, shares: Path, tmp_path: Path) -> None:
-    """How much, how fast, how long; and nothing is left of it. Without a terminal there is none."""
+def test_progress_bars_are_drawn_and_erased(command: str, shares: Path, tmp_path: Path) -> None:
+    """Draw size, rate and time on a terminal, then erase the bar. Draw no bar without a terminal."""
     whole = str(shares / "whole")
     words = {
         "verify": ["verify", whole],
@@ -115,7 +115,7 @@ class OfTerminal:
     [({"TERM": "xterm"}, True), ({"TERM": "xterm", "NO_COLOR": ""}, True), ({"TERM": "xterm", "NO_COLOR": "1"}, False),
      ({"TERM": "dumb"}, False), ({}, False)],
 )  # fmt: skip
-def test_colours(environ: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colors_depend_on_environment(environ: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TERM", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
@@ -124,16 +124,16 @@ def test_colours(environ: dict[str, str], expected: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("environ", [{"TERM": "xterm"}, {"TERM": "xterm", "NO_COLOR": "1"}])
-def test_doctor_on_a_terminal(environ: dict[str, str]) -> None:
+def test_doctor_uses_colors_on_a_terminal(environ: dict[str, str]) -> None:
     seen = on_terminal("from allranks.__main__ import main; main(['doctor'])", {"NO_COLOR": "", **environ})
-    shown = seen.rpartition("\r\x1b[K")[2]  # without what is shown meanwhile
+    shown = seen.rpartition("\r\x1b[K")[2]  # without the progress lines
     assert ("\x1b[" in shown) is ("NO_COLOR" not in environ)
     assert " checks: " in shown
 
 
-def test_bench_on_a_terminal() -> None:
-    """The line comes through the launcher. In its place come the lines of the table."""
-    # Each size takes 0.5 s: as many blocks as are made at most, of 10 ms. A budget ends them earlier on a slow machine.
+def test_bench_replaces_progress_by_table_rows() -> None:
+    """The progress line passes through the launcher. Rows of the table replace it."""
+    # Each size takes 0.5 s: the maximum number of blocks, of 10 ms each. On a slow machine, the budget ends it earlier.
     command = "bench all_reduce -n 2 --sizes 1M,1100K,1200K,1300K,1400K,1500K --budget 1"
     code = f"import sys; from allranks.__main__ import main; sys.exit(main({command.split()}))"
     seen = on_terminal(code, {"TERM": "xterm"})

@@ -1,6 +1,7 @@
-"""``allranks submit``: its files, read by bash and by a reader of YAML; tests/hosts has a real SLURM that runs one.
+"""Files that ``allranks submit`` writes, checked with bash and a YAML parser. tests/hosts runs one on a real SLURM.
 
-There is no PBS, LSF or Kubernetes here: programs of their commands' names record what they get and answer as those do.
+PBS, LSF and Kubernetes are not available here. Scripts with the names of their commands record their input and print
+the same answers.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ ALL = (
 )  # fmt: skip
 
 
-def test_sbatch(folder: Path) -> None:
+def test_slurm_directives(folder: Path) -> None:
     assert directives(file_of(folder, "--to", "slurm", *ALL)) == [
         "--job-name=first",
         "--nodes=3",
@@ -85,7 +86,7 @@ def test_sbatch(folder: Path) -> None:
     ]
 
 
-def test_qsub(folder: Path) -> None:
+def test_pbs_directives(folder: Path) -> None:
     assert directives(file_of(folder, "--to", "pbs", *ALL)) == [
         "-N first",
         "-l select=3:ncpus=16:mpiprocs=4:ngpus=4:mem=65536mb",
@@ -97,7 +98,7 @@ def test_qsub(folder: Path) -> None:
     ]
 
 
-def test_bsub(folder: Path) -> None:
+def test_lsf_directives(folder: Path) -> None:
     assert directives(file_of(folder, "--to", "lsf", *ALL)) == [
         "-J first",
         "-n 48",
@@ -113,7 +114,7 @@ def test_bsub(folder: Path) -> None:
     ]
 
 
-def test_what_is_not_asked_for_is_the_queues_business(folder: Path) -> None:
+def test_unset_options_write_no_directives(folder: Path) -> None:
     said = {system: directives(file_of(folder, "--to", system, "show.py")) for system in SCRIPTS}
     assert said["slurm"] == [
         "--job-name=show", "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--output=%x-%j.out",
@@ -123,7 +124,7 @@ def test_what_is_not_asked_for_is_the_queues_business(folder: Path) -> None:
     assert said["lsf"] == ["-J show", "-n 1", '-R "span[ptile=1]"', "-o %J.out"]
 
 
-def test_the_job_runs_what_was_submitted_where_it_was(folder: Path, tmp_path: Path) -> None:
+def test_job_script_runs_program_in_folder_of_submission(folder: Path, tmp_path: Path) -> None:
     bodies = set()
     for system in SCRIPTS:
         script = folder / f"{system}.sh"
@@ -131,19 +132,19 @@ def test_the_job_runs_what_was_submitted_where_it_was(folder: Path, tmp_path: Pa
         assert subprocess.run(["bash", "-n", str(script)], capture_output=True, check=True).stderr == b""
         bodies.add(script.read_text().partition("\n\n")[2])
     assert len(bodies) == 1
-    bare = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}  # as a node's daemon may start it
+    bare = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}  # an environment in which the daemon of a node may start it
     done = subprocess.run(["bash", str(script)], cwd="/", env=bare, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     expected = [[str(r), str(folder), sys.prefix, sys.prefix, *HARD] for r in range(2)]
     assert sorted(done.stdout.splitlines()) == [f"[{r}] {expected[r]!r}" for r in range(2)]
 
 
-def test_qsubs_job_is_told_before_its_time_is_over(folder: Path) -> None:
+def test_pbs_job_receives_sigterm_before_its_time_limit(folder: Path) -> None:
     (folder / "long.py").write_text("import time\ntime.sleep(100)\n")
     script = folder / "job.sh"
     assert file_of(folder, "--to", "pbs", "--time", "65s", "--file", str(script), "long.py") == ""
     done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 143, done.stderr  # SIGTERM's, whether ranks have begun or not
+    assert done.returncode == 143, done.stderr  # exit code of SIGTERM, whether or not ranks have started
     assert "timeout" not in file_of(folder, "--to", "pbs", "--time", "60s", "long.py")
 
 
@@ -154,19 +155,19 @@ def test_qsubs_job_is_told_before_its_time_is_over(folder: Path) -> None:
         (("--", "env", "-i"), ["--", "env", "-i"]),
     ],
 )
-def test_modules_and_commands(folder: Path, words: tuple[str, ...], runs: list[str]) -> None:
+def test_modules_and_commands_are_passed_to_run(folder: Path, words: tuple[str, ...], runs: list[str]) -> None:
     last = file_of(folder, "--to", "slurm", *words).splitlines()[-1]
     assert shlex.split(last) == ["exec", sys.executable, "-m", "allranks", "run", "--nproc-per-node", "1", *runs]
 
 
-def test_another_folder(folder: Path) -> None:
+def test_chdir_sets_folder_of_the_job(folder: Path) -> None:
     (folder / "inner").mkdir()
     (folder / "inner" / "there.py").touch()
     assert file_of(folder, "--to", "slurm", "--chdir", "inner", "--file", "job.sh", "there.py") == ""
     assert f"cd {shlex.quote(str(folder / 'inner'))}\n" in (folder / "job.sh").read_text()
 
 
-def test_indexed_job(folder: Path) -> None:
+def test_kubernetes_manifest(folder: Path) -> None:
     text = file_of(
         folder, "--to", "k8s", "-N", "3", "-n", "6", "--cpus", "4", "--gpus", "2", "--memory", "64G", "--time", "90m",
         "--image", "registry.example/train:7", "--namespace", "team", "--name", "first", "--chdir", "/srv/train",
@@ -185,7 +186,7 @@ def test_indexed_job(folder: Path) -> None:
     spec = job["spec"]
     pod = spec["template"]["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 3, 3)
-    # Pods are told at the deadline, a minute before the time is over.
+    # Pods receive SIGTERM at the deadline, one minute before the end of the requested time.
     assert (spec["backoffLimit"], spec["activeDeadlineSeconds"]) == (0, 5340)
     assert pod["terminationGracePeriodSeconds"] == 60
     assert (pod["subdomain"], pod["restartPolicy"]) == ("first", "Never")
@@ -199,7 +200,7 @@ def test_indexed_job(folder: Path) -> None:
         "allranks", "run", "--nnodes", "3", "--nproc-per-node", "2", "--node-rank", "$(JOB_COMPLETION_INDEX)",
         "--master-addr", "first-0.first", "--master-port", "29500",
     ]  # fmt: skip
-    # Kubernetes replaces $(NAME), and makes one $ of two.
+    # Kubernetes replaces $(NAME), and converts $$ to $.
     assert [word.replace("$$", "$") for word in command[12:]] == ["show.py", *HARD]
     assert "$(" not in "".join(command[12:]).replace("$$", "")
 
@@ -208,14 +209,14 @@ ELASTIC = ("-N", "3", "-n", "4", "--elastic", "3", "--spares", "1", "--respawns"
 
 
 @pytest.mark.parametrize("system", [*SCRIPTS, "k8s"])
-def test_an_elastic_job(folder: Path, system: str) -> None:
-    """A lost host or pod does not end it, where the system can be told so; the rest is the launcher's."""
+def test_elastic_job_tolerates_lost_hosts(folder: Path, system: str) -> None:
+    """Set the option by which a lost host or pod does not end the job, if the system has one."""
     image = ("--image", "a") if system == "k8s" else ()
     text = file_of(folder, "--to", system, *image, *ELASTIC)
     if system == "k8s":
         job = list(yaml.safe_load_all(text))[2]
         command, spec = job["spec"]["template"]["spec"]["containers"][0]["command"], job["spec"]
-        assert "backoffLimit" not in spec  # which would end the job with the first failures of all pods together
+        assert "backoffLimit" not in spec  # it counts failures of all pods and would end the job early
         assert (spec["backoffLimitPerIndex"], spec["template"]["spec"]["restartPolicy"]) == (5, "Never")
         assert spec["maxFailedIndexes"] == 1  # of three pods of two ranks, two are needed
         assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
@@ -232,7 +233,7 @@ def test_an_elastic_job(folder: Path, system: str) -> None:
     ]  # fmt: skip
 
 
-def test_every_manifest_has_its_own_secret_and_no_other_reads_it(folder: Path) -> None:
+def test_every_manifest_has_its_own_secret_and_private_mode(folder: Path) -> None:
     words = ("--to", "k8s", "--image", "a", "--file", "job.yaml", "Train 7_x.py")
     secrets, names = set(), set()
     for _ in range(2):
@@ -247,7 +248,7 @@ def test_every_manifest_has_its_own_secret_and_no_other_reads_it(folder: Path) -
 
 
 @pytest.mark.parametrize("command", SHIMS)
-def test_now(command: str, folder: Path, tmp_path: Path) -> None:
+def test_now_submits_the_job(command: str, folder: Path, tmp_path: Path) -> None:
     system, says, expected = SHIMS[command]
     shim = tmp_path / "bin" / command
     shim.parent.mkdir()
@@ -270,7 +271,7 @@ def test_now(command: str, folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "arguments").read_text().strip() == arguments
 
 
-def test_a_job_that_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_rejected_job_reports_exit_code(folder: Path, tmp_path: Path) -> None:
     shim = tmp_path / "sbatch"
     shim.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 3\n")
     shim.chmod(0o755)
@@ -316,13 +317,13 @@ def test_wrong_arguments(folder: Path, words: tuple[str, ...], says: str) -> Non
     assert "Traceback" not in done.stderr
 
 
-def test_no_such_system_here(folder: Path) -> None:
+def test_missing_submit_command_is_reported(folder: Path) -> None:
     done = submit(folder, "--to", "lsf", "--now", "show.py", PATH="/nowhere")
     assert (done.returncode, done.stdout) == (2, "")
     assert "bsub is not installed on this host" in done.stderr
 
 
-def test_ranks_in_all_or_on_each_host(folder):
+def test_ranks_per_host_follow_from_options(folder):
     for words, each in (
         (("-N", "2", "-n", "4"), 2),
         (("-N", "2", "--nproc-per-node", "4"), 4),
@@ -336,6 +337,6 @@ def test_ranks_in_all_or_on_each_host(folder):
         assert "cannot be distributed evenly over 2 hosts" in done.stderr
 
 
-def test_a_job_that_records_its_calls(folder: Path) -> None:
+def test_trace_option_is_passed_to_run(folder: Path) -> None:
     last = file_of(folder, "--to", "slurm", "--trace", "a b", "show.py").splitlines()[-1]
     assert shlex.split(last)[-3:] == ["--trace", "a b", "show.py"]

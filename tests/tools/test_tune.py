@@ -1,4 +1,4 @@
-"""`allranks tune` times its choices, writes what follows from that, and groups read it."""
+"""`allranks tune`: measures the choices, writes the result to a file, and groups read the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support import warm
 TUNE = [sys.executable, "-m", "allranks", "tune"]
 
 
-def test_what_is_chosen() -> None:
+def test_fastest_measured_choice_is_selected() -> None:
     found = TunedValues(cpus=32)
     found.meetings = {
         8: {0: {8: 1.0, 16: 4.0}, 4: {8: 1.5, 16: 4.0}},
@@ -37,15 +37,15 @@ def test_what_is_chosen() -> None:
     }
 
 
-def test_what_was_not_measured_is_left_as_it_is() -> None:
+def test_unmeasured_values_are_not_written() -> None:
     assert choose(TunedValues(cpus=2, meetings={2: {0: {8: 1.0}}})) == {}
 
 
-def test_it_writes_what_groups_read(tmp_path: Path) -> None:
+def test_tuning_file_is_read_by_groups(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     ended = warm.run([*TUNE, "-n", "9", "--budget", "0.005", "-o", str(file)], timeout=120)
     assert ended.returncode == 0, ended.stderr
-    lines = ended.stderr.splitlines()  # other tests run beside this one
+    lines = ended.stderr.splitlines()  # other tests can run concurrently, so a warning is permitted
     assert [line for line in lines if "allranks tune: warning: " not in line] == []
     assert f"export ALLRANKS_TUNING={file}" in ended.stdout
     whole = json.loads(file.read_text())
@@ -57,7 +57,7 @@ def test_it_writes_what_groups_read(tmp_path: Path) -> None:
     run_ranks(2, dist.barrier, env={"ALLRANKS_TUNING": str(file)})
 
 
-def test_a_busy_machine_is_said(tmp_path: Path) -> None:
+def test_busy_machine_logs_warning(tmp_path: Path) -> None:
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
         ended = warm.run([*TUNE, "-n", "3", "--budget", "0.005", "-o", str(tmp_path / "file.json")], timeout=120)
@@ -69,7 +69,7 @@ def test_a_busy_machine_is_said(tmp_path: Path) -> None:
     assert re.search(r"tune: warning: other processes kept [\d.]+ of \d+ CPUs busy.*: the results may be", ended.stderr)
 
 
-def test_a_file_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
+def test_unwritable_file_is_reported_immediately(tmp_path: Path) -> None:
     ended = warm.run([*TUNE, "-o", str(tmp_path / "no" / "file")], timeout=60)
     assert ended.returncode == 2
     assert "no such directory" in ended.stderr

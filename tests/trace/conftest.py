@@ -1,4 +1,4 @@
-"""The command ``allranks`` in a folder of its own."""
+"""Fixture that runs the command ``allranks`` in a temporary folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OTHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE",
 
 @pytest.fixture
 def command(tmp_path: Path) -> Command:
-    """Runs it there, with its words and more variables."""
+    """Return a function that runs ``allranks`` with arguments and additional environment variables."""
 
     def run(*words: object, **environ: str) -> subprocess.CompletedProcess[str]:
         clean = {name: value for name, value in os.environ.items() if name not in _OTHERS}

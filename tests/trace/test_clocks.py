@@ -1,4 +1,4 @@
-"""Clocks of hosts that differ and drift, simulated: the true difference is always within the stated error."""
+"""Simulated host clocks that differ and drift: the true difference is always within the stated error."""
 
 import math
 import random
@@ -11,7 +11,7 @@ SECOND = 1_000_000_000
 
 
 class Host:
-    """A clock that began at some time and runs at another speed, which changes slowly."""
+    """Clock with an arbitrary start value, and a different speed that changes slowly."""
 
     def __init__(self, seed, drift=0.0, wander=0.0):
         chance = random.Random(seed)
@@ -24,7 +24,7 @@ class Host:
 
 
 def call(chance, at, one, other, bounds, latency_ns=8_000):
-    """A collective at about that time. Who comes first waits for the other."""
+    """Simulate a collective at about that time. The first rank that enters it waits for the other rank."""
     entered = [at + chance.randrange(0, 200_000) for _ in range(2)]
     met = max(entered)
     for it, (mine, yours) in enumerate(((one, other), (other, one))):
@@ -45,7 +45,7 @@ def simulate(seed, seconds, every_s, one, other):
 
 
 def wrong_by(found, one, other, seconds):
-    """At some times: how far the map is off, and by how much it says it may be."""
+    """Yield the true error and the stated error of the fitted clock at 200 times."""
     for i in range(200):
         at = round(seconds * SECOND * i / 199)
         ns = one(at)
@@ -58,7 +58,7 @@ def wrong_by(found, one, other, seconds):
     [(0.05, 0.001, 0, 0), (3, 0.01, 40e-6, 0), (100, 0.02, -90e-6, 0), (300, 0.1, 20e-6, 0.3e-6)],
     ids=["short", "drift", "long", "wander"],
 )
-def test_the_difference_is_within_the_stated_error(seed, seconds, every_s, drift, wander):
+def test_true_difference_is_within_stated_error(seed, seconds, every_s, drift, wander):
     one, other = Host(seed), Host(seed + 100, drift, wander)
     found = fit(simulate(seed, seconds, every_s, one, other), one(0), one(round(seconds * SECOND)))
     for off, error in wrong_by(found, one, other, seconds):
@@ -67,11 +67,11 @@ def test_the_difference_is_within_the_stated_error(seed, seconds, every_s, drift
     assert found.drift == pytest.approx(drift, abs=2e-4 if seconds < 1 else 1e-6)
 
 
-def test_the_speed_changes_at_once():
+def test_error_bound_holds_after_sudden_drift_change():
     one = Host(1)
     base = Host(2)
 
-    def other(true_ns):  # the kernel corrects it, from second 25 on
+    def other(true_ns):  # from second 25 on, the kernel corrects the clock
         return base(true_ns) + round(max(0, true_ns - 25 * SECOND) * 200e-6)
 
     found = fit(simulate(3, 60, 0.01, one, other), one(0), one(60 * SECOND))
@@ -80,7 +80,7 @@ def test_the_speed_changes_at_once():
         assert error < 200_000
 
 
-def test_a_clock_that_jumps_makes_the_error_large():
+def test_error_bound_covers_clock_jump():
     one, base = Host(1), Host(2)
 
     def other(true_ns):
@@ -91,22 +91,22 @@ def test_a_clock_that_jumps_makes_the_error_large():
     assert found.largest_error < 100_000_000
 
 
-def test_few_calls():
+def test_error_grows_with_distance_from_a_single_call():
     one, other = Host(1), Host(2, 50e-6)
     bounds = simulate(1, 0.001, 1, one, other)
     assert len(bounds) == 1
     found = fit(bounds, one(0), one(SECOND))
     offs = list(wrong_by(found, one, other, 1))
     assert all(off <= error for off, error in offs)
-    assert offs[0][1] < 200_000 < offs[-1][1]  # it may have drifted since
+    assert offs[0][1] < 200_000 < offs[-1][1]  # the clock may have drifted since the call
 
 
-def test_not_bounded_on_both_sides():
+def test_fit_needs_bounds_on_both_sides():
     assert fit(Bounds(), 0, 1) is None
     assert fit(Bounds(lower=[(0, 5)]), 0, 1) is None
 
 
-def test_clocks_are_connected_through_others():
+def test_clocks_are_joined_through_intermediate_hosts():
     hosts = [Host(i, i * 10e-6) for i in range(4)]
     bounds = {}
     for a, b in ((0, 1), (1, 2)):

@@ -1,4 +1,4 @@
-"""Who waits for whom: made-up ranks, and the words for them."""
+"""Diagnosis of waits: which rank waits for which, from constructed states, and the text of the reports."""
 
 import msgspec
 import pytest
@@ -33,7 +33,7 @@ def lines(*states, hosts=None, places=None):
     return diagnose(states).lines(hosts, places)
 
 
-def test_one_late_rank_and_what_it_does():
+def test_late_rank_is_reported_with_its_state():
     waiting = [rank(r, call(seconds=10 + r)) for r in range(3)]
     assert lines(*waiting, rank(3, process="running"), places={3: "data.py:31 in load"}) == [
         "ranks 0-2 have waited 12 s in all_reduce #42 (train.py:88) for rank 3, which is at data.py:31 in load; its "
@@ -51,7 +51,7 @@ def test_one_late_rank_and_what_it_does():
     assert lines(*waiting)[0].endswith("for rank 3, whose state is not known")
 
 
-def test_several_late_ranks_are_one_line():
+def test_several_late_ranks_are_reported_in_one_line():
     said = lines(rank(0, call()), *map(rank, (1, 2, 3)), places={r: f"data.py:{r} in load" for r in (1, 2, 3)})
     assert said == [
         "rank 0 has waited 10 s in all_reduce #42 (train.py:88) for rank 1, which is at data.py:1 in load; its process "
@@ -60,7 +60,7 @@ def test_several_late_ranks_are_one_line():
     ]
 
 
-def test_chains_end_at_who_waits_for_nobody():
+def test_chain_of_waits_ends_at_rank_that_does_not_wait():
     pair = (1, 2)
     states = [
         rank(0, call()),
@@ -72,11 +72,11 @@ def test_chains_end_at_who_waits_for_nobody():
     assert found.late == (3,)
     assert found.circles == ()
     assert found.waiting_for(3) == [0, 1, 2]
-    # The line names a wait for rank 3 itself.
+    # The line names a call that waits for rank 3 directly.
     assert found.lines()[0].startswith("ranks 0-2 have waited 10 s in all_reduce #42 (train.py:88) for rank 3, whose")
 
 
-def test_two_ranks_that_receive_from_each_other():
+def test_two_ranks_that_receive_from_each_other_are_a_deadlock():
     states = [rank(0, call(verb="recv", peer=1, site="a.py:1")), rank(1, call(verb="recv", peer=0, site="a.py:2"))]
     assert lines(*states) == [
         "deadlock: ranks 0-1 have waited for each other for 10 s: rank 0 in recv from rank 1 (a.py:1) for rank 1; "
@@ -84,8 +84,11 @@ def test_two_ranks_that_receive_from_each_other():
     ]
 
 
-def test_a_message_whose_sides_have_both_come():
-    """Its data is on the way, however long that takes. One of another tag, direction or group is not the other side."""
+def test_matched_message_is_not_a_wait():
+    """If both sides have called, the data is in transit, for any time.
+
+    A call with another tag, direction or group is not the other side.
+    """
 
     def said(process="running", source=0, **more):
         receives = rank(1, call(verb="recv", peer=source, **more), process=process)
@@ -93,7 +96,7 @@ def test_a_message_whose_sides_have_both_come():
 
     assert said() == []
     assert said(source=-1) == []
-    assert said(waits=False) == []  # irecv, whose rank computes meanwhile
+    assert said(waits=False) == []  # irecv: the rank computes while the message is in transit
     assert said("stopped")[0].startswith("rank 0 has waited 10 s in send to rank 1 (train.py:88) for rank 1, whose")
     for other in ({"tag": 7}, {"group": "tp"}):
         assert said(**other)[0].startswith("deadlock: ranks 0-1")
@@ -103,7 +106,7 @@ def test_a_message_whose_sides_have_both_come():
     assert lines(rank(0, call(verb="send", peer=1)), late)[0].startswith("rank 0 has waited 10 s in send to rank 1")
 
 
-def test_groups_called_in_another_order():
+def test_groups_called_in_different_order_are_a_deadlock():
     a = GroupState("a", (0, 1), "native", 1, True)
     b = GroupState("b", (0, 1), "native", 1, True)
     first = rank(0, call(1, group="a", ranks=(0, 1)), groups=(a, msgspec.structs.replace(b, number=0)))
@@ -114,35 +117,35 @@ def test_groups_called_in_another_order():
     assert "all_reduce #1 of group 'a'" in found.lines()[0]
 
 
-def test_a_long_circle_and_who_waits_for_it():
+def test_cycle_of_three_excludes_rank_that_waits_for_it():
     states = [rank(r, call(verb="recv", peer=(r + 1) % 3)) for r in range(3)]
     found = diagnose([*states, rank(3, call(verb="recv", peer=0))])
     assert found.circles == ((0, 1, 2),)
     assert found.late == ()
 
 
-def test_a_rank_halted_in_the_middle_of_a_call():
+def test_rank_stopped_inside_a_call_is_late():
     states = [rank(r, call()) for r in range(3)]
-    assert diagnose([*states, rank(3, call())]).late == ()  # all have come: bytes move
+    assert diagnose([*states, rank(3, call())]).late == ()  # all ranks have entered the call, so data is in transit
     assert diagnose([*states, rank(3, call(), process="stopped")]).late == (3,)
 
 
-def test_a_slow_transfer_and_calls_that_nobody_waits_for_are_no_wait():
+def test_slow_transfer_and_unawaited_calls_are_not_waits():
     assert lines(*(rank(r, call(waits=False)) for r in range(3)), rank(3)) == []
     assert lines(*(rank(r, call(met=True)) for r in range(4))) == []
 
 
-def test_a_message_from_any_rank():
+def test_receive_from_any_rank_waits_for_all_others():
     found = diagnose([rank(0, call(verb="recv")), rank(1), rank(2), rank(3)])
     assert found.late == (1, 2, 3)
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(10.4, "10 s"), (119, "119 s"), (301, "5 min"), (9000, "2.5 h")])
-def test_durations(seconds, words):
+def test_durations_are_formatted(seconds, words):
     assert f"have waited {words} in" in lines(*(rank(r, call(seconds=seconds)) for r in range(3)), rank(3))[0]
 
 
-def test_the_same_is_the_same():
+def test_key_does_not_depend_on_duration():
     def found(seconds):
         return diagnose([*(rank(r, call(seconds=seconds)) for r in range(3)), rank(3)])
 

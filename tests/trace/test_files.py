@@ -1,4 +1,4 @@
-"""Files with all calls, from Python, ALLRANKS_TRACE and ``allranks run --trace``; forks, restarts, a full disk."""
+"""Trace files from Python, ALLRANKS_TRACE and ``allranks run --trace``, with forks, restarts and a full disk."""
 
 import os
 import shlex
@@ -26,7 +26,7 @@ def titles(path):
     return [call.title for call in open_trace(path).calls() if not call.purpose]
 
 
-def test_record_from_python(tmp_path):
+def test_record_writes_one_file_per_rank(tmp_path):
     def body():
         dist.all_reduce(torch.ones(2))
         with dist.trace.record(tmp_path / "deep" / "traces") as file:
@@ -38,7 +38,7 @@ def test_record_from_python(tmp_path):
 
     for rank, file in enumerate(run_ranks(2, body)):
         assert file == tmp_path / "deep" / "traces" / f"rank-{rank}.trace"
-        assert file.stat().st_size < 1 << 20  # cut off behind what was used
+        assert file.stat().st_size < 1 << 20  # truncated after the last call
         reader = open_trace(file)
         assert (reader.identity.rank, reader.identity.world_size) == (rank, 2)
         calls = list(reader.calls())
@@ -47,7 +47,7 @@ def test_record_from_python(tmp_path):
         assert {group.ranks for group in reader.groups().values()} == {(0, 1)}
 
 
-def test_record_again_keeps_the_first(tmp_path):
+def test_second_record_keeps_the_first_file(tmp_path):
     def body():
         names = []
         for number in (1, 2):
@@ -61,7 +61,7 @@ def test_record_again_keeps_the_first(tmp_path):
     assert [len(titles(path)) for path in trace_files([tmp_path])] == [1, 2]
 
 
-def test_record_is_refused(tmp_path):
+def test_record_to_unusable_path_or_twice_is_refused(tmp_path):
     (tmp_path / "file").touch()
 
     def body():
@@ -73,7 +73,7 @@ def test_record_is_refused(tmp_path):
         with dist.trace.record(tmp_path), pytest.raises(dist.UsageError) as error, dist.trace.record(tmp_path):
             pass
         found.append(str(error.value))
-        with dist.trace.record(tmp_path):  # the refused ones have left nothing
+        with dist.trace.record(tmp_path):  # the refused calls have left no open recording
             pass
         return found
 
@@ -84,7 +84,7 @@ def test_record_is_refused(tmp_path):
     assert len(trace_files([tmp_path])) == 2
 
 
-def test_nothing_to_record(tmp_path):
+def test_record_needs_a_group_and_enabled_recording(tmp_path):
     def early():
         with pytest.raises(dist.NotInitializedError, match="before the first group"), dist.trace.record(tmp_path):
             pass
@@ -98,7 +98,7 @@ def test_nothing_to_record(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_forked_child_leaves_the_file_alone(tmp_path):
+def test_forked_child_does_not_change_the_file(tmp_path):
     def body():
         with dist.trace.record(tmp_path):
             dist.barrier()
@@ -109,17 +109,17 @@ def test_a_forked_child_leaves_the_file_alone(tmp_path):
                 from allranks._trace import memory
 
                 memory._file.stop()
-                memory._file = memory._recorder = None  # as at the end of an interpreter
+                memory._file = memory._recorder = None  # equivalent to the exit of an interpreter
                 os._exit(0)
             assert os.waitpid(pid, 0)[1] == 0
-            for _ in range(40_000):  # more than one step of room
+            for _ in range(40_000):  # more calls than one extension of the file holds
                 dist.barrier()
 
     run_ranks(2, body)
     assert [len(titles(path)) for path in trace_files([tmp_path])] == [40_001] * 2
 
 
-def test_the_launcher_records_all_ranks(tmp_path, command):
+def test_launcher_records_all_ranks(tmp_path, command):
     (tmp_path / "calls.py").write_text(CALLS)
     for twice in (False, True):
         done = command("run", "-n", "2", "--trace", "traces", "calls.py")
@@ -132,18 +132,18 @@ def test_the_launcher_records_all_ranks(tmp_path, command):
         assert path.stat().st_size < 1 << 20
 
 
-def test_a_folder_that_cannot_be_made(tmp_path, command):
+def test_unusable_trace_folder_is_reported(tmp_path, command):
     (tmp_path / "calls.py").write_text(CALLS)
     (tmp_path / "file").write_text("")
     done = command("run", "-n", "2", "--trace", "file", "calls.py")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "allranks run: error: cannot create 'file' (--trace): File exists\n"
-    done = command("run", "-n", "1", "calls.py", ALLRANKS_TRACE="file")  # the job goes on
+    done = command("run", "-n", "1", "calls.py", ALLRANKS_TRACE="file")  # the job continues
     assert done.returncode == 0
     assert "rank 0: cannot record calls in 'file': File exists (ALLRANKS_TRACE)" in done.stderr
 
 
-def test_a_killed_rank_leaves_its_calls(tmp_path, command):
+def test_trace_file_of_killed_rank_keeps_its_calls(tmp_path, command):
     (tmp_path / "calls.py").write_text(CALLS + "if dist.get_rank() == 1: os.kill(os.getpid(), 9)\ndist.barrier()\n")
     done = command("run", "-n", "2", "--restarts", "1", "--trace", "traces", "calls.py")
     assert done.returncode == 128 + signal.SIGKILL
@@ -153,7 +153,7 @@ def test_a_killed_rank_leaves_its_calls(tmp_path, command):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
-def test_a_full_disk_ends_the_recording_only(tmp_path):
+def test_full_disk_ends_only_the_recording(tmp_path):
     disk = tmp_path / "small disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", disk], check=False).returncode:
@@ -172,7 +172,7 @@ def test_a_full_disk_ends_the_recording_only(tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
-def test_what_is_no_trace(tmp_path):
+def test_non_trace_file_is_refused(tmp_path):
     for name, data in {"empty": b"", "text": b"x" * 5000, "short": b"allrtrc\0"}.items():
         (tmp_path / name).write_bytes(data)
         with pytest.raises(TraceError, match=f"{shlex.quote(str(tmp_path / name))} is not a trace of allranks"):

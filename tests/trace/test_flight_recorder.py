@@ -1,4 +1,4 @@
-"""Dumps in the format of torch's Flight Recorder: torch's own tool reads them, and names who has not called what."""
+"""Dumps in the format of torch's Flight Recorder: the tool of torch reads them and names missing ranks."""
 
 import os
 import pickle
@@ -32,7 +32,7 @@ ENDS = {
 
 
 def torchfrtrace(folder):
-    """What torch's tool prints, and the calls that it found to be wrong: ranks that are missing, ranks that differ."""
+    """Run the tool of torch. Return its output, the missing ranks, the ranks that differ, and its database."""
     words = ["-m", "torch.distributed.flight_recorder.fr_trace", str(folder), "-o", f"{folder}.db"]
     done = warm.run([sys.executable, *words], check=True)
     with open(f"{folder}.db", "rb") as file:
@@ -43,7 +43,7 @@ def torchfrtrace(folder):
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_the_tool_names_the_same_culprit(command, tmp_path, end):
+def test_torch_tool_names_the_culprit_rank(command, tmp_path, end):
     (tmp_path / "train.py").write_text(BEGIN + ENDS[end])
     command("run", "-n", "3", "--trace", "traces", "train.py", "-q")
     done = command("trace", "flight", "traces", "-o", "dumps")
@@ -58,7 +58,7 @@ def test_the_tool_names_the_same_culprit(command, tmp_path, end):
     assert len([each for each in database.collectives if each.pass_check and not each.missing_ranks]) >= 3
 
 
-def test_nothing_is_wrong(command, tmp_path):
+def test_torch_tool_finds_no_error_in_correct_program(command, tmp_path):
     calls = """
 t = lambda n: torch.ones(n)
 for _ in range(2):
@@ -81,13 +81,13 @@ if rank == 1: dist.send(t(1), 0)
     assert (done.returncode, done.stderr) == (0, "")
     done = command("trace", "flight", "traces", "-o", "dumps", "--json")
     assert (done.returncode, done.stderr) == (0, "")
-    assert '"left_out": 6' in done.stdout  # what rank 0 gets without a tag, and who sends that
+    assert '"left_out": 6' in done.stdout  # receives of rank 0 without a tag, and the matching sends
     said, missing, differ, database = torchfrtrace(tmp_path / "dumps")
     assert (missing, differ) == ([], []), said
     assert len(database.collectives) > 40
 
 
-def test_a_dump_has_what_torchs_has(tmp_path):
+def test_dump_has_same_fields_as_dump_of_torch(tmp_path):
     def body():
         dist.all_reduce(torch.ones(2, 3), dist.ReduceOp.MAX)
         path = dist.trace.flight_dump(tmp_path / "dumps")
@@ -110,7 +110,7 @@ def test_a_dump_has_what_torchs_has(tmp_path):
 
 
 def torchs_own(folder):
-    """What torch itself dumps of a call on gloo."""
+    """Return the dump that torch writes for one call on gloo."""
     code = f"""
 import torch, torch.distributed as td
 td.init_process_group("gloo", init_method="file://{folder}/meet", rank=0, world_size=1)
@@ -121,7 +121,7 @@ open("{folder}/torchs", "wb").write(torch._C._distributed_c10d._dump_fr_trace())
     return pickle.loads((folder / "torchs").read_bytes())
 
 
-def test_before_there_is_a_group(tmp_path):
+def test_flight_dump_without_group_raises(tmp_path):
     def body():
         with pytest.raises(dist.NotInitializedError, match="no calls are available"):
             dist.trace.flight_dump(tmp_path)
@@ -129,7 +129,7 @@ def test_before_there_is_a_group(tmp_path):
     run_ranks(1, body, init=False)
 
 
-def test_ranks_that_no_longer_have_their_first_calls(tmp_path):
+def test_ranks_without_their_first_calls_are_aligned(tmp_path):
     calls = [
         [call(i, "barrier", i * MS, i * MS + 9) for i in range(first, 30 - rank)] for rank, first in ((0, 1), (1, 12))
     ]

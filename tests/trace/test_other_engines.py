@@ -1,4 +1,4 @@
-"""The record of calls of engines that are not the core's: gloo stands for them; tests/engines has the same of mpi."""
+"""Recording of calls on engines outside the core, with gloo as the example. tests/engines covers mpi."""
 
 import contextlib
 import mmap
@@ -22,13 +22,13 @@ def gloo(timeout=30):
 
 
 def recorded(name="world"):
-    """The group's calls, and the group."""
+    """Return the calls of the group, and the group."""
     reader = memory.reader()
     group = [g for g in reader.groups().values() if g.name == name][-1]
     return [call for call in reader.calls() if call.group == group.index and not call.purpose], group
 
 
-def test_verbs_and_messages():
+def test_collectives_and_messages_are_recorded():
     def body():
         gloo()
         rank = dist.get_rank()
@@ -39,7 +39,7 @@ def test_verbs_and_messages():
         work = dist.isend(torch.ones(7), 1, tag=5) if rank == 0 else dist.irecv(torch.ones(7), 0, tag=5)
         work.wait()
         with pytest.raises(dist.UsageError):
-            dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn))  # refused before it begins
+            dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn))  # raises before it begins: not recorded
         return recorded()
 
     for rank, (calls, group) in enumerate(run_ranks(2, body)):
@@ -58,16 +58,16 @@ def test_verbs_and_messages():
         assert group.totals["all_reduce"].bytes == 24
 
 
-def test_calls_that_nobody_waits_for_end():
+def test_unawaited_calls_are_recorded_as_ended():
     def body():
         gloo()
         works = [dist.all_reduce(torch.ones(2), async_op=True) for _ in range(5)]
         time.sleep(0.3)
-        dist.barrier()  # finds that they have ended
+        dist.barrier()  # detects that the calls have ended
         ended = [c.returned_ns > 0 for c in recorded()[0]]
         del works
         dist.all_reduce(torch.ones(2), async_op=True)
-        dist.destroy_process_group()  # nobody will ask any more
+        dist.destroy_process_group()  # no later call can detect that it has ended
         return ended, recorded()[0][-1]
 
     for ended, last in run_ranks(2, body):
@@ -76,7 +76,7 @@ def test_calls_that_nobody_waits_for_end():
         assert last.outcome == "closed"
 
 
-def test_a_rank_that_waits_is_seen_with_its_line():
+def test_waiting_rank_is_visible_with_its_call_site():
     fd = memory.create_memory(2)
     path = f"/proc/{os.getpid()}/fd/{fd}"
 
@@ -91,7 +91,7 @@ def test_a_rank_that_waits_is_seen_with_its_line():
         found, deadline = [], time.monotonic() + 20
         while not found and time.monotonic() < deadline:
             time.sleep(0.02)
-            with contextlib.suppress(TraceError):  # rank 0 has not begun to record
+            with contextlib.suppress(TraceError):  # rank 0 has not started recording
                 found = [call for call in TraceReader(bytes(view)).open_calls() if call.awaited]
         dist.all_reduce(torch.ones(2))
         return found
@@ -102,7 +102,7 @@ def test_a_rank_that_waits_is_seen_with_its_line():
     os.close(fd)
 
 
-def test_a_call_that_fails():
+def test_failed_call_is_recorded():
     def body():
         gloo(timeout=1)
         if dist.get_rank() == 0:
@@ -117,20 +117,20 @@ def test_a_call_that_fails():
     assert run_ranks(2, body)[0][0] == "failed"
 
 
-def test_a_group_on_two_engines_is_two_groups():
+def test_group_on_two_engines_is_recorded_as_two_groups():
     def body():
         world = dist.group.WORLD
         gloo = dist.new_group(backend="gloo")._engine
         engine = ByDevice("cpu:native,cuda:nccl", {"cpu": world._engine, "cuda": gloo}, "both")
         both = ProcessGroup(engine, "both", world.rank(), world.members, 20.0)
         both.all_reduce(torch.ones(2))
-        gloo.all_reduce(torch.ones(2), dist.ReduceOp.SUM, False)  # as for a tensor of CUDA
+        gloo.all_reduce(torch.ones(2), dist.ReduceOp.SUM, False)  # the engine that a CUDA tensor would use
         return [[c.verb for c in recorded(name)[0]] for name in ("both", "both on cuda")]
 
     assert run_ranks(2, body) == [[["all_reduce"], ["all_reduce"]]] * 2
 
 
-def test_parts_of_another_call_are_marked():
+def test_internal_calls_are_marked_with_their_purpose():
     def body():
         gloo()
         dist.new_group([0, 1], backend="gloo")
@@ -139,7 +139,7 @@ def test_parts_of_another_call_are_marked():
     assert all("new_group" in purposes for purposes in run_ranks(2, body))
 
 
-def test_a_killed_rank_has_left_its_calls():
+def test_calls_of_killed_rank_are_readable():
     fd = memory.create_memory(2)
     path = f"/proc/{os.getpid()}/fd/{fd}"
 

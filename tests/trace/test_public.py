@@ -1,4 +1,4 @@
-"""``allranks.trace``: what a program reads of its own calls."""
+"""``allranks.trace``: calls that a program reads about itself."""
 
 import os
 import time
@@ -11,7 +11,7 @@ import allranks as dist
 from allranks.testing import run_ranks
 
 
-def test_last_calls():
+def test_last_calls_describe_recent_calls():
     assert run_ranks(1, lambda: dist.trace.last_calls(), init=False) == [[]]
 
     def body():
@@ -23,7 +23,7 @@ def test_last_calls():
         dist.send(torch.ones(7), 1, tag=5) if rank == 0 else dist.recv(torch.ones(7), 0, tag=5)
         work = dist.irecv(torch.ones(1), 1 - rank)
         calls = dist.trace.last_calls(4)
-        dist.barrier()  # what is sent now comes after them
+        dist.barrier()  # calls from here on are later than the four that were read
         dist.send(torch.ones(1), 1 - rank)
         work.wait()
         with pytest.raises(dist.UsageError, match="n=-1 is out of range"):
@@ -46,7 +46,7 @@ def test_last_calls():
         assert "under way for " in waiting
 
 
-def test_stragglers():
+def test_stragglers_name_the_late_rank():
     def body():
         for _ in range(20):
             time.sleep(0.01 * (dist.get_rank() == 2))
@@ -75,7 +75,7 @@ def test_stragglers():
         assert str(empty) == f"group '{empty.group}': the rank that arrived last is not known for any call"
 
 
-def test_a_program_on_torch_distributed(tmp_path):
+def test_torch_distributed_calls_are_recorded(tmp_path):
     def body():
         rank = int(os.environ["RANK"])
         torch.distributed.init_process_group("allranks", f"file://{tmp_path}/meet", rank=rank, world_size=2)
@@ -90,6 +90,6 @@ def test_a_program_on_torch_distributed(tmp_path):
         assert verbs == ["all_reduce"] * 5
 
 
-def test_without_a_world():
+def test_stragglers_without_group_raises():
     with pytest.raises(dist.NotInitializedError):
         dist.trace.stragglers()

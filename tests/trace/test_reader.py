@@ -1,4 +1,4 @@
-"""The record of calls: what the core writes, and what the reader makes of it and of what is no record."""
+"""Recording of calls: the core writes it, and the reader returns its calls or refuses damaged data."""
 
 import contextlib
 import mmap
@@ -19,7 +19,7 @@ from support.prompt import PROMPT_S
 
 
 def recorded(records=8, members=2):
-    """A recorder, and its memory."""
+    """Return a recorder and its memory."""
     fd = os.memfd_create("test")
     os.ftruncate(fd, _core.trace_bytes(records, members))
     view = mmap.mmap(fd, 0)
@@ -30,7 +30,7 @@ def call(recorder, group, number, site=""):
     return recorder.begin(group, 1, 10, 0, 5, -1, number, 20, site, True)
 
 
-def test_a_call_under_way_and_ended():
+def test_open_and_finished_calls_are_read():
     recorder, view = recorded()
     group = recorder.add_group("world", "gloo", 1, [0, 1])
     running = call(recorder, group, 1, "train.py:12 in step")
@@ -46,27 +46,27 @@ def test_a_call_under_way_and_ended():
     call(recorder, group, 2).end(False)
     assert [c.outcome for c in reader.last(10)] == ["", "failed"]
     totals = reader.groups()[group].totals["all_reduce"]
-    assert (totals.calls, totals.bytes) == (1, 20)  # those that succeeded
+    assert (totals.calls, totals.bytes) == (1, 20)  # only successful calls count
 
 
-def test_only_the_newest_are_kept():
+def test_only_newest_calls_are_kept():
     recorder, view = recorded()
     group = recorder.add_group("world", "gloo", 0, [0, 1])
     first = call(recorder, group, 1)
     for number in range(2, 21):
         call(recorder, group, number).end(True)
-    first.end(True)  # its place is another's by now
+    first.end(True)  # a newer call has reused its slot
     reader = TraceReader(view)
     assert reader.count == 20
     assert [c.number for c in reader.calls()] == list(range(13, 21))
     assert [c.number for c in reader.last(3)] == [18, 19, 20]
 
 
-def test_groups_and_sites_run_out():
+def test_full_tables_of_groups_and_call_sites_are_handled():
     recorder, view = recorded()
     numbers = [recorder.add_group(f"g{i}", "native", 0, [3, 1]) for i in range(140)]
     assert numbers[:127] == list(range(1, 128))
-    assert set(numbers[127:]) == {0}  # no room
+    assert set(numbers[127:]) == {0}  # the table is full
     recorder.close_group(5)
     assert recorder.add_group("again", "native", 1, [3, 1]) == 5
     group = TraceReader(view).groups()[5]
@@ -76,7 +76,7 @@ def test_groups_and_sites_run_out():
     assert all(c.site in ("", f"train.py:{c.number} in step") for c in TraceReader(view).calls())
 
 
-def test_a_long_line_keeps_its_end():
+def test_long_call_site_keeps_its_end():
     recorder, view = recorded()
     group = recorder.add_group("world", "gloo", 0, [0])
     call(recorder, group, 1, "ä" * 200 + "/train.py:1 in step").end(True)
@@ -86,12 +86,12 @@ def test_a_long_line_keeps_its_end():
 
 
 @pytest.mark.parametrize("data", [b"", b"x" * 5000, b"allrtrc\0", bytes(4096)], ids=["empty", "text", "short", "zeros"])
-def test_what_is_no_trace(data):
+def test_non_trace_data_is_refused(data):
     with pytest.raises(TraceError, match=r"a\.trace is not a trace of allranks"):
         TraceReader(data, "a.trace")
 
 
-def test_other_versions_and_pieces():
+def test_other_version_is_refused_and_truncated_data_is_read():
     recorder, view = recorded()
     group = recorder.add_group("world", "gloo", 0, [0, 1])
     for number in range(1, 6):
@@ -105,10 +105,10 @@ def test_other_versions_and_pieces():
             read = list(TraceReader(whole[:size]).calls())
         except TraceError:
             continue
-        assert [c.number for c in read] == list(range(1, len(read) + 1))  # only records are missing
+        assert [c.number for c in read] == list(range(1, len(read) + 1))  # the calls before the truncation are complete
 
 
-def test_damage_is_refused_or_read():
+def test_damaged_data_is_refused_or_read():
     recorder, view = recorded()
     group = recorder.add_group("world", "gloo", 0, [0, 1])
     for number in range(1, 6):
@@ -126,18 +126,18 @@ def test_damage_is_refused_or_read():
 
 
 @pytest.mark.parametrize("members", [1, 2, 64, 1000, 5000])
-def test_sizes_are_the_cores(members):
+def test_memory_sizes_match_the_core(members):
     for records in (8, memory.RECORDS):
         assert memory_bytes(records, members) == _core.trace_bytes(records, members)
 
 
-def test_names_are_the_cores():
+def test_names_match_the_core():
     assert {name: DTYPES.index(name) for name in DTYPES} == _core.DTYPES
     assert {name: OPS.index(name) for name in OPS} == _core.REDUCE_OPS
     assert set(PURPOSES[1:]) == _core.PURPOSES
 
 
-def test_ranks_record_what_they_call():
+def test_ranks_record_their_calls():
     def body():
         rank = dist.get_rank()
         for _ in range(3):
@@ -155,7 +155,7 @@ def test_ranks_record_what_they_call():
     for rank, (group, calls) in enumerate(results):
         assert (group.name, group.engine, group.rank, group.ranks) == ("world", "native", rank, (0, 1))
         assert [c[:2] for c in calls[:4]] == [(f"all_reduce #{n}", 6) for n in (1, 2, 3)] + [("barrier #4", 0)]
-        assert calls[3][3] == 1  # the last to come
+        assert calls[3][3] == 1  # rank 1 arrived last
         assert calls[4][:3] == (("send to 1", "recv from 0")[rank], 7, 5)
         assert all(ended for *_, ended, _, _ in calls)
         assert all(met for *_, met, _ in calls[:4])
@@ -164,10 +164,10 @@ def test_ranks_record_what_they_call():
         assert group.late[1].times + group.late[0].times == group.compared == 4
         assert 0.15 < group.late[1].seconds < PROMPT_S
     assert results[0][0].totals["barrier"].waiting > 0.15
-    assert "test_reader.py" in results[0][1][3][6]  # it took long
+    assert "test_reader.py" in results[0][1][3][6]  # the call site is recorded because the call took long
 
 
-def test_a_killed_rank_is_read_by_who_holds_its_memory():
+def test_memory_of_killed_rank_is_readable():
     fd = memory.create_memory(2)
 
     path = f"/proc/{os.getpid()}/fd/{fd}"
@@ -187,7 +187,7 @@ def test_a_killed_rank_is_read_by_who_holds_its_memory():
     os.close(fd)
 
 
-def test_a_forked_child_records_nothing():
+def test_forked_child_records_nothing():
     def body():
         pid = os.fork()
         if pid == 0:
@@ -197,7 +197,7 @@ def test_a_forked_child_records_nothing():
     assert run_ranks(2, body) == [0, 0]
 
 
-def test_switched_off():
+def test_recording_can_be_disabled():
     def body():
         dist.all_reduce(torch.ones(2))
         return memory.reader() is None, dist.stats().calls
@@ -205,7 +205,7 @@ def test_switched_off():
     assert run_ranks(2, body, env={memory.RECORD_SWITCH: "0"}) == [(True, 1)] * 2
 
 
-def test_a_rank_alone_is_never_late():
+def test_single_rank_is_never_late():
     def body():
         dist.all_reduce(torch.ones(2))
         group = memory.reader().groups()[1]

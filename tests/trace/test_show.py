@@ -1,4 +1,4 @@
-"""``allranks trace show`` and ``allranks top``: a live job, asked from outside."""
+"""``allranks trace show`` and ``allranks top``: queries of a running job from another process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return warm.run([sys.executable, "-m", "allranks", *words], timeout=60)
 
 
-def test_show_and_top(job: subprocess.Popen[bytes]) -> None:
+def test_show_and_top_print_waits_of_running_job(job: subprocess.Popen[bytes]) -> None:
     done = command("trace", "show", "--calls", "2", str(job.pid))
     assert done.returncode == 0, done.stderr
     text = re.sub(r"\b\d+(\.\d+)? (s|ms)\b", "N s", re.sub("rank . arrived last", "rank X arrived last", done.stdout))
@@ -94,7 +94,7 @@ def test_show_and_top(job: subprocess.Popen[bytes]) -> None:
     assert [set(json.loads(line)) for line in looks] == [{"before", "now"}] * 2
 
 
-def test_top_ends_with_its_job(job: subprocess.Popen[bytes]) -> None:
+def test_top_exits_when_its_job_ends(job: subprocess.Popen[bytes]) -> None:
     words = [sys.executable, "-m", "allranks", "top", "-d", "0.2", str(job.pid)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as top:
         assert top.stdout is not None
@@ -104,7 +104,7 @@ def test_top_ends_with_its_job(job: subprocess.Popen[bytes]) -> None:
     assert (top.returncode, errors) == (0, f"allranks top: job {job.pid} has ended\n")
 
 
-def test_ranks_that_are_gone_and_a_launcher_that_is_stopped(job: subprocess.Popen[bytes]) -> None:
+def test_stopped_or_exited_launcher_is_reported(job: subprocess.Popen[bytes]) -> None:
     found = next(each for each in jobs.find() if each.pid == job.pid)
     os.kill(job.pid, signal.SIGSTOP)
     with pytest.raises(jobs.NoAnswer, match="does not answer: check whether its launcher is stopped"):
@@ -115,10 +115,10 @@ def test_ranks_that_are_gone_and_a_launcher_that_is_stopped(job: subprocess.Pope
     job.wait(30)
     with pytest.raises(jobs.NoAnswer, match=rf"job {job.pid} has ended"):
         jobs.ask(found, jobs.Question())
-    assert job.pid not in [each.pid for each in jobs.find()]  # no file to be left
+    assert job.pid not in [each.pid for each in jobs.find()]  # the address is not a file, so nothing remains
 
 
-def test_wrong_jobs_are_refused(job: subprocess.Popen[bytes]) -> None:
+def test_unknown_job_error_lists_running_jobs(job: subprocess.Popen[bytes]) -> None:
     done = command("trace", "show", "1")
     assert done.returncode == 2
     assert "no job here has the launcher 1; running jobs:\n" in done.stderr
@@ -126,8 +126,8 @@ def test_wrong_jobs_are_refused(job: subprocess.Popen[bytes]) -> None:
     assert command("trace").returncode == command("trace", "shwo").returncode == 2
 
 
-def test_a_name_that_somebody_else_has_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the abstract namespace, each user may take any name, and containers may share it."""
+def test_address_in_use_by_another_process_does_not_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any user can bind any name in the abstract namespace, and containers can share the namespace."""
     assert jobs.own_address(0) != jobs.own_address(0)
     taken = jobs.own_address(0)
     monkeypatch.setattr("allranks.launch.agents.inquiries.own_address", lambda number: taken)
@@ -139,7 +139,7 @@ def test_a_name_that_somebody_else_has_ends_no_job(monkeypatch: pytest.MonkeyPat
         inquiries.close()
 
 
-def test_strangers_and_garbage_do_not_hold_it_up() -> None:
+def test_idle_and_invalid_clients_do_not_block_inquiries() -> None:
     inquiries = Inquiries()
     address = next(each.address for each in jobs.find() if each.pid == os.getpid())
     silent, wrong = (socket.socket(socket.AF_UNIX) for _ in range(2))
@@ -153,7 +153,7 @@ def test_strangers_and_garbage_do_not_hold_it_up() -> None:
         connection.settimeout(1)
         connection.connect(address)
         inquiries.take()
-    assert crowd[-1].recv(1) == b""  # too many
+    assert crowd[-1].recv(1) == b""  # over the limit of connections
     crowd[0].sendall(b'{"recent": 3}\n')
     assert inquiries.take() == [jobs.Question(3)]
     inquiries.answer(b"{}\n")
@@ -166,7 +166,7 @@ def test_strangers_and_garbage_do_not_hold_it_up() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="to become another user one must be root")
-def test_another_user_gets_nothing() -> None:
+def test_another_user_gets_no_answer() -> None:
     inquiries = Inquiries()
     address = next(each.address for each in jobs.find() if each.pid == os.getpid())
     script = (

@@ -1,4 +1,4 @@
-"""What calls took: from made-up groups to the table, the JSON, and the text that Prometheus' own parser reads."""
+"""Statistics of calls from constructed groups: the table, the JSON, and text for the parser of Prometheus."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def group(late, name="world", ranks=(0, 1, 2), compared=1000, **verbs):
     return GroupStats(name, ranks, verbs or {"all_reduce": VerbStats(compared, 4096, 20.0, 15.0)}, compared, late)
 
 
-def test_the_table():
+def test_table_lists_calls_and_late_ranks():
     world = group({0: (100, 0.1), 2: (900, 12.0)})
     lines = JobStats([rank(0, world), rank(1, world), rank(2, world, host="node1")]).lines()
     assert lines == [
@@ -33,35 +33,35 @@ def test_the_table():
     [
         ((0, 1, 2), 501, 5.1, True),
         ((0, 1, 2), 500, 5.1, False),  # not more than half
-        ((0, 1, 2), 900, 4.9, False),  # it costs little
-        ((0, 1), 600, 50.0, False),  # of two, one is the last in half of the calls anyway
+        ((0, 1, 2), 900, 4.9, False),  # less than 5% of the time
+        ((0, 1), 600, 50.0, False),  # with two ranks, each is expected to be last in half of the calls
         ((0, 1), 670, 50.0, True),
     ],
 )
-def test_who_stands_out(ranks, times, seconds, stands_out):
+def test_rank_stands_out_if_often_and_long_late(ranks, times, seconds, stands_out):
     stats = JobStats([rank(0, group({1: (times, seconds)}, ranks=ranks))])
     assert [each.stands_out for each in stats.late] == [stands_out]
     assert len(stats.warnings()) == stands_out
 
 
-def test_a_few_calls_say_nothing():
+def test_few_calls_give_no_warning():
     assert JobStats([rank(0, group({1: (10, 50.0)}, compared=10))]).warnings() == []
 
 
-def test_the_rank_that_has_compared_the_most_is_believed():
+def test_counts_come_from_rank_with_most_compared_calls():
     ranks = [rank(0, group({1: (3, 0.3)}, compared=5)), rank(1, group({1: (5, 0.5)}, compared=8))]
     (late,) = JobStats(ranks).late
     assert (late.times, late.compared) == (5, 8)
 
 
-def test_groups_of_one_name_that_followed_each_other_are_one():
+def test_successive_groups_of_one_name_are_summed():
     first, second = group({1: (3, 0.3)}, compared=5), group({1: (4, 0.5), 2: (1, 0.1)}, compared=5)
     stats = JobStats([rank(0, first, second)])
     assert [(late.rank, late.times, late.compared) for late in stats.late] == [(1, 7, 10), (2, 1, 10)]
     assert stats.verbs[0].calls == 10
 
 
-def test_nothing():
+def test_job_without_calls_has_empty_statistics():
     stats = JobStats([])
     assert stats.lines() == ["no rank has made a call"]
     assert stats.as_json() == {"ranks": 0, "seconds": 0.0, "share_in_calls": 0, "verbs": {}, "late": [], "workers": []}
@@ -69,7 +69,7 @@ def test_nothing():
     assert "allranks_ranks 0\n" in prometheus([])
 
 
-def test_json():
+def test_json_contains_verbs_and_late_ranks():
     stats = JobStats([rank(0, group({1: (900, 12.0)}))]).as_json()
     assert stats["verbs"]["all_reduce"] == {
         "verb": "all_reduce",
@@ -82,7 +82,7 @@ def test_json():
     assert stats["late"][0]["stands_out"] is True
 
 
-def test_prometheus_reads_the_text():
+def test_prometheus_parser_reads_the_text():
     from prometheus_client.parser import text_string_to_metric_families
 
     odd = 'a "name" \\ of\nmine'

@@ -1,4 +1,4 @@
-"""Timelines: calls of several processes on one clock, what is drawn of them, and what is no trace."""
+"""Timelines: calls of several processes on one clock, the files drawn from them, and refused input."""
 
 import gzip
 import json
@@ -51,11 +51,11 @@ def process(number, rank, calls, host="node0", clock=0, name="world", size=2, wa
 
 
 def wire(timeline):
-    """The events as they are read from the file."""
+    """Return the events after a round trip through JSON, as a reader of the file gets them."""
     return json.loads(json.dumps(list(chrome.events(timeline))))
 
 
-def test_who_waited_for_whom():
+def test_waits_and_messages_are_drawn_as_arrows():
     calls = [
         [call(1, "all_reduce", 1 * MS, 9 * MS), call(2, "send", 10 * MS, 11 * MS, number=0, peer=1, tag=3)],
         [call(1, "all_reduce", 5 * MS, 8 * MS), call(2, "recv", 12 * MS, 13 * MS, number=0, peer=0, tag=3)],
@@ -75,7 +75,7 @@ def test_who_waited_for_whom():
     assert (found.compared, found.error, found.end) == (1, 0.0, 12 * MS)
 
 
-def test_hosts_with_other_clocks():
+def test_clocks_of_hosts_are_aligned():
     chance = random.Random(1)
     ahead = 123_456_789_012_345
     calls = [[], []]
@@ -99,21 +99,21 @@ def test_hosts_with_other_clocks():
     for one, other in zip(*rows.values(), strict=True):
         late = one.call.entered_ns + ahead - other.call.entered_ns
         right += one.last == (0 if late > 0 else 1)
-        assert one.last in (-1, 0 if late > 0 else 1)  # never the wrong one
+        assert one.last in (-1, 0 if late > 0 else 1)  # the rank is right, or it is unknown (-1)
     assert right > 180
     stated = chrome.other_data(found)
     assert stated["error between any two ranks (us)"] == round(found.error / 1e3, 1)
     assert stated["clocks"][1]["host"] == "node1"
 
 
-def test_hosts_that_nothing_connects():
+def test_unconnected_hosts_have_unknown_clock_error():
     alone = [process(r, r, [call(1, "barrier", 5 + r, 9 + r)], f"node{r}", r, f"g{r}", wall=10**18 + r) for r in (0, 1)]
     found = build(alone)
     assert (found.error, found.clocks[1].error) == (None, None)
     assert chrome.other_data(found)["clocks"][1]["error (us)"] == "not known"
 
 
-def test_a_call_that_has_not_ended():
+def test_unfinished_call_is_drawn_to_the_end():
     there = [call(1, "barrier", 1 * MS, 0)], [call(1, "send", 5 * MS, 6 * MS, number=0, peer=0)]
     found = build([process(rank, rank, there[rank]) for rank in range(2)])
     hung = found.slices[0]
@@ -121,7 +121,7 @@ def test_a_call_that_has_not_ended():
     assert chrome.slice_arguments(hung)["outcome"] == "had not ended"
 
 
-def test_a_rank_that_was_started_again():
+def test_restarted_rank_gets_separate_rows():
     before = [process(r, r, [call(1, "barrier", 10 + r, 20)]) for r in range(2)]
     later = [process(2 + r, r, [call(1, "barrier", 10**10 + 10 + r, 10**10 + 20)]) for r in (0, 1)]
     alone = process(4, 1, [call(1, "barrier", 5 * 10**9, 5 * 10**9 + 9)])
@@ -132,7 +132,7 @@ def test_a_rank_that_was_started_again():
     assert names == [f"rank {n} (node0)" for n in ("0", "0.1", "1", "1.1", "1.2")]
 
 
-def test_messages_of_which_some_are_not_known():
+def test_messages_match_although_some_are_missing():
     sends = [call(i, "send", i * MS, i * MS + 1, number=0, peer=1) for i in range(1, 6)]
     recvs = [call(i, "recv", (i + 3) * MS, (i + 3) * MS + 1, number=0, peer=0) for i in range(1, 3)]
     late = process(1, 1, recvs, clock=3 * MS + 1, wall=10**18 + 3 * MS + 1)
@@ -142,21 +142,21 @@ def test_messages_of_which_some_are_not_known():
     assert build([process(0, 0, sends), process(1, 1, from_any)]).arrows == ()
 
 
-def test_overlapping_calls_have_lanes():
+def test_overlapping_calls_use_separate_lanes():
     calls = [call(1, "all_reduce", 10, 50), call(2, "all_reduce", 20, 40), call(3, "all_reduce", 45, 60)]
     found = build([process(0, 0, calls, size=1)])
     assert [(s.call.index, s.lane) for s in found.slices] == [(1, 0), (2, 1), (3, 1)]
     assert found.rows[0].lanes == 2
 
 
-def test_only_the_end():
+def test_last_s_limits_the_timeline():
     calls = [call(i, "barrier", i * MS, i * MS + 10) for i in range(1, 101)]
     found = build([process(0, 0, calls, size=1)], last_s=0.01)
     assert [s.call.index for s in found.slices] == list(range(91, 101))
     assert found.slices[0].begin >= 0
 
 
-def test_events_are_nested_and_flows_have_both_ends(tmp_path):
+def test_events_nest_and_flows_have_both_ends(tmp_path):
     def body():
         with dist.trace.record(tmp_path):
             for i in range(10):
@@ -199,7 +199,7 @@ def test_events_are_nested_and_flows_have_both_ends(tmp_path):
     assert {e["args"]["name"] for e in found if e["name"] == "thread_name"} >= {"world", "messages"}
 
 
-def test_the_command(command, tmp_path):
+def test_timeline_command_writes_all_formats(command, tmp_path):
     (tmp_path / "steps.py").write_text(STEPS)
     assert command("run", "-n", "2", "--trace", "traces", "steps.py").returncode == 0
     done = command(
@@ -222,7 +222,7 @@ def test_the_command(command, tmp_path):
     assert "no files of rank 0\n" in done.stdout
 
 
-def test_record(command, tmp_path):
+def test_record_command_runs_job_and_writes_timeline(command, tmp_path):
     (tmp_path / "steps.py").write_text(STEPS + "sys.exit(3 * rank)\n")
     done = command("trace", "record", "-o", "out.html", "--", "-n", "2", "-q", "steps.py")
     assert done.returncode == 3
@@ -236,7 +236,7 @@ def test_record(command, tmp_path):
     assert done.stderr.startswith("allranks trace record: error: no calls to draw: ")
 
 
-def test_a_job_that_hangs(tmp_path):
+def test_timeline_of_hanging_job_shows_open_call(tmp_path):
     (tmp_path / "steps.py").write_text(STEPS + "if rank: print('here', flush=True); time.sleep(100)\ndist.barrier()\n")
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     job = subprocess.Popen(
@@ -246,7 +246,7 @@ def test_a_job_that_hangs(tmp_path):
     assert job.stdout.readline() == "[1] here\n"
     time.sleep(1.5)
     (folder,) = tmp_path.glob(".allranks-trace-*")
-    found = read([folder])  # while it runs
+    found = read([folder])  # while the job runs
     hung = next(each for each in found.slices if not each.ended)
     assert hung.title == "barrier #6"
     assert hung.waited_until - hung.begin > 1e9
@@ -289,7 +289,7 @@ def test_what_is_refused(command, tmp_path, words, says):
     assert done.stderr.count("\n") == 1
 
 
-def test_damaged_calls_are_drawn_or_refused(tmp_path):
+def test_damaged_trace_is_drawn_or_refused(tmp_path):
     from test_reader import call as begin
     from test_reader import recorded
 
@@ -311,7 +311,7 @@ def test_damaged_calls_are_drawn_or_refused(tmp_path):
         page.write(found, tmp_path / "page.html")
 
 
-def test_a_page_in_a_browser(tmp_path):
+def test_page_works_in_a_browser(tmp_path):
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         missing = "there is no chromium to show a page"
@@ -346,7 +346,7 @@ def test_a_page_in_a_browser(tmp_path):
     assert "came last: rank 1" in title
 
 
-def test_a_profile_is_merged(command, tmp_path):
+def test_torch_profile_is_merged(command, tmp_path):
     def body():
         with dist.trace.record(tmp_path / "traces"):
             from torch.profiler import ProfilerActivity, profile, record_function
@@ -368,7 +368,7 @@ def test_a_profile_is_merged(command, tmp_path):
         around = sorted((e for e in mine if e["name"] == "around"), key=lambda e: e["ts"])
         calls = sorted((e for e in mine if e["name"].startswith("all_reduce #")), key=lambda e: e["ts"])
         assert len(around) == len(calls) == 3
-        for outer, inner in zip(around, calls, strict=True):  # on one clock, to some microseconds
+        for outer, inner in zip(around, calls, strict=True):  # both use one clock, within 50 us
             assert outer["ts"] - 50 <= inner["ts"]
             assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 50
         assert any(e["name"] == "aten::mm" for e in mine)
@@ -386,7 +386,7 @@ def test_a_profile_is_merged(command, tmp_path):
         assert says in done.stderr
 
 
-def test_a_file_that_is_written_meanwhile(tmp_path):
+def test_file_is_readable_while_it_is_written(tmp_path):
     def body():
         with dist.trace.record(tmp_path) as file:
             for _ in range(5):

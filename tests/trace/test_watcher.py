@@ -1,4 +1,4 @@
-"""Notices without a launcher: the lowest waiting rank near a late one tells for all."""
+"""Wait reports without a launcher: the lowest waiting rank on the host of a late rank reports for all ranks."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def teller(*states: RankState) -> int:
     return choose_teller(diagnose(states), PEERS, CALL)
 
 
-def test_who_tells() -> None:
-    # As seen from node0: of node1 only the numbers of collectives are known.
-    assert teller(state(0, 5, True), state(1, 4), state(2, 5), state(3, 5)) == 0  # beside the late rank
+def test_reporting_rank_is_chosen_near_the_late_rank() -> None:
+    # View of node0, which knows only the numbers of the collectives on node1.
+    assert teller(state(0, 5, True), state(1, 4), state(2, 5), state(3, 5)) == 0  # on the host of the late rank
     assert teller(state(0, 4), state(1, 5, True), state(2, 5), state(3, 5)) == 1
-    assert teller(state(0, 5, True), state(1, 5, True), state(2, 5), state(3, 4)) == 2  # who can see its process
-    assert teller(state(0, 5, True), state(1, 5, True), state(2, 4), state(3, 4)) == 0  # nobody can
+    assert teller(state(0, 5, True), state(1, 5, True), state(2, 5), state(3, 4)) == 2  # it sees the process of rank 3
+    assert teller(state(0, 5, True), state(1, 5, True), state(2, 4), state(3, 4)) == 0  # no waiting rank sees them
 
 
 PROGRAM = """
@@ -55,7 +55,7 @@ for step in range(3):
 """
 
 
-def test_ranks_that_were_started_by_hand(tmp_path: Path) -> None:
+def test_one_rank_reports_the_wait_without_a_launcher(tmp_path: Path) -> None:
     (tmp_path / "hung.py").write_text(PROGRAM)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -83,7 +83,7 @@ def test_ranks_that_were_started_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "1h"])
-def test_no_thread_or_no_word(value: str) -> None:
+def test_reports_can_be_disabled_or_delayed(value: str) -> None:
     script = (
         "import threading, allranks as dist; "
         "dist.init_process_group(init_method='tcp://127.0.0.1:0', rank=0, world_size=1);"
