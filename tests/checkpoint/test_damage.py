@@ -317,7 +317,7 @@ def test_error_before_the_first_read_leaves_the_state_unchanged(copy: Path) -> N
 
 
 def test_load_error_of_one_rank_is_raised_on_all_ranks(copy: Path) -> None:
-    """Errors of the state to fill and of the files. Ranks without an error of their own keep their state unchanged."""
+    """Errors of the state to fill and of the files. Ranks without a local error keep their state unchanged."""
     import allranks as dist
 
     def loads() -> list[str]:

@@ -82,7 +82,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def check(found: dict[str, Any], rank: int, step: int) -> None:
-    """Assert that a state is what the rank has saved, with its own shard or with the whole tensor."""
+    """Assert that a state equals the state that the rank has saved, with its own shard or with the whole tensor."""
     right, found = plain(state(rank, step)), plain(found)
     if found["shard"].shape != right["shard"].shape:
         right["shard"] = torch.cat([state(each, step)["shard"].tensor for each in range(RANKS)])

@@ -93,7 +93,7 @@ def test_rank_killed_before_the_first_connection_is_reported(three_hosts: Cluste
         began = time.monotonic()
         if dist.get_rank() == 0:
             with pytest.raises(dist.PeerLostError, match="died") as caught:
-                dist.recv(torch.ones(1), 1)  # rank 1 is alive, but waits in a call of its own
+                dist.recv(torch.ones(1), 1)  # rank 1 is alive, but waits in another call
         else:
             with pytest.raises(dist.PeerLostError, match="died") as caught:
                 dist.all_reduce(torch.ones(1))

@@ -49,7 +49,7 @@ def said(done: Done) -> list[str]:
 
 
 def test_salloc_starts_ranks_on_all_nodes(job: Jobs) -> None:
-    """As many ranks on each node as the allocation has tasks there."""
+    """One rank on each node for each task that the allocation has on the node."""
     done = finish(job.start_any(0, "salloc", "-N2", "--ntasks-per-node=2", *RUN, job.write(MEET), torch=True))
     assert (done.code, said(done)) == (0, ["4 0 0 node0", "4 1 1 node0", "4 2 0 node1", "4 3 1 node1"]), done
 
