@@ -1,7 +1,7 @@
 """Schedulers without a test installation, simulated by small stand-ins for their commands.
 
-The stand-ins start real processes on the test hosts by ssh, in the environments that the schedulers set. What a command
-passes to a host (stdin, variables) follows the manual of the scheduler.
+The stand-ins start real processes on the test hosts by ssh, in the environments that the schedulers set. The data that
+a command passes to a host (stdin, variables) follows the manual of the scheduler.
 """
 
 from __future__ import annotations
