@@ -1,7 +1,7 @@
-"""A machine that loses its power while it saves, and a disk that fails, simulated on what the saves asked for.
+"""Simulated power losses and disk errors during a save, based on the recorded system calls.
 
-``Disk`` notes each write, fsync, rename and removal while they are done. A crash at any moment is then laid out in
-another folder: what was synced is there; of the rest, a seed decides what the disk had written by itself, in any order.
+``Disk`` records each write, fsync, rename and removal. ``crash`` then builds the folder that a power loss at any moment
+can leave. Synced data is present. A seed decides which unsynced changes the disk has written, in any order.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def _path_of(fd: int) -> str:
 
 
 class Disk:
-    """Notes what is asked of it."""
+    """Recorder of the file system calls of this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[tuple[Any, ...]] = []  # when, what
+        self.log: list[tuple[Any, ...]] = []  # entries: time, call, path, arguments
         self._real = {name: getattr(os, name) for name in ("write", "fsync", "rename", "mkdir", "unlink", "rmdir")}
         for name in self._real:
             monkeypatch.setattr(os, name, getattr(self, name))
@@ -69,7 +69,7 @@ class Disk:
 
 
 class Node:
-    """A file or a folder: what it is, and what of it the disk has for sure."""
+    """File or folder: its current content and the content that is durable on the disk."""
 
     def __init__(self, is_folder: bool) -> None:
         self.is_folder = is_folder
@@ -81,7 +81,7 @@ class Node:
 
 
 def crash(log: list[tuple[Any, ...]], root: Path, into: Path, pick: random.Random) -> None:
-    """Lays out what the disk has after these calls."""
+    """Build the folder that the disk can contain after these calls."""
     top = Node(True)
     for _, call, path, *rest in log:
         if not path.startswith(f"{root}/") and path != str(root):
@@ -131,7 +131,7 @@ def _apply(call: str, folder: Node, name: str, rest: list[Any], root: Path) -> N
 def _lay_out(node: Node, into: Path, pick: random.Random) -> None:
     into.mkdir()
     names = dict(node.durable_names)
-    for kind, which, other in node.since:  # in order, as a journal has them; each may be the last that was written
+    for kind, which, other in node.since:  # in order, as in a journal; any of them may be the last one on the disk
         if pick.random() < 0.5:
             break
         if kind == "rename":
@@ -148,7 +148,7 @@ def _lay_out(node: Node, into: Path, pick: random.Random) -> None:
             _lay_out(child, into / name, pick)
             continue
         data = bytearray(child.durable)
-        if len(child.data) > len(data) and pick.random() < 0.7:  # some pages came, others are zeros
+        if len(child.data) > len(data) and pick.random() < 0.7:  # some pages were written, others are zeros
             more = bytearray(child.data[len(data) : pick.randrange(len(data), len(child.data) + 1)])
             for begin in range(0, len(more), 4096):
                 if pick.random() < 0.5:
@@ -173,7 +173,7 @@ def _ranks() -> int:
 
 
 def recorded(folder: Path, steps: Sequence[int], background: bool) -> tuple[list[tuple[Any, ...]], Path]:
-    """Saves these steps. Returns what was asked of the disk by this rank, and the folder that it was told."""
+    """Save these steps. Return the file system calls of this rank and the folder that was passed."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="checkpoint.save: the ranks have 2 different folders")
         disk = Disk(patch)
@@ -188,10 +188,10 @@ def recorded(folder: Path, steps: Sequence[int], background: bool) -> tuple[list
 
 @pytest.mark.parametrize("background", [False, True], ids=["save", "save_async"])
 @pytest.mark.parametrize("kind", ["one process", "two ranks", "two folders"])
-def test_after_a_crash_the_newest_announced_is_there(
+def test_newest_reported_checkpoint_survives_a_crash(
     tmp_path: Path, kind: str, background: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """The folder, and those that it lies in, are made by the first save."""
+    """Crash simulation in which the first save creates the folder and its parent folders."""
     root, steps = tmp_path / "disk", (1, 2, 2, 3, 4)
     root.mkdir()
     if kind == "one process":
@@ -222,11 +222,11 @@ def test_after_a_crash_the_newest_announced_is_there(
             assert torch.equal(loaded["x"], right["x"])
             assert torch.equal(loaded["y"][0], right["y"][0])
             assert loaded["mine"].unique().tolist() == [found[1]]
-    assert not recwarn.list  # none was damaged: a name is given to what is whole
+    assert not recwarn.list  # no checkpoint was damaged: a folder gets its final name only when it is complete
 
 
 def newest_of(into: Path, kind: str) -> tuple[Path, int] | None:
-    """The folder after a crash, with the shares of both where there are two, and its newest step that is whole."""
+    """Return the folder after a crash and its newest complete step, with both shares if there are two."""
     if kind != "two folders":
         folder = into / "a" / ("b" if kind == "one process" else "both") / "checkpoints"
         newest = checkpoint.latest(folder)
@@ -240,8 +240,8 @@ def newest_of(into: Path, kind: str) -> tuple[Path, int] | None:
     return max(((first, step) for step, name in saves if saves.count((step, name)) == 2), default=None)
 
 
-def test_a_crash_is_seen_without_fsync(tmp_path: Path) -> None:
-    """The simulation finds what a save without fsync would lose: of its files, of the folders that it makes."""
+def test_simulation_detects_a_missing_fsync(tmp_path: Path) -> None:
+    """Check that a save without fsync of its files or of its new folders loses data in the simulation."""
     root = tmp_path / "disk"
     root.mkdir()
     log, _ = recorded(root / "a" / "b", [1], False)
@@ -271,8 +271,10 @@ CALLS = ("write", "fsync", "rename", "mkdir", "open")
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_any_call_that_fails(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first, the second, ...: each time all is as it was, and the next save goes well."""
+def test_failed_system_call_changes_nothing_and_the_next_save_succeeds(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fail the first, second, ... occurrence of a call; the files stay unchanged and the next save succeeds."""
     checkpoint.save(state(1), tmp_path, step=1)
     real: Callable[..., Any] = getattr(os, call)
     failed = 0
@@ -288,7 +290,7 @@ def test_any_call_that_fails(call: str, tmp_path: Path, monkeypatch: pytest.Monk
         with monkeypatch.context() as patch:
             patch.setattr(os, call, fail)
             said = _error_of(lambda: checkpoint.save(state(2), tmp_path, step=2))
-        if not said and number:  # the first mkdir is of a folder that is there
+        if not said and number:  # the first mkdir is of an existing folder
             break
         assert not said or "Input/output error" in said
         failed += bool(said)
@@ -303,7 +305,7 @@ def test_any_call_that_fails(call: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert torch.equal(checkpoint.load(tmp_path)["x"], state(3)["x"])
 
 
-def test_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_completes_after_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, pick = os.write, random.Random(5)
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[: pick.randrange(1, len(data) + 1)]))
     checkpoint.save(state(1), tmp_path, step=1)

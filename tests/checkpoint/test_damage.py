@@ -1,4 +1,4 @@
-"""Nothing that is damaged is loaded, and it is named; whatever a manifest says, nothing worse than an error happens."""
+"""Damaged checkpoints are not loaded, and the error names the file. An invalid manifest causes only an error."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def flip(path: Path, bit: int) -> None:
 
 
 def test_a_flipped_bit_anywhere_is_found(copy: Path) -> None:
-    """By verify always; by load unless that does not read it: the head of a file, what only the other rank has."""
+    """Check that verify finds every flipped bit.
+
+    load finds each one except in data that it does not read: headers of files and tensors that only the other rank has.
+    """
     pick = random.Random(1)
     manifest = load_manifest(copy)
     heads = {file.name: file.head for file in manifest.files}
@@ -83,7 +86,7 @@ def test_a_flipped_bit_anywhere_is_found(copy: Path) -> None:
     assert checkpoint.verify(copy) == []
 
 
-def test_the_newest_that_is_whole_is_taken(copy: Path) -> None:
+def test_newest_undamaged_checkpoint_is_selected(copy: Path) -> None:
     folder = copy.parent
     shutil.copytree(copy, folder / "step-0000000009")
     flip(folder / "step-0000000009" / MANIFEST, 100)
@@ -98,7 +101,7 @@ def test_the_newest_that_is_whole_is_taken(copy: Path) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_many_blocks_are_read_and_checked_by_any_number_of_threads(threads: int, tmp_path: Path) -> None:
-    """A process reads in two threads if torch has as many; rows that begin and end within blocks, too."""
+    """Reads with one thread and with two, also of rows that begin and end within blocks."""
     rows = torch.randn(4567, 1024, generator=torch.Generator().manual_seed(1))  # 18 MiB: five blocks
     path = checkpoint.save({"rows": rows}, tmp_path, step=1)
     (part,) = path.glob("*.safetensors")
@@ -140,7 +143,7 @@ def test_checkpoint_loads_if_no_thread_can_be_started(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("what", ["missing", "short", "long", "manifest"])
-def test_files_that_are_missing_or_cut(copy: Path, what: str) -> None:
+def test_missing_and_truncated_files_are_reported(copy: Path, what: str) -> None:
     part = copy / "part-00001.safetensors"
     if what == "missing":
         part.unlink()
@@ -158,7 +161,7 @@ def test_files_that_are_missing_or_cut(copy: Path, what: str) -> None:
 
 
 def resealed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Writes a manifest that is another, with the right digest."""
+    """Write a changed manifest with a valid digest."""
     path = folder / MANIFEST
     found = json.loads(path.read_bytes())
     del found["digest"]
@@ -219,7 +222,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_manifests_that_lie(copy: Path, lie: str) -> None:
+def test_inconsistent_manifest_is_rejected(copy: Path, lie: str) -> None:
     resealed(copy, LIES[lie])
     with pytest.raises(CheckpointError):
         checkpoint.load(copy)
@@ -227,8 +230,8 @@ def test_manifests_that_lie(copy: Path, lie: str) -> None:
         checkpoint.load(copy, into={"text": {}} if "dict" in lie else {})
 
 
-def test_a_part_that_is_no_plain_file(copy: Path) -> None:
-    """A link leads out of the folder, and to open a FIFO would wait for its writer."""
+def test_part_that_is_not_a_regular_file_is_rejected(copy: Path) -> None:
+    """A symbolic link that leads out of the folder, and a FIFO whose open would block until a writer opens it."""
     part = copy / "part-00001.safetensors"
     part.rename(copy.parent / "elsewhere")
     for make in (lambda: part.symlink_to(copy.parent / "elsewhere"), lambda: os.mkfifo(part)):
@@ -241,7 +244,7 @@ def test_a_part_that_is_no_plain_file(copy: Path) -> None:
 
 
 class _FailsOnce:
-    """A disk with one block that cannot be read."""
+    """Disk with one block that cannot be read."""
 
     def __init__(self) -> None:
         self.preadv, self.pread = os.preadv, os.pread
@@ -258,7 +261,7 @@ class _FailsOnce:
         return self.pread(fd, length, where)
 
 
-def test_a_block_that_cannot_be_read_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_block_is_reported_with_file_and_tensor(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = _FailsOnce()
     monkeypatch.setattr(os, "preadv", disk)
     monkeypatch.setattr(os, "pread", disk.head)
@@ -280,7 +283,7 @@ def test_a_block_that_cannot_be_read_is_named(copy: Path, monkeypatch: pytest.Mo
     ] * 2
 
 
-def test_a_folder_that_may_not_be_read_is_left_out(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_checkpoint_is_skipped_with_a_warning(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     newer = Path(shutil.copytree(copy, copy.parent / "step-0000000009"))
     read = Path.read_bytes
 
@@ -294,8 +297,8 @@ def test_a_folder_that_may_not_be_read_is_left_out(copy: Path, monkeypatch: pyte
         assert [info.step for info in checkpoint.list(copy.parent)] == [5]
 
 
-def test_what_can_be_foreseen_leaves_the_state_as_it_was(copy: Path) -> None:
-    """A file that goes away, another dtype, another shape: after no tensor has been filled."""
+def test_error_before_the_first_read_leaves_the_state_unchanged(copy: Path) -> None:
+    """A missing file, a different dtype and a different shape: each is an error before any tensor is filled."""
     part = copy / "part-00001.safetensors"
     into = {"small": {f"t{n}": torch.zeros(10, 10) for n in range(5)}, "large": torch.zeros(1_500_000), "text": ""}
     wrong = {"large": torch.zeros(1_500_000, dtype=torch.float64), "mine": torch.zeros(4)}
@@ -313,8 +316,8 @@ def test_what_can_be_foreseen_leaves_the_state_as_it_was(copy: Path) -> None:
     assert not any(tensor.any() for tensor in (into["large"], *into["small"].values()))  # type: ignore[attr-defined]
 
 
-def test_a_failure_of_one_rank_is_one_of_all(copy: Path) -> None:
-    """Of the state that it fills, and of what it reads; those without a failure have changed nothing."""
+def test_load_error_of_one_rank_is_raised_on_all_ranks(copy: Path) -> None:
+    """Errors of the state to fill and of the files. Ranks without a local error keep their state unchanged."""
     import allranks as dist
 
     def loads() -> list[str]:
@@ -343,7 +346,7 @@ class Refuses:
         raise ValueError("no")
 
 
-def test_manifests_of_garbage(copy: Path) -> None:
+def test_garbage_manifest_is_rejected(copy: Path) -> None:
     pick = random.Random(4)
     original = (copy / MANIFEST).read_bytes()
     for _ in range(200):
@@ -368,7 +371,7 @@ def damage(part: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_newest_that_is_whole_takes_the_place_of_a_damaged_one(ranks: int, tmp_path: Path) -> None:
+def test_newest_undamaged_checkpoint_replaces_a_damaged_one(ranks: int, tmp_path: Path) -> None:
     import allranks as dist
 
     def main() -> Any:
@@ -396,7 +399,7 @@ def test_the_newest_that_is_whole_takes_the_place_of_a_damaged_one(ranks: int, t
     assert run_ranks(ranks, main) == [(3, 1, [1.0], left_out if rank == 0 else []) for rank in range(ranks)]
 
 
-def test_a_state_goes_on_from_the_newest_that_is_whole(tmp_path: Path) -> None:
+def test_state_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path) -> None:
     import allranks as dist
 
     def main() -> float:
@@ -415,12 +418,12 @@ def test_a_state_goes_on_from_the_newest_that_is_whole(tmp_path: Path) -> None:
     assert run_ranks(2, main) == [(45.0, 10)] * 2
 
 
-def test_loading_right_after_a_save_in_the_background(tmp_path: Path) -> None:
+def test_load_right_after_save_async_returns_the_saved_state(tmp_path: Path) -> None:
     checkpoint.save_async({"w": torch.ones(1 << 20)}, tmp_path / "new", step=1)
     assert checkpoint.load(tmp_path / "new")["w"].sum() == 1 << 20
 
 
-def test_names_in_a_checkpoint_do_not_reach_the_terminal_as_they_are(
+def test_control_characters_in_names_do_not_reach_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from allranks.tools.checkpoint import main

@@ -1,6 +1,7 @@
-"""torch's distributed checkpoint over our form, by real ranks on allranks and on gloo; and FSDP2 with our own calls.
+"""torch's distributed checkpoint in the allranks format, on allranks and on gloo; FSDP2 with allranks calls.
 
-What one layout saves, all others must load, to the bit: FSDP2 on other numbers of ranks, plain models, one process.
+A checkpoint of one layout must load bit for bit into every other layout: FSDP2 on another number of ranks, plain
+models, one process.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Numbers = dict[str, torch.Tensor]
 
 
 def trained(seed: int, sharded: bool, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model whose shapes four ranks cannot divide, and its optimizer; the same gradients on all ranks."""
+    """Model whose shapes four ranks cannot divide, and its optimizer; the gradients are equal on all ranks."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
     if sharded:
@@ -50,7 +51,7 @@ def trained(seed: int, sharded: bool, steps: int = 2) -> tuple[nn.Module, torch.
 
 
 def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> Numbers:
-    """All tensors, whole."""
+    """Return all tensors, unsharded."""
     found = dict(model.state_dict())
     for index, state in optimizer.state_dict()["state"].items():
         found |= {f"{index}.{key}": value for key, value in state.items()}
@@ -69,11 +70,11 @@ def assert_same(got: Numbers, expected: Numbers) -> None:
 
 
 def in_world(ranks: int, backend: str, act: Callable[[], Any], folder: Path, **options: Any) -> list[Any]:
-    """What each rank returns of a function that uses torch.distributed."""
+    """Run a function that uses torch.distributed on each rank. Return the results."""
     meeting = folder / f"meeting-{ranks}-{len(list(folder.glob('meeting-*')))}"
 
     def on_rank() -> Any:
-        warnings.simplefilter("ignore")  # torch's, about its own names
+        warnings.simplefilter("ignore")  # torch's warning about its own names
         torch.set_num_threads(1)
         with world(backend, meeting):
             return act()
@@ -116,7 +117,7 @@ EMPTY = {
 
 
 @pytest.mark.parametrize("backend", ["allranks", "gloo"])
-def test_four_ranks_save_others_load(backend: str, tmp_path: Path) -> None:
+def test_checkpoint_of_four_ranks_loads_on_two_ranks_and_on_one(backend: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
 
     def saved() -> list[Numbers]:
@@ -131,13 +132,14 @@ def test_four_ranks_save_others_load(backend: str, tmp_path: Path) -> None:
     assert checkpoint.list(folder)[0].ranks == 4
     for info in checkpoint.list(folder):
         assert checkpoint.verify(info) == []
-        assert not any(b"PK\x03\x04" in path.read_bytes() for path in info.path.iterdir())  # as torch.save writes
+        # no ZIP archive, as torch.save writes
+        assert not any(b"PK\x03\x04" in path.read_bytes() for path in info.path.iterdir())
     for got, extra in in_world(2, backend, loaded, tmp_path):
         for number, each in enumerate(got):
             assert_same(each, expected[number // 2])
         assert str(extra) == str(VALUES)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, that it is alone
+        warnings.simplefilter("ignore")  # torch's warning about a single process
         assert_same(dcp_load(folder, 1, False, {}), expected[0])
         assert_same(dcp_load(folder, None, False, {}), expected[1])
     state = checkpoint.load(folder)
@@ -165,8 +167,8 @@ def test_values_without_elements_are_restored(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path)["array"].shape == (0,)
 
 
-def test_each_loads_what_the_other_has_written(tmp_path: Path) -> None:
-    """checkpoint.save and dcp.load, dcp.save and checkpoint.load; optimizers by their own state_dict."""
+def test_dcp_loads_checkpoint_save_and_checkpoint_load_reads_dcp(tmp_path: Path) -> None:
+    """Both directions; optimizers are saved through their state_dict."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
 
     def saved() -> Numbers:
@@ -187,7 +189,7 @@ def test_each_loads_what_the_other_has_written(tmp_path: Path) -> None:
             state = {"model": model.state_dict(), "moments": optimizer.state_dict()["state"], "step": 0}
             state["optimizer"] = {"state": state.pop("moments")}
             dcp.load(state, storage_reader=checkpoint.StorageReader(ours))
-            optimizer.param_groups[0]["lr"] = 0.1  # not in what was loaded
+            optimizer.param_groups[0]["lr"] = 0.1  # the loaded state does not contain the learning rate
             found.append((numbers(model, optimizer), state["step"]))
         return found
 
@@ -198,8 +200,11 @@ def test_each_loads_what_the_other_has_written(tmp_path: Path) -> None:
             assert step == 3
 
 
-def test_fully_sharded_models_with_our_own_calls(tmp_path: Path) -> None:
-    """Four ranks save FSDP2, and two a plain model; 1, 2 and 3 ranks load both into either, with fresh optimizers."""
+def test_fully_sharded_models_with_checkpoint_save_and_load(tmp_path: Path) -> None:
+    """Checkpoints of FSDP2 on four ranks and of a plain model on two ranks.
+
+    1, 2 and 3 ranks load both into both kinds of model, with new optimizers.
+    """
     folder = tmp_path / "checkpoints"
 
     def saved(sharded: bool) -> Numbers:
@@ -218,7 +223,7 @@ def test_fully_sharded_models_with_our_own_calls(tmp_path: Path) -> None:
                     assert all(isinstance(moment, DTensor) for moment in moments)
                 found.append(numbers(model, optimizer))
                 model(torch.ones(3, 6)).sum().backward()
-                optimizer.step()  # its states fit its parameters
+                optimizer.step()  # the optimizer's state must match its parameters
         return found
 
     expected = [in_world(2, "allranks", lambda: saved(False), tmp_path)[0]]
@@ -230,7 +235,7 @@ def test_fully_sharded_models_with_our_own_calls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
-def test_saves_in_the_background(kind: str, tmp_path: Path) -> None:
+def test_async_save_in_a_thread_or_process(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
 
     def saved() -> float:
@@ -239,7 +244,7 @@ def test_saves_in_the_background(kind: str, tmp_path: Path) -> None:
         for step in (1, 2):
             writer = checkpoint.StorageWriter(folder, step=step, keep=1)
             future = dcp.async_save({"t": tensor, "n": step}, storage_writer=writer, async_checkpointer_type=how)
-            tensor.to_local().add_(1)  # the save has a copy
+            tensor.to_local().add_(1)  # must not change the checkpoint: the save has a copy
             future.result()
         return float(tensor.full_tensor().sum())
 
@@ -253,7 +258,7 @@ def test_saves_in_the_background(kind: str, tmp_path: Path) -> None:
     assert torch.equal(state["t"], torch.arange(10.0) + 1)
 
 
-def test_a_flipped_bit_is_named(tmp_path: Path) -> None:
+def test_flipped_bit_is_reported_with_file_and_tensor(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
 
     def saved() -> None:
@@ -284,18 +289,18 @@ def refusal_of_load(state: dict[str, Any], reader: Any) -> str:
 
 
 def alone(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Without other ranks, of which torch warns."""
+    """Call a function without other ranks, and without torch's warning about it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return call(*args, **options)
 
 
 class Opaque:
-    """Can be pickled, and cannot be in a checkpoint."""
+    """Class whose instances can be pickled but not saved in a checkpoint."""
 
 
-def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path: Path) -> None:
-    """Whichever rank fails; and the same process saves afterwards."""
+def test_unsupported_value_is_reported_and_leaves_no_files(tmp_path: Path) -> None:
+    """Failures of either rank. The same process can save afterwards."""
     folder = tmp_path / "checkpoints"
 
     def saved() -> list[str]:
@@ -324,8 +329,8 @@ def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path: Path) -> Non
         alone(dcp.save, {"a": {"b": 1}}, storage_writer=checkpoint.StorageWriter(folder, step=3), planner=unflattened)
 
 
-def test_a_planner_of_somebody_else(tmp_path: Path) -> None:
-    """One that gives pickled values only: what torch loads without running code can be saved."""
+def test_planner_that_returns_only_pickled_values(tmp_path: Path) -> None:
+    """Check that pickled values are saved if torch can load them without running code."""
 
     class Pickling(dcp.DefaultSavePlanner):
         lookup_object = None
@@ -340,7 +345,7 @@ def test_a_planner_of_somebody_else(tmp_path: Path) -> None:
         alone(dcp.save, {"a": Opaque()}, storage_writer=writer, planner=Pickling())
 
 
-def test_one_save_at_a_time_in_a_folder(tmp_path: Path) -> None:
+def test_concurrent_saves_into_a_folder_are_refused(tmp_path: Path) -> None:
     first, second = (checkpoint.StorageWriter(tmp_path, step=step) for step in (1, 2))
     begun, end = threading.Event(), threading.Event()
 
@@ -356,18 +361,18 @@ def test_one_save_at_a_time_in_a_folder(tmp_path: Path) -> None:
         second.prepare_global_plan([])
     end.set()
     thread.join()
-    second.prepare_global_plan([])  # the first has failed elsewhere: nothing else ends it
+    second.prepare_global_plan([])  # succeeds: no call ends the first save, so it counts as failed on another rank
     assert len(list(tmp_path.glob(".step-*.partial"))) == 1
     del second
     gc.collect()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".job", ".lock"]
 
 
-def test_a_writer_that_is_collected_while_another_save_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector may run wherever memory is taken: also within the lock, in the thread that holds it."""
+def test_writer_is_collected_while_another_save_holds_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector can run at any allocation, also in the thread that holds the lock."""
     first, second = (checkpoint.StorageWriter(tmp_path / name, step=1) for name in ("first", "second"))
     first.prepare_global_plan([])
-    first.itself = first  # type: ignore[attr-defined]  # so that the collector alone ends it
+    first.itself = first  # a reference cycle, so that only the garbage collector deletes the writer
     ended, real = [], folders.new_partial
 
     def new_partial(*arguments: Any) -> Path:
@@ -389,8 +394,8 @@ def test_a_writer_that_is_collected_while_another_save_begins(tmp_path: Path, mo
     assert len(list((tmp_path / "second").glob(".step-*.partial"))) == 1
 
 
-def test_plans_that_are_kept(tmp_path: Path) -> None:
-    """A planner that keeps its plans gives those of the first save, whose folder is gone."""
+def test_cached_plans_save_into_the_new_folder(tmp_path: Path) -> None:
+    """A planner that caches its plans returns those of the first save, whose temporary folder no longer exists."""
     folder = tmp_path / "checkpoints"
 
     def saved() -> None:
@@ -407,8 +412,8 @@ def test_plans_that_are_kept(tmp_path: Path) -> None:
         assert {key: value.tolist() for key, value in own.items()} == {f"of {n}": [info.step] * 2 for n in (0, 1)}
 
 
-def test_names_that_are_not_what_they_seem(tmp_path: Path) -> None:
-    """Tied weights, numbers as keys, tensors of one rank, and states that torch's names cannot tell apart."""
+def test_ambiguous_names_are_saved_and_loaded(tmp_path: Path) -> None:
+    """Tied weights, numbers as keys, tensors of one rank, and states that torch's names cannot distinguish."""
     tied = torch.arange(4.0)
 
     def saved() -> None:
@@ -442,8 +447,8 @@ def test_names_that_are_not_what_they_seem(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_our_form_by_default(tmp_path: Path) -> None:
-    """Programs that name torch's classes, or a path only, as Accelerate and Lightning do."""
+def test_as_default_replaces_the_format_of_torch(tmp_path: Path) -> None:
+    """Programs that pass torch's classes or only a path, as Accelerate and Lightning do."""
     state = {"x": torch.arange(10.0), "step": 5}
 
     def loaded(**how: Any) -> Any:
@@ -477,7 +482,7 @@ def test_our_form_by_default(tmp_path: Path) -> None:
     assert (tmp_path / "after" / ".metadata").exists()
 
 
-def test_a_torch_that_looks_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_default_reports_an_incompatible_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch.distributed.checkpoint._storage_utils.FileSystemReader")
     with pytest.raises(UsageError, match=r"has no torch\.distributed\.checkpoint\._storage_utils\.FileSystemReader"):
         with checkpoint.as_default():
@@ -488,8 +493,11 @@ def test_a_torch_that_looks_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
 
-def test_from_one_wrapper_to_another_and_back(tmp_path: Path) -> None:
-    """DDP on 2 ranks, FSDP2 on 4, FSDP2 on 8, DDP again, and one process: no wrapper and no number of ranks is seen."""
+def test_checkpoint_moves_between_wrappers_and_back(tmp_path: Path) -> None:
+    """DDP on 2 ranks, FSDP2 on 4, FSDP2 on 8, DDP again, and one process.
+
+    The result depends neither on the wrapper nor on the number of ranks.
+    """
     folders = [tmp_path / name for name in "abc"]
 
     def begins() -> Numbers:
@@ -509,7 +517,7 @@ def test_from_one_wrapper_to_another_and_back(tmp_path: Path) -> None:
         model, optimizer = trained(3, sharded=True)
         checkpoint.load(folders[1], into={"model": model, "optimizer": optimizer})
         found = [numbers(model, optimizer)]
-        for folder in folders[1:]:  # and what has the names of the wrapper
+        for folder in folders[1:]:  # the last folder has the wrapper's prefix in its names
             plain, optimizer = trained(4, sharded=False)
             wrapped = nn.parallel.DistributedDataParallel(plain)
             checkpoint.load(folder, into={"model": wrapped, "optimizer": optimizer})

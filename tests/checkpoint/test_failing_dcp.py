@@ -1,7 +1,7 @@
-"""Saves and loads of torch's distributed checkpoint over our form, on a disk that fails.
+"""Saves and loads of torch's distributed checkpoint in the allranks format on a failing disk.
 
-A failure of one rank is one of all, which names the rank, the folder and the cause. The older checkpoint stays, and
-nothing else does.
+If one rank fails, all ranks raise an error that names the rank, the folder and the cause. The previous checkpoint
+stays, and no other files remain.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def in_world(meeting: Path, act: Any) -> list[Any]:
 
 
 def state(step: int) -> dict[str, Any]:
-    """What each rank writes a part of."""
+    """State of which each rank writes a part."""
     return {"x": distribute_tensor(torch.arange(3000.0) + step, init_device_mesh("cpu", (RANKS,)), [Shard(0)])}
 
 
@@ -47,7 +47,7 @@ def save(folder: Path, step: int) -> None:
 
 
 def left_in(folder: Path) -> list[str]:
-    """What is there when all ranks have dropped their writers."""
+    """Return the file names in a folder after all ranks have deleted their writers."""
     gc.collect()
     td.barrier()
     names = sorted(os.listdir(folder))
@@ -55,7 +55,7 @@ def left_in(folder: Path) -> list[str]:
     return names
 
 
-def test_a_call_that_fails_on_one_rank(tmp_path: Path) -> None:
+def test_failed_call_of_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
 
     def saves() -> dict[str, str]:
@@ -87,8 +87,8 @@ def test_a_call_that_fails_on_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["missing", "shorter"])
-def test_a_file_that_cannot_be_read_leaves_the_state_as_it_was(tmp_path: Path, how: str) -> None:
-    """On all ranks, whichever of them needs it."""
+def test_unreadable_file_leaves_the_state_unchanged(tmp_path: Path, how: str) -> None:
+    """Check all ranks, although only one of them needs the file."""
     folder = tmp_path / "checkpoints"
 
     def loads() -> tuple[str, bool]:

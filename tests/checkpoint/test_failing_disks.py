@@ -1,6 +1,7 @@
-"""A disk, a server or an administrator that fails a save: the error names rank, place and cause, and nothing is lost.
+"""Saves that fail because of a disk, a file server or an administrator: errors name rank, folder and cause.
 
-Also what does not make a save a failure, and failures that nobody has waited for.
+No earlier checkpoint is lost. Further tests: problems that do not make a save fail, and failures whose save the program
+has not waited for.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 def check(folder: Path, *steps: int) -> None:
-    """That these checkpoints are there, to the last bit, and no others."""
+    """Assert that the folder contains exactly these checkpoints, bit for bit."""
     found = checkpoint.list(folder)
     assert [one.step for one in found] == list(steps)
     for one in found:
@@ -50,8 +51,8 @@ def check(folder: Path, *steps: int) -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one folder", "shares"])
-def test_an_old_checkpoint_that_stays_is_a_warning(tmp_path: Path, apart: bool) -> None:
-    """Whether it does not lose its name (EACCES), or its files do not go (a server's ``.nfs`` files)."""
+def test_old_checkpoint_that_cannot_be_removed_causes_a_warning(tmp_path: Path, apart: bool) -> None:
+    """The folder cannot be renamed (EACCES), or its files cannot be removed (``.nfs`` files of a server)."""
 
     def saves() -> list[list[str]]:
         rank = dist.get_rank()
@@ -91,7 +92,7 @@ def test_an_old_checkpoint_that_stays_is_a_warning(tmp_path: Path, apart: bool) 
         check(tmp_path / "both", 4)
 
 
-def test_what_is_half_written_and_stays_is_a_warning(tmp_path: Path) -> None:
+def test_partial_save_that_cannot_be_removed_causes_a_warning(tmp_path: Path) -> None:
     (tmp_path / ".step-0000000009.0011aabb0011aabb.partial").mkdir()
     when = lambda path, **_: "0011aabb" in str(path)  # noqa: E731
     with (
@@ -102,12 +103,12 @@ def test_what_is_half_written_and_stays_is_a_warning(tmp_path: Path) -> None:
     check(tmp_path, 1)
 
 
-# A server's renames.
+# Renames on a file server.
 
 
 @pytest.mark.parametrize("error", [errno.ENOENT, errno.ESTALE])
-def test_a_rename_that_was_done_and_failed_is_done(tmp_path: Path, error: int) -> None:
-    """A server that has lost its answer is asked again, and does not find the old name."""
+def test_rename_that_succeeded_with_an_error_counts_as_done(tmp_path: Path, error: int) -> None:
+    """A server that has lost its reply receives the request again and does not find the old name."""
     with failing(os, "rename", error, lambda source, target: "step-" in Path(target).name[:5], after=True):
         assert checkpoint.save(state(1), tmp_path, step=1) == tmp_path / "step-0000000001"
     with (
@@ -118,11 +119,11 @@ def test_a_rename_that_was_done_and_failed_is_done(tmp_path: Path, error: int) -
     check(tmp_path, 1)
 
 
-# Failures of one rank, in each call, in the background, too.
+# Failures of one rank in each call, also in the background.
 
 
-def test_a_call_that_fails_on_one_rank(tmp_path: Path) -> None:
-    """Of two ranks, with one folder and with two. The next save goes well."""
+def test_failed_call_of_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    """Two ranks, with one common folder and with two folders. The next save succeeds."""
 
     def saves() -> dict[str, str]:
         rank, said = dist.get_rank(), {}
@@ -158,11 +159,11 @@ def test_a_call_that_fails_on_one_rank(tmp_path: Path) -> None:
     }
     check(tmp_path / "both", 3, 1)
     for kind in ("both", "host0", "host1"):
-        assert len(os.listdir(tmp_path / kind)) == 4  # .job, .lock, and two
+        assert len(os.listdir(tmp_path / kind)) == 4  # .job, .lock and two checkpoints
 
 
-def test_a_copy_that_fails_on_one_rank(tmp_path: Path) -> None:
-    """There is no memory for it: all ranks have the error, and none waits for the others."""
+def test_failed_copy_of_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    """Memory for the copy is missing: all ranks raise the error, and no rank waits for the others."""
 
     def saves() -> str:
         if dist.get_rank() == 1:
@@ -191,8 +192,8 @@ def test_a_copy_that_fails_on_one_rank(tmp_path: Path) -> None:
 # Delays.
 
 
-def test_nothing_is_announced_before_a_slow_disk_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An fsync that does not end: the program goes on, and the checkpoint is not there until it has ended."""
+def test_checkpoint_is_not_visible_before_a_slow_fsync_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An fsync that blocks: the program continues, and the checkpoint exists only after fsync has returned."""
     begun, end = threading.Event(), threading.Event()
     checkpoint.save(state(1), tmp_path, step=1)
     real = os.fsync
@@ -208,18 +209,18 @@ def test_nothing_is_announced_before_a_slow_disk_has_it(tmp_path: Path, monkeypa
     assert not saving.done()
     with pytest.raises(dist.TimeoutError, match="step 2 was not saved"):
         saving.wait(0.05)
-    assert [one.step for one in checkpoint.list(tmp_path)] == [1]  # load would wait for it
+    assert [one.step for one in checkpoint.list(tmp_path)] == [1]  # load would block until the save finishes
     assert checkpoint.verify(tmp_path) == []
     end.set()
     saving.wait(60)
     check(tmp_path, 2, 1)
 
 
-# Folders that go, and that must not be written to.
+# Removed folders and read-only folders.
 
 
 @pytest.mark.parametrize("moment", ["between saves", "after the parts", "before the rename"])
-def test_a_folder_that_is_removed(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_reports_a_removed_folder(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "a" / "checkpoints"
     checkpoint.save(state(1), folder, step=1)
     if moment == "between saves":
@@ -252,7 +253,7 @@ except checkpoint.CheckpointError as error:
 """
 
 
-def test_a_folder_that_must_not_be_written_to() -> None:
+def test_save_without_write_permission_reports_the_cause() -> None:
     if os.getuid():
         pytest.skip("changing the user needs root")
     with tempfile.TemporaryDirectory() as name:
@@ -268,10 +269,10 @@ def test_a_folder_that_must_not_be_written_to() -> None:
         check(folder, 1)
 
 
-# Failures that nobody has waited for.
+# Failures whose save the program has not waited for.
 
 
-def test_a_failure_is_raised_by_whatever_is_called_next(tmp_path: Path) -> None:
+def test_failure_in_the_background_is_raised_by_the_next_call(tmp_path: Path) -> None:
     checkpoint.save(state(1), tmp_path, step=1)
     calls: list[Callable[[], Any]] = [
         lambda: checkpoint.latest(tmp_path),
@@ -288,7 +289,7 @@ def test_a_failure_is_raised_by_whatever_is_called_next(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"step 2 was not saved into .*Input/output error"):
             call()
         if call is not calls[3]:
-            call()  # once
+            call()  # succeeds: the error is raised only once
 
 
 AT_THE_END = """
@@ -308,7 +309,7 @@ if sys.argv[2] == "waits":
 
 
 @pytest.mark.parametrize(("how", "code"), [("does not wait", 1), ("waits", 0)])
-def test_a_failure_at_the_end_of_a_process(tmp_path: Path, how: str, code: int) -> None:
+def test_failure_in_the_background_at_exit_sets_the_exit_code(tmp_path: Path, how: str, code: int) -> None:
     done = warm.run([sys.executable, "-c", AT_THE_END, tmp_path, how])
     assert done.returncode == code
     assert done.stdout == "handlers run\n"

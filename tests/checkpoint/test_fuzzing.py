@@ -1,7 +1,7 @@
-"""Manifests and heads of files that are changed at random: one clear error of ours or a load, and never a traceback.
+"""Random changes of manifests and file headers: each causes one AllranksError or a load, and never a traceback.
 
-Each change is tried by whatever reads checkpoints: loads, torch's distributed checkpoint, the command line, a merge.
-The limit on memory is far below what the lengths in them ask for.
+Each change is tested with all readers of checkpoints: load, torch's distributed checkpoint, the command line and merge.
+The memory limit is far below the lengths that the changed values request.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def little_memory() -> Iterator[None]:
 
 
 def resealed(path: Path, original: bytes, change: Callable[[dict[str, Any]], object]) -> None:
-    """Writes a manifest that is another, with the right digest."""
+    """Write a changed manifest with a valid digest."""
     found = json.loads(original)
     del found["digest"]
     change(found)
     try:
         body = msgspec.json.encode(found)[:-1]
-    except OverflowError:  # it does not encode what does not fit into 64 bits
+    except OverflowError:  # msgspec does not encode integers of more than 64 bits
         body = json.dumps(found).encode()[:-1]
     path.write_bytes(body + b',"digest":"' + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n')
 
@@ -97,7 +97,7 @@ def mutate(found: Any, pick: random.Random) -> None:
 
 
 def by_torch(path: Path) -> None:
-    """Through torch's distributed checkpoint, which wraps errors of ours."""
+    """Load through torch's distributed checkpoint, which wraps allranks's errors."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -113,8 +113,10 @@ def by_torch(path: Path) -> None:
             raise failure from None
 
 
-def test_manifests(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Any change of its values."""
+def test_changed_manifest_loads_or_raises_one_error(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Changes of any value."""
     path = whole / MANIFEST
     original, pick = path.read_bytes(), random.Random(3)
     file = tmp_path / "x.safetensors"
@@ -137,12 +139,12 @@ def test_manifests(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
                     way()
             command, *more = pick.choice(commands)
             code = main([str(command), str(whole), *map(str, more)])
-            # One line for an error, and indented lines with what the user can do.
+            # An error is one line, followed by indented lines that state the action for the user.
             lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("  ")]
             assert len(lines) == (code == 2), lines
 
 
-def test_shares(tmp_path: Path) -> None:
+def test_merge_of_changed_shares_succeeds_or_raises_an_error(tmp_path: Path) -> None:
     def saves() -> None:
         warnings.simplefilter("ignore")
         checkpoint.save({"t": torch.ones(5), "x": {"n": dist.get_rank()}}, tmp_path / str(dist.get_rank()), step=1)
@@ -157,13 +159,13 @@ def test_shares(tmp_path: Path) -> None:
             checkpoint.merge(tmp_path / "0", tmp_path / "1", into=tmp_path / "into")
             merged += 1
             shutil.rmtree(tmp_path / "into")
-    assert merged < 12  # a value may be changed to what it was
+    assert merged < 12  # a change can keep the value
     (share / MANIFEST).write_bytes(original)
     checkpoint.merge(tmp_path / "0", tmp_path / "1", into=tmp_path / "into")
 
 
-def test_heads_of_parts(whole: Path) -> None:
-    """The manifest alone says where a tensor is: no head can mislead a load, and each change of one is found."""
+def test_changed_file_header_is_found_and_does_not_mislead_load(whole: Path) -> None:
+    """Positions of tensors come only from the manifest: load ignores file headers, and verify finds each change."""
     (part,) = whole.glob("*.safetensors")
     head, pick = load_manifest(whole).files[0].head, random.Random(5)
     original = part.read_bytes()
@@ -180,8 +182,8 @@ def test_heads_of_parts(whole: Path) -> None:
         assert "differs from what rank 0 wrote" in problem
 
 
-def test_a_head_is_read_in_steps(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A manifest may name the whole file as its head."""
+def test_header_is_read_in_chunks(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest can declare the whole file as header."""
     (part,) = whole.glob("*.safetensors")
     os.truncate(part, 1 << 28)
 

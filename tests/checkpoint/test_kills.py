@@ -1,6 +1,6 @@
-"""Ranks and launchers that are killed while they save. The jobs are those of benchmarks/checkpoint_kills.py.
+"""Ranks and launchers that are killed during a save, in the jobs of benchmarks/checkpoint_kills.py.
 
-A seed that fails is run again by ``python benchmarks/checkpoint_kills.py --seeds SEED:SEED+1 --verbose``.
+To repeat a seed that fails, run ``python benchmarks/checkpoint_kills.py --seeds SEED:SEED+1 --verbose``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SEEDS = {"one folder": (0, 1, 2, 5, 7, 19), "apart": (100, 101, 103, 109)}
 
 
 @pytest.mark.parametrize("where", SEEDS)
-def test_random_kills(where: str) -> None:
-    """Each kill is the one that its seed decides, so that a seed that fails can be run again."""
+def test_newest_checkpoint_is_correct_after_random_kills(where: str) -> None:
+    """The seed decides each kill, so a seed that fails can be repeated."""
     kills = _kills()
     with kills.Kills(apart=where == "apart") as jobs:
         for seed in SEEDS[where]:
@@ -41,4 +41,4 @@ def test_random_kills(where: str) -> None:
             assert len(found["killed in"]) == (len(plan.ranks) or kills.RANKS)
             for moment in found["killed in"]:
                 step = int(moment.removeprefix("step ").partition(",")[0])
-                assert step >= plan.step - 1, found  # a save ends on one rank before it does on another
+                assert step >= plan.step - 1, found  # a save can finish on one rank before it finishes on another

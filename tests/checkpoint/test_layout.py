@@ -1,4 +1,4 @@
-"""Who writes what: everything once, and the work is shared."""
+"""Which rank writes which tensor: every value is written once, and the ranks share the work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def part(name: str, shape: tuple[int, ...], offsets: tuple[int, ...], size: tupl
 
 
 def check(plan: SavePlan, ranks: int) -> None:
-    """Each file is without gaps, and nobody writes what it has not."""
+    """Assert that files have no gaps and that ranks write only tensors that they have."""
     assert sorted(job.key for job in plan.jobs) == sorted(job.key for jobs in plan.files.values() for job in jobs)
     for rank, jobs in plan.files.items():
         assert 0 <= rank < ranks
@@ -38,7 +38,7 @@ def check(plan: SavePlan, ranks: int) -> None:
     st.integers(1, 6),
     st.lists(st.tuples(st.integers(0, 50), st.lists(st.integers(0, 2), min_size=6, max_size=6)), max_size=20),
 )
-def test_whole_tensors(ranks: int, tensors: list[tuple[int, list[int]]]) -> None:
+def test_each_distinct_value_of_a_tensor_is_written_once(ranks: int, tensors: list[tuple[int, list[int]]]) -> None:
     offers = [[whole(f"t{n}", size, had[r]) for n, (size, had) in enumerate(tensors)] for r in range(ranks)]
     plan = make_plan(offers)
     check(plan, ranks)
@@ -51,7 +51,7 @@ def test_whole_tensors(ranks: int, tensors: list[tuple[int, list[int]]]) -> None
             assert sorted(rank for job in jobs for rank in job.ranks) == list(range(ranks))
 
 
-def test_the_work_is_shared() -> None:
+def test_bytes_to_write_are_balanced_between_ranks() -> None:
     plan = make_plan([[whole(f"t{n}", 1000 + n) for n in range(40)]] * 4)
     loads = [sum(job.offer.nbytes for job in jobs) for jobs in plan.files.values()]
     assert len(loads) == 4
@@ -60,8 +60,8 @@ def test_the_work_is_shared() -> None:
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 200), st.sampled_from([1, 2, 4, 8, 16])), max_size=30))
-def test_where_tensors_begin_in_a_file(tensors: list[tuple[int, int]]) -> None:
-    """Those of whole lines at lines, whatever lies between their names; the others where their elements may be."""
+def test_tensors_are_aligned_in_the_file(tensors: list[tuple[int, int]]) -> None:
+    """Tensors of N * 64 bytes begin at a multiple of 64 bytes, the others at a multiple of their element size."""
     offers = [Offer(f"t{n}", "any", size, (length,), (0,), (length,), 0) for n, (length, size) in enumerate(tensors)]
     plan = make_plan([offers])
     check(plan, 1)
@@ -69,21 +69,21 @@ def test_where_tensors_begin_in_a_file(tensors: list[tuple[int, int]]) -> None:
         assert job.begin % (64 if job.offer.nbytes % 64 == 0 else job.offer.size) == 0
 
 
-def test_each_rank_writes_its_own() -> None:
+def test_each_rank_writes_tensors_marked_as_own() -> None:
     plan = make_plan([[whole("t", 3, 7, own=True)], [whole("t", 3, 7, own=True)]])
     assert [job.key for job in plan.jobs] == ["t#0", "t#1"]
 
 
-def test_a_tensor_that_some_have() -> None:
-    """As stages of a pipeline."""
+def test_tensor_of_some_ranks_is_written_by_one_of_them() -> None:
+    """Tensors as in the stages of a pipeline."""
     plan = make_plan([[whole("a", 3)], [whole("b", 3)]])
     assert {rank: [job.key for job in jobs] for rank, jobs in plan.files.items()} == {0: ["a"], 1: ["b"]}
 
 
 @settings(max_examples=200)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 7), st.integers(1, 7), st.integers(1, 2))
-def test_shards(rows: int, columns: int, height: int, width: int, replicas: int) -> None:
-    """A grid of parts, of any size, each held by one rank or several."""
+def test_each_shard_of_a_grid_is_written_once(rows: int, columns: int, height: int, width: int, replicas: int) -> None:
+    """Grid of parts of any size; one or several ranks have each part."""
     shape = (rows * height, columns * width)
     offers = [
         [part("t", shape, (r * height, c * width), (height, width))]
@@ -114,14 +114,14 @@ def test_shards(rows: int, columns: int, height: int, width: int, replicas: int)
         ([part("t", (4,), (0,), (2,), 1), part("t", (4,), (0,), (2,), 2)], "have the same part of tensor 't'"),
     ],
 )
-def test_shards_that_do_not_fit(offers: list[Offer], words: str) -> None:
+def test_inconsistent_shards_are_refused(offers: list[Offer], words: str) -> None:
     with pytest.raises(UsageError) as caught:
         make_plan([[offer] for offer in offers])
     assert words in str(caught.value)
 
 
-def test_shards_without_elements() -> None:
-    """Of 5 ranks that share 2 rows, 3 have none."""
+def test_shards_without_elements_are_not_written() -> None:
+    """Five ranks share two rows, so three ranks have no elements."""
     offers = [[part("t", (2, 3), (min(r, 2), 0), (int(r < 2), 3))] for r in range(5)]
     plan = make_plan(offers)
     assert [job.offer.part for job in plan.jobs] == [(1, 3), (1, 3)]

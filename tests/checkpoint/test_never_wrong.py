@@ -1,6 +1,6 @@
-"""What was saved is what is loaded: values that share memory, large tensors of every dtype, ranks that differ a little.
+"""Loads return the saved bits: values that share memory, large tensors of every dtype, ranks that differ slightly.
 
-A load of something else is an error, before the state that it fills is changed.
+A load that does not match is an error, and the state to fill stays unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(plain_of(one).reshape(-1).view(torch.uint8), plain_of(other).reshape(-1).view(torch.uint8))
 
 
-def test_lazy_views_of_one_memory(tmp_path: Path) -> None:
+def test_lazy_views_of_one_storage_are_restored(tmp_path: Path) -> None:
     z = torch.randn(40, dtype=torch.complex64)
     state = {"a": z, "b": z.conj(), "c": z.conj().imag, "d": z.imag, "e": z}
     found = again(tmp_path, state)
@@ -38,8 +38,8 @@ def test_lazy_views_of_one_memory(tmp_path: Path) -> None:
     assert all(same_bits(into[name], state[name]) for name in into)
 
 
-def test_parts_of_one_memory_at_two_places(tmp_path: Path) -> None:
-    """An alias has the same place in the same whole, or is none."""
+def test_shards_with_shared_memory_are_restored(tmp_path: Path) -> None:
+    """Two shards are aliases only if they have the same position in the same whole tensor."""
     memory = torch.arange(4.0)
     state = {"a": checkpoint.Shard(memory, (0,), (4,)), "b": checkpoint.Shard(memory, (0,), (4,)), "c": memory}
     found = again(tmp_path, {**state, "d": checkpoint.Shard(memory[:0], (4,), (4,)), "e": memory.reshape(2, 2)}
@@ -48,8 +48,8 @@ def test_parts_of_one_memory_at_two_places(tmp_path: Path) -> None:
     assert torch.equal(found["e"], memory.reshape(2, 2))
 
 
-def test_names_that_are_those_of_parts(tmp_path: Path) -> None:
-    """``__metadata__`` means another thing in a safetensors file."""
+def test_names_that_look_like_names_of_parts_are_restored(tmp_path: Path) -> None:
+    """``__metadata__`` has a special meaning in a safetensors file."""
     state = {"__metadata__": torch.arange(3), "x": torch.arange(4), "x@0": torch.arange(5), "x#0": torch.arange(6)}
     found = again(tmp_path, state)
     assert all(torch.equal(found[name], state[name]) for name in state)
@@ -58,8 +58,8 @@ def test_names_that_are_those_of_parts(tmp_path: Path) -> None:
     assert checkpoint.verify(tmp_path) == []
 
 
-def test_a_digest_is_of_each_bit() -> None:
-    """That of devices, too. It does not depend on how the memory lies."""
+def test_digest_depends_on_each_bit() -> None:
+    """Digests for the CPU and for devices. They do not depend on the memory layout."""
     generator = torch.Generator().manual_seed(2)
     for dtype in (torch.float32, torch.uint8, torch.bfloat16, torch.complex128, torch.bool):
         tensor = torch.randint(0, 2, (3, 400_001), generator=generator).to(dtype)
@@ -91,7 +91,7 @@ DTYPES = sorted(
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("how", ["save", "save_async"])
 def test_large_tensors_of_all_dtypes(tmp_path: Path, how: str) -> None:
-    """More than 64 KiB of each, of random bits; and a view with gaps, which is filled where it is."""
+    """Random bits, more than 64 KiB of each dtype, and a view with gaps that is filled in place."""
     assert len(DTYPES) >= 20
     generator = torch.Generator().manual_seed(1)
     state = {}

@@ -1,4 +1,4 @@
-"""States from one file: damage is found, and a state is filled as from a checkpoint; of safetensors files, too."""
+"""States in one file: damage is found, and a state is filled as from a checkpoint, also from safetensors files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def refusal(act: Callable[[], object]) -> str:
-    """The error of ours that it gives; "" for none."""
+    """Return the text of the AllranksError that the function raises, or "" if it raises none."""
     try:
         act()
     except (CheckpointError, UsageError) as error:
@@ -57,7 +57,7 @@ def refusal(act: Callable[[], object]) -> str:
 
 
 def test_a_flipped_bit_in_a_file_is_found(tmp_path: Path) -> None:
-    """In one with a hash, and in one of torch, which has sums of its records; torch compares neither."""
+    """A file of allranks with a hash, and a file of torch with checksums of records, which torch does not compare."""
     path, pick = tmp_path / "c.pt", random.Random(1)
     saved = {"t": torch.arange(30_000.0), "numbers": [1.5, 2]}
     for save, least in ((checkpoint.save, 280), (torch.save, 200)):
@@ -84,7 +84,7 @@ def test_a_flipped_bit_in_a_file_is_found(tmp_path: Path) -> None:
 
 
 def test_a_state_is_filled_from_a_file(tmp_path: Path) -> None:
-    """One that save wrote, or what export makes of a checkpoint for torch.load."""
+    """A file of save, and a file that export has written from a checkpoint."""
     one, path = state(1), tmp_path / "c.pt"
     checkpoint.save(saved_form(one), path)
     checkpoint.save(one, tmp_path / "folder", step=1)
@@ -106,7 +106,7 @@ def test_a_state_is_filled_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_state_is_filled_from_safetensors(tmp_path: Path) -> None:
-    """What export writes, with tied weights, and a dtype that safetensors had not from the start."""
+    """A file of export with tied weights and a dtype that safetensors has added later."""
     one, file = {**state(1), "optimizer": 0}, tmp_path / "c.safetensors"
     checkpoint.save(one, tmp_path / "folder", step=1)
     assert main(["export", str(tmp_path / "folder"), str(file)]) == 0

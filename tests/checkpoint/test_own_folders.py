@@ -1,7 +1,7 @@
-"""Checkpoints of ranks that have no folder in common: each set of ranks that sees one keeps a share.
+"""Checkpoints of ranks without a common folder: the ranks that share a folder store one share.
 
-The hosts are folders here: a rank passes that of its host. tests/hosts/test_checkpoint_hosts.py has hosts with the same
-path on disks of their own.
+In these tests, a folder represents a host: each rank passes the folder of its host.
+tests/hosts/test_checkpoint_hosts.py tests hosts with separate disks and equal paths.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def model_and_optimizer(step: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def state(rank: int, step: int, fill: bool = False) -> dict[str, Any]:
-    """That of one of four ranks. ``fill``: one to load into."""
+    """Return the state of one of four ranks; with ``fill``, a state to load into."""
     model, optimizer = model_and_optimizer(step + 100 * fill)
     generator = torch.Generator().manual_seed(step)
     found: dict[str, Any] = {
@@ -82,7 +82,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def check(found: dict[str, Any], rank: int, step: int) -> None:
-    """That a state is what that rank has saved, with its own shard or all of it."""
+    """Assert that a state equals the state that the rank has saved, with its own shard or with the whole tensor."""
     right, found = plain(state(rank, step)), plain(found)
     if found["shard"].shape != right["shard"].shape:
         right["shard"] = torch.cat([state(each, step)["shard"].tensor for each in range(RANKS)])
@@ -90,7 +90,7 @@ def check(found: dict[str, Any], rank: int, step: int) -> None:
 
 
 def on(root: Path, hosts: Sequence[int], body: Callable[[Path], Any], **more: Any) -> list[Any]:
-    """Runs ``body(folder)`` on ranks of these hosts."""
+    """Run ``body(folder)`` on ranks of these hosts."""
     return run_ranks(len(hosts), lambda: _quietly(body, root / f"host{hosts[dist.get_rank()]}"), **more)
 
 
@@ -163,7 +163,7 @@ def test_each_host_keeps_a_share(tmp_path: Path, how: str) -> None:
     assert share(tmp_path, 0, 3).name.rsplit("-")[-1] == share(tmp_path, 1, 3).name.rsplit("-")[-1]
 
 
-def test_ranks_are_told_once(tmp_path: Path) -> None:
+def test_different_folders_are_reported_once(tmp_path: Path) -> None:
     def body() -> list[str]:
         rank = dist.get_rank()
         with warnings.catch_warnings(record=True) as caught:
@@ -180,8 +180,8 @@ def test_ranks_are_told_once(tmp_path: Path) -> None:
     assert "ranks 0-1; ranks 2-3. Each folder gets a share" in words
 
 
-def test_one_folder_under_several_paths(tmp_path: Path) -> None:
-    """It is the folder that counts, not its name."""
+def test_one_folder_under_several_paths_is_one_checkpoint(tmp_path: Path) -> None:
+    """The paths differ, but they lead to the same folder."""
     (tmp_path / "folder").mkdir()
     for number in range(2):
         (tmp_path / f"host{number}").symlink_to("folder")
@@ -190,7 +190,7 @@ def test_one_folder_under_several_paths(tmp_path: Path) -> None:
     check(checkpoint.load(tmp_path / "host1"), 0, 1)
 
 
-def test_a_folder_per_rank_and_one_between(tmp_path: Path) -> None:
+def test_ranks_that_share_a_folder_store_one_share(tmp_path: Path) -> None:
     """Ranks 1 and 3 share a folder."""
     on(tmp_path, (0, 1, 2, 1), saves(1))
     assert [info.share for host in (0, 1, 2) for info in checkpoint.list(tmp_path / f"host{host}")] == [
@@ -201,14 +201,14 @@ def test_a_folder_per_rank_and_one_between(tmp_path: Path) -> None:
     on(tmp_path, (0, 1, 2, 1), lambda folder: check(checkpoint.load(newest(folder)), dist.get_rank(), 1))
 
 
-def test_what_is_kept(tmp_path: Path) -> None:
+def test_keep_and_keep_every_apply_to_shares(tmp_path: Path) -> None:
     on(tmp_path, TWO, saves(*range(1, 8), keep=2, keep_every=5))
     for host in range(2):
         assert [info.step for info in checkpoint.list(tmp_path / f"host{host}")] == [7, 6, 5]
         assert len(os.listdir(tmp_path / f"host{host}")) == 5
 
 
-def test_a_step_that_is_there_already(tmp_path: Path) -> None:
+def test_save_of_an_existing_step_replaces_the_shares(tmp_path: Path) -> None:
     def body(folder: Path) -> Any:
         for value in (1, 2):
             checkpoint.save({"value": value, "rank": dist.get_rank()}, folder, step=1)
@@ -219,8 +219,8 @@ def test_a_step_that_is_there_already(tmp_path: Path) -> None:
     assert all(len(checkpoint.list(tmp_path / f"host{host}")) == 1 for host in range(2))
 
 
-def test_who_sees_what_must_be_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 sees the files of both others, which do not see each other's."""
+def test_inconsistent_visibility_of_folders_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 sees the marker files of both other ranks, which do not see those of each other."""
 
     def body() -> str:
         rank = dist.get_rank()
@@ -237,7 +237,7 @@ def test_who_sees_what_must_be_clear(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert "sees the marker files of ranks 1-2; expected those of rank 1" in str(words)
 
 
-def test_numbers_of_shares() -> None:
+def test_shares_are_numbered_only_if_folders_differ() -> None:
     assert own_folders.numbers_of([0, 0, 2, 0, 2, 5]) == [1, 1, 2, 1, 2, 3]
     assert own_folders.numbers_of([0, 0]) == [0, 0]
 
@@ -251,8 +251,10 @@ def test_numbers_of_shares() -> None:
     ids=["the same", "exchanged", "fewer ranks", "rank 0 on a new host", "more hosts", "eight ranks"],
 )
 @pytest.mark.parametrize("into", [True, False], ids=["into", "new"])
-def test_any_hosts_load(two_hosts: Path, hosts: tuple[int, ...], into: bool) -> None:
-    """Host 2 has nothing. Each rank gets what a rank with its number had, wherever it is."""
+def test_checkpoint_loads_on_any_assignment_of_ranks_to_hosts(
+    two_hosts: Path, hosts: tuple[int, ...], into: bool
+) -> None:
+    """Host 2 has no files. Each rank receives the values of the same rank number, from any host."""
 
     def body(folder: Path) -> None:
         rank = dist.get_rank()
@@ -273,8 +275,8 @@ def test_any_hosts_load(two_hosts: Path, hosts: tuple[int, ...], into: bool) -> 
 
 
 @pytest.mark.parametrize("hosts", [TWO, (0, 0, 0, 0)], ids=["two", "one"])
-def test_without_pickle(tmp_path: Path, hosts: tuple[int, ...]) -> None:
-    """What the ranks tell each other needs none."""
+def test_shares_are_saved_and_loaded_without_pickle(tmp_path: Path, hosts: tuple[int, ...]) -> None:
+    """The messages between the ranks do not use pickle."""
 
     def body(folder: Path) -> None:
         rank = dist.get_rank()
@@ -285,7 +287,7 @@ def test_without_pickle(tmp_path: Path, hosts: tuple[int, ...]) -> None:
     on(tmp_path, hosts, body, env={"ALLRANKS_PICKLE": "0"})
 
 
-def test_torchs_groups_load(two_hosts: Path, tmp_path: Path) -> None:
+def test_shares_load_with_a_group_of_torch(two_hosts: Path, tmp_path: Path) -> None:
     def body() -> None:
         with world("gloo", tmp_path / "meeting"):
             rank = torch.distributed.get_rank()
@@ -296,8 +298,8 @@ def test_torchs_groups_load(two_hosts: Path, tmp_path: Path) -> None:
     run_ranks(3, body, init=False)
 
 
-def test_pieces_are_bounded(two_hosts: Path) -> None:
-    """What comes over the group comes in pieces, and several small tensors in one."""
+def test_transferred_chunks_have_a_bounded_size(two_hosts: Path) -> None:
+    """Large tensors are transferred in chunks, and several small tensors in one message."""
 
     def body(folder: Path) -> list[int]:
         lengths = []
@@ -315,10 +317,10 @@ def test_pieces_are_bounded(two_hosts: Path) -> None:
     *halves, all_of_it = on(two_hosts, (0, 1, 2), body)
     assert max(sum(halves, all_of_it)) <= 4 << 20
     assert len(all_of_it) > 2
-    assert len(all_of_it) < 20  # of 50 tensors
+    assert len(all_of_it) < 20  # for 50 tensors
 
 
-def test_one_host_alone_is_told(two_hosts: Path) -> None:
+def test_load_on_one_host_reports_the_missing_share(two_hosts: Path) -> None:
     folder = two_hosts / "host1"
     for call in (
         lambda: checkpoint.latest(folder),
@@ -337,8 +339,8 @@ def test_one_host_alone_is_told(two_hosts: Path) -> None:
         checkpoint.load(share(two_hosts, 1, 2))
 
 
-def test_all_shares_in_one_folder(copy: Path) -> None:
-    """Copied together by hand."""
+def test_all_shares_in_one_folder_load_without_a_group(copy: Path) -> None:
+    """The share was copied manually."""
     shutil.move(share(copy, 1, 2), copy / "host0")
     last = checkpoint.latest(copy / "host0")
     assert last is not None
@@ -347,7 +349,7 @@ def test_all_shares_in_one_folder(copy: Path) -> None:
     on(copy, (2, 0), lambda folder: check(checkpoint.load(newest(folder)), dist.get_rank(), 2))
 
 
-def test_the_newest_that_all_have(copy: Path) -> None:
+def test_newest_checkpoint_with_all_shares_is_selected(copy: Path) -> None:
     shutil.rmtree(share(copy, 1, 2))
 
     def body(folder: Path) -> list[str]:
@@ -364,7 +366,7 @@ def test_the_newest_that_all_have(copy: Path) -> None:
     assert "step 2 is skipped: no rank has share 2 of 2 in its folder of checkpoints" in first[0]
 
 
-def test_none_is_complete(copy: Path) -> None:
+def test_no_checkpoint_has_all_shares(copy: Path) -> None:
     shutil.rmtree(copy / "host1")
 
     def body(folder: Path) -> None:
@@ -377,20 +379,20 @@ def test_none_is_complete(copy: Path) -> None:
     on(copy, TWO, body)
 
 
-def test_a_whole_one_is_on_one_host_only(tmp_path: Path) -> None:
+def test_complete_checkpoint_on_one_host_loads_on_all_ranks(tmp_path: Path) -> None:
     on(tmp_path, (0, 0, 0, 0), saves(1))
     on(tmp_path, (2, 0, 1), lambda folder: check(checkpoint.load(newest(folder)), dist.get_rank(), 1))
 
 
-def test_whole_ones_of_the_same_name(tmp_path: Path) -> None:
-    """Each host has saved by itself, and all have the same names: the ranks get that of rank 0, and no mixture."""
+def test_complete_checkpoints_of_the_same_name_are_not_mixed(tmp_path: Path) -> None:
+    """Each host has saved separately under the same names: all ranks receive rank 0's checkpoint."""
     for host in range(2):
         on(tmp_path, [host], lambda folder: checkpoint.save({"from": str(folder)}, folder, step=1))
     found = on(tmp_path, (0, 1), lambda folder: checkpoint.load(newest(folder)))
     assert found == [{"from": str(tmp_path / "host0")}] * 2
 
 
-def test_a_failure_of_one_is_one_of_all(two_hosts: Path) -> None:
+def test_load_error_of_one_rank_is_raised_on_all_ranks(two_hosts: Path) -> None:
     def body(folder: Path) -> str:
         rank = dist.get_rank()
         into = state(rank, 2, fill=True)
@@ -418,7 +420,7 @@ def test_damage_on_another_host_is_named(copy: Path) -> None:
         assert "written by rank 2" in words
 
 
-def test_a_rank_that_cannot_read_what_others_need(copy: Path) -> None:
+def test_rank_that_cannot_read_data_for_others_is_reported(copy: Path) -> None:
     def body(folder: Path) -> str:
         if dist.get_rank() == 1:
 
@@ -435,7 +437,7 @@ def test_a_rank_that_cannot_read_what_others_need(copy: Path) -> None:
         assert "cannot be read: [Errno 5] Input/output error" in words
 
 
-def test_shares_that_are_cut(copy: Path) -> None:
+def test_checkpoint_with_a_truncated_share_is_skipped(copy: Path) -> None:
     path = share(copy, 1, 2) / "part-00002.safetensors"
     os.truncate(path, path.stat().st_size - 1)
 
@@ -447,7 +449,7 @@ def test_shares_that_are_cut(copy: Path) -> None:
     on(copy, TWO, body)
 
 
-def test_ranks_that_name_different_checkpoints(two_hosts: Path) -> None:
+def test_ranks_that_request_different_checkpoints_are_refused(two_hosts: Path) -> None:
     def body(folder: Path) -> None:
         rank = dist.get_rank()
         named = share(two_hosts, rank, 1 + rank)
@@ -488,7 +490,7 @@ def test_merge_into_the_folder_of_a_host(copy: Path) -> None:
     on(copy, (1, 0), lambda folder: check(checkpoint.load(newest(folder)), dist.get_rank(), 2))
 
 
-def test_merge_without_links(two_hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merge_copies_files_if_links_fail(two_hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> None:
         raise OSError(18, "Invalid cross-device link")
 
@@ -498,7 +500,7 @@ def test_merge_without_links(two_hosts: Path, tmp_path: Path, monkeypatch: pytes
     assert (path / "part-00000.safetensors").stat().st_nlink == 1
 
 
-def test_merge_refuses(copy: Path, tmp_path: Path) -> None:
+def test_merge_refuses_incomplete_and_mismatched_shares(copy: Path, tmp_path: Path) -> None:
     zero, one, into = copy / "host0", copy / "host1", tmp_path / "into"
     for words, call in (
         ("step 2 is incomplete in", lambda: checkpoint.merge(zero, into=into)),
@@ -521,7 +523,7 @@ def test_merge_refuses(copy: Path, tmp_path: Path) -> None:
     assert [name for name in os.listdir(into) if name not in (".job", ".lock")] == []
 
 
-def test_merge_says_what_is_whole(copy: Path, tmp_path: Path) -> None:
+def test_merge_reports_the_newest_complete_step(copy: Path, tmp_path: Path) -> None:
     shutil.rmtree(share(copy, 1, 2))
     with pytest.raises(CheckpointError, match=r"missing: share 2 of 2 .*\n  All shares of step 1 exist.*step=1"):
         checkpoint.merge(copy / "host0", copy / "host1", into=tmp_path / "into")
@@ -535,7 +537,7 @@ KILLS = [(moment, victim) for moment in MOMENTS for victim in ((0, 1, 2, 3) if m
 
 
 def _die_at(moment: str) -> None:
-    """Kills this process at a moment of its next save."""
+    """Kill this process at a given moment of its next save."""
 
     def die(*arguments: Any, **more: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -563,8 +565,11 @@ def _die_at(moment: str) -> None:
 
 
 @pytest.mark.parametrize(("moment", "victim"), KILLS)
-def test_kills_between_votes_and_commits(tmp_path: Path, moment: str, victim: int) -> None:
-    """The newest that all have is the one before or the new one, whole; the new one, once any rank has been told."""
+def test_newest_common_checkpoint_is_complete_after_a_kill(tmp_path: Path, moment: str, victim: int) -> None:
+    """Check that the newest common checkpoint is the previous or the new one, and complete.
+
+    If save returned on any rank, it is the new one.
+    """
 
     def body(folder: Path) -> bool:
         rank = dist.get_rank()
@@ -592,7 +597,7 @@ def test_kills_between_votes_and_commits(tmp_path: Path, moment: str, victim: in
         assert sorted(os.listdir(tmp_path / f"host{host}")) == [".job", ".lock", share(tmp_path, host, 3).name]
 
 
-def test_shares_of_the_same_save_stay(tmp_path: Path) -> None:
+def test_tidy_keeps_shares_of_the_same_save(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / f"step-0000000003-share-{number}-of-2-00112233445566aa").mkdir()
     (tmp_path / "step-0000000003-share-1-of-2-ff112233445566aa").mkdir()
@@ -603,7 +608,7 @@ def test_shares_of_the_same_save_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_commit_that_fails_is_undone_everywhere(tmp_path: Path, victim: int) -> None:
+def test_failed_commit_is_undone_on_all_hosts(tmp_path: Path, victim: int) -> None:
     def body(folder: Path) -> str:
         rank = dist.get_rank()
         checkpoint.save(state(rank, 1), folder, step=1)
@@ -622,13 +627,13 @@ def test_a_commit_that_fails_is_undone_everywhere(tmp_path: Path, victim: int) -
         return str(caught.value)
 
     said = set(on(tmp_path, TWO, body))
-    assert len(said) == 2  # each host has its own folder's name
+    assert len(said) == 2  # each host reports the path of its own folder
     assert all(f"rank {victim} (" in words and "No space left on device" in words for words in said)
     for host in range(2):
         assert [info.step for info in checkpoint.list(tmp_path / f"host{host}")] == [3, 1]
 
 
-def test_half_written_shares_are_swept(tmp_path: Path) -> None:
+def test_partial_shares_are_removed_by_the_next_save(tmp_path: Path) -> None:
     for name in (".step-0000000009.0011aabb0011aabb.partial", ".trash.0011aabb.partial"):
         (tmp_path / "host1" / name).mkdir(parents=True)
     (tmp_path / "host1" / ".step-0000000009.0011aabb0011aabb.3.mark").touch()
@@ -636,7 +641,7 @@ def test_half_written_shares_are_swept(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "host1")) == [".job", ".lock", share(tmp_path, 1, 1).name]
 
 
-def test_two_jobs_and_one_of_the_folders(tmp_path: Path) -> None:
+def test_save_is_refused_if_another_job_uses_one_of_the_folders(tmp_path: Path) -> None:
     def body(folder: Path) -> str:
         with pytest.raises(UsageError) as caught:
             checkpoint.save({"x": 1}, folder, step=1)
@@ -650,7 +655,7 @@ def test_two_jobs_and_one_of_the_folders(tmp_path: Path) -> None:
     assert [name for name in os.listdir(tmp_path / "host0") if name not in (".job", ".lock")] == []
 
 
-def test_a_process_alone_sends_nothing() -> None:
+def test_single_process_does_not_send() -> None:
     company = alone()
     assert company.exchange(7, int) == [7]
     assert company.apart(lambda: None) is company

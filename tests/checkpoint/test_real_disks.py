@@ -1,10 +1,10 @@
-"""A disk that is really full, or a quota that is really used up: small file systems that are mounted for the test.
+"""Full disks and exhausted quotas: small file systems that are mounted for the test.
 
-By our own calls and by torch's distributed checkpoint: all ranks have the cause, the older checkpoint still loads,
-nothing is left behind, and a smaller one can be saved.
+Saves use allranks calls and torch's distributed checkpoint. All ranks report the cause, the previous checkpoint still
+loads, no other files remain, and a smaller checkpoint can be saved.
 
-Where mkfs.ext4 or btrfs is missing its case is skipped; with ALLRANKS_TEST_ALL=1, as CI has it, it fails. What the
-kernel refuses (no loop devices, no btrfs) is skipped always.
+If mkfs.ext4 or btrfs is missing, its case is skipped; with ALLRANKS_TEST_ALL=1, as in CI, it fails. If the kernel lacks
+a feature (loop devices, btrfs), the case is always skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from support.worlds import world
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounts small file systems")
 
 RANKS = 2
-ROOM = 8 << 20  # bytes, about
+ROOM = 8 << 20  # bytes, approximately
 DISKS = {
     "tmpfs": [["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "none", "{disk}"]],
     "ext4": [["mkfs.ext4", "-q", "-F", "{image}", "16m"], ["mount", "-o", "loop", "{image}", "{disk}"]],
@@ -48,7 +48,7 @@ DISKS = {
 
 @pytest.fixture(params=list(DISKS))
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder on a small file system; "quota": on a larger one, with a quota of that size."""
+    """Folder on a small file system; "quota": on a larger one with a quota of that size."""
     found = tmp_path / "disk"
     found.mkdir()
     try:
@@ -67,12 +67,12 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 def _state(numbers: int) -> dict[str, Any]:
-    """What each rank writes a part of: 4 bytes for a number."""
+    """State of which each rank writes a part; 4 bytes per number."""
     return {"x": distribute_tensor(torch.arange(float(numbers)), init_device_mesh("cpu", (RANKS,)), [Shard(0)])}
 
 
 def _saves(disk: Path) -> list[str]:
-    """What the errors say."""
+    """Save until the disk is full. Return the texts of the errors."""
     small, large = 200_000, 8_000_000
     ours, theirs = disk / "ours", disk / "theirs"
 
@@ -100,7 +100,7 @@ def _saves(disk: Path) -> list[str]:
     return said
 
 
-def test_a_disk_that_is_full(disk: Path, tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_smaller_save_succeeds(disk: Path, tmp_path: Path) -> None:
     def on_rank() -> list[str]:
         torch.set_num_threads(1)
         with world("allranks", tmp_path / "meeting"):

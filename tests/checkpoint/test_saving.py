@@ -1,4 +1,4 @@
-"""Saves and loads by real ranks: what is written once, by whom, and what other numbers of ranks get."""
+"""Saves and loads on several ranks: which rank writes which tensor, and how other numbers of ranks load."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def whole_state(rank: int, ranks: int) -> dict[str, Any]:
-    """Values of every kind. Each rank has its own running means, generators, and shard."""
+    """Return values of every kind. Each rank has its own running means, generators and shard."""
     model, optimizer = model_and_optimizer(1)
     model[1].running_mean += rank  # type: ignore[index, operator]
     torch.manual_seed(100 + rank)
@@ -69,7 +69,7 @@ def whole_state(rank: int, ranks: int) -> dict[str, Any]:
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a rank without what differs by the number of ranks."""
+    """Return the state of a rank without the values that depend on the number of ranks."""
     return {
         "model": state["model"].state_dict(),
         "optimizer": state["optimizer"].state_dict(),
@@ -89,7 +89,7 @@ def test_any_number_of_ranks_loads(tmp_path: Path, how: str, there: int) -> None
             path = checkpoint.save(state, tmp_path, step=3)
         else:
             saving = checkpoint.save_async(state, tmp_path, step=3)
-            for parameter in state["model"].parameters():  # it may be changed at once
+            for parameter in state["model"].parameters():  # parameters may change as soon as save_async returns
                 parameter.data.fill_(-1)
             path = saving.wait(60)
         assert path == tmp_path / "step-0000000003"
@@ -127,8 +127,8 @@ def test_any_number_of_ranks_loads(tmp_path: Path, how: str, there: int) -> None
     assert same(alone["tensors"], whole_state(0, 4)["tensors"])
 
 
-def test_everything_is_written_once(tmp_path: Path) -> None:
-    """And safetensors reads the parts."""
+def test_equal_tensors_are_written_once(tmp_path: Path) -> None:
+    """Check also that safetensors can read the parts."""
 
     def saves() -> None:
         tensors = {f"t{n}": torch.full((1000,), float(n)) for n in range(10)}
@@ -148,8 +148,8 @@ def test_everything_is_written_once(tmp_path: Path) -> None:
     )
 
 
-def test_tensors_of_whole_lines_lie_at_lines_of_the_file(tmp_path: Path) -> None:
-    """Whatever lies beside them, and however long the head is."""
+def test_tensors_of_a_multiple_of_64_bytes_are_aligned(tmp_path: Path) -> None:
+    """Alignment with any neighboring tensors and any length of the header."""
     for step in range(20):
         state = {"a": torch.ones(10), "b" * (step + 1): torch.ones(16), "c": torch.ones(64, 3)}
         checkpoint.save(state, tmp_path, step=step)
@@ -160,7 +160,7 @@ def test_tensors_of_whole_lines_lie_at_lines_of_the_file(tmp_path: Path) -> None
         assert [begin % 64 for name, begin in begins.items() if name != "a"] == [0, 0]
 
 
-def test_large_tensors_that_differ_are_written_by_each(tmp_path: Path) -> None:
+def test_large_tensors_that_differ_are_written_by_each_rank(tmp_path: Path) -> None:
     def saves() -> Any:
         rank = dist.get_rank()
         torch.manual_seed(rank)
@@ -172,7 +172,7 @@ def test_large_tensors_that_differ_are_written_by_each(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, into=into)
         values: list[Any] = [None, None]
         dist.all_gather_object(values, into.pop("alike")[33_333].item())
-        assert values[0] == values[1]  # the promise was broken where no sample is
+        assert values[0] == values[1]  # the difference is not in a sample, so only one rank's value was written
         state.pop("alike")
         assert same(into, state)
 
@@ -190,7 +190,7 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     assert found["model"]["a.weight"] is found["model"]["b.weight"]
 
 
-def test_what_is_kept(tmp_path: Path) -> None:
+def test_keep_and_keep_every_select_the_checkpoints_to_keep(tmp_path: Path) -> None:
     for step in range(1, 13):
         checkpoint.save({"step": step}, tmp_path, step=step, keep=2, keep_every=5)
     assert [info.step for info in checkpoint.list(tmp_path)] == [12, 11, 10, 5]
@@ -200,7 +200,7 @@ def test_what_is_kept(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [".job", ".lock", *(f"step-{n:010}" for n in (5, 10, 11, 12))]
 
 
-def test_a_step_that_is_there_already(tmp_path: Path) -> None:
+def test_save_of_an_existing_step_replaces_it(tmp_path: Path) -> None:
     first = checkpoint.save({"x": 1}, tmp_path, step=1)
     second = checkpoint.save({"x": 2}, tmp_path, step=1)
     third = checkpoint.save({"x": 3}, tmp_path, step=1)
@@ -209,7 +209,7 @@ def test_a_step_that_is_there_already(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path) == {"x": 3}
 
 
-def test_a_part_of_a_state_is_loaded(tmp_path: Path) -> None:
+def test_part_of_a_state_is_loaded(tmp_path: Path) -> None:
     model, optimizer = model_and_optimizer(1)
     checkpoint.save({"model": model, "optimizer": optimizer, "epoch": 3}, tmp_path, step=0)
     other, _ = model_and_optimizer(2)
@@ -229,14 +229,14 @@ def test_a_part_of_a_state_is_loaded(tmp_path: Path) -> None:
         ({"model": torch.zeros(1)}, "'model' is a tensor in the state to fill"),
     ],
 )
-def test_a_state_that_does_not_fit(tmp_path: Path, into: Any, words: str) -> None:
+def test_state_that_does_not_match_the_checkpoint_is_refused(tmp_path: Path, into: Any, words: str) -> None:
     checkpoint.save({"model": nn.Linear(3, 3), "tensor": torch.zeros(3), "pair": (1, 2)}, tmp_path, step=0)
     with pytest.raises(UsageError) as caught:
         checkpoint.load(tmp_path, into=into)
     assert words in str(caught.value)
 
 
-def test_where_there_is_nothing(tmp_path: Path) -> None:
+def test_empty_and_missing_folders_have_no_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None
     assert checkpoint.latest(tmp_path / "none") is None
     with pytest.raises(CheckpointError, match="there is no complete checkpoint"):
@@ -245,7 +245,7 @@ def test_where_there_is_nothing(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "none")
 
 
-def test_arguments() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for words, call in (
         ("step=-1: expected an integer", lambda: checkpoint.save({}, "x", step=-1)),
         ("keep=0: expected an integer that is at least 1", lambda: checkpoint.save({}, "x", step=1, keep=0)),
@@ -265,7 +265,7 @@ def test_arguments() -> None:
     assert not os.path.exists("x")
 
 
-def test_a_failure_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
+def test_save_error_of_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
     def saves() -> list[str]:
         rank = dist.get_rank()
         checkpoint.save({"x": torch.ones(3)}, tmp_path, step=1)
@@ -286,8 +286,8 @@ def test_a_failure_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
     assert [info.step for info in checkpoint.list(tmp_path)] == [3, 1]
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    """A small file system of its own. The next save, of less, goes well."""
+def test_full_disk_fails_the_save_and_the_next_save_succeeds(tmp_path: Path) -> None:
+    """A separate small file system. The next save is smaller and succeeds."""
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", tmp_path], capture_output=True, check=False)
     if done.returncode:
         pytest.skip("mounting a file system needs root")
@@ -305,7 +305,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
                 saving.wait(60)
             checkpoint.save_async(large, tmp_path, step=2)
             with pytest.raises(CheckpointError, match="No space left on device"):
-                checkpoint.save_async(small, tmp_path, step=3)  # told at the latest now
+                checkpoint.save_async(small, tmp_path, step=3)  # the latest call that can report the failure
             checkpoint.save_async(small, tmp_path, step=3).wait(60)
 
         run_ranks(2, saves)
@@ -315,7 +315,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_a_folder_that_cannot_be_one(tmp_path: Path) -> None:
+def test_path_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"File exists|Not a directory"):
         checkpoint.save({"x": 1}, tmp_path / "file", step=1)
@@ -339,7 +339,7 @@ with holding(Path(sys.argv[1]), "the other"):
 """
 
 
-def test_two_jobs_and_one_folder(tmp_path: Path) -> None:
+def test_second_job_in_a_folder_is_refused(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
@@ -353,7 +353,7 @@ def test_two_jobs_and_one_folder(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [".job", ".lock", "step-0000000001"]
 
 
-def test_a_save_in_the_background_does_not_mix_with_the_program(tmp_path: Path) -> None:
+def test_background_save_does_not_interfere_with_collectives(tmp_path: Path) -> None:
     def saves() -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         for step in range(5):
@@ -371,7 +371,7 @@ def test_a_save_in_the_background_does_not_mix_with_the_program(tmp_path: Path) 
     assert checkpoint.load(tmp_path)["x"][0] == 4
 
 
-def test_a_process_ends_after_its_save(tmp_path: Path) -> None:
+def test_process_exits_after_its_background_save_is_complete(tmp_path: Path) -> None:
     program = (
         "import sys, torch; from allranks import checkpoint;"
         " checkpoint.save_async({'x': torch.ones(5_000_000)}, sys.argv[1], step=1)"
@@ -380,7 +380,7 @@ def test_a_process_ends_after_its_save(tmp_path: Path) -> None:
     assert checkpoint.verify(tmp_path) == []
 
 
-def test_a_group(tmp_path: Path) -> None:
+def test_save_and_load_in_a_subgroup(tmp_path: Path) -> None:
     def saves() -> None:
         rank = dist.get_rank()
         group = dist.new_group([1, 2])
@@ -396,7 +396,7 @@ def test_a_group(tmp_path: Path) -> None:
     assert info.ranks == 2
 
 
-def test_threads_are_not_left(tmp_path: Path) -> None:
+def test_background_thread_exits_after_the_save(tmp_path: Path) -> None:
     before = threading.active_count()
     checkpoint.save_async({"x": torch.ones(3)}, tmp_path, step=1).wait(60)
     for _ in range(1000):

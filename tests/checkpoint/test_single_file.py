@@ -1,4 +1,4 @@
-"""checkpoint.save: all of it or nothing, whatever happens on the way."""
+"""checkpoint.save into one file: the file contains the complete new state or stays unchanged."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ def run_python(program, *args, timeout_s=100):
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
-def test_what_was_saved_is_loaded(tmp_path):
+def test_saved_state_is_loaded(tmp_path):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 3)).sum().backward()
@@ -33,7 +33,7 @@ def test_what_was_saved_is_loaded(tmp_path):
     assert os.listdir(tmp_path) == ["c.pt"]
 
 
-def test_relative_path_and_permissions_as_open_makes_them(tmp_path, monkeypatch):
+def test_relative_path_and_default_permissions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoint.save([1], "c.pt")
     assert checkpoint.load("c.pt") == [1]
@@ -41,15 +41,15 @@ def test_relative_path_and_permissions_as_open_makes_them(tmp_path, monkeypatch)
     assert stat.S_IMODE(os.stat("c.pt").st_mode) == stat.S_IMODE(os.stat("other").st_mode)
 
 
-def test_link_is_followed_and_stays(tmp_path):
+def test_symbolic_link_is_followed_and_kept(tmp_path):
     (tmp_path / "latest.pt").symlink_to("epoch3.pt")
     checkpoint.save([3], tmp_path / "latest.pt")
     assert (tmp_path / "latest.pt").is_symlink()
     assert checkpoint.load(tmp_path / "epoch3.pt") == [3]
 
 
-# Saves, in forked children that are killed at random moments, objects whose parts all carry one
-# number, and has the parent look after each kill.
+# Forked children save objects whose parts all contain the same number, and are killed at random moments. The parent
+# checks the file after each kill.
 KILLER = """
 import os, random, signal, sys, time
 import torch
@@ -89,12 +89,12 @@ def test_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
     result = run_python(KILLER, tmp_path, 0)
     assert result.returncode == 0, result.stderr
     saves, killed_during = map(int, result.stdout.split())
-    # Or else the test has killed nothing worth killing.
+    # Otherwise no kill was during a save.
     assert saves > 0
     assert killed_during > 0
 
 
-def test_temporary_file_of_a_living_save_is_left_alone(tmp_path):
+def test_temporary_file_of_a_running_save_is_kept(tmp_path):
     descriptor, temporary = single_file._create_locked(str(tmp_path), "c.pt")
     try:
         checkpoint.save([1], tmp_path / "c.pt")
@@ -105,7 +105,7 @@ def test_temporary_file_of_a_living_save_is_left_alone(tmp_path):
     assert os.listdir(tmp_path) == ["c.pt"]
 
 
-def test_files_of_others_are_left_alone(tmp_path):
+def test_unrelated_files_are_kept(tmp_path):
     others = [".cc.pt.1-0123abcd.tmp", "c.pt.tmp", ".c.pt.bak", ".c.pt.1-0123abcd.tmp.old"]
     for name in others:
         (tmp_path / name).write_text("mine")
@@ -127,7 +127,7 @@ except OSError as error:
 """
 
 
-# In the first header, in a small record, in the middle of a tensor, near the end.
+# The limit is reached in the first header, in a small record, in the middle of a tensor, and near the end.
 @pytest.mark.parametrize("limit", [0, 10, 500, 1_000_000, 12_000_000])
 def test_full_disk(tmp_path, limit):
     path = tmp_path / "c.pt"
@@ -141,7 +141,7 @@ def test_full_disk(tmp_path, limit):
     assert os.listdir(tmp_path) == ["c.pt"]
 
 
-def test_object_that_cannot_be_pickled(tmp_path):
+def test_object_that_cannot_be_pickled_leaves_the_file_unchanged(tmp_path):
     path = tmp_path / "c.pt"
     checkpoint.save(["old"], path)
     with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
@@ -150,12 +150,12 @@ def test_object_that_cannot_be_pickled(tmp_path):
     assert os.listdir(tmp_path) == ["c.pt"]
 
 
-def test_missing_folder(tmp_path):
+def test_missing_folder_is_reported(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"not saved.*nowhere/c\.pt"):
         checkpoint.save([1], tmp_path / "nowhere" / "c.pt")
 
 
-def test_what_is_not_a_file_is_not_replaced(tmp_path):
+def test_folders_and_pipes_are_not_replaced(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     for name in ("folder", "pipe"):
@@ -164,7 +164,7 @@ def test_what_is_not_a_file_is_not_replaced(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
 
 
-def test_load_refuses_code_unless_told(tmp_path):
+def test_load_refuses_code_by_default(tmp_path):
     path = tmp_path / "c.pt"
     checkpoint.save({"path": Path("x")}, path)
     with pytest.raises(pickle.UnpicklingError):
@@ -181,11 +181,11 @@ def test_damaged_file_is_named(tmp_path: Path) -> None:
         checkpoint.load(path)
 
 
-def test_an_archive_that_says_it_is_one_of_several_is_damaged(tmp_path: Path) -> None:
+def test_archive_that_declares_several_disks_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     torch.save({"w": torch.ones(3)}, path)
     content = bytearray(path.read_bytes())
-    place = content.index(b"PK\x06\x07")  # the record of torch's that has the number of files
+    place = content.index(b"PK\x06\x07")  # torch's record with the number of disks
     content[place + 16] = 2
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="damaged"):

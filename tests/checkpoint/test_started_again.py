@@ -1,4 +1,4 @@
-"""A loop as docs/checkpoints.md has it, under ``allranks run --restarts``: whatever is killed, the bits stay."""
+"""The loop of docs/checkpoints.md under ``allranks run --restarts``: the result is bit-identical after any kill."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 
 @pytest.mark.timeout(600)
-def test_a_loop_goes_on_with_the_same_bits(launcher: Launcher, tmp_path: Path) -> None:
-    """A rank is killed: the launcher starts all again. The launcher is killed: the same command is given again."""
+def test_restarted_loop_has_bit_identical_results(launcher: Launcher, tmp_path: Path) -> None:
+    """Kill a rank: the launcher restarts all ranks. Kill the launcher: the same command runs again."""
     launcher.write(TRAINS)
     result = tmp_path / "result"
     words = ["-n", "2", "--restarts", "1", "script.py", str(tmp_path / "folder"), str(result), "dies"]

@@ -1,7 +1,7 @@
-"""Lightning and Accelerate, as they are, write and read our checkpoints: the examples in examples/trainers.
+"""Unmodified Lightning and Accelerate write and read allranks checkpoints: the examples in examples/trainers.
 
-They are in an environment of their own (`make trainers`). Without it the tests are skipped; with ALLRANKS_TEST_ALL=1,
-as CI has it, they fail.
+The tests need a separate environment (`make trainers`). Without it they are skipped; with ALLRANKS_TEST_ALL=1, as in
+CI, they fail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PYTHON = ROOT / "build" / "trainers-venv" / "bin" / "python"
 
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., str]:
-    """Runs an example on two ranks. Returns the weights that both have come to."""
+    """Return a function that runs an example on two ranks and returns the weights, which must be equal on both."""
     if not PYTHON.exists():
         missing = f"there is no {PYTHON.relative_to(ROOT)} with Lightning and Accelerate: make trainers"
         pytest.fail(missing) if os.environ.get("ALLRANKS_TEST_ALL") == "1" else pytest.skip(missing)
@@ -62,7 +62,7 @@ def names_of(folder: Path) -> list[str]:
     )
 
 
-def test_lightning_shards(train: Callable[..., str], tmp_path: Path) -> None:
+def test_lightning_saves_shards_and_resumes(train: Callable[..., str], tmp_path: Path) -> None:
     train("lightning_train.py", "parts", 5, "--sharded")
     last = tmp_path / "parts" / "last.ckpt"
     assert names_of(last) == ["meta.pt", *(f"step-0000000000/{name}" for name in PARTS)]
@@ -74,7 +74,7 @@ def test_lightning_shards(train: Callable[..., str], tmp_path: Path) -> None:
     assert loaded["optimizer_0"]["state"]["net.0.weight"]["step"] == 10
 
 
-def test_lightning_writes_a_file(train: Callable[..., str], tmp_path: Path) -> None:
+def test_lightning_saves_one_file_and_resumes(train: Callable[..., str], tmp_path: Path) -> None:
     train("lightning_train.py", "parts", 5)
     assert train("lightning_train.py", "parts", 10) == train("lightning_train.py", "one", 10)
     last = checkpoint.load(tmp_path / "parts" / "last.ckpt", weights_only=False)
@@ -82,7 +82,7 @@ def test_lightning_writes_a_file(train: Callable[..., str], tmp_path: Path) -> N
     assert last["state_dict"]["net.0.weight"].shape == (30, 8)
 
 
-def test_accelerate(train: Callable[..., str], tmp_path: Path) -> None:
+def test_accelerate_saves_and_resumes(train: Callable[..., str], tmp_path: Path) -> None:
     train("accelerate_train.py", "parts", 5)
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         folder = tmp_path / "parts" / "step-5" / name

@@ -1,7 +1,7 @@
-"""Two jobs and one folder: the first one has it until its processes have ended, and neither loses a checkpoint.
+"""Two jobs with one folder: the first job keeps it until its processes have exited, and no checkpoint is lost.
 
-The jobs are processes that save when they are told to, in turn. Where the file system has no locks, which a process
-simulates by an ``flock`` that fails, the record of the job decides.
+The jobs are processes that save on request, in turn. If the file system has no locks, which a process simulates with a
+failing ``flock``, the record of the job decides.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ for line in sys.stdin:
 
 
 class Job:
-    """A process that saves when it is told to."""
+    """Process that saves on request."""
 
     def __init__(self, folder: Path, run: str, host: str, locks: str) -> None:
         self.process = subprocess.Popen(
@@ -93,8 +93,11 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
 
 
 @pytest.mark.parametrize("locks", ["with", "without"])
-def test_the_first_job_has_the_folder_until_it_ends(jobs: Jobs, locks: str) -> None:
-    """Also while it saves nothing. Its restart goes on at once, and so does another job when it is dead."""
+def test_first_job_keeps_the_folder_until_it_exits(jobs: Jobs, locks: str) -> None:
+    """Check that the job keeps the folder between saves.
+
+    A restart of the job continues immediately. Another job can save immediately after the first job has exited.
+    """
     first, second = (jobs.start(run, locks=locks) for run in ("one", "two"))
     assert first.tell(1) == "saved"
     for step in (2, 3):
@@ -109,18 +112,19 @@ def test_the_first_job_has_the_folder_until_it_ends(jobs: Jobs, locks: str) -> N
     try:
         first.kill()
         assert jobs.steps() == [5]
-        assert "run 'one'" in second.tell(6)  # its restart lives
+        assert "run 'one'" in second.tell(6)  # the restarted process of job 'one' is alive
         again.kill()
-        assert second.tell(7) == "saved"  # a forked worker of it lives, and does not save
+        assert second.tell(7) == "saved"  # its forked worker is alive, but does not save
     finally:
         os.kill(worker, 9)
-    assert jobs.steps() == ([7] if locks == "with" else [7, 5])  # not removed, as it is another job's
+    # without locks, step 5 stays because it belongs to another job
+    assert jobs.steps() == ([7] if locks == "with" else [7, 5])
     assert second.tell(8) == "saved"
     assert jobs.steps() == ([8] if locks == "with" else [8, 5])
 
 
-def test_jobs_on_two_hosts_without_locks(jobs: Jobs) -> None:
-    """Whether the first one lives is not known: the second one is warned, and the first one has the error."""
+def test_second_job_on_another_host_without_locks_is_warned(jobs: Jobs) -> None:
+    """The second job cannot detect whether the first one runs: it gets a warning, and the first job an error."""
     first, second = (jobs.start(run, host, "without") for run, host in (("one", "here"), ("two", "there")))
     assert first.tell(1) == "saved"
     words = second.tell(2)
@@ -134,7 +138,7 @@ def test_jobs_on_two_hosts_without_locks(jobs: Jobs) -> None:
     assert jobs.steps() == [5, 1]
 
 
-def test_a_folder_that_was_removed_is_claimed_again(tmp_path: Path, jobs: Jobs) -> None:
+def test_folder_without_its_job_record_can_be_claimed_again(tmp_path: Path, jobs: Jobs) -> None:
     first, second = (jobs.start(run) for run in ("one", "two"))
     assert first.tell(1) == "saved"
     (tmp_path / ".job").unlink()
@@ -142,8 +146,8 @@ def test_a_folder_that_was_removed_is_claimed_again(tmp_path: Path, jobs: Jobs) 
     assert "run 'two'" in first.tell(3)
 
 
-def test_processes_of_a_job_have_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher's, else that of the rank that has one, else rank 0's."""
+def test_processes_of_a_job_have_the_same_run_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ID comes from the launcher, else from a rank that has one, else from rank 0."""
     monkeypatch.setattr(owners, "_run", "")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert owners.decided_run() == ""
@@ -155,14 +159,14 @@ def test_processes_of_a_job_have_its_name(monkeypatch: pytest.MonkeyPatch) -> No
     assert owners.run_id() == "zero"
 
 
-def test_a_checkpoint_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_tidy_reports_a_missing_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "step-0000000001").mkdir()
     told = folders.tidy(tmp_path / "step-0000000002", 1, None)
     assert told == [f"{tmp_path / 'step-0000000002'} no longer exists: another program has removed it"]
     assert (tmp_path / "step-0000000001").is_dir()
 
 
-def test_a_merge_gives_the_folder_back(tmp_path: Path) -> None:
+def test_merge_releases_the_folder(tmp_path: Path) -> None:
     with folders.holding(tmp_path, "a merge", stays=False) as held:
         assert held == folders.Held("", [])
     with folders.holding(tmp_path, "another"):

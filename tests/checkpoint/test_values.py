@@ -1,4 +1,4 @@
-"""States as trees: what goes in comes out, and what cannot go in is named."""
+"""States as trees: supported values are restored, and unsupported values are reported."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def same(one: Any, other: Any) -> bool:
 
 @settings(max_examples=300)
 @given(STATES)
-def test_what_goes_in_comes_out(state: Any) -> None:
+def test_flattened_state_is_restored(state: Any) -> None:
     assert same(again(state), state)
 
 
-def test_values_of_torch_and_numpy() -> None:
+def test_values_of_torch_and_numpy_are_restored() -> None:
     state = {
         "size": torch.Size([2, 3]),
         "dtype": torch.bfloat16,
@@ -74,7 +74,7 @@ def test_values_of_torch_and_numpy() -> None:
     assert list(found["ordered"].items()) == [("b", 1), ("a", 2)]
 
 
-def test_the_same_memory_has_one_name() -> None:
+def test_shared_tensor_has_one_name() -> None:
     weight = torch.ones(3)
     state = {"a": weight, "b": [weight, weight[:2], weight.clone()]}
     found = again(state)
@@ -82,7 +82,7 @@ def test_the_same_memory_has_one_name() -> None:
     assert found["a"] is found["b"][0]
 
 
-def test_names_that_are_alike() -> None:
+def test_equal_names_get_a_suffix() -> None:
     state = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}
     assert list(flatten(state).tensors) == ["a.b", "a.b~2"]
     assert again(state)["a"]["b"] == 1
@@ -98,13 +98,13 @@ def test_names_that_are_alike() -> None:
         (lambda: 0, "'the state' is a function"),
     ],
 )
-def test_what_cannot_go_in_is_named(state: Any, words: str) -> None:
+def test_unsupported_value_is_reported(state: Any, words: str) -> None:
     with pytest.raises(UsageError) as caught:
         flatten(state)
     assert words in str(caught.value)
 
 
-def test_a_state_that_contains_itself() -> None:
+def test_recursive_state_is_refused() -> None:
     state: dict[str, Any] = {}
     state["again"] = state
     with pytest.raises(UsageError, match="nested more than 200 levels"):
@@ -119,6 +119,6 @@ def test_a_state_that_contains_itself() -> None:
         {"items": [1]}, {"items": [[[], 1]]}, {"numpy": [1, 2]}, {"numpy_scalar": ["<f4", "AA=="]},
     ],
 )  # fmt: skip
-def test_damaged_trees(tree: Any) -> None:
+def test_damaged_tree_is_refused(tree: Any) -> None:
     with pytest.raises(CheckpointError, match="damaged"):
         unflatten(tree, lambda name: torch.zeros(1))

@@ -1,4 +1,4 @@
-"""The hosts that the tests here run on, and what serves on them."""
+"""Fixtures: test hosts, and ssh and SLURM on them."""
 
 import os
 from collections.abc import Iterator

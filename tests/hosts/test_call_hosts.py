@@ -1,4 +1,4 @@
-"""``allranks.run`` on several hosts, by ssh."""
+"""``allranks.run`` on several hosts through ssh."""
 
 import json
 import sys
@@ -32,14 +32,14 @@ print(json.dumps(told))
 """
 
 
-def test_run(ssh: Ssh, tmp_path: Path) -> None:
+def test_run_starts_ranks_on_hosts_and_reports_unreachable_ones(ssh: Ssh, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    (tmp_path / "torch.py").touch()  # nothing here needs more of it
+    (tmp_path / "torch.py").touch()  # an empty module is sufficient here
     environ = ssh.environ | {"PYTHONPATH": str(tmp_path)}
     done = ssh.hosts.hosts[0].start([sys.executable, str(script)], environ)
     out, _ = done.communicate(timeout=60)
-    told = json.loads(out.splitlines()[-1])  # before it: what the shells of the hosts have to say
+    told = json.loads(out.splitlines()[-1])  # the shells of the hosts can print lines before it
     assert told[:3] == [[0, "node1"], [1, "node1"], [2, "node2"]]
     assert told[3].startswith("rank 2 (host node2, pid ")
     assert told[4].startswith("node7: ssh cannot connect: ")

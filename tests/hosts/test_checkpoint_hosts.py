@@ -1,4 +1,4 @@
-"""Checkpoints on hosts that have the same path on disks of their own."""
+"""Checkpoints on hosts with separate disks and equal paths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ports = itertools.count(29980)
 
 @pytest.fixture
 def disks(three_hosts: Cluster, tmp_path: Path) -> Iterator[Path]:
-    """A path at which each host has an empty file system of its own."""
+    """Path at which each host has a separate, empty file system."""
     for host in three_hosts.hosts:
         subprocess.run(host.inside("mount", "-t", "tmpfs", "none", str(tmp_path)), check=True)
     try:
@@ -35,7 +35,7 @@ def disks(three_hosts: Cluster, tmp_path: Path) -> Iterator[Path]:
 
 
 def on_hosts(hosts: Cluster, places: list[int], body: Callable[[], Any]) -> list[Any]:
-    """Runs rank r on host ``places[r]``."""
+    """Run rank r on host ``places[r]``."""
     port = next(_ports)
 
     def main() -> Any:
@@ -55,8 +55,11 @@ def on_hosts(hosts: Cluster, places: list[int], body: Callable[[], Any]) -> list
     return run_ranks(len(places), main, init=False, env={"ALLRANKS_SECRET": SECRET})
 
 
-def test_the_same_path_on_disks_of_their_own(three_hosts: Cluster, disks: Path) -> None:
-    """Two hosts save; then other ranks on them load, with a third host whose disk is empty; and one host alone."""
+def test_shares_on_separate_disks_with_equal_paths(three_hosts: Cluster, disks: Path) -> None:
+    """Saves on two hosts, then loads on the same hosts and a third one with an empty disk.
+
+    A load on one host alone is refused.
+    """
 
     def state(rank: int, step: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(step)

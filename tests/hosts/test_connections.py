@@ -1,4 +1,4 @@
-"""Connections between hosts: made when they are needed, by whoever needs them, and gone with the group."""
+"""Connections between hosts: opened by the rank that needs them first, and closed with the group."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _ESTABLISHED, _LISTEN = "01", "0A"
 
 
 def _held(state: str) -> int:
-    """How many TCP sockets of this process are in a state."""
+    """Return the number of TCP sockets of this process in a state."""
     links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()]
     mine = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return len({row[9] for row in rows if row[3] == state} & mine)  # a row may stand there twice
+    return len({row[9] for row in rows if row[3] == state} & mine)  # a row can occur twice
 
 
-def test_nobody_holds_what_it_does_not_use(three_hosts: Cluster, tmp_path: Path) -> None:
+def test_ranks_hold_only_connections_that_they_use(three_hosts: Cluster, tmp_path: Path) -> None:
     def body() -> None:
         rank = dist.get_rank()
         leads = rank % 2 == 0
-        # With the two other leaders, from the beginning. Rank 0 also listens for torch's default group, on its address
-        # and on that of loopback.
+        # Each leader is connected with the two other leaders from the start. Rank 0 also listens for torch's default
+        # group, on its own address and on loopback.
         listening = 1 if rank else 3
         assert (_held(_ESTABLISHED), _held(_LISTEN)) == (2 if leads else 0, listening)
         (tmp_path / str(rank)).touch()
-        while len(list(tmp_path.iterdir())) < dist.get_world_size():  # a barrier would connect
+        while len(list(tmp_path.iterdir())) < dist.get_world_size():  # a barrier would open connections
             time.sleep(0.01)
-        # A rank that is stopped while others connect with it is waited for.
+        # Rank 0 is stopped while other ranks connect with it. They must wait for it.
         if rank == 5:
             pids = [int(member.pid) for member in dist.group.WORLD.members]
             os.kill(pids[0], signal.SIGSTOP)
@@ -56,18 +56,18 @@ def test_nobody_holds_what_it_does_not_use(three_hosts: Cluster, tmp_path: Path)
         dist.barrier()
         assert _held(_ESTABLISHED) == (4 if leads else 1 if rank in (1, 3) else 0)
         dist.barrier()
-        # All of the rank's own counterparts.
+        # A large call connects each rank with its counterparts on the other hosts.
         large = torch.ones(500_000)
         dist.all_reduce(large)
         assert (large == 6).all()
         held = len(os.listdir("/proc/self/fd")), _held(_ESTABLISHED), threading.active_count()
-        assert held[1:] == (4 if leads else 3 if rank in (1, 3) else 2, 3)  # threads: main, connections, notices
+        assert held[1:] == (4 if leads else 3 if rank in (1, 3) else 2, 3)  # threads: main, connections, wait reports
         work = None
         for i in range(50):
             group = dist.new_group([i % 2, 2 + i % 2, 4])
             if rank in (i % 2, 2 + i % 2, 4):
                 other = {i % 2: 2 + i % 2, 2 + i % 2: i % 2}.get(rank)
-                if other is not None and i % 5 == 0:  # both connect with each other at once
+                if other is not None and i % 5 == 0:  # both connect with each other simultaneously
                     work = dist.isend(torch.full((2,), float(rank)), other, group=group)
                     got = torch.zeros(2)
                     dist.recv(got, other, group=group)
@@ -86,14 +86,14 @@ def test_nobody_holds_what_it_does_not_use(three_hosts: Cluster, tmp_path: Path)
 
 
 @pytest.mark.parametrize("victim", [2, 3], ids=["a leader", "another"])
-def test_a_death_before_the_first_connection_is_named(three_hosts: Cluster, victim: int) -> None:
+def test_rank_killed_before_the_first_connection_is_reported(three_hosts: Cluster, victim: int) -> None:
     def body() -> float:
         if dist.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
         if dist.get_rank() == 0:
             with pytest.raises(dist.PeerLostError, match="died") as caught:
-                dist.recv(torch.ones(1), 1)  # waits for another, which waits too
+                dist.recv(torch.ones(1), 1)  # rank 1 is alive, but waits in another call
         else:
             with pytest.raises(dist.PeerLostError, match="died") as caught:
                 dist.all_reduce(torch.ones(1))
@@ -104,7 +104,7 @@ def test_a_death_before_the_first_connection_is_named(three_hosts: Cluster, vict
     assert max(noticed_s for noticed_s in results if noticed_s is not None) < PROMPT_S
 
 
-def test_a_rank_that_cannot_be_reached_is_given_up(three_hosts: Cluster) -> None:
+def test_unreachable_rank_is_reported_after_the_connect_timeout(three_hosts: Cluster) -> None:
     def body() -> str:
         from allranks._engines.native import tcp as native_tcp
 
@@ -123,7 +123,7 @@ def test_a_rank_that_cannot_be_reached_is_given_up(three_hosts: Cluster) -> None
                 except ConnectionRefusedError:
                     listens = False
                 except ConnectionResetError:
-                    continue  # in the backlog when it was closed
+                    continue  # the connection was in the backlog when the listener was closed
         with pytest.raises(dist.PeerLostError) as caught:
             dist.all_reduce(torch.ones(1))
         assert caught.value.rank == 0 or dist.get_rank() == 0
@@ -137,7 +137,7 @@ def test_a_rank_that_cannot_be_reached_is_given_up(three_hosts: Cluster) -> None
 
 
 @pytest.mark.parametrize("how", ["leaves", "dies"])
-def test_ranks_go_on_when_their_leader_has_left(three_hosts: Cluster, how: str) -> None:
+def test_ranks_continue_after_their_leader_has_exited(three_hosts: Cluster, how: str) -> None:
     def body() -> None:
         rank = dist.get_rank()
         dist.barrier()

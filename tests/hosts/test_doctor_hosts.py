@@ -1,4 +1,4 @@
-"""``allranks doctor`` in a job of several hosts, each of which has the name 127.0.1.1 for itself."""
+"""``allranks doctor`` in a job of several hosts, each of which resolves its own name to 127.0.1.1."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def doctor(
     ranks: tuple[int, ...] = (0, 1, 2),
     places: tuple[int, ...] = PLACES,
 ) -> list[tuple]:
-    """Exit code and output of each of the ranks that are started, of three."""
+    """Return exit code and output of each started rank, of three ranks."""
     shell = {"HOME": str(home), "PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)}
     where = {"WORLD_SIZE": "3", "MASTER_ADDR": f"node0:{port}", "OMP_NUM_THREADS": "1"}
     started = [
@@ -39,7 +39,7 @@ def doctor(
             process.kill()
 
 
-def test_a_job_of_srun(slurm: Slurm, tmp_path: Path) -> None:
+def test_doctor_in_a_job_of_srun(slurm: Slurm, tmp_path: Path) -> None:
     figures = tmp_path / "found.json"
     done = slurm.run(
         "srun", "-N2", "-n3", sys.executable, "-m", "allranks", "doctor", "--json", str(figures), "--megabytes", "1",
@@ -54,14 +54,14 @@ def test_a_job_of_srun(slurm: Slurm, tmp_path: Path) -> None:
     assert all(pair["latency_us"] > 0 and pair["bandwidth_gb_s"] > 0 for pair in report["pairs"]["found"])
     lines = {(line["name"], line["where"]): line for line in report["lines"]}
     for host, address in (("node0", "10.77.0.1"), ("node1", "10.77.0.2")):
-        name = lines["host name", host]  # no two hosts say the same
+        name = lines["host name", host]  # the text differs between the hosts, so each host has its own line
         assert name["verdict"] == "warn"
         assert name["measured"] == f"{host} is 127.0.1.1, which on another host means that host itself"
         assert "GLOO_SOCKET_IFNAME=eth0" in name["advice"]
         assert f"'{address} {host}'" in name["advice"]
-    assert lines["torch", ""]["verdict"] == "ok"  # both do
+    assert lines["torch", ""]["verdict"] == "ok"  # both hosts report the same text
     clock = lines["clock", "node1"]
-    assert clock["verdict"] == "ok"  # one machine has one clock
+    assert clock["verdict"] == "ok"  # the hosts share the clock of one machine
     assert float(clock["measured"].split()[0]) < 100
     assert {line["measured"].split(" ")[0] for line in report["lines"] if line["name"] == "latency"} == {
         "in",
@@ -84,8 +84,8 @@ def test_a_rank_that_does_not_come(three_hosts: Cluster, tmp_path: Path) -> None
         assert f"[rank {rank} on node{PLACES[rank]}] node{PLACES[rank]} is 127.0.1.1" in text
 
 
-def test_a_pair_that_does_not_reach_each_other(three_hosts: Cluster, tmp_path: Path) -> None:
-    # Both reach rank 0, where all meet.
+def test_ranks_that_cannot_reach_each_other_are_reported(three_hosts: Cluster, tmp_path: Path) -> None:
+    # Both ranks can reach rank 0, the rendezvous.
     for host, other in ((1, 3), (2, 2)):
         three_hosts.hosts[host].set_up("route", "add", "blackhole", f"10.77.0.{other}/32")
     try:
@@ -97,5 +97,5 @@ def test_a_pair_that_does_not_reach_each_other(three_hosts: Cluster, tmp_path: P
     failures = [next(line for line in text.splitlines() if line.startswith("FAIL")) for _, text in found]
     assert "[rank 1 on node1] rank 1 (host node1): rank 2 (node2) did not connect" in failures[1]
     assert "[rank 2 on node2] rank 2 (host node2): rank 1 (node1) did not connect" in failures[2]
-    assert failures[0].split()[1] in ("reach", "join")  # rank 0 has both, and loses them as they give up
+    assert failures[0].split()[1] in ("reach", "join")  # rank 0 reaches both ranks, and loses them when they give up
     assert all("Traceback" not in text for _, text in found)

@@ -1,4 +1,4 @@
-"""Lines of torchrun's and torch.distributed.launch's as users typed them, on hosts whose own name is 127.0.1.1."""
+"""Commands of torchrun and torch.distributed.launch as users type them, on hosts whose own name is 127.0.1.1."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GLOO = """
     os.write(1, f"{os.environ['LOCAL_RANK']} of {dist.get_rank()}: {total.item():.0f}\\n".encode())
 """
 
-# As scripts were before torch 2, and without torch.
+# A script in the style of torch 1, without torch.
 HELLO = """
     import argparse
     import os
@@ -63,7 +63,7 @@ def made(three_hosts: Cluster, tmp_path: Path) -> Iterator[Jobs]:
 
 
 def together(made: Jobs, hosts: list[int], command: str, *lines: str, torch: bool = False) -> list[Done]:
-    """Runs a line on each host at the same time."""
+    """Run one command line on each host simultaneously."""
     started = [
         made.start_any(host, sys.executable, "-m", *command.split(), *line.split(), torch=torch)
         for host, line in zip(hosts, lines, strict=True)
@@ -72,13 +72,13 @@ def together(made: Jobs, hosts: list[int], command: str, *lines: str, torch: boo
 
 
 def said(dones: list[Done]) -> list[str]:
-    """What ranks wrote on stdout, without the prefixes, sorted."""
+    """Return the stdout lines of the ranks without prefixes, sorted."""
     assert all(done.code == 0 for done in dones), dones
     return sorted(re.sub(r"^\[.*?\] ", "", line, count=1) for done in dones for line in done.out.splitlines())
 
 
-def test_torchrun_by_address(made: Jobs, three_hosts: Cluster) -> None:
-    """torchrun's own ranks find no gloo here: connect [127.0.1.1]: Connection refused."""
+def test_torchrun_with_a_master_address(made: Jobs, three_hosts: Cluster) -> None:
+    """Comparison: torchrun's own ranks fail with gloo here (connect [127.0.1.1]: Connection refused)."""
     made.write(GLOO, "start.py")
     first = three_hosts.hosts[0].address
     line = f"--nproc_per_node=2 --master_addr {first} --master_port 15432 --nnodes 2 --node_rank {{}} start.py"
@@ -88,7 +88,7 @@ def test_torchrun_by_address(made: Jobs, three_hosts: Cluster) -> None:
 
 
 def test_torchrun_with_c10d(made: Jobs, three_hosts: Cluster) -> None:
-    """By address: torchrun's own agents would all wait for each other."""
+    """Endpoint by address, for which torchrun's own agents would all wait for each other."""
     made.write("import os; print(os.environ['GROUP_RANK'], os.environ['RANK'], os.environ['TORCHELASTIC_RUN_ID'])")
     line = f"--nnodes 3 --rdzv-backend c10d --rdzv-endpoint {three_hosts.hosts[1].address} --rdzv-id a script.py"
     dones = together(made, [0, 1, 2], "allranks torchrun", line, line, line)
@@ -107,7 +107,7 @@ def test_launch_on_one_machine_and_on_two(made: Jobs) -> None:
     assert said(together(made, [0, 1], "allranks.launch", *lines)) == there
 
 
-def test_lines_for_slurm(slurm: Slurm, tmp_path: Path) -> None:
+def test_launch_commands_under_slurm(slurm: Slurm, tmp_path: Path) -> None:
 
     with jobs(slurm.hosts, {**os.environ, **slurm.environ}, tmp_path) as made:
         made.write(HELLO, "helloworld.py")
@@ -126,7 +126,7 @@ def test_lines_for_slurm(slurm: Slurm, tmp_path: Path) -> None:
     ], done
 
 
-def test_a_host_that_is_not_told_where_the_first_is(made: Jobs) -> None:
+def test_missing_master_address_is_reported(made: Jobs) -> None:
     made.write("")
     line = "--nnodes 2 --node_rank 1 --rdzv-conf timeout=1 script.py"
     (done,) = together(made, [1], "allranks torchrun", line)

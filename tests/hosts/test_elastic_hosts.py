@@ -1,4 +1,4 @@
-"""``allranks run --elastic`` on several hosts: a rank is started again on its host, and the others outlive a host."""
+"""``allranks run --elastic`` on several hosts: ranks restart on their host, and jobs survive the loss of a host."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def without_pids(text: str) -> list[str]:
     return [re.sub(r"pid \d+", "pid N", line).removeprefix("allranks run: ") for line in text.splitlines()]
 
 
-def test_a_killed_rank_is_started_again_on_its_host(job: Jobs) -> None:
+def test_killed_rank_is_restarted_on_its_host(job: Jobs) -> None:
     done = job.run(2, "-H", "node0:2,node1:2", "--elastic", "3", job.write(SLOT_WATCH + KILLED))
     again = ["rank 2 (host node1, pid N) was killed by SIGKILL; restarted (1 of 3)"]
     assert (done.code, without_pids(done.err)) == (0, again)
@@ -56,8 +56,8 @@ def test_a_killed_rank_is_started_again_on_its_host(job: Jobs) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_the_others_outlive_a_host(job: Jobs, lost: int) -> None:
-    """Host 0, too: the store is the launcher's."""
+def test_job_survives_the_loss_of_a_host(job: Jobs, lost: int) -> None:
+    """Loss of either host. The store is in the launcher, so host 0 can be lost, too."""
     body = HOST_LOST if lost else HOST_LOST.replace("for(2,", "for(0,").replace("for(3,", "for(1,")
     process = job.start(2, "-H", "node0:2,node1:2", "--elastic", "2", job.write(SLOT_WATCH + body))
     read_until(process, 4)
@@ -74,7 +74,7 @@ def test_the_others_outlive_a_host(job: Jobs, lost: int) -> None:
     )
 
 
-def test_the_same_command_on_each_host(job: Jobs) -> None:
+def test_killed_rank_is_restarted_if_each_host_runs_the_command(job: Jobs) -> None:
     words = ["-N", "2", "--nproc-per-node", "2", "--master-addr", "node0:15998", "--elastic", "3"]
     script = job.write(SLOT_WATCH + KILLED)
     processes = [job.start(node, "--node-rank", str(node), *words, script) for node in (0, 1)]
@@ -85,8 +85,8 @@ def test_the_same_command_on_each_host(job: Jobs) -> None:
 
 
 @pytest.mark.parametrize("how", ["ssh", "the same command"])
-def test_the_others_outlive_a_host_that_vanishes(job: Jobs, how: str) -> None:
-    """Its cable is pulled: nobody is told."""
+def test_job_survives_a_host_without_network(job: Jobs, how: str) -> None:
+    """The host is disconnected from the network, so no process receives a notification."""
     script = job.write(SLOT_WATCH + HOST_LOST)
     if how == "ssh":
         process, count = job.start(0, "-H", "node0:2,node1:2", "--elastic", "2", script), 4
@@ -106,7 +106,8 @@ def test_the_others_outlive_a_host_that_vanishes(job: Jobs, how: str) -> None:
         job.hosts.plug(1)
         for pid in there:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # it would end when its own kernel gives up, in many minutes
+                # without this, it exits only after the TCP timeout of its kernel, many minutes later
+                os.kill(pid, signal.SIGKILL)
 
 
 OUTLASTS_A_CUT = """
@@ -128,8 +129,8 @@ dist.destroy_process_group()
 """
 
 
-def test_jobs_outlast_a_cut_of_the_network(job: Jobs) -> None:
-    """Of 6 s, which is documented. One job sends something all the time; the connections of the other are idle."""
+def test_jobs_survive_a_network_outage(job: Jobs) -> None:
+    """Outage of 6 s, the documented limit, in a job that sends continuously and a job with idle connections."""
     script = job.write(OUTLASTS_A_CUT)
     words = ["-N", "2", "--nproc-per-node", "1", "--master-addr", "node0:15996", "--elastic", "1", script, "3"]
     processes = [job.start(0, "-H", "node0:1,node1:1", "--elastic", "1", script, "0.01", torch=True)]
@@ -159,7 +160,7 @@ wait_for(max(LOST), 2, "running")
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_the_ranks_of_a_lost_host_are_started_on_a_spare_one(job: Jobs, lost: int) -> None:
+def test_ranks_of_a_lost_host_are_started_on_a_spare_host(job: Jobs, lost: int) -> None:
     ranks = (0, 1) if lost == 0 else (2, 3)
     script = job.write(SLOT_WATCH + f"LOST = {ranks}\n" + SPARE)
     words = ("-H", "node0:2,node1:2,node2:2", "--elastic", "3", "--spares", "1", script)
@@ -179,7 +180,7 @@ def test_the_ranks_of_a_lost_host_are_started_on_a_spare_one(job: Jobs, lost: in
     assert lines[1] == f"rank {ranks[1]} (host node2, pid N) was killed by SIGKILL; restarted (1 of 3)"
 
 
-def test_a_host_with_room_is_spare(job: Jobs) -> None:
+def test_host_with_free_slots_is_a_spare(job: Jobs) -> None:
     script = job.write(SLOT_WATCH + "LOST = (1, 1)\n" + SPARE)
     process = job.start(0, "-n", "2", "-H", "node0:1,node1:1,node2:2", "--elastic", "2", script)
     read_until(process, 2)
@@ -190,7 +191,7 @@ def test_a_host_with_room_is_spare(job: Jobs) -> None:
     assert "; rank 1 is started on node2" in done.err
 
 
-def test_a_spare_host_where_the_same_command_is_started(job: Jobs) -> None:
+def test_spare_host_if_each_host_runs_the_command(job: Jobs) -> None:
     script = job.write(SLOT_WATCH + "LOST = (1, 1)\n" + SPARE)
     words = ("-N", "3", "--nproc-per-node", "1", "--master-addr", "node0:15996", "--elastic", "2", "--spares", "1")
     processes = [job.start(node, "--node-rank", str(node), *words, script) for node in range(3)]
@@ -217,8 +218,8 @@ wait_for(1, 0, "gone")
 """
 
 
-def test_a_rank_that_came_later_fails(job: Jobs) -> None:
-    """Its error stands behind its host's name, and the others go on."""
+def test_failure_of_a_rank_that_joined_later_is_reported(job: Jobs) -> None:
+    """Check that its error has the prefix of its host and that the other ranks continue."""
     words = ["-N", "1:2", "--nproc-per-node", "1", "--master-addr", "node0:15995", "--elastic", "1:2"]
     words += ["--respawns", "0", "--rdzv-conf", "last_call_timeout=1", job.write(SLOT_WATCH + FAILS)]
     leader = job.start(0, "--node-rank", "0", *words)
@@ -230,7 +231,7 @@ def test_a_rank_that_came_later_fails(job: Jobs) -> None:
     assert "the other ranks continue" in done.err
 
 
-def test_a_spare_host_is_lost(job: Jobs) -> None:
+def test_loss_of_a_spare_host_is_reported(job: Jobs) -> None:
     body = """
 say("up")
 await_key("end")
@@ -248,7 +249,7 @@ await_key("end")
     assert finish(process).code == 143
 
 
-def test_spares_of_an_allocation_of_one_host(job: Jobs) -> None:
+def test_number_of_spares_is_checked(job: Jobs) -> None:
     script = job.write("pass")
     for words, text in (
         (("-H", "node0,node1", "--elastic", "1", "--spares", "2"), "--spares 2: the job has 2 hosts, and at least one"),

@@ -1,4 +1,4 @@
-"""Ranks on several hosts, several on some: everything that ranks of one host can do, and what only networks can."""
+"""Groups on several hosts, some with several ranks: the functions of groups on one host, and failures of networks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.prompt import PROMPT_S
 
 SECRET = "a secret of the tests, long enough"
 PLACES = ([0, 1], [0, 0, 1, 1], [0, 1, 1, 2])
-# From two hosts to four, with one rank to three on each, in order and not.
+# Two to four hosts with one to three ranks each, in the order of the hosts and in other orders.
 MANY_PLACES = (*PLACES, [3, 0, 2, 1], [0, 0, 0, 1, 1, 1], [0, 1, 2, 3, 3, 0, 2, 3])
 PROGRAMS = 4
 STEPS = 8
@@ -37,7 +37,7 @@ _ports = itertools.count(29600)
 def on_hosts(
     hosts: Cluster, places: list[int], body: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **others: Any
 ) -> list[Any]:
-    """``run_ranks``, with rank r on host ``places[r]``; ``body`` gets the hosts in which it can find its own."""
+    """Call ``run_ranks`` with rank r on host ``places[r]``. ``args`` are the arguments of ``body``."""
     port = next(_ports)
 
     def enter_and_run() -> Any:
@@ -84,7 +84,7 @@ def test_random_programs_equal_torch(four_hosts: Cluster, places: list[int]) -> 
 
         import torch.distributed as peer
 
-        warnings.simplefilter("ignore")  # torch's about its own names
+        warnings.simplefilter("ignore")  # torch's warning about its own names
         rank, size = dist.get_rank(), dist.get_world_size()
         peer.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
         some = range(1, size)
@@ -111,7 +111,7 @@ def test_operands_and_results_may_overlap(three_hosts: Cluster, places: list[int
 
 
 @pytest.mark.parametrize("places", PLACES, ids=str)
-def test_sums_have_the_same_bits_everywhere_whatever_their_size(three_hosts: Cluster, places: list[int]) -> None:
+def test_sums_are_bit_identical_for_any_size_of_call(three_hosts: Cluster, places: list[int]) -> None:
     def body() -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(dist.get_rank())
         mine = torch.randn(300_000, generator=generator) * torch.logspace(-6, 6, 300_000)
@@ -119,7 +119,7 @@ def test_sums_have_the_same_bits_everywhere_whatever_their_size(three_hosts: Clu
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             operand = (mine % 1000).to(dtype)
             whole = operand.clone()
-            dist.all_reduce(whole)  # by many segments, and shards
+            dist.all_reduce(whole)  # in many segments and shards
             parts = operand.clone()
             for part in (parts[:500], parts[500:20_000], parts[20_000:]):
                 dist.all_reduce(part)
@@ -162,7 +162,7 @@ def test_messages_from_any_rank_and_in_the_background(three_hosts: Cluster) -> N
         else:
             for i in range(2):
                 dist.send(torch.full((3,), 10.0 * rank + i), 0, tag=7)
-        # Everybody to everybody at once, more than any buffer holds, and nobody waits yet.
+        # All ranks send to all ranks simultaneously, more than any buffer holds, before any rank waits.
         n = 3_000_000
         outs = {r: torch.full((n,), float(rank * size + r)) for r in range(size) if r != rank}
         ins = {r: torch.empty(n) for r in outs}
@@ -202,7 +202,7 @@ def test_large_reductions_on_hosts_with_unequal_ranks(three_hosts: Cluster, plac
 def test_tensors_may_change_as_soon_as_a_call_returns(three_hosts: Cluster, places: list[int]) -> None:
     def body() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        n = 1_000_003  # large enough that its pages are lent to the kernel
+        n = 1_000_003  # large enough for zero-copy sends, in which the kernel reads the pages of the tensor
 
         def broadcast(x: torch.Tensor) -> torch.Tensor:
             dist.broadcast(x, 0)
@@ -214,7 +214,7 @@ def test_tensors_may_change_as_soon_as_a_call_returns(three_hosts: Cluster, plac
                     dist.send(x, peer)
                 return x
             got = torch.empty_like(x)
-            time.sleep(0.01)  # what has been sent waits in the kernel meanwhile
+            time.sleep(0.01)  # keeps the sent data in the kernel for some time
             dist.recv(got, 0)
             return got
 
@@ -252,7 +252,7 @@ def test_tensors_may_change_as_soon_as_a_call_returns(three_hosts: Cluster, plac
     on_hosts(three_hosts, places, body)
 
 
-def test_groups_of_one_host_share_memory_and_others_do_without(three_hosts: Cluster) -> None:
+def test_shared_memory_is_used_only_in_groups_of_one_host(three_hosts: Cluster) -> None:
     def body() -> None:
         rank = dist.get_rank()
         across = dist.empty_shared(100_000)
@@ -281,7 +281,7 @@ def test_groups_of_one_host_share_memory_and_others_do_without(three_hosts: Clus
 
 
 @pytest.mark.parametrize("level", ["OFF", "DETAIL"])
-def test_mismatches_are_seen_by_all_and_the_group_goes_on(three_hosts: Cluster, level: str) -> None:
+def test_mismatch_is_raised_on_all_ranks_and_the_group_continues(three_hosts: Cluster, level: str) -> None:
     def body() -> str:
         rank = dist.get_rank()
         tensor = torch.ones(100_000 if rank == 2 else 100)
@@ -396,7 +396,7 @@ def test_a_killed_rank_is_named_by_every_verb(three_hosts: Cluster, count: int) 
         assert noticed_s < PROMPT_S
 
 
-def test_a_death_is_noticed_while_nobody_needs_the_rank(three_hosts: Cluster) -> None:
+def test_death_is_detected_without_pending_calls(three_hosts: Cluster) -> None:
     def body() -> None:
         dist.barrier()
         if dist.get_rank() == 1:
@@ -408,7 +408,7 @@ def test_a_death_is_noticed_while_nobody_needs_the_rank(three_hosts: Cluster) ->
     on_hosts(three_hosts, [0, 1, 2], body, may_die={1})
 
 
-def test_who_leaves_is_named_and_what_it_has_sent_arrives(three_hosts: Cluster) -> None:
+def test_exited_rank_is_reported_and_its_sent_data_arrives(three_hosts: Cluster) -> None:
     def body() -> None:
         rank = dist.get_rank()
         large = torch.ones(2_000_000)
@@ -428,7 +428,7 @@ def test_who_leaves_is_named_and_what_it_has_sent_arrives(three_hosts: Cluster) 
     on_hosts(three_hosts, [0, 1, 2], body)
 
 
-def test_a_timeout_names_who_is_missing(three_hosts: Cluster) -> None:
+def test_timeout_reports_the_missing_rank(three_hosts: Cluster) -> None:
     def body() -> None:
         if dist.get_rank() == 2:
             time.sleep(4)
@@ -440,7 +440,7 @@ def test_a_timeout_names_who_is_missing(three_hosts: Cluster) -> None:
     on_hosts(three_hosts, [0, 1, 1, 2], body, timeout_s=2)
 
 
-def test_ctrl_c_is_heard(three_hosts: Cluster) -> None:
+def test_ctrl_c_interrupts_a_call(three_hosts: Cluster) -> None:
     def body() -> float:
         began = time.monotonic()
         if dist.get_rank() == 0:
@@ -458,7 +458,7 @@ def test_ctrl_c_is_heard(three_hosts: Cluster) -> None:
     assert max(on_hosts(three_hosts, [0, 1, 2], body)) < 1.3
 
 
-def test_a_stopped_rank_is_waited_for(three_hosts: Cluster) -> None:
+def test_stopped_rank_does_not_fail_a_call(three_hosts: Cluster) -> None:
     def body() -> None:
         pids = [0] * 3
         dist.all_gather_object(pids, os.getpid())
@@ -472,7 +472,7 @@ def test_a_stopped_rank_is_waited_for(three_hosts: Cluster) -> None:
     on_hosts(three_hosts, [0, 1, 2], body)
 
 
-def test_an_unplugged_host_is_noticed(three_hosts: Cluster) -> None:
+def test_unplugged_host_is_detected(three_hosts: Cluster) -> None:
     def body(folder: str) -> float:
         tensor = torch.ones(1)
         dist.all_reduce(tensor)
@@ -482,7 +482,7 @@ def test_an_unplugged_host_is_noticed(three_hosts: Cluster) -> None:
             time.sleep(0.01)
         began = time.monotonic()
         if dist.get_rank() == 2:
-            time.sleep(17)  # and hears of it although it waits for nobody
+            time.sleep(17)  # the rank must detect the loss although it is not in a call
         with pytest.raises(dist.PeerLostError, match="cannot be reached"):
             dist.all_reduce(tensor)
         return time.monotonic() - began
@@ -504,7 +504,7 @@ def test_an_unplugged_host_is_noticed(three_hosts: Cluster) -> None:
             three_hosts.plug(1)
 
 
-def test_hosts_with_different_secrets_say_so(three_hosts: Cluster) -> None:
+def test_different_secrets_are_reported(three_hosts: Cluster) -> None:
     def body() -> None:
         os.environ["ALLRANKS_SECRET"] = f"the secret of rank {dist.get_rank()}"
         with pytest.raises(dist.AllranksError, match=r"secret|did not connect"):
@@ -514,7 +514,7 @@ def test_hosts_with_different_secrets_say_so(three_hosts: Cluster) -> None:
 
 
 def test_the_first_program_with_three_shells(three_hosts: Cluster, tmp_path: Path) -> None:
-    """Every host's own name resolves to 127.0.1.1; no rank is told more than THD's variables."""
+    """Each host resolves its own name to 127.0.1.1, and ranks receive only the variables of THD."""
     program = tmp_path / "first.py"
     program.write_text(
         "import torch, allranks as dist\n"
@@ -537,8 +537,8 @@ def test_the_first_program_with_three_shells(three_hosts: Cluster, tmp_path: Pat
     assert said == [f"{rank} [6.0, 6.0, 6.0]\n" for rank in range(3)]
 
 
-def test_the_ports_want_the_secret(three_hosts: Cluster) -> None:
-    """Nothing listens on loopback or on all interfaces, and a stranger on the port is no rank."""
+def test_ports_require_the_secret(three_hosts: Cluster) -> None:
+    """Check that ranks listen only on the address of their host and refuse connections without the secret."""
 
     def body() -> list[str]:
         import socket
@@ -552,7 +552,8 @@ def test_the_ports_want_the_secret(three_hosts: Cluster) -> None:
         (server,) = tcp.ConnectionServer._all.values()
         (group,) = server._groups.values()
         if dist.get_rank() == 0:
-            # Strangers that come first: one is silent, one talks, one claims to be rank 1, and repeats our own proof.
+            # Connections before rank 1: one is silent, one sends HTTP, one claims to be rank 1 and replays the server's
+            # proof.
             where = server._listeners[0].getsockname()
             strangers = [socket.create_connection(where, 10) for _ in range(3)]
             strangers[1].sendall(b"GET / HTTP/1.0\r\n\r\n")

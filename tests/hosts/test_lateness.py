@@ -1,4 +1,4 @@
-"""Who came last to a call of ranks on several hosts, and how late: each host has a clock of its own."""
+"""Last rank to arrive at a call on several hosts, and its delay. Each host has its own clock."""
 
 import time
 
@@ -13,15 +13,16 @@ STEPS = 10
 
 
 @pytest.mark.parametrize(("places", "late"), [([0, 1], 1), ([0, 0, 1, 1], 2), ([0, 1, 1, 2], 0)], ids=str)
-def test_a_rank_that_is_late_is_named_on_all_hosts(four_hosts, places, late):
+def test_late_rank_is_reported_on_all_hosts(four_hosts, places, late):
     def body():
         dist.barrier()
-        time.sleep(0.2)  # the first round trips show how far the clocks are apart
+        time.sleep(0.2)  # the first round trips measure the offsets between the clocks
         before = memory.reader().groups()[1].late[late]
         for _ in range(STEPS):
             time.sleep(0.05 * (dist.get_rank() == late))
             dist.all_reduce(torch.ones(1))
-        dist.all_reduce(torch.ones(1 << 18))  # the ranks of a host meet once more: that is not when all had come
+        # its last phase within a host must not count as the time at which all ranks arrived
+        dist.all_reduce(torch.ones(1 << 18))
         reader = memory.reader()
         group = reader.groups()[1]
         calls = [call for call in reader.calls() if call.group == 1 and not call.purpose][-STEPS - 1 : -1]
@@ -29,7 +30,7 @@ def test_a_rank_that_is_late_is_named_on_all_hosts(four_hosts, places, late):
 
     results = on_hosts(four_hosts, places, body)
     for lateness, calls in results:
-        # On a busy machine another rank may be later still. Then that is what all hosts find.
+        # On a busy machine another rank can arrive even later. Then all hosts report that rank.
         named = sum(last == late for last, _ in calls)
         assert STEPS - 3 <= named <= lateness.times <= named + 1
         assert 0.02 * named < lateness.seconds < STEPS
@@ -38,8 +39,8 @@ def test_a_rank_that_is_late_is_named_on_all_hosts(four_hosts, places, late):
         assert len(set(lasts) - {-1}) <= 1
 
 
-def test_a_rank_that_does_not_come_was_not_waited_for_by_the_last_of_its_host(four_hosts):
-    """A call that another host's rank has not begun has not been met, whatever the ranks here have done."""
+def test_incomplete_call_has_no_last_rank(four_hosts):
+    """All ranks of this host have entered the call, but a rank of another host has not."""
 
     def body():
         dist.barrier()

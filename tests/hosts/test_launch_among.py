@@ -1,4 +1,4 @@
-"""The same ``allranks run`` typed on each host: the first leads, the others take part, each shows its own ranks."""
+"""The same ``allranks run`` on each host: host 0 has the launcher, and each host prints the output of its own ranks."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def started(
 
 
 @pytest.mark.parametrize("module", ["allranks", "torch.distributed"])
-def test_ranks_meet_and_each_host_shows_its_own(job: Jobs, module: str) -> None:
-    """torch's gloo listens at the address and port that were given, and gets by the hosts' names for themselves."""
+def test_ranks_form_a_group_and_each_host_prints_its_own_ranks(job: Jobs, module: str) -> None:
+    """torch's gloo listens at the given address and port, although each host resolves its own name to loopback."""
     script = f"""
         import os, torch, {module} as dist
         dist.init_process_group({'"gloo"' if module != "allranks" else ""})
@@ -73,7 +73,7 @@ def test_a_failure_ends_the_command_on_each_host_with_its_code(job: Jobs, failin
         read_until(process, 2)
     began = time.monotonic()
     done = [finish(process) for process in processes]
-    assert time.monotonic() - began < COMMAND_S  # the goal is 2
+    assert time.monotonic() - began < COMMAND_S  # the target is 2 s
     for d in done:
         assert d.code == 7
         assert f"rank {failing} (host node{failing // 2}, pid " in d.err
@@ -101,8 +101,8 @@ def test_a_host_that_waits_for_others_can_be_stopped(job: Jobs, number: int) -> 
     assert "node1: lost the connection to its agent" in done.err
 
 
-def test_what_another_host_is_sent_reaches_its_ranks(job: Jobs) -> None:
-    """But not what nohup keeps away; and the job goes on."""
+def test_signal_to_the_command_of_another_host_reaches_its_ranks(job: Jobs) -> None:
+    """All signals except SIGHUP, which nohup blocks. The job continues."""
     script = """
         import os, signal, time
         signal.signal(signal.SIGUSR1, lambda number, frame: print("got", os.environ["RANK"], flush=True))
@@ -121,7 +121,7 @@ def test_what_another_host_is_sent_reaches_its_ranks(job: Jobs) -> None:
     assert [finish(each).code for each in (leader, process)] == [143, 143]
 
 
-def test_hidden_lines_of_the_rank_that_failed_are_told_on_each_host(job: Jobs) -> None:
+def test_hidden_output_of_the_failed_rank_is_printed_on_each_host(job: Jobs) -> None:
     arguments = ("--show", "none", "--", "bash", "-c", "echo words of $RANK >&2; [ $RANK != 3 ] || exit 3; sleep 100")
     done = [finish(process) for process in started(job, *arguments)]
     for d in done:
@@ -131,7 +131,7 @@ def test_hidden_lines_of_the_rank_that_failed_are_told_on_each_host(job: Jobs) -
 
 
 def test_an_agent_tries_the_addresses_of_its_own_network_first(job: Jobs) -> None:
-    """The launcher's others do not answer, and do not say so."""
+    """The launcher's other addresses drop packets and send no error."""
     script = """
         import select
         from allranks._net.secret import load_secret
@@ -151,7 +151,7 @@ def test_an_agent_tries_the_addresses_of_its_own_network_first(job: Jobs) -> Non
         dialled = f"{','.join(far)},10.77.0.1:{port}"
         agent = job.start_any(1, sys.executable, "-m", "allranks.launch.agents.serve", "--dial", dialled)
         assert read_until(leader, 1) == ["came"]
-        assert time.monotonic() - began < 15  # each takes 3
+        assert time.monotonic() - began < 15  # each unreachable address takes 3 s
         finish(leader)
         assert finish(agent).code == 1
     finally:
@@ -159,7 +159,7 @@ def test_an_agent_tries_the_addresses_of_its_own_network_first(job: Jobs) -> Non
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_others_end_when_one_host_s_command_is_killed(job: Jobs, victim: int) -> None:
+def test_killed_command_of_one_host_ends_the_command_of_the_other(job: Jobs, victim: int) -> None:
     processes = started(job, job.write(WAIT))
     for process in processes:
         read_until(process, 2)
@@ -172,8 +172,8 @@ def test_the_others_end_when_one_host_s_command_is_killed(job: Jobs, victim: int
     assert not job.left()
 
 
-def test_each_host_has_a_command_line_of_its_own(job: Jobs) -> None:
-    """As many ranks as it says, and the script by its path there."""
+def test_each_host_has_its_own_number_of_ranks_and_script(job: Jobs) -> None:
+    """The command of each host sets its number of ranks and the local path of the script."""
     job.write("import os; print('first', os.environ['RANK'], os.environ['WORLD_SIZE'])", "first.py")
     job.write("import os; print('second', os.environ['RANK'], os.environ['WORLD_SIZE'])", "second.py")
     common = ("-N", "2", "--master-addr", "node0:15432")
@@ -187,7 +187,7 @@ def test_each_host_has_a_command_line_of_its_own(job: Jobs) -> None:
     assert done[1].lines == ["[node1:1] second 1 4", "[node1:2] second 2 4", "[node1:3] second 3 4"]
 
 
-def test_two_hosts_of_one_number(job: Jobs) -> None:
+def test_duplicate_node_rank_is_refused(job: Jobs) -> None:
     processes = [job.start(node, *ARGUMENTS, "--node-rank", "1", job.write("")) for node in (1, 2)]
     processes.append(
         job.start(0, *ARGUMENTS[:3], "3", *ARGUMENTS[4:], "--node-rank", "0", "--join-timeout", "4", "script.py")
@@ -198,7 +198,7 @@ def test_two_hosts_of_one_number(job: Jobs) -> None:
     assert "no answer in time from " in done[2].err
 
 
-def test_another_secret(job: Jobs) -> None:
+def test_different_secret_is_refused(job: Jobs) -> None:
     script = job.write("")
     first = job.start(0, *ARGUMENTS, "--node-rank", "0", "--join-timeout", "3", script)
     second = job.start(1, *ARGUMENTS, "--node-rank", "1", script, ALLRANKS_SECRET="quite another secret of the tests")
@@ -208,7 +208,7 @@ def test_another_secret(job: Jobs) -> None:
     assert "its secret differs from this process's" in done[0].err
 
 
-def test_nobody_leads(job: Jobs) -> None:
+def test_missing_launcher_is_reported(job: Jobs) -> None:
     done = job.run(1, *ARGUMENTS, "--node-rank", "1", "--join-timeout", "1", job.write(""))
     assert done.code == 2
     assert "found no launcher at 10.77.0.1:15432 (last: 10.77.0.1:15432: connection refused" in done.err
@@ -233,7 +233,7 @@ def test_a_host_joins_a_running_elastic_job_and_leaves_it(job: Jobs) -> None:
     assert finish(leader).lines == ["[node0:0] round 3 1"]
 
 
-def test_a_caller_who_is_turned_away_disturbs_nobody(job: Jobs) -> None:
+def test_refused_host_does_not_disturb_a_running_job(job: Jobs) -> None:
     script = """
         import os, time
         print("round", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
@@ -249,7 +249,7 @@ def test_a_caller_who_is_turned_away_disturbs_nobody(job: Jobs) -> None:
     assert (done.code, done.lines) == (0, [])
 
 
-def test_fewer_ranks_than_hosts(job: Jobs) -> None:
+def test_fewer_ranks_than_hosts_are_refused(job: Jobs) -> None:
     arguments = ("-n", "1", *ARGUMENTS[2:])
     done = start_both(job, job.write("print('must not run')"), arguments=arguments)
     assert [(d.code, d.out) for d in done] == [(2, ""), (2, "")]
@@ -257,7 +257,7 @@ def test_fewer_ranks_than_hosts(job: Jobs) -> None:
         assert "-n 1 leaves some of the 2 hosts without ranks" in d.err
 
 
-def test_all_hear_of_ctrl_c_while_hosts_are_waited_for(job: Jobs) -> None:
+def test_ctrl_c_while_waiting_for_hosts_stops_all_commands(job: Jobs) -> None:
     arguments = ("-N", "3", "--master-addr", "10.77.0.1:15432")
     leader, other = started(job, job.write(""), arguments=arguments)
     await_connection(job, 1)
@@ -265,8 +265,8 @@ def test_all_hear_of_ctrl_c_while_hosts_are_waited_for(job: Jobs) -> None:
     assert [finish(process).code for process in (leader, other)] == [130, 130]
 
 
-def test_strangers_do_not_shut_the_door(job: Jobs) -> None:
-    """Four hundred connections that say nothing."""
+def test_silent_connections_do_not_block_the_job(job: Jobs) -> None:
+    """Four hundred connections that send no data."""
     script = job.write("print('ran')")
     leader = job.start(0, *ARGUMENTS, "--node-rank", "0", script)
     knock = """
@@ -292,7 +292,7 @@ sys.stdin.read()
 
 
 def await_connection(job: Jobs, node: int) -> None:
-    """Waits until somebody on this host is connected to host 0's port, and has said hello."""
+    """Wait until a process on this host is connected to host 0's port and has sent its first message."""
     table, port = ("cat", "/proc/net/tcp"), f":{15432:04X} 01 "  # ESTABLISHED
     until = time.monotonic() + 30
     while port not in subprocess.run(job.hosts.hosts[node].inside(*table), capture_output=True, text=True).stdout:
@@ -301,7 +301,7 @@ def await_connection(job: Jobs, node: int) -> None:
     time.sleep(0.3)
 
 
-def test_without_a_secret_of_the_user_s_own(job: Jobs) -> None:
+def test_ranks_form_a_group_without_a_secret_of_the_user(job: Jobs) -> None:
     script = """
         import torch, allranks
         allranks.init_process_group()

@@ -1,6 +1,7 @@
-"""Random parts of random jobs are killed at random moments; nothing may be left of the job: process, port or file.
+"""Random processes of random jobs are killed at random moments; no process, port or file of the job may remain.
 
-ALLRANKS_TEST_KILLS says how many (10), ALLRANKS_TEST_KILLS_SEED which; a seed replays its choices, not its moments.
+ALLRANKS_TEST_KILLS sets the number of kills (10), and ALLRANKS_TEST_KILLS_SEED sets the seed. A seed repeats the
+choices, but not the exact moments.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from support.sshd import Ssh
 
 KILLS = int(os.environ.get("ALLRANKS_TEST_KILLS", "10"))
 SEED = int(os.environ.get("ALLRANKS_TEST_KILLS_SEED", str(random.randrange(1_000_000))))
-# Ranks with a child of their own, that meet, and work.
+# Ranks that start a child process and sleep.
 SCRIPT = """
     import subprocess, time
     import allranks
@@ -28,7 +29,7 @@ SCRIPT = """
     print("up", flush=True)
     time.sleep(100)
 """
-# What a victim's command line has. A rank that was forked looks like its agent or launcher.
+# Parts of the victims' command lines. A forked rank has the command line of its agent or launcher.
 VICTIMS = ("-m allranks run", "ssh -F", "agents.serve", "sshd: root@notty", "script.py")
 
 
@@ -39,7 +40,7 @@ def job(ssh: Ssh, tmp_path: Path) -> Iterator[Jobs]:
 
 
 def ports(job: Jobs) -> set[str]:
-    """What is listened on, on any of the hosts."""
+    """Return the listening ports of all hosts."""
     found = set()
     for host in job.hosts.hosts:
         done = subprocess.run(host.inside("cat", "/proc/net/tcp", "/proc/net/tcp6"), capture_output=True, text=True)
@@ -49,7 +50,7 @@ def ports(job: Jobs) -> set[str]:
 
 
 def files() -> set[str]:
-    """What jobs may leave in folders that all share."""
+    """Return the files of jobs in folders that all hosts share."""
     names = {str(path) for folder in ("/dev/shm", "/tmp") for path in Path(folder).glob("*allranks*")}
     return {
         name for name in names if not name.startswith(("/tmp/allranks-hosts", "/tmp/allranks-ss", "/tmp/allranks-sl"))
@@ -73,7 +74,7 @@ def start(job: Jobs, choice: random.Random, script: str) -> list[subprocess.Pope
     return [job.start(node, "--node-rank", str(node), *common) for node in (0, 1)]
 
 
-def test_nothing_is_left(job: Jobs) -> None:
+def test_killed_job_leaves_no_process_port_or_file(job: Jobs) -> None:
     choice = random.Random(SEED)
     script = job.write(SCRIPT)
     listening, lying = ports(job), files()
@@ -93,7 +94,7 @@ def test_nothing_is_left(job: Jobs) -> None:
         while any(command.poll() is None for command in commands) and time.monotonic() < until:
             time.sleep(0.02)
         for command in commands:
-            if command.poll() is None:  # what was killed was of no matter (a guard), or a rank that is not missed
+            if command.poll() is None:  # the victim was a guard, or a rank that the job does not need
                 command.send_signal(signal.SIGTERM)
         codes = [finish(command, 30).code for command in commands]
         left = job.left()
@@ -102,6 +103,6 @@ def test_nothing_is_left(job: Jobs) -> None:
         assert ports(job) == listening, where
         lost = files() - lying
         until = time.monotonic() + 30
-        while lost & files():  # what tests beside this one had at that moment goes by itself
+        while lost & files():  # files of concurrent tests disappear when these tests finish
             assert time.monotonic() < until, f"{where}: {lost}"
             time.sleep(0.05)

@@ -1,6 +1,8 @@
-"""Schedulers that cannot be had here: small stand-ins for their commands, which start real processes on the test hosts
-by ssh, under the environments that those schedulers set. What their commands carry to a host (stdin, variables) is as
-their manuals say."""
+"""Schedulers without a test installation, simulated by small stand-ins for their commands.
+
+The stand-ins start real processes on the test hosts by ssh, in the environments that the schedulers set. The data that
+a command passes to a host (stdin, variables) follows the manual of the scheduler.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,17 @@ SAY = """
 """
 WANTED = ["0 4 0 node0", "1 4 1 node0", "2 4 0 node1", "3 4 1 node1"]
 
-# LSF: has stdin, and the caller's variables.
+# LSF: passes stdin and the caller's variables.
 BLAUNCH = """
     assert sys.argv[1] == "-z"
     over_ssh(sys.argv[2], sys.argv[3:], dict(os.environ))
 """
-# SGE: the same, with -V.
+# SGE: the same as LSF, with -V.
 QRSH = """
     assert sys.argv[1:3] == ["-inherit", "-V"]
     over_ssh(sys.argv[3], sys.argv[4:], dict(os.environ))
 """
-# PBS: neither stdin nor variables (but for the test's own paths); hosts by their line in the file.
+# PBS: passes neither stdin nor variables, except the test's own paths. Line numbers of the node file select hosts.
 PBSDSH = """
     assert (sys.argv[1], sys.argv[3]) == ("-n", "--")
     host = open(os.environ["PBS_NODEFILE"]).read().split()[int(sys.argv[2])]
@@ -62,7 +64,7 @@ def job(ssh: Ssh, tmp_path: Path) -> Iterator[Jobs]:
 
 
 def stand_in(job: Jobs, name: str, body: str) -> str:
-    """Makes a command. Returns the PATH that has it."""
+    """Create a command. Return a PATH that contains it."""
     folder = job.folder / "bin"
     folder.mkdir(exist_ok=True)
     path = folder / name
@@ -72,7 +74,7 @@ def stand_in(job: Jobs, name: str, body: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["lsf", "sge", "pbs", "flux"])
-def test_a_job_fans_out_in_an_allocation(job: Jobs, kind: str) -> None:
+def test_ranks_are_started_through_the_scheduler_of_an_allocation(job: Jobs, kind: str) -> None:
     files = {
         "sge": "node0 2 all.q@node0 UNDEFINED\nnode1 2 all.q@node1 UNDEFINED\n",
         "pbs": "node0\nnode0\nnode1\nnode1\n",
@@ -91,7 +93,7 @@ def test_a_job_fans_out_in_an_allocation(job: Jobs, kind: str) -> None:
         "pbs": {"PBS_JOBID": "7.head", "PBS_NODEFILE": str(listed), "PBS_TASKNUM": "1"},
         "flux": {"FLUX_URI": "local:///run/flux/local"},
     }[kind]
-    if kind == "pbs":  # the secret is this user's, from a file in a home that the hosts share
+    if kind == "pbs":  # the secret comes from a file in the user's home, which the hosts share
         environ |= {"ALLRANKS_SECRET": "", "XDG_CONFIG_HOME": str(job.folder)}
     words = ["--nproc-per-node", "2"] if kind == "flux" else []
     done = job.run(0, *words, job.write(SAY), PATH=stand_in(job, command, body), **environ)
@@ -100,8 +102,8 @@ def test_a_job_fans_out_in_an_allocation(job: Jobs, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["indexed", "jobset", "pytorchjob", "kubeflow", "sagemaker"])
-def test_pods_find_each_other(job: Jobs, kind: str) -> None:
-    """The environments of pods; names as a cluster's name service would resolve them."""
+def test_ranks_in_pods_find_each_other(job: Jobs, kind: str) -> None:
+    """Environments of pods, with names as the DNS of a cluster resolves them."""
     files = [host.names for host in job.hosts.hosts[:2]]
     before = [file.read_text() for file in files]
     leader = {

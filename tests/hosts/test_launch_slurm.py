@@ -1,4 +1,4 @@
-"""``allranks run`` inside a real SLURM: fans out by itself, or is one agent per node, or one rank of many."""
+"""``allranks run`` in a real SLURM: as launcher of an allocation, as one agent per node, or as one rank of several."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ FAIL = """
 
 @pytest.fixture
 def job(slurm: Slurm, tmp_path: Path) -> Iterator[Jobs]:
-    with jobs(slurm.hosts, slurm.environ, tmp_path, patience_s=20) as made:  # its daemons take their time
+    with jobs(slurm.hosts, slurm.environ, tmp_path, patience_s=20) as made:  # the daemons of SLURM are slow
         yield made
 
 
 def said(done: Done) -> list[str]:
-    """What ranks said, without prefixes, by rank."""
+    """Return the output of the ranks without prefixes, ordered by rank."""
     found = re.findall(r"meet (\d+ \d+ \S+ \S+)", done.out)
     return sorted(found, key=lambda line: int(line.split()[1]))
 
 
-def test_salloc_fans_out(job: Jobs) -> None:
-    """As many ranks on each node as the allocation has tasks there."""
+def test_salloc_starts_ranks_on_all_nodes(job: Jobs) -> None:
+    """One rank on each node for each task that the allocation has on the node."""
     done = finish(job.start_any(0, "salloc", "-N2", "--ntasks-per-node=2", *RUN, job.write(MEET), torch=True))
     assert (done.code, said(done)) == (0, ["4 0 0 node0", "4 1 1 node0", "4 2 0 node1", "4 3 1 node1"]), done
 
@@ -58,7 +58,7 @@ HETEROGENEOUS = ("salloc", "-N1", "-n1", ":", "-N1", "-n2")
 
 
 def test_a_heterogeneous_allocation_is_one_job(job: Jobs) -> None:
-    """Whose components may differ in kind and size of their nodes."""
+    """Components whose nodes can differ in kind and size."""
     done = finish(job.start_any(0, *HETEROGENEOUS, *RUN, job.write(MEET), torch=True))
     assert (done.code, said(done)) == (0, ["3 0 0 node0", "3 1 0 node1", "3 2 1 node1"]), done
 
@@ -69,8 +69,8 @@ def test_tasks_of_a_heterogeneous_step_are_ranks(job: Jobs) -> None:
     assert (done.code, said(done)) == (0, ["3 0 - node0", "3 1 - node1", "3 2 - node1"]), done
 
 
-def test_the_hosts_are_whole_however_little_a_task_was_to_have(job: Jobs) -> None:
-    """What sbatch leaves for srun would cut the agent, which is one task, to the CPUs of one rank."""
+def test_agent_gets_all_cpus_of_its_node(job: Jobs) -> None:
+    """sbatch's variables for srun would limit the agent, a single task, to the CPUs of one rank."""
     shown = 'echo "$RANK: $SLURM_CPUS_ON_NODE here, $SLURM_CPUS_PER_TASK each"'
     words = ("salloc", "-N2", "--ntasks-per-node=2", "--cpus-per-task=2", *RUN, "--", "sh", "-c", shown)
     done = finish(job.start_any(0, *words, SRUN_CPUS_PER_TASK="2"))
@@ -78,8 +78,8 @@ def test_the_hosts_are_whole_however_little_a_task_was_to_have(job: Jobs) -> Non
     assert sorted(re.findall(r"\d: \d here, \d each", done.out)) == [f"{rank}: 4 here, 2 each" for rank in range(4)]
 
 
-def test_sbatch_fans_out(job: Jobs) -> None:
-    """Ranks in all, where -n says so."""
+def test_sbatch_starts_ranks_on_all_nodes(job: Jobs) -> None:
+    """With ``-n``, which sets the total number of ranks."""
     batch = job.folder / "job.sh"
     batch.write_text(f"#!/bin/bash\n#SBATCH -N2 -n4 -o {job.folder}/out\n{' '.join(RUN)} -n 2 {job.write(MEET)}\n")
     finish(job.start_any(0, "sbatch", str(batch), torch=True))
@@ -87,7 +87,7 @@ def test_sbatch_fans_out(job: Jobs) -> None:
     assert said(Done(0, (job.folder / "out").read_text(), ""))[0][:3] == "2 0"
 
 
-def test_a_function_called_in_an_allocation(job: Jobs) -> None:
+def test_allranks_run_starts_a_function_in_an_allocation(job: Jobs) -> None:
     call = "import allranks, socket; print('meet', *sorted(allranks.run(socket.gethostname)))"
     words = ("salloc", "-N2", "--ntasks-per-node=2", sys.executable, "-c", call)
     done = finish(job.start_any(0, *words, torch=True))
@@ -100,7 +100,7 @@ def test_one_task_per_node_is_an_agent(job: Jobs) -> None:
     assert (done.code, said(done)) == (0, ["4 0 0 node0", "4 1 1 node0", "4 2 0 node1", "4 3 1 node1"]), done
 
 
-def test_a_task_of_several_is_a_rank(job: Jobs) -> None:
+def test_each_of_several_tasks_of_a_node_is_a_rank(job: Jobs) -> None:
     done = finish(job.start_any(0, "srun", "-N2", "-n3", *RUN, job.write(MEET), torch=True))
     assert done.code == 0, done
     assert [line.split()[:2] for line in said(done)] == [["3", "0"], ["3", "1"], ["3", "2"]]
@@ -118,7 +118,7 @@ def test_a_failure_stops_all_nodes(job: Jobs, words: tuple[str, ...]) -> None:
 
 
 def test_scancel_reaches_the_ranks(job: Jobs, slurm: Slurm) -> None:
-    """SIGTERM first, so that they can write a checkpoint; and a signal of the user's choice."""
+    """SIGTERM before SIGKILL, so that ranks can write a checkpoint, and a signal of the user's choice."""
     script = """
         import os, signal, sys, time
         def write(number, frame):
@@ -137,7 +137,8 @@ def test_scancel_reaches_the_ranks(job: Jobs, slurm: Slurm) -> None:
     number = finish(job.start_any(0, "sbatch", "--parsable", str(batch))).out.strip()
     out = job.folder / "out"
     await_lines(out, "up", 2)
-    assert slurm.run("scancel", "--signal=USR1", number).returncode == 0  # to the agents and all that they started
+    # to the agents and all processes that they started
+    assert slurm.run("scancel", "--signal=USR1", number).returncode == 0
     await_lines(out, "got SIGUSR1", 2)
     assert slurm.run("scancel", "--signal=USR1", "--full", number).returncode == 0
     await_lines(out, "got SIGUSR1", 2)
@@ -146,7 +147,7 @@ def test_scancel_reaches_the_ranks(job: Jobs, slurm: Slurm) -> None:
 
 
 @pytest.mark.parametrize("victim", ["srun", "launcher", "agent"])
-def test_nothing_is_left_when_a_part_is_killed(job: Jobs, victim: str) -> None:
+def test_killed_part_of_a_job_leaves_no_processes(job: Jobs, victim: str) -> None:
     script = job.write("import time; print('up', flush=True); time.sleep(100)")
     process = job.start_any(0, "salloc", "-N2", "-n2", *RUN, script)
     read_until(process, 2)
@@ -154,7 +155,7 @@ def test_nothing_is_left_when_a_part_is_killed(job: Jobs, victim: str) -> None:
     pids = [pid for pid in job.on(0 if victim != "agent" else 1, words[victim]) if "salloc" not in job.processes()[pid]]
     os.kill(min(pids), signal.SIGKILL)
     done = finish(process)
-    assert done.code != 0 or victim == "launcher"  # salloc does not tell of a command that was killed
+    assert done.code != 0 or victim == "launcher"  # salloc does not report that its command was killed
     assert not job.left(15)
 
 
@@ -165,8 +166,8 @@ def await_lines(path: Path, words: str, count: int) -> None:
         time.sleep(0.05)
 
 
-def test_an_elastic_job_outlives_a_node(job: Jobs) -> None:
-    """srun is told not to end the step with the node's agent."""
+def test_elastic_job_survives_the_loss_of_a_node(job: Jobs) -> None:
+    """srun receives an option that keeps the step after the exit of the node's agent."""
     body = """
 import socket
 say("start", start, socket.gethostname())
@@ -224,8 +225,8 @@ for step in state.steps(1000000):
 """
 
 
-def test_a_training_outlives_a_node_and_ends_in_order_when_it_is_told_to(job: Jobs, slurm: Slurm) -> None:
-    """A node loses its power in the middle of an epoch; then comes the signal that sbatch --signal sends."""
+def test_training_survives_a_lost_node_and_finishes_on_a_signal(job: Jobs, slurm: Slurm) -> None:
+    """A node loses its power during an epoch. Later, the job receives the signal of sbatch --signal."""
     out = job.folder / "out"
     words = f"{' '.join(RUN)} --elastic 2 {job.write(TRAINING)}"
     directives = f"#SBATCH -N2 --ntasks-per-node=2 --no-kill -o {out}\n"
@@ -249,7 +250,7 @@ def test_a_training_outlives_a_node_and_ends_in_order_when_it_is_told_to(job: Jo
 
 
 def await_end(slurm: Slurm, number: str) -> str:
-    """What SLURM knows of a job once it has ended."""
+    """Return SLURM's record of a job after the end of the job."""
     until = time.monotonic() + 60
     while not re.search("JobState=(COMPLETED|FAILED|CANCELLED|NODE_FAIL|TIMEOUT)", shown := _shown(slurm, number)):
         assert time.monotonic() < until, shown

@@ -1,4 +1,4 @@
-"""``allranks run -H ...``: one command starts ranks on other hosts, over a real sshd."""
+"""``allranks run -H ...``: one command starts ranks on several hosts through a real sshd."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def job(ssh: Ssh, tmp_path: Path) -> Iterator[Jobs]:
         yield made
 
 
-def test_ranks_know_their_place(job: Jobs) -> None:
+def test_ranks_receive_rank_variables_folder_and_arguments(job: Jobs) -> None:
     done = job.run(
         *(2, "-v", "-n", "3", "-H", "node0:2,node1:2", "-x", "X_GIVEN=a b", job.write(SAY_WHERE), "it's", "two words"),
     )
@@ -82,14 +82,15 @@ def test_ranks_know_their_place(job: Jobs) -> None:
     assert [said[rank]["GROUP_RANK"] for rank in range(3)] == ["0", "0", "1"]
     for line in said.values():
         assert (line["WORLD_SIZE"], line["MASTER_ADDR"], line["GLOO_SOCKET_IFNAME"]) == ("3", "10.77.0.1", "eth0")
-        assert (line["folder"], line["prefix"]) == (str(job.folder), sys.prefix)  # the same environment, and folder
+        # the same virtual environment and folder
+        assert (line["folder"], line["prefix"]) == (str(job.folder), sys.prefix)
         assert line["path"] == os.path.dirname(sys.executable)
         assert (line["x"], line["argv"]) == ("a b", ["it's", "two words"])
 
 
 @pytest.mark.parametrize("module", ["allranks", "torch.distributed"])
-def test_ranks_meet(job: Jobs, module: str) -> None:
-    """Also torch's gloo, where each host's own name resolves to 127.0.1.1."""
+def test_ranks_form_a_group(job: Jobs, module: str) -> None:
+    """Groups of allranks and of torch's gloo. Each host resolves its own name to 127.0.1.1."""
     script = f"""
         import torch, {module} as dist
         dist.init_process_group({'"gloo"' if module != "allranks" else ""})
@@ -107,7 +108,7 @@ def test_a_failure_stops_all_hosts_and_is_named(job: Jobs) -> None:
     read_until(process, 3)
     began = time.monotonic()
     done = finish(process)
-    assert time.monotonic() - began < COMMAND_S  # the goal is 2
+    assert time.monotonic() - began < COMMAND_S  # the target is 2 s
     assert done.code == 1
     assert "allranks run: rank 2 (host node2, pid " in done.err
     assert "exited with code 1" in done.err
@@ -133,11 +134,11 @@ def test_a_signal_stops_all_hosts(job: Jobs, number: int) -> None:
     done = finish(process)
     assert done.code == 128 + number
     if number == signal.SIGINT:
-        assert "at script.py:4" in done.err  # the other may not have come back from print yet
+        assert "at script.py:4" in done.err  # the other rank can still be in print
 
 
 @pytest.mark.parametrize("victim", ["launcher", "ssh", "agent", "sshd"])
-def test_nothing_is_left_when_a_part_is_killed(job: Jobs, victim: str) -> None:
+def test_killed_part_of_a_job_leaves_no_processes(job: Jobs, victim: str) -> None:
     process = job.start(2, "-n", "2", "-H", "node0,node1", job.write(WAIT))
     read_until(process, 2)
     words = {"launcher": "-m allranks run", "ssh": "ssh -F", "agent": "agents.serve", "sshd": "sshd: root@notty"}
@@ -150,7 +151,7 @@ def test_nothing_is_left_when_a_part_is_killed(job: Jobs, victim: str) -> None:
     assert not job.left()
 
 
-def test_what_cannot_be_started_is_told_in_one_go(job: Jobs) -> None:
+def test_all_unreachable_hosts_are_reported_together(job: Jobs) -> None:
     script = job.write("print('must not run')")
     done = job.run(0, "-n", "3", "-H", "node0,nowhere1,nowhere2", script)
     assert (done.code, done.out) == (2, "")
@@ -158,20 +159,20 @@ def test_what_cannot_be_started_is_told_in_one_go(job: Jobs) -> None:
     assert "nowhere2: ssh cannot connect: " in done.err
 
 
-def test_a_refused_key(job: Jobs, ssh: Ssh) -> None:
+def test_refused_ssh_key_is_reported(job: Jobs, ssh: Ssh) -> None:
     key = job.folder / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
     config = job.folder / "config"
     config.write_text(ssh.config.read_text().replace(f"IdentityFile {ssh.folder}/id", f"IdentityFile {key}"))
-    client = shutil.which("ssh")  # not the fixture's, which brings its own configuration
+    client = shutil.which("ssh")  # not the ssh of the fixture, which adds its own configuration
     done = job.run(0, "-H", "node1", "--ssh", f"{client} -F {config}", job.write(WAIT))
     assert (done.code, done.out) == (2, "")
     assert "node1: " in done.err
     assert "Permission denied" in done.err
 
 
-def test_what_is_missing_on_the_other_host(job: Jobs) -> None:
-    """The other host sees neither the script's folder nor, then, the interpreter."""
+def test_missing_script_or_interpreter_on_another_host_is_reported(job: Jobs) -> None:
+    """The other host first lacks the folder of the script, then the interpreter."""
     folder = job.folder / "here"
     folder.mkdir()
     (folder / "script.py").write_text("print('must not run')")
@@ -195,7 +196,7 @@ def test_what_is_missing_on_the_other_host(job: Jobs) -> None:
         os.rmdir("/tmp/empty-of-the-tests")
 
 
-def test_a_job_is_started_again(job: Jobs) -> None:
+def test_failed_job_is_restarted(job: Jobs) -> None:
     done = job.run(0, "-n", "2", "-H", "node0,node1", "--restarts", "1", job.write(FIRST_ROUND_FAILS))
     assert done.code == 0, done.err
     assert done.lines == [
@@ -208,7 +209,7 @@ def test_a_job_is_started_again(job: Jobs) -> None:
     assert "restarting on node0, node1" in done.err
 
 
-def test_an_elastic_job_goes_on_with_fewer_hosts_and_takes_one_back(job: Jobs) -> None:
+def test_elastic_job_continues_with_fewer_hosts_and_readmits_a_host(job: Jobs) -> None:
     script = """
         import os, sys, time
         round = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -225,8 +226,8 @@ def test_an_elastic_job_goes_on_with_fewer_hosts_and_takes_one_back(job: Jobs) -
     assert "allranks run: node1 has joined" in done.err
 
 
-def test_a_host_that_does_not_answer_any_more_is_missed(job: Jobs) -> None:
-    """Its cable is pulled: nobody says so."""
+def test_host_without_network_is_detected(job: Jobs) -> None:
+    """The host is disconnected from the network, so no process receives a notification."""
     quick = "ssh -o ServerAliveInterval=1 -o ServerAliveCountMax=2"
     process = job.start(0, "-n", "2", "-H", "node0,node1", "--ssh", quick, job.write(WAIT))
     read_until(process, 2)
@@ -239,18 +240,19 @@ def test_a_host_that_does_not_answer_any_more_is_missed(job: Jobs) -> None:
     finally:
         job.hosts.plug(1)
         for pid in agents:
-            os.kill(pid, signal.SIGKILL)  # it hears of it when its own kernel gives up, in many minutes
+            # without this, it exits only after the TCP timeout of its kernel, many minutes later
+            os.kill(pid, signal.SIGKILL)
 
 
-def test_an_elastic_job_starts_without_a_host_that_is_not_there(job: Jobs) -> None:
+def test_elastic_job_starts_without_an_unreachable_host(job: Jobs) -> None:
     done = job.run(0, "-N", "1:2", "-H", "node0,nowhere", job.write("import os; print(os.environ['WORLD_SIZE'])"))
     assert (done.code, done.lines) == (0, ["[node0:0] 1"]), done.err
     assert "nowhere: ssh cannot connect" in done.err
     assert "continuing without it" in done.err
 
 
-def test_an_elastic_job_goes_on_without_a_host_that_cannot_start_its_ranks(job: Jobs) -> None:
-    """There is no such folder on it."""
+def test_elastic_job_starts_without_a_host_that_cannot_start_its_ranks(job: Jobs) -> None:
+    """The folder of the script is empty on that host."""
     folder = job.folder / "here"
     folder.mkdir()
     (folder / "script.py").write_text("import os; print(os.environ['WORLD_SIZE'])")
@@ -264,14 +266,14 @@ def test_an_elastic_job_goes_on_without_a_host_that_cannot_start_its_ranks(job: 
     assert "node1: cannot find script" in done.err
 
 
-def test_ranks_that_do_not_fit_the_fewest_hosts(job: Jobs) -> None:
+def test_too_many_ranks_for_the_minimum_of_hosts_are_refused(job: Jobs) -> None:
     done = job.run(0, "-N", "1:2", "-n", "4", "-H", "node0:2,node1:2", job.write(""))
     assert done.code == 2
     assert "with 1 remaining host (-N): 4 ranks do not fit: node0 has 2 slots" in done.err
 
 
-def test_a_shell_that_talks(job: Jobs) -> None:
-    """Its banner would be taken for the length of a message, and waited for."""
+def test_output_of_a_login_shell_is_reported(job: Jobs) -> None:
+    """Without a check, the launcher would parse the banner as the length of a message and wait for the message."""
     talking = job.folder / "talking"
     talking.write_text('#!/bin/sh\necho Welcome to this host\nexec ssh "$@"\n')
     talking.chmod(0o755)
@@ -283,8 +285,8 @@ def test_a_shell_that_talks(job: Jobs) -> None:
 
 
 @pytest.mark.parametrize("why", ["signal", "failure"])
-def test_an_agent_that_is_frozen_does_not_hold_up_the_end(job: Jobs, why: str) -> None:
-    """Limits are shortened, as they are 13 s in all."""
+def test_frozen_agent_does_not_delay_the_exit(job: Jobs, why: str) -> None:
+    """The test shortens the limits, which are 13 s in total."""
     quick = """
         import sys
         from allranks.launch import cli
@@ -330,7 +332,7 @@ for _ in range(50):
 """
 
 
-def test_the_calls_of_all_hosts_are_in_one_table(job: Jobs) -> None:
+def test_stats_table_contains_the_calls_of_all_hosts(job: Jobs) -> None:
     done = job.run(0, "-n", "2", "-H", "node0,node1", "--stats", job.write(LATE), torch=True)
     assert done.code == 0, done.err
     assert re.search(r"^allranks run: 2 ranks, [\d.]+ s, \d+% of it in calls$", done.err, re.M), done.err

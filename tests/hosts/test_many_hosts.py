@@ -1,4 +1,4 @@
-"""More hosts than speak to each other directly: large calls go along chains, rings and trees of them."""
+"""More hosts than a host has direct connections: large calls use chains, rings and trees of hosts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _operand(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return ((torch.randn(COUNT, generator=generator) * torch.logspace(-6, 6, COUNT)) % 1000).to(dtype)
 
 
-def test_results_have_the_bits_of_one_host_over_few_connections(nine_hosts: Cluster) -> None:
+def test_results_equal_those_of_one_host_with_few_connections(nine_hosts: Cluster) -> None:
     def body() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         heartbeats = _held(_ESTABLISHED)
@@ -56,12 +56,12 @@ def test_results_have_the_bits_of_one_host_over_few_connections(nine_hosts: Clus
             tensor.zero_()
             dist.scatter(tensor, pieces or None, 5)
             assert torch.equal(tensor, _operand(rank, dtype))
-        assert _held(_ESTABLISHED) - heartbeats <= 8  # four rounds of small calls, two peers each
+        assert _held(_ESTABLISHED) - heartbeats <= 8  # four rounds of small calls with two peers each
 
     on_hosts(nine_hosts, list(range(HOSTS)), body)
 
 
-def test_a_rank_that_dies_in_a_chain_is_named_everywhere(nine_hosts: Cluster) -> None:
+def test_rank_killed_in_a_chain_is_reported_on_all_ranks(nine_hosts: Cluster) -> None:
     def body() -> float:
         tensor, mine = torch.ones(900_000), torch.ones(100_000)
         pieces = list(tensor.split(100_000)) if dist.get_rank() == 2 else None

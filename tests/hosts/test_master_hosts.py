@@ -1,4 +1,4 @@
-"""Master-worker mode on several hosts: workers that the master starts by ssh, and those of ``allranks run``."""
+"""Master-worker mode on several hosts: workers that the master starts by ssh, and workers of ``allranks run``."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def job(ssh: Ssh, tmp_path: Path) -> Iterator[Jobs]:
 
 
 @pytest.mark.parametrize("way", ["hosts", "mode"])
-def test_workers_of_other_hosts(job: Jobs, way: str) -> None:
-    """Groups between any of them, another worker in a lost one's place, and the end of all by the master's."""
+def test_workers_on_other_hosts(job: Jobs, way: str) -> None:
+    """Groups between any workers, replacement of a lost worker, and exit of all workers after the master."""
     script = job.write(MASTER)
     if way == "hosts":
         process = job.start_any(0, sys.executable, script, "node0:1,node1:1,node2:1", torch=True, **PATHS, **STAY)
@@ -70,7 +70,7 @@ def test_workers_of_other_hosts(job: Jobs, way: str) -> None:
     assert finish(process).code == -signal.SIGKILL
 
 
-def test_in_slurm(slurm: Slurm, tmp_path: Path) -> None:
+def test_workers_under_slurm(slurm: Slurm, tmp_path: Path) -> None:
     """srun starts an agent on each node."""
     with jobs(slurm.hosts, slurm.environ, tmp_path, patience_s=20) as job:
         run = (sys.executable, "-m", "allranks", "run", "--nproc-per-node", "2", "--mode", "master")
@@ -144,8 +144,8 @@ TRAINING = """
 """
 
 
-def test_training_over_hosts(job: Jobs) -> None:
-    """The same bits as here, copies from host to host, a worker that is killed and replaced, and kept tensors."""
+def test_training_on_several_hosts(job: Jobs) -> None:
+    """Results bit-identical to a local run, copies between hosts, a replaced worker, and kept tensors."""
     done = finish(job.start_any(0, sys.executable, job.write(TRAINING), torch=True, **PATHS))
     assert done.out.splitlines() == [
         "['node0', 'node1', 'node2']",

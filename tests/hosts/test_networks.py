@@ -1,7 +1,6 @@
-"""Networks as users have them, and programs that are told no more than their shells say.
+"""Typical networks of users, and programs that receive only the variables of their shells.
 
-Every rank is a process with an environment of its own, started on its host; on each host its own name resolves to
-127.0.1.1.
+Every rank is a process with its own environment, started on its host. Each host resolves its own name to 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ Rank = tuple[Host, dict[str, str]]
 
 @pytest.fixture(autouse=True)
 def _hosts_can_be_made(three_hosts: Cluster) -> None:
-    """Says why not, where they cannot."""
+    """Assert that the hosts can be created. Otherwise the assertion shows the reason."""
     assert not trouble()
 
 
 def run(folder: Path, ranks: Sequence[Rank], program: str) -> list[str]:
-    """What each rank prints; all have the home, and so the secret, of one user."""
+    """Return the output of each rank. All ranks have the home, and therefore the secret, of one user."""
     script = folder / "program.py"
     script.write_text(program)
     home = {"HOME": str(folder), "PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -71,7 +70,7 @@ def test_a_shared_file_with_three_shells(three_hosts: Cluster, tmp_path: Path) -
     ranks = [(host, {"R": str(rank)}) for rank, host in enumerate(three_hosts.hosts)]
     arguments = f"init_method='file://{shared}', rank=int(E['R']), world_size=3, timeout=40"
     program = "from os import environ as E\n" + SUM.format(arguments=arguments)
-    shared.touch()  # as tempfile makes it; its owner expects to find it again
+    shared.touch()  # tempfile creates the file, and its owner expects to find it afterwards
     assert run(tmp_path, ranks, program) == sums(3)
     assert [path.name for path in tmp_path.iterdir() if "meeting" in path.name] == ["meeting"]
     assert shared.read_bytes() == b""
@@ -95,8 +94,8 @@ def test_gloo_finds_the_interface(three_hosts: Cluster, tmp_path: Path) -> None:
     assert run(tmp_path, ranks, SUM.format(arguments="'gloo', timeout=40")) == sums(3)
 
 
-def test_addresses_that_lead_nowhere(tmp_path: Path) -> None:
-    """A bridge for containers and a network that ends at the host, the same on both; and one that works."""
+def test_unreachable_addresses_are_skipped(tmp_path: Path) -> None:
+    """Two networks that end at the host, with equal addresses on both hosts, and one network that works."""
     with cluster(2) as made:
         for host in made.hosts:
             for name, address in (("docker0", "172.17.0.1/16"), ("inner", "192.168.5.1/24")):
@@ -107,7 +106,7 @@ def test_addresses_that_lead_nowhere(tmp_path: Path) -> None:
         assert run(tmp_path, ranks, SUM.format(arguments="timeout=40")) == sums(2)
 
 
-def test_the_network_that_is_named_carries_everything(tmp_path: Path) -> None:
+def test_selected_network_carries_all_connections(tmp_path: Path) -> None:
     with cluster(2) as made:
         for i in range(2):
             made.wire(i, "fast", f"10.88.0.{i + 1}/16")
@@ -138,7 +137,7 @@ def test_ipv6_only(tmp_path: Path) -> None:
         assert run(tmp_path, ranks, SUM.format(arguments="timeout=40")) == sums(2)
 
 
-def test_a_name_that_is_known_late(tmp_path: Path) -> None:
+def test_rank_waits_for_a_name_that_does_not_resolve_yet(tmp_path: Path) -> None:
     with cluster(2) as made:
         names = made.hosts[1].names
         all_names = names.read_text()

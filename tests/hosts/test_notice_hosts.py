@@ -1,4 +1,4 @@
-"""Notices and ``allranks trace show`` in a job on two hosts, over a real sshd."""
+"""Wait reports and ``allranks trace show`` in a job on two hosts, through a real sshd."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def job(ssh: Ssh, tmp_path: Path) -> Iterator[Jobs]:
 
 
 def told(process: subprocess.Popen[bytes], start: str) -> str:
-    """The first line of stderr that begins so, with N for its numbers."""
+    """Return the first line of stderr that begins with this text, with N in place of numbers."""
     assert process.stderr is not None
     for raw in process.stderr:
         line = re.sub(r"pid \d+", "pid N", raw.decode().rstrip("\n"))
@@ -93,8 +93,8 @@ def show(job: Jobs, host: int) -> dict[str, object]:
     return answer
 
 
-def test_many_ranks(job: Jobs) -> None:
-    """24 ranks on 3 hosts, without torch: they have no group, and are shown all the same."""
+def test_trace_show_of_many_ranks(job: Jobs) -> None:
+    """24 ranks on 3 hosts without torch. They have no group, but are shown."""
     script = job.write("import time; print('up', flush=True); time.sleep(100)")
     process = job.start(0, "-n", "24", "-H", "node0:8,node1:8,node2:8", "--show", "none", script)
     try:
@@ -103,7 +103,7 @@ def test_many_ranks(job: Jobs) -> None:
             words = [sys.executable, "-m", "allranks", "trace", "show", "--json"]
             done = subprocess.run(job.hosts.hosts[0].inside(*words), capture_output=True, text=True, timeout=30)
             answer = json.loads(done.stdout) if done.returncode == 0 else {"places": {}}
-            if list(answer["places"].values()) == ["script.py:1 in <module>"] * 24:  # none is on its way there
+            if list(answer["places"].values()) == ["script.py:1 in <module>"] * 24:  # all ranks have reached the sleep
                 break
         else:
             pytest.fail(done.stdout + done.stderr)

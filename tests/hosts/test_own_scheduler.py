@@ -1,6 +1,6 @@
-"""A scheduler of another package: docs/extending.md's example, installed, is detected, launched with and submitted to.
+"""A scheduler of another package: the example of docs/extending.md, installed, is detected and starts and accepts jobs.
 
-YARD's commands are stand-ins, which start real processes on the test hosts by ssh.
+YARD's commands are stand-ins that start real processes on the test hosts by ssh.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def example() -> str:
 
 
 def install(folder: Path, text: str) -> Path:
-    """Puts a package there as pip does. Returns the folder, for PYTHONPATH."""
+    """Install a package as pip does. Return the folder for PYTHONPATH."""
     site = folder / "site"
     about = site / "yard_for_allranks-1.5.dist-info"
     about.mkdir(parents=True)
@@ -61,7 +61,7 @@ def job(ssh: Ssh, tmp_path: Path) -> Iterator[Jobs]:
         yield made
 
 
-def test_it_is_detected(tmp_path: Path) -> None:
+def test_scheduler_of_a_package_is_detected(tmp_path: Path) -> None:
     site = install(tmp_path, example())
     done = run(site, "env", "--json", "--env", "yard", YARD_RANK="1", YARD_SIZE="2")
     program = json.loads(done.stdout)["program"]
@@ -74,7 +74,7 @@ def test_it_is_detected(tmp_path: Path) -> None:
     assert "this process has no variable of that scheduler: expected YARD_HOSTS or YARD_RANK" in done.stderr
 
 
-def test_it_is_launched_with(job: Jobs) -> None:
+def test_job_is_started_through_the_scheduler_of_a_package(job: Jobs) -> None:
     site = install(job.folder, example())
     paths = os.pathsep.join([str(job.folder / "fake"), str(SOURCE), str(site)])
     environ = {"YARD_HOSTS": "node0:2,node1:2", "PYTHONPATH": paths, "PATH": stand_in(job, "yardrun", YARDRUN)}
@@ -83,7 +83,7 @@ def test_it_is_launched_with(job: Jobs) -> None:
     assert [line.partition("] ")[2] for line in done.lines] == WANTED
 
 
-def test_it_is_submitted_to(tmp_path: Path) -> None:
+def test_job_is_submitted_to_the_scheduler_of_a_package(tmp_path: Path) -> None:
     site = install(tmp_path, example())
     (tmp_path / "yardsub").write_text(f"#!/bin/sh\ncat >{tmp_path}/job\necho yard job 12\n")
     (tmp_path / "yardsub").chmod(0o755)
@@ -119,7 +119,7 @@ def test_it_is_submitted_to(tmp_path: Path) -> None:
         ('name="yard"', 'name="shed"', "whose name is 'shed'. Expected 'yard'"),
     ],
 )
-def test_one_that_does_not_fit_is_refused_by_the_name_of_its_package(
+def test_incompatible_scheduler_is_refused_with_the_name_of_its_package(
     tmp_path: Path, before: str, after: str, said: str
 ) -> None:
     site = install(tmp_path, example().replace(before, after, 1))
@@ -130,7 +130,7 @@ def test_one_that_does_not_fit_is_refused_by_the_name_of_its_package(
         assert re.search("scheduler 'yard': yard-for-allranks 1.5 .*" + said, done.stderr, re.DOTALL), done.stderr
 
 
-def test_it_costs_nothing_where_nobody_names_it(tmp_path: Path) -> None:
+def test_scheduler_of_a_package_is_loaded_only_if_it_is_named(tmp_path: Path) -> None:
     site = install(tmp_path, "raise SystemExit('loaded unasked')")
     done = run(site, "env", YARD_RANK="1", YARD_SIZE="2")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Reconfiguration of groups of several hosts: the stores behind handles listen on TCP ports, under the secret."""
+"""Reconfiguration of groups on several hosts: the stores of the handles listen on TCP ports and require the secret."""
 
 import itertools
 import os
@@ -20,11 +20,11 @@ SECRET = "a secret of the tests, long enough"
 
 
 def on_hosts(hosts: Cluster, places: list[int], body: Callable[[Any], Any], **others: Any) -> list[Any]:
-    """Runs ``body`` on rank r of host ``places[r]``, each in a world of its own."""
+    """Run ``body`` on rank r of host ``places[r]``, each rank in its own world."""
 
     def enter_and_run() -> Any:
         hosts.hosts[places[int(os.environ["RANK"])]].enter()
-        os.environ.pop("LOCAL_WORLD_SIZE")  # that of run_ranks, for which all ranks are on one host
+        os.environ.pop("LOCAL_WORLD_SIZE")  # set by run_ranks, which assumes that all ranks are on one host
         dist.init_process_group(rank=0, world_size=1, store=dist.HashStore(), timeout=30)
         try:
             return body(dist.group.WORLD)
@@ -46,7 +46,9 @@ def place() -> tuple[int, int, float]:
 
 
 @pytest.mark.parametrize("places", [[0, 1], [0, 0, 1], [0, 1, 2, 1]], ids=str)
-def test_merge_shrink_and_a_dead_process(three_hosts: Cluster, tmp_path: Path, places: list[int]) -> None:
+def test_reconfigure_merges_shrinks_and_reports_a_killed_process(
+    three_hosts: Cluster, tmp_path: Path, places: list[int]
+) -> None:
     size = len(places)
 
     def body(group: Any) -> float:
@@ -74,7 +76,7 @@ def test_merge_shrink_and_a_dead_process(three_hosts: Cluster, tmp_path: Path, p
     assert max(found[:-1]) < 10
 
 
-def test_an_unplugged_host_is_named_at_the_timeout(three_hosts: Cluster, tmp_path: Path) -> None:
+def test_unplugged_host_is_reported_at_the_timeout(three_hosts: Cluster, tmp_path: Path) -> None:
     numbers = itertools.count(1)
 
     def body(group: Any) -> None:
@@ -101,7 +103,7 @@ def test_an_unplugged_host_is_named_at_the_timeout(three_hosts: Cluster, tmp_pat
     on_hosts(three_hosts, [0, 1, 2], body)
 
 
-def test_another_secret(three_hosts: Cluster, tmp_path: Path) -> None:
+def test_different_secret_is_refused(three_hosts: Cluster, tmp_path: Path) -> None:
     def body(group: Any) -> None:
         if me() == 1:
             os.environ["ALLRANKS_SECRET"] = "another secret, long enough as well"

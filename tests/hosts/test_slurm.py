@@ -1,4 +1,4 @@
-"""Under a real SLURM: the ranks that srun starts find each other, with no launcher and no variables."""
+"""Ranks that srun starts in a real SLURM find each other without a launcher and without variables of the user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MISSING = f'[ "$SLURM_PROCID" = "$ABSENT" ] && exit 0; exec {sys.executable} {ME
 
 
 def srun(slurm: Slurm, *options: str, timeout_s: str = "30", **environ: str) -> list[str]:
-    """The lines of a job's ranks, by rank."""
+    """Return the output lines of a job, ordered by rank."""
     done = slurm.run("srun", *options, sys.executable, MEET, ALLRANKS_SECRET=SECRET, MEET_TIMEOUT=timeout_s, **environ)
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(done.stdout.splitlines())
@@ -35,9 +35,11 @@ def srun(slurm: Slurm, *options: str, timeout_s: str = "30", **environ: str) -> 
         ("-n3 --distribution=arbitrary", [1, 0, 1], [0, 0, 1]),
     ],
 )
-def test_srun(slurm: Slurm, tmp_path: Path, options: str, hosts: list[int], local: list[int]) -> None:
+def test_ranks_of_srun_find_each_other(
+    slurm: Slurm, tmp_path: Path, options: str, hosts: list[int], local: list[int]
+) -> None:
     environ = {}
-    if "arbitrary" in options:  # rank 0 is not on the first of the step's nodes
+    if "arbitrary" in options:  # rank 0 is not on the first node of the step
         (tmp_path / "hosts").write_text("".join(f"node{host}\n" for host in hosts))
         environ["SLURM_HOSTFILE"] = str(tmp_path / "hosts")
     names = ",".join(f"node{host}" for host in hosts)
@@ -46,7 +48,7 @@ def test_srun(slurm: Slurm, tmp_path: Path, options: str, hosts: list[int], loca
     assert srun(slurm, *options.split(), **environ) == expected
 
 
-def test_a_tensor(slurm: Slurm) -> None:
+def test_all_reduce_in_a_job_of_srun(slurm: Slurm) -> None:
     done = slurm.run("srun", "-N2", "-n3", sys.executable, MEET, "torch", ALLRANKS_SECRET=SECRET)
     assert sorted(done.stdout.splitlines()) == [
         "rank 0 of 3 local 0",
@@ -55,13 +57,13 @@ def test_a_tensor(slurm: Slurm) -> None:
     ], done.stderr
 
 
-def test_a_batch_script_starts_ranks_and_is_none_itself(slurm: Slurm, tmp_path: Path) -> None:
+def test_batch_script_is_not_a_rank_and_starts_ranks(slurm: Slurm, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     mpiexec = Path(mpi_jobs.python_with("mpich")).with_name("mpiexec")
     meet = f"{sys.executable} {MEET}"
     script.write_text(f"#!/bin/sh\n{meet}\necho --\nsrun {meet}\necho --\n{mpiexec} -n 3 {meet}\n")
     out = tmp_path / "out"
-    # As from the shell of a step, whose variables sbatch hands on.
+    # sbatch runs in a step and passes the variables of that step to the job.
     done = slurm.run(
         "srun", "-n1", "sbatch", "--wait", "-N2", "-n3", f"--output={out}", str(script), ALLRANKS_SECRET=SECRET
     )
@@ -70,12 +72,12 @@ def test_a_batch_script_starts_ranks_and_is_none_itself(slurm: Slurm, tmp_path: 
     assert "srun did not start this process. It runs alone in a job of 3 tasks (SLURM_NTASKS)" in alone, alone
     assert "rank 0 of 1 local 0 on node0" in alone, alone
     expected = [f"rank {rank} of 3 local {int(rank == 1)} on node0,node0,node1" for rank in range(3)]
-    # srun's, and mpiexec's; a srun that the controller has told to try again says so.
+    # Output of srun and of mpiexec. srun prints a line if the controller requests another attempt.
     said = [[line for line in each.splitlines() if not line.startswith("srun: ")] for each in of_launchers]
     assert list(map(sorted, said)) == [expected, expected]
 
 
-def test_who_is_missing_is_named_with_its_host(slurm: Slurm) -> None:
+def test_missing_rank_is_reported_with_its_host(slurm: Slurm) -> None:
     done = slurm.run(
         "srun", "-N2", "-n3", "sh", "-c", MISSING,
         ABSENT="2", ALLRANKS_SECRET=SECRET, MEET_TIMEOUT="1.5",
@@ -85,7 +87,7 @@ def test_who_is_missing_is_named_with_its_host(slurm: Slurm) -> None:
     assert "Fewer ranks joined than were started: node1 (0 of 1)." in done.stderr, done.stderr
 
 
-def test_rank_0_is_missing(slurm: Slurm) -> None:
+def test_missing_rank_0_is_reported(slurm: Slurm) -> None:
     done = slurm.run(
         "srun", "-N2", "-n2", "sh", "-c", MISSING,
         ABSENT="0", ALLRANKS_SECRET=SECRET, MEET_TIMEOUT="1.5",
@@ -95,7 +97,7 @@ def test_rank_0_is_missing(slurm: Slurm) -> None:
     assert "did not answer for 1.5 s" in done.stderr, done.stderr
 
 
-def test_a_name_that_is_not_known_yet(slurm: Slurm) -> None:
+def test_rank_waits_for_a_name_that_does_not_resolve_yet(slurm: Slurm) -> None:
     names = slurm.hosts.hosts[1].names
     known = names.read_text()
 

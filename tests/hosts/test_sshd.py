@@ -1,9 +1,9 @@
-"""The hosts reach each other by ssh."""
+"""Connections by ssh between the test hosts."""
 
 from support.sshd import Ssh
 
 
-def test_each_host_is_another(ssh: Ssh) -> None:
+def test_ssh_reaches_each_host(ssh: Ssh) -> None:
     first = ssh.hosts.hosts[0]
     for host in ssh.hosts.hosts:
         done = first.start(["ssh", host.name, "hostname"], ssh.environ)

@@ -1,4 +1,4 @@
-"""A file of ``allranks submit`` under a real SLURM."""
+"""A job file of ``allranks submit`` in a real SLURM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ signal.sigtimedwait([], 60)
 """
 
 
-def test_sbatch_takes_it_and_runs_it(slurm: Slurm, tmp_path: Path) -> None:
+def test_sbatch_accepts_and_runs_the_job_file(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text(PROGRAM)
     arguments = ("two words", "$HOME")
     command = [
@@ -35,7 +35,7 @@ def test_sbatch_takes_it_and_runs_it(slurm: Slurm, tmp_path: Path) -> None:
     written = tmp_path / f"show-{job}.out"
 
     def lines_with(word: str) -> list[str]:
-        """Four of them, once they are there."""
+        """Wait for four lines that contain the word. Return them."""
         until = time.monotonic() + 40
         while True:
             text = written.read_text() if written.exists() else ""
@@ -46,12 +46,12 @@ def test_sbatch_takes_it_and_runs_it(slurm: Slurm, tmp_path: Path) -> None:
             time.sleep(0.1)
 
     assert lines_with("of") == [f"{rank} of 4 {list(arguments)} {tmp_path}" for rank in range(4)]
-    # What --signal=B:TERM@60 has SLURM do a minute before the time is over.
+    # The signal that --signal=B:TERM@60 requests one minute before the time limit.
     slurm.run("scancel", "--signal=TERM", "--batch", job)
     assert lines_with("was told") == [f"{rank} was told" for rank in range(4)]
 
 
-def test_the_helper_of_users(slurm: Slurm) -> None:
+def test_multinode_helper_script_of_users(slurm: Slurm) -> None:
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     helper = str(FIRST / "slurm_multinode_helper.sh")
     done = slurm.run("srun", "--nodes=2", "--ntasks-per-node=1", "bash", helper, PATH=path)

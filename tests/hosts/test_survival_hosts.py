@@ -1,4 +1,4 @@
-"""Groups that span hosts and lose ranks, leaders of hosts, whole hosts, and hosts that come back."""
+"""Groups on several hosts that lose ranks, leaders or whole hosts, and hosts that return."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def on_hosts(
     seconds: float = 60,
     timeout_s: float = 10,
 ) -> Any:
-    """Runs rank r on host ``places[r]``, and a store that outlives all of them on host 0.
+    """Run rank r on host ``places[r]``, and on host 0 a store that survives all ranks.
 
     Args:
-        seconds: until the whole is taken for hung.
-        timeout_s: of the group's calls.
+        seconds: limit after which the run counts as hung.
+        timeout_s: timeout of the group's calls.
     """
     port, size = next(_ports), len(places)
 
@@ -79,7 +79,7 @@ def _call_until_lost() -> None:
     ids=["a rank", "a leader", "a host's ranks", "a lone rank", "one of two"],
 )
 def test_survivors_shrink(three_hosts: Cluster, places: list[int], dying: list[int]) -> None:
-    """Nobody waits for the timeout, which is longer than the test may take."""
+    """Check that no rank waits for the timeout, which is longer than the limit of the test."""
 
     def main() -> Any:
         _total()
@@ -106,7 +106,7 @@ def test_calls_pending_in_several_threads_end_and_all_go_on(three_hosts: Cluster
         assert found[rank] == (rank, left, pending, expected(left, rank))
 
 
-def test_an_agreement_that_a_death_cuts_and_a_group_that_shrinks_alone(three_hosts: Cluster) -> None:
+def test_killed_rank_during_agree_and_shrink_of_a_subgroup(three_hosts: Cluster) -> None:
     def main() -> Any:
         rank, world, group = dist.get_rank(), dist.group.WORLD, dist.new_group([1, 2, 3])
         assert world is not None
@@ -136,7 +136,7 @@ def test_an_agreement_that_a_death_cuts_and_a_group_that_shrinks_alone(three_hos
     ]
 
 
-def test_an_unplugged_host_is_left_out_and_stays_out(three_hosts: Cluster, tmp_path: Path) -> None:
+def test_unplugged_host_is_excluded_permanently(three_hosts: Cluster, tmp_path: Path) -> None:
     ready, over = tmp_path / "ready", tmp_path / "over"
 
     def main() -> Any:
@@ -179,7 +179,7 @@ def test_an_unplugged_host_is_left_out_and_stays_out(three_hosts: Cluster, tmp_p
     assert found == [[11.0, 11.0], [11.0, 11.0], "out"]
 
 
-def test_a_state_goes_on_across_hosts(three_hosts: Cluster) -> None:
+def test_state_continues_after_losses_on_several_hosts(three_hosts: Cluster) -> None:
     def main() -> Any:
         weight = torch.zeros(1000)
         state = dist.resilience.State(weight=weight)

@@ -1,7 +1,7 @@
-"""``--trace`` on several hosts, and their timeline: one clock, although each host has its own.
+"""``--trace`` on several hosts: one timeline with one clock, although each host has its own clock.
 
-The hosts of the tests are network namespaces of one machine, so their clocks are the same. What a rank of another host
-recorded is shifted, as by a clock that began at another time and runs faster.
+The hosts of the tests are network namespaces of one machine, so they share a clock. The test shifts the recorded times
+of another host, as if its clock had another start and ran faster.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def job(ssh: Ssh, tmp_path: Path) -> Iterator[Jobs]:
         yield made
 
 
-def test_the_ranks_of_all_hosts_on_one_clock(job: Jobs) -> None:
+def test_ranks_of_all_hosts_share_the_clock_of_the_timeline(job: Jobs) -> None:
     done = job.run(0, "-n", "3", "-H", "node0:1,node1:2", "--trace", "traces", job.write(STEPS), torch=True)
     assert done.code == 0, done.err
     files = trace_files([job.folder / "traces"])

@@ -1,4 +1,4 @@
-"""A training under ``allranks run --elastic`` on several hosts: a rank is replaced, a host is lost; a pod, too."""
+"""A training under ``allranks run --elastic`` on several hosts, with losses of a rank, a host and a pod."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _ends(out: str) -> list[str]:
     return [line.partition("end ")[2] for line in out.splitlines() if "end " in line]
 
 
-def test_a_rank_of_another_host_is_replaced(job: Jobs) -> None:
+def test_rank_of_another_host_is_replaced(job: Jobs) -> None:
     words = ["-H", "node0:2,node1:2", "--elastic", "3"]
     calm = job.run(2, *words, job.write(PROGRAM.replace("DIES", "False").replace("PAUSE", "0.005")), torch=True)
     assert calm.code == 0, calm.err
@@ -160,7 +160,7 @@ def test_a_rank_of_another_host_is_replaced(job: Jobs) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_the_others_go_on_when_a_host_is_lost(job: Jobs, lost: int) -> None:
+def test_training_continues_after_the_loss_of_a_host(job: Jobs, lost: int) -> None:
     program = PROGRAM.replace("DIES", "False").replace("PAUSE", "0.1")
     process = job.start(2, "-H", "node0:2,node1:2", "--elastic", "2", job.write(program), torch=True)
     read_until(process, 1)
@@ -173,7 +173,7 @@ def test_the_others_go_on_when_a_host_is_lost(job: Jobs, lost: int) -> None:
     assert ends[0].startswith("2 ")
 
 
-def test_a_spare_host_takes_over_the_shards_of_a_lost_one(job: Jobs) -> None:
+def test_spare_host_takes_over_the_shards_of_a_lost_host(job: Jobs) -> None:
     words = ["-H", "node0:2,node1:2,node2:2", "--elastic", "3", "--spares", "1"]
     calm = job.run(0, *words, job.write(SHARDED.replace("PAUSE", "0")), torch=True)
     assert calm.code == 0, calm.err
@@ -188,8 +188,8 @@ def test_a_spare_host_takes_over_the_shards_of_a_lost_one(job: Jobs) -> None:
     assert _ends(done.out) == [end.removesuffix("0") + "2" for end in _ends(calm.out)]
 
 
-def test_a_host_that_comes_later_joins_the_training(job: Jobs) -> None:
-    """Before that it is lost on its way."""
+def test_host_that_starts_later_joins_the_training(job: Jobs) -> None:
+    """The first attempt of the host is killed before its ranks have joined."""
     script = job.write(GROWS.replace("JOINED", "state.joined == 2"))
     words = ["-N", "1:2", "--nproc-per-node", "2", "--master-addr", "node0:15999", "--elastic", "2:4"]
     words += ["--rdzv-conf", "last_call_timeout=1", script]
@@ -211,8 +211,8 @@ def test_a_host_that_comes_later_joins_the_training(job: Jobs) -> None:
 
 
 @pytest.mark.parametrize("how", ["its agent is killed", "it is unplugged"])
-def test_a_host_that_is_lost_and_comes_back_joins_the_training(job: Jobs, how: str) -> None:
-    """With the numbers that its ranks had; those that ran there meanwhile are no part of it."""
+def test_lost_host_rejoins_the_training(job: Jobs, how: str) -> None:
+    """Check that its ranks have their previous numbers and that its previous processes are not part of the job."""
     script = job.write(GROWS.replace("JOINED", "state.joined == 2"))
     process = job.start(0, "-H", "node0:1,node1:2", "--elastic", "1", script, torch=True)
     read_until(process, 1)
@@ -246,8 +246,8 @@ def hold():
 """
 
 
-def test_a_pod_comes_back_under_its_index_and_another_one_does_not(job: Jobs) -> None:
-    """The command of the manifest in the environment of an Indexed Job's pods; a pod dies with all its processes."""
+def test_restarted_pod_rejoins_under_its_index_and_a_lost_pod_does_not(job: Jobs) -> None:
+    """The command of the manifest in the environment of an Indexed Job's pods. A killed pod loses all its processes."""
     program = GROWS.replace("JOINED", "state.joined == 1").replace("train(step.batch)", "hold(), train(step.batch)")
     job.write(HOLD + program, "train.py")
     words = ("--to", "k8s", "-N", "3", "--elastic", "2", "--image", "a", "--name", "first", "train.py")
