@@ -27,7 +27,7 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return warm.run(command, timeout=100, env=environ)
 
 
-def test_digits_reach_the_accuracy_of_a_process_group() -> None:
+def test_digits_example_reaches_97_percent_accuracy() -> None:
     done = run(DIGITS, "--epochs", "10")
     assert (done.returncode, done.stderr) == (0, "")
     assert_as_shown("one_script", done.stdout)
