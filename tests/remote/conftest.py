@@ -1,4 +1,7 @@
-"""Two workers for the tests of each file here: none are left when another folder's tests come, some of which count."""
+"""Fixtures: a master with two workers for each test file of this directory.
+
+The fixture stops the workers before tests of other directories start, because some of those tests count resources.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def mw() -> Iterator[Master]:
 
 @pytest.fixture
 def as_many_threads(mw: Master) -> Iterator[None]:
-    """As the workers have: some kernels add in another order with another number."""
+    """Use the number of threads of the workers: with another number, some kernels add in another order."""
     before = torch.get_num_threads()
     torch.set_num_threads(mw.remote(torch.get_num_threads, on="worker:1")().result())
     yield

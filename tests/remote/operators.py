@@ -1,9 +1,9 @@
-"""torch's own operator database as a judge of workers: each operator on CPU tensors here and on a worker's.
+"""Comparison of operators on a worker with operators on the CPU, based on torch's operator database.
 
-The database (`torch.testing._internal.common_methods_invocations.op_db`) comes with torch and knows, for each operator,
-inputs worth trying and inputs that must be refused. A case is one of them: called here and there with the same seed,
-the results, what has become of the operands and the gradients must be equal in every bit (a NaN is a NaN), and what is
-refused here must be refused there with the same type of exception.
+The database (`torch.testing._internal.common_methods_invocations.op_db`) is part of torch. For each operator it has
+useful inputs, and inputs that must be refused. A case is one of these inputs. It is run with the same seed on CPU
+tensors of this process and on tensors of a worker. The results, the operands after the call, and the gradients must be
+bitwise equal (all NaN are equal). If the CPU refuses an input, the worker must refuse it with the same exception type.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ WORKER = "worker:1"
 
 
 def database() -> list[OpInfo]:
-    """All operators. Imported for who asks: seconds of a core, which each worker of pytest-xdist would spend."""
+    """Return all operators.
+
+    The import takes seconds. It is in this function, because otherwise each process of pytest-xdist would repeat it.
+    """
     from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.opinfo import core
 
-    # The database asks each time whether a unittest is running, to note there which sample is tried. There is none
-    # here, and the question reads the source of every frame of pytest: four fifths of the time.
+    # For each sample, the database searches for a running unittest, to store the number of the sample there. pytest
+    # runs none, and the search reads the source of every frame, which takes four fifths of the time.
     common_utils.extract_test_fn = core.extract_test_fn = lambda: None
     return list(op_db)
 
@@ -60,13 +63,12 @@ class Case(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What came out, PASS, ROUNDED, ERROR (worker or master say that they cannot), WRONG or UNDEFINED; and why.
+    """Result of a comparison: PASS, ROUNDED, ERROR (the worker or the master refuses), WRONG or UNDEFINED; and why.
 
-    ROUNDED is where values differ by no more than `torch.testing.assert_close` allows: torch adds in another order
-    where memory begins at another address, and derives by another formula for subclasses of tensors.
+    ROUNDED: values differ by no more than `torch.testing.assert_close` allows. The order in which torch adds depends on
+    the memory address, and torch uses other formulas for the derivatives of tensor subclasses.
 
-    UNDEFINED is where CPU tensors have no answer that could be compared: a result that is not strided, or one that
-    differs from call to call.
+    UNDEFINED: CPU tensors give no result that can be compared. It is not strided, or it differs between calls.
     """
 
     kind: str
@@ -74,21 +76,21 @@ class Verdict(NamedTuple):
 
 
 class Differs(Exception):
-    """Here and there are not the same."""
+    """The results of the CPU and of the worker differ."""
 
 
 class Rounded(Differs):
-    """Here and there are the same but for rounding."""
+    """The results of the CPU and of the worker differ only by rounding."""
 
 
 class Unstrided(Exception):
-    """A result is sparse, nested or quantised."""
+    """A result is sparse, nested or quantized."""
 
 
 def cases(operator: OpInfo, dtype: torch.dtype, most: int | None = None) -> Iterator[Case]:
-    """The cases of an operator; `most`: of each form, at most so many."""
+    """Yield the cases of an operator, at most `most` of each form."""
     gradients = backward(operator, dtype)
-    # On meta tensors some generators of samples go astray; all of them draw from the global generator.
+    # Some sample functions fail on meta tensors, so use CPU tensors. All draw from the global random generator.
     torch.manual_seed(1)
     samples = list(islice(operator.sample_inputs("cpu", dtype, requires_grad=gradients), most))
     yield from (Case(operator, dtype, "plain", i, each) for i, each in enumerate(samples))
@@ -107,14 +109,14 @@ def backward(operator: OpInfo, dtype: torch.dtype) -> bool:
 
 
 def judge_operator(operator: OpInfo, dtype: torch.dtype, most: int | None = None) -> list[tuple[Case, Verdict]]:
-    """Tries an operator's cases."""
+    """Judge all cases of an operator."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [(case, judge(case)) for case in cases(operator, dtype, most)]
 
 
 def judge(case: Case) -> Verdict:
-    """Tries a case here and on a worker."""
+    """Run a case on the CPU and on a worker, and compare the outcomes."""
     try:
         here, there = (_attempt(case, place) for place in (_Here(), _There()))
     except Differs as differs:
@@ -139,9 +141,9 @@ def judge(case: Case) -> Verdict:
 
 
 def _steady(case: Case, here: dict[str, list[Any]]) -> bool:
-    """Whether the CPU's results are always the same: some are made of memory that nobody has set."""
+    """Return whether the CPU's results are reproducible. Some results contain uninitialized memory."""
     for size in (10, 100, 1000, 10000):
-        torch.full((size,), float(size))  # what the next one may find in memory
+        torch.full((size,), float(size))  # freed memory that the next call may reuse without initializing it
         again = _attempt(case, _Here())
         try:
             _compare(here, again, values=True)  # type: ignore[arg-type]
@@ -155,7 +157,7 @@ def _said(error: Exception) -> str:
 
 
 class _Here:
-    """The side with CPU tensors, copies of the sample's."""
+    """The CPU side, with copies of the tensors of the sample."""
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         return _copy(tensor)
@@ -168,7 +170,7 @@ class _Here:
 
 
 class _There(_Here):
-    """The side with a worker's tensors, of the same strides."""
+    """The worker side, with tensors of the same strides."""
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_conj():
@@ -202,12 +204,12 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _attempt(case: Case, side: _Here) -> dict[str, list[Any]] | Exception:
-    """What a case gives on one side."""
+    """Return the results of a case on one side, or the exception that it raises."""
     try:
         return _call(case, side)
     except (Differs, Unstrided):
         raise
-    except Exception as error:  # noqa: BLE001 - what is raised is compared
+    except Exception as error:  # noqa: BLE001 - the exceptions of both sides are compared
         return error
 
 
@@ -235,7 +237,7 @@ def _call(case: Case, side: _Here) -> dict[str, list[Any]]:
     first, args, kwargs = take(sample.input), take(sample.args), take(sample.kwargs)
     if "device" in kwargs or not taken:
         kwargs["device"] = side.device()
-    shaped = {name: each for name, each in kwargs.items() if name != "device"}  # which `out` says already
+    shaped = {name: each for name, each in kwargs.items() if name != "device"}  # `out` already has the device
     operator: Any = case.operator
     torch.manual_seed(0)
     with torch.enable_grad():
@@ -304,7 +306,7 @@ def _fetched(value: Any, side: _Here) -> Any:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bits, of which all NaN have the same."""
+    """Return the bytes of a tensor, in which all NaN have the same bits."""
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -331,7 +333,7 @@ def _compare(here: dict[str, list[Any]], there: dict[str, list[Any]], values: bo
                 raise Differs(f"{where}: {b!r}, not a tensor")
             names = ("dtype", "shape", "strides", "is_conj", "is_neg", "requires_grad")
             for name, x, y in zip(names, a[0], b[0], strict=True):
-                # The strides of a gradient are those that were handy.
+                # The strides of a gradient are unspecified.
                 if x != y and (what, name) != ("gradient", "strides"):
                     raise Differs(f"{where}: its {name} is {y}, not {x}")
             if values and not torch.equal(a[1], b[1]):
@@ -346,9 +348,9 @@ def _compare(here: dict[str, list[Any]], there: dict[str, list[Any]], values: bo
 
 def _assert_close(there: torch.Tensor, here: torch.Tensor) -> None:
     rtol, atol = default_tolerances(here.dtype)
-    if here.dtype.itemsize == 2 and here.is_floating_point():  # what is added up is rounded before
+    if here.dtype.itemsize == 2 and here.is_floating_point():  # terms are rounded before they are added
         atol = max(atol, rtol * float(here.nan_to_num().abs().max()))
-        # One formula overflows on its way to what is almost too large, another does not.
+        # Near the largest finite value, the intermediate results of one formula overflow, and those of another do not.
         almost = (there.abs() > torch.finfo(here.dtype).max / 2) & (there.sign() == here.sign())
         here = torch.where(here.isinf() & almost, there, here)
     torch.testing.assert_close(there, here, rtol=rtol, atol=atol, equal_nan=True)

@@ -1,5 +1,7 @@
-"""The grammar of a call's arguments is one: what the master describes the worker reads, and the fast path in C++ makes
-the keys that Python makes."""
+"""The grammar of the arguments of a call.
+
+The worker reads the forms that the master writes. The fast path in C++ creates the same keys as Python.
+"""
 
 import struct
 from typing import Any
@@ -18,7 +20,7 @@ HERE = torch.device("cpu")
 
 
 class Read:
-    """Reads a form with the numbers and tensors of a call, as a worker does."""
+    """Read a form with the numbers and tensors of a call, as a worker does."""
 
     def __init__(self, *given: Any) -> None:
         self.given = iter(given)
@@ -43,17 +45,17 @@ CONSTANTS = [
 
 
 @pytest.mark.parametrize("value", CONSTANTS, ids=repr)
-def test_a_constant_is_read_as_it_was_described(value: Any) -> None:
+def test_constant_keeps_its_value_and_type_through_a_form(value: Any) -> None:
     found = visit(form_of(value), Read())
     assert found == value
     assert type(found) is type(value)
 
 
-def test_devices_are_the_workers_own() -> None:
+def test_device_argument_becomes_the_device_of_the_worker() -> None:
     assert visit(form_of(torch.device("lazy", 3)), Read()) == HERE
 
 
-def test_numbers_and_tensors_are_gaps_in_the_order_of_the_arguments() -> None:
+def test_form_has_ordered_gaps_for_numbers_and_tensors() -> None:
     x = torch.ones(2)
     form = form_of([x, 3, [2.5, None], torch.Generator()], is_number=True, floats_matter=False)
     assert form == ["l", ["t"], ["i"], ["l", ["f"], ["c", None]], ["g"]]
@@ -62,16 +64,16 @@ def test_numbers_and_tensors_are_gaps_in_the_order_of_the_arguments() -> None:
 
 
 @pytest.mark.parametrize(("value", "is_number"), [(1 << 63, True), (-(1 << 63) - 1, True), (3, False)])
-def test_integers_that_are_no_numbers_of_64_bits_are_constants(value: int, is_number: bool) -> None:
+def test_integers_beyond_64_bits_and_fixed_integers_are_constants(value: int, is_number: bool) -> None:
     assert form_of(value, is_number) == ["c", value]
 
 
-def test_what_no_template_can_have_is_refused() -> None:
+def test_unsupported_argument_type_is_refused() -> None:
     with pytest.raises(TypeError, match="object cannot be an argument of an operation on a worker"):
         form_of([object()])
 
 
-def test_which_tensors_a_call_changes() -> None:
+def test_written_by_returns_the_tensors_that_a_call_changes() -> None:
     pair = ["l", ["t"], ["t"]]
     assert written_by(aten.add.Tensor, [["t"], ["t"]], {"alpha": ["i"]}) == []
     assert written_by(aten._foreach_add_.List, [pair, pair], {}) == [0, 1]
@@ -96,10 +98,10 @@ def calls_of(x: Any, y: Any) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 @pytest.mark.parametrize("which", range(10))
-def test_python_finds_the_calls_that_the_fast_path_finds(mw: Master, which: int) -> None:
+def test_python_and_the_fast_path_find_the_same_cached_calls(mw: Master, which: int) -> None:
     x, y = torch.ones(4, device="worker:1"), torch.full((4,), 2.0, device="worker:1")
     op, args, kwargs = calls_of(x, y)[which]
-    for _ in range(3):  # asked for, foreseen, known
+    for _ in range(3):  # the worker infers the results of the first call; a later call is predicted, then cached
         expected = op(*args, **kwargs)
     known = len(x._place.calls)  # type: ignore[attr-defined]
     found = dispatch.run(op, args, kwargs)
@@ -108,7 +110,7 @@ def test_python_finds_the_calls_that_the_fast_path_finds(mw: Master, which: int)
         assert torch.equal(one.cpu(), other.cpu())
 
 
-def test_the_fast_path_refuses_numbers_that_it_packs_otherwise() -> None:
+def test_fast_path_refuses_a_different_number_format() -> None:
     numbers = {**arguments.NUMBERS, arguments.INTEGER: "i"}
     assert struct.calcsize("i") != struct.calcsize("q")
     with pytest.raises(ValueError, match="integers are packed as q and floats as d"):

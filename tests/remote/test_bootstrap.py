@@ -1,4 +1,4 @@
-"""How a master and its workers come together, and how they end: real processes, killed in every way."""
+"""Start and exit of a master and its workers: real processes, which the tests kill in different ways."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def group(name, *ranks):
 
 
 def begin(count: int, serve: str = "serve") -> str:
-    """A script's first part: a master with so many workers."""
+    """Return the first part of a script, which creates a master with `count` workers."""
     return PRELUDE + f'workers = bootstrap.gather_workers(workers={count}, serve="stand_in:{serve}", timeout_s=60)\n'
 
 
 class Program(Marked):
-    """Runs scripts, and finds all processes that they leave behind."""
+    """Run scripts, and find all processes that they leave running."""
 
     def start(self, script: str) -> subprocess.Popen[bytes]:
         path = self.folder / "script.py"
@@ -63,7 +63,7 @@ class Program(Marked):
         return self.open([sys.executable, str(path)], environ, new_session=True)
 
     def run(self, script: str) -> list[list[str]]:
-        """The lines that it writes on stdout and stderr; it must end well."""
+        """Return the lines that the script writes to stdout and stderr; its exit code must be 0."""
         process = self.start(script)
         out, err = process.communicate(timeout=90)
         assert process.returncode == 0, err
@@ -77,8 +77,11 @@ def program(tmp_path: Path) -> Iterator[Program]:
     made.end(20)
 
 
-def test_groups_are_independent(program: Program) -> None:
-    """Of each other, of strangers at the sockets, and of the dead, who are told apart and replaced. No TCP port."""
+def test_groups_survive_foreign_connections_and_lost_workers(program: Program) -> None:
+    """Create groups beside other groups, foreign connections and lost workers, which are then replaced.
+
+    No process may listen on a TCP port.
+    """
     script = begin(3) + textwrap.dedent("""
         server = workers._server
         names = [server.endpoint.listener, server.endpoint.store.removeprefix("unix:@")]
@@ -150,8 +153,8 @@ def test_groups_are_independent(program: Program) -> None:
 
 
 @pytest.mark.parametrize("end", ["kill", "raise"])
-def test_all_end_with_the_master(program: Program, end: str) -> None:
-    """Also workers that are stopped, or busy; and not before: Ctrl-C is the master's alone."""
+def test_workers_exit_with_the_master(program: Program, end: str) -> None:
+    """Check that stopped and busy workers exit with the master, and that Ctrl-C interrupts only the master."""
     script = begin(3) + textwrap.dedent(f"""
         try:
             print("up", flush=True)
@@ -203,8 +206,8 @@ def test_wrong_arguments(arguments: dict[str, object], message: str, monkeypatch
         gather_workers(**arguments)  # type: ignore[arg-type]
 
 
-def test_the_backend_that_thd_had(tmp_path: Path) -> None:
-    """``init_master_worker("tcp", init_method=..., world_size=..., rank=...)``, in every process."""
+def test_init_master_worker_accepts_the_backend_of_thd(tmp_path: Path) -> None:
+    """Call ``init_master_worker("tcp", init_method=..., world_size=..., rank=...)`` in every process."""
     script = f"""
 import sys, torch, allranks
 mw = allranks.init_master_worker("tcp", init_method="file://{tmp_path}/meet", world_size=2, rank=int(sys.argv[1]))
@@ -223,7 +226,7 @@ mw.shutdown()
 
 
 @pytest.mark.parametrize("method", ["tcp://127.0.0.1:29533", "file:///tmp/nobody-is-there"])
-def test_a_master_of_the_launchers_meets_its_workers_wherever_it_wants_to(method: str, tmp_path: Path) -> None:
+def test_launcher_master_finds_its_workers_with_any_init_method(method: str, tmp_path: Path) -> None:
     path = tmp_path / "thd.py"
     path.write_text(
         f"""
@@ -255,7 +258,7 @@ mw.shutdown()
     ],
     ids=["ours", "gloo", "plugin"],
 )
-def test_a_process_group_of_a_master_is_refused_at_once(program: str, said: str, tmp_path: Path) -> None:
+def test_process_group_on_a_launched_master_is_refused(program: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "mistaken.py"
     path.write_text(program)
     command = [sys.executable, "-m", "allranks", "run", "--mode", "master", "-n", "3", path]
@@ -264,7 +267,7 @@ def test_a_process_group_of_a_master_is_refused_at_once(program: str, said: str,
     assert said in ended.stderr
 
 
-def test_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gather_workers_refuses_a_wrong_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("allranks.remote.bootstrap.workers._workers", None)
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
@@ -275,8 +278,8 @@ def test_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
         gather_workers()
 
 
-def test_what_cannot_be_had(program: Program) -> None:
-    """A device, a host, more workers; nothing is left of any attempt. And what workers write comes line by line."""
+def test_failed_starts_do_not_prevent_a_later_start(program: Program) -> None:
+    """Request an unusable device, an unreachable host and more workers; also check the output of workers by lines."""
     script = PRELUDE + textwrap.dedent("""
         def fails(words, **arguments):
             try:

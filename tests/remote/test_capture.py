@@ -1,4 +1,4 @@
-"""Captured steps; the oracle is the same step, eagerly, on the local CPU, with as many threads."""
+"""Captured steps, compared with the same eager step on the local CPU with the same number of threads."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def train(device: str, make: Optimizer, captured: bool, calls: int = 12) -> tupl
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_captured_step_is_the_step(mw: Master, optimizer: str) -> None:
+def test_captured_step_has_the_results_of_the_eager_step(mw: Master, optimizer: str) -> None:
     local, _ = train("cpu", OPTIMIZERS[optimizer], captured=False)
     remote, step = train("worker:1", OPTIMIZERS[optimizer], captured=True)
     assert step.recordings == 1
@@ -66,7 +66,7 @@ def test_a_captured_step_is_the_step(mw: Master, optimizer: str) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_autocast_generators_and_flags_in_a_step(mw: Master) -> None:
+def test_captured_step_respects_autocast_generators_and_flags(mw: Master) -> None:
     def run(device: str, captured: bool) -> list[torch.Tensor]:
         kind = torch.device(device).type
         torch.manual_seed(0)
@@ -99,13 +99,13 @@ def test_autocast_generators_and_flags_in_a_step(mw: Master) -> None:
     for _ in range(3):
         with torch.autocast("worker", dtype=torch.bfloat16):
             assert product(x).dtype is torch.bfloat16
-    with sdpa_kernel(SDPBackend.MATH):  # what calls return may depend on flags
+    with sdpa_kernel(SDPBackend.MATH):  # results may depend on flags, so each combination has a recording
         for _ in range(3):
             assert product(x).dtype is torch.float32
     assert product.recordings == 3
 
 
-def test_a_replay_is_one_small_frame(mw: Master) -> None:
+def test_replay_is_sent_as_one_small_frame(mw: Master) -> None:
     weight = torch.ones(4, device="worker:1")
 
     @allranks.capture
@@ -121,13 +121,13 @@ def test_a_replay_is_one_small_frame(mw: Master) -> None:
     held = [step(x) for _ in range(10)]
     mw.connections.outbox.flush()
     assert mw.connections.outbox.calls == calls + 10
-    assert mw.connections.outbox.sent(0) - sent <= 10 * (2 + 4 * 2) + 12  # and the line, once
+    assert mw.connections.outbox.sent(0) - sent <= 10 * (2 + 4 * 2) + 12  # plus the call site, once
     assert len({each._ref.id for each in held}) == 10  # type: ignore[attr-defined]
     assert held[0].cpu().tolist() == [2.0] * 4
 
 
-def test_gradients_that_stay(mw: Master) -> None:
-    """Accumulated over two micro-batches; zero_grad at the start leaves gradients behind the step."""
+def test_gradients_remain_after_a_captured_step(mw: Master) -> None:
+    """Accumulate gradients over two micro-batches; they remain after the step, because zero_grad is at its start."""
 
     def run(device: str, captured: bool) -> list[torch.Tensor]:
         net = network().to(device)
@@ -153,7 +153,7 @@ def test_gradients_that_stay(mw: Master) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_groups_and_collectives(mw: Master) -> None:
+def test_captured_step_with_a_group_matches_local_training(mw: Master) -> None:
     group = mw.group([1, 2])
     with group:
         net = nn.Linear(8, 4)
@@ -184,7 +184,7 @@ def test_groups_and_collectives(mw: Master) -> None:
     assert torch.equal(net.weight.detach().shard(1).cpu(), net.weight.detach().shard(2).cpu())
 
 
-def test_a_pipeline_over_two_workers(mw: Master) -> None:
+def test_captured_pipeline_over_two_workers_matches_local_training(mw: Master) -> None:
     def run(first: str, second: str, captured: bool) -> list[torch.Tensor]:
         torch.manual_seed(2)
         a, b = nn.Linear(8, 8).to(first), nn.Linear(8, 4).to(second)
@@ -209,7 +209,7 @@ def test_a_pipeline_over_two_workers(mw: Master) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_other_shapes_are_recorded_anew(mw: Master) -> None:
+def test_each_shape_and_argument_value_is_recorded_separately(mw: Master) -> None:
     @allranks.capture(max_recordings=2)
     def double(x: torch.Tensor, by: float = 2.0) -> torch.Tensor:
         return x * by
@@ -226,7 +226,7 @@ def test_other_shapes_are_recorded_anew(mw: Master) -> None:
         assert double(torch.ones(1, device="worker:1"), by=by).item() == by
 
 
-def test_arguments_in_any_nesting(mw: Master) -> None:
+def test_captured_step_accepts_nested_arguments_and_results(mw: Master) -> None:
     @allranks.capture
     def step(batch: dict[str, list[torch.Tensor]], *, scale: int) -> dict[str, Any]:
         a, b = batch["ab"]
@@ -242,10 +242,11 @@ def test_arguments_in_any_nesting(mw: Master) -> None:
         assert a._version > version
         assert (found["same"].cpu().tolist(), found["n"], found["none"]) == ([1.0, 1.0], 3, None)
     x = torch.ones(2, device="worker:1")
-    assert step({"ab": [x, x]}, scale=3)["sum"][0].cpu().tolist() == [8.0, 8.0]  # one tensor twice: recorded anew
+    # The same tensor twice needs another recording, because an in-place change affects both.
+    assert step({"ab": [x, x]}, scale=3)["sum"][0].cpu().tolist() == [8.0, 8.0]
 
 
-def test_what_cannot_be_captured_is_refused_at_its_line(mw: Master) -> None:
+def test_unsupported_operations_are_refused_at_their_call_site(mw: Master) -> None:
     weight = torch.ones(3, device="worker:1", requires_grad=True)
     x = torch.ones(3, device="worker:1")
     nested = allranks.capture(lambda x: x + 1)
@@ -264,7 +265,7 @@ def test_what_cannot_be_captured_is_refused_at_its_line(mw: Master) -> None:
     ):
         with pytest.raises(UsageError, match=f"capture: .*{said}"):
             allranks.capture(step)(x)
-        assert outside(x).cpu().tolist() == [1.0] * 3  # nothing is left of it
+        assert outside(x).cpu().tolist() == [1.0] * 3  # the failed capture has left no state
     with pytest.raises(UsageError, match=r"test_capture\.py:\d+: the step fetches a value"):
         allranks.capture(lambda x: x.sum().item())(x)
     with pytest.raises(UsageError, match="tensor of the master"):
@@ -280,8 +281,8 @@ def call_often(step: Any, x: torch.Tensor) -> None:
         step(x)
 
 
-def test_what_does_not_repeat_is_named(mw: Master) -> None:
-    counter = io.BytesIO(bytes(range(100)))  # none can see how far it has been read
+def test_error_names_the_operation_that_does_not_repeat(mw: Master) -> None:
+    counter = io.BytesIO(bytes(range(100)))  # capture cannot detect reads from this object
     x = torch.ones(3, device="worker:1")
 
     def counts(x: torch.Tensor) -> torch.Tensor:
@@ -303,7 +304,7 @@ def test_what_does_not_repeat_is_named(mw: Master) -> None:
             call_often(captured, x)
 
 
-def test_an_exception_leaves_nothing(mw: Master) -> None:
+def test_exception_during_a_capture_leaves_no_recording(mw: Master) -> None:
     fail = [True]
 
     @allranks.capture
@@ -322,7 +323,7 @@ def test_an_exception_leaves_nothing(mw: Master) -> None:
     assert step.recordings == 1
 
 
-def test_a_failing_operation_in_a_replay(mw: Master) -> None:
+def test_failing_operation_in_a_replay_poisons_only_its_results(mw: Master) -> None:
     table = torch.arange(3.0, device="worker:1")
     state = torch.zeros(1, device="worker:1")
 
@@ -344,7 +345,7 @@ def test_a_failing_operation_in_a_replay(mw: Master) -> None:
     mw.synchronize()
 
 
-def test_versions_go_up_and_stale_graphs_raise(mw: Master) -> None:
+def test_replay_increments_versions_so_that_stale_graphs_raise(mw: Master) -> None:
     weight = torch.ones(3, device="worker:1", requires_grad=True)
 
     @allranks.capture
@@ -362,7 +363,7 @@ def test_versions_go_up_and_stale_graphs_raise(mw: Master) -> None:
         graph.backward()
 
 
-def test_a_tensor_that_is_put_in_a_parameters_place_is_noticed(mw: Master) -> None:
+def test_assigned_parameter_data_is_noticed(mw: Master) -> None:
     weight = nn.Parameter(torch.ones(2, device="worker:1"))
 
     @allranks.capture
@@ -377,7 +378,7 @@ def test_a_tensor_that_is_put_in_a_parameters_place_is_noticed(mw: Master) -> No
         assert step(x).cpu().tolist() == [5.0, 5.0]
 
 
-def test_memory_is_that_of_the_eager_step(mw: Master) -> None:
+def test_deleted_captured_step_frees_its_memory(mw: Master) -> None:
     def tensors() -> int:
         gc.collect()
         return int(torch.worker.memory_stats("worker:1")["tensors"])  # type: ignore[attr-defined]
@@ -398,7 +399,7 @@ def test_memory_is_that_of_the_eager_step(mw: Master) -> None:
     assert len(mw.operators.programs) == numbers
 
 
-def test_a_lost_worker_ends_its_replays(mw: Master) -> None:
+def test_replay_on_a_lost_worker_raises(mw: Master) -> None:
     @allranks.capture
     def step(x: torch.Tensor) -> torch.Tensor:
         return x + 1
@@ -414,8 +415,8 @@ def test_a_lost_worker_ends_its_replays(mw: Master) -> None:
         assert step(x).cpu().tolist() == [2.0, 2.0]
 
 
-def test_where_an_argument_is_in_its_storage(mw: Master) -> None:
-    """`as_strided` counts from the storage's beginning, and so do views that are returned."""
+def test_replay_respects_the_storage_offset_of_arguments(mw: Master) -> None:
+    """Use `as_strided` and returned views, whose offsets count from the start of the storage."""
     data = torch.arange(12.0, device="worker:1")
 
     @allranks.capture
@@ -434,7 +435,7 @@ def test_where_an_argument_is_in_its_storage(mw: Master) -> None:
         assert torch.as_strided(view, (1,), (1,)).item() == start + 1
 
 
-def test_gradients_that_are_dropped_outside(mw: Master) -> None:
+def test_zero_grad_outside_the_step_is_reported_and_prevents_replay(mw: Master) -> None:
     net = nn.Linear(8, 4, device="worker:1")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
@@ -466,7 +467,7 @@ class _Trainer:
         return x * self.scale
 
 
-def test_a_method_is_captured_for_each_object_apart() -> None:
+def test_method_is_captured_separately_for_each_object() -> None:
     x = torch.ones(3, device="worker:1")
     first, second = _Trainer(2.0), _Trainer(3.0)
     for _ in range(4):
@@ -477,7 +478,7 @@ def test_a_method_is_captured_for_each_object_apart() -> None:
     assert [first.step(x).sum().item() for _ in range(3)] == [15, 15, 15]
     assert copy.deepcopy(second).step(x).sum().item() == 9
     assert _Trainer.step.__doc__ == "Multiplies."
-    for scale in range(12):  # more objects than are held
+    for scale in range(12):  # more objects than capture keeps recordings for
         trainer = _Trainer(scale)
         assert [trainer.step(x).sum().item() for _ in range(3)] == [3 * scale] * 3
     assert first.step(x).sum().item() == 15

@@ -1,7 +1,7 @@
-"""What a captured step reads from Python may change between its calls: it then does what the plain step does.
+"""Changes, between calls, of Python values that a captured step reads.
 
-The oracle is the same program without capture, on the local CPU. ALLRANKS_TEST_SEED=n runs one seed of the random
-changes, ALLRANKS_TEST_SEEDS=n so many.
+After a change, the captured step must behave as the plain step. The reference is the same program without capture, on
+the local CPU. ALLRANKS_TEST_SEED=n runs the random changes with seed n only; ALLRANKS_TEST_SEEDS=n runs n seeds.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ class Trainer:
         self.offset: Callable[[], float] = functools.partial(offset, by=0.1)
         self.skipped: set[str] = set()
         self.recent = collections.deque([1.0], maxlen=3)
-        self.epoch = 0  # which the step does not read
+        self.epoch = 0  # the step does not read it
         self.extra: Any = None
         self.named = Named()
-        self.log = io.BytesIO()  # none can see whether something has been written
+        self.log = io.BytesIO()  # capture cannot detect writes to this object
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.log.write(b".")
@@ -257,8 +257,8 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> list[bool]:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_a_change_between_calls(mw: Master, part: int) -> None:
-    """It is noticed at the next call, and soon there are replays again."""
+def test_change_between_calls_is_noticed_and_recorded_again(mw: Master, part: int) -> None:
+    """Check that the next call executes the Python code, and that later calls are replayed again."""
     names, found = list(CHANGES)[part::4], []
     for device, captured in (("cpu", False), ("worker:1", True)):
         run = Run(device, "sgd", captured)
@@ -280,7 +280,7 @@ def test_a_change_between_calls(mw: Master, part: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_changes(mw: Master, seed: int) -> None:
+def test_random_changes_give_the_results_of_the_plain_step(mw: Master, seed: int) -> None:
     kind = random.Random(seed).choice(["sgd", "adamw", "adam"])
     found = []
     for device, captured in (("cpu", False), ("worker:1", True)):
@@ -292,7 +292,7 @@ def test_random_changes(mw: Master, seed: int) -> None:
             for _ in range(10):
                 run.train(choice.randrange(1, 6))
                 done.append(choice.choice(list(CHANGES)))
-                with contextlib.suppress(RuntimeError):  # what is frozen takes no hook
+                with contextlib.suppress(RuntimeError):  # a frozen parameter accepts no hook
                     CHANGES[done[-1]](run.trainer)
             run.train(4)
         found.append(run.found())
@@ -319,7 +319,7 @@ def a_step(weight: torch.Tensor, optimizer: torch.optim.Optimizer) -> Callable[[
     return step
 
 
-def test_a_number_that_changes_before_each_call_is_told(mw: Master) -> None:
+def test_warning_names_a_number_that_changes_before_each_call(mw: Master) -> None:
     found = []
     for device in ("cpu", "worker:1"):
         weight = torch.ones(3, device=device, requires_grad=True)
@@ -337,7 +337,7 @@ def test_a_number_that_changes_before_each_call_is_told(mw: Master) -> None:
             losses, captured = train(device, step, 16, warm_up)
         found.append(losses)
     assert same(*found) == [True] * 16
-    assert captured.recordings == 1  # behind the warm-up
+    assert captured.recordings == 1  # after the warm-up
     (warning,) = told
     assert warning.filename == __file__
     assert re.search(
@@ -346,7 +346,7 @@ def test_a_number_that_changes_before_each_call_is_told(mw: Master) -> None:
     )
 
 
-def test_a_learning_rate_on_the_worker_may_change(mw: Master) -> None:
+def test_changing_a_learning_rate_on_the_worker_needs_no_new_recording(mw: Master) -> None:
     found = []
     for device in ("cpu", "worker:1"):
         torch.manual_seed(0)
@@ -365,7 +365,7 @@ def test_a_learning_rate_on_the_worker_may_change(mw: Master) -> None:
 COUNTS: dict[str, Any] = {"n": 0, "list": []}
 
 
-def test_a_step_that_changes_what_it_reads_is_not_replayed(mw: Master) -> None:
+def test_step_that_changes_values_it_reads_is_not_replayed(mw: Master) -> None:
     class Counter:
         n = 0
 
@@ -419,7 +419,7 @@ def test_a_step_that_changes_what_it_reads_is_not_replayed(mw: Master) -> None:
         assert same(*found) == [True] * 14, step
 
 
-def test_adam_that_counts_in_python(mw: Master) -> None:
+def test_adam_that_counts_steps_in_python_is_not_replayed(mw: Master) -> None:
     found = []
     for device in ("cpu", "worker:1"):
         run = Run(device, "adam", captured=device != "cpu")
@@ -432,7 +432,7 @@ def test_adam_that_counts_in_python(mw: Master) -> None:
     assert all(same(*found))
 
 
-def test_flags_that_come_and_go_are_recorded_once(mw: Master) -> None:
+def test_each_value_of_an_alternating_flag_is_recorded_once(mw: Master) -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(1.0)).to("worker:1")
 
     @allranks.capture(max_recordings=2)
@@ -451,10 +451,10 @@ def test_flags_that_come_and_go_are_recorded_once(mw: Master) -> None:
         net.train(mode)
         for _ in range(3):
             assert forward(x).cpu().any()
-    assert forward.recordings == 2  # the oldest give way
+    assert forward.recordings == 2  # new recordings replace the oldest
 
 
-def test_what_is_given_is_watched(mw: Master) -> None:
+def test_changes_of_arguments_are_noticed(mw: Master) -> None:
     net = nn.Dropout(1.0)
     config = Config(scale=2.0)
 
@@ -472,7 +472,7 @@ def test_what_is_given_is_watched(mw: Master) -> None:
             assert math.copysign(1, forward(net, x * 0, by).cpu()[0].item()) == math.copysign(1, 0.0 + by)
 
 
-def test_where_and_how_a_step_is_called(mw: Master) -> None:
+def test_replay_respects_the_current_device_and_grad_mode(mw: Master) -> None:
     made: Any = allranks.capture(lambda x: x * torch.ones(2, device="worker"))
     plain: Any = allranks.capture(lambda x: x + torch.ones(2))
     weight = torch.ones(2, device="worker:1", requires_grad=True)
@@ -493,7 +493,7 @@ def test_where_and_how_a_step_is_called(mw: Master) -> None:
             assert gradient(x).cpu().tolist() == [0.0, 0.0]
 
 
-def test_a_hook_that_is_taken_away_and_gradients_from_outside(mw: Master) -> None:
+def test_removed_hooks_and_gradients_from_outside_are_noticed(mw: Master) -> None:
     found = []
     for device, captured in (("cpu", False), ("worker:1", True)):
         run = Run(device, "sgd", captured)
@@ -509,7 +509,7 @@ def test_a_hook_that_is_taken_away_and_gradients_from_outside(mw: Master) -> Non
     assert all(same(*found))
 
 
-def test_a_model_that_was_captured_can_move_and_end(mw: Master) -> None:
+def test_captured_model_can_be_moved_and_freed(mw: Master) -> None:
     def tensors() -> int:
         gc.collect()
         return int(torch.worker.memory_stats("worker:1")["tensors"])  # type: ignore[attr-defined]
@@ -535,7 +535,7 @@ def test_a_model_that_was_captured_can_move_and_end(mw: Master) -> None:
     assert tensors() == before + 2
 
 
-def test_more_than_can_be_compared_is_refused(mw: Master) -> None:
+def test_step_that_reads_too_many_values_is_refused(mw: Master) -> None:
     many = [[each] for each in range(200_001)]
     deep: list[Any] = []
     for _ in range(200):
@@ -545,7 +545,7 @@ def test_more_than_can_be_compared_is_refused(mw: Master) -> None:
             allranks.capture(step)(torch.ones(1, device="worker:1"))
 
 
-def test_values_that_compare_equal_and_are_not() -> None:
+def test_equal_values_of_different_type_or_sign_are_changes() -> None:
     for before, after in (
         (0.0, -0.0),
         (1, 1.0),

@@ -1,4 +1,4 @@
-"""`DataParallel` on two workers does what cutting the batch by hand does here, to the last bit."""
+"""`DataParallel` on two workers, compared with a batch that the test splits and processes locally."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Pair = namedtuple("Pair", "left right")
 
 
 class Tied(nn.Module):
-    """A module that is used twice, and a parameter that has two names."""
+    """A module that is used twice, and a parameter with two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Recurrent(nn.Module):
 
 
 class Nested(nn.Module):
-    """Takes and gives tensors in all kinds of containers."""
+    """A module that receives and returns tensors in different kinds of containers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 def by_hand(module: nn.Module, parts: list[Tensor]) -> tuple[Tensor, list[Tensor], nn.Module]:
-    """Outputs and gradients of copies of a module that see a part each, and the first copy."""
+    """Process each part with a copy of the module; return the outputs, the summed gradients and the first copy."""
     copies = [copy.deepcopy(module) for _ in parts]
     output = torch.cat([each(part) for each, part in zip(copies, parts, strict=True)])
     output.square().sum().backward()
@@ -91,13 +91,13 @@ def by_hand(module: nn.Module, parts: list[Tensor]) -> tuple[Tensor, list[Tensor
 
 @pytest.mark.parametrize("batch", [6, 7, 1])
 @pytest.mark.parametrize("name", MODELS)
-def test_outputs_and_gradients(mw: Master, name: str, batch: int) -> None:
+def test_outputs_and_gradients_match_a_manually_split_batch(mw: Master, name: str, batch: int) -> None:
     make, shape = MODELS[name]
     torch.manual_seed(batch)
     module, x = make(), torch.randn(batch, *shape)
     output, grads, first = by_hand(module, [*x.chunk(2)])
     wrapped = allranks.DataParallel(module.to("worker:1"), BOTH)
-    # On some CPUs MKL rounds by how its operands are aligned, and oneDNN has an LSTM here.
+    # On some CPUs, MKL's rounding depends on the alignment of its operands. oneDNN computes the local LSTM.
     error = 1e-5
     for given in (x, x.to("worker:2")):
         wrapped.zero_grad()
@@ -109,7 +109,7 @@ def test_outputs_and_gradients(mw: Master, name: str, batch: int) -> None:
             assert str(parameter.grad.device) == "worker:1"
             assert torch.allclose(parameter.grad.cpu(), grad, rtol=0, atol=error)
         if given is x:
-            # The first copy's buffers are the module's.
+            # As in torch, the first replica updates the buffers of the module.
             for buffer, theirs in zip(module.buffers(), first.buffers(), strict=True):
                 assert torch.equal(buffer.cpu(), theirs)
 
@@ -132,7 +132,7 @@ def test_training(mw: Master) -> None:
         assert torch.equal(ours.cpu(), theirs)
 
 
-def test_captured(mw: Master) -> None:
+def test_captured_step_has_the_losses_of_the_plain_step(mw: Master) -> None:
     torch.manual_seed(0)
     modules = [module := perceptron(), copy.deepcopy(module)]
     x, losses = torch.randn(5, 10, 6, device="worker:1"), []
@@ -152,7 +152,7 @@ def test_captured(mw: Master) -> None:
     assert losses[0] == losses[1]
 
 
-def test_containers(mw: Master) -> None:
+def test_tensors_in_containers_are_scattered_and_gathered(mw: Master) -> None:
     module = Nested().to("worker:1")
     wrapped = allranks.nn.parallel.DataParallel(module, BOTH)
     x, left, right, extra = (torch.randn(5, 2, requires_grad=True) for _ in range(4))
@@ -164,7 +164,7 @@ def test_containers(mw: Master) -> None:
     assert torch.equal(out["list"][0].cpu(), extra * 3)
     assert torch.equal(out["list"][1][0].cpu(), x.sin())
     (out["pair"].left.sum() + out["list"][1][0].sum()).backward()
-    # Through the cutting, to where the input came from; what no part has used has no gradient.
+    # Gradients pass through the split to the inputs. A parameter that no part uses has no gradient.
     assert torch.equal(x.grad, x.cos())
     assert torch.allclose(module.scale.grad.cpu(), left.sum(0))
     assert module.unused.grad is None
@@ -172,7 +172,7 @@ def test_containers(mw: Master) -> None:
         parallel.gather([{"a": x.to("worker:1")}, {}], "worker:1")
 
 
-def test_a_batch_along_another_dimension_gathered_elsewhere(mw: Master) -> None:
+def test_dim_and_output_device_select_split_and_destination(mw: Master) -> None:
     module, x = nn.Linear(6, 3), torch.randn(2, 5, 6)
     expected = module(x)
     module.to("worker:1")
@@ -184,13 +184,13 @@ def test_a_batch_along_another_dimension_gathered_elsewhere(mw: Master) -> None:
     assert torch.allclose(out.cpu(), expected, atol=1e-6)
 
 
-def test_scalars_make_a_vector(mw: Master) -> None:
+def test_scalar_outputs_are_gathered_into_a_vector(mw: Master) -> None:
     class Loss(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.sum()
 
     x = torch.arange(6.0, requires_grad=True)
-    wrapped = allranks.DataParallel(Loss(), BOTH)  # without parameters, too
+    wrapped = allranks.DataParallel(Loss(), BOTH)  # also tests a module without parameters
     with pytest.warns(UserWarning, match="unsqueeze and return a vector"):
         loss = wrapped(x)
     assert loss.tolist() == [3, 12]
@@ -198,7 +198,7 @@ def test_scalars_make_a_vector(mw: Master) -> None:
     assert torch.equal(x.grad, torch.full((6,), 0.5))
 
 
-def test_replicas_are_torchs(mw: Master) -> None:
+def test_replicas_behave_as_in_torch(mw: Master) -> None:
     seen: list[tuple[str, str, str, int, bool]] = []
 
     class Counting(nn.Linear):
@@ -231,7 +231,7 @@ def test_replicas_are_torchs(mw: Master) -> None:
     assert second.weight.cpu().count_nonzero() > 0
 
 
-def test_second_derivatives(mw: Master) -> None:
+def test_second_derivatives_match_the_local_module(mw: Master) -> None:
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), torch.randn(6, 4)
 
@@ -249,10 +249,10 @@ def test_second_derivatives(mw: Master) -> None:
     *weights, bias = zip(module.parameters(), local.parameters(), strict=True)
     for ours, theirs in weights:
         assert torch.allclose(ours.grad.cpu(), theirs.grad, atol=1e-5)
-    assert [each.grad for each in bias] == [None, None]  # which is in no derivative
+    assert [each.grad for each in bias] == [None, None]  # no derivative depends on the bias
 
 
-def test_saving_and_copying(mw: Master) -> None:
+def test_wrapper_can_be_saved_loaded_and_copied(mw: Master) -> None:
     module = perceptron().to("worker:1")
     wrapped = allranks.DataParallel(module, BOTH)
     state = wrapped.state_dict()
@@ -268,7 +268,7 @@ def test_saving_and_copying(mw: Master) -> None:
     assert torch.equal(another(x).cpu(), wrapped(x).cpu())
 
 
-def test_parameters_travel_as_one_command(mw: Master) -> None:
+def test_replicate_sends_all_parameters_with_one_send_and_recv(mw: Master) -> None:
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(25))).to("worker:1")
     parallel.replicate(module, BOTH)
     before = mw.connections.outbox.calls
@@ -279,7 +279,7 @@ def test_parameters_travel_as_one_command(mw: Master) -> None:
     assert all(isinstance(each.grad, RemoteTensor) for each in module.parameters())
 
 
-def test_which_devices(mw: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_ids_are_validated_and_place_the_module(mw: Master, monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(2, 2)
     assert [*map(str, allranks.DataParallel(module).device_ids)] == BOTH
     assert [*map(str, parallel.DataParallel(module, [2, torch.device("worker:1")]).device_ids)] == BOTH[::-1]
@@ -307,7 +307,7 @@ def test_which_devices(mw: Master, monkeypatch: pytest.MonkeyPatch) -> None:
         allranks.DataParallel(module, ["worker:1"])
 
 
-def test_without_inputs(mw: Master) -> None:
+def test_module_without_inputs_is_called(mw: Master) -> None:
     class Constant(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -320,9 +320,9 @@ def test_without_inputs(mw: Master) -> None:
     assert out.tolist() == [2, 2]
 
 
-def test_other_devices_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_are_not_workers_are_passed_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "_master", None)
-    torchs = sys.modules["torch.nn.parallel.data_parallel"]  # the name is a function's, too
+    torchs = sys.modules["torch.nn.parallel.data_parallel"]  # as an attribute, this name is the function
     monkeypatch.setattr(torchs, "_get_available_device_type", lambda: None)
     module = nn.Linear(2, 2)
     for given in (None, [0, 1], ["cpu"]):

@@ -1,4 +1,4 @@
-"""`torch.worker` and `torch.accelerator` have what programs written for an accelerator ask of `torch.cuda`."""
+"""`torch.worker` and `torch.accelerator` provide the functions that programs for accelerators use in `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from allranks.remote.master.master import Master
 pytestmark = pytest.mark.usefixtures("mw")
 
 W = "worker:1"
-worker: Any = None  # torch.worker, which is there when a master is
+worker: Any = None  # torch.worker, which exists only after a master has been created
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def on_worker(mw: Master, function: Callable[[], Any], rank: int = 1) -> Any:
     return mw.remote(function, on=rank)().result()
 
 
-def test_each_name_that_accelerators_share_is_there_or_says_why() -> None:
+def test_names_that_accelerators_share_exist_or_explain_their_absence() -> None:
     for name in sorted({*torch.cuda.__all__} & {*torch.xpu.__all__}):
         if not hasattr(worker, name):
             with pytest.raises(AttributeError, match=rf"torch\.worker has no '{name}': \w+"):
@@ -48,7 +48,7 @@ def test_each_name_that_accelerators_share_is_there_or_says_why() -> None:
     assert imported is worker
 
 
-def test_properties_are_those_of_the_worker(mw: Master) -> None:
+def test_device_properties_describe_the_worker(mw: Master) -> None:
     found = worker.get_device_properties(2)
     assert (found.type, found.host, found.total_memory) == (
         "cpu", socket.gethostname(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -65,12 +65,12 @@ def test_properties_are_those_of_the_worker(mw: Master) -> None:
     assert not worker.can_device_access_peer(1, 1)
 
 
-def test_memory_is_what_the_worker_has(mw: Master) -> None:
+def test_memory_statistics_match_the_worker_process(mw: Master) -> None:
     def resident() -> int:
         with open("/proc/self/statm") as pages:
             return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    on_worker(mw, resident)  # which imports modules there
+    on_worker(mw, resident)  # the first call imports modules on the worker
     gc.collect()
     worker.empty_cache()
     worker.reset_peak_memory_stats(W)
@@ -86,7 +86,7 @@ def test_memory_is_what_the_worker_has(mw: Master) -> None:
     worker.empty_cache()
     assert worker.memory_allocated(W) == allocated
     assert worker.memory_reserved(W) < held - (1 << 25)
-    assert worker.max_memory_reserved(W) > held - (1 << 22)  # Linux counts pages late
+    assert worker.max_memory_reserved(W) > held - (1 << 22)  # Linux updates its page counts with a delay
     worker.reset_peak_memory_stats(W)
     assert worker.max_memory_reserved(W) < held - (1 << 25)
     assert worker.memory_stats_as_nested_dict(W)["reserved_bytes"]["all"]["peak"] > 0
@@ -98,7 +98,7 @@ def test_memory_is_what_the_worker_has(mw: Master) -> None:
         worker.memory_allocated(mw.group([1, 2]).device)
 
 
-def test_random_states() -> None:
+def test_random_states_of_all_workers_are_seeded_and_restored() -> None:
     worker.manual_seed_all(5)
     states = worker.get_rng_state_all()
     right = [torch.randn(3, device=f"worker:{rank}").cpu() for rank in (1, 2)]
@@ -116,7 +116,7 @@ def test_random_states() -> None:
     assert torch.equal(after, torch.randn(3))
 
 
-def test_devices_as_contexts() -> None:
+def test_device_contexts_select_the_current_worker() -> None:
     x = torch.ones(2, device="worker:2")
     for context in (worker.device(2), worker.device("worker:2"), worker.device_of(x), worker.stream(worker.Stream(2))):
         with context:
@@ -129,7 +129,7 @@ def test_devices_as_contexts() -> None:
         worker.synchronize("cpu")
 
 
-def test_a_worker_has_one_queue(mw: Master) -> None:
+def test_streams_and_events_use_the_one_queue_of_a_worker(mw: Master) -> None:
     first, second = worker.Stream(1), worker.Stream(2, priority=-1)
     assert isinstance(first, torch.Stream)
     assert first == worker.current_stream() == worker.default_stream(W) != second
@@ -158,7 +158,7 @@ def test_a_worker_has_one_queue(mw: Master) -> None:
         start.elapsed_time(second.record_event(worker.Event(enable_timing=False)))
 
 
-def test_streams_and_events_of_torch(mw: Master) -> None:
+def test_torch_stream_and_event_classes_work_with_workers(mw: Master) -> None:
     stream = torch.Stream("worker:2")
     assert stream == torch.Stream(device=2) == worker.Stream(2)
     assert torch.Stream() == torch.accelerator.current_stream() == worker.Stream(1)
@@ -188,7 +188,7 @@ def test_streams_and_events_of_torch(mw: Master) -> None:
     assert not isinstance(plain, Own)
 
 
-def test_the_accelerator_of_torch_is_the_worker() -> None:
+def test_torch_accelerator_functions_use_the_worker() -> None:
     accelerator = torch.accelerator
     assert str(accelerator.current_accelerator(check_available=True)) == "worker"
     assert accelerator.device_count() == 2
@@ -217,7 +217,7 @@ def test_the_accelerator_of_torch_is_the_worker() -> None:
     with pytest.raises(ValueError, match="cuda doesn't match the current accelerator worker"):
         accelerator.set_device_index("cuda:1")
     x = torch.ones(2, device=W)
-    x[torch.tensor([0], device=W)]  # of new operations the first is waited for
+    x[torch.tensor([0], device=W)]  # the master waits for the first call of a new operation
     x[torch.tensor([7], device=W)]
     accelerator.synchronize("worker:2")
     with pytest.raises(dist.RemoteError, match="index 7 is out of bounds"):
@@ -227,7 +227,7 @@ def test_the_accelerator_of_torch_is_the_worker() -> None:
         accelerator.synchronize(7)
 
 
-def test_without_workers_nothing_is_there() -> None:
+def test_accelerator_exists_only_while_workers_run() -> None:
     program = """
 import torch, allranks
 assert torch.accelerator.current_accelerator() is None and not hasattr(torch, "worker")
@@ -265,7 +265,7 @@ class Held(torch.utils.data.Dataset[torch.Tensor]):
         return self.x[index]
 
 
-def test_loaders_processes_are_told_what_to_do() -> None:
+def test_worker_tensors_in_data_loader_processes_raise_with_advice() -> None:
     data = Held()
     assert [x.tolist() for x in torch.utils.data.DataLoader(data, batch_size=2)] == [[0, 1], [2, 3]]
     with pytest.raises(NotInitializedError, match=r"belongs to the parent process.*[\s\S]*with \.cpu\(\)"):
@@ -294,7 +294,7 @@ def test_a_forked_child_has_no_accelerator() -> None:
     assert not worker._is_in_bad_fork()
 
 
-def test_data_parallel_of_torch_points_to_ours() -> None:
+def test_torch_data_parallel_refers_to_allranks_data_parallel() -> None:
     for module in (torch.nn.Linear(2, 2, device=W), torch.nn.Linear(2, 2)):
         with pytest.raises(UsageError, match=r"Use allranks\.DataParallel\(module, device_ids="):
             torch.nn.DataParallel(module)

@@ -1,4 +1,4 @@
-"""The examples of one script that drives all workers, started as their users start them."""
+"""Examples in which one script controls all workers, started as a user starts them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return warm.run(command, timeout=100, env=environ)
 
 
-def test_digits_reach_the_accuracy_of_a_process_group() -> None:
+def test_digits_example_reaches_97_percent_accuracy() -> None:
     done = run(DIGITS, "--epochs", "10")
     assert (done.returncode, done.stderr) == (0, "")
     assert_as_shown("one_script", done.stdout)
@@ -37,7 +37,7 @@ def test_digits_reach_the_accuracy_of_a_process_group() -> None:
     assert said[3] == "2"
 
 
-def test_digits_under_the_launcher() -> None:
+def test_digits_example_runs_under_the_launcher() -> None:
     done = run("-m", "allranks", "run", "--mode", "master", "-n", "4", DIGITS, "--epochs", "1")
     assert (done.returncode, done.stderr) == (0, "")
     said = LAST_LINE.search(done.stdout)
@@ -45,7 +45,7 @@ def test_digits_under_the_launcher() -> None:
     assert said[3] == "3"
 
 
-def test_the_pipeline_computes_what_one_process_does(mw: Master, as_many_threads: None) -> None:
+def test_pipeline_computes_the_weights_of_a_single_process(mw: Master, as_many_threads: None) -> None:
     train = runpy.run_path(str(PIPELINE))["train"]
     train.__globals__["WIDTH"] = 64
     here, expected, _ = train(["cpu", "cpu"], 2, 4, 1, lambda: None)
@@ -58,7 +58,7 @@ def test_the_pipeline_computes_what_one_process_does(mw: Master, as_many_threads
         assert weights[0] == weights[1]
 
 
-def test_the_pipeline_program() -> None:
+def test_pipeline_example_prints_the_documented_output() -> None:
     done = run(PIPELINE, "--steps", "1")
     assert (done.returncode, done.stderr) == (0, "")
     assert_as_shown("pipeline", done.stdout)

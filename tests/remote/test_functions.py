@@ -1,4 +1,4 @@
-"""Python functions on workers."""
+"""Python functions that run on workers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_function_runs_where_its_tensors_are(mw: Master) -> None:
     assert "done" in repr(future)
 
 
-def test_where_a_function_runs(mw: Master) -> None:
+def test_on_selects_the_worker_that_runs_a_function(mw: Master) -> None:
     pids = {rank: line.pid for rank, line in mw.connections.by_rank.items()}
     assert mw.remote(os.getpid, on=2)().result() == pids[2]
     assert mw.remote(os.getpid, on="worker:1")().result() == pids[1]
@@ -72,14 +72,14 @@ def test_functions_are_queued_and_keep_state(mw: Master, tmp_path: Path) -> None
     assert slow.result() is None
 
 
-def test_results_in_the_order_that_they_are_asked_for(mw: Master) -> None:
+def test_results_can_be_requested_in_any_order(mw: Master) -> None:
     futures = [mw.remote(lambda n: (n, torch.tensor(n)), on=1 + n % 2)(n) for n in range(6)]
     for n, future in reversed(list(enumerate(futures))):
         number, tensor = future.result()
         assert (number, tensor.item()) == (n, n)
 
 
-def test_what_a_function_raises(mw: Master) -> None:
+def test_exception_of_a_function_is_raised_by_result(mw: Master) -> None:
     def fails(x: int) -> float:
         return x / 0
 
@@ -100,7 +100,7 @@ def test_what_a_function_raises(mw: Master) -> None:
         mw.remote(lambda x, y: x)(torch.zeros(1, device="worker:1"), torch.zeros(1, device="worker:2"))
 
 
-def test_a_future_that_nobody_asks_leaves_nothing(mw: Master) -> None:
+def test_discarded_futures_leave_no_tensors_on_the_worker(mw: Master) -> None:
     gc.collect()
     before = torch.worker.memory_stats("worker:1")["tensors"]  # type: ignore[attr-defined]
     for _ in range(5):
@@ -111,8 +111,8 @@ def test_a_future_that_nobody_asks_leaves_nothing(mw: Master) -> None:
     assert torch.worker.memory_stats("worker:1")["tensors"] == before  # type: ignore[attr-defined]
 
 
-def test_gradients_of_what_a_function_was_given(mw: Master) -> None:
-    """A parameter is a new object there: its gradient is brought to the master's, and added."""
+def test_gradients_of_function_arguments_are_added_on_the_master(mw: Master) -> None:
+    """Check that the gradient of a worker's copy of a parameter is added to the master's parameter."""
     net, x = torch.nn.Linear(3, 2), torch.ones(4, 3)
     there, input_there = torch.nn.Linear(3, 2), x.to("worker:1").requires_grad_()
     there.load_state_dict(net.state_dict())
@@ -134,7 +134,7 @@ def test_gradients_of_what_a_function_was_given(mw: Master) -> None:
         assert torch.allclose(grad.cpu(), here.grad)
 
 
-def test_functions_that_hold_tensors_on_workers(mw: Master) -> None:
+def test_function_runs_on_the_worker_of_the_tensors_that_it_holds(mw: Master) -> None:
     weight = torch.ones(3, device="worker:1", requires_grad=True)
 
     class Counter:
@@ -148,14 +148,14 @@ def test_functions_that_hold_tensors_on_workers(mw: Master) -> None:
 
     count = mw.remote(Counter())
     futures = [count(1.0), count(2.0)]
-    assert [each.result().tolist() for each in futures][-1] == [3.0] * 3  # its state is on the worker
+    assert [each.result().tolist() for each in futures][-1] == [3.0] * 3  # the state of the object stays on the worker
     assert weight.grad is not None
     assert weight.grad.tolist() == [3.0] * 3
     with pytest.raises(RuntimeError, match="a tensor that it holds is on worker:1"):
         mw.remote(lambda: weight.sum(), on="worker:2")()
 
 
-def test_exceptions_that_cannot_be_told(mw: Master) -> None:
+def test_exceptions_that_cannot_be_printed_or_unpickled_are_reported(mw: Master) -> None:
     class Odd(Exception):
         def __str__(self) -> str:
             raise ValueError("odd")
@@ -185,11 +185,11 @@ def test_exceptions_that_cannot_be_told(mw: Master) -> None:
 
 
 def later() -> Callable[[float, Any], Any]:
-    """A function that a worker need not import."""
+    """Return a function that a worker can load without importing this module."""
     return lambda seconds, value: (time.sleep(seconds), value)[1]
 
 
-def test_futures_are_those_of_concurrent_futures(mw: Master) -> None:
+def test_futures_implement_the_concurrent_futures_interface(mw: Master) -> None:
     first, second = mw.remote(later(), on=1), mw.remote(later(), on=2)
     pending = first(0.5, 1)
     assert (pending.done(), pending.running(), pending.cancel(), pending.cancelled()) == (False, True, False, False)
@@ -206,8 +206,8 @@ def test_futures_are_those_of_concurrent_futures(mw: Master) -> None:
         first(0.3, 1).exception(timeout=0.05)
 
 
-def test_callbacks_get_what_a_function_returns(mw: Master) -> None:
-    """Also a tensor, and an error; and after the call has been done for long."""
+def test_done_callbacks_receive_the_finished_future(mw: Master) -> None:
+    """Callbacks for a tensor, for an exception, and for a call that has already finished."""
     got: queue.Queue[Any] = queue.Queue()
     future = mw.remote(lambda: torch.ones(3), on=1)()
     future.add_done_callback(lambda each: got.put(each.result().sum().item()))
@@ -218,7 +218,7 @@ def test_callbacks_get_what_a_function_returns(mw: Master) -> None:
     assert isinstance(got.get(timeout=30), RemoteError)
 
 
-def test_gradients_come_with_result_and_not_with_a_callback(mw: Master) -> None:
+def test_gradients_are_added_by_result_and_not_by_wait(mw: Master) -> None:
     weight = torch.ones(2, device="worker:1", requires_grad=True)
 
     def backward(weight: torch.Tensor) -> None:
@@ -233,7 +233,7 @@ def test_gradients_come_with_result_and_not_with_a_callback(mw: Master) -> None:
     assert weight.grad.tolist() == [1, 1]
 
 
-def test_coroutines_await_functions(mw: Master) -> None:
+def test_coroutines_can_await_remote_functions(mw: Master) -> None:
     async def main() -> None:
         first, second = mw.remote(later(), on=1)(0.1, 5), mw.remote(later(), on=2)(0.2, torch.ones(2))
         found = await asyncio.gather(*map(asyncio.wrap_future, (first, second)))
@@ -250,8 +250,10 @@ def test_coroutines_await_functions(mw: Master) -> None:
     asyncio.run(main())
 
 
-def test_what_a_function_prints_goes_where_the_master_prints(mw: Master, capfd: pytest.CaptureFixture[str]) -> None:
-    """To what has replaced sys.stdout, as a notebook does; else directly, while it runs."""
+def test_output_of_a_function_is_written_to_the_redirected_stdout(
+    mw: Master, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Output of remote functions after the program has replaced sys.stdout and sys.stderr, as a notebook does."""
 
     def say() -> None:
         print("told")
@@ -273,7 +275,7 @@ def test_what_a_function_prints_goes_where_the_master_prints(mw: Master, capfd: 
     assert out.getvalue() == "told\nbefore\n"
 
 
-def test_warnings_of_a_worker_are_the_programs(mw: Master) -> None:
+def test_warnings_of_a_function_are_issued_on_the_master(mw: Master) -> None:
     class Odd(DeprecationWarning):
         pass
 

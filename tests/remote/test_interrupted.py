@@ -1,4 +1,7 @@
-"""What goes wrong halfway: Ctrl-C, timeouts, threads, results that nobody takes. Nothing may be mixed up afterwards."""
+"""Interrupted operations: Ctrl-C, timeouts, threads and unread results.
+
+No later operation may receive the data of an interrupted operation.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,8 @@ def ctrl_c_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_ctrl_c_in_a_large_fetch(mw: Master) -> None:
-    """The data that the worker sends all the same are not those of the next tensor."""
+def test_ctrl_c_in_a_large_fetch_does_not_mix_up_later_fetches(mw: Master) -> None:
+    """Check that the next fetch does not receive the data that the worker still sends for the interrupted fetch."""
     a, b = (torch.full((40000,), value, device="worker:1") for value in (1.0, 2.0))
     mw.remote(time.sleep, on=1)(0.6)
     with ctrl_c_after(0.2):
@@ -49,7 +52,7 @@ def test_ctrl_c_in_a_large_fetch(mw: Master) -> None:
         assert a.cpu().eq(1).all()
 
 
-def test_futures_whose_time_was_up(mw: Master) -> None:
+def test_timed_out_futures_later_return_their_own_results(mw: Master) -> None:
     first = mw.remote(lambda: (time.sleep(0.4), torch.ones(2))[1], on=1)()
     second = mw.remote(lambda: torch.zeros(2), on=1)()
     for each in (first, second):
@@ -59,8 +62,11 @@ def test_futures_whose_time_was_up(mw: Master) -> None:
     assert second.result().cpu().tolist() == [0.0, 0.0]
 
 
-def test_an_answer_that_nobody_has_read(mw: Master) -> None:
-    """A worker that cannot get rid of its answer takes no commands: the master hears it while it waits for room."""
+def test_unread_large_answer_does_not_block_uploads(mw: Master) -> None:
+    """Upload data while a large answer of the worker is unread.
+
+    A worker that cannot send its answer reads no commands. The master must read the answer while it waits for space.
+    """
     large = mw.remote(lambda: (time.sleep(0.4), b"x" * (30 << 20))[1], on=1)()
     with pytest.raises(allranks.TimeoutError):
         large.result(timeout=0.1)
@@ -88,7 +94,7 @@ def test_threads(mw: Master) -> None:
     assert wrong == []
 
 
-def test_strides_that_a_meta_kernel_gets_wrong(mw: Master) -> None:
+def test_results_are_correct_if_a_meta_kernel_predicts_wrong_strides(mw: Master) -> None:
     turned = torch.arange(24.0).reshape(2, 3, 4).transpose(0, 2).contiguous().transpose(0, 2)
     for operator in (torch.copysign, torch.floor_divide, torch.fmod, torch.atan2):
         for local in (torch.arange(1.0, 25.0).reshape(2, 3, 4), turned + 1, turned + 1):
@@ -99,7 +105,7 @@ def test_strides_that_a_meta_kernel_gets_wrong(mw: Master) -> None:
             assert torch.equal(torch.as_strided(found.contiguous(), (24,), (1,)).cpu(), expected.flatten())
 
 
-def test_resize_leaves_others_alone(mw: Master) -> None:
+def test_in_place_resize_and_transpose_do_not_change_aliases(mw: Master) -> None:
     for _ in range(2):
         x = torch.arange(6.0, device="worker:1")
         y = x.detach()
@@ -112,7 +118,7 @@ def test_resize_leaves_others_alone(mw: Master) -> None:
         assert (z.cpu().shape, w.cpu().shape) == ((3, 2), (2, 3))
 
 
-def test_groups_whose_workers_differ(mw: Master) -> None:
+def test_group_operation_raises_if_its_workers_differ(mw: Master) -> None:
     group = mw.group([1, 2])
     x = group.scatter(torch.tensor([1.0, 2.0, 3.0, -1.0, -2.0, 4.0]))
     with pytest.raises(UsageError, match=r"workers of group \[1, 2\] differ"):
@@ -121,7 +127,7 @@ def test_groups_whose_workers_differ(mw: Master) -> None:
         torch.equal(x, x.abs())
     assert torch.equal(x, x + 0)
     index = group.scatter(torch.tensor([0, 9]))
-    for _ in range(2):  # one of them fails, when it is asked
+    for _ in range(2):  # only the operation of worker 2 fails
         with pytest.raises(IndexError):
             torch.take(x, index)
     mw.synchronize()
@@ -129,7 +135,7 @@ def test_groups_whose_workers_differ(mw: Master) -> None:
     assert group.gather(one).tolist() == [1.0, -1.0]
 
 
-def test_a_function_that_nobody_asks_about(mw: Master) -> None:
+def test_exception_of_a_discarded_future_is_raised_by_synchronize(mw: Master) -> None:
     def fails() -> None:
         raise KeyError("mine")
 
@@ -139,7 +145,7 @@ def test_a_function_that_nobody_asks_about(mw: Master) -> None:
         mw.synchronize()
 
 
-def test_a_module_as_a_functions_argument(mw: Master) -> None:
+def test_function_receives_a_module_in_a_container(mw: Master) -> None:
     net = nn.Linear(3, 2, device="worker:2")
     x = torch.ones(1, 3, device="worker:2")
     kept: Any = {"nets": [net]}
@@ -150,7 +156,7 @@ def test_a_module_as_a_functions_argument(mw: Master) -> None:
     assert torch.equal(found.cpu(), net(x).detach().cpu())
 
 
-def test_functions_are_forgotten(mw: Master) -> None:
+def test_memory_of_finished_functions_is_freed_on_the_worker(mw: Master) -> None:
     def resident() -> int:
         return int(torch.worker.memory_stats("worker:1")["resident"])  # type: ignore[attr-defined]
 
@@ -162,7 +168,7 @@ def test_functions_are_forgotten(mw: Master) -> None:
     assert resident() - before < 80 << 20
 
 
-def test_numbers_beside_tensors_make_no_templates(mw: Master) -> None:
+def test_calls_with_different_numbers_share_a_template(mw: Master) -> None:
     x = torch.arange(4, device="worker:1")
     for _ in range(2):
         (x + 1, x * 2)
@@ -180,15 +186,18 @@ def test_numbers_beside_tensors_make_no_templates(mw: Master) -> None:
     assert torch.equal(torch.full((2,), (1 << 64) - 1, dtype=torch.uint64, device="worker:1").cpu(), big)
 
 
-def test_data_of_the_master_in_a_parameters_place(mw: Master) -> None:
+def test_assigning_master_data_to_a_worker_parameter_raises(mw: Master) -> None:
     p = nn.Parameter(torch.ones(2, device="worker:1"))
     with pytest.raises(TypeError, match="data on cpu cannot replace data on worker:1"):
         p.data = torch.zeros(2)
     assert p.cpu().tolist() == [1.0, 1.0]
 
 
-def test_a_slow_worker_stops_only_the_threads_that_wait_for_it(mw: Master, tmp_path: Path) -> None:
-    """Worker 1 goes on when all has been done on worker 2: a thread that were stopped would wait for ever."""
+def test_slow_worker_blocks_only_the_threads_that_wait_for_it(mw: Master, tmp_path: Path) -> None:
+    """Use worker 2 while other threads wait for worker 1.
+
+    Worker 1 continues only after all operations on worker 2. If these waited for worker 1, the test would hang.
+    """
     over = tmp_path / "over"
 
     def stay(path: str) -> None:
@@ -225,8 +234,11 @@ def test_a_slow_worker_stops_only_the_threads_that_wait_for_it(mw: Master, tmp_p
     assert len(found) == len(waits)
 
 
-def test_uploads_that_do_not_wait(mw: Master, tmp_path: Path) -> None:
-    """The worker goes on when the uploads have returned: one that waited for it would wait for ever."""
+def test_non_blocking_uploads_return_while_the_worker_is_busy(mw: Master, tmp_path: Path) -> None:
+    """Upload to a worker that continues only after all uploads have returned.
+
+    An upload that waited for the worker would hang.
+    """
     over = tmp_path / "over"
 
     def stay(path: str) -> None:
@@ -245,7 +257,7 @@ def test_uploads_that_do_not_wait(mw: Master, tmp_path: Path) -> None:
     layer.to("worker:1", non_blocking=True)
     both = plain.to(mw.group([1, 2]).device, non_blocking=True)
     kept = plain.clone()
-    plain.zero_()  # what is sent is what the tensor was
+    plain.zero_()  # each upload must send the values from the time of its call
     over.touch()
     for i, each in enumerate(there):
         assert each.cpu().equal(kept + i)
@@ -256,14 +268,14 @@ def test_uploads_that_do_not_wait(mw: Master, tmp_path: Path) -> None:
     assert both.shard(2).cpu().equal(kept)
 
 
-def test_many_threads_share_two_workers(mw: Master) -> None:
-    """Answers, large transfers and new shapes of eight threads at once: none gets what is another's."""
+def test_eight_threads_receive_only_their_own_data(mw: Master) -> None:
+    """Run eight threads with answers, large transfers and new shapes; none may receive data of another thread."""
     wrong: list[Any] = []
 
     def work(value: int) -> None:
         for round in range(12):
             there, other = f"worker:{1 + (value + round) % 2}", f"worker:{1 + (value + round + 1) % 2}"
-            size = 20_000 + 64 * value + round  # shapes of its own; large enough for the links
+            size = 20_000 + 64 * value + round  # a shape that no other thread uses; large enough for the data links
             x = torch.full((size,), float(value)).to(there)
             if not torch.equal((x + 1).cpu(), torch.full((size,), value + 1.0)):
                 wrong.append((value, round, "fetch"))
@@ -280,7 +292,7 @@ def test_many_threads_share_two_workers(mw: Master) -> None:
     assert wrong == []
 
 
-def test_a_worker_is_replaced_while_another_thread_waits_for_it(mw: Master) -> None:
+def test_respawn_raises_worker_lost_in_a_waiting_thread(mw: Master) -> None:
     errors: list[Exception] = []
     future = mw.remote(time.sleep, on=2)(60)
 
@@ -300,7 +312,7 @@ def test_a_worker_is_replaced_while_another_thread_waits_for_it(mw: Master) -> N
     assert torch.ones(3, device="worker:2").sum().item() == 3
 
 
-def test_shapes_that_are_always_new_fill_no_memory(mw: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_stay_bounded_if_every_shape_is_new(mw: Master, monkeypatch: pytest.MonkeyPatch) -> None:
     operators = mw.operators
     monkeypatch.setattr(operator_cache, "_TEMPLATES", 64)
     operators.forget()

@@ -1,6 +1,7 @@
-"""Kept tensors outlive their workers: a training whose workers are killed at any moment ends with the same weights.
+"""Kept tensors survive the loss of their workers: training with random kills gives the same weights.
 
-ALLRANKS_TEST_KILLS is how many workers the long test kills (10 by default), ALLRANKS_SEED which and when.
+ALLRANKS_TEST_KILLS is the number of workers that the long test kills (10 by default). ALLRANKS_SEED selects which
+workers it kills, and when.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SEED = int(os.environ.get("ALLRANKS_SEED", "1"))
 
 @pytest.fixture
 def recovering(mw: Master) -> Iterator[Master]:
-    """The master, which replaces lost workers; what a test keeps is kept no longer than it runs."""
+    """A master that replaces lost workers. The fixture releases the kept objects after the test."""
     mw.on_lost("respawn")
     yield mw
     mw.on_lost("raise")
@@ -56,7 +57,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Training:
-    """A small network on both workers, whose batches follow from the number of the step."""
+    """Training of a small network on both workers, with batches that depend only on the number of the step."""
 
     def __init__(self, mw: Master, captured: bool = False) -> None:
         torch.manual_seed(3)
@@ -96,7 +97,7 @@ class Training:
         self.kept.refresh()
 
     def run(self, steps: int) -> int:
-        """Trains. Returns how many losses it has met."""
+        """Train up to `steps` steps. Return how many lost workers were replaced."""
         losses = 0
         while self.at["step"] < steps:
             try:
@@ -140,7 +141,7 @@ def test_a_training_survives_random_kills(recovering: Master, captured: bool) ->
     assert equal(training.weights(), expected)
 
 
-def test_all_that_is_kept_is_of_one_snapshot(recovering: Master) -> None:
+def test_kept_objects_are_restored_from_the_same_snapshot(recovering: Master) -> None:
     mw = recovering
     here, there = torch.zeros(3, device="worker:1"), torch.zeros(2, 2, device="worker:2")
     row, mine, table = there[0], torch.zeros(2), {"n": 0, "list": [1]}
@@ -165,18 +166,18 @@ def test_all_that_is_kept_is_of_one_snapshot(recovering: Master) -> None:
     assert [both.shard(1).tolist(), both.shard(2).tolist()] == [[2.0] * 2] * 2
     assert table == {"n": 2, "list": [1]}
     row.fill_(5)
-    assert there.tolist() == [[5.0] * 2, [2.0] * 2]  # the memory that they have shared is one again
+    assert there.tolist() == [[5.0] * 2, [2.0] * 2]  # the restored tensors share memory again
     for gone in (lambda: loose + 1, lambda: loose.cpu(), lambda: there[0] + loose, lambda: loose.to("worker:1")):
         with pytest.raises(WorkerLost) as plain:
             gone()
         assert type(plain.value) is WorkerLost
-    kill(mw, 1)  # the copies that were on worker 2 have been made again
+    kill(mw, 1)  # the copies that were on worker 2 have been recreated
     with pytest.raises(WorkerReplaced):
         until(lambda: here.sum().item() == 0)
     assert (here.tolist(), there.tolist()) == ([2.0] * 3, [[2.0] * 2] * 2)
 
 
-def test_a_worker_and_its_buddy_are_lost(recovering: Master) -> None:
+def test_kept_objects_are_lost_with_a_worker_and_its_backup_worker(recovering: Master) -> None:
     mw = recovering
     x = torch.ones(3, device="worker:1")
     kept = mw.keep(x)
@@ -198,8 +199,8 @@ def test_a_worker_and_its_buddy_are_lost(recovering: Master) -> None:
     assert mw.keep(y).refresh() == 1
 
 
-def test_deaths_during_a_snapshot(recovering: Master) -> None:
-    """Of the worker that sends, and of its buddy: the snapshot before is whole."""
+def test_worker_killed_during_a_snapshot_is_restored_from_a_complete_one(recovering: Master) -> None:
+    """Kill the sending worker or its backup worker during a snapshot; the restored snapshot must be complete."""
     mw = recovering
     x = torch.zeros(4 << 20, device="worker:1")
     at = {"n": 0}
@@ -219,8 +220,8 @@ def test_deaths_during_a_snapshot(recovering: Master) -> None:
         assert x.min().item() == x.max().item() == at["n"]
 
 
-def test_gradients_and_optimizers(recovering: Master) -> None:
-    """What was not there when the snapshot was made is not there afterwards, either."""
+def test_restore_removes_gradients_and_state_newer_than_the_snapshot(recovering: Master) -> None:
+    """Check that a restore removes gradients and optimizer state that are newer than the snapshot."""
     mw = recovering
     net = torch.nn.Linear(2, 2, device="worker:1")
     opt = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
@@ -244,7 +245,7 @@ def test_gradients_and_optimizers(recovering: Master) -> None:
         assert torch.equal(net.weight.detach().cpu(), weight)
 
 
-def test_a_function_is_called(recovering: Master) -> None:
+def test_on_lost_function_is_called_in_the_calling_thread(recovering: Master) -> None:
     mw, calls = recovering, []
     thread = threading.get_ident()
     mw.on_lost(lambda rank, snapshot: calls.append((rank, snapshot, threading.get_ident())))
@@ -285,7 +286,7 @@ def test_a_function_is_called(recovering: Master) -> None:
     assert y.tolist() == [1.0] * 2
 
 
-def test_a_replacement_that_dies_again(recovering: Master) -> None:
+def test_replacement_that_dies_is_retried_up_to_five_times(recovering: Master) -> None:
     mw = recovering
     x = torch.ones(3, device="worker:1")
     mw.keep(x).refresh()
@@ -319,7 +320,7 @@ def test_a_replacement_that_dies_again(recovering: Master) -> None:
         mw._losses._admit = admitted  # type: ignore[method-assign]
 
 
-def test_a_buddy_dies_while_the_worker_is_replaced(recovering: Master) -> None:
+def test_backup_worker_killed_during_a_replacement_loses_the_kept_objects(recovering: Master) -> None:
     mw = recovering
     here, there = torch.ones(3, device="worker:1"), torch.ones(3, device="worker:2")
     kept = mw.keep(here, there)
@@ -348,7 +349,7 @@ def test_a_buddy_dies_while_the_worker_is_replaced(recovering: Master) -> None:
             gone.sum()
 
 
-def test_a_buddy_is_on_another_host_if_there_is_one() -> None:
+def test_backup_worker_is_on_another_host_if_one_exists() -> None:
     hosts = {1: "a", 2: "a", 3: "b", 4: "b"}
     workers = {rank: SimpleNamespace(host=host) for rank, host in hosts.items()}
     kept = Kept([], SimpleNamespace(by_rank=workers), None, None)  # type: ignore[arg-type]
@@ -358,7 +359,7 @@ def test_a_buddy_is_on_another_host_if_there_is_one() -> None:
     assert [kept._buddy(rank) for rank in workers] == [2, 3, 4, 1]
 
 
-def test_what_cannot_be_kept(recovering: Master) -> None:
+def test_keep_refuses_unsupported_and_poisoned_objects(recovering: Master) -> None:
     mw = recovering
     with pytest.raises(UsageError, match="expected modules, optimizers, tensors and dicts, not object"):
         mw.keep(object())
@@ -386,8 +387,8 @@ def test_what_cannot_be_kept(recovering: Master) -> None:
         kept.refresh()
 
 
-def test_an_only_worker_is_kept_by_the_master() -> None:
-    """In a process of its own, as the others' master has two."""
+def test_master_stores_the_copies_of_a_single_worker() -> None:
+    """Run in a separate process, because the master of the other tests has two workers."""
     program = """
 import os, signal, torch, allranks
 with allranks.init_master_worker(workers=1, timeout=60) as mw:

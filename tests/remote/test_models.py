@@ -1,5 +1,7 @@
-"""Ordinary models train on a worker exactly as they do on the local CPU: every bit of losses, parameters, buffers,
-gradients and optimiser states is compared after five steps."""
+"""Bitwise comparison of the training of common models on a worker and on the local CPU.
+
+After five steps the tests compare losses, parameters, buffers, gradients and optimizer states.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ STEPS = 5
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Sums are of the same order here and there."""
+    """Use one thread, so that sums have the same order on the worker and locally."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -32,7 +34,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions with a shortcut."""
 
     def __init__(self, inner: int, outer: int, stride: int) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ class Tagger(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Words through a TransformerEncoder, some of them padding."""
+    """A TransformerEncoder over words, some of which are padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +115,7 @@ class Gpt(nn.Module):
 
 
 class MaskedAttention(nn.Module):
-    """Attention written out: a triangular mask, softmax, matrix products; positions in a buffer."""
+    """Attention from basic operations: softmax, matrix products, and a triangular mask in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +157,7 @@ class Vae(nn.Module):
 
 
 class Unet(nn.Module):
-    """What removes noise: down, up, a shortcut between them, and an embedding of the time."""
+    """A denoising U-Net: downsampling, upsampling, a shortcut between them, and a time embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +182,7 @@ class Unet(nn.Module):
 
 
 class Siamese(nn.Module):
-    """One network for both of a pair."""
+    """One network that processes both elements of a pair."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +196,7 @@ class Siamese(nn.Module):
 
 
 class Mixer(nn.Module):
-    """An MLP-Mixer's layer, on patches of an image."""
+    """An MLP-Mixer layer on patches of an image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +229,7 @@ class Graph(nn.Module):
 
 
 class Wide(nn.Module):
-    """Layers that no other model here has."""
+    """Layers that no other model of this file has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +249,7 @@ class Wide(nn.Module):
 
 
 class Case(NamedTuple):
-    """A model, what it is fed (the shape of floats, or of words), and its loss."""
+    """A model, its input (the shape of floats, or of words if `words` is not 0), and its loss."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
@@ -345,7 +347,7 @@ def batches(case: Case) -> list[Tensor]:
 
 
 def here(found: Any) -> Any:
-    """The same with every tensor on the CPU."""
+    """Return `found` with every tensor copied to the CPU."""
     if isinstance(found, Tensor):
         return found.detach().cpu().clone()
     if isinstance(found, dict):
@@ -356,7 +358,7 @@ def here(found: Any) -> Any:
 
 
 def same(found: Any, right: Any, where: str = "") -> None:
-    """Compares every bit."""
+    """Assert that two results have equal values, types and dtypes."""
     assert type(found) is type(right), where
     if isinstance(right, Tensor):
         assert (found.dtype, found.shape) == (right.dtype, right.shape), where
@@ -374,7 +376,7 @@ def same(found: Any, right: Any, where: str = "") -> None:
 
 
 def train(model: nn.Module, optimiser: torch.optim.Optimizer, case: Case, device: str) -> dict[str, Any]:
-    """Five steps and an evaluation: all that they leave."""
+    """Train for five steps and evaluate; return the losses and the complete state."""
     fed = [each.to(device) for each in batches(case)]
     torch.manual_seed(1)
     losses: list[Tensor] = []
@@ -405,7 +407,7 @@ def usual(case: Case) -> Callable[[Any], torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_model_moved_to_worker(name: str) -> None:
+def test_model_moved_to_a_worker_trains_as_on_the_cpu(name: str) -> None:
     case = CASES[name]
     torch.manual_seed(0)
     local = case.make()
@@ -417,7 +419,7 @@ def test_model_moved_to_worker(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_model_made_on_worker(name: str) -> None:
+def test_model_created_on_a_worker_trains_as_on_the_cpu(name: str) -> None:
     case = CASES[name]
     torch.manual_seed(0)
     local = case.make()
@@ -430,7 +432,7 @@ def test_model_made_on_worker(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
-def test_optimisers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_trains_as_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(
         lambda: nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5)),
         (4, 12), 0, lambda model, x: F.cross_entropy(model(x), torch.arange(4, device=x.device)),
@@ -438,7 +440,7 @@ def test_optimisers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     local = case.make()
     moved = copy.deepcopy(local).to("worker:1")
-    if name == "adam capturable":  # which torch knows how to do on a CPU, but does not let one
+    if name == "adam capturable":  # torch implements this for CPUs but refuses it
         known = adam._get_capturable_supported_devices()
         monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *_: [*known, "cpu"])
     right = train(local, OPTIMISERS[name](local.parameters()), case, "cpu")
@@ -446,7 +448,7 @@ def test_optimisers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["lstm", "gpt", "vae", "cnn"])
-def test_captured_steps_train_alike(name: str) -> None:
+def test_captured_step_trains_as_on_the_cpu(name: str) -> None:
     case = CASES[name]
 
     def run(model: nn.Module, device: str, wrap: Callable[[Any], Any]) -> Any:
@@ -469,7 +471,7 @@ def test_captured_steps_train_alike(name: str) -> None:
     same(run(moved, "worker:1", allranks.capture), run(local, "cpu", lambda step: step))
 
 
-def test_gan_with_two_optimisers() -> None:
+def test_gan_with_two_optimizers_trains_as_on_the_cpu() -> None:
     torch.manual_seed(0)
     nets = [
         nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6)),
@@ -500,7 +502,7 @@ def test_gan_with_two_optimisers() -> None:
     same(play(*moved, "worker:1"), play(*nets, "cpu"))
 
 
-def test_both_ways_keep_parameters_and_ties() -> None:
+def test_moving_to_a_worker_and_back_keeps_parameters_and_ties() -> None:
     model = Gpt()
     optimiser = torch.optim.SGD(model.parameters(), 0.1)
     before = list(model.parameters())
@@ -531,14 +533,14 @@ def test_hooks_move_with_parameters() -> None:
     model.weight.register_post_accumulate_grad_hook(lambda weight: said.append(weight is model.weight))
     for device in ("cpu", "worker:1", "worker:2", "cpu"):
         model.to(device)
-        loss = model(torch.ones(2, 3, device=device)).sum()  # a graph whose backward has run holds nothing up
+        loss = model(torch.ones(2, 3, device=device)).sum()  # a graph whose backward has run does not prevent the move
         loss.backward()
         assert said == [device, True]
         said.clear()
 
 
 class _Scaled(nn.Module):
-    """Two layers that share a weight, and a parameter that nothing holds."""
+    """Two layers that share a weight, and a parameter that no graph uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -550,8 +552,11 @@ class _Scaled(nn.Module):
         return self.second(self.first(x))
 
 
-def test_a_module_moves_while_a_graph_holds_it() -> None:
-    """As to a GPU. Who uses what it has left gets an error: nothing trains on a copy."""
+def test_module_moves_although_a_graph_uses_its_parameters() -> None:
+    """Move a module whose parameters an existing graph uses, as is possible with a GPU.
+
+    The existing graph and optimizer must raise an error, because they would train stale copies.
+    """
     model = _Scaled()
     before = torch.optim.SGD(model.parameters(), 0.5)
     expected = model(torch.ones(2, 3)).detach()
@@ -608,7 +613,7 @@ def test_lazy_modules_move_before_they_have_shapes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_a_module_that_cannot_move_stays_as_a_whole() -> None:
+def test_module_that_cannot_move_stays_entirely_on_the_cpu() -> None:
     model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
     with pytest.raises(RuntimeError, match="Sequential cannot move to a worker: TorchScript"):
         model.to("worker:1")
@@ -631,7 +636,7 @@ def test_gradients_are_clipped_with_and_without_foreach(foreach: bool | None) ->
 
 
 @pytest.mark.parametrize("where", ["cpu", "worker:1"])
-def test_ctc_loss_of_one_sequence(where: str) -> None:
+def test_ctc_loss_of_one_sequence_equals_the_loss_on_the_cpu(where: str) -> None:
     log_probs, targets = torch.randn(5, 4).log_softmax(-1), torch.tensor([1, 2])
     lengths = torch.tensor(5), torch.tensor(2)
     expected = nn.functional.ctc_loss(log_probs, targets, *lengths)

@@ -1,7 +1,7 @@
-"""torch's operator database on a worker: what passes, and what is known not to.
+"""torch's operator database on a worker, with a list of known deviations.
 
-Here each operator's first sample of each form is tried in float32, forward and backward. All samples in all dtypes, on
-one core in about an hour, or those of some dtypes:
+By default, the test tries the first sample of each form of each operator in float32, forward and backward. The first
+command below tries all samples in all dtypes, which takes about one hour on one core; the second one selects dtypes:
 
     ALLRANKS_TEST_OPS=all python -m pytest tests/remote/test_ops.py
     ALLRANKS_TEST_OPS=float32,int64 python -m pytest tests/remote/test_ops.py
@@ -28,9 +28,9 @@ _TRIED = [_BY_NAME[each] for each in _ASKED.split(",")] if _ASKED not in ("", "a
 
 
 class Known(NamedTuple):
-    """An operator that does not always pass: the worst that is known of it, in which dtype it shows, and why.
+    """An operator that does not always pass: its worst known verdict, a dtype that shows it, and the reason.
 
-    Where it shows on some machines or in some runs only, there is no such dtype.
+    `shows` is None if the deviation occurs only on some machines or only in some runs.
     """
 
     worst: str
@@ -56,9 +56,11 @@ def _badness(kind: str) -> int:
     return _FROM_GOOD_TO_BAD.index(kind) if kind in _FROM_GOOD_TO_BAD else len(_FROM_GOOD_TO_BAD)
 
 
-@pytest.mark.timeout(0 if _ASKED else 600)  # 45 s of one core, of which there may be a fifth
+@pytest.mark.timeout(0 if _ASKED else 600)  # 45 s on one core; the test may get only a fifth of a core
 @pytest.mark.parametrize("dtype", _TRIED if _ASKED else [torch.float32], ids=str)
-def test_operators(mw: Master, as_many_threads: None, capsys: pytest.CaptureFixture[str], dtype: torch.dtype) -> None:
+def test_operators_match_the_cpu_except_for_known_deviations(
+    mw: Master, as_many_threads: None, capsys: pytest.CaptureFixture[str], dtype: torch.dtype
+) -> None:
     counts: Counter[str] = Counter()
     worse: list[str] = []
     imperfect: set[str] = set()
@@ -89,9 +91,10 @@ _CHECKED_LATE_AT_TIMES = {"scatter", "scatter_add"}
 
 @pytest.mark.timeout(300)  # 30 s of one core
 def test_wrong_input_is_an_error_after_a_correct_call(mw: Master) -> None:
-    """Workers know an operator then, and are not asked each time: it may fail late, and must never be taken for right.
+    """Call operators with wrong input after correct calls.
 
-    What a call was to change in place is as it was.
+    After correct calls, the master no longer waits for the worker. An error may be raised late, but must not be lost.
+    A failed call must not change its operands, except for the listed operators, which poison the tensor.
     """
     silent, lost = [], set()
     for operator in database():
@@ -119,7 +122,7 @@ def test_wrong_input_is_an_error_after_a_correct_call(mw: Master) -> None:
 
 
 def _moved(sample: Any, device: str | None) -> tuple[Any, Any, Any]:
-    """Copies of the arguments of a call, on a device."""
+    """Return copies of the arguments of a call, on a device."""
 
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
@@ -134,13 +137,13 @@ def _leaves(call: Any) -> list[torch.Tensor]:
 
 
 def _fails(function: Any, call: tuple[Any, Any, Any]) -> bool:
-    """Whether a call, or looking at what it returns, raises an error."""
+    """Return whether a call, or fetching its results, raises an error."""
     first, others, named = call
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             for each in _leaves(function(first, *others, **named)):
                 each.cpu()
-        except Exception:  # noqa: BLE001 - of whatever type it is on the CPU
+        except Exception:  # noqa: BLE001 - the type of the exception does not matter
             return True
     return False

@@ -1,4 +1,4 @@
-"""Tensors that are not plain ones, and programs that torch traces or compiles: right on a worker, or a clear error."""
+"""Unusual tensors, and programs that torch traces or compiles: correct on a worker, or refused with a clear error."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def notes(d: str) -> Any:
 
 
 @pytest.mark.parametrize("function", PROGRAMS, ids=lambda each: each.__name__)
-def test_as_on_the_cpu(function: Program) -> None:
+def test_program_has_the_same_outcome_as_on_the_cpu(function: Program) -> None:
     def bits(x: Tensor) -> Any:
         return x.dtype, x.shape, x.requires_grad, x.detach().cpu().reshape(-1).view(torch.uint8).tolist()
 
@@ -239,7 +239,7 @@ def refused() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
     }  # fmt: skip
 
 
-def test_refusals_of_others(subtests: pytest.Subtests) -> None:
+def test_unsupported_tensors_and_programs_are_refused(subtests: pytest.Subtests) -> None:
     for name, (kind, message, act) in refused().items():
         with subtests.test(name), pytest.raises(kind, match=message):
             act()

@@ -1,4 +1,4 @@
-"""The outbox as the master sees it: handles that free their ids, waits that Ctrl-C ends, forks, and what it refuses."""
+"""The Python interface of the outbox: handles that free their ids, interruptible waits, forks and refused calls."""
 
 import array
 import gc
@@ -18,13 +18,13 @@ import pytest
 
 from allranks._core import Outbox, Ref, receive
 
-NEVER = 3.6e9  # us: only flush() sends
+NEVER = 3.6e9  # us: the timer never fires, so only flush() sends
 HEAD = struct.Struct("<HI")
 
 
 @contextmanager
 def connected(count: int = 1, **options: int) -> Iterator[tuple[Outbox, list[socket.socket]]]:
-    """An outbox with workers, and their ends."""
+    """Create an outbox with `count` workers; yield it and the sockets of the workers."""
     pairs = [socket.socketpair() for _ in range(count)]
     with closing(Outbox(NEVER, **options)) as outbox:
         for here, there in pairs:
@@ -50,7 +50,7 @@ def words(*numbers: int) -> bytes:
     return struct.pack(f"<{len(numbers)}I", *numbers)
 
 
-def test_the_frames_of_a_call_and_of_the_death_of_its_ref() -> None:
+def test_call_sends_its_frame_and_a_deleted_ref_sends_a_free() -> None:
     with connected() as (outbox, [worker]):
         target = outbox.target((0,))
         x, y = outbox.reserve(target, 2)
@@ -79,7 +79,7 @@ def test_the_frames_of_a_call_and_of_the_death_of_its_ref() -> None:
         assert outbox.calls == 3
 
 
-def test_many_outputs_and_inputs() -> None:
+def test_call_sends_a_thousand_outputs_and_inputs_in_order() -> None:
     with connected(chunk_bytes=64) as (outbox, [worker]):
         target = outbox.target([0])
         refs = outbox.call(target, 0, 16, (), 1000)
@@ -102,7 +102,7 @@ def test_messages_carry_any_buffer(payload: bytes) -> None:
         assert read(worker, HEAD.size + 5) == HEAD.pack(1, 5) + b"alone"
 
 
-def test_a_large_message_goes_out_by_itself() -> None:
+def test_large_message_is_sent_without_a_flush() -> None:
     payload = os.urandom(8 << 20)
     with connected() as (outbox, [worker]):
         outbox.put(outbox.target([0]), b"", payload)
@@ -110,7 +110,7 @@ def test_a_large_message_goes_out_by_itself() -> None:
         assert read(worker, len(payload)) == payload
 
 
-def test_a_view_keeps_the_id_of_the_whole() -> None:
+def test_view_has_the_id_of_its_base() -> None:
     with connected(2) as (outbox, workers):
         both, first, second = outbox.target([0, 1]), outbox.target([0]), outbox.target([1])
         whole = outbox.call(both, 1, 16, (), 1)
@@ -134,7 +134,7 @@ def test_a_view_keeps_the_id_of_the_whole() -> None:
         assert read(workers[1], 20) == call + free
 
 
-def test_refs_die_in_any_thread_and_in_cycles() -> None:
+def test_refs_are_freed_from_any_thread_and_from_cycles() -> None:
     with connected() as (outbox, _):
         target = outbox.target([0])
         refs = outbox.reserve(target, 20_000)
@@ -153,7 +153,7 @@ def test_refs_die_in_any_thread_and_in_cycles() -> None:
         assert outbox.live == 0
 
 
-def test_a_wait_for_a_worker_ends_with_ctrl_c() -> None:
+def test_signal_handler_interrupts_a_wait_for_a_slow_worker() -> None:
     class Stopped(Exception):
         pass
 
@@ -174,7 +174,7 @@ def test_a_wait_for_a_worker_ends_with_ctrl_c() -> None:
             def interrupt() -> None:
                 while not blocked():
                     pass
-                outbox.put(quick, b"others go on")  # the wait has let go of the GIL
+                outbox.put(quick, b"others go on")  # possible only because the blocked call has released the GIL
                 outbox.flush()
                 os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -196,7 +196,7 @@ def test_a_wait_for_a_worker_ends_with_ctrl_c() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_worker_that_does_not_read_keeps_no_memory_of_the_others_frames() -> None:
+def test_worker_that_does_not_read_retains_no_frames_of_other_workers() -> None:
     def resident() -> int:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -223,7 +223,7 @@ def test_a_worker_that_does_not_read_keeps_no_memory_of_the_others_frames() -> N
         assert outbox.pending(0) > count
 
 
-def test_a_replaced_worker_begins_anew() -> None:
+def test_replaced_worker_receives_only_calls_after_its_replacement() -> None:
     with connected() as (outbox, [_]):
         target = outbox.target([0])
         outbox.call(target, 5, 16, (), 0)
@@ -257,7 +257,7 @@ def refusals(outbox: Outbox, ref: Ref) -> list[tuple[Callable[[], object], type[
     ]
 
 
-def test_what_is_refused_is_not_queued() -> None:
+def test_refused_calls_are_not_queued() -> None:
     with connected() as (outbox, _):
         target = outbox.target([0])
         [ref] = outbox.reserve(target, 1)
@@ -268,7 +268,7 @@ def test_what_is_refused_is_not_queued() -> None:
         assert (outbox.live, outbox.calls) == (1, 0)
 
 
-def test_closed() -> None:
+def test_closed_outbox_refuses_every_call() -> None:
     with connected() as (outbox, _):
         target = outbox.target([0])
         refs = outbox.reserve(target, 1)
@@ -357,12 +357,12 @@ for _ in range(100):
 
 
 @pytest.mark.parametrize("program", [FORK, LEFT], ids=["forked", "left open at the end"])
-def test_a_process_ends_in_order(program: str) -> None:
+def test_process_exits_cleanly_after_forks_and_with_an_open_outbox(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_echoes_among_others_are_handed_on() -> None:
+def test_echo_that_arrives_with_other_frames_is_passed_to_the_caller() -> None:
     with connected() as (outbox, (worker,)):
         target = outbox.target([0])
         buffer = bytearray(64)
@@ -370,7 +370,7 @@ def test_echoes_among_others_are_handed_on() -> None:
             outbox.echo(target, number)
         outbox.call(target, 7, 16, (), 0)
         outbox.flush()
-        # What does not come alone is handed on.
+        # receive() answers an echo itself only if the echo arrives alone.
         assert receive(worker.fileno(), buffer, 0, True) == 20
         assert buffer[:20] == b"\x03\0\x01\0\0\0\x03\0\x02\0\0\0\x02\0\x07\0\0\0\x10\0"
     with connected() as (outbox, (worker,)):
@@ -381,7 +381,7 @@ def test_echoes_among_others_are_handed_on() -> None:
             receive(worker.fileno(), buffer, 64, True)
 
 
-def test_an_echo_that_comes_alone_is_answered_without_python() -> None:
+def test_echo_that_arrives_alone_is_answered_without_python() -> None:
     master, worker = socket.socketpair()
     with closing(master), closing(worker):
         master.sendall(b"\x03\0\x07\0\0\0")

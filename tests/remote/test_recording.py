@@ -1,4 +1,4 @@
-"""What workers have executed: short commands are put together, counts are right, and all of it is in the timeline."""
+"""Recordings of the commands that workers execute: merged short commands, counts, and the timeline."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def slices():
     return CommandSlices(lambda *each: found.append(each)), found
 
 
-def test_a_long_command_is_alone(slices):
+def test_long_command_has_its_own_slice(slices):
     put, found = slices
     put.add(1, 0, 5 * US)
     put.add(2, 5 * US, 5 * US + ALONE_NS)
@@ -38,7 +38,7 @@ def test_a_long_command_is_alone(slices):
     assert found == [(1, 1, 0, 5 * US), (2, 1, 5 * US, 25 * US), (3, 1, 30 * US, 31 * US)]
 
 
-def test_short_commands_are_one_slice_named_by_the_longest(slices):
+def test_short_commands_share_a_slice_named_after_the_longest(slices):
     put, found = slices
     for number, took in enumerate((2, 9, 3)):
         put.add(number, 10 * number * US, (10 * number + took) * US)
@@ -47,7 +47,7 @@ def test_short_commands_are_one_slice_named_by_the_longest(slices):
     assert found == [(1, 3, 0, 23 * US)]
 
 
-def test_a_pause_separates(slices):
+def test_pause_between_commands_starts_a_new_slice(slices):
     put, found = slices
     put.add(1, 0, 5 * US)
     put.add(1, 5 * US + ALONE_NS + 1, 10 * US + ALONE_NS)
@@ -55,9 +55,9 @@ def test_a_pause_separates(slices):
     assert [each[1] for each in found] == [1, 1]
 
 
-def test_a_flood_is_bounded(slices):
+def test_number_of_slices_is_bounded_for_many_short_commands(slices):
     put, found = slices
-    for number in range(300_000):  # a second of them
+    for number in range(300_000):  # one second of commands
         put.add(1, 3333 * number, 3333 * (number + 1))
     put.flush()
     assert sum(each[1] for each in found) == 300_000
@@ -65,7 +65,7 @@ def test_a_flood_is_bounded(slices):
     assert all(end - begin <= TOGETHER_NS for _, _, begin, end in found)
 
 
-def test_a_part_of_a_program(mw, tmp_path):
+def test_recorded_part_of_a_program_is_in_the_timeline(mw, tmp_path):
     x = torch.ones(8, device="worker:1")
     y = torch.ones(500, 500, device="worker:2")
     with ar.trace.record(tmp_path / "traces") as file:
@@ -78,7 +78,7 @@ def test_a_part_of_a_program(mw, tmp_path):
         mw.synchronize()
     assert file == tmp_path / "traces" / "rank-0.trace"
     for _ in range(100):
-        x = x + 1  # not any more
+        x = x + 1  # after the recording, so not recorded
     assert x.sum().item() == 8 * 1101
     timeline = read([tmp_path / "traces"])
     assert [process.rank for process in timeline.processes] == [0, 1, 2]
@@ -102,14 +102,14 @@ def test_a_part_of_a_program(mw, tmp_path):
     assert "commands of less than 20 us" in (tmp_path / "t.html").read_text()
 
 
-def test_files_that_cannot_be_made(mw, tmp_path):
+def test_record_refuses_an_unusable_path_and_a_second_recording(mw, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ar.UsageError, match="cannot record"), ar.trace.record(tmp_path / "file"):
         pass
     with ar.trace.record(tmp_path / "traces"):
         with pytest.raises(ar.UsageError, match="already"), ar.trace.record(tmp_path / "more"):
             pass
-    with ar.trace.record(tmp_path / "traces"):  # both have ended
+    with ar.trace.record(tmp_path / "traces"):  # all previous recordings have ended
         mw.synchronize()
     assert {path.name for path in (tmp_path / "traces").iterdir()} == {
         f"rank-{rank}{again}.trace" for rank in range(3) for again in ("", ".1")
@@ -126,7 +126,7 @@ assert x[0].item() == 5001
 """
 
 
-def test_a_job_of_the_launcher(tmp_path: Path):
+def test_launcher_traces_and_counts_commands_of_a_job(tmp_path: Path):
     (tmp_path / "job.py").write_text(JOB)
     words = ["run", "--mode", "master", "-n", "3", "--trace", "traces", "--stats", "job.py"]
     done = warm.run([sys.executable, "-m", "allranks", *words], cwd=tmp_path, timeout=100)
@@ -140,7 +140,7 @@ def test_a_job_of_the_launcher(tmp_path: Path):
     assert (tmp_path / "traces" / "rank-0.trace").exists()
 
 
-def test_statistics():
+def test_statistics_contain_the_commands_of_each_worker():
     stats = JobStats([RankStats(0, "a", 10.0), RankStats(1, "a", 10.0, (), 123_456, 4.0)])
     assert stats.lines() == [
         "2 ranks, 10.0 s, 0% of it in calls",
@@ -151,7 +151,7 @@ def test_statistics():
     assert 'allranks_commands_total{rank="1",host="a"} 123456' in prometheus(stats.workers)
 
 
-def test_counts(mw):
+def test_worker_counts_its_commands(mw):
     def recorded():
         reader = memory.reader()
         return usage(0, tuple(reader.groups().values())), rank_stats(1, reader, time.monotonic_ns())

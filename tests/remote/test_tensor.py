@@ -1,5 +1,7 @@
-"""Tensors on a worker mean what tensors mean: each program here runs on a worker and on the local CPU, and leaves the
-same bits, or the same exception."""
+"""Comparison of tensors on a worker with tensors on the local CPU.
+
+Each program runs on both. Both runs must give the same bits, or the same type of exception.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def mistake(function: Program) -> Program:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Sums are of the same order here and there."""
+    """Use one thread, so that sums have the same order on the worker and locally."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -68,9 +70,9 @@ def one_thread() -> Iterator[None]:
 
 
 def here(found: Any) -> Any:
-    """The same with every tensor on the CPU."""
+    """Return `found` with every tensor copied to the CPU, together with its properties."""
     if isinstance(found, Tensor):
-        # The stride of a single element says nothing, and torch's kernels differ in it.
+        # The stride of a dimension of size 1 has no meaning, and torch's kernels differ in it.
         strides = [stride for stride, size in zip(found.stride(), found.shape, strict=True) if size > 1]
         return (found.detach().cpu(), found.dtype, strides, found.storage_offset(), found.requires_grad)
     if isinstance(found, dict):
@@ -81,7 +83,7 @@ def here(found: Any) -> Any:
 
 
 def same(found: Any, right: Any) -> None:
-    """Compares every bit."""
+    """Assert that two results have equal values, types and dtypes."""
     assert type(found) is type(right), (found, right)
     if isinstance(right, Tensor):
         assert (found.dtype, found.shape) == (right.dtype, right.shape)
@@ -292,7 +294,7 @@ def assignment(d: str) -> Any:
 @program
 def assignment_from_elsewhere(d: str) -> Any:
     x = torch.zeros(3, device=d)
-    x[:] = torch.arange(3.0)  # torch copies what is assigned from the CPU, on a GPU too
+    x[:] = torch.arange(3.0)  # as on a GPU, torch copies assigned values from the CPU
     x[0] = np.float64(4)
     x[1:] = torch.tensor([1, 2])
     y = torch.zeros(3)
@@ -692,7 +694,7 @@ def data_attribute(d: str) -> Any:
     p.data = torch.zeros(3, device=d, dtype=torch.float64)
     v = x.detach()
     v[0] = 9
-    del shared  # whose graph knows the old shape
+    del shared  # the graph of `shared` refers to the old shape
     x.sum().backward()
     return seen, x, y, p, x.grad, x.data.requires_grad, v
 
@@ -1025,8 +1027,8 @@ def linear_algebra(d: str) -> Any:
     ]  # fmt: skip
 
 
-def test_linear_algebra() -> None:
-    # What LAPACK returns depends on where its operands are in memory.
+def test_linear_algebra_is_close_to_the_cpu() -> None:
+    # The results of LAPACK depend on the memory addresses of its operands.
     for found, right in zip(flat(linear_algebra(W)), flat(linear_algebra("cpu")), strict=True):
         torch.testing.assert_close(found.cpu(), right)
 
@@ -1330,7 +1332,7 @@ def autocast(d: str) -> Any:
         torch.manual_seed(1)
         for _ in range(2):
             with automatically(d, dtype, cache_enabled=cached):
-                one, two = net(x), net(x * 2)  # of weights that are cast once, or twice
+                one, two = net(x), net(x * 2)  # with the cache, weights are cast once; without it, twice
                 with automatically(d, enabled=False):
                     exact = net[4].weight @ net[4].weight.t()
                 most = torch.cat([one, two.float()]), torch.stack([one, one]), one.double() @ one.double().t()
@@ -1343,7 +1345,7 @@ def autocast(d: str) -> Any:
 
 @functools.cache
 def lstm_takes_halves() -> bool:
-    """Whether torch itself computes one under autocast: oneDNN does not on CPUs without AVX-512."""
+    """Return whether torch computes an LSTM under autocast. On CPUs without AVX-512, oneDNN does not."""
     try:
         with torch.autocast("cpu"):
             nn.LSTM(4, 6)(torch.zeros(1, 1, 4))
@@ -1363,7 +1365,7 @@ def autocast_of_what_goes_apart(d: str) -> Any:
         with automatically(d):
             y, again = net(x)[0], net(x * 2)[0]
             inside = (y.sum() * 2).float()
-            inside.backward(retain_graph=True)  # within, as one should not
+            inside.backward(retain_graph=True)  # backward inside autocast, which torch advises against
         again.float().sum().backward()
         with automatically(d), torch.inference_mode():
             found.append([net(x)[0], y, [p.grad for p in net.parameters()]])
@@ -1443,7 +1445,7 @@ def flags(d: str) -> Any:
         torch.use_deterministic_algorithms(on)
         torch.set_flush_denormal(on)
         torch.set_float32_matmul_precision("medium" if on else "highest")
-        with torch.backends.__allow_nonbracketed_mutation():  # importing torch's own tests has forbidden it
+        with torch.backends.__allow_nonbracketed_mutation():  # torch's test modules forbid such changes on import
             torch.backends.mkldnn.enabled = not on
         found.append([torch.empty(3, device=d) if on else None, tiny * 1, net(x), q @ q.mT])
         for kind in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
@@ -1476,7 +1478,7 @@ def test_program(function: Program) -> None:
 
 
 @pytest.mark.parametrize("function", MISTAKES, ids=lambda each: each.__name__)
-def test_mistake(function: Program) -> None:
+def test_mistake_raises_the_exception_type_of_the_cpu(function: Program) -> None:
     with pytest.raises(Exception) as right:
         outcome(function, "cpu")
     with pytest.raises(right.type):
@@ -1498,16 +1500,16 @@ PRINTED: dict[str, Callable[[str], Any]] = {
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_printing(name: str) -> None:
+def test_repr_differs_from_the_cpu_only_in_the_device(name: str) -> None:
     right, found = PRINTED[name]("cpu"), PRINTED[name](W)
     plain = repr(found).replace(f", device='{W}'", "")
-    # A line may be broken elsewhere, where the device's name makes it longer.
+    # The device name lengthens lines, so line breaks may differ.
     assert "".join(plain.split()) == "".join(repr(right).split())
     assert f"device='{W}'" in repr(found)
     assert str(found) == repr(found)
 
 
-def test_printing_a_module() -> None:
+def test_repr_of_a_module_does_not_contain_the_device() -> None:
     assert repr(nn.Linear(2, 3).to(W)) == repr(nn.Linear(2, 3))
     assert str(list(nn.Linear(2, 1, device=W).state_dict())) == "['weight', 'bias']"
 
@@ -1570,13 +1572,13 @@ def refused() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
     }  # fmt: skip
 
 
-def test_refusals(subtests: pytest.Subtests) -> None:
+def test_mixed_devices_and_unsupported_uses_are_refused(subtests: pytest.Subtests) -> None:
     for name, (kind, message, act) in refused().items():
         with subtests.test(name), pytest.raises(kind, match=message):
             act()
 
 
-def test_refusals_change_nothing() -> None:
+def test_refused_operation_changes_nothing() -> None:
     plain, at = torch.zeros(3), torch.tensor([1], device=W)
     with pytest.raises(RuntimeError):
         plain[at] = 7
@@ -1584,8 +1586,11 @@ def test_refusals_change_nothing() -> None:
     assert torch.ones(2, device=W).sum().item() == 2
 
 
-def test_what_autocast_does_is_what_torch_says() -> None:
-    """For GPUs torch's header lists it; for CPUs, where it does not, programs above and torch's operators do."""
+def test_autocast_policies_match_the_header_and_kernels_of_torch() -> None:
+    """Compare the autocast policies with torch's header and with the kernels that torch has registered.
+
+    The header lists only the operators for GPUs. The autocast programs of this file test the policy for CPUs.
+    """
     header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
 
     def listed(macro: str) -> set[str]:
@@ -1601,7 +1606,7 @@ def test_what_autocast_does_is_what_torch_says() -> None:
             assert has(f"aten::{name}", policy.key), name
 
 
-def test_generators_go_when_nobody_holds_them(mw: Master) -> None:
+def test_unreferenced_generators_are_freed_on_the_worker(mw: Master) -> None:
     def count() -> int:
         return len(next(each.generators for each in gc.get_objects() if type(each).__name__ == "Interpreter"))
 
@@ -1612,14 +1617,14 @@ def test_generators_go_when_nobody_holds_them(mw: Master) -> None:
     assert mw.remote(count, on=1)().result() == before
 
 
-def test_a_generator_of_a_group(mw: Master) -> None:
+def test_generator_of_a_group_draws_the_same_numbers_on_each_worker(mw: Master) -> None:
     group = mw.group([1, 2])
     drawn = torch.randn(3, device=group.device, generator=torch.Generator(device=group.device).manual_seed(1))
     right = torch.randn(3, generator=torch.Generator().manual_seed(1))
     assert all(torch.equal(drawn.shard(rank).cpu(), right) for rank in (1, 2))
 
 
-def test_autocast_of_other_devices() -> None:
+def test_autocast_affects_only_its_own_device_type() -> None:
     net, x, plain = nn.LSTM(2, 2).to(W), torch.ones(2, 1, 2, device=W), torch.ones(2, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert net(x)[0].dtype is (x @ x.mT).dtype is torch.float32
@@ -1628,7 +1633,7 @@ def test_autocast_of_other_devices() -> None:
         assert (x @ x.mT).dtype is torch.float16  # as on GPUs
 
 
-def test_the_current_worker() -> None:
+def test_device_without_index_is_the_current_worker() -> None:
     assert str(torch.ones(2, device="worker").device) == W
     assert torch.ones(2, device=W).type() == "torch.worker.FloatTensor"
     assert torch.worker.device_count() == 2
@@ -1641,7 +1646,7 @@ def test_the_current_worker() -> None:
     assert str(torch.ones(2).to("worker").device) == W
 
 
-def test_rank_0_is_no_worker() -> None:
+def test_worker_0_is_refused_as_a_device() -> None:
     plain, net, master = torch.ones(2), nn.Linear(2, 2), "worker:0"
     options = argparse.Namespace(device=torch.device(master))
     for call in (
@@ -1685,7 +1690,7 @@ def test_rank_0_is_no_worker() -> None:
             torch.set_default_device(None)
 
 
-def test_what_workers_know_is_queued_without_python_code() -> None:
+def test_cached_calls_are_queued_without_python_code() -> None:
     x = torch.ones(4, device=W)
     mine = os.path.dirname(dist.remote.__file__)
 
@@ -1696,7 +1701,7 @@ def test_what_workers_know_is_queued_without_python_code() -> None:
             if event == "call" and frame.f_code.co_filename.startswith(mine):
                 found.add(frame.f_code.co_name)
 
-        for _ in range(3):  # asked for, foreseen, known
+        for _ in range(3):  # the worker infers the results of the first call; a later call is predicted, then cached
             operation()
         sys.setprofile(note)
         try:
@@ -1721,7 +1726,7 @@ def test_what_workers_know_is_queued_without_python_code() -> None:
     assert "run" in functions_of(lambda: x.to(torch.float64) * 1j)
 
 
-def test_a_process_group_beside_the_workers() -> None:
+def test_master_can_create_a_process_group_beside_its_workers() -> None:
     for wrong in (99, "worker:99"):
         with pytest.raises(UsageError, match="worker:99 does not exist; expected worker:1 to worker:2"):
             dist.init_process_group(device_id=wrong)
@@ -1729,14 +1734,14 @@ def test_a_process_group_beside_the_workers() -> None:
     try:
         x = torch.arange(3.0, device="worker")
         assert str(x.device) == "worker:2"
-        dist.all_reduce(x)  # by way of the master, which is the rank
+        dist.all_reduce(x)  # the data pass through the master, which is the rank
         assert x.cpu().tolist() == [0.0, 1.0, 2.0]
     finally:
         dist.destroy_process_group()
         torch.worker.set_device(1)
 
 
-def test_moving_between_workers() -> None:
+def test_tensors_and_modules_move_between_workers() -> None:
     x = torch.randn(2, 3)
     there = x.to(W).t().to("worker:2")
     assert there.stride() == x.t().stride()
@@ -1754,7 +1759,7 @@ def test_moving_between_workers() -> None:
     assert torch.equal(kept.detach().cpu(), before)
 
 
-def test_autograd_across_workers() -> None:
+def test_autograd_across_workers_matches_the_cpu() -> None:
     def run(first: str, second: str) -> Any:
         torch.manual_seed(0)
         a, b = nn.Linear(4, 3), nn.Linear(3, 1)
@@ -1795,7 +1800,7 @@ def saved(what: Any, **kwargs: Any) -> io.BytesIO:
     return file
 
 
-def test_a_saved_state_is_loaded_where_there_are_no_workers(tmp_path: Any) -> None:
+def test_saved_state_is_loaded_by_a_process_without_allranks(tmp_path: Any) -> None:
     net = nn.Linear(2, 2).to(W)
     torch.save({"net": net.state_dict(), "x": torch.arange(3.0, device=W)}, tmp_path / "state.pt")
     program = (
@@ -1815,7 +1820,7 @@ def held(rank: int) -> int:
     return int(torch.worker.memory_stats(rank)["tensors"])
 
 
-def test_what_is_forgotten_here_is_freed_there() -> None:
+def test_deleted_tensors_are_freed_on_their_workers() -> None:
     gc.collect()
     before = held(1), held(2)
     torch.manual_seed(0)
@@ -1841,7 +1846,7 @@ def test_what_is_forgotten_here_is_freed_there() -> None:
     assert (held(1), held(2)) == before
 
 
-def test_bytes_are_counted() -> None:
+def test_memory_allocated_counts_each_storage_once() -> None:
     gc.collect()
     before = torch.worker.memory_allocated(1)
     x = torch.zeros(1000, device=W)
@@ -1876,16 +1881,16 @@ def test_threads() -> None:
         same(found[number], (here(torch.autograd.grad(y, x)[0]), y.item()))
 
 
-def test_loaders_with_processes_and_pinned_memory() -> None:
+def test_data_loaders_with_processes_and_pinned_memory_work() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(6.0))
     for kwargs in ({"pin_memory": True}, {"num_workers": 1, "multiprocessing_context": "fork"}):
         loader = torch.utils.data.DataLoader(data, batch_size=4, **kwargs)
         assert [x.to(W, non_blocking=True).tolist() for (x,) in loader] == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_a_fault_is_told_where_it_matters() -> None:
+def test_error_of_an_operation_is_raised_by_the_use_of_its_result() -> None:
     x = torch.ones(3, device=W)
-    x[torch.tensor([0], device=W)].sum()  # of new operations the first is waited for
+    x[torch.tensor([0], device=W)].sum()  # the master waits for the first call of a new operation
     bad = x[torch.tensor([7], device=W)]
     worse = bad * 2
     with pytest.raises(RemoteError, match="index 7 is out of bounds") as caught:
@@ -1893,10 +1898,10 @@ def test_a_fault_is_told_where_it_matters() -> None:
     assert caught.value.line.startswith(f"{__file__}:")
     assert caught.value.operation == "aten::index.Tensor"
     assert (x + 1).tolist() == [2, 2, 2]
-    torch.worker.synchronize()  # it has been told
+    torch.worker.synchronize()  # raises nothing, because the error has been raised already
 
 
-def test_the_master_sees_the_wrong_shape_at_once() -> None:
+def test_wrong_shapes_are_refused_immediately_by_the_master() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(2x3 and 2x3\)"):
             torch.ones(2, 3, device=W) @ torch.ones(2, 3, device=W)

@@ -1,4 +1,7 @@
-"""Workers that die, stop, or meet what cannot be done: what depends on it fails with its name, the others go on."""
+"""Workers that terminate, stop, or cannot execute an operation.
+
+Operations that depend on the failure raise an error that names the worker. The other workers continue.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def healed(mw: Master) -> Iterator[Master]:
-    """The master; workers that a test has killed come back after it."""
+    """A master. The fixture replaces workers that the test has killed."""
     yield mw
     for rank in list(mw.lost):
         mw.respawn(rank)
@@ -45,7 +48,7 @@ def kill(mw: Master, rank: int) -> None:
     os.kill(mw.connections.by_rank[rank].pid, signal.SIGKILL)
 
 
-def test_a_failed_operation_poisons_what_depends_on_it(mw: Master) -> None:
+def test_failed_operation_poisons_dependent_tensors(mw: Master) -> None:
     table, right, wrong = (torch.zeros(4), torch.tensor([1]), torch.tensor([9]))
     table, right, wrong = table.to("worker:1"), right.to("worker:1"), wrong.to("worker:1")
     for _ in range(2):
@@ -62,10 +65,10 @@ def test_a_failed_operation_poisons_what_depends_on_it(mw: Master) -> None:
     assert str(error).startswith(f"aten::index_select failed on worker 1 (queued at {error.line}): ")
     assert "index out of range" in str(error)
     assert "Traceback" in error.traceback
-    mw.synchronize()  # it has been told
+    mw.synchronize()  # raises nothing, because the error has been raised already
 
 
-def test_synchronize_tells_of_a_fault_that_nobody_has_met(mw: Master) -> None:
+def test_synchronize_raises_an_error_that_no_call_has_raised(mw: Master) -> None:
     table, wrong = torch.zeros(4, device="worker:2"), torch.tensor([9], device="worker:2")
     torch.index_select(table, 0, torch.tensor([1], device="worker:2"))
     torch.index_select(table, 0, wrong)
@@ -74,7 +77,7 @@ def test_synchronize_tells_of_a_fault_that_nobody_has_met(mw: Master) -> None:
     mw.synchronize()
 
 
-def test_a_failed_change_poisons_all_that_shares_the_memory(mw: Master) -> None:
+def test_failed_in_place_operation_poisons_all_tensors_that_share_memory(mw: Master) -> None:
     base = torch.zeros(2, 4, device="worker:1")
     row, other, apart = base[0], base[1], base.clone()
     index, source = torch.tensor([1], device="worker:1"), torch.ones(1, device="worker:1")
@@ -88,7 +91,7 @@ def test_a_failed_change_poisons_all_that_shares_the_memory(mw: Master) -> None:
     assert apart.sum().item() == 0
 
 
-def test_shape_errors_are_raised_at_once(mw: Master) -> None:
+def test_shape_errors_are_raised_immediately(mw: Master) -> None:
     a, b = torch.zeros(3, 4, device="worker:1"), torch.zeros(3, 4, device="worker:1")
     for wrong in (lambda x, y: x @ y, lambda x, y: x.view(5), lambda x, y: torch.cat([x, y.t()]), lambda x, y: x[3]):
         with pytest.raises((RuntimeError, IndexError)) as local:
@@ -99,14 +102,18 @@ def test_shape_errors_are_raised_at_once(mw: Master) -> None:
     mw.synchronize()
 
 
-def test_out_of_memory(mw: Master) -> None:
+def test_worker_continues_after_an_allocation_error(mw: Master) -> None:
     with pytest.raises(RuntimeError, match=r"(?i)memory"):
         torch.empty(1 << 50, device="worker:1").fill_(1).sum().item()
     assert torch.ones(2, device="worker:1").sum().item() == 2
 
 
-def test_no_memory_for_what_is_sent(mw: Master) -> None:
-    """Where little is sent the worker's allocation is made to fail: to fill a machine's memory would end others."""
+def test_failed_allocation_for_a_transfer_is_reported(mw: Master) -> None:
+    """Fail the allocation of a small and of a large transfer.
+
+    For the small transfer, the test replaces the allocation function. To fill the memory of the machine instead would
+    terminate other processes.
+    """
 
     def fail_once() -> None:
         real = torch.empty_strided
@@ -129,7 +136,7 @@ def test_no_memory_for_what_is_sent(mw: Master) -> None:
         most = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (used + spare if spare else most, most))
 
-    large = torch.empty(4 << 30, dtype=torch.uint8)  # of which nothing is ever sent
+    large = torch.empty(4 << 30, dtype=torch.uint8)  # the upload fails before any of it is sent
     mw.remote(limit, on=1)(64 << 20).result()
     here = inspect.currentframe().f_lineno + 2  # type: ignore[union-attr]
     with pytest.raises(RemoteError, match=r"upload failed on worker 1.*allocate memory") as caught:
@@ -141,7 +148,7 @@ def test_no_memory_for_what_is_sent(mw: Master) -> None:
     mw.synchronize()
 
 
-def test_a_worker_that_is_killed_amid_queued_work(healed: Master) -> None:
+def test_worker_killed_with_queued_work_is_reported_and_can_be_replaced(healed: Master) -> None:
     mw = healed
     group = mw.group([1, 2])
     kept, lost = torch.ones(3, device="worker:1"), torch.ones(300, 300, device="worker:2")
@@ -169,8 +176,9 @@ def test_a_worker_that_is_killed_amid_queued_work(healed: Master) -> None:
     mw.respawn(2)
     assert mw.connections.by_rank[2].pid != pid
     commands = {Path(f"/proc/{worker.pid}/cmdline").read_bytes() for worker in mw.connections.by_rank.values()}
-    assert len(commands) == 1  # forked, as the first ones were, where torch is imported
-    assert torch.equal(torch.rand(3, device="worker:2").cpu(), torch.rand(3))  # from the seed on
+    assert len(commands) == 1  # the replacement is forked from the template process, as the first workers were
+    # The replacement starts with the seed that was set before the loss.
+    assert torch.equal(torch.rand(3, device="worker:2").cpu(), torch.rand(3))
     assert mw.remote(torch.are_deterministic_algorithms_enabled, on=2)().result()
     torch.use_deterministic_algorithms(False)
     assert mw.remote(read, on=2)().result() == read()
@@ -184,7 +192,7 @@ def test_a_worker_that_is_killed_amid_queued_work(healed: Master) -> None:
             stale()
 
 
-def test_a_worker_that_is_killed_while_others_wait_for_it(healed: Master) -> None:
+def test_killed_worker_ends_waits_and_collectives_with_an_error(healed: Master) -> None:
     mw = healed
     group = mw.group([1, 2])
     ones = torch.ones(2, device=group.device)
@@ -203,7 +211,7 @@ def test_a_worker_that_is_killed_while_others_wait_for_it(healed: Master) -> Non
     assert here.item() == 1
 
 
-def test_a_worker_that_stops(healed: Master) -> None:
+def test_stopped_worker_is_reported_and_can_be_replaced_by_force(healed: Master) -> None:
     mw = healed
     waiting = mw.remote(os.getpid, on=2)
     assert waiting().result() == mw.connections.by_rank[2].pid
@@ -224,7 +232,7 @@ def test_a_worker_that_stops(healed: Master) -> None:
     assert torch.ones(2, device="worker:2").sum().item() == 2
 
 
-def test_a_fault_is_caught_as_what_was_raised(mw: Master) -> None:
+def test_remote_error_has_the_type_of_the_original_exception(mw: Master) -> None:
     class Mine(Exception):
         def __init__(self, number: int, words: str) -> None:
             super().__init__(number, words)
@@ -233,7 +241,7 @@ def test_a_fault_is_caught_as_what_was_raised(mw: Master) -> None:
     def fails(error: Exception) -> None:
         raise error
 
-    for _ in range(2):  # its first call is waited for, and raises at once
+    for _ in range(2):  # the master waits for the first call of an operation, so its error is raised immediately
         torch.linalg.inv_ex(torch.eye(2, device="worker:1"), check_errors=True)
         torch.ones(2, device="worker:1")[torch.tensor([1], device="worker:1")]
     torch.linalg.inv_ex(torch.zeros(2, 2, device="worker:1"), check_errors=True)
@@ -259,7 +267,7 @@ def test_a_fault_is_caught_as_what_was_raised(mw: Master) -> None:
     assert caught.value.__cause__.number == 3  # type: ignore[union-attr]
 
 
-def test_a_function_that_exits(healed: Master) -> None:
+def test_function_that_exits_loses_its_worker_with_the_exit_code(healed: Master) -> None:
     mw = healed
     for code, said in ((3, "exit code 3"), ("why", "exit code 1"), (None, "exit code 0")):
         with pytest.raises(WorkerLost, match=rf"worker 2 .* is lost: {said}\.\n  Call mw\.respawn\(2\) to replace it"):
@@ -267,7 +275,7 @@ def test_a_function_that_exits(healed: Master) -> None:
         mw.respawn(2)
 
 
-def test_what_is_shown(healed: Master) -> None:
+def test_repr_shows_lost_workers_and_tracebacks_hide_internal_frames(healed: Master) -> None:
     mw = healed
     host = socket.gethostname()
     assert repr(mw) == f"Master(workers 1-2 on {host})"
@@ -284,7 +292,7 @@ def test_what_is_shown(healed: Master) -> None:
     assert {each.path for each in caught.traceback} == {Path(__file__)}
 
 
-def test_ctrl_c_while_waiting(mw: Master) -> None:
+def test_ctrl_c_in_a_wait_warns_and_leaves_the_worker_usable(mw: Master) -> None:
     slow = mw.remote(time.sleep, on=1)(2.0)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     before = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
@@ -298,7 +306,7 @@ def test_ctrl_c_while_waiting(mw: Master) -> None:
     assert torch.full((1,), 7.0, device="worker:1").item() == 7
 
 
-def test_after_the_end_everything_says_so() -> None:
+def test_calls_after_a_shutdown_report_the_shutdown() -> None:
     program = """
 import torch, allranks
 with allranks.init_master_worker(workers=1) as mw:
@@ -327,8 +335,8 @@ print(mw)
 @pytest.mark.parametrize(
     "name", ["cholesky", "inv", "solve", "lu_factor", "matrix_power", "tensorinv", "_assert_async"]
 )
-def test_checks_without_a_result_raise_at_their_line(mw: Master, name: str) -> None:
-    """torch asks an operator that returns nothing whether a matrix was singular, and returns another one's numbers."""
+def test_checks_without_a_result_raise_at_their_call_site(mw: Master, name: str) -> None:
+    """Call functions that torch checks with a second operator, which returns nothing and only raises the error."""
     calls: dict[str, Callable[[torch.Tensor], object]] = {
         "solve": lambda a: torch.linalg.solve(a, torch.eye(3, device=a.device)),
         "matrix_power": lambda a: torch.linalg.matrix_power(a, -1),
@@ -351,7 +359,7 @@ def test_checks_without_a_result_raise_at_their_line(mw: Master, name: str) -> N
     assert {*found} != {None}
 
 
-def test_shapes_that_do_not_fit_raise_at_their_line_and_lose_nothing(mw: Master) -> None:
+def test_shape_mismatch_raises_at_its_call_site_and_changes_nothing(mw: Master) -> None:
     table, row = torch.zeros(3, 4, device="worker:1"), torch.zeros(5, device="worker:1")
     for _ in range(2):
         table[[0, 1], [0, 1]] = 1.0
@@ -365,7 +373,7 @@ def test_shapes_that_do_not_fit_raise_at_their_line_and_lose_nothing(mw: Master)
     assert (table.sum().item(), row.sum().item()) == (2.0, 2.0)
 
 
-def test_classes_out_of_range(mw: Master) -> None:
+def test_one_hot_refuses_classes_out_of_range(mw: Master) -> None:
     one_hot = torch.nn.functional.one_hot
     for _ in range(2):
         classes = torch.tensor([0, 2, 1]).to("worker:1")
@@ -377,19 +385,19 @@ def test_classes_out_of_range(mw: Master) -> None:
             one_hot(torch.tensor([0, -1]).to("worker:1"))
 
 
-def test_memory_that_is_not_here_is_not_made(mw: Master) -> None:
+def test_storage_cannot_be_created_on_a_worker(mw: Master) -> None:
     with pytest.raises(UsageError, match="a storage cannot be created on worker:1"):
         torch.UntypedStorage(4, device="worker:1")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # it is deprecated
+        warnings.simplefilter("ignore", UserWarning)  # TypedStorage is deprecated
         with pytest.raises(UsageError, match="a storage cannot be created on worker:1"):
             torch.TypedStorage(4, dtype=torch.float32, device="worker:1")
     assert torch.UntypedStorage(4).nbytes() == torch.UntypedStorage(4, device="cpu").nbytes() == 4
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_a_master_that_begins_without_gradients(mode: str) -> None:
-    """The start tries a backward on a worker, whatever the caller's mode is."""
+def test_master_starts_under_no_grad_and_inference_mode(mode: str) -> None:
+    """Start without gradients: the start must run its trial backward on a worker in any mode of the caller."""
     program = f"""
 import torch, allranks as ar
 if __name__ == "__main__":

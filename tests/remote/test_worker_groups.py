@@ -1,4 +1,4 @@
-"""Groups of workers, copies between workers, and what workers do together; the oracle is local CPU."""
+"""Groups of workers, copies between workers, and collectives, compared with the local CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def close_to_local(remote: torch.Tensor, local: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-def test_a_copy_goes_from_worker_to_worker(mw: Master, dtype: torch.dtype) -> None:
+def test_copies_between_workers_keep_values_and_bypass_the_master(mw: Master, dtype: torch.dtype) -> None:
     local = torch.arange(24).reshape(2, 3, 4).to(dtype)
     there = local.to("worker:1")
     sent = mw.connections.outbox.sent(0), mw.connections.outbox.sent(1)
@@ -46,7 +46,7 @@ def test_a_copy_goes_from_worker_to_worker(mw: Master, dtype: torch.dtype) -> No
     assert mw.connections.outbox.sent(0) - sent[0] < 3000 > mw.connections.outbox.sent(1) - sent[1]
 
 
-def test_large_tensors_go_past_the_master(mw: Master) -> None:
+def test_large_copies_between_workers_bypass_the_master(mw: Master) -> None:
     local = torch.randn(1 << 20)
     there = local.to("worker:1")
     mw.synchronize()
@@ -56,7 +56,7 @@ def test_large_tensors_go_past_the_master(mw: Master) -> None:
     assert mw.connections.outbox.sent(0) + mw.connections.outbox.sent(1) - sent < 4096
 
 
-def test_copies_convert_and_assign(mw: Master) -> None:
+def test_copies_between_workers_convert_dtypes_and_assign_slices(mw: Master) -> None:
     local = torch.arange(6.0)
     there = local.to("worker:1")
     close_to_local(there.to("worker:2", torch.float64), local.double())
@@ -83,7 +83,7 @@ def test_autograd_crosses_workers(mw: Master) -> None:
         assert torch.equal(remote, local)
 
 
-def test_one_handle_for_many_workers(mw: Master) -> None:
+def test_group_tensor_has_a_shard_on_each_worker(mw: Master) -> None:
     group = mw.group([1, 2])
     assert (len(group), group.ranks, group.device.type) == (2, (1, 2), "worker")
     whole = torch.arange(12.0).reshape(4, 3)
@@ -104,7 +104,7 @@ def test_one_handle_for_many_workers(mw: Master) -> None:
     assert "worker 2:" in repr(parts)
 
 
-def test_scatter_from_a_worker_and_join(mw: Master) -> None:
+def test_scatter_copies_its_source_and_join_shares_memory(mw: Master) -> None:
     group = mw.group([1, 2])
     whole = torch.arange(8.0)
     assert torch.equal(group.gather(group.scatter(whole.to("worker:1"))), whole)
@@ -118,13 +118,13 @@ def test_scatter_from_a_worker_and_join(mw: Master) -> None:
     close_to_local(source, whole)
 
 
-def test_a_tensor_to_all_of_a_group(mw: Master) -> None:
+def test_tensor_moved_to_a_group_is_copied_to_each_worker(mw: Master) -> None:
     group, local = mw.group([2, 1]), torch.randn(3, 3)
     for source in (local, local.to("worker:1"), local.to("worker:2")):
         copied = source.to(group.device)
         close_to_local(copied.shard(1), local)
         close_to_local(copied.shard(2), local)
-    factor = torch.tensor(2.0, requires_grad=True)  # operations take it from where it is
+    factor = torch.tensor(2.0, requires_grad=True)  # operations accept a CPU tensor without dimensions
     (group.scatter(torch.arange(6.0)) * factor).sum().backward()
     assert factor.grad == 15
     alone = mw.group([2])
@@ -146,7 +146,7 @@ def test_all_reduce(mw: Master, op: str) -> None:
         close_to_local(many.shard(rank), reduced[None].double())
 
 
-def test_broadcast_all_gather_reduce_scatter(mw: Master) -> None:
+def test_broadcast_all_gather_and_reduce_scatter_match_local_results(mw: Master) -> None:
     group = mw.group([1, 2])
     with group:
         net = torch.nn.Linear(3, 2)
@@ -162,13 +162,13 @@ def test_broadcast_all_gather_reduce_scatter(mw: Master) -> None:
     close_to_local(group.all_gather(parts).shard(2), whole)
     close_to_local(group.all_gather(parts, dim=1).shard(1), torch.cat([whole[:2], whole[2:]], 1))
     close_to_local(group.reduce_scatter(parts).shard(2), (whole[:2] + whole[2:])[1:])
-    turns = torch.tensor([1 + 2j, 3 - 1j, 2j, 1j]).conj()  # marked, not computed
+    turns = torch.tensor([1 + 2j, 3 - 1j, 2j, 1j]).conj()  # conj() only sets the conjugate bit
     close_to_local(group.all_gather(group.scatter(turns)).shard(1), turns.resolve_conj())
     close_to_local(group.all_gather(group.scatter(turns.conj()).conj()).shard(2), turns.resolve_conj())
     close_to_local(group.all_gather(parts.sum()).shard(1), torch.stack([whole[:2].sum(), whole[2:].sum()]))
 
 
-def test_wrong_use_of_groups(mw: Master) -> None:
+def test_wrong_use_of_groups_raises(mw: Master) -> None:
     group = mw.group([1, 2])
     parts = group.scatter(torch.zeros(4))
     for wrong, said in (
@@ -194,8 +194,8 @@ def test_wrong_use_of_groups(mw: Master) -> None:
         parts + torch.zeros(2, device="worker:1")
 
 
-def test_a_fault_travels_with_the_tensor(mw: Master) -> None:
-    """Neither a copy nor a collective of poison leaves the others waiting."""
+def test_error_propagates_with_copies_and_collectives_of_its_tensor(mw: Master) -> None:
+    """Copy and reduce a poisoned tensor; the other worker must not wait forever."""
     group = mw.group([1, 2])
     table, wrong = torch.zeros(3, device="worker:1"), torch.tensor([5], device="worker:1")
     torch.gather(table, 0, torch.tensor([1], device="worker:1"))
@@ -211,7 +211,7 @@ def test_a_fault_travels_with_the_tensor(mw: Master) -> None:
 
 
 class Rows:
-    """What a group is to autograd: tensors of which each worker has a row."""
+    """Local reference for a group under autograd: each row of a tensor stands for the shard of a worker."""
 
     def scatter(self, x: Any, dim: int = 0) -> Any:
         return torch.stack(x.chunk(2, dim))
@@ -262,7 +262,7 @@ def through_scatter_and_gather(g: Any, x: Any) -> Any:
 
 def through_scatter_from_a_worker(g: Any, x: Any) -> Any:
     whole = g.gather(g.scatter(g.at(x, 2).sin(), dim=1).exp())
-    return g.gather(g.scatter(g.at(whole, 3)).sin(), dim=1)  # it is not in the group
+    return g.gather(g.scatter(g.at(whole, 3)).sin(), dim=1)  # worker 3 is not in the group
 
 
 def through_all_gather(g: Any, x: Any) -> Any:
@@ -301,8 +301,10 @@ def through_changes_in_place(g: Any, x: Any) -> Any:
         through_shards_and_join, through_copies_to_all, through_changes_in_place,
     ],
 )  # fmt: skip
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself does, for derivatives forward
-def test_autograd_goes_through(mw: Master, as_many_threads: None, program: Callable[[Any, Any], Any]) -> None:
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch uses it for forward-mode derivatives
+def test_derivatives_through_groups_match_local_derivatives(
+    mw: Master, as_many_threads: None, program: Callable[[Any, Any], Any]
+) -> None:
     found = []
     for group in (Workers(mw.group([1, 2])._place), Rows()):
         torch.manual_seed(1)
@@ -318,7 +320,7 @@ def test_autograd_goes_through(mw: Master, as_many_threads: None, program: Calla
         assert ours.abs().sum() > 0
 
 
-def test_captured_steps_span_groups_and_their_workers(mw: Master, as_many_threads: None) -> None:
+def test_captured_step_with_groups_and_their_workers_matches_local_training(mw: Master, as_many_threads: None) -> None:
     group = mw.group([1, 2])
     torch.manual_seed(2)
     start = torch.randn(4, 4)
@@ -358,7 +360,7 @@ def test_captured_steps_span_groups_and_their_workers(mw: Master, as_many_thread
         close_to_local(there, here.detach())
 
 
-def test_what_autograd_cannot_follow_is_refused(mw: Master) -> None:
+def test_operations_that_autograd_cannot_follow_are_refused(mw: Master) -> None:
     group = mw.group([1, 2])
     parts = group.scatter(torch.ones(4, requires_grad=True))
     both = group.join([parts.shard(1), parts.shard(2)])
@@ -383,8 +385,8 @@ def test_what_autograd_cannot_follow_is_refused(mw: Master) -> None:
     close_to_local(parts.detach().shard(2), torch.ones(2))
 
 
-def test_groups_end(mw: Master) -> None:
-    """A loop can make as many as it likes, and leaves nothing behind."""
+def test_deleted_groups_release_their_resources(mw: Master) -> None:
+    """Create groups in a loop; file descriptors and shared memory must not accumulate."""
 
     def resources() -> tuple[int, int]:
         with open("/proc/self/maps") as maps:
@@ -396,18 +398,18 @@ def test_groups_end(mw: Master) -> None:
     for number in range(504):
         group = mw.group(kinds[number % 12])
         devices.add(group.device)
-        if number % 8 < 2:  # some never meet
+        if number % 8 < 2:  # the other groups never communicate
             x = group.scatter(torch.arange(2.0 * len(group)))
             group.all_reduce_(x)
             if number % 96 == 48:
                 assert sum(x.shard(group.ranks[-1]).tolist()) == sum(range(2 * len(group)))
-        if number % 24 == 0:  # the first of another round; before, the workers have come to know what is asked
+        if number % 24 == 0:  # once per round; the first measurement precedes one-time allocations of the workers
             del x
             mw.synchronize()
             counts.append(look().result())
     assert len(devices) > 100
     assert counts[1] == counts[-1]
-    assert any(each[1] for each in counts[-1])  # else nothing has been counted
+    assert any(each[1] for each in counts[-1])  # otherwise the measurement counts nothing
     with pytest.raises(allranks.UsageError, match=r"A group's device exists only as .*\n  Keep the result of group"):
         torch.zeros(
             2, device=next(each for each in devices if each.index not in {p.index for p in mw.devices.groups.values()})
