@@ -1,4 +1,4 @@
-"""The small examples run, and print what their users' programs print under torch.distributed."""
+"""The small examples run and print the same as the users' programs under torch.distributed."""
 
 import os
 import re
@@ -50,7 +50,7 @@ def test_check_config(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_slurm_multinode_helper(tmp_path: Path) -> None:
-    """What srun tells it is made up here, and who answers for SLURM; the launcher is torch's."""
+    """Run the helper with simulated srun variables, a stand-in for scontrol, and torch's launcher."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\necho localhost\n")
     scontrol.chmod(0o755)
@@ -89,7 +89,7 @@ def test_pbs(tmp_path: Path, launched: bool) -> None:
         assert f"[INFO]: Initialized process group: Rank {rank} out of 2\n" in logged
         assert logged.endswith(f"[INFO]: Rank within Default Process Group: {rank}\n")
     assert "Rank within Default Process Group: 0" in done.stderr
-    assert "Rank within Default Process Group: 1" not in done.stderr  # it has its file
+    assert "Rank within Default Process Group: 1" not in done.stderr  # Rank 1 logs into its own file.
 
 
 def test_start() -> None:
@@ -123,5 +123,5 @@ def test_walkthrough(tmp_path: Path) -> None:
     said = lines(
         str(FIRST / "walkthrough.py"), "--world-size", "3", MASTER_PORT=str(port), XDG_CONFIG_HOME=str(tmp_path)
     )
-    # Nobody keeps the processes' lines apart here.
+    # Without a launcher the lines of the processes can be interleaved, so count occurrences.
     assert all("".join(said).count(f"rank {r} has data 1.0") == 1 for r in range(3))
