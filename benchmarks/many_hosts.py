@@ -1,5 +1,4 @@
-"""Growth of the cost of calls with the number of hosts: time, and CPU time of a rank, beside gloo and Open MPI over
-TCP.
+"""Growth of the cost of calls with the number of hosts, beside gloo and Open MPI over TCP: time and CPU time.
 
     build/bench-venv/bin/python benchmarks/many_hosts.py --json found.json --plot found.png
 

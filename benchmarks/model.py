@@ -107,8 +107,9 @@ class Touched:
 
 
 def stage_ns(machine: Machine, lines: dict[tuple[int, int], int], overlap: int) -> float:
-    """Return the time of one stage: each reader waits for its reads, and each line moves to one reader after the
-    other.
+    """Return the time of one stage.
+
+    Each reader waits for its reads, and each line moves to one reader after the other.
     """
     reads: dict[int, list[float]] = defaultdict(list)
     serves: dict[int, list[float]] = defaultdict(list)
@@ -182,8 +183,9 @@ def between_hosts(
 
 
 def measured() -> dict[str, float]:
-    """Measure a rank's own work, the transfer of a line between two CPUs, and the call of two ranks that these
-    predict.
+    """Measure a rank's own work, the transfer of a line between two CPUs, and the call of two ranks.
+
+    The measured call is compared with its prediction from the other two figures.
     """
     from allranks.testing import run_ranks
 

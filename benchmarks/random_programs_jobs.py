@@ -29,8 +29,7 @@ from typing import Any, NoReturn
 
 __all__ = ["Done", "Jobs"]
 
-# Modules that launchers and ranks of the programs import. A module that no longer exists costs time and has no other
-# effect.
+# Modules that launchers and ranks of the programs import. A module that no longer exists only costs time.
 _IMPORTED = (
     "torch", "numpy", "sympy", "torch._dynamo", "torch.optim.swa_utils", "torch.distributed.device_mesh",
     "torch.distributed.fsdp", "torch.profiler._cupti_monitor", "multiprocessing.popen_fork", "multiprocessing.queues",

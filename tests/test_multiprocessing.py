@@ -62,20 +62,20 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(stores.pop()).startswith("unix:@")
 
 
-def test_environment_of_one_host_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_numbered_across_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     [(_, names, store)] = told(monkeypatch, 1, RANK="1", WORLD_SIZE="2", MASTER_ADDR="node0", MASTER_PORT="29500")
     assert names == ["1", "2", "0", "1", "node0", "29500"]
     assert store is None
 
 
-def test_environment_inside_an_allranks_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_inside_an_allranks_job_use_another_store(monkeypatch: pytest.MonkeyPatch) -> None:
     outer = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "ALLRANKS_STORE": "unix:@outer"}
     [(_, _, store)] = told(monkeypatch, 1, **outer)
     assert store is not None
     assert store != "unix:@outer"
 
 
-def test_environment_with_a_user_defined_master(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_defined_master_address_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     [(_, names, store)] = told(monkeypatch, 1, MASTER_ADDR="localhost", MASTER_PORT="12355")
     assert names == ["0", "1", "0", "1", "localhost", "12355"]
     assert store is not None

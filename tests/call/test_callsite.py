@@ -69,7 +69,7 @@ def test_call_sites_of_asynchronous_calls_are_cached_by_instruction() -> None:
         assert through("/home/me/a.py", logged, verb, lambda: sites.behind(1)) == "/home/me/a.py:2"
         # No stack is this deep.
         assert sites.behind(100_000) == callsite.NOWHERE
-    # A call through a second wrapper: only one level of wrappers is skipped, so the outer file is not reported.
+    # The frames of a passed function and of its wrapper are skipped.
     outer = compiled("/home/me/c.py", "def verb(ask):\n    return ask()\n")["verb"]
     wrapper = compiled("/home/me/d.py", "def wrapper(verb, ask):\n    return verb(ask)\n")["wrapper"]
     passing = _core.Sites(callsite.line_of, callsite.NOWHERE, [outer.__code__])
@@ -81,7 +81,7 @@ class Summing(torch.nn.Module):
         return x * 2
 
 
-def test_an_error_in_a_training_step_names_the_line_that_called_backward() -> None:
+def test_mismatch_error_names_the_line_that_called_backward() -> None:
     def body() -> str:
         model = allranks.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
         loss = model(torch.ones(1, 3)).sum()

@@ -81,26 +81,26 @@ def test_gpt_example_survives_the_death_of_all_ranks(tmp_path: Path, calm: str) 
 
 
 @pytest.mark.parametrize(("ranks", "options"), [("2", []), ("3", ["--quantise"])])
-def test_diloco(ranks: str, options: list[str]) -> None:
+def test_diloco_example_prints_the_documented_output(ranks: str, options: list[str]) -> None:
     printed = said(*LAUNCHED[:-1], ranks, EXAMPLES / "diloco/train.py", *options)
     assert_as_shown("diloco", printed)
     assert float(printed.split()[1].removesuffix("%")) > 85
 
 
-def test_parameter_server() -> None:
+def test_parameter_server_example_prints_the_documented_output() -> None:
     printed = said(*LAUNCHED[:-1], "3", EXAMPLES / "parameter_server/train.py", "--updates", "120")
     assert_as_shown("parameter_server", printed)
     assert "240 gradients, 120 of each worker" in printed
     assert int(printed.split()[-1].removesuffix("%")) > 80
 
 
-def test_sharded() -> None:
+def test_sharded_example_prints_the_documented_output() -> None:
     assert_as_shown(
         "sharded", "".join(said(*LAUNCHED, EXAMPLES / "sharded/train.py", way) for way in ("fsdp", "tensor"))
     )
 
 
-def test_sweep() -> None:
+def test_sweep_example_prints_the_documented_output() -> None:
     printed = said(sys.executable, EXAMPLES / "sweep/sweep.py")
     assert_as_shown("sweep", printed)
     assert printed.splitlines()[-1].removeprefix("best learning rate: ") in ("0.1", "0.32", "1")

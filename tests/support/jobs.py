@@ -35,8 +35,9 @@ class Done:
 
 @dataclass
 class Jobs:
-    """Starter of ``allranks run`` in a temporary folder. Scripts that do not need torch import an empty module
-    instead.
+    """Starter of ``allranks run`` in a temporary folder.
+
+    Scripts that do not need torch import an empty module instead.
     """
 
     hosts: Cluster

@@ -121,8 +121,9 @@ def _call(
 
 
 def _whole(parts: list[Tensor]) -> Tensor:
-    """Return the tensor that consists of these parts in order; if the parts are clones, create it and rebind the
-    parts.
+    """Return the tensor that consists of these parts in order.
+
+    If the parts are clones, create the tensor and rebind the parts to it.
     """
     offsets = [part.storage_offset() for part in parts]
     if len({part.untyped_storage()._cdata for part in parts}) == 1:

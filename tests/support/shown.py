@@ -12,8 +12,9 @@ NUMBER = re.compile(r"\b[0-9a-f]{12}\b|\d[\d.,]*(e-\d+)?")  # or a fingerprint o
 
 
 def assert_as_shown(example: str, printed: str) -> None:
-    """Assert that the lines match the page in content and order, except for numbers and for repetitions of similar
-    lines.
+    """Assert that the lines match the page in content and order.
+
+    Numbers and repetitions of similar lines are ignored.
     """
     (output,) = OUTPUT.findall(dict(SECTION.findall(README.read_text()))[example])
     assert _kinds(printed) == _kinds(output), printed

@@ -99,10 +99,10 @@ class Slurm:
 
     @contextlib.contextmanager
     def lost(self, number: int) -> Iterator[None]:
-        """Kill the daemon and all job processes of a node inside the block, as a power failure does; restart it
-        afterwards.
+        """Kill the daemon and all job processes of a node inside the block, as a power failure does.
 
-        The node is marked as down explicitly, because SLURM detects the failure only after some minutes.
+        After the block the daemon is restarted. The node is marked as down explicitly, because SLURM detects the
+        failure only after some minutes.
         """
         host = self.hosts.hosts[number]
         network = os.readlink(f"/proc/{host.holder}/ns/net")

@@ -112,8 +112,9 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 def _on_rank(file: Path, folder: str) -> None:
-    """Run the programs, and write the differences of each. An exception terminates the rank, as it leaves a broken
-    world.
+    """Run the programs, and write the differences of each.
+
+    An exception terminates the rank, because it leaves a broken world.
     """
     warnings.simplefilter("ignore")  # torch's warnings about its own names
     logging.disable(logging.WARNING)
