@@ -1,17 +1,17 @@
-"""Jobs that save, and are killed while they do: is the newest checkpoint that was announced there, to the last bit?
+"""Jobs that are killed while they save: the newest announced checkpoint must exist, and every bit must be right.
 
     python benchmarks/checkpoint_kills.py --seeds 0:200            # a kill per seed
-    python benchmarks/checkpoint_kills.py --seeds 17:18 --verbose  # one again
-    python benchmarks/checkpoint_kills.py --seeds 0:200 --apart    # each rank has a folder of its own
+    python benchmarks/checkpoint_kills.py --seeds 17:18 --verbose  # repeat one kill
+    python benchmarks/checkpoint_kills.py --seeds 0:200 --apart    # each rank has a separate folder
 
-A seed decides the kill (`Plan`): who is killed, in which save and at which part of it, how large the state is, and
-whether saves go on in the background. The job notes each step that a save has announced; afterwards the newest complete
-checkpoint must be of that step or a later one, and every byte of it right.
+A seed decides the kill (`Plan`): the victim, the save and its phase, the size of the state, and whether saves run in
+the background. The job records each step that a save has announced. After the kill, the newest complete checkpoint
+must be of that step or a later one, and every byte of it must be right.
 
-The writer of a save in the background is a thread of its rank. So a kill of the writer is one of its rank, in a moment
-in which that thread writes. The launcher starts the ranks again after each kill (``--restarts``), forked from a process
-that has torch; a launcher that was killed is followed by another one. Each rank notes what it does in memory that is
-shared with a file. It is read when the rank has died, so it is known whether the kill fell inside a save.
+A thread of the rank writes background saves. A kill of the writer is therefore a kill of its rank at a moment when
+that thread writes. The launcher restarts the ranks after each kill (``--restarts``), forked from a process that has
+imported torch. A killed launcher is replaced by a new one. Each rank records its activity in memory that is mapped
+from a file. The benchmark reads this record after the rank's death, so it knows whether the kill hit a save.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ BETWEEN, IN_THE_CALL, IN_THE_BACKGROUND = range(len(PHASES))
 
 
 class Plan(NamedTuple):
-    """What a seed decides.
+    """The kill that a seed decides.
 
     Attributes:
         victim: one of ``VICTIMS``.
-        numbers: in the state.
-        background: saves go on in the background.
-        step: the save in which the kill is to fall.
-        part: of the time that the save before it has taken, from its beginning to the kill.
+        numbers: numbers in the state.
+        background: saves run in the background.
+        step: the save that the kill should hit.
+        part: time from the beginning of that save to the kill, as a part of the duration of the previous save.
     """
 
     victim: str
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, seed: int) -> Plan:
-        """The same for the same seed."""
+        """Return the plan for a seed. The same seed always gives the same plan."""
         pick = random.Random(seed)
         victim, numbers, background = pick.choice(VICTIMS), pick.choice(SIZES), pick.random() < 0.5
         background = background or victim.startswith("writer")
@@ -64,14 +64,14 @@ class Plan(NamedTuple):
 
     @property
     def ranks(self) -> list[int]:
-        """Those that are killed."""
+        """The ranks to kill."""
         if self.victim == "launcher":
             return []
         return [0, 1] if self.victim == "both ranks" else [int(self.victim[-1])]
 
 
 class Notes:
-    """What a rank does, in memory that outlives it: each note is one store of 8 bytes."""
+    """The activity of a rank, in memory that outlives the rank. Each note is one store of 8 bytes."""
 
     def __init__(self, path: Path) -> None:
         with open(path, "a+b") as file:
@@ -80,39 +80,39 @@ class Notes:
 
     @property
     def pid(self) -> int:
-        """Of the rank; 0: it has not begun."""
+        """Process id of the rank; 0 if the rank has not begun."""
         return self._words[0]
 
     @property
     def position(self) -> tuple[int, int]:
-        """The step, and the phase of it."""
+        """The current step and its phase."""
         return divmod(self._words[1], len(PHASES))
 
     def begin(self) -> None:
-        """A rank has begun."""
+        """Record that the rank has begun."""
         self._words[0] = os.getpid()
 
     def note(self, step: int, phase: int) -> None:
-        """A rank goes on."""
+        """Record that the rank enters a phase."""
         now = time.monotonic_ns()
-        self._words[2 + self.position[1]] = now - self._words[5]  # what the phase that ends has taken
+        self._words[2 + self.position[1]] = now - self._words[5]  # duration of the phase that ends now
         self._words[5] = now
         self._words[1] = step * len(PHASES) + phase
 
     def lasted_s(self, *phases: int) -> float:
-        """How long these phases took when they last ended."""
+        """Return the most recent total duration of these phases in seconds."""
         return sum(self._words[2 + phase] for phase in phases) / 1e9
 
 
 def value(step: int, size: int) -> Any:
-    """What the tensor of a step is."""
+    """Return the value of the tensor for a step."""
     import torch
 
     return torch.arange(size, dtype=torch.float32) * 0.5 + step
 
 
 class Job:
-    """A launcher, and what its ranks are to do at each start."""
+    """A launcher, and the orders to its ranks for each start."""
 
     def __init__(self, verbose: bool = False) -> None:
         self._base = tempfile.TemporaryDirectory(prefix="kills-")
@@ -126,26 +126,26 @@ class Job:
         )
 
     def begin(self, folder: Path, plan: Plan, apart: bool) -> None:
-        """Lets the ranks that were started last save into a folder."""
+        """Order the most recently started ranks to save into a folder."""
         order = json.dumps([str(folder), plan.numbers, plan.background, apart])
         _write_whole(Path(self._base.name) / f"turn-{self._turn}", order)
         self._turn += 1
 
     def end(self) -> None:
-        """Ends it with its ranks."""
+        """Terminate the launcher and its ranks."""
         self.process.terminate()
         self.process.wait(PATIENCE_S)
         self._base.cleanup()
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Who looks meanwhile finds all of it, or what was there before."""
+    """Write a file atomically: a concurrent reader finds the new content or the previous content."""
     path.with_suffix(".new").write_text(text)
     os.replace(path.with_suffix(".new"), path)
 
 
 def start(base: Path) -> None:
-    """What the ranks run: they wait for what they are to do, and do it."""
+    """Entry point of the ranks: wait for the order, and execute it."""
     turn = base / f"turn-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
     while not turn.exists():
         time.sleep(0.002)
@@ -154,7 +154,7 @@ def start(base: Path) -> None:
 
 
 def work(folder: Path, size: int, background: bool, apart: bool) -> None:
-    """Saves without end."""
+    """Save in an endless loop."""
     import torch
 
     import allranks as dist
@@ -176,7 +176,7 @@ def work(folder: Path, size: int, background: bool, apart: bool) -> None:
         if background:
             saving = checkpoint.save_async(state, saved, step=step, keep=2)
             notes.note(step, IN_THE_BACKGROUND)
-            tensors["x"] *= 1  # the program goes on
+            tensors["x"] *= 1  # the program continues to change the tensor
             saving.wait()
         else:
             checkpoint.save(state, saved, step=step, keep=2)
@@ -186,7 +186,7 @@ def work(folder: Path, size: int, background: bool, apart: bool) -> None:
 
 
 class Kills:
-    """Kills in turn, of as few jobs as are needed."""
+    """A sequence of kills, with as few jobs as possible."""
 
     def __init__(self, verbose: bool = False, apart: bool = False) -> None:
         self._verbose, self._apart = verbose, apart
@@ -204,7 +204,11 @@ class Kills:
             self._job = None
 
     def run(self, seed: int) -> dict[str, Any]:
-        """One kill. Returns what was killed when, and as ``wrong`` what is wrong; "" for nothing."""
+        """Do one kill.
+
+        Returns:
+            The victim and moment of the kill, and under ``wrong`` a description of the damage, or "".
+        """
         plan = Plan.of(seed)
         self._job = self._job or Job(self._verbose)
         with tempfile.TemporaryDirectory(prefix="kills-") as name:
@@ -217,7 +221,7 @@ class Kills:
 
 
 def _kill(job: Job, plan: Plan, folder: Path, apart: bool) -> list[tuple[int, int]]:
-    """Returns where those were that died: the step, and the phase of it."""
+    """Kill according to the plan. Return the step and the phase in which each victim died."""
     notes = [Notes(folder / f"notes-{rank}") for rank in range(RANKS)]
     job.begin(folder, plan, apart)
     _wait_for(plan, notes, job)
@@ -228,7 +232,7 @@ def _kill(job: Job, plan: Plan, folder: Path, apart: bool) -> list[tuple[int, in
     job_ended = lambda: plan.ranks or job.process.poll() is not None  # noqa: E731
     gone = lambda: job_ended() and not any(Path(f"/proc/{pid}").exists() for pid in pids)  # noqa: E731
     _wait_until(gone, "the ranks have not ended")
-    # The ranks that were killed died where they were. The others have had an error since.
+    # The killed ranks stopped at their last recorded position. The other ranks have raised an error since.
     return [notes[rank].position for rank in plan.ranks] or found
 
 
@@ -247,7 +251,7 @@ def _record(
 
 
 def _wait_for(plan: Plan, notes: list[Notes], job: Job) -> None:
-    """Waits for the moment of the kill."""
+    """Wait for the moment of the kill."""
     watched = notes[plan.ranks[0] if plan.ranks else 0]
     first = IN_THE_BACKGROUND if plan.victim.startswith("writer") else IN_THE_CALL
 
@@ -270,7 +274,7 @@ def _wait_until(is_so: Any, trouble: str) -> None:
 
 
 def judge_apart(folder: Path, size: int) -> tuple[str, int, int]:
-    """Compares what the ranks find together with what was announced, by rank."""
+    """Compare the checkpoint that the ranks find together with the announced steps, by rank."""
     import warnings
 
     import allranks as dist
@@ -286,7 +290,11 @@ def judge_apart(folder: Path, size: int) -> tuple[str, int, int]:
 
 
 def judge(folder: Path, size: int, saved: Path | None = None, group: Any = None, rank: int = 0) -> tuple[str, int, int]:
-    """Compares what is there with what was announced. Returns what is wrong, and the steps of both; 0 for none."""
+    """Compare the existing checkpoints with the announced step.
+
+    Returns:
+        A description of the damage, and the found and announced steps (0 for none).
+    """
     from allranks import checkpoint
 
     announced = int((folder / "announced").read_text()) if (folder / "announced").exists() else 0
@@ -312,7 +320,7 @@ def _wrong(newest: Any, announced: int, size: int, rank: int) -> str:
 
 
 def report(kills: list[dict[str, Any]], apart: bool) -> str:
-    """All kills as JSON, one in a line."""
+    """Return all kills as JSON, one per line."""
     victims = {victim: sum(kill["victim"] == victim for kill in kills) for victim in VICTIMS}
     about = {
         "kills": len(kills),

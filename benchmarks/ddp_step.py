@@ -1,11 +1,11 @@
-"""Times a training step: allranks' DistributedDataParallel against torch's on gloo.
+"""Measure a training step: allranks's DistributedDataParallel against torch's on gloo.
 
     allranks run -n 2 benchmarks/ddp_step.py --json out/ddp_step.json
 
-All contenders run in the same processes, one step each in turn, because timings on a shared machine
-drift by more than the difference of interest; medians are compared. A step is forward, backward and
-SGD update of an MLP with 10 M parameters; it counts as long as its slowest rank takes. The floor is
-the same step without any synchronisation. Before timing, the gradients of all contenders are compared.
+All contenders run in the same processes, one step each in turn, because timings on a shared machine drift by more than
+the measured difference. Medians are compared. A step is forward, backward and SGD update of an MLP with 10 M
+parameters; its time is that of the slowest rank. The floor is the same step without synchronization. Before timing,
+the benchmark compares the gradients of all contenders.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def mlp():
 
 
 def init_torch(rank, world_size):
-    """A gloo group beside ours, on a port that nobody had to choose."""
+    """Create a gloo group in addition to the allranks world, on an automatically chosen port."""
     address = os.environ.get("MASTER_ADDR", "127.0.0.1").partition(":")[0]
     if address in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -56,7 +56,7 @@ def step(model, optimizer, data, target):
 
 
 def require_same_gradients(models, data, target):
-    """All contenders but the floor must compute the same thing."""
+    """Require equal gradients of all contenders except the floor."""
     gradients = {}
     for name, model in models.items():
         model.zero_grad()
@@ -73,14 +73,14 @@ def measure(models, steps, data, target):
     seconds = {name: [] for name in models}
     names = list(models)
     for i in range(-5, steps):
-        # Another order each time: whoever comes first finds other caches than who comes last.
+        # Rotate the order, because the position in a round influences the state of the caches.
         for name in names[i % len(names) :] + names[: i % len(names)]:
             dist.barrier()
             start = time.perf_counter()
             step(models[name], optimizers[name], data, target)
             elapsed = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
             dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-            if i >= 0:  # before: warming up
+            if i >= 0:  # earlier rounds warm up
                 seconds[name].append(elapsed.item())
     return seconds
 

@@ -1,12 +1,12 @@
-"""examples/digits/train.py, whose ranks are killed at random: the same weights, and how long does each kill take?
+"""Random kills of ranks in examples/digits/train.py: the weights must not change; measures each recovery.
 
     python benchmarks/digits_kills.py --kills 200 --json benchmarks/digits_kills.json
     python benchmarks/digits_kills.py --kills 5 --epochs 60
 
-Runs of ``allranks run -n 3 --elastic 1 examples/digits/train.py``. A seed decides which rank is killed (SIGKILL), and
-when: up to 0.6 s after all have finished a step since the kill before. The fingerprint of the weights that each run
-prints must be that of a run without a kill. A recovery is the time from the kill until the first step that all ranks
-have finished after it. Most of it are the imports of the example in the new process (scikit-learn, rich).
+Each run is ``allranks run -n 3 --elastic 1 examples/digits/train.py``. A seed decides which rank is killed (SIGKILL)
+and when: up to 0.6 s after all ranks have finished a step since the previous kill. Each run prints a fingerprint of
+the weights, which must equal that of a run without a kill. A recovery is the time from the kill until all ranks have
+finished a step. Most of it is the time of the example's imports in the new process (scikit-learn, rich).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from faults import recovered
 
 TRAIN = Path(__file__).parents[1] / "examples" / "digits" / "train.py"
 RANKS = 3
-LONGEST_S = 0.6  # between a kill and the next one
+LONGEST_S = 0.6  # maximum time between two kills
 PATIENCE_S = 300.0
 
 
 def train(folder: Path, options: list[str]) -> None:
-    """What the ranks run: the example as it is. A line is written for each step that is done."""
+    """Entry point of the ranks: run the unchanged example, and write a line for each finished step."""
     import allranks as dist
 
     leave = dist.resilience.Step.__exit__
@@ -59,7 +59,7 @@ def train(folder: Path, options: list[str]) -> None:
 
 
 def run(epochs: int, seed: int | None, most: int) -> dict[str, Any]:
-    """One run, with up to so many kills; seed None: without any."""
+    """Do one run with up to ``most`` kills, or without kills if seed is None."""
     with tempfile.TemporaryDirectory(prefix="digits-kills-") as name:
         folder = Path(name)
         words = [sys.executable, "-m", "allranks", "run", "-n", str(RANKS), "--elastic", "1", "--respawns", "1000"]
@@ -73,7 +73,7 @@ def run(epochs: int, seed: int | None, most: int) -> dict[str, Any]:
     found = re.search(r", weights (\w{12})$", output, re.MULTILINE)
     return {
         "seed": seed,
-        "kills": len(took),  # one behind the last step has hit no training
+        "kills": len(took),  # a kill after the last step has not hit the training
         "weights": found[1] if found and job.returncode == 0 else f"exit code {job.returncode}: {output[-2000:]}",
         "steps": max((step.done for step in steps), default=0),
         "recovery_s": [round(seconds, 4) for seconds in took],
@@ -81,12 +81,13 @@ def run(epochs: int, seed: int | None, most: int) -> dict[str, Any]:
 
 
 def kill(job: subprocess.Popen[str], folder: Path, pick: random.Random, most: int) -> list[float]:
-    """Kills ranks until the training is over, or so many are killed. Returns when each was dead."""
+    """Kill ranks until the training is over or ``most`` ranks are killed. Return the time of each death."""
     killed: list[float] = []
     while job.poll() is None and len(killed) < most:
         last = killed[-1] if killed else 0.0
         if sum(step is not None and step.at > last for _, step in alive(folder).values()) < RANKS:
-            time.sleep(0.02)  # one at a time: the rank that keeps the sum of losses of another must not die with it
+            # One kill at a time: a rank and the rank that keeps a backup of its loss sum must not die together.
+            time.sleep(0.02)
             continue
         time.sleep(pick.random() * LONGEST_S)
         processes, rank = alive(folder), str(pick.randrange(RANKS))
@@ -101,7 +102,7 @@ def kill(job: subprocess.Popen[str], folder: Path, pick: random.Random, most: in
 
 
 def alive(folder: Path) -> dict[str, tuple[int, StepDone | None]]:
-    """The newest process of each rank, if it is alive, and its last step."""
+    """Return the newest process of each rank and its last step, if the process is alive."""
     newest: dict[str, int] = {}
     for path in folder.glob("pid-*"):
         _, rank, start = path.name.split("-")

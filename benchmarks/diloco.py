@@ -1,9 +1,9 @@
-"""What examples/diloco saves on the wire, and in time over a slow network.
+"""Bytes on the wire and time over a slow network that examples/diloco saves.
 
     python benchmarks/diloco.py --json benchmarks/diloco.json
 
-Hosts of one rank each (network namespaces; root), whose interfaces count the bytes that leave them, headers and signs
-of life included. `tc tbf` lets each send so many bits a second. The same number of steps is made in each way.
+Each host has one rank (network namespaces; root). The interfaces count the bytes that leave a host, including headers
+and keepalives. `tc tbf` limits the bits per second that each host sends. Each variant runs the same number of steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WAYS = {
 
 
 def sent(host: Host) -> int:
-    """Bytes that have left it."""
+    """Return the number of bytes that the host has sent."""
     done = subprocess.run(host.inside("ip", "-json", "-s", "link", "show", "eth0"), capture_output=True, check=True)
     count: int = json.loads(done.stdout)[0]["stats64"]["tx"]["bytes"]
     return count

@@ -1,27 +1,28 @@
-"""Jobs under random faults: does each end with the weights that it must have, or a typed error, and in time?
+"""Jobs under random faults: each must finish in time, with the right weights or with a typed error.
 
     python benchmarks/faults.py --seeds 0:100              # a job per seed, several faults in each
-    python benchmarks/faults.py --seeds 17:18 --verbose    # one again
+    python benchmarks/faults.py --seeds 17:18 --verbose    # repeat one job
     python benchmarks/faults.py --seeds 0:100 --hosts      # three hosts and a spare one (namespaces, sshd; root)
     python benchmarks/faults.py --seeds 0:100 --sharded    # a model that FSDP2 shards on a mesh of 2 x 2 ranks
-    python benchmarks/faults.py --seeds 0:100 --checkpoints    # all ranks are killed, too, and checkpoints are written
-    python benchmarks/faults.py --seeds 0:100 --until 1000 --json benchmarks/faults.json    # goes on with what is there
+    python benchmarks/faults.py --seeds 0:100 --checkpoints    # also kills all ranks, and writes checkpoints
+    python benchmarks/faults.py --seeds 0:100 --until 1000 --json benchmarks/faults.json    # continues earlier results
 
-A job is ``allranks run -n 3 --elastic 1`` on this file, which trains a small model with batch normalisation and
-dropout (faults_training.py). A seed decides which ranks are killed, stopped for a while, or killed together, and when:
-while they compute, while the others recover, and while the process that takes a place joins.
+A job is ``allranks run -n 3 --elastic 1`` on this file, which trains a small model with batch normalization and
+dropout (faults_training.py). A seed decides which ranks are killed, paused, or killed together. It also decides when:
+during computation, during the recovery of the other ranks, or while a replacement process joins.
 
-Every step of every process must come to what it is without a fault, to the last bit; where the job goes on with fewer
-ranks, to what one process computes that takes the same samples (``expected``). At the end the weights of all ranks must
-be the same, and no process may be left. A job that ends otherwise must name the reason: that nobody has the state.
+Every step of every process must have the same result as without a fault, bit for bit. If the job continues with fewer
+ranks, the result must equal that of one process that trains on the same samples (``expected``). At the end, the
+weights of all ranks must be equal, and no process may remain. A job that fails must report the reason: no remaining
+rank has the state.
 
-A fault counts only if it has hit: a process that was alive, in a training that was not over.
+A fault counts only if it has hit a live process in an unfinished training.
 
-With ``--hosts`` each rank is on a host of its own. Then the agent of a host is killed, too, and a host is unplugged and
-plugged in again: its rank is started on the spare host, and it is the spare host when it is back. That is done to a job
-once each, and not while ranks recover: where more hosts are lost than are spare, the state is soon lost with the last.
+With ``--hosts`` each rank is on a separate host. The agent of a host is also killed, and a host is disconnected and
+reconnected. Its rank starts on the spare host, and the reconnected host becomes the spare host. Each job gets each of
+these faults once, and not while ranks recover: if more hosts fail than are spare, the state is soon lost.
 
-With ``--checkpoints`` all ranks are killed at once, too, and the job is started again from its newest checkpoint.
+With ``--checkpoints`` all ranks are also killed simultaneously, and the job restarts from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 SPARES = 1
 PATIENCE_S = 120.0  # without a step or a fault: the job hangs
-RECOVERY_S = 30.0  # until all train again, before the next fault: then some are left out, as there is no host for them
-GHOSTS_S = 15.0  # for ranks of a host that was unplugged to learn that they are out
+# until all ranks train again before the next fault; later, some ranks are left out because no host is free
+RECOVERY_S = 30.0
+GHOSTS_S = 15.0  # for the ranks of a disconnected host to detect that they are excluded
 FEWER = "terminated with it; the other ranks continue"
 OVER = "exited because the other ranks had continued without it"
 AGAIN = "restarting ("
@@ -73,25 +75,26 @@ ERRORS = (
     "all ranks that had the state of the training are lost",
     "ranks remain before the training loop",
     "no remaining rank has the same shards",
-    "no remaining rank has the state of the program",  # and its hosts are lost: it is not restarted
-    # The host is unplugged whose rank alone has the state.
+    "no remaining rank has the state of the program",  # its hosts are lost, so the job is not restarted
+    # The disconnected host has the only rank with the state.
     "is lost (no answer), so the remaining ranks cannot agree on a new group",
 )
 ON_ONE_HOST = ("kill", "kill", "two at once", "during recovery", "of the joiner", "stop and go on")
-ON_HOSTS = ("host lost", "host unplugged")  # each job has one of each, or one alone: there is one spare host
+ON_HOSTS = ("host lost", "host unplugged")  # each job has one of each, or only one, because there is one spare host
 OF_ALL = ("all at once",) * 3
-_ORACLE = threading.Lock()  # random numbers are those of the process: two threads would draw from each other's seeds
+# The random generator belongs to the process: two threads would draw from each other's seeds.
+_ORACLE = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Of jobs.
+    """Properties of jobs.
 
     Attributes:
-        epochs: of the training of each.
-        faults: that are planned for each.
-        sharded: a model that FSDP2 shards.
-        checkpoints: they write some, and all ranks are killed, too.
+        epochs: epochs of each training.
+        faults: planned faults of each job.
+        sharded: FSDP2 shards the model.
+        checkpoints: the jobs write checkpoints, and all ranks are killed, too.
     """
 
     epochs: int
@@ -106,13 +109,13 @@ class Kind:
 
 @dataclass(frozen=True)
 class Fault:
-    """One that has hit.
+    """A fault that has hit.
 
     Attributes:
-        kind: of it.
-        over: when it was over: the processes had ended, or were to go on.
-        killed: how many ranks.
-        left: how many were alive then that had done a step.
+        kind: kind of the fault.
+        over: time at which it was over: the processes had exited, or were resumed.
+        killed: number of killed ranks.
+        left: number of ranks that were alive then and had done a step.
     """
 
     kind: str
@@ -123,18 +126,18 @@ class Fault:
 
 @dataclass
 class Outcome:
-    """What a job came to.
+    """The result of a job.
 
     Attributes:
-        seed: of its faults.
-        planned: how many faults of each kind.
-        faults: those that have hit.
-        trouble: what is wrong; "": nothing.
-        error: it ended with a typed error.
-        steps: that were compared, of all processes.
-        alone: how many of them were done by fewer ranks than there are places.
+        seed: seed of its faults.
+        planned: the planned faults.
+        faults: the faults that have hit.
+        trouble: description of what is wrong, or "".
+        error: the job failed with a typed error.
+        steps: compared steps of all processes.
+        alone: the number of these steps that fewer ranks did than there are rank slots.
         recoveries: kind and seconds, from a fault to the first step that all ranks have done after it.
-        seconds: the whole job.
+        seconds: duration of the whole job.
     """
 
     seed: int
@@ -153,12 +156,12 @@ class Outcome:
 
 
 class Job:
-    """One job, and what is done to it.
+    """One job and the faults that it receives.
 
     Args:
-        kind: of it.
-        verbose: show what it writes.
-        ssh: the hosts; None: this one.
+        kind: kind of the job.
+        verbose: show its output.
+        ssh: the hosts; None for this host.
     """
 
     def __init__(self, kind: Kind, verbose: bool = False, ssh: Ssh | None = None) -> None:
@@ -195,15 +198,15 @@ class Job:
                 if self.verbose:
                     print("   ", line, end="", flush=True)
 
-    # --- what is known of it ---
+    # --- observation ---
 
     @property
     def is_over(self) -> bool:
-        """Nothing can be hit any more: the job has ended, or the training."""
+        """Whether the job or the training has finished, so that no fault can hit."""
         return self.process.poll() is not None or any(self.folder.glob("end-*"))
 
     def newest(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """The newest process of each rank, by rank: which start it is, and its identity."""
+        """Return the newest process of each rank, by rank: its round and start, and its identity."""
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         for path in self.folder.glob("pid-*"):
             start, rank = _start_of(path)
@@ -212,17 +215,17 @@ class Job:
         return found
 
     def alive(self) -> dict[str, int]:
-        """The processes of the ranks whose newest one is alive."""
+        """Return the process ids of the ranks whose newest process is alive."""
         pids = {rank: int(known.split()[0]) for rank, (_, known) in self.newest().items() if _is_alive(known)}
         return {} if self.is_over else pids
 
     def all_train(self, since: float) -> bool:
-        """Whether there are as many ranks as in the beginning, and have done a step since then."""
+        """Return whether the initial number of ranks exists, and all have done a step since then."""
         last = [step for step in self._last_steps() if step.at > since]
         return len({step.rank for step in last}) == self.kind.ranks == max(last, key=lambda step: step.at).size
 
     def _last_steps(self) -> list[StepDone]:
-        """The last step of each newest process that is alive and has done any."""
+        """Return the last step of each newest process that is alive and has done a step."""
         paths = [
             self.folder / f"steps-{start[0]}-{rank}-{start[1]}"
             for rank, (start, known) in self.newest().items()
@@ -231,19 +234,19 @@ class Job:
         return [steps[-1] for path in paths if path.exists() and (steps := read_steps(path))]
 
     def host_of(self, pid: int) -> int:
-        """Where a process is; 0 if that is not known."""
+        """Return the number of the host of a process; 0 if it is unknown."""
         assert self.cluster is not None
         networks = {_network(host.holder): number for number, host in enumerate(self.cluster.hosts)}
         return networks.get(_network(pid), 0)
 
     def away(self) -> dict[str, int]:
-        """The ranks that are alive on other hosts than the launcher's."""
+        """Return the live ranks on other hosts than the launcher's."""
         return {rank: pid for rank, pid in self.alive().items() if self.host_of(pid)}
 
-    # --- what is done to it ---
+    # --- faults ---
 
     def kill(self, ranks: Sequence[str], kind: str) -> bool:
-        """Kills these ranks at once. Whether all of them were hit."""
+        """Kill these ranks simultaneously. Return whether all of them were hit."""
         pids = self.alive()
         hit = [rank for rank in ranks if rank in pids and _signal(pids[rank], signal.SIGKILL)]
         if hit:
@@ -253,7 +256,7 @@ class Job:
         return len(hit) == len(ranks)
 
     def stop(self, rank: str, seconds: float) -> None:
-        """Stops a rank for a while."""
+        """Pause a rank for some seconds."""
         pid = self.alive().get(rank)
         if pid is not None and _signal(pid, signal.SIGSTOP):
             time.sleep(seconds)
@@ -261,7 +264,7 @@ class Job:
             self._count("stop and go on", [], [rank])
 
     def kill_agent(self, rank: str) -> None:
-        """Kills the agent of a rank, and so its host."""
+        """Kill the agent of a rank, and thereby its host."""
         pid = self.away().get(rank)
         if pid is not None:
             parent = _parent(pid)
@@ -269,7 +272,7 @@ class Job:
                 self._count("host lost", [parent, pid], [rank])
 
     def unplug(self, rank: str, seconds: float) -> None:
-        """Unplugs the host of a rank for a while."""
+        """Disconnect the host of a rank for some seconds."""
         pid = self.away().get(rank)
         if pid is not None and self.cluster is not None:
             host = self.host_of(pid)
@@ -281,7 +284,7 @@ class Job:
                 self._count("host unplugged", [], [rank], killed=0)
 
     def _count(self, kind: str, pids: Sequence[int], ranks: Sequence[str], killed: int | None = None) -> None:
-        """A fault has hit. Waits until these processes have ended: they have written their last step."""
+        """Count a fault that has hit, after these processes have exited and so have written their last step."""
         until = time.monotonic() + PATIENCE_S
         while any(identity(pid) for pid in pids) and time.monotonic() < until:
             time.sleep(0.001)
@@ -290,10 +293,10 @@ class Job:
         if self.verbose:
             print(f"--- {kind}: rank {', '.join(ranks)}", flush=True)
 
-    # --- its end ---
+    # --- the end ---
 
     def end(self) -> list[dict[str, Any]]:
-        """Waits; returns what the ranks found. ``check`` must be called, too."""
+        """Wait until the job finishes, and return the results of the ranks. Call ``check`` afterwards."""
         while self.process.poll() is None:
             times = [path.stat().st_mtime for path in self.folder.glob("*-*-*-*")]
             if time.time() - max(times, default=time.time()) > PATIENCE_S or (
@@ -315,7 +318,7 @@ class Job:
         return found
 
     def rounds(self) -> list[list[list[StepDone]]]:
-        """The steps of each process, by rounds of the job."""
+        """Return the steps of each process, by round of the job."""
         found: dict[int, list[list[StepDone]]] = {}
         for path in self.folder.glob("steps-*"):
             if steps := read_steps(path):
@@ -327,13 +330,13 @@ class Job:
 
 
 def _start_of(path: Path) -> tuple[tuple[int, int], str]:
-    """Of a file that a process has written: the round and the start, and the rank."""
+    """Return the round and the start, and the rank, of a file that a process has written."""
     _, number, rank, start = path.name.split("-")
     return (int(number), int(start)), rank
 
 
 def _network(pid: int) -> str:
-    """The network of a process; "" if it is gone."""
+    """Return the network namespace of a process, or "" if it has exited."""
     try:
         return os.readlink(f"/proc/{pid}/ns/net")
     except OSError:
@@ -359,7 +362,7 @@ def _is_alive(known: str) -> bool:
 
 
 def _signal(pid: int, number: int) -> bool:
-    """Whether there was a process that lives."""
+    """Send a signal. Return whether the process was alive."""
     if not pid or not identity(pid):
         return False
     try:
@@ -370,7 +373,7 @@ def _signal(pid: int, number: int) -> bool:
 
 
 def plan(kind: Kind, seed: int, hosts: bool) -> list[str]:
-    """The faults that a seed stands for."""
+    """Return the faults that a seed stands for."""
     pick = random.Random(seed)
     planned = pick.choices([*ON_ONE_HOST, *OF_ALL * kind.checkpoints], k=kind.faults)
     if hosts:
@@ -381,7 +384,7 @@ def plan(kind: Kind, seed: int, hosts: bool) -> list[str]:
 
 
 def disturb(job: Job, seed: int, planned: Sequence[str]) -> None:
-    """Does these things to a job, as long as it trains."""
+    """Apply the planned faults to a job while it trains."""
     pick, places = random.Random(f"moments of {seed}"), [str(rank) for rank in range(job.kind.ranks)]
     _await(lambda: job.all_train(0.0), job, PATIENCE_S)
     for kind, following in zip(planned, [*planned[1:], ""], strict=True):
@@ -413,8 +416,9 @@ def disturb(job: Job, seed: int, planned: Sequence[str]) -> None:
                 job.unplug(pick.choice(away), pick.choice([1.0, 9.0]) + moment * 3)
         if job.is_over:
             return
-        # Else the next one comes whatever the ranks do. Before and after a host's they recover: a process in a lost
-        # rank's place has the state of a host that may be the next to go.
+        # Otherwise the next fault hits regardless of the ranks' progress. Ranks always recover before and after the
+        # loss of a host: the replacement of a lost rank receives the state from a host that can be the next one to
+        # fail.
         waits = pick.random() < 0.75 or {kind, following} & {*ON_HOSTS}
         if job.faults and waits:
             since = job.faults[-1].over
@@ -429,11 +433,11 @@ def _await(condition: Any, job: Job, patience_s: float) -> None:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A job without a fault.
+    """The results of a job without a fault.
 
     Attributes:
-        weights: at its end.
-        values: of each step on each rank.
+        weights: weights at its end.
+        values: value of each step on each rank.
     """
 
     weights: str
@@ -441,10 +445,10 @@ class Undisturbed:
 
 
 def undisturbed(kind: Kind) -> Undisturbed:
-    """Runs a job to which nothing is done, and compares it with one process.
+    """Run a job without faults, and compare it with one process.
 
     Raises:
-        RuntimeError: they differ, so that nothing can be judged here.
+        RuntimeError: they differ, so that this benchmark cannot judge other jobs.
     """
     job = Job(kind)
     found = job.end()
@@ -464,7 +468,7 @@ def undisturbed(kind: Kind) -> Undisturbed:
 
 
 def compare(rounds: Sequence[Sequence[Sequence[StepDone]]], right: Undisturbed, kind: Kind) -> tuple[str, bool]:
-    """What is wrong in the steps of a job; and whether all of them were done by all ranks."""
+    """Return a description of wrong steps of a job, and whether all ranks did all steps."""
     before: list[StepDone] = []
     whole = True
     for number, processes in enumerate(rounds):
@@ -499,7 +503,7 @@ def compare(rounds: Sequence[Sequence[Sequence[StepDone]]], right: Undisturbed, 
 
 
 def check(job: Job, right: Undisturbed, outcome: Outcome, found: Sequence[dict[str, Any]]) -> None:
-    """Judges a job that has ended."""
+    """Judge a finished job."""
     kind, rounds, code = job.kind, job.rounds(), job.process.returncode
     outcome.trouble, whole = compare(rounds, right, kind)
     steps = [step for processes in rounds for process in processes for step in process]
@@ -510,12 +514,12 @@ def check(job: Job, right: Undisturbed, outcome: Outcome, found: Sequence[dict[s
         if end is not None:
             again = any(fault.over < begin <= end for begin in begins)
             outcome.recoveries.append((AGAIN_KIND if again else fault.kind, end - fault.over))
-    # A rank that is killed behind the loop is not replaced: the training is over.
+    # A rank that is killed after the training loop is not replaced, because the training is over.
     all_there = len(found) == kind.ranks or OVER in job.output or FEWER in job.output
     weights = {each["weights"] for each in found}
     same = len(weights) == 1 and (not whole or weights == {right.weights})
     killed = sum(fault.killed for fault in job.faults)
-    # Where the last rank is killed that was left, and no host has a place for another one, it is the cause itself.
+    # If the last remaining rank is killed and no host has a free slot for a replacement, this kill is the root cause.
     nobody = code == 128 + signal.SIGKILL and FEWER in job.output and job.faults[-1].left == 0
     outcome.error = bool(code) and killed > 1 and (nobody or any(error in job.output for error in ERRORS))
     *failed, _ = job.output.split(AGAIN)
@@ -534,7 +538,7 @@ def check(job: Job, right: Undisturbed, outcome: Outcome, found: Sequence[dict[s
 
 
 def recovered(steps: Sequence[StepDone], since: float) -> float | None:
-    """When the first step was done that all of its ranks have done since then; None if there is none."""
+    """Return the time of the first step after ``since`` that all its ranks have done, or None."""
     ranks: dict[tuple[int, int], set[int]] = {}
     for step in sorted((step for step in steps if step.at > since), key=lambda step: step.at):
         mine = ranks.setdefault((step.done, step.size), set())
@@ -545,7 +549,7 @@ def recovered(steps: Sequence[StepDone], since: float) -> float | None:
 
 
 def run(kind: Kind, seed: int, right: Undisturbed, verbose: bool = False, ssh: Ssh | None = None) -> Outcome:
-    """One job."""
+    """Run and judge one job."""
     outcome = Outcome(seed, plan(kind, seed, ssh is not None))
     job = Job(kind, verbose, ssh)
     disturb(job, seed, outcome.planned)
@@ -558,7 +562,7 @@ def run(kind: Kind, seed: int, right: Undisturbed, verbose: bool = False, ssh: S
 
 @contextlib.contextmanager
 def four_hosts(ranks: int = 3) -> Iterator[Ssh]:
-    """Hosts as those of the tests."""
+    """Create hosts like those of the tests."""
     sys.path.insert(0, str(ROOT / "tests"))
     from support import cluster, sshd
 
@@ -567,11 +571,11 @@ def four_hosts(ranks: int = 3) -> Iterator[Ssh]:
 
 
 class Report:
-    """What jobs came to, and the file that has it after each of them.
+    """The results of jobs, and the file that is updated after each job.
 
     Args:
-        path: of the file; what is in it counts. None: there is none.
-        facts: about the jobs.
+        path: the file, whose previous content counts; None for no file.
+        facts: facts about the jobs.
     """
 
     def __init__(self, path: Path | None, facts: dict[str, Any]) -> None:
@@ -631,7 +635,7 @@ class Report:
 
 
 def judge(options: argparse.Namespace) -> None:
-    """Runs the jobs, and prints what they came to."""
+    """Run the jobs, and print their results."""
     kind = Kind(options.epochs or options.faults * 2, options.faults, options.sharded, options.checkpoints)
     where = "three hosts and a spare one" if options.hosts else "one host"
     facts = {"where": where, "ranks": kind.ranks, "cpus": os.cpu_count(), "faults_per_job": kind.faults}

@@ -1,10 +1,10 @@
-"""The training that benchmarks/faults.py disturbs, and what each of its steps must come to.
+"""The training that benchmarks/faults.py disturbs, and the expected value of each of its steps.
 
-Every process writes a line for each step that is done: which step, how many ranks did it, and a number that depends on
-all weights. ``expected`` computes that number again, in one process and without allranks, from nothing but the number
-of ranks in each step. So a wrong sum, a step that is done twice or not at all, a sample that is lost or repeated, and
-other random numbers are found in the step in which they happen, also in a job that goes on with fewer ranks, and in one
-that ends with an error. Everything is float64: the order of sums changes the last bits only (``ROUNDING``).
+Every process writes a line for each finished step: the step, the number of ranks, and a value that depends on all
+weights. ``expected`` recomputes this value in one process and without allranks, only from the number of ranks in each
+step. This detects a wrong sum, a repeated or omitted step, a lost or repeated sample, and different random numbers, in
+the step in which they occur. It also works for a job that continues with fewer ranks or fails with an error. All
+numbers are float64, so the order of sums changes only the last bits (``ROUNDING``).
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from torch import Tensor, nn
 
 __all__ = ["EVERY", "ROUNDING", "StepDone", "Unlawful", "expected", "expected_end", "identity", "read_steps", "train"]
 
-EVERY = 7  # steps, between two checkpoints
+EVERY = 7  # steps between two checkpoints
 STEP_S = 0.014
 BIG = 16 << 20  # numbers in the large all_reduce
-ROUNDING = 1e-7  # of a sum of 1,500 weights; a sample more or less makes a difference above 1e-4
+ROUNDING = 1e-7  # of a sum of 1,500 weights; one sample more or less changes it by more than 1e-4
 _SAMPLES, _BATCH, _SEED, _LR = 1200, 8, 7, 1e-2
 
 
 class Unlawful(Exception):
-    """No training can have these steps."""
+    """Raised for a sequence of steps that no training can have."""
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """What a process has written about a step.
+    """The record of a step by one process.
 
     Attributes:
-        done: how many steps are done with it.
-        epoch: of the training.
-        index: in the epoch.
-        size: how many ranks did it.
-        rank: of the process.
+        done: number of finished steps, including this one.
+        epoch: epoch of the training.
+        index: index in the epoch.
+        size: number of ranks that did it.
+        rank: rank of the process.
         value: depends on all weights after the step.
-        at: when it was done, on the clock of this machine.
+        at: time at which it was finished, on the clock of this machine.
     """
 
     done: int
@@ -58,7 +58,7 @@ class StepDone:
 
 
 def network(rank: int) -> nn.Sequential:
-    """Other weights on each rank, on purpose."""
+    """Return a network with different weights on each rank, so that a missing synchronization is detected."""
     torch.manual_seed(_SEED + 1 + rank)
     net = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 2))
     return net.double()
@@ -71,14 +71,14 @@ def samples() -> tuple[Tensor, Tensor]:
 
 
 def value_of(net: nn.Module) -> float:
-    """A number that depends on all weights, or on those that this rank has."""
+    """Return a number that depends on all weights, or on the weights of this rank's shard."""
     with torch.no_grad():
         flat = torch.cat([getattr(p, "_local_tensor", p).flatten() for p in net.parameters()])
         return float(flat @ torch.linspace(0.5, 1.5, len(flat), dtype=torch.float64))
 
 
 def train(folder: Path, epochs: int, checkpoints: bool, sharded: bool) -> None:
-    """What the ranks run."""
+    """Entry point of the ranks."""
     from torch.utils.data import DataLoader, TensorDataset
 
     import allranks as dist
@@ -97,7 +97,8 @@ def train(folder: Path, epochs: int, checkpoints: bool, sharded: bool) -> None:
     kept = dist.resilience.Checkpoints(folder / "kept", every=EVERY) if checkpoints else None
     torch.manual_seed(_SEED)
     state = dist.resilience.State(model=model, optimizer=optimizer, checkpoints=kept)
-    with open(folder / f"steps-{start}", "a", buffering=1) as notes:  # a line is written at once, or not
+    # Line buffering: each line is written completely or not at all.
+    with open(folder / f"steps-{start}", "a", buffering=1) as notes:
         for epoch in state.epochs(epochs):
             sampler.set_epoch(epoch)
             for step in state.steps(loader):
@@ -131,7 +132,7 @@ def _sleep(here: bool) -> None:
 
 
 def _shard(net: nn.Sequential) -> nn.Module:
-    """The same weights on all ranks, sharded."""
+    """Shard the model, with equal weights on all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -146,7 +147,7 @@ def _shard(net: nn.Sequential) -> nn.Module:
 
 
 def identity(pid: int) -> str:
-    """A process: its number, and when it started, as numbers are used again. "" if it is gone or has ended."""
+    """Return the process id and the start time, because ids are reused; "" if the process has exited."""
     try:
         facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -155,7 +156,7 @@ def identity(pid: int) -> str:
 
 
 def read_steps(path: Path) -> list[StepDone]:
-    """The whole lines that a process has written."""
+    """Return the complete lines that a process has written."""
     found = []
     for line in path.read_text().splitlines(keepends=True):
         if line.endswith("\n"):
@@ -166,10 +167,10 @@ def read_steps(path: Path) -> list[StepDone]:
 
 
 def expected(steps: Sequence[StepDone]) -> list[float]:
-    """What these steps, of which only the places in the training and the numbers of ranks count, come to.
+    """Return the expected values of these steps, from their position in the training and the numbers of ranks.
 
     Raises:
-        Unlawful: they cannot follow each other.
+        Unlawful: the steps cannot follow each other.
     """
     torch.set_num_threads(1)
     net, (x, y) = network(0), samples()
@@ -199,7 +200,7 @@ def expected(steps: Sequence[StepDone]) -> list[float]:
 
 
 def expected_end(epochs: int, ranks: int) -> int:
-    """The number of steps of a training with so many ranks from its beginning to its end."""
+    """Return the number of steps of a complete training with ``ranks`` ranks."""
     return epochs * (_SAMPLES // ranks // _BATCH)
 
 
@@ -208,6 +209,6 @@ def _has_batches(left: int, size: int) -> bool:
 
 
 def _sow(epoch: int, index: int, rank: int) -> None:
-    """The random numbers of a step: those of ``State``, written out once more."""
+    """Set the random seed of a step to that of ``State``, as an independent implementation."""
     place = repr((_SEED, rank, "step", 1, epoch, 0, index)).encode()  # see _elastic/training/seeds.py
     torch.manual_seed(int.from_bytes(hashlib.blake2b(place, digest_size=7).digest(), "big"))

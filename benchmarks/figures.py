@@ -1,7 +1,7 @@
-"""Writes the figures of README.md and of the pages in docs/ from what the benchmarks wrote.
+"""Write the figures of README.md and of the pages in docs/ from the results of the benchmarks.
 
-python benchmarks/figures.py            # what `make bench` runs last
-python benchmarks/figures.py --check    # says whether they hold what the files say
+python benchmarks/figures.py            # the last step of `make bench`
+python benchmarks/figures.py --check    # fails if a page differs from the results
 """
 
 import json
@@ -28,7 +28,7 @@ def times(ratio):
 
 
 def all_reduce_table(two, four):
-    """Microseconds by size, and what the peers take instead."""
+    """Microseconds by size, and the times of the peers."""
     by_ranks = [
         {row["nbytes"]: row for table in report["tables"] if table["verb"] == "all_reduce" for row in table["rows"]}
         for report in (two, four)
@@ -46,7 +46,7 @@ def all_reduce_table(two, four):
 
 
 def verb_table(two, four, names=("2 ranks", "4 ranks")):
-    """Every verb: the ratios' median over all sizes, and the worst."""
+    """For every verb, the median ratio over all sizes, and the worst ratio."""
     found = [{(s["verb"], s["peer"]): s for s in report["summaries"]} for report in (two, four)]
     title = "gloo | worst | fastest | MPI | worst"
     yield f"| verb | {names[0]}: {title} | {names[1]}: {title} |"
@@ -64,7 +64,7 @@ def verb_table(two, four, names=("2 ranks", "4 ranks")):
 
 
 def shared_table(shared):
-    """all_reduce with tensors from empty_shared, from 1 MB on."""
+    """all_reduce with tensors from empty_shared, from 1 MB."""
     yield "| bytes | allranks, `empty_shared` | gloo | MPI | gloo/allranks | MPI/allranks |"
     yield "|---|---|---|---|---|---|"
     for row in shared["tables"][0]["rows"]:
@@ -77,7 +77,7 @@ def shared_table(shared):
 
 
 def hosts_lines(one, two):
-    """Between two hosts, beside gloo and Open MPI over TCP; and a plain stream."""
+    """Calls between two hosts, beside gloo and Open MPI over TCP, and a plain TCP stream."""
     yield "Between two hosts (network namespaces of this machine, joined by veth and a bridge; the peers over the same"
     yield "network), one and two ranks on each:"
     yield ""
@@ -130,7 +130,7 @@ def many_hosts_lines(report):
 
 
 def ranks_lines(report):
-    """What a call of 8 bytes takes by the ranks of a host, and how a rank's processor time grows with them."""
+    """Time of a call of 8 bytes by the number of ranks of a host, and the growth of the CPU time of a rank."""
     ranks = list(report["conditions"])
     yield (
         f"Calls of 8 bytes with {', '.join(ranks[:-1])} and {ranks[-1]} ranks on {report['cpus']} CPUs "
@@ -143,7 +143,7 @@ def ranks_lines(report):
     yield "|---" * (6 + len(ranks)) + "|"
     for verb, engines in report["cells"].items():
         smallest = next(iter(engines["native"]))
-        ours = engines["native"][smallest]  # 8 bytes cannot be dealt to 64 ranks
+        ours = engines["native"][smallest]  # 8 bytes cannot be split among 64 ranks
         cells = [f"{ours[n]['median_s'] * 1e6:,.1f}" if n in ours else "" for n in ranks]
         last = {name: sizes[smallest][list(ours)[-1]]["median_s"] for name, sizes in engines.items()}
         cells += [times(last[peer] / last["native"]) for peer in ("gloo", "mpi")]
@@ -155,7 +155,7 @@ def ranks_lines(report):
 
 
 def model_lines(report):
-    """What is predicted of machines that are not at hand."""
+    """Predictions for machines that are not available."""
     here = report["measured"]
     yield "all_reduce of 8 bytes on machines with a CPU for each rank, predicted (`benchmarks/model.py`): cache"
     yield "lines of other ranks that all ranks together read, and microseconds. *Flat*: every rank reads the lines of"
@@ -203,7 +203,7 @@ def plugin_lines(report):
 
 
 def small_lines(two, four):
-    """Small calls by the way in which they are called, and what a way costs more than another, of fastest blocks."""
+    """Small calls by calling convention, and the extra cost of one convention over another, from the fastest blocks."""
     sizes = [row["nbytes"] for row in two["small"]]
     columns = [(row["ways_s"], row["fastest_s"]) for report in (two, four) for row in report["small"]]
     busy = " and ".join(f"{report['conditions']['busy']:.1f}" for report in (two, four))
@@ -228,7 +228,7 @@ def small_lines(two, four):
 
 
 def launch_lines(launch):
-    """A whole job; from the command to the first line of the last rank; two hosts; many ranks."""
+    """A whole job; the time from the command to the first line of the last rank; two hosts; many ranks."""
     yield (
         f"A job of {launch['ranks']} ranks that imports torch and does one `all_reduce`: "
         f"{launch['median_s']['allranks run']:.1f} s with `allranks run`, "
@@ -252,7 +252,7 @@ def launch_lines(launch):
 
 
 def beginning(two):
-    """What an all_reduce is measured on, and beside what."""
+    """Machine and peers of the all_reduce measurements."""
     return (
         f"In-place float32 SUM `all_reduce` on {two['cpus']} CPUs ({two['processor']}), beside torch "
         f"{two['versions']['torch']}'s gloo and {two['versions']['mpi']} (mpi4py {two['versions']['mpi4py']}). "
@@ -288,7 +288,7 @@ def readme_lines():
 
 
 def performance_lines():
-    """Everything that is measured but what stands on pages of its own."""
+    """All measurements, except those on separate pages."""
     two, four = load("verbs_2"), load("verbs_4")
     yield "## Collectives within a host"
     yield ""
@@ -362,7 +362,7 @@ def performance_lines():
 
 
 def overlap_lines(overlaps):
-    """How much of an asynchronous call a computation hides."""
+    """The part of an asynchronous call that a computation hides."""
     hidden = {
         call: ", ".join(f"{each['engine']} {each['hidden']:.0%}" for each in overlaps if each["call"] == call)
         for call in ("all_reduce", "late")
@@ -398,7 +398,7 @@ def threads_lines(found):
 
 
 def step_line(step):
-    """A training step under our DistributedDataParallel and torch's."""
+    """A training step under DistributedDataParallel of allranks and of torch."""
     contenders = step["contenders"]
     return (
         f"A training step of a {step['parameters'] / 1e6:.0f} M-parameter MLP on {step['ranks']} ranks: "
@@ -409,7 +409,7 @@ def step_line(step):
 
 
 def groups_table():
-    """What a group costs, by its ranks and calls."""
+    """The cost of a group, by its ranks and calls."""
     found = load("groups")
     yield f"Groups of all ranks of a host, after {found['calls']} calls of `all_reduce` each (`benchmarks/groups.py`):"
     yield ""
@@ -423,7 +423,7 @@ def groups_table():
 
 
 def worlds_table():
-    """What the ranks of a host cost, by their number."""
+    """The cost of the ranks of a host, by their number."""
     found = load("worlds")
     growth = found["exponents"]
     yield (
@@ -449,7 +449,7 @@ def worlds_table():
 
 
 def rendezvous_table():
-    """How many ranks join in which time, and what each of them costs."""
+    """The time in which a number of ranks joins, and the cost of each rank."""
     yield "| ranks | joined, s | members, s | exchange, s | bytes: joining | bytes: members | server, KiB a rank |"
     yield "|---" * 7 + "|"
     for job in load("rendezvous")["jobs"]:
@@ -460,7 +460,7 @@ def rendezvous_table():
 
 
 def master_table():
-    """The goals of master-worker mode, and what the others reach."""
+    """The goals of master-worker mode, and the results of the peers."""
     found = load("master")
     yield f"On {found['cpus']} CPUs ({found['processor']}), torch {found['versions']['torch']}, medians:"
     yield ""
@@ -496,7 +496,7 @@ FAULT_NAMES = {
 
 
 def fault_lines(found):
-    """What was done to jobs, and what they came to."""
+    """The faults that jobs received, and their results."""
     counts = {
         "jobs": lambda report: sum(report["results"].values()),
         "faults that have hit": lambda report: report["effective"],
@@ -525,7 +525,7 @@ def fault_lines(found):
 
 
 def kill_lines(found):
-    """The digits, whose ranks are killed."""
+    """The digits example under random kills of its ranks."""
     kills, median, longest = found["kills"], found["recovery_s"]["median"], found["recovery_s"]["max"]
     runs, steps, equal = len(found["runs"]), found["steps"], found["equal"]
     yield f"`benchmarks/digits_kills.py` kills ranks of `examples/digits/train.py` at random: {kills} kills in {runs}"
@@ -535,7 +535,7 @@ def kill_lines(found):
 
 
 def checkpoint_table():
-    """Milliseconds of each call, and how many times as long the others take."""
+    """Milliseconds of each call, and the ratios of the peers."""
     found = {ranks: load(f"checkpoint_{ranks}") for ranks in (1, 2, 4)}
     first = found[1]
     versions = first["versions"]
@@ -588,7 +588,7 @@ def checkpoint_kill_table():
 
 
 def diloco_table():
-    """What training over a slow network sends, and how long it takes."""
+    """Bytes sent and time of a training over a slow network."""
     found = load("diloco")["hosts"]
     yield "| | " + " | ".join(f"{hosts} hosts: bytes | s | accuracy" for hosts in found) + " |"
     yield "|---" * (1 + 3 * len(found)) + "|"
@@ -601,7 +601,7 @@ def diloco_table():
 
 
 def goal_table(found, peers):
-    """Goals, what was measured, and what others reach."""
+    """Goals, measured figures, and figures of the peers."""
     yield f"| | goal | measured | {peers} | ratio |"
     yield "|---|---|---|---|---|"
     for goal in found["goals"]:
@@ -618,13 +618,13 @@ def goal_table(found, peers):
 
 
 def amount(value, unit):
-    """A figure in its unit."""
+    """Return a figure in its unit."""
     scaled = value * {"s": 1, "us": 1e6, "op/s": 1, "GB/s": 1e-9, "B": 1, "%": 100}[unit]
     return f"{scaled:,.0f} {unit}" if scaled >= 1000 else f"{scaled:.3g} {unit}"
 
 
 def master_line():
-    """The same in a sentence, for the page of figures."""
+    """The goals of master-worker mode in one sentence, for the page of figures."""
     found = {goal["name"]: goal for goal in load("master")["goals"]}
     add, step, item = found["queued add"], found["replayed step, call"], found["item(), p50"]
     return (

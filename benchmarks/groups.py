@@ -1,10 +1,10 @@
-"""What many groups cost: time to make one, memory, descriptors. Within one host.
+"""Cost of many groups within one host: creation time, memory, descriptors.
 
     python benchmarks/groups.py --json benchmarks/groups.json
 
-For each case the ranks make so many groups of all of them, and then call all_reduce some times on each, so that all
-that a group uses is there. Memory is that of all ranks together: the growth of what each has for itself, and its share
-of what they have in common (Pss of /proc/PID/smaps_rollup).
+For each case the ranks create a number of groups of all ranks, and then call all_reduce several times on each, so that
+all resources of a group exist. Memory is the sum over all ranks of the growth of private memory and of the rank's
+share of shared memory (Pss of /proc/PID/smaps_rollup).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIMIT_S = 900
 
 
 def memory() -> dict[str, int]:
-    """Bytes of this process: of its own, and its share of what several have."""
+    """Return the bytes of this process's private memory, and of its share of shared memory."""
     found = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     return {name: int(found[name].split()[0]) << 10 for name in ("Pss_Anon", "Pss_Shmem")}
 

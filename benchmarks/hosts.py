@@ -1,13 +1,13 @@
-"""Calls between hosts: this library, gloo and Open MPI over TCP, and what one plain stream of iperf3 moves there.
+"""Calls between hosts: allranks, gloo and Open MPI over TCP, compared with one plain stream of iperf3.
 
-python benchmarks/hosts.py --json benchmarks/hosts_1.json            # one rank on each of two hosts
-python benchmarks/hosts.py --per-host 2 --json benchmarks/hosts_2.json
+    python benchmarks/hosts.py --json benchmarks/hosts_1.json            # one rank on each of two hosts
+    python benchmarks/hosts.py --per-host 2 --json benchmarks/hosts_2.json
 
-The hosts are network namespaces of this machine (tests/support/cluster.py; root), joined by veth and a bridge: what is
-compared is what the ends do, not a wire. As hosts do, each has CPUs of its own, half of this machine's: without, the
-system now and then puts both ranks on one CPU, which makes any of the libraries several times slower. Run it with the
-Python of build/bench-venv (`make mpi`), which has Open MPI. Further arguments go to `allranks bench`. More hosts:
-benchmarks/many_hosts.py.
+The hosts are network namespaces of this machine (tests/support/cluster.py; root), connected by veth and a bridge. The
+comparison therefore covers the software of both ends, not a wire. Each host has an equal share of this machine's CPUs.
+Without this, the kernel sometimes runs both ranks on one CPU, which makes any of the libraries several times slower.
+Run it with the Python of build/bench-venv (`make mpi`), which has Open MPI. Further arguments are passed to `allranks
+bench`. For more hosts, see benchmarks/many_hosts.py.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main():
 
 
 def parts(hosts):
-    """The CPUs of each host, as taskset takes them: an equal part, or one CPU in turn where there are more hosts."""
+    """Return the CPUs of each host for taskset: an equal part, or one CPU in turn if there are more hosts than CPUs."""
     cpus = sorted(os.sched_getaffinity(0))
     each = max(1, len(cpus) // hosts)
     return [",".join(map(str, (cpus[(host * each) % len(cpus) :])[:each])) for host in range(hosts)]
@@ -56,7 +56,8 @@ def parts(hosts):
 
 def environment(ranks):
     return {name: value for name, value in os.environ.items() if not name.startswith("ALLRANKS_")} | {
-        # All hosts are this machine: bound to what mpirun takes for a host's first core, all ranks would share it.
+        # All hosts are this machine. If bound to the first core that mpirun assigns per host, all ranks would share
+        # it.
         "PRTE_MCA_hwloc_default_binding_policy": "none",
         "PRTE_MCA_prte_allow_run_as_root": "1",
         "OMPI_MCA_mpi_yield_when_idle": str(int(ranks > len(os.sched_getaffinity(0)))),
@@ -65,7 +66,7 @@ def environment(ranks):
 
 
 def bench(hosts, cpus, per_host, verbs, *more):
-    """What `allranks bench` writes of these hosts, beside gloo and Open MPI."""
+    """Return the results of `allranks bench` on these hosts, beside gloo and Open MPI."""
     ranks = per_host * len(hosts)
     with tempfile.TemporaryDirectory() as folder:
         agent, found = Path(folder) / "agent", Path(folder) / "found.json"
@@ -87,7 +88,7 @@ def bench(hosts, cpus, per_host, verbs, *more):
 
 
 def iperf3(hosts, cpus, env):
-    """GB/s of one stream for two seconds."""
+    """Return the GB/s of one stream over two seconds."""
     server = hosts[1].start(["taskset", "--cpu-list", cpus[1], "iperf3", "--server", "--one-off", "--forceflush"], env)
     try:
         while "listening" not in server.stdout.readline():

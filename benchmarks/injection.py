@@ -1,18 +1,18 @@
-"""Lets each system call of a job fail in turn: is the result right, or is there a documented error in time?
+"""Make each system call of a job fail in turn: the result must be right, or a documented error must follow in time.
 
-    python benchmarks/injection.py --list                         # what can be injected, and how many
-    python benchmarks/injection.py --sample 40 --seed 3           # some of it
+    python benchmarks/injection.py --list                         # possible injections, and their number
+    python benchmarks/injection.py --sample 40 --seed 3           # a sample of them
     python benchmarks/injection.py --json benchmarks/injection.json
     python benchmarks/injection.py --only "rank0.0 start mmap 3 ENOMEM" --keep
 
-The job has three ranks (injection_program.py). They start, compute, replace a rank that is killed, save a checkpoint,
-load it, and end. A first run counts the calls of each process in each of these phases (injection.c, preloaded). Each
-further run lets one of them fail with an error that the kernel may give, or do half of what it was asked for:
+The job has three ranks (injection_program.py). They start, compute, replace a killed rank, save a checkpoint, load it,
+and exit. A first run counts the calls of each process in each of these phases (injection.c, preloaded). Each further
+run makes one call fail with an error that the kernel can return, or makes it process half of the requested bytes:
 
-    right      exit code 0, and all ranks that ended computed the right sum
-    error      another exit code, and a typed error of allranks or a message of the launcher that says what failed
-    missed     the run did not make that call: how often some are made depends on time
-    WRONG      anything else: a wrong sum, a hang (45 s), a crash, another exception, or something that was left behind
+    right      exit code 0, and all finished ranks computed the right sum
+    error      another exit code, and a typed error of allranks or a launcher message that names the failure
+    missed     the run did not make that call: the number of some calls depends on timing
+    WRONG      anything else: a wrong sum, a hang (45 s), a crash, another exception, or remaining processes or files
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from random_programs_jobs import Done, Jobs
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = Path(__file__).with_name("injection_program.py")
-LIMIT_S = 45.0  # the program's timeout is 10 s, and --grace 3 s; a lost host is noticed after 15 s
+LIMIT_S = 45.0  # the program's timeout is 10 s, and --grace 3 s; a lost host is detected after 15 s
 VERDICTS = ("right", "error", "missed", "WRONG")
 SUM = f"{sum(range(8)) * 1000:g}"
 _FILES = ("EMFILE", "ENFILE", "ENOMEM")
@@ -69,14 +69,14 @@ _END = re.compile(r"^\[\d\] END (\d+) (\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """One call that fails.
+    """One failing call.
 
     Attributes:
-        role: of the process: launcher, helper (a process that it starts), or rank and number of starts before.
-        phase: of the rank.
+        role: the process: launcher, helper (a process that it starts), or rank and number of previous starts.
+        phase: the phase of the rank.
         call: the system call.
-        number: which of this process' in this phase, from 1 on.
-        error: the name of the errno; "short" for half of the bytes.
+        number: number of the call in this process and phase, from 1.
+        error: name of the errno; "short" for half of the bytes.
     """
 
     role: str
@@ -91,7 +91,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The verdict on a run: see VERDICTS; `reason` in one line, `output` only where it is WRONG."""
+    """The verdict on a run (see VERDICTS), with `reason` in one line; `output` only for WRONG."""
 
     fault: Fault
     verdict: str
@@ -101,7 +101,7 @@ class Outcome:
 
 
 def compiled(folder: Path) -> Path:
-    """The library to be preloaded."""
+    """Compile the library to preload, and return its path."""
     made = folder / "injection.so"
     source = Path(__file__).with_name("injection.c")
     subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", made, source, "-ldl"], check=True)
@@ -109,7 +109,7 @@ def compiled(folder: Path) -> Path:
 
 
 class Injection:
-    """Runs the job with faults. Use it as a context manager."""
+    """Runner of the job with faults. Use it as a context manager."""
 
     def __enter__(self) -> Injection:
         self._folder = Path(tempfile.mkdtemp(prefix="injection-"))
@@ -124,7 +124,7 @@ class Injection:
         shutil.rmtree(self._folder)
 
     def faults(self) -> list[Fault]:
-        """All that can be injected, as a run without a fault tells."""
+        """Return all faults that can be injected, from a run without a fault."""
         folder = self._folder / "log"
         done, left = self._run(folder, "log")
         verdict, reason = judge(done, left)
@@ -141,7 +141,7 @@ class Injection:
         ]
 
     def run(self, fault: Fault, keep: bool = False) -> Outcome:
-        """Runs the job with one fault."""
+        """Run the job with one fault."""
         code = 0 if fault.error == "short" else getattr(errno, fault.error)
         folder = self._folder / f"run{next(self._numbers)}"
         done, left = self._run(folder, f"{fault.role} {fault.phase} {fault.call} {fault.number} {code}")
@@ -159,7 +159,7 @@ class Injection:
         return Outcome(fault, verdict, reason, output, done.seconds)
 
     def run_all(self, faults: Sequence[Fault], at_once: int) -> Iterator[Outcome]:
-        """Runs the job with each of them."""
+        """Run the job with each of these faults."""
         with ThreadPoolExecutor(at_once) as pool:
             yield from pool.map(self.run, faults)
 
@@ -181,7 +181,7 @@ class Injection:
 
 
 def processes(folder: Path, patience_s: float = 5.0) -> dict[int, str]:
-    """What is left of a job after a while, which it then kills: processes that are in its folder."""
+    """Return the processes in a job's folder that remain after ``patience_s`` seconds, and kill them."""
     until = time.monotonic() + patience_s
     while True:
         found = {}
@@ -189,7 +189,7 @@ def processes(folder: Path, patience_s: float = 5.0) -> dict[int, str]:
             try:
                 if entry.name.isdigit() and os.readlink(entry / "cwd") == str(folder):
                     found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:  # it has ended
+            except OSError:  # the process has exited
                 continue
         if not found or time.monotonic() >= until:
             break
@@ -203,7 +203,10 @@ def processes(folder: Path, patience_s: float = 5.0) -> dict[int, str]:
 
 
 def judge(done: Done, left: Sequence[str], silent: bool = False) -> tuple[str, str]:
-    """The verdict on a run, and why; `silent`: the launcher's first line may be what could not be written."""
+    """Return the verdict on a run, and the reason.
+
+    ``silent``: the launcher's first line may be missing, because its write can be the failed call.
+    """
     text = f"{done.out}\n{done.err}"
     if done.code is None:
         return "WRONG", f"hangs for {LIMIT_S:g} s"
@@ -231,7 +234,7 @@ def where(frame: str) -> str:
 
 
 def raised(text: str) -> set[str]:
-    """The exceptions that tracebacks end with, of each process; but for those of the program's own lines, as print."""
+    """Return the final exceptions of the tracebacks of each process, except those raised by the program's own lines."""
     by_process: dict[str, list[str]] = {}
     for line in text.splitlines():
         label = _LABEL.match(line)
@@ -252,9 +255,9 @@ def raised(text: str) -> set[str]:
                 name = match.group(1) if match else line
                 inside = False
             elif name and line.startswith(("The above", "During handling")):
-                name = ""  # the cause of the next one
+                name = ""  # the cause of the next exception
             elif inside and not line.strip() and "signal wakeup fd" in before:
-                inside = False  # Python's own line about a descriptor of its own
+                inside = False  # Python's own message about its own descriptor
             elif name and line and not line.startswith(" "):
                 if PROGRAM.name not in frame:
                     found.add(name + where(frame))
@@ -265,7 +268,7 @@ def raised(text: str) -> set[str]:
 
 
 def report(outcomes: Iterable[Outcome]) -> Counter[str]:
-    """Prints what is wrong as it comes. Returns the numbers of verdicts."""
+    """Print each WRONG outcome when it is available. Return the number of each verdict."""
     counts: Counter[str] = Counter()
     for number, each in enumerate(outcomes, 1):
         counts[each.verdict] += 1

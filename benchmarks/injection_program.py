@@ -1,6 +1,6 @@
-"""What injected faults meet: a rank starts, computes, replaces a lost rank, saves a checkpoint, loads it, and ends.
+"""Target of injected faults: a rank starts, computes, replaces a lost rank, saves and loads a checkpoint, and exits.
 
-The last line of each rank says what it has computed; it is the same for each number of ranks.
+The last line of each rank contains its result, which is the same for each number of ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import allranks as dist
 from allranks import checkpoint
 
-os.access("/inject/start", os.F_OK)  # tells injection.c, see there
+os.access("/inject/start", os.F_OK)  # signals the phase to injection.c
 FOLDER, STEPS, LOST_AT, SAVED_AT = sys.argv[1], 8, 3, 5
 
 dist.init_process_group(timeout=10)

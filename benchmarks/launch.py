@@ -1,10 +1,10 @@
-"""Times the starting and stopping of jobs: `allranks run` beside torchrun, on one host and on two, and of 256 ranks.
+"""Measure start and stop of jobs: `allranks run` beside torchrun, on one host, on two hosts, and with 256 ranks.
 
     python benchmarks/launch.py --json benchmarks/launch.json
 
-What is compared runs in turn, so that a machine whose speed drifts slows all alike; medians are compared. Time counts
-from the command to the first line that the last rank prints, unless it says otherwise. The two hosts are network
-namespaces of this machine, as in the tests, and need root and sshd.
+The contenders run in turn, so that a drift of the machine's speed affects all alike. Medians are compared. Unless
+stated otherwise, a time is measured from the command to the first line that the last rank prints. The two hosts are
+network namespaces of this machine, as in the tests, and need root and sshd.
 """
 
 import argparse
@@ -33,7 +33,8 @@ dist.all_reduce(tensor)
 assert tensor.item() == dist.get_world_size()
 dist.destroy_process_group()
 """
-LINE = "import os, torch\nos.write(1, ('line of %s\\n' % os.environ['RANK']).encode())\n"  # at once, each its own
+# unbuffered, one write per line
+LINE = "import os, torch\nos.write(1, ('line of %s\\n' % os.environ['RANK']).encode())\n"
 FAIL = """
 import os, time, torch
 import allranks as dist
@@ -57,14 +58,14 @@ def theirs(n, script):
 
 
 def whole(command, **how):
-    """Seconds from the command to its end."""
+    """Return the seconds from the command to its exit."""
     began = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True, **how)
     return time.perf_counter() - began
 
 
 def first_lines(command, n, **how):
-    """Seconds from the command to the n-th line."""
+    """Return the seconds from the command to the n-th line."""
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how) as process:
         lines = [process.stdout.readline() for _ in range(n)]
@@ -76,16 +77,16 @@ def first_lines(command, n, **how):
 
 
 def failure_to_end(command, **how):
-    """Seconds from a rank's failure to the command's end."""
+    """Return the seconds from a rank's failure to the command's exit."""
     done = subprocess.run(command, capture_output=True, text=True, **how)
-    ended = time.monotonic()  # of one clock with the ranks': hosts are namespaces
+    ended = time.monotonic()  # The hosts are namespaces, so the ranks use the same clock.
     if done.returncode != 1:
         raise SystemExit(f"{command} ended with {done.returncode}: {done.stderr}")
     return ended - float(next(line for line in done.stdout.splitlines() if "failed at" in line).split()[-1])
 
 
 def in_turn(measures, runs):
-    """Medians by name, after a first round that fills the file cache."""
+    """Return medians by name, after a first round that fills the file cache."""
     times = {name: [] for name in measures}
     for run in range(-1, runs):
         for name, measure in measures.items():
@@ -100,7 +101,7 @@ def in_turn(measures, runs):
 
 @contextlib.contextmanager
 def two_hosts():
-    """A function that turns a command into one on the first of two hosts, and the environment for it."""
+    """Yield a function that converts a command to one on the first of two hosts, and the environment for it."""
     if reason := cluster.trouble() or sshd.trouble():
         raise SystemExit(f"no hosts here: {reason}")
     with cluster.cluster(2) as hosts, sshd.sshd(hosts) as ssh:

@@ -1,9 +1,10 @@
-"""How calls between hosts grow with the hosts: time, and processor time of a rank, beside gloo and Open MPI over TCP.
+"""Growth of the cost of calls with the number of hosts, beside gloo and Open MPI over TCP: time and CPU time.
 
     build/bench-venv/bin/python benchmarks/many_hosts.py --json found.json --plot found.png
 
-2 to 16 hosts of 1, 2 and 4 ranks each, as benchmarks/hosts.py makes them. Up to 64 ranks share few CPUs here, so that
-the time of a call contains the turns of all; what a rank spends is what a machine with CPUs for all would see of it.
+The layouts are 2 to 16 hosts of 1, 2 and 4 ranks each, created as in benchmarks/hosts.py. Up to 64 ranks share few
+CPUs here, so the time of a call includes the time slices of all ranks. The CPU time of a rank estimates the time of a
+call on a machine with a CPU for each rank.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SIZES = {"8": 8, "64K": 64 << 10, "4M": 4 << 20}
 
 
 def measure(layouts: list[tuple[int, int]], verb: str, budget_s: float) -> dict[str, dict[str, Any]]:
-    """Reports by layout, as "4x2"."""
+    """Return the reports by layout, for example "4x2"."""
     found = {}
     for hosts, per_host in layouts:
         with cluster(hosts) as made:
@@ -33,7 +34,7 @@ def measure(layouts: list[tuple[int, int]], verb: str, budget_s: float) -> dict[
 
 
 def draw(path: Path, found: dict[str, Any]) -> None:
-    """A row for each number of ranks of a host, a column for each verb; 64 KiB."""
+    """Draw a row for each number of ranks per host and a column for each verb, at 64 KiB."""
     from allranks.tools.bench.plot import drawing
 
     plt = drawing()

@@ -1,19 +1,19 @@
-"""What a small call costs on machines with more cores, and on more hosts, than there are here: counted and predicted.
+"""Predicted cost of a small call on machines with more cores and with more hosts than are available here.
 
     python benchmarks/model.py --json benchmarks/model.json --plot benchmarks/model.png
 
-Within a host the counts are those of the core itself: `lines` (benchmarks/lines.cc) runs its code with a thread for
-each rank, told that each is bound to a CPU of the machine that is described, and reports which lines of whose memory
-each rank touches in a call. The time is predicted from these counts and from published latencies between cores:
+Within a host, the core itself provides the counts. `lines` (benchmarks/lines.cc) runs its code with a thread for each
+rank, each bound to a simulated CPU of the described machine. It reports which cache lines of each rank's memory every
+rank touches in a call. The time is predicted from these counts and from published latencies between cores:
 
-    a reader   waits one latency for what it reads in a stage, and a part of one (OVERLAP) for each further line
-    a line     goes to one reader after the other, each a part of one latency later
-    a call     is OWN_NS of a rank's own work (measured here, with one rank), and its stages one after the other:
-               flat: everybody reads everybody; by groups: a leader its group, leaders each other, groups their leaders
+    a reader   waits one latency for the reads of a stage, and a part of one (OVERLAP) for each further line
+    a line     moves to one reader after the other, each a part of one latency later
+    a call     is OWN_NS of a rank's own work (measured here, with one rank), plus its stages in sequence:
+               flat: each rank reads all ranks; grouped: leader reads group, leaders each other, groups their leaders
 
-Between hosts the counts are those of the exchange between leaders (core/collective/leader_exchange.h).
+Between hosts, the counts are those of the exchange between leaders (core/collective/leader_exchange.h).
 
-What can be measured here is predicted too: the call of two ranks, from the latency between this machine's two CPUs.
+The model also predicts a call that can be measured here: two ranks, from the latency between this machine's two CPUs.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from allranks._cluster.host import processor, usable_cpus
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build/core-plain"
 NEVER = 0xFFFF_FFFF
-OVERLAP = 4  # reads of a core that are under way at once: ten and more are possible, of lines in other caches fewer
-COMBINE_NS = 0.5  # of one operand of 8 bytes
+OVERLAP = 4  # concurrent reads of a core: ten and more are possible, but fewer for lines in other caches
+COMBINE_NS = 0.5  # for one operand of 8 bytes
 GOAL_US = 5.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """CPUs are numbered through caches, nodes and sockets."""
+    """A machine, whose CPUs are numbered through caches, nodes and sockets."""
 
     name: str
     nodes: int
-    caches: int  # of a node
-    cpus: int  # of a cache
-    cache_ns: float  # one way, from a core to another with which it shares the last level's cache
-    node_ns: float  # with which it shares the node
+    caches: int  # per node
+    cpus: int  # per cache
+    cache_ns: float  # one way, between cores that share the last-level cache
+    node_ns: float  # between cores that share the node
     far_ns: float
     source: str
 
@@ -75,7 +75,7 @@ MACHINES = [
 
 @dataclass
 class Touched:
-    """Which lines the ranks of a call touch."""
+    """The cache lines that the ranks of a call touch."""
 
     groups: list[list[int]]
     lines: dict[tuple[int, int], int]  # by reader and owner
@@ -107,7 +107,10 @@ class Touched:
 
 
 def stage_ns(machine: Machine, lines: dict[tuple[int, int], int], overlap: int) -> float:
-    """One stage: each reader waits for what it reads, and each line is handed to one reader after the other."""
+    """Return the time of one stage.
+
+    Each reader waits for its reads, and each line moves to one reader after the other.
+    """
     reads: dict[int, list[float]] = defaultdict(list)
     serves: dict[int, list[float]] = defaultdict(list)
     for (reader, owner), n in lines.items():
@@ -119,7 +122,7 @@ def stage_ns(machine: Machine, lines: dict[tuple[int, int], int], overlap: int) 
 
 
 def call_ns(machine: Machine, touched: Touched, own_ns: float, by_groups: bool, overlap: int = OVERLAP) -> float:
-    """One call of 8 bytes."""
+    """Return the time of one call of 8 bytes."""
     ranks = 1 + max(reader for reader, _ in touched.lines)
     combine = ranks * COMBINE_NS
     if not by_groups:
@@ -134,7 +137,7 @@ def call_ns(machine: Machine, touched: Touched, own_ns: float, by_groups: bool, 
             gather[reader, owner] = n
         elif owner == leader_of[reader]:
             release[reader, owner] = n
-        # What a member reads of others, to see whether it is the last, nobody waits for.
+        # The reads with which a member detects whether it is the last one are not on the critical path.
     return own_ns + sum(stage_ns(machine, stage, overlap) for stage in (gather, between, release)) + combine
 
 
@@ -159,9 +162,9 @@ def within_hosts(own_ns: float) -> Iterator[dict[str, object]]:
 def between_hosts(
     latency_us: float = 15.0, message_us: float = 3.0, gbytes_s: float = 1.2
 ) -> Iterator[dict[str, object]]:
-    """The exchange with which each collective begins, of 8 bytes from each host.
+    """Predict the exchange with which each collective begins, of 8 bytes from each host.
 
-    latency_us: from a leader's send to the other's receive, over TCP. message_us: of a CPU, for each message and side.
+    latency_us: from a leader's send to the other's receive, over TCP. message_us: CPU time for each message and side.
     """
     opening = 104  # bytes: core/collective/leader_exchange.h
     for hosts in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1000):
@@ -180,7 +183,10 @@ def between_hosts(
 
 
 def measured() -> dict[str, float]:
-    """Here: a rank's own work, a line's way between two CPUs, and the call of two ranks that these predict."""
+    """Measure a rank's own work, the transfer of a line between two CPUs, and the call of two ranks.
+
+    The measured call is compared with its prediction from the other two figures.
+    """
     from allranks.testing import run_ranks
 
     one = run_ranks(1, _rank_us)[0]

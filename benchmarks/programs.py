@@ -1,12 +1,12 @@
-"""Runs programs of other packages on gloo and on our channel in its place, and compares results and times.
+"""Run programs of other packages on gloo and on allranks, and compare results and times.
 
     python benchmarks/programs.py --json benchmarks/programs.json      # or: make bench-programs
 
-The programs come from packages on PyPI and are not changed. Dask, DeepSpeed and Ray Train have none that runs alone
-on CPUs: theirs are in benchmarks/programs/. Packages are installed into an environment of their own,
-build/programs-venv, laid over this one. Runs alternate, so that a machine whose speed drifts slows both alike; medians
-are compared. What a program prints of its training, and the weights it saves, must be the same bit for bit, unless
-two runs on gloo differ as well.
+The programs come from packages on PyPI, unchanged. Dask, DeepSpeed and Ray Train have no program that runs alone on
+CPUs; benchmarks/programs/ contains substitutes. The packages are installed into a separate environment,
+build/programs-venv, on top of this one. Runs alternate, so that a drift of the machine's speed affects both alike.
+Medians are compared. The printed training results and the saved weights must be equal bit for bit, unless two runs on
+gloo differ as well.
 """
 
 import argparse
@@ -35,12 +35,12 @@ PACKAGES = (
     "accelerate==1.15.0",
     "datasets==5.2.0",
     "deepspeed==0.19.8",
-    "distributed==2026.8.0",  # Dask's
+    "distributed==2026.8.0",  # the distributed scheduler of Dask
     "fairscale==0.4.13",
     "jsonargparse[signatures]==4.53.0",
     "lightning==2.6.6",
     "ray[train]==2.60.0",
-    "requests",  # torchvision's
+    "requests",  # dependency of torchvision
     "scikit-learn",
     "transformers==5.23.0",
     "trl==1.16.0",
@@ -168,7 +168,7 @@ PROGRAMS = (
     ),
 )
 
-# What the programs read; nothing can be downloaded. Run in their environment.
+# Generates the input of the programs, because downloads are not possible. Runs in their environment.
 LANGUAGE = """
 import json, random, sys, this
 from pathlib import Path
@@ -195,7 +195,7 @@ LlamaForCausalLM(LlamaConfig(**sizes, **special)).save_pretrained(root / "model"
 
 
 def environment():
-    """Makes the environment and the data, unless they are there; returns its Python."""
+    """Create the environment and the data if they are missing, and return the path of its Python."""
     python = VENV / "bin" / "python"
     done = VENV / "installed"
     wanted = "\n".join((*PACKAGES, *WITHOUT_DEPENDENCIES))
@@ -212,9 +212,9 @@ def environment():
         (FOLDER / folder).mkdir(parents=True, exist_ok=True)
     if not (FOLDER / "language" / "text" / "wikitext-2.txt").exists():
         run_quietly(python, "-c", LANGUAGE, FOLDER / "language")
-    if not (FOLDER / "data").exists():  # the place where lightning's demo looks
+    if not (FOLDER / "data").exists():  # the location that lightning's demo uses
         (FOLDER / "data").symlink_to("language/text")
-    # Lightning's documentation begins its command line with these two lines.
+    # In Lightning's documentation the command line begins with these two lines.
     (FOLDER / "lightning_cli.py").write_text("from lightning.pytorch.cli import LightningCLI\n\nLightningCLI()\n")
     digits(FOLDER / "tmp" / "MNIST" / "raw", images=64)
     compile_deepspeed(python)
@@ -222,7 +222,10 @@ def environment():
 
 
 def compile_deepspeed(python):
-    """What DeepSpeed else compiles in its first run. Each start waits for the lock that a killed build has left."""
+    """Compile the extensions that DeepSpeed would compile in its first run.
+
+    Each start waits for the lock that a killed build has left, so stale locks are deleted.
+    """
     extensions = Path(ENVIRONMENT["TORCH_EXTENSIONS_DIR"])
     for lock in extensions.glob("**/lock"):
         lock.unlink()
@@ -231,7 +234,7 @@ def compile_deepspeed(python):
 
 
 def path_of(python):
-    """With ninja, which torch's compilation of extensions needs."""
+    """Return a PATH that contains ninja, which torch needs to compile extensions."""
     return os.pathsep.join([str(python.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
@@ -250,7 +253,7 @@ def run_quietly(*command, **environ):
 
 
 def digits(folder, images):
-    """scikit-learn's digits in the files in which torchvision expects MNIST."""
+    """Write scikit-learn's digits into files in the format that torchvision expects for MNIST."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -273,7 +276,10 @@ class Run:
 
 
 def run(python, program, mode):
-    """Runs the program once. ``mode``: gloo, instead (of gloo), or asks (for us by name). None: it hung."""
+    """Run the program once. Return None if it hung.
+
+    ``mode`` is "gloo", "instead" (allranks replaces gloo), or "asks" (the program names allranks as its backend).
+    """
     out = FOLDER / "out" / f"{PROGRAMS.index(program)} {mode} {time.monotonic_ns()}"
     places = {"site": site_packages(), "folder": FOLDER, "out": out, "ours": ROOT / "benchmarks" / "programs"}
     args = [part.format(**places) for part in f"{program.script} {program.args}".split()]
@@ -321,7 +327,7 @@ def run(python, program, mode):
 
 
 def digest(folder, pattern):
-    """Of the weights in the one file that the program saved."""
+    """Return the digest of the weights in the single file that the program saved."""
     (path,) = folder.glob(pattern)
     if path.suffix == ".safetensors":
         return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -333,7 +339,7 @@ def digest(folder, pattern):
 
 
 def report(program, runs):
-    """Compares the runs, ``runs[mode]``, of a program."""
+    """Compare the runs of a program, ``runs[mode]``."""
     hung = {mode: them.count(None) for mode, them in runs.items()}
     runs = {mode: [each for each in them if each is not None] for mode, them in runs.items()}
     if not all(runs.values()):
@@ -346,7 +352,7 @@ def report(program, runs):
         "ranks": program.ranks,
         "compared": [f"{len(runs['gloo'][0].results)} lines"] * bool(program.results)
         + ["weights"] * bool(program.weights),
-        "gloo_repeats_itself": len(found["gloo"]) == 1 if len(runs["gloo"]) > 1 else None,  # None: not known
+        "gloo_repeats_itself": len(found["gloo"]) == 1 if len(runs["gloo"]) > 1 else None,  # None: unknown
         "same_as_gloo": {mode: found[mode] == found["gloo"] for mode in runs if mode != "gloo"},
         "runs": len(runs["gloo"]),
         "hung": hung,

@@ -1,22 +1,22 @@
-"""Random training programs under ``allranks.resilience.State``: does the loss of a rank change the result?
+"""Random training programs under ``allranks.resilience.State``: the loss of a rank must not change the result.
 
     python benchmarks/random_programs.py --count 300                 # seeds 0 to 299
-    python benchmarks/random_programs.py --seed 17 --keep            # one again, with its files
-    python benchmarks/random_programs.py --show 17                   # its source
-    python benchmarks/random_programs.py --count 300 --kills 0       # the second run has no kill: all must be the same
+    python benchmarks/random_programs.py --seed 17 --keep            # repeat one, and keep its files
+    python benchmarks/random_programs.py --show 17                   # print its source
+    python benchmarks/random_programs.py --count 300 --kills 0       # no kill in the second run: all must be the same
     python benchmarks/random_programs.py --count 300 --kills 2       # another rank, or the replacement, is killed later
     python benchmarks/random_programs.py --count 5000 --json benchmarks/random_programs.json
 
 A seed decides everything about a program (random_programs_text.py): wrapper, model, optimizers, schedulers, loaders,
 random numbers, logs, loops. The program runs twice on 2 to 4 ranks. In the second run one rank kills itself (SIGKILL)
-at a random moment, and the launcher replaces it. The verdict compares the last line that every rank prints, which has
+at a random moment, and the launcher replaces it. The verdict compares the last line that every rank prints. It contains
 digests of weights, buffers, optimizers, schedulers, averaged weights, and logs that are equal on all ranks:
 
     same       the second run printed the same digests on every rank, with exit code 0
-    refused    State raised UsageError in the first run: the program contains something that it cannot protect
+    refused    State raised UsageError in the first run: the program contains an object that it cannot protect
     error      the second run ended with a nonzero exit code and a typed error of allranks on its ranks; or all ranks
-               were killed at once, and the launcher says so
-    warned     a rank was lost together with the backup of its buffers: other digests, and a warning that says so
+               were killed simultaneously, and the launcher reports it
+    warned     a rank was lost together with the backup of its buffers: other digests, and a warning that reports it
     WRONG      anything else: other digests with exit code 0, fewer ranks, a hang, another exception
 """
 
@@ -44,7 +44,7 @@ from random_programs_text import Choices, Program, choose, write
 
 ROOT = Path(__file__).parents[1]
 HARNESS = Path(__file__).with_name("random_programs_harness.py")
-LIMIT_S = 60.0  # of one run; most take less than a second
+LIMIT_S = 60.0  # limit of one run; most take less than a second
 VERDICTS = ("same", "refused", "error", "warned", "WRONG")
 _END = re.compile(r"END (\d+) (\d+) (\d+) (.*)")
 _KILLED = "was killed by SIGKILL"
@@ -55,13 +55,13 @@ class Outcome:
     """The verdict on a program.
 
     Attributes:
-        seed: of the program.
+        seed: seed of the program.
         verdict: one of VERDICTS.
-        reason: why, in one line.
+        reason: the reason, in one line.
         kill: KILL of the second run (random_programs_harness.py); "" if there was none.
-        place: where die() is called.
+        place: the place of the call of die().
         choices: the dimensions of the program.
-        output: of the run that decided.
+        output: output of the run that decided.
         seconds: wall-clock time of both runs.
         cpu_s: their CPU time.
     """
@@ -128,9 +128,9 @@ def run(jobs: Jobs, seed: int, keep: Path | None = None, kills: int = 1) -> Outc
 
     Args:
         jobs: starts its jobs.
-        seed: of the program.
+        seed: seed of the program.
         keep: a folder for its files; None for a temporary one.
-        kills: how many processes are killed in the second run: 0, 1 or 2.
+        kills: number of processes that are killed in the second run: 0, 1 or 2.
     """
     program = write(choose(seed))
     folder = Path(tempfile.mkdtemp(prefix=f"program-{seed}-")) if keep is None else keep
@@ -150,8 +150,8 @@ def _run(jobs: Jobs, program: Program, folder: Path, kills: int) -> Outcome:
         place.mkdir(parents=True)
         (place / "program.py").write_text(program.text)
         shutil.copy(HARNESS, place)
-        # A replacement that fails is not replaced again, and no rank may be missing: its error ends the job.
-        respawns = 0 if not kill else 2 if ".1:" in kill else 1  # of each rank
+        # A replacement that fails is not replaced again, and no rank may be missing, so its error terminates the job.
+        respawns = 0 if not kill else 2 if ".1:" in kill else 1  # per rank
         words = ["run", "-n", choices.ranks, "--elastic", choices.ranks, "--respawns", respawns, "program.py"]
         environ = {"KILL": kill, "XDG_STATE_HOME": str(place)}  # the launcher writes a file there if the job fails
         done = jobs.run([str(word) for word in words], place, environ, LIMIT_S)
@@ -193,7 +193,7 @@ def _choose_kill(seed: int, ends: dict[int, _End], kills: int) -> str:
 
 
 def _judge_refusal(calm: Done) -> tuple[str, str]:
-    """Judge an undisturbed run that did not end with exit code 0."""
+    """Judge an undisturbed run that did not exit with code 0."""
     if calm.code is None:
         return "WRONG", f"the undisturbed run hangs: no end within {LIMIT_S:g} s"
     exceptions = _exceptions(calm.err)
@@ -216,7 +216,7 @@ def _judge(hit: Done, calm: dict[int, _End], killed: bool) -> tuple[str, str]:
             return "WRONG", f"exit code {hit.code}, untyped: {untyped[0]}"
         if not exceptions:
             last = re.search(r"allranks run: (no remaining rank has .*|.* did not survive the loss of .*)", hit.err)
-            if last is not None:  # all were killed at once, or not within the loop
+            if last is not None:  # all ranks were killed simultaneously, or outside the loop
                 return "error", last[1]
             return "WRONG", f"exit code {hit.code} without an error of a rank"
         return "error", exceptions[0]
@@ -238,7 +238,7 @@ def _judge(hit: Done, calm: dict[int, _End], killed: bool) -> tuple[str, str]:
 
 
 def run_all(seeds: Iterable[int], at_once: int = 2, kills: int = 1) -> Iterator[Outcome]:
-    """Run programs, several at once. Yield each outcome when it is known."""
+    """Run programs, several concurrently. Yield each outcome when it is known."""
     with Jobs() as jobs, ThreadPoolExecutor(at_once) as pool:
         try:
             for future in as_completed([pool.submit(run, jobs, seed, None, kills) for seed in seeds]):
@@ -259,7 +259,7 @@ def count_dimensions(outcomes: Sequence[Outcome]) -> dict[str, dict[str, dict[st
 
 
 def format_dimensions(outcomes: Sequence[Outcome]) -> str:
-    """A table of the dimensions, with the values first whose programs are WRONG most often."""
+    """Return a table of the dimensions, sorted by the share of WRONG programs per value."""
     total = sum(outcome.verdict == "WRONG" for outcome in outcomes) / max(1, len(outcomes))
     rows = []
     for name, values in count_dimensions(outcomes).items():

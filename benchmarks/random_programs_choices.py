@@ -1,7 +1,7 @@
-"""The dimensions of random training programs, and how often each value occurs.
+"""The dimensions of random training programs, and the frequency of each value.
 
-Weights follow what training programs usually contain. About one program in ten has something that State refuses: an
-object that was not passed to it, or a counter that it cannot hand over.
+Weights follow the usual content of training programs. About one program in ten has an object that State refuses: an
+object that was not passed to it, or a counter that it cannot transfer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Choices:
     """The dimensions of a program. Each field is a dimension, its value the choice.
 
     Attributes:
-        seed: of the program.
+        seed: seed of the program.
         ranks: number of ranks.
-        steps: per epoch.
+        steps: steps per epoch.
         epochs: number of epochs.
         forgotten: State does not receive one of the objects that it needs.
     """
@@ -63,7 +63,7 @@ def _pick(rng: random.Random, **weights: float) -> str:
 
 
 def choose(seed: int) -> Choices:
-    """Draw the dimensions of a program. Weights follow what training programs usually contain.
+    """Draw the dimensions of a program. Weights follow the usual content of training programs.
 
     Combinations that make no sense are replaced by the simpler choice, in one direction only.
     """
@@ -129,7 +129,7 @@ def _restrict(c: Choices) -> None:
     if c.wrapper == "fully_shard":
         c.ranks, c.scheme, c.averaging, c.accumulation, c.scaler = 4, "plain", "none", "none", False
         if c.model in ("linear", "sequential_batchnorm", "batchnorm", "counter_buffer", "counter_attribute"):
-            c.model = "mlp_dropout"  # FSDP2 keeps no buffers in step
+            c.model = "mlp_dropout"  # FSDP2 does not synchronize buffers
     if c.frontend == "torch" and c.wrapper == "allranks_ddp":
         c.wrapper = "torch_ddp"
     if c.scheme in ("gan", "lbfgs", "sam"):
@@ -150,15 +150,15 @@ def _restrict(c: Choices) -> None:
     if c.accumulation == "no_sync" and c.wrapper == "by_hand":
         c.accumulation = "none"
     if c.accumulation == "no_sync" and c.model in ("batchnorm", "sequential_batchnorm"):
-        c.model = "mlp_dropout"  # half a batch is too small for it
+        c.model = "mlp_dropout"  # half a batch is too small for this model
     if c.loop == "steps_only":
         c.epochs, c.steps = 1, c.steps * 3
         if c.scheduler_at.startswith("epoch"):
             c.scheduler_at = "step_after"
         c.early_stopping = "none"
     if c.accumulation.startswith("over_steps") and c.loop == "break_section":
-        c.steps = max(c.steps, 4)  # an optimizer runs in every second or third, and the last is left out
-    if c.scheduler == "OneCycleLR" and c.optimizer in ("Adagrad", "LBFGS"):  # they have no momentum
+        c.steps = max(c.steps, 4)  # an optimizer runs in every second or third step, and the last step is left out
+    if c.scheduler == "OneCycleLR" and c.optimizer in ("Adagrad", "LBFGS"):  # these optimizers have no momentum
         c.scheduler = "StepLR"
     if c.scheduler in ("warmup_by_hand", "OneCycleLR"):
         c.scheduler_at = "step_before" if c.scheduler == "warmup_by_hand" else "step_after"
@@ -181,7 +181,7 @@ def _restrict(c: Choices) -> None:
     if c.loader == "list" and c.loop != "steps_only":
         c.in_place = False  # each epoch would change the data again
     if c.style == "trainer" and (c.loader == "list" or c.logging.endswith("_local")):
-        # State(trainer=self) would contain what differs between ranks.
+        # State(trainer=self) would contain values that differ between ranks.
         c.global_step = "in_dict" if c.global_step == "variable" else c.global_step
         c.early_stopping = "in_step" if c.early_stopping == "variables" else c.early_stopping
     if c.loader in ("number", "list"):

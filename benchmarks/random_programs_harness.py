@@ -1,10 +1,10 @@
 """Imported by every generated program: kills its process at one chosen moment, and prints digests of its results.
 
-The file is copied next to each program, so that a program can be run alone:
+The file is copied next to each program, so that a program can run alone:
 
     allranks run -n 2 --elastic 2 program.py               # undisturbed
     KILL=1:7 allranks run -n 2 --elastic 2 program.py      # rank 1 is killed at its eighth call of die()
-    KILL=1:7,1.1:0 allranks run ...                        # and the process in its place at its first call
+    KILL=1:7,1.1:0 allranks run ...                        # and its replacement process at its first call
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 
 _rank = int(os.environ.get("RANK", "0"))
 _pid = os.getpid()
-_start = os.environ.get("ALLRANKS_START", "0")  # 0, or of a replacement process its number
+# 0 for the first process of a rank; otherwise the number of the replacement process
+_start = os.environ.get("ALLRANKS_START", "0")
 _mine = {str(_rank), f"{_rank}.0"} if _start == "0" else {f"{_rank}.{_start}"}
 _kills = [each.split(":") for each in os.environ.get("KILL", "").split(",") if each]
 _visits = {visit for name, visit in _kills if name in _mine}
@@ -51,7 +52,7 @@ def digest(value: Any) -> str:
 
 
 def _add(found: Any, value: Any) -> None:
-    if isinstance(value, torch.nn.Module):  # with the buffers that state_dict() leaves out
+    if isinstance(value, torch.nn.Module):  # includes the buffers that state_dict() omits
         _add(found, [*value.named_parameters(), *value.named_buffers()])
     elif hasattr(value, "full_tensor"):
         _add(found, value.full_tensor())

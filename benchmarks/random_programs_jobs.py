@@ -1,10 +1,10 @@
-"""Runs many short jobs of ``allranks run``, each forked from one process that has imported torch and allranks.
+"""Run many short jobs of ``allranks run``, each forked from one process that has imported torch and allranks.
 
 A fresh launcher spends most of its time on the import of torch. Here a server process imports it once and forks for
 every job. The fork calls the entry point of the ``allranks`` command: launcher, agent, template of replacement
-processes and ranks are the real ones. The differences to a job that a shell starts are the imports that are already
-done and the end of each process: it runs the functions registered with atexit and exits, and does not finalize the
-interpreter, which takes 0.3 s with torch.
+processes and ranks are the real ones. There are two differences to a job that a shell starts. The imports are already
+done. Each process exits after the functions registered with atexit, without finalizing the interpreter, which takes
+0.3 s with torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 __all__ = ["Done", "Jobs"]
 
-# What launchers and ranks of the programs import. A module that no longer exists costs time and nothing else.
+# Modules that launchers and ranks of the programs import. A module that no longer exists only costs time.
 _IMPORTED = (
     "torch", "numpy", "sympy", "torch._dynamo", "torch.optim.swa_utils", "torch.distributed.device_mesh",
     "torch.distributed.fsdp", "torch.profiler._cupti_monitor", "multiprocessing.popen_fork", "multiprocessing.queues",
@@ -44,12 +44,12 @@ _IMPORTED = (
 
 @dataclass(frozen=True)
 class Done:
-    """A job that has ended.
+    """A finished job.
 
     Attributes:
-        code: exit code of the launcher; None if the time limit ended the job.
-        out: what it wrote to stdout.
-        err: what it wrote to stderr.
+        code: exit code of the launcher; None if the job exceeded the time limit.
+        out: its stdout.
+        err: its stderr.
         seconds: wall-clock time.
         cpu_s: CPU time of the launcher and its ranks.
     """
@@ -89,13 +89,13 @@ class Jobs:
         self._reader.join()
 
     def run(self, words: Sequence[str], folder: Path, more: Mapping[str, str], timeout: float) -> Done:
-        """Run ``allranks`` with these arguments, and wait for its end.
+        """Run ``allranks`` with these arguments, and wait until it exits.
 
         Args:
             words: the arguments.
             folder: working directory of the job. Files with its output are written there.
             more: environment variables, added to those of this process.
-            timeout: seconds until the launcher is killed; its ranks end with it.
+            timeout: seconds until the launcher is killed; its ranks terminate with it.
         """
         environ = os.environ | dict(more)
         future: Future[dict[str, Any]] = Future()

@@ -247,7 +247,7 @@ def _data(d: Draft) -> None:
     }
     names = samplers[c.loader]
     everything = per_rank * (c.ranks if c.loader.endswith("_sampler") and c.loader != "random_sampler" else 1)
-    rest = d.rng.choice([0, 1, 3])  # a last batch that is not full is dropped
+    rest = d.rng.choice([0, 1, 3])  # an incomplete last batch is dropped
     if c.augmentation.startswith("getitem"):
         names += ["Dataset"]
         noise = {
@@ -522,7 +522,7 @@ def _running_weight(d: Draft) -> None:
 
 
 def _containers(d: Draft) -> None:
-    """What is logged with the same values on all ranks."""
+    """Write the containers of values that are equal on all ranks."""
     c = d.choices
     if c.evaluation != "none" or c.container == "history":
         keys = ["loss"] if c.container == "history" or c.evaluation == "metric_after_optimizer" else []
@@ -583,7 +583,7 @@ _METER = """
 
 
 def _logs(d: Draft) -> None:
-    """What is logged in each step. If the values differ between ranks, it is local, and not compared."""
+    """Write the logs of each step. If the values differ between ranks, the log is local and not compared."""
     c = d.choices
 
     def is_local(name: str) -> None:
@@ -791,7 +791,7 @@ def _backward(c: Choices, loss: str) -> list[str]:
 
 
 def _after_update(d: Draft) -> list[str]:
-    """What follows the optimizer's step: scheduler and averaged weights."""
+    """Return the lines after the optimizer's step: scheduler and averaged weights."""
     c, inner = d.choices, _inner(d.choices)
     lines = ["<die: after the optimizer>"]
     if c.scheduler_at == "step_after":
@@ -998,7 +998,7 @@ def _update_container(d: Draft) -> None:
 
 
 def _after_batch(step: list[str]) -> int:
-    """The index of the first line after those that take the batch."""
+    """Return the index of the first line after the lines that read the batch."""
     return next(n for n, line in enumerate(step) if "targets =" in line or "targets = step.batch" in line) + 1
 
 

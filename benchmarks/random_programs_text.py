@@ -1,4 +1,4 @@
-"""Assembles the source of a random training program: ordinary PyTorch code under ``allranks.resilience.State``.
+"""Assemble the source of a random training program: ordinary PyTorch code under ``allranks.resilience.State``.
 
 The result must read like a user's program, because an engineer reads it if it fails. The same pieces
 (random_programs_pieces.py) become a script, a main function, several functions, or a Trainer class. One of the
@@ -23,9 +23,9 @@ class Program:
     """A generated program.
 
     Attributes:
-        choices: what it is made of.
+        choices: its dimensions.
         text: its source.
-        place: where die() is called.
+        place: the place of the call of die().
     """
 
     choices: Choices
@@ -60,7 +60,7 @@ def source_of(c: Choices) -> str:
 
 
 def _training(d: Draft) -> list[str]:
-    """The lines of one epoch of training."""
+    """Return the lines of one epoch of training."""
     steps = f"$state.steps({source_of(d.choices)})"
     loop = {
         "progress_loop": f"for step in Progress({steps}):",
@@ -87,7 +87,7 @@ def _render(d: Draft) -> str:
 
 
 def _spaced(definitions: list[str]) -> list[str]:
-    """Definitions, each after two empty lines."""
+    """Return the definitions, each after two empty lines."""
     text = "\n".join(line for line in definitions if line.strip())
     lines: list[str] = []
     for line in text.splitlines():
@@ -120,7 +120,7 @@ def _summary(c: Choices) -> str:
 
 
 def _loop(d: Draft, training: list[str], evaluation: list[str]) -> list[str]:
-    """The loop over epochs around the lines of an epoch."""
+    """Return the loop over epochs around the lines of an epoch."""
     c = d.choices
     inside = [*training, *evaluation, *d.after_evaluation]
     if c.loop == "steps_only":

@@ -1,10 +1,11 @@
-"""How the cost of a call grows with the ranks of a host: time, and processor time of a rank, beside gloo and Open MPI.
+"""Growth of the cost of a call with the ranks of a host: time, and CPU time of a rank, beside gloo and Open MPI.
 
     build/bench-venv/bin/python benchmarks/ranks.py --json benchmarks/ranks.json --plot benchmarks/ranks.png
 
-For each number of ranks `allranks bench all` runs once. Many ranks share few CPUs here, so the time of a call contains
-the turns of all; what a rank spends is what a machine with a CPU for each would see of it. A straight line through the
-logarithms gives the exponent with which that grows from 4 ranks on: two ranks never wait for each other's turn.
+For each number of ranks `allranks bench all` runs once. Many ranks share few CPUs here, so the time of a call includes
+the time slices of all ranks. The CPU time of a rank estimates the time of a call on a machine with a CPU for each
+rank. A straight line through the logarithms gives the exponent of its growth. The fit starts at 4 ranks, because two
+ranks never wait for each other's time slice.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def measure(ranks: int, budget_s: float, against: str) -> dict[str, Any]:
 
 
 def cells(reports: dict[Any, dict[str, Any]], asked: list[int]) -> dict[str, dict[str, dict[int, dict[Any, Any]]]]:
-    """By verb, engine, size in bytes as it was asked for, and what `reports` are by."""
+    """Return the values by verb, engine, requested size in bytes, and key of `reports`."""
     found: dict[str, dict[str, dict[int, dict[Any, Any]]]] = {}
     for key, report in reports.items():
         for table in report["tables"]:
@@ -52,7 +53,7 @@ def cells(reports: dict[Any, dict[str, Any]], asked: list[int]) -> dict[str, dic
 
 
 def exponent(by_ranks: dict[int, dict[str, float]]) -> float:
-    """Of a rank's processor time in the number of ranks."""
+    """Return the exponent of a rank's CPU time in the number of ranks."""
     points = [(math.log(ranks), math.log(values["cpu_s"])) for ranks, values in by_ranks.items() if ranks >= FROM]
     slope, _ = statistics.linear_regression(*zip(*points, strict=True))
     return slope
@@ -74,7 +75,7 @@ def draw(path: Path, found: dict[str, Any]) -> None:
 
 
 def add_lines(panel: Any, engine: str, by_count: dict[int, dict[str, float]]) -> None:
-    """Time and processor time of an engine's calls, in us, against a number of ranks or hosts."""
+    """Draw time and CPU time of an engine's calls, in us, against a number of ranks or hosts."""
     for key, style, what in (("median_s", "-", "time"), ("cpu_s", ":", "processor time of a rank")):
         values = [each[key] * 1e6 for each in by_count.values()]
         label = f"{engine}, {what}"
@@ -82,7 +83,7 @@ def add_lines(panel: Any, engine: str, by_count: dict[int, dict[str, float]]) ->
 
 
 def finish(panel: Any, title: str, counts: Sequence[int]) -> None:
-    """Title, axes and grid of a panel whose lines are drawn."""
+    """Add title, axes and grid to a panel whose lines are drawn."""
     panel.set(title=title, xscale="log", yscale="log")
     panel.set_xticks(counts, [str(each) for each in counts])
     panel.minorticks_off()
@@ -90,7 +91,7 @@ def finish(panel: Any, title: str, counts: Sequence[int]) -> None:
 
 
 def save(figure: Any, axes: Any, title: str, path: Path) -> None:
-    """Adds the legend and the title of all panels, and writes the picture."""
+    """Add the legend and the title of all panels, and write the picture."""
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(title)

@@ -1,12 +1,14 @@
-"""Times how many ranks join a job: light ranks, many in one process, over real sockets at a real server.
+"""Measure the time in which ranks join a job: many lightweight ranks in one process, real sockets and a real server.
 
     taskset -c 0 python benchmarks/rendezvous.py --json benchmarks/rendezvous.json
 
-The ranks and the server are two processes; bound to one core they share it, as here they are to be counted together.
-A rank is the state machine of ``allranks._rendezvous.join_protocol`` and a socket; neither torch nor tensors are
-loaded. ``joined``: from the first rank's first packet until the last one knows that all are there. ``members``: how
-much longer until every rank has the table of all members. ``exchange``: each gives a record of 64 bytes to each, n * n
-records by nature.
+The ranks and the server are two processes. If bound to one core they share it, which is intended, because their costs
+are counted together. A rank is the state machine of ``allranks._rendezvous.join_protocol`` and a socket; torch is not
+imported.
+
+``joined`` is the time from the first rank's first packet until the last rank has received the confirmation that all
+ranks have joined. ``members`` is the additional time until every rank has the table of all members. ``exchange``: each
+rank sends a record of 64 bytes to each rank, which requires n * n records.
 """
 
 import argparse
@@ -50,7 +52,7 @@ with StoreServer.tcp("localhost", 0, {SECRET!r}).start() as server:
 
 
 class Rank:
-    """A rank without a thread: what its state machine asks for goes out, what comes is fed to it."""
+    """A rank without a thread: it sends the requests of its state machine and passes received data to it."""
 
     def __init__(self, crowd, steps):
         self.crowd = crowd
@@ -58,7 +60,7 @@ class Rank:
         self.sock = None
         self.result = None
         self.done = False
-        self.due = None  # when a pause ends
+        self.due = None  # end of a pause
 
     def begin(self):
         self.perform(next(self.steps))
@@ -98,7 +100,7 @@ class Rank:
         try:
             self.sock.sendall(pack_frame(payload))
         except OSError:
-            return  # the reader is told, too
+            return  # the reader detects the error, too
         self.sock.setblocking(False)
 
     def read(self):
@@ -136,7 +138,7 @@ class Rank:
 
 
 class Crowd:
-    """All ranks, and the loop that moves them."""
+    """All ranks, and the event loop that drives them."""
 
     def __init__(self, port):
         self.port = port
@@ -155,7 +157,7 @@ class Crowd:
             rank.resume(None)
 
     def run(self, starts):
-        """Starts something on every rank and returns how long until all are done, and how many bytes came."""
+        """Start an operation on every rank. Return the time until all have finished, and the received bytes."""
         began, before = time.perf_counter(), self.bytes
         self.waiting = len(starts)
         for count, start in enumerate(starts):
@@ -177,7 +179,7 @@ def resident_kib(pid):
 
 
 def measure(size, with_exchange):
-    """Returns the figures of one job of ``size`` ranks."""
+    """Return the figures of one job of ``size`` ranks."""
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         crowd = Crowd(int(server.stdout.readline()))

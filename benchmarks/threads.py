@@ -1,12 +1,13 @@
-"""Ranks and compute threads that are more than the CPUs: how many rounds of computing and reducing they make a second.
+"""More ranks and compute threads than CPUs: the rounds of computing and reducing per second.
 
     make mpi
     build/bench-venv/bin/python benchmarks/threads.py --json benchmarks/threads.json
 
-A round is 20 products of matrices and an all_reduce of 1 KB. Each rank computes with --threads threads of OpenMP. A CPU
-that a waiting rank keeps is missing to a thread that computes. allranks, allranks through torch.distributed, gloo and
-Open MPI run in the same processes, one block each in turn; a block counts as long as its slowest rank takes. Medians of
-the blocks. Open MPI is started twice, with and without `mpi_yield_when_idle`; a ratio is that of one start.
+A round is 20 matrix products and an all_reduce of 1 KB. Each rank computes with --threads threads of OpenMP. A CPU
+that a waiting rank occupies is not available to a computing thread. allranks, allranks through torch.distributed, gloo
+and Open MPI run in the same processes, one block each in turn. The time of a block is that of its slowest rank. The
+figures are medians of the blocks. Open MPI is started twice, with and without `mpi_yield_when_idle`; each ratio
+belongs to one of the starts.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def rank_main(given: argparse.Namespace) -> None:
 
 
 def cell(given: argparse.Namespace, ranks: int, threads: int, yields: bool) -> dict[str, float]:
-    """Rounds a second of each contender."""
+    """Return the rounds per second of each contender."""
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
         ports = f"{first.getsockname()[1]},{second.getsockname()[1]}"
     environ = os.environ | {

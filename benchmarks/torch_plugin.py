@@ -1,13 +1,13 @@
-"""Times PyTorch's own tools on our channel, through the plugin, against the same tools on gloo.
+"""Measure PyTorch's own tools on allranks, through the plugin, against the same tools on gloo.
 
     allranks run -n 2 benchmarks/torch_plugin.py --json out/torch_plugin.json
 
-torch.distributed's all_reduce by size, and training steps of an MLP with 10 M parameters under torch's
-DistributedDataParallel and FSDP2, on two groups of the same processes: blocks and steps alternate, and medians are
-compared.
+The benchmark measures torch.distributed's all_reduce by size, and training steps of an MLP with 10 M parameters under
+torch's DistributedDataParallel and FSDP2. It uses two groups of the same processes. Blocks and steps alternate, and
+medians are compared.
 
-What torch itself costs there is seen on a third group, whose backend, written in Python, does nothing. The model of
-these steps is tiny, and a compiled function makes one call of torch's functional all_reduce.
+A third group, whose backend is written in Python and does nothing, shows the cost of torch itself. The model of these
+steps is tiny, and a compiled function makes one call of torch's functional all_reduce.
 """
 
 import argparse
@@ -30,7 +30,7 @@ SIZES = (4, 1 << 10, 1 << 16, 1 << 20, 1 << 24)
 
 
 def all_reduces(groups, blocks):
-    """Seconds per call by bytes and group: the median of blocks, each of which counts as long as its slowest rank."""
+    """Return the seconds per call by bytes and group: the median of blocks, each with the time of its slowest rank."""
     table = {}
     for nbytes in SIZES:
         tensor = torch.ones(nbytes // 4)
@@ -44,7 +44,7 @@ def all_reduces(groups, blocks):
                 for _ in range(n):
                     dist.all_reduce(tensor, group=group)
                 elapsed = slowest((time.perf_counter() - began) / n)
-                if block >= 0:  # before: warming up
+                if block >= 0:  # earlier blocks warm up
                     seconds[name].append(elapsed)
                 expected = float(dist.get_world_size()) ** n
                 if expected < 1e30 and not torch.all(tensor == expected):
@@ -82,7 +82,7 @@ def steps(models, count, batch_size):
     seconds = {name: [] for name in models}
     names = list(models)
     for i in range(-5, count):
-        # Another order each time: whoever comes first finds other caches than who comes last.
+        # Rotate the order, because the position in a round influences the state of the caches.
         for name in names[i % len(names) :] + names[: i % len(names)]:
             dist.barrier()
             began = time.perf_counter()
@@ -97,7 +97,7 @@ def steps(models, count, batch_size):
 
 
 class Done(dist.Work):
-    """What the backend that does nothing returns: as asynchronous calls must, a new one each time."""
+    """Work returned by the backend that does nothing. Asynchronous calls must return a new one each time."""
 
     def __init__(self, tensors):
         super().__init__()
@@ -107,7 +107,7 @@ class Done(dist.Work):
         return True
 
     def get_future(self):
-        return torch._C.fork(lambda: self.tensors)  # of a list of tensors to C++, too
+        return torch._C.fork(lambda: self.tensors)  # C++ also receives a list of tensors
 
 
 class Nothing(dist.ProcessGroup):
@@ -132,7 +132,8 @@ class Nothing(dist.ProcessGroup):
     setGroupName, setGroupDesc = _set_group_name, _set_group_desc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
-    def allgather(self, outputs, inputs, opts):  # DistributedDataParallel compares what it gets when it is made
+    # DistributedDataParallel compares the gathered values in its constructor
+    def allgather(self, outputs, inputs, opts):
         for output in outputs[0]:
             output.copy_(inputs[0])
         return Done(outputs[0])
@@ -152,7 +153,7 @@ class Nothing(dist.ProcessGroup):
 
 
 def paths(groups, count):
-    """Seconds of a tiny step, or of one compiled call, by what makes it and group: medians and the fastest."""
+    """Return the seconds of a tiny step, or of one compiled call, by caller and group: medians and minimums."""
     torch.manual_seed(0)
     tiny = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     data, target = torch.randn(4, 8), torch.randn(4, 8)

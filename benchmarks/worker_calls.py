@@ -1,10 +1,10 @@
-"""Times a worker's calls as generated functions, and as closures over the same forms (docs/decisions/090).
+"""Measure a worker's calls as generated functions, and as closures over the same forms (docs/decisions/090).
 
     python benchmarks/worker_calls.py --json benchmarks/worker_calls.json
 
 Each call has tensors of four elements, so that the operator itself costs little. A captured step is a chain of such
-calls: generated, its tensors are local variables of one function. Both ways take turns in one process, and the medians
-of the blocks are compared.
+calls; in generated code its tensors are local variables of one function. Both ways take turns in one process, and the
+medians of the blocks are compared.
 """
 
 import argparse
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class Getters:
-    """What reads an argument from the slots and from the values of a frame."""
+    """Factory of functions that read an argument from the slots or from the values of a frame."""
 
     def __init__(self, inputs, outputs):
         self.first_number = inputs + outputs
@@ -49,7 +49,7 @@ class Getters:
 
 
 def closure(op, args, kwargs, layout, inputs, outputs):
-    """The same as a generated function, without text."""
+    """Return the equivalent of a generated function, without generated text."""
     op = op._op
     getters = Getters(inputs, outputs)
     given = [visit(each, getters) for each in args]
@@ -71,7 +71,7 @@ def closure(op, args, kwargs, layout, inputs, outputs):
 
 
 def calls():
-    """Operator, arguments, arguments by name, how many results."""
+    """Return operator, arguments, keyword arguments and number of results of each call."""
     x, weight = torch.ones(4), torch.ones(4)
     return {
         "relu": (aten.relu.default, (x,), {}, 1),
@@ -83,7 +83,7 @@ def calls():
 
 
 def both(number, op, args, kwargs, outputs):
-    """A call as a generated function and as a closure, with slots and a frame."""
+    """Return a call as a generated function and as a closure, with slots and a frame."""
     forms = [form_of(each, False, False) for each in args]
     named = {name: form_of(each, True, False) for name, each in kwargs.items()}
     space = {"settle": None, "generators": {}}
@@ -98,7 +98,7 @@ def both(number, op, args, kwargs, outputs):
 
 
 def step():
-    """A chain of additions as one generated function, and as closures in a row."""
+    """Return a chain of additions as one generated function, and as a sequence of closures."""
     forms, named = [["t"], ["t"]], {"alpha": ["i"]}
     source = call_source(0, forms, named, [()], aten.add.Tensor, CPU, {"settle": None, "generators": {}})
     layout = source.plain.layout
@@ -123,14 +123,14 @@ def step():
 
 
 def measure(blocks, ways, slots, frame, count):
-    """Seconds of one call, by way: the median of blocks that take turns."""
+    """Return the seconds of one call, by way: the median of blocks that take turns."""
     seconds = {name: [] for name in ways}
     for block in range(-1, blocks):
         for name, run in ways.items():
             began = time.perf_counter()
             for _ in range(count):
                 run(slots, frame, 0)
-            if block >= 0:  # before: warming up
+            if block >= 0:  # earlier blocks warm up
                 seconds[name].append((time.perf_counter() - began) / count)
     return {name: statistics.median(values) for name, values in seconds.items()}
 

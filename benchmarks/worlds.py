@@ -1,11 +1,11 @@
-"""What a world costs against its number of ranks: time of init_process_group, and memory. Within one host.
+"""Cost of a world by its number of ranks, within one host: time of init_process_group, and memory.
 
     python benchmarks/worlds.py --json benchmarks/worlds.json
 
-Each number of ranks is a job of `allranks run`. Each rank measures its own memory (Private_Dirty of
-/proc/self/smaps_rollup) and its share of the memory that ranks map together (Pss_Shmem): after init, after small and
-after large calls. The time
-of init is that of the slowest rank. A straight line through the logarithms gives the exponents, from 4 ranks on.
+Each number of ranks is a job of `allranks run`. Each rank measures its private memory (Private_Dirty of
+/proc/self/smaps_rollup) and its share of the memory that ranks map together (Pss_Shmem): after init, after small calls
+and after large calls. The time of init is that of the slowest rank. A straight line through the logarithms gives the
+exponents, from 4 ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How Sphinx makes the site: `make docs`, which calls docs/site.py.
+"""Sphinx configuration of the site: `make docs`, which calls docs/site.py.
 
-The sources are the pages as they stand in the repository, and pages that docs/site.py makes from the code.
+The sources are the pages in the repository, and pages that docs/site.py generates from the code.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ html_theme = "furo"
 html_show_copyright = False
 html_static_path: list[str] = []
 html_theme_options = {"top_of_page_buttons": []}
-# A page that was opened from a disk may not read others, which the search does to show a part of each that it finds.
+# A page opened from a disk must not read other pages, which the search does to show an excerpt of each result.
 _SEARCH = "DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = location.protocol != 'file:'"
 html_js_files = [(None, {"body": _SEARCH})]
 root_doc = "index"
 nitpicky = False
 
-myst_heading_anchors = 4  # the names that viewers of repositories give to headings
+myst_heading_anchors = 4  # the anchors that repository viewers generate for headings
 myst_enable_extensions = ["colon_fence"]
 
 autodoc_member_order = "bysource"
@@ -38,13 +38,13 @@ highlight_language = "text"
 
 
 def _code(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
-    """A name between single backticks is code: Sphinx would look for a page of that name."""
+    """Mark text between single backticks as code. By default, Sphinx searches for a page of that name."""
     for number, line in enumerate(lines):
         lines[number] = re.sub(r"(?<![`:\w])`([^`\s][^`]*)`(?![`_\w])", r"``\1``", line)
 
 
 def _example(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
-    """What stands below Example is a program."""
+    """Format the text below "Example:" as a program."""
     if "Example:" in lines:
         at = lines.index("Example:")
         lines[at : at + 1] = ["Example::", ""]

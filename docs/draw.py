@@ -1,10 +1,11 @@
-"""Draws docs/rooms.svg, the picture of docs/architecture.md.
+"""Draw docs/rooms.svg, the diagram of docs/architecture.md.
 
-The layers of the Python package are read from the contract in .importlinter, those of the core from the table in
-tests/house/test_core_rooms.py, so that the picture shows what is checked. Only the words in the boxes stand here.
+The layers of the Python package come from the contract in .importlinter, those of the core from the table in
+tests/house/test_core_rooms.py. The diagram therefore shows the layers that are checked. This file contains only the
+descriptions in the boxes.
 
-python docs/draw.py            # writes the picture
-python docs/draw.py --check    # says whether it is up to date
+    python docs/draw.py            # writes the diagram
+    python docs/draw.py --check    # fails if it is not up to date
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ MIXED = ("_group", "_elastic")
 """Packages whose files use each other in both directions, in an order that is checked."""
 
 WIDTH, MARGIN, TOP = 1000, 20, 64
-LEFT, RIGHT = (MARGIN, 640), (700, WIDTH - MARGIN)  # the two columns, from where to where
+LEFT, RIGHT = (MARGIN, 640), (700, WIDTH - MARGIN)  # left and right edges of the two columns
 BOX, GAP = 46, 8
 NAME_PX, WORDS_PX = 14, 12
 STYLE = """
@@ -84,14 +85,14 @@ STYLE = """
 
 
 def package_layers() -> list[list[str]]:
-    """The rooms of the package, from top to bottom."""
+    """Return the layers of the package, from top to bottom."""
     contracts = configparser.ConfigParser()
     contracts.read(ROOT / ".importlinter")
     lines = contracts["importlinter:contract:layers"]["layers"].split("\n")
     layers: list[list[str]] = []
     for line in filter(None, map(str.strip, lines)):
         names = re.split(r"\s*[|:]\s*", line)
-        # _group and _elastic are layered file by file, in one row; a package within a package has its own row.
+        # _group and _elastic are layered file by file, in one row. A package inside a package has a separate row.
         files = [
             name for name in names if "." in name and not (ROOT / "src/allranks" / name.replace(".", "/")).is_dir()
         ]
@@ -103,21 +104,21 @@ def package_layers() -> list[list[str]]:
 
 
 def core_layers() -> list[list[str]]:
-    """The rooms of the core, from top to bottom: each as far down as what it includes allows."""
+    """Return the layers of the core, from top to bottom, each as low as its includes permit."""
     below: dict[str, set[str]] = runpy.run_path(str(ROOT / "tests" / "house" / "test_core_rooms.py"))["BELOW"]
     height: dict[str, int] = {}
-    for room in below:  # each is listed after those that it includes
+    for room in below:  # each is listed after the layers that it includes
         height[room] = 1 + max((height[other] for other in below[room]), default=-1)
     return [[room for room in below if height[room] == level] for level in range(max(height.values()), -1, -1)]
 
 
 def text_width(text: str, size: int, bold: bool = False) -> float:
-    """About how wide a text is, on the safe side."""
+    """Return an upper estimate of the width of a text."""
     return len(text) * size * (0.68 if bold else 0.6)
 
 
 def layer(names: list[str], words: dict[str, str], column: tuple[int, int], y: int, core: bool) -> Iterator[str]:
-    """The boxes of one layer, side by side. Their widths follow from their words."""
+    """Return the boxes of one layer, side by side. Their widths follow from their words."""
     left, right = column
     least = [max(text_width(name, NAME_PX, True), text_width(words[name], WORDS_PX)) + 12 for name in names]
     room = right - left - GAP * (len(names) - 1)
@@ -135,7 +136,7 @@ def layer(names: list[str], words: dict[str, str], column: tuple[int, int], y: i
 
 
 def draw() -> str:
-    """The picture."""
+    """Return the diagram."""
     package, core = package_layers(), core_layers()
     for names, words in ((package, WORDS), (core, CORE_WORDS)):
         rooms = {name for each in names for name in each}
@@ -143,7 +144,7 @@ def draw() -> str:
             raise SystemExit(f"docs/draw.py: words for the rooms there are, and for no others: {sorted(wrong)}")
     rows = {name: TOP + (BOX + GAP) * i for i, names in enumerate(package) for name in names}
     height = TOP + (BOX + GAP) * len(package) - GAP + MARGIN
-    begin = rows["_engines"]  # the binding stands beside its main user
+    begin = rows["_engines"]  # the binding is beside its main user
     height = max(height, begin + (BOX + GAP) * len(core) - GAP + MARGIN)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">',
@@ -169,7 +170,7 @@ def draw() -> str:
             f'<rect class="{kind}" x="{RIGHT[0]}" y="{y}" width="26" height="20" rx="4"/>',
             f'<text class="note" x="{RIGHT[0] + 36}" y="{y + 15}">{name}: {words}</text>',
         ]
-    # The two main users of the core; the others use single functions of it.
+    # The two main users of the core. The other users call only single functions of it.
     middle, corner = begin + BOX / 2, RIGHT[1] - 24
     lines += [
         f'<path class="arrow" d="M{LEFT[1]} {middle} H{RIGHT[0] - 2}"/>',

@@ -1,7 +1,7 @@
-"""Draws the pictures of docs/algorithms.md: how the bytes of a call move.
+"""Draw the diagrams of docs/algorithms.md, which show how the bytes of a call move.
 
 python docs/draw_algorithms.py            # writes docs/algorithms-*.svg
-python docs/draw_algorithms.py --check    # fails if one of them is another
+python docs/draw_algorithms.py --check    # fails if one of them differs
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def note(x: float, y: float, text: str) -> str:
 
 
 def columns(count: int) -> list[float]:
-    """The middles of as many columns."""
+    """Return the centers of ``count`` columns."""
     room = (WIDTH - 2 * MARGIN) / count
     return [MARGIN + room * (i + 0.5) for i in range(count)]
 
@@ -137,7 +137,7 @@ PICTURES: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
 
 
 def draw(name: str) -> str:
-    """A picture."""
+    """Return a diagram."""
     title, shapes = PICTURES[name]
     height, *lines = shapes()
     head = (
@@ -160,7 +160,7 @@ def draw(name: str) -> str:
 
 
 def costs() -> str:
-    """The table: of each file of algorithms what its head has after "Cost:"."""
+    """Return the table of the costs in the file header ("Cost:") of each algorithm."""
     rows = []
     for path in sorted((FOLDER.parent / "core/collective/algorithms").glob("*.cc")):
         head = path.read_text().partition("#include")[0]
@@ -173,12 +173,12 @@ def costs() -> str:
 
 
 def filled(page: str) -> str:
-    """The page on algorithms with this table."""
+    """Return the page on algorithms with this table."""
     return re.sub("(?<=<!-- costs -->\n).*(?=\n<!-- /costs -->)", lambda _: costs(), page, flags=re.DOTALL)
 
 
 def main(check: bool) -> None:
-    """Writes or compares all."""
+    """Write or compare all files."""
     page = FOLDER / "algorithms.md"
     files = {FOLDER / f"algorithms-{name}.svg": draw(name) for name in PICTURES} | {page: filled(page.read_text())}
     for path, text in files.items():

@@ -1,7 +1,7 @@
-"""Makes docs/errors.md: the errors from the docstrings of their classes, the exit codes from the constants of the code.
+"""Generate docs/errors.md: errors from the docstrings of their classes, exit codes from the constants of the code.
 
 python docs/errors.py            # writes the page
-python docs/errors.py --check    # fails if the page is another
+python docs/errors.py --check    # fails if the page differs
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LINE = 120
 
 
 def markdown(text: str) -> str:
-    """What a docstring has, as a page has it: single backticks, and links in place of names of pages."""
+    """Convert a docstring to Markdown: single backticks, and links instead of page names."""
     text = text.replace("``", "`")
     return re.sub(r"docs/(\w+)\.md(#[\w-]+)?", r"[\1](\1.md\2)", text)
 
@@ -48,13 +48,13 @@ def filled(text: str, first: str = "") -> str:
 
 
 def tree() -> str:
-    """As the head of the file of errors draws it."""
+    """Return the tree of errors from the docstring of the errors module."""
     drawn = inspect.getdoc(errors).partition(TREE)[2].partition("\n\n")[0]  # type: ignore[union-attr]
     return f"```\n{textwrap.dedent(drawn)}\n```\n"
 
 
 def section(name: str) -> str:
-    """Meaning, causes and remedy of an error."""
+    """Return meaning, causes and remedy of an error."""
     doc = inspect.getdoc(getattr(errors, name)) or ""
     parts = dict(re.findall(r"^(Causes|Remedy):\n(.*?)(?=\n\n\S|\Z)", doc, re.MULTILINE | re.DOTALL))
     lines = [f"## {name}", "", filled(doc.partition("\n\n")[0]), ""]
@@ -65,7 +65,7 @@ def section(name: str) -> str:
 
 
 def names_of_torch() -> str:
-    """The aliases."""
+    """Return the table of torch's names for errors."""
     rows = [
         f"| `{name}` | [{getattr(errors, name).__name__}](#{getattr(errors, name).__name__.lower()}) |"
         for name in errors.__all__
@@ -76,14 +76,14 @@ def names_of_torch() -> str:
 
 
 def exit_codes() -> str:
-    """The table."""
+    """Return the table of exit codes."""
     rows = [f"| {each.commands} | {each.code} | {each.meaning} |" for each in EXIT_CODES]
     head = ["## Exit codes", "", "Those of the commands of `allranks`:", ""]
     return "\n".join([*head, "| command | code | meaning |", "|---|---|---|", *rows, ""])
 
 
 def page() -> str:
-    """The page."""
+    """Return the page."""
     named = re.findall(r"(\w+)(?:\(|  )", tree())
     order = [name for name in named if name in errors.__all__]
     assert set(order) == {getattr(errors, name).__name__ for name in errors.__all__}

@@ -1,8 +1,8 @@
-"""Makes the site: collects the pages, makes those that follow from the code, and runs Sphinx.
+"""Build the site: collect the pages, generate the pages that follow from the code, and run Sphinx.
 
     python docs/site.py build/site
 
-The result is plain files: any web server serves them, and a browser opens them from a disk. Warnings are errors.
+The result is static files that any web server can serve and a browser can open from a disk. Warnings are errors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from allranks.tools.completion.tree import collect as collect_commands
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "build/site-source"
-# What pages are made of, and what they link to.
+# Sources of the pages, and the files that they link to.
 MASTERS = ("allranks.remote.master.master.Master", "allranks.remote.master.groups.Group")
 TAKEN = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "docs/*.svg", "docs/decisions/*.md",
@@ -62,7 +62,7 @@ def rst(*lines: str) -> str:
 
 
 def commands() -> list[str]:
-    """What ``--help`` of each command prints."""
+    """Return the output of ``--help`` of each command."""
     return [
         f"## allranks {command.name}\n\n```text\n{command.parser.format_help()}```\n"
         for one in collect_commands()
@@ -71,7 +71,7 @@ def commands() -> list[str]:
 
 
 def reference() -> None:
-    """A page for each kind of public name."""
+    """Write a page for each kind of public name."""
     folder = SOURCE / "docs/reference"
     folder.mkdir()
     functions, classes, errors = [], [], []
@@ -105,7 +105,7 @@ def reference() -> None:
 
 
 def environment() -> None:
-    """The table of environment variables."""
+    """Write the table of environment variables."""
     rows = [
         f"| `{each.name}` | {each.set_by} | {each.meaning} | {each.default or ''} |"
         for each in VARIABLES
@@ -117,7 +117,7 @@ def environment() -> None:
 
 def main(target: str) -> int:
     shutil.rmtree(target, ignore_errors=True)
-    os.environ["COLUMNS"] = "80"  # of the help of commands
+    os.environ["COLUMNS"] = "80"  # width of the commands' help
     collect()
     reference()
     environment()

@@ -1,9 +1,9 @@
-"""What failed in a run of all tests is run once more, alone: `make test` calls this with the exit status of pytest,
-and with options for it.
+"""Rerun failed tests of a full run alone; `make test` calls this with pytest's exit status and with options for it.
 
-Many tests kill, stop or time real processes, several files at a time. One that fails beside others and passes alone is
-named at the end, with its report above, and does not end the run: it is a race, of the test or of what it tests, to be
-mended. One that fails twice does; so do more than two at once, which are no accident.
+Many tests kill, stop or time real processes, and several files run concurrently. A test that fails beside other tests
+and passes alone is printed at the end, after its report, and does not fail the run. It is a race in the test or in the
+tested code, and must be fixed. A test that fails twice fails the run. More than two failures also fail the run,
+because that many are no coincidence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What holds for all tests. By this file the folder is on the path, so that `support` can be imported."""
+"""Settings for all tests. This file also puts its folder on the path, so that `support` can be imported."""
 
 import gc
 import os
@@ -12,20 +12,20 @@ from hypothesis import HealthCheck, settings
 
 from allranks import testing
 
-# The tests start thousands of interpreters. Each would compile all that it imports of allranks, 0.6 s of a core, where
-# a container's image forbids that the result is kept.
+# The tests start thousands of interpreters. If a container image forbids cached bytecode, each interpreter compiles
+# all imported modules of allranks, which costs 0.6 s of CPU time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Nearly every rank imports these: pytest for the test's module, torch._dynamo in optimizers.
-# That takes 2 s of a core. Each fork server imports them once.
+# Nearly every rank imports these: pytest for the test's module, torch._dynamo in optimizers. The import costs 2 s of
+# CPU time. Each fork server imports them once.
 testing._PRELOADED += ["pytest", "torch._dynamo"]
 
-# How long an example takes is a matter of the machine.
+# The duration of an example depends on the machine.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-# The files of `make quick` and of `pytest -m quick`: they start no ranks, or few, and end within a second or two.
+# The files of `make quick` and of `pytest -m quick`. They start few ranks or none, and finish within two seconds.
 QUICK = {
     "base": ("errors",),
     "call": ("callsite",),
@@ -46,7 +46,7 @@ QUICK = {
     "trace": ("clocks", "diagnosis"),
     ".": ("data",),
 }  # fmt: skip
-# The files that take longest, which are begun first: no worker of pytest-xdist then ends alone with a long one.
+# The slowest files start first, so that no pytest-xdist worker is left alone with a long file at the end.
 LONG = {
     "checkpoint": ("trainers",),
     "conformance": ("torch_suite",),
@@ -74,7 +74,7 @@ QUICK_FILES, LONG_FILES = _files(QUICK), _files(LONG)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What is not asked for is not imported."""
+    """Skip the import of files that are not selected."""
     is_other = collection_path.suffix == ".py" and collection_path not in QUICK_FILES
     return True if config.getoption("markexpr") == "quick" and is_other else None
 
@@ -88,13 +88,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: a search for garbage in it takes 0.2 s each time, and capture begins with one."""
+    """Exclude imported objects from garbage collection.
+
+    Each collection over them takes 0.2 s, and every capture begins with one.
+    """
     gc.collect()
     gc.freeze()
 
 
-# What tests cost: seconds of CPU time of this process and of the processes that it has waited for, by file. Many tests
-# mostly wait, so their duration says little about what would make the whole run shorter.
+# The cost of tests per file: CPU seconds of this process and of its reaped child processes. Many tests mostly wait, so
+# their duration does not show which change would shorten the whole run.
 COST: Counter[str] = Counter()
 STARTED = pytest.StashKey[float]()
 SHOWN = 25

@@ -1,4 +1,4 @@
-"""DistributedSampler: torch's indices, and the same global batches for every number of ranks."""
+"""DistributedSampler returns torch's indices, and the same global batches for every number of ranks."""
 
 import itertools
 
@@ -16,7 +16,7 @@ from allranks.testing import run_ranks
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_equals_torchs(samples, ranks, shuffle, drop_last):
+def test_sampler_returns_the_same_indices_as_torch(samples, ranks, shuffle, drop_last):
     data = range(samples)
     for rank in range(ranks):
         settings = {"num_replicas": ranks, "rank": rank, "shuffle": shuffle, "seed": 5, "drop_last": drop_last}
@@ -26,7 +26,7 @@ def test_equals_torchs(samples, ranks, shuffle, drop_last):
             mine.set_epoch(epoch)
             reference.set_epoch(epoch)
             assert list(mine) == list(reference)
-        assert isinstance(mine, theirs.DistributedSampler)  # as Lightning and others ask
+        assert isinstance(mine, theirs.DistributedSampler)  # Lightning and other trainers check this.
 
 
 @pytest.mark.parametrize("samples", [1437, 256, 77])
@@ -46,14 +46,14 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(samples):
         assert batches(ranks) == one
 
 
-def test_needs_a_world_or_numbers():
+def test_sampler_requires_a_world_or_explicit_ranks():
     with pytest.raises(allranks.NotInitializedError, match="init_process_group"):
         DistributedSampler(range(4))
     with pytest.raises(ValueError, match="rank 2 is not in"):
         DistributedSampler(range(4), num_replicas=2, rank=2)
 
 
-def test_takes_rank_and_size_from_the_world():
+def test_sampler_takes_rank_and_size_from_the_world():
     def body():
         import allranks as dist
         from allranks.data import DistributedSampler
@@ -64,7 +64,7 @@ def test_takes_rank_and_size_from_the_world():
     assert run_ranks(2, body) == [(0, [0, 2, 4, 6, 8]), (1, [1, 3, 5, 7, 9])]
 
 
-def test_order_depends_on_seed_and_epoch_only():
+def test_sampler_order_depends_only_on_seed_and_epoch():
     sampler = DistributedSampler(range(50), 2, 0)
     torch.manual_seed(1)
     first = list(sampler)

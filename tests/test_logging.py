@@ -1,4 +1,4 @@
-"""``allranks.logging``: a file for each rank, the terminal for one, and nobody's logging in the way."""
+"""``allranks.logging``: one file per rank, terminal output from rank 0, and no interference with other logging."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 
 @pytest.fixture(autouse=True)
 def _put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The root logger and the hooks, as they were."""
+    """Restore the root logger and the exception hooks."""
     root, hooks = logging.getLogger(), (sys.excepthook, __import__("threading").excepthook)
     handlers, level = list(root.handlers), root.level
     for name in JOB:
@@ -44,7 +44,7 @@ def run(folder: Path, program: str, *command: str) -> subprocess.CompletedProces
     )  # fmt: skip
 
 
-def test_a_file_of_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_writes_records_to_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger = allranks.logging.configure(3, folder=tmp_path / "new" / "folder")
     assert logger.name == "Process-3"
     logger.info("Initialized")
@@ -52,10 +52,10 @@ def test_a_file_of_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     logger.debug("not at this level")
     written = (tmp_path / "new" / "folder" / "process_3.log").read_text().splitlines()
     assert [re.sub(f"^{STAMP} ", "", line) for line in written] == ["[INFO]: Initialized", "[WARNING]: 100% of it"]
-    assert capsys.readouterr().err == ""  # rank 0 has the terminal
+    assert capsys.readouterr().err == ""  # Only rank 0 writes to the terminal.
 
 
-def test_twice_is_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_configure_writes_each_record_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = len(logging.getLogger().handlers)
     for _ in range(3):
         logger = allranks.logging.configure(0, "debug", tmp_path)
@@ -67,7 +67,7 @@ def test_twice_is_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "elsewhere" not in (tmp_path / "process_0.log").read_text()
 
 
-def test_rank_and_host_of_each_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_format_can_contain_rank_and_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     host = socket.gethostname()
     logger = allranks.logging.configure(2, folder=tmp_path, console="all", format="%(rank)s@%(host)s %(message)s")
     logger.error("lost")
@@ -75,7 +75,7 @@ def test_rank_and_host_of_each_record(tmp_path: Path, capsys: pytest.CaptureFixt
     assert re.fullmatch(rf"\[{host}:2\] {STAMP} \[ERROR\]: lost\n", capsys.readouterr().err)
 
 
-def test_who_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_rank_is_taken_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert allranks.logging.configure(folder=tmp_path, console="none").name == "Process-0"
     monkeypatch.setenv("RANK", "5")
     with pytest.raises(ConfigError, match="WORLD_SIZE is not set"):
@@ -93,7 +93,7 @@ def test_wrong_arguments(tmp_path: Path, wrong: dict[str, str]) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_ends_a_process_is_in_its_file(tmp_path: Path) -> None:
+def test_uncaught_exceptions_are_logged_to_the_file(tmp_path: Path) -> None:
     done = run(
         tmp_path,
         """
@@ -108,7 +108,7 @@ raise ValueError("no such data set")
 """,
     )
     assert done.returncode == 1
-    assert done.stderr.count("ValueError: no such") == done.stderr.count("IndexError") == 1  # as without it
+    assert done.stderr.count("ValueError: no such") == done.stderr.count("IndexError") == 1  # unchanged by configure()
     logged = (tmp_path / "process_0.log").read_text()
     assert "[CRITICAL]: Uncaught exception in thread loader\nTraceback" in logged
     assert logged.count("IndexError: list index out of range") == 1
@@ -116,7 +116,7 @@ raise ValueError("no such data set")
     assert logged.endswith("ValueError: no such data set\n")
 
 
-def test_in_a_job_that_fails(tmp_path: Path) -> None:
+def test_failed_rank_logs_its_exception_and_launcher_prints_it_once(tmp_path: Path) -> None:
     done = run(
         tmp_path,
         """
@@ -136,7 +136,7 @@ dist.barrier()
     assert (tmp_path / "logs" / "process_1.log").read_text().endswith("ValueError: no such data set\n")
 
 
-def test_on_a_terminal(tmp_path: Path) -> None:
+def test_terminal_output_is_colored_and_keeps_brackets(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import allranks.logging\nallranks.logging.configure(0).info('here [b]')\n")
     near, far = os.openpty()
     with os.fdopen(near, "rb", buffering=0) as near_file:
@@ -151,8 +151,8 @@ def test_on_a_terminal(tmp_path: Path) -> None:
     assert "here [b]" in re.sub(r"\x1b\[[\d;]*m", "", shown)
 
 
-def test_pythons_own_logging_stays_in_its_place(tmp_path: Path) -> None:
+def test_allranks_logging_does_not_shadow_the_standard_module(tmp_path: Path) -> None:
     code = "import logging, sys, allranks.logging; print(logging is allranks.logging.logging, 'torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert said.stdout == "True False\n"
-    assert "logging" not in allranks.__all__  # for those who write: from allranks import *
+    assert "logging" not in allranks.__all__  # Users may write: from allranks import *

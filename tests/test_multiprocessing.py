@@ -1,4 +1,4 @@
-"""``allranks.multiprocessing`` in place of ``torch.multiprocessing``."""
+"""``allranks.multiprocessing`` as a replacement for ``torch.multiprocessing``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def told(
     return sorted(queue.get() for _ in range(nprocs))
 
 
-def test_processes_meet_at_the_parent_s_store() -> None:
+def test_processes_connect_to_the_parent_s_store() -> None:
     assert mp.spawn(meet, (2,), nprocs=2) is None
 
 
@@ -62,31 +62,31 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(stores.pop()).startswith("unix:@")
 
 
-def test_environment_of_one_host_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_numbered_across_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     [(_, names, store)] = told(monkeypatch, 1, RANK="1", WORLD_SIZE="2", MASTER_ADDR="node0", MASTER_PORT="29500")
     assert names == ["1", "2", "0", "1", "node0", "29500"]
     assert store is None
 
 
-def test_environment_inside_a_job_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_inside_an_allranks_job_use_another_store(monkeypatch: pytest.MonkeyPatch) -> None:
     outer = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "ALLRANKS_STORE": "unix:@outer"}
     [(_, _, store)] = told(monkeypatch, 1, **outer)
     assert store is not None
     assert store != "unix:@outer"
 
 
-def test_environment_with_a_master_of_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_defined_master_address_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     [(_, names, store)] = told(monkeypatch, 1, MASTER_ADDR="localhost", MASTER_PORT="12355")
     assert names == ["0", "1", "0", "1", "localhost", "12355"]
     assert store is not None
 
 
-def test_failure_is_torch_s() -> None:
+def test_failure_raises_the_exception_of_torch() -> None:
     with pytest.raises(ProcessRaisedException, match="ValueError: boom"):
         mp.start_processes(fail, nprocs=1, start_method="fork")
 
 
-def test_context_closes_the_store_when_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_closes_the_store_after_all_processes_have_exited(monkeypatch: pytest.MonkeyPatch) -> None:
     servers: list[StoreServer] = []
 
     def unix() -> StoreServer:
@@ -105,12 +105,12 @@ def test_context_closes_the_store_when_all_have_ended(monkeypatch: pytest.Monkey
         StoreClient.connect(servers[0].address, timeout_s=1, retry=False)
 
 
-def test_another_start_method_is_not_taken() -> None:
+def test_spawn_warns_about_another_start_method() -> None:
     with pytest.warns(FutureWarning, match="start_method=spawn"):
         mp.spawn(fail, nprocs=0, start_method="fork")
 
 
-def test_the_rest_is_torch_s() -> None:
+def test_other_names_are_those_of_torch() -> None:
     assert mp.Process is multiprocessing.Process
     assert mp.get_context("fork").get_start_method() == "fork"
     assert "file_descriptor" in mp.get_all_sharing_strategies()
@@ -119,7 +119,7 @@ def test_the_rest_is_torch_s() -> None:
         _ = mp.nothing
 
 
-def test_importing_it_imports_no_torch() -> None:
+def test_importing_multiprocessing_does_not_import_torch() -> None:
     code = "import sys, allranks.multiprocessing; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
@@ -155,14 +155,15 @@ if __name__ == "__main__":
 
 
 def sleepy(folder: Path, *words: str, ignore: bool) -> tuple[subprocess.Popen[bytes], list[int]]:
-    """Starts a parent of two processes. ``ignore``: SIGINT is ignored, as under nohup."""
+    """Start a parent of two processes. ``ignore``: SIGINT is ignored, as under nohup."""
     (folder / "sleepy.py").write_text(SLEEPY)
     command = [sys.executable, "sleepy.py", *words]
     if ignore:
         command = ["sh", "-c", "trap '' INT; exec \"$@\"", "-", *command]
     environ = {**os.environ, "TMPDIR": str(folder)}
     process = subprocess.Popen(command, cwd=folder, env=environ, stderr=subprocess.DEVNULL)
-    wait_for(lambda: len(list(folder.glob("ready*"))) == 3)  # both, and the parent, which may be the last
+    # both child processes and the parent, which may be the last
+    wait_for(lambda: len(list(folder.glob("ready*"))) == 3)
     return process, [int(path.read_text()) for path in folder.glob("pid*")]
 
 
@@ -176,7 +177,7 @@ def test_killed_parent_leaves_no_process(tmp_path: Path, how: str) -> None:
 
 def test_interrupted_join_leaves_no_file(tmp_path: Path) -> None:
     parent, children = sleepy(tmp_path, "fork", "late", ignore=False)
-    for pid in (parent.pid, *children):  # as a terminal sends it
+    for pid in (parent.pid, *children):  # A terminal sends SIGINT to the whole process group.
         os.kill(pid, signal.SIGINT)
     assert parent.wait(20) != 0
     assert [path.name for path in tmp_path.iterdir() if "errorfile" in path.name] == []

@@ -1,8 +1,8 @@
-"""Workers of Dask that form a process group and train in it, twice, and run other tasks between.
+"""Dask workers that form a process group and train in it, twice, with other tasks in between.
 
     python benchmarks/programs/dask_group.py --backend allranks
 
-It needs the package `distributed`. With `--backend gloo` it is to print the same.
+It needs the package `distributed`. With `--backend gloo` it must print the same output.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from distributed import Client, LocalCluster
 
 
 def train(rank, size, port, backend):
-    """What a worker does: it gets its rank as an argument, as Dask has none."""
+    """Train on one worker. The rank is an argument, because Dask does not assign ranks."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group(backend)
     torch.manual_seed(0)

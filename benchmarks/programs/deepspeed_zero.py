@@ -2,9 +2,9 @@
 
     allranks run -n 2 benchmarks/programs/deepspeed_zero.py --backend allranks --stage 3
 
-benchmarks/programs.py runs it on gloo and on allranks. At its first start DeepSpeed compiles a part of itself, for a
-minute or two. Where that is killed, its lock stays in TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions), and each later
-start waits for it without an end, on any backend: remove the folder.
+benchmarks/programs.py runs it on gloo and on allranks. At its first start DeepSpeed compiles extensions, which takes
+one or two minutes. If this build is killed, its lock stays in TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions). Every
+later start then waits for the lock forever, on any backend. In this case, delete the folder.
 """
 
 import argparse

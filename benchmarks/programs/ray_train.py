@@ -2,7 +2,7 @@
 
     python benchmarks/programs/ray_train.py --backend allranks
 
-It needs the package `ray[train]`. What it prints must be the same with `--backend gloo`.
+It needs the package `ray[train]`. With `--backend gloo` it must print the same output.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch
 
 
 def train(config):
-    """What a worker does; Ray Train has made the process group."""
+    """Train on one worker. Ray Train has created the process group."""
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     model = ray.train.torch.prepare_model(layers)
@@ -37,7 +37,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="gloo")
     backend = parser.parse_args().backend
-    # Ray's sockets lie in its folder, and the path of a socket has at most 107 bytes.
+    # Ray creates its sockets in its folder, and the path of a socket has at most 107 bytes.
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
         ray.init(num_cpus=4, include_dashboard=False, _temp_dir=folder)
         ray.train.torch.TorchTrainer(

@@ -1,11 +1,11 @@
-"""Kills ranks at random while they train on the digits, and draws what happened.
+"""Kill ranks at random while they train on the digits, and plot the loss and the kills.
 
-    python examples/digits/chaos.py                     # 3 ranks, 20 epochs, a kill about a second after the last
+    python examples/digits/chaos.py                     # 3 ranks, 20 epochs, about one second between kills
     python examples/digits/chaos.py --seed 5 --plot out/digits/chaos.png
 
-It runs ``allranks run -n 3 --elastic 1`` on itself. The picture has the loss over time, a mark where each rank died and
-where another process took its place, and at the end the fingerprint of the weights: the same with every seed, and
-without any kill (``--every 0``).
+The program runs ``allranks run -n 3 --elastic 1`` on itself. The plot shows the loss over time, with a mark at each
+death of a rank and at each start of a replacement process. At the end the program prints the fingerprint of the
+weights. It is the same with every seed, and without any kill (``--every 0``).
 """
 
 import argparse
@@ -34,7 +34,7 @@ RANKS = 3
 
 
 def note(folder, **facts):
-    """Adds a line to this process's notes."""
+    """Add a line to the record of this process."""
     with open(folder / f"{os.getpid()}.jsonl", "a") as file:
         place = {"at": time.monotonic(), "pid": os.getpid(), "rank": int(os.environ["RANK"])}
         file.write(json.dumps(place | facts) + "\n")
@@ -61,19 +61,19 @@ def train(folder, epochs):
                 loss = F.nll_loss(forward(images), labels)
                 loss.backward()
                 optimizer.step()
-                time.sleep(0.01)  # so that there is time to be killed
+                time.sleep(0.01)  # gives the parent time to kill a rank
             if step.committed:
                 note(folder, what="step", step=state.steps_done, loss=loss.item())
     note(folder, what="end", weights=fingerprint(model), lost=state.lost)
 
 
 def newest(folder):
-    """The process of each rank that has begun last."""
+    """Return the most recently started process of each rank."""
     return {each["rank"]: each["pid"] for each in read(folder) if each["what"] == "start"}
 
 
 def all_train(folder, dead):
-    """Whether a process that lives has finished a step in the place of each rank."""
+    """Return whether a live process of each rank has finished a step."""
     stepped = {each["pid"] for each in read(folder) if each["what"] == "step"} - dead
     return all(pid in stepped for pid in newest(folder).values())
 
@@ -140,12 +140,13 @@ def main():
         while job.poll() is None and not any(each["what"] == "step" for each in read(folder)):
             time.sleep(0.05)
         while args.every and job.poll() is None:
-            if not all_train(folder, dead):  # one at a time: who has the state of the training must not all die
+            # one kill at a time, because one process with the training state must survive
+            if not all_train(folder, dead):
                 time.sleep(0.05)
                 continue
             time.sleep(pick.expovariate(1 / args.every))
             rank, pid = pick.choice(sorted(newest(folder).items()))
-            with contextlib.suppress(ProcessLookupError):  # its place has not been taken yet
+            with contextlib.suppress(ProcessLookupError):  # the dead process has not been replaced yet
                 os.kill(pid, signal.SIGKILL)
                 kills.append((time.monotonic(), rank))
                 dead.add(pid)

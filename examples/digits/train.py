@@ -1,18 +1,18 @@
-"""Trains a small LeNet on scikit-learn's handwritten digits, data-parallel.
+"""Train a small LeNet on scikit-learn's handwritten digits, data-parallel.
 
     allranks run -n 2 examples/digits/train.py
     allranks run -n 2 --elastic 1 examples/digits/train.py       # survives kill -9 of its ranks
     allranks run -n 2 --restarts 3 examples/digits/train.py --checkpoints out/digits/checkpoints
-                                                                 # survives the death of all of them
-    allranks run -n 2 examples/digits/train.py --sync manual     # what DDP does, by hand
+                                                                 # survives the death of all ranks
+    allranks run -n 2 examples/digits/train.py --sync manual     # explicit calls instead of DDP
     python examples/digits/train.py                              # one process
     python examples/digits/train.py --init-method tcp://127.0.0.1:29511 --world-size 2 --rank 0
                                                                  # and --rank 1 in another shell
 
-Every rank takes its part of each *global* batch and the gradients are averaged, so the result does
-not depend on the number of ranks (but for rounding: compare with ``--dtype float64``). Two equal
-runs give the same weights to the last bit: the last line shows a fingerprint of them. A run that
-was stopped goes on as if nothing had happened, if it has ``--checkpoints``.
+Every rank processes its part of each *global* batch and the gradients are averaged, so the result does not depend on
+the number of ranks (except for rounding: compare with ``--dtype float64``). Two equal runs give the same weights to
+the last bit: the last line shows a fingerprint of them. With ``--checkpoints``, an interrupted run continues exactly
+where it stopped.
 """
 
 import argparse
@@ -36,14 +36,13 @@ from allranks.nn.parallel import DistributedDataParallel
 
 
 class WrongArguments(Exception):
-    """What the user asked for cannot be done; shown as one line."""
+    """Raised for arguments that the program cannot use; shown as one line."""
 
 
 class LeNet(nn.Module):
-    """LeNet-5's plan at the size of an 8 x 8 image; log-probabilities of the ten digits.
+    """LeNet-5 for images of 8 x 8 pixels; returns log-probabilities of the ten digits.
 
-    No dropout and no batch normalisation: with either, the result would depend on how a batch is
-    cut into ranks.
+    It has no dropout and no batch normalization. With either, the result would depend on how the ranks split a batch.
     """
 
     def __init__(self):
@@ -61,7 +60,7 @@ class LeNet(nn.Module):
 
 
 def load_data(dtype):
-    """1437 images to train and 360 to test, the same on every rank and in every run."""
+    """Return 1437 training images and 360 test images, the same on every rank and in every run."""
     digits = load_digits()
     split = train_test_split(digits.images, digits.target, test_size=360, random_state=0, stratify=digits.target)
     train_x, test_x, train_y, test_y = (torch.from_numpy(part) for part in split)
@@ -71,7 +70,7 @@ def load_data(dtype):
 
 
 def sync_initial_weights(model, rank, world_size):
-    """Rank 0 sends its weights to all others. (DistributedDataParallel does this when it wraps.)"""
+    """Send rank 0's weights to all other ranks. (DistributedDataParallel does this in its constructor.)"""
     for param in model.parameters():
         if rank == 0:
             for sibling in range(1, world_size):
@@ -81,18 +80,18 @@ def sync_initial_weights(model, rank, world_size):
 
 
 def sync_gradients(model, rank, world_size):
-    """The all-reduce on gradients. (DistributedDataParallel does this inside ``backward()``.)"""
+    """Average the gradients over all ranks. (DistributedDataParallel does this inside ``backward()``.)"""
     for param in model.parameters():
         dist.all_reduce(param.grad.data, op=dist.reduce_op.SUM)
-        # Each rank's loss is the mean over its own part of the batch. The gradient of the mean over
-        # the whole batch is the mean of theirs; the sum would be a learning rate world_size times
-        # as high, and another result for every number of ranks.
+        # Each rank's loss is the mean over its own part of the batch. The gradient of the mean over the whole batch is
+        # the mean of the ranks' gradients. Their sum would act like a learning rate that is world_size times as high,
+        # so the result would depend on the number of ranks.
         param.grad.data /= world_size
 
 
 def evaluate(model, dataset, rank, world_size):
-    """Mean loss and accuracy; each rank looks at its share, each image counts exactly once."""
-    # Not DistributedSampler: it repeats images where the ranks do not divide their number.
+    """Return mean loss and accuracy. Each rank evaluates its share, and each image counts exactly once."""
+    # DistributedSampler is unsuitable: it repeats images if the number of ranks does not divide the number of images.
     images, labels = dataset[rank::world_size]
     model.eval()
     with torch.no_grad():
@@ -107,7 +106,7 @@ def evaluate(model, dataset, rank, world_size):
 
 
 def fingerprint(model):
-    """The same for equal weights, another for any other bit."""
+    """Return a fingerprint that is the same for equal weights and differs if any bit differs."""
     digest = hashlib.sha256()
     for tensor in model.state_dict().values():
         digest.update(tensor.numpy().tobytes())
@@ -115,7 +114,7 @@ def fingerprint(model):
 
 
 def plot(history, title, path):
-    """Loss on the left, accuracy on the right."""
+    """Plot the loss on the left and the accuracy on the right."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -143,7 +142,7 @@ def plot(history, title, path):
 
 
 def show(progress, bar, **what):
-    """One bar, on whichever rank is 0 now, and none where nobody watches (a file, a pipe)."""
+    """Show one progress bar on the current rank 0, and none if the output is not a terminal (a file, a pipe)."""
     if dist.get_rank() == 0 and progress.console.is_terminal:
         progress.disable = False
         progress.start()
@@ -151,14 +150,15 @@ def show(progress, bar, **what):
 
 
 def train(args, rank, world_size):
-    # Other weights on each rank, on purpose: the first synchronisation has to make them rank 0's.
+    # Different weights on each rank, so that the first synchronization is needed to make them equal.
     torch.manual_seed(args.seed + rank)
     dtype = getattr(torch, args.dtype)
     train_set, test_set = load_data(dtype)
     model = LeNet().to(dtype)
     optimizer = optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
 
-    # What has to be equal for --checkpoints to go on exactly. The world size has not: it is rounding.
+    # Settings that must be equal to continue exactly with --checkpoints. The world size can differ; it affects
+    # rounding.
     settings = {name: getattr(args, name) for name in ("batch_size", "lr", "momentum", "seed", "dtype")}
 
     if args.sync == "ddp":
@@ -167,15 +167,16 @@ def train(args, rank, world_size):
         forward = model
         sync_initial_weights(model, rank, world_size)
 
-    # Batch k of all ranks together is elements [k * B, (k + 1) * B) of the epoch's permutation,
-    # however many ranks there are. drop_last (29 of 1437 images, others in each epoch): a last
-    # batch that is smaller would be cut differently by another number of ranks.
+    # Batch k of all ranks together is elements [k * B, (k + 1) * B) of the epoch's permutation, for any number of
+    # ranks. drop_last omits 29 of 1437 images, different ones in each epoch: another number of ranks would split a
+    # smaller last batch differently.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader = DataLoader(train_set, batch_size=args.batch_size // world_size, sampler=sampler, drop_last=True)
 
-    # With allranks run --elastic a rank that dies is replaced, and the step in which it died is repeated. Where all are
-    # lost, the next run goes on from the newest checkpoint: its random numbers are the sampler's and those of the
-    # steps, which depend on seed, epoch and step. Each rank has its own sum of losses; the record is the same on all.
+    # With allranks run --elastic, a dead rank is replaced, and the step in which it died is repeated. If all ranks are
+    # lost, the next run continues from the newest checkpoint. Its random numbers are those of the sampler and of the
+    # steps, which depend on seed, epoch and step. Each rank has a separate sum of losses; the record is the same on
+    # all ranks.
     loss_sum, record = torch.zeros(1, dtype=torch.float64), {"history": [], "settings": settings}
     kept = None
     if args.checkpoints:
@@ -209,7 +210,8 @@ def train(args, rank, world_size):
                     test_loss, test_accuracy = evaluate(model, test_set, dist.get_rank(), dist.get_world_size())
                     found = {"train_loss": mean.item(), "test_loss": test_loss, "test_accuracy": test_accuracy}
                     record["history"] = [*record["history"], found]
-            accuracy = record["history"][-1]["test_accuracy"]  # of the record: this process may have come later
+            # from the record, because this process may have joined later
+            accuracy = record["history"][-1]["test_accuracy"]
             show(progress, bar, description=f"epoch {epoch + 1}, test accuracy {accuracy:.1%}")
     return model, record
 
@@ -260,7 +262,7 @@ def main():
             raise WrongArguments(f"--batch-size {args.batch_size} cannot be divided among {world_size} ranks")
         start, communicated = time.perf_counter(), dist.stats().seconds
         model, record = train(args, rank, world_size)
-        rank, world_size = dist.get_rank(), dist.get_world_size()  # others than before, if a rank was lost for good
+        rank, world_size = dist.get_rank(), dist.get_world_size()  # they change if a rank was lost permanently
         seconds = time.perf_counter() - start
         share = (dist.stats().seconds - communicated) / seconds
     except WrongArguments as error:

@@ -1,13 +1,13 @@
-"""Trains over a slow network: many steps on each rank alone, then one all_reduce of what they have changed.
+"""Train over a slow network: many local steps on each rank, then one all_reduce of the changes.
 
     allranks run -n 4 examples/diloco/train.py                    # 20 inner steps, outer steps in float32
     allranks run -n 4 examples/diloco/train.py --quantise         # changes as int8, with error feedback
     allranks run -n 4 examples/diloco/train.py --inner 1 --plain  # what DistributedDataParallel sends
 
 The outer step takes the mean change of all ranks as a gradient, with Nesterov momentum (Douillard et al., DiLoCo,
-2023). With --quantise a change travels as a byte for each weight, to the rank that adds it up and back: a quarter of
-what an all_reduce of float32 moves, with any number of ranks. What rounding has cut off is added to the next change.
-benchmarks/diloco.py counts the bytes on the wire.
+2023). With --quantise a change is sent as one byte for each weight, to the rank that adds it up and back. This is a
+quarter of the bytes of an all_reduce of float32, for any number of ranks. The rounding error is added to the next
+change. benchmarks/diloco.py counts the bytes on the wire.
 """
 
 import argparse
@@ -22,24 +22,24 @@ import allranks as dist
 
 
 def mean_change(change, error, quantise):
-    """The mean over all ranks of a flat tensor; `error` is what this rank still owes, and is changed."""
+    """Return the mean over all ranks of a flat tensor. Updates `error`, the accumulated rounding error of this rank."""
     if not quantise:
         dist.all_reduce(change, op=dist.ReduceOp.AVG)
         return change
     rank, size = dist.get_rank(), dist.get_world_size()
     change = F.pad(change + error, (0, -len(change) % size))
     scale = change.abs().max() / 127
-    dist.all_reduce(scale, op=dist.ReduceOp.MAX)  # one scale for all, so that bytes can be added
+    dist.all_reduce(scale, op=dist.ReduceOp.MAX)  # one scale for all ranks, so that bytes can be added
     scale.clamp_(min=1e-12)
     small = (change / scale).round().to(torch.int8)
     owed = change - small * scale
 
-    # Each rank adds up one part of the weights, and gives everybody its mean, which is rounded once more.
+    # Each rank adds up one part of the weights and sends its mean, rounded once more, to all ranks.
     parts = torch.empty_like(small)
     dist.all_to_all_single(parts, small)
     mean = parts.view(size, -1).sum(0, dtype=torch.int32) / size
     rounded = mean.round().to(torch.int8)
-    owed.view(size, -1)[rank] += (mean - rounded) * scale * size  # of a mean: one rank's change counts 1/size
+    owed.view(size, -1)[rank] += (mean - rounded) * scale * size  # a mean: one rank's change counts 1/size
     dist.all_gather_into_tensor(small, rounded)
     error.copy_(owed[: len(error)])
     return small[: len(error)] * scale
@@ -60,7 +60,7 @@ def main():
     x, y = torch.tensor(digits.images).float().flatten(1) / 16, torch.tensor(digits.target)
     train_x, train_y, test_x, test_y = x[:1400][rank::size], y[:1400][rank::size], x[1400:], y[1400:]
 
-    torch.manual_seed(0)  # the same weights everywhere
+    torch.manual_seed(0)  # the same weights on all ranks
     net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     inner = torch.optim.AdamW(net.parameters(), lr=2e-3)
     anchor = nn.utils.parameters_to_vector(net.parameters()).detach().clone()
@@ -78,7 +78,7 @@ def main():
         change = anchor - nn.utils.parameters_to_vector(net.parameters()).detach()
         anchor.grad = mean_change(change, error, args.quantise)
         outer.step()
-        nn.utils.vector_to_parameters(anchor.clone(), net.parameters())  # which become views of it
+        nn.utils.vector_to_parameters(anchor.clone(), net.parameters())  # the parameters become views of this clone
     took = time.monotonic() - began
     accuracy = (net(test_x).argmax(1) == test_y).float().mean().item()
     same = [torch.empty_like(anchor) for _ in range(size)]

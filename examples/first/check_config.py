@@ -1,6 +1,6 @@
-"""Which torch this is, and which GPUs it sees; `allranks doctor` says this, and what else may be wrong.
+"""Print the torch version and the GPUs that torch can use. `allranks doctor` prints this and checks for problems.
 
-python examples/first/check_config.py
+    python examples/first/check_config.py
 
 Source: a user's `check_config.py`.
 """

@@ -1,9 +1,9 @@
-"""Every rank says who it is, and where rank 0 is.
+"""Every rank prints its number and the address of rank 0.
 
-allranks run -n 2 examples/first/helloworld.py [--backend gloo]
-python -m torch.distributed.launch --nproc_per_node 2 examples/first/helloworld.py
+    allranks run -n 2 examples/first/helloworld.py [--backend gloo]
+    python -m torch.distributed.launch --nproc_per_node 2 examples/first/helloworld.py
 
-Source: a user's `helloworld.py` for torch.distributed.launch, with allranks in torch.distributed's place.
+Source: a user's `helloworld.py` for torch.distributed.launch, with allranks instead of torch.distributed.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Four processes on one node that PBS has given, each with a log of its own; one message to all.
+"""Four processes on one node allocated by PBS, each with a separate log; one message to all processes.
 
-qsub -I -l select=1:ngpus=4 -P 11003281 -l walltime=24:00:00 -q ai       # then, on the node:
-python examples/first/pbs.py --world_size 4
+    qsub -I -l select=1:ngpus=4 -P 11003281 -l walltime=24:00:00 -q ai       # then, on the node:
+    python examples/first/pbs.py --world_size 4
 
-Shorter, with nothing of what starts processes and tells them their ranks (also in the job that `allranks submit --to
-pbs --gpus 4 ...` hands in):
+The launcher can start the processes and set their ranks instead (also in the job that `allranks submit --to pbs --gpus
+4 ...` submits):
 
-allranks run -n 4 examples/first/pbs.py
+    allranks run -n 4 examples/first/pbs.py
 
 Source: "Writing distributed applications with PyTorch", a user's notes for one node of PBS with four GPUs, with
-allranks in torch.distributed's place; without GPUs it takes CPUs.
+allranks instead of torch.distributed. Without GPUs it uses CPUs.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="simple distributed training job")
     parser.add_argument("--world_size", default=RANKS, type=int, help="Total number of processes")
     args = parser.parse_args()
-    if "RANK" in os.environ:  # allranks run has started the processes, and told each who it is
+    if "RANK" in os.environ:  # allranks run has started the processes and set their ranks
         init_process(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), BACKEND, run)
     else:
         main(args.world_size)

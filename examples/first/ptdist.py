@@ -1,9 +1,9 @@
-"""Rank 0 sends a tensor to rank 1, over MPI.
+"""Rank 0 sends a tensor to rank 1 over MPI.
 
-mpiexec -n 2 python examples/first/ptdist.py
+    mpiexec -n 2 python examples/first/ptdist.py
 
-Source: a user's program for torch.distributed's MPI backend, with allranks in torch.distributed's place. mpiexec says
-who is who: no variable is set.
+Source: a user's program for torch.distributed's MPI backend, with allranks instead of torch.distributed. mpiexec
+assigns the ranks, so no variable is set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main(rank: int, world_size: int) -> None:
         print("Rank-0 has sent the following tensor to Rank-1")
         print(x)
     else:
-        z = torch.tensor([0.0, 0.0])  # a holder for what comes
+        z = torch.tensor([0.0, 0.0])  # receive buffer
         dist.recv(z, src=0)
         print("Rank-1 has recieved the following tensor from Rank-0")
         print(z)

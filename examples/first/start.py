@@ -1,8 +1,8 @@
 """The collectives that a first program needs: reduce, all_reduce, gather, all_gather.
 
-allranks run -n 2 examples/first/start.py
+    allranks run -n 2 examples/first/start.py
 
-Source: a user's `start.py` for torchrun, with allranks in torch.distributed's place.
+Source: a user's `start.py` for torchrun, with allranks instead of torch.distributed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Processes of one's own, which meet by the environment: rank 0 sends its tensor to all others.
+"""Manually started processes that join through environment variables; rank 0 sends its tensor to all other ranks.
 
-python examples/first/walkthrough.py --world-size 4
+    python examples/first/walkthrough.py --world-size 4
 
 Source: "A Simple Distributed Walkthrough", a user's notes for torch.distributed, on CPUs.
 """

@@ -1,10 +1,11 @@
-"""Trains a small GPT on text that it makes itself, data-parallel; survives the death of its ranks.
+"""Train a small GPT on generated text, data-parallel; the training survives the death of its ranks.
 
     allranks run -n 2 examples/gpt/train.py
-    allranks run -n 3 --elastic 2 examples/gpt/train.py                  # a rank that dies is replaced
+    allranks run -n 3 --elastic 2 examples/gpt/train.py                  # a dead rank is replaced
     allranks run -n 2 --restarts 3 examples/gpt/train.py --checkpoints out/gpt
 
-The text is sums ("17+25=42"), so that what the model has learnt can be checked: it continues sums that it has not seen.
+The text is sums ("17+25=42"), so that the result can be checked: the model must continue sums that are not in its
+training data.
 """
 
 import argparse
@@ -20,7 +21,7 @@ LENGTH = 9  # "17+25=042"
 
 
 def sums(numbers):
-    """Rows of text as numbers; the sum is written backwards, as one adds on paper."""
+    """Return rows of text as numbers. The digits of the sum are reversed, as in addition on paper."""
     lines = [f"{n // 100:02}+{n % 100:02}={str(n // 100 + n % 100).zfill(3)[::-1]}" for n in numbers.tolist()]
     return torch.tensor([[ALPHABET.index(letter) for letter in line] for line in lines])
 
@@ -52,7 +53,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def right(model, numbers):
-    """The share of sums that the model continues correctly."""
+    """Return the share of sums that the model continues correctly."""
     text = sums(numbers)
     known = text[:, :6].clone()
     while known.shape[1] < LENGTH:
@@ -83,7 +84,7 @@ def main():
             chosen = torch.randint(len(seen), (args.batch_size,), generator=torch.Generator().manual_seed(step.index))
             text = sums(seen[chosen[dist.get_rank() :: dist.get_world_size()]])
             logits = forward(text[:, :-1])
-            # Only what follows "=" can be known.
+            # Only the text after "=" can be predicted.
             loss = F.cross_entropy(logits[:, 5:].flatten(0, 1), text[:, 6:].flatten())
             optimizer.zero_grad()
             loss.backward()

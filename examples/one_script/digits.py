@@ -1,11 +1,11 @@
-"""Trains a small LeNet on scikit-learn's handwritten digits, data-parallel, from one script that drives all workers.
+"""Train a small LeNet on scikit-learn's handwritten digits, data-parallel, from one script that drives all workers.
 
     python examples/one_script/digits.py                            # starts two workers
     allranks run --mode master -n 3 examples/one_script/digits.py   # the launcher starts them, also on other hosts
 
-The network is on all workers, under one handle. Each takes its part of every batch, and the gradients are averaged.
-Nothing waits for the workers until the numbers of an epoch are asked for. examples/digits/train.py is the same training
-with a program on each rank.
+The network is on all workers, under one handle. Each worker processes its part of every batch, and the gradients are
+averaged. The script does not wait for the workers until it requests the results of an epoch. examples/digits/train.py
+is the same training with a program on each rank.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import allranks as ar
 
 
 def lenet():
-    """LeNet-5's plan at the size of an 8 x 8 image."""
+    """Return LeNet-5 for images of 8 x 8 pixels."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -33,7 +33,7 @@ def lenet():
 
 
 def load_data():
-    """1437 images to train and 360 to test."""
+    """Return 1437 training images and 360 test images."""
     digits = load_digits()
     split = train_test_split(digits.images, digits.target, test_size=360, random_state=0, stratify=digits.target)
     train_x, test_x, train_y, test_y = (torch.from_numpy(part) for part in split)
@@ -51,7 +51,7 @@ def train(workers, epochs, progress):
     ar.broadcast_(net.parameters(), src=first)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.85, fused=True)
 
-    @ar.capture  # a step is recorded, checked, and from then on sent as one message of a few bytes
+    @ar.capture  # a step is recorded and verified; afterwards one message of a few bytes replays it
     def step(x, y):
         loss = F.cross_entropy(net(x), y)
         loss.backward()
@@ -61,11 +61,11 @@ def train(workers, epochs, progress):
         return loss.detach()
 
     test_x, test_y = test_x.to(workers.device), test_y.to(workers.device)
-    batch_size = 64 // len(workers) * len(workers)  # each worker gets an equal part
+    batch_size = 64 // len(workers) * len(workers)  # each worker receives an equal part
     bar = progress.add_task("training", total=epochs)
     for epoch in range(epochs):
         losses = []
-        for batch in torch.randperm(len(train_x)).split(batch_size)[:-1]:  # the last may be smaller
+        for batch in torch.randperm(len(train_x)).split(batch_size)[:-1]:  # omits the last batch, which may be smaller
             losses.append(step(workers.scatter(train_x[batch]), workers.scatter(train_y[batch])))
         loss = workers.gather(torch.stack(losses)).mean().item()
         with torch.no_grad():

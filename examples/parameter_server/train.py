@@ -1,8 +1,8 @@
-"""A parameter server made of messages: rank 0 has the weights, the other ranks send gradients when they have one.
+"""A parameter server built from messages: rank 0 holds the weights, and the other ranks send gradients.
 
     allranks run -n 4 examples/parameter_server/train.py
 
-Nobody waits for the slowest: the server takes the next gradient from whoever sends it (`recv` without a source),
+No rank waits for the slowest one. The server receives the next gradient from any rank (`recv` without a source),
 applies it, and sends the weights back to that rank alone.
 """
 
@@ -18,7 +18,7 @@ GRADIENT, WEIGHTS = 1, 2  # tags
 
 
 def data(seed):
-    """Points in two spirals."""
+    """Return points on two spirals."""
     generator = torch.Generator().manual_seed(seed)
     t = torch.rand(256, generator=generator) * 3 + 0.5
     label = torch.randint(2, (256,), generator=generator)
@@ -29,7 +29,7 @@ def data(seed):
 def serve(net, updates):
     weights = nn.utils.parameters_to_vector(net.parameters()).detach()
     optimizer = torch.optim.Adam([weights], lr=0.01)
-    gradient = torch.empty(len(weights) + 1)  # the last says whether it is the rank's last one
+    gradient = torch.empty(len(weights) + 1)  # the last element marks the rank's last gradient
     for worker in range(1, dist.get_world_size()):
         dist.send(weights, worker, tag=WEIGHTS)
     came = [0] * dist.get_world_size()

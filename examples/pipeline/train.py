@@ -1,11 +1,11 @@
-"""Trains a network whose first half is on one worker and whose second half is on another, micro-batch by micro-batch.
+"""Train a network in two halves on two workers, micro-batch by micro-batch.
 
     python examples/pipeline/train.py                              # starts two workers
     allranks run --mode master -n 3 examples/pipeline/train.py     # the launcher starts them, also on two hosts
 
-What the first half makes goes from worker 1 to worker 2 directly, and the gradients go back the same way, in one
-backward() for each micro-batch. All forwards are queued, then all backwards (the order of GPipe): while worker 2 is at
-one micro-batch, worker 1 is at the next. To compare, the same is done once more, waiting after each micro-batch.
+The output of the first half moves directly from worker 1 to worker 2. The gradients return the same way, in one
+backward() for each micro-batch. All forwards are queued, then all backwards (the order of GPipe): while worker 2
+computes one micro-batch, worker 1 computes the next. For comparison, a second run waits after each micro-batch.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from torch import nn
 import allranks as ar
 
 WIDTH = 768
-IMAGES = 1792  # of 1797, so that there are many divisors
+IMAGES = 1792  # of 1797, because 1792 has many divisors
 
 
 def make_halves(devices):
-    """The two halves of a network, the same in every run, each on its device."""
+    """Return the two halves of a network, each on its device, with the same weights in every run."""
     torch.manual_seed(0)
     first = nn.Sequential(nn.Linear(64, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
     second = nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10))
@@ -32,17 +32,17 @@ def make_halves(devices):
 
 
 def load_data():
-    """Images of handwritten digits, and what they show."""
+    """Return images of handwritten digits and their labels."""
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().flatten(1)
     return (images / 16)[:IMAGES], torch.from_numpy(digits.target)[:IMAGES]
 
 
 def train(devices, steps, micro_batches, in_flight, wait):
-    """Trains, with so many micro-batches on their way before `wait` is called.
+    """Train, with ``in_flight`` micro-batches queued before `wait` is called.
 
     Returns:
-        Both halves, the loss of each step, and the seconds that it took.
+        Both halves, the loss of each step, and the duration in seconds.
     """
     halves = make_halves(devices)
     optimizers = [torch.optim.AdamW(half.parameters(), lr=1e-3, fused=True) for half in halves]
@@ -51,7 +51,7 @@ def train(devices, steps, micro_batches, in_flight, wait):
     losses, start = [], time.perf_counter()
 
     def forward(x, y):
-        between = halves[0](x).to(devices[1])  # from worker to worker
+        between = halves[0](x).to(devices[1])  # directly between the workers
         return F.cross_entropy(halves[1](between), y) / micro_batches
 
     for _ in range(steps):

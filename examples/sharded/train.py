@@ -1,9 +1,9 @@
-"""torch's own sharding on our channel: FSDP2, and tensor parallelism; the same losses as one process.
+"""torch's own sharding on the allranks backend: FSDP2 and tensor parallelism, with the same losses as one process.
 
     allranks run -n 2 examples/sharded/train.py fsdp
     allranks run -n 2 examples/sharded/train.py tensor
 
-The programs are torch's. Only the backend's name is ours; torch finds it without an import.
+The programs use only torch. The only difference is the name of the backend, which torch finds without an import.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def network():
 
 
 def train(net, rows):
-    """Of each batch the rows that this rank sees; the loss of the whole batch."""
+    """Train on this rank's rows of each batch; return the loss of the whole batch."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1)
     for _ in range(20):

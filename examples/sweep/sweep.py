@@ -1,10 +1,10 @@
-"""A search for a learning rate, in master-worker mode: each worker trains another one, and the master looks on.
+"""Search for a learning rate in master-worker mode: each worker trains with a different rate.
 
     python examples/sweep/sweep.py                                  # starts two workers
     allranks run --mode master -n 5 examples/sweep/sweep.py         # the launcher starts four
 
-The master queues the steps of all trainings and waits only for their losses: the workers compute at the same time.
-After each round the worse half of what is left is dropped (successive halving).
+The master queues the steps of all trainings and waits only for their losses, so the workers compute concurrently.
+After each round the worse half of the remaining trainings is dropped (successive halving).
 """
 
 import argparse
@@ -28,7 +28,7 @@ class Trial:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=lr, momentum=0.9)
 
     def train(self, steps):
-        """Returns the loss, on the worker: nothing waits here."""
+        """Queue the steps. Return the loss as a tensor on the worker, without waiting."""
         for _ in range(steps):
             self.optimizer.zero_grad()
             loss = F.cross_entropy(self.net(self.x), self.y)
@@ -49,7 +49,7 @@ def main():
         rates = [10.0**exponent for exponent in (-4, -3, -2, -1.5, -1, -0.5, 0, 1)]
         trials = [Trial(f"worker:{mw.ranks[i % len(mw.ranks)]}", rate, x, y) for i, rate in enumerate(rates)]
         while len(trials) > 1:
-            losses = [trial.train(args.steps) for trial in trials]  # all are queued before the first is waited for
+            losses = [trial.train(args.steps) for trial in trials]  # all trainings are queued before the first wait
             found = sorted(zip([loss.item() for loss in losses], trials, strict=True), key=lambda pair: pair[0])
             print("  ".join(f"{trial.lr:.2g}: {loss:.3f}" for loss, trial in found))
             trials = [trial for _, trial in found[: len(found) // 2]]

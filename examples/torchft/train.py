@@ -1,4 +1,4 @@
-"""torchft on a group of allranks: replicas that train together, any of which may be killed and started again.
+"""torchft on a group of allranks: replicas that train together, each of which can be killed and restarted.
 
 A lighthouse, and three replicas of one process each:
 
@@ -7,8 +7,8 @@ A lighthouse, and three replicas of one process each:
     export TORCHFT_LIGHTHOUSE=http://localhost:29510
     for replica in 0 1 2; do python examples/torchft/train.py --replica $replica & done
 
-torchft's Manager takes the group as it is (``replicated_group``), in place of its own ProcessGroupGloo. It reconfigures
-the group for each quorum, and heals who comes.
+torchft's Manager accepts the group (``replicated_group``) instead of its own ProcessGroupGloo. It reconfigures the
+group for each quorum, and transfers the state to joining replicas.
 """
 
 import argparse
@@ -28,7 +28,7 @@ TIMEOUT = timedelta(seconds=20)
 
 
 def replicated_group():
-    """A group of this process alone; the Manager reconfigures it to have the replicas of each quorum."""
+    """Return a group of this process alone. The Manager reconfigures it with the replicas of each quorum."""
     dist.init_process_group(timeout=TIMEOUT)  # the world is this replica alone: one process here
     return dist.torch_group(dist.new_group([dist.get_rank()], use_local_synchronization=True))
 
@@ -43,10 +43,10 @@ def main():
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    torch.manual_seed(options.replica)  # a replica that comes gets the weights of the others
+    torch.manual_seed(options.replica)  # a joining replica receives the weights of the other replicas
     net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
     adam = torch.optim.Adam(net.parameters(), lr=0.01)
-    whole = {"steps": 0}  # those in which all replicas took part
+    whole = {"steps": 0}  # steps in which all replicas took part
     parts = {"net": net, "adam": adam}
 
     def load(state):

@@ -2,9 +2,10 @@
 
     pip install accelerate
     allranks run -n 2 examples/trainers/accelerate_train.py --folder out/accelerate
-    allranks run -n 2 examples/trainers/accelerate_train.py --folder out/accelerate --steps 20    # goes on
+    allranks run -n 2 examples/trainers/accelerate_train.py --folder out/accelerate --steps 20    # continues
 
-Accelerate names torch's FileSystemWriter and takes no other: ``checkpoint.as_default`` is around it.
+Accelerate always uses torch's FileSystemWriter and has no parameter for another writer. The calls are therefore inside
+``checkpoint.as_default``.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Lightning with checkpoints of allranks: shards by its ModelParallelStrategy, or one file by a CheckpointIO.
+"""Lightning with checkpoints of allranks: shards through ModelParallelStrategy, or one file through a CheckpointIO.
 
     pip install lightning
     allranks run -n 2 examples/trainers/lightning_train.py --sharded --folder out/lightning
-    allranks run -n 2 examples/trainers/lightning_train.py --sharded --folder out/lightning --steps 20    # goes on
+    allranks run -n 2 examples/trainers/lightning_train.py --sharded --folder out/lightning --steps 20    # continues
 
-With ``--sharded``, FSDP2 shards the model. Lightning saves by torch's distributed checkpoint and takes no writer:
-``checkpoint.as_default`` is around it. Without, the ranks are data-parallel and rank 0 saves one file, by the
-``CheckpointIO`` that the trainer is given.
+With ``--sharded``, FSDP2 shards the model. Lightning saves with torch's distributed checkpoint and has no parameter
+for a writer, so the calls are inside ``checkpoint.as_default``. Without it, the ranks are data-parallel, and rank 0
+saves one file through the ``CheckpointIO`` that the trainer receives.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from allranks import checkpoint
 
 
 class WholeFile(TorchCheckpointIO):
-    """Writes a file so that it is there as a whole or not at all, and on the disk."""
+    """CheckpointIO that writes each file atomically and syncs it to the disk."""
 
     def save_checkpoint(self, state, path, storage_options=None):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ class WholeFile(TorchCheckpointIO):
 
 
 class Model(LightningModule):
-    """A small network, sharded where the strategy has a mesh."""
+    """A small network, sharded if the strategy has a mesh."""
 
     def __init__(self, sharded):
         super().__init__()
@@ -68,8 +68,8 @@ def main():
     model = Model(options.sharded)
     saves = ModelCheckpoint(
         options.folder,
-        save_last="link",  # to one that is there: what is written has a path of its own
-        enable_version_counter=False,  # a run that goes on moves the link, and makes no last-v1.ckpt
+        save_last="link",  # link to an existing checkpoint, because each checkpoint has a unique path
+        enable_version_counter=False,  # a continued run moves the link, and creates no last-v1.ckpt
         save_top_k=-1,
         every_n_train_steps=5,
     )

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics over all ranks: each rank updates them with its own batches, ``compute`` is of all.
+"""Metrics of torchmetrics over all ranks: each rank updates them with its own batches; ``compute`` covers all ranks.
 
     allranks run -n 2 examples/trainers/torchmetrics_values.py
     allranks run -n 2 examples/trainers/torchmetrics_values.py --backend gloo

@@ -1,4 +1,4 @@
-"""The words that errors share."""
+"""Formatting of rank lists in error messages, and pickling of errors that name a rank."""
 
 import pickle
 
@@ -16,11 +16,11 @@ from allranks._base.errors import PeerLostError, RankError, rank_list
         (list(range(100)), "ranks 0-99"),
     ],
 )
-def test_rank_list(ranks: list[int], text: str) -> None:
+def test_rank_list_merges_consecutive_ranks(ranks: list[int], text: str) -> None:
     assert rank_list(ranks) == text
 
 
 @pytest.mark.parametrize("kind", [PeerLostError, RankError])
-def test_errors_that_name_a_rank_travel(kind: type[PeerLostError | RankError]) -> None:
+def test_errors_that_name_a_rank_survive_pickling(kind: type[PeerLostError | RankError]) -> None:
     error = pickle.loads(pickle.dumps(kind("rank 2 died", 2)))
     assert (type(error), str(error), error.rank) == (kind, "rank 2 died", 2)

@@ -1,4 +1,4 @@
-"""A function that travels by value keeps its file's name, and so do those within it."""
+"""Functions pickled by value keep the file name of their source, and so do the functions nested in them."""
 
 import traceback
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import cloudpickle
 from allranks._base import pickling
 
 
-def test_code_keeps_its_file() -> None:
+def test_unpickled_function_keeps_its_file_name() -> None:
     def fails() -> None:
         def inside(divisor: int) -> float:
             return 1 / divisor

@@ -1,4 +1,4 @@
-"""The table of collectives agrees with the core, whose numbers traces contain, and with the functions' signatures."""
+"""Consistency of the table of collectives with the core (whose numbers traces contain) and with public signatures."""
 
 import inspect
 import re
@@ -13,7 +13,7 @@ from allranks._trace import reader
 NAMES = Path(__file__).parents[2] / "core/python/names.h"
 
 
-def test_order_is_that_of_the_core() -> None:
+def test_verbs_have_the_same_order_as_in_the_core() -> None:
     found = re.search(r"kVerbs = \{(.*?)\};", NAMES.read_text(), re.DOTALL)
     assert found
     none, *names = re.findall(r'"(\w+)"', found[1])
@@ -23,7 +23,7 @@ def test_order_is_that_of_the_core() -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS.values(), ids=lambda verb: verb.name)
-def test_facts_are_those_of_the_public_function(verb: Verb) -> None:
+def test_verb_properties_match_the_public_signature(verb: Verb) -> None:
     names = list(inspect.signature(getattr(allranks, verb.name)).parameters)
     assert verb.reduces == ("op" in names)
     if verb.name not in ("send", "recv"):

@@ -1,4 +1,4 @@
-"""Errors say where in the user's program a call stands, whoever called it in between."""
+"""Errors name the call site in the user's program, regardless of the library frames in between."""
 
 import sysconfig
 import threading
@@ -16,24 +16,24 @@ from allranks.testing import run_ranks
 
 
 def compiled(filename: str, source: str) -> dict[str, Any]:
-    """What ``source`` defines, as if it stood in that file."""
+    """Return the names that ``source`` defines, compiled as if ``source`` were the contents of ``filename``."""
     names: dict[str, Any] = {}
     exec(compile(source, filename, "exec"), names)
     return names
 
 
 def through(filename: str, ask: Callable[..., Any], *args: Any) -> Any:
-    """What is asked by a function of that file, in its second line."""
+    """Call ``ask`` from the second line of a function in ``filename`` and return its result."""
     return compiled(filename, "def pass_on(ask, args):\n    return ask(*args)\n")["pass_on"](ask, args)
 
 
 def asked(outer: str, inner: str) -> str:
-    """The site of a call made in file ``inner``, which was called from file ``outer``."""
+    """Return the call site reported for a call in file ``inner``, which file ``outer`` has called."""
     innermost = compiled(inner, "def pass_on(ask):\n    return ask()\n")["pass_on"]
     return through(outer, innermost, callsite.site)
 
 
-def test_frames_of_torch_and_of_the_library_are_no_program() -> None:
+def test_call_site_skips_frames_of_torch_and_the_standard_library() -> None:
     library = sysconfig.get_path("stdlib")
     for inner in (f"{torch.__path__[0]}/nn/modules/module.py", f"{library}/contextlib.py", "<frozen runpy>"):
         assert asked("/home/me/train.py", inner) == "/home/me/train.py:2"
@@ -41,9 +41,9 @@ def test_frames_of_torch_and_of_the_library_are_no_program() -> None:
         assert through(ours, callsite.site) == f"{ours}:2"
 
 
-def test_a_call_of_nobody_and_of_odd_names() -> None:
+def test_call_site_without_user_frame_and_with_undecodable_file_name() -> None:
     said: list[str] = []
-    # A thread that this package has started: nothing of the program is on its stack.
+    # A thread that allranks has started: its stack has no frame of the user's program.
     body = compiled(callsite.__file__, "def body(said, ask):\n    said.extend(one() for one in ask)\n")["body"]
     thread = threading.Thread(target=body, args=(said, (callsite.site, callsite.where)))
     thread.start()
@@ -54,7 +54,7 @@ def test_a_call_of_nobody_and_of_odd_names() -> None:
     assert through("/home/me/caf\udce9.py", callsite.stack_hash) != through("/home/me/cafe.py", callsite.stack_hash)
 
 
-def test_texts_of_asynchronous_calls_are_kept_by_instruction() -> None:
+def test_call_sites_of_asynchronous_calls_are_cached_by_instruction() -> None:
     torchs = f"{torch.__path__[0]}/distributed/verbs.py"
     verb = compiled(torchs, "def verb(ask):\n    return ask()\n")["verb"]
     logged = compiled(torchs, "def logged(verb, ask):\n    return verb(ask)\n")["logged"]
@@ -67,9 +67,9 @@ def test_texts_of_asynchronous_calls_are_kept_by_instruction() -> None:
             text = "def pass_on(ask, args):\n    x = 1\n    return (ask(*args),\n            ask(*args))\n"
             assert compiled(name, text)["pass_on"](sites.behind, (0,)) == (f"{name}:3", f"{name}:4")
         assert through("/home/me/a.py", logged, verb, lambda: sites.behind(1)) == "/home/me/a.py:2"
-        # So deep nobody is.
+        # No stack is this deep.
         assert sites.behind(100_000) == callsite.NOWHERE
-    # What is called by a wrapper is not looked at any more, nor is that.
+    # The frames of a passed function and of its wrapper are skipped.
     outer = compiled("/home/me/c.py", "def verb(ask):\n    return ask()\n")["verb"]
     wrapper = compiled("/home/me/d.py", "def wrapper(verb, ask):\n    return verb(ask)\n")["wrapper"]
     passing = _core.Sites(callsite.line_of, callsite.NOWHERE, [outer.__code__])
@@ -81,7 +81,7 @@ class Summing(torch.nn.Module):
         return x * 2
 
 
-def test_an_error_in_a_training_step_names_the_line_that_called_backward() -> None:
+def test_mismatch_error_names_the_line_that_called_backward() -> None:
     def body() -> str:
         model = allranks.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
         loss = model(torch.ones(1, 3)).sum()
@@ -95,7 +95,7 @@ def test_an_error_in_a_training_step_names_the_line_that_called_backward() -> No
         assert f"rank 1 at {__file__}:" in said
 
 
-def test_torchs_modules_and_backward_are_passed_over() -> None:
+def test_call_site_skips_torch_modules_and_backward() -> None:
     found: list[str] = []
     here = compiled(callsite.__file__, "def hook(found, ask):\n    return lambda *_: found.append(ask()) or None\n")
     hook = here["hook"](found, callsite.where)
@@ -108,6 +108,9 @@ def test_torchs_modules_and_backward_are_passed_over() -> None:
     assert found == ["/home/me/train.py:2", "/home/me/train.py:3"]
 
 
-def test_it_is_cheap() -> None:
-    """Every asynchronous call asks. Twenty times what it takes, for busy machines."""
+def test_call_site_lookup_takes_less_than_10_us() -> None:
+    """Looking up the call site takes less than 10 us.
+
+    Every asynchronous call does this lookup. The limit is 20 times the usual cost, for busy machines.
+    """
     assert min(timeit.repeat(callsite.site, number=1000, repeat=20)) / 1000 < 10e-6

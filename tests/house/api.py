@@ -1,9 +1,9 @@
-"""The public interface as text: every name that users can call or read, with signature and docstring sections.
+"""Describe the public interface as text: each public name with its signature and its docstring sections.
 
     python tests/house/api.py > tests/house/api.txt
 
-test_api.py compares that file with what is there. A change of the interface thereby shows in the diff of a commit, and
-one that nobody meant fails. Options of commands are what their parsers have.
+test_api.py compares that file with the current interface. A change of the interface therefore shows in the diff of a
+commit, and an unintended change fails the test. The options of commands are taken from their parsers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SECTION = re.compile(
 
 
 def describe() -> str:
-    """All of it, a name a line."""
+    """Return the description of the whole interface, one name per line."""
     lines: list[str] = []
     for name in MODULES:
         lines += ["", f"# {name}", ""]
@@ -116,7 +116,7 @@ def _sections(thing: Any) -> str:
 
 
 def _options(command: str) -> list[str]:
-    """The options in a command's help, which the parser has written."""
+    """Return the options that the command's parser prints in its help."""
     parsers: list[argparse.ArgumentParser] = []
     kept = argparse.ArgumentParser.format_help
 

@@ -1,10 +1,10 @@
-"""The job files in examples/jobs: what the commands in examples/README.md write on a machine of their reader.
+"""Write the job files in examples/jobs: the output of the commands in examples/README.md on a reader's machine.
 
     python tests/house/jobs.py    # writes them; `make format` does
 
-A job file has the interpreter, the virtual environment and the folder that it was submitted from. Here they are those
-of /home/you/allranks. A manifest has a new secret each time; here it is one that allranks refuses as too short.
-test_jobs.py compares the files with what the commands write.
+A job file contains the interpreter, the virtual environment and the folder from which it was submitted. Here they are
+paths below /home/you/allranks. Each manifest has a new secret; here it is one that allranks refuses as too short.
+test_jobs.py compares the files with the output of the commands.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ COMMAND = re.compile(r"^    allranks (submit .*) > (examples/jobs/\S+)$", re.MUL
 
 
 def commands() -> dict[Path, list[str]]:
-    """The words of each command, by the file that it writes."""
+    """Return the arguments of each command, by the file that it writes."""
     text = (ROOT / "examples" / "README.md").read_text()
     return {ROOT / name: shlex.split(words) for words, name in COMMAND.findall(text)}
 
 
 def text_of(words: list[str]) -> str:
-    """What the command writes."""
+    """Return the output of the command, with the paths and the secret replaced."""
     done = subprocess.run(
         [sys.executable, "-m", "allranks", *words], cwd=ROOT, capture_output=True, text=True, check=True
     )

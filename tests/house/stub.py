@@ -1,8 +1,8 @@
-"""What type checkers and editors read of the package: its public names, from the table in allranks/__init__.py.
+"""Write the type stub of the package: its public names, from the table in allranks/__init__.py.
 
     python tests/house/stub.py    # writes src/allranks/__init__.pyi; `make format` does
 
-test_exports.py compares that file with the table.
+Type checkers and editors read the stub. test_exports.py compares it with the table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ STUB = Path(__file__).parents[2] / "src" / "allranks" / "__init__.pyi"
 
 
 def stub() -> str:
-    """Its text."""
+    """Return the text of the stub."""
     homes = [(home, name) for name, home in allranks._TORCHS.items()]
     homes += [("torch.distributed", name) for name in allranks._TORCHS_MODULES]
     ours = [("allranks", name) for name in allranks._MODULES]

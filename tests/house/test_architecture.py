@@ -1,4 +1,4 @@
-"""docs/architecture.md and CONTRIBUTING.md name rooms, files and definitions that exist; the picture is up to date."""
+"""docs/architecture.md and CONTRIBUTING.md name existing layers, files and definitions; the diagram is current."""
 
 import re
 import runpy
@@ -21,11 +21,11 @@ REFERENCES = sorted(
 )
 
 
-def test_the_picture_shows_the_layers_that_are_checked() -> None:
+def test_diagram_shows_the_checked_layers() -> None:
     subprocess.run([sys.executable, "docs/draw.py", "--check"], cwd=ROOT, check=True)
 
 
-def test_every_room_is_described() -> None:
+def test_every_layer_is_described() -> None:
     text = PAGE.read_text()
     draw = runpy.run_path(str(ROOT / "docs" / "draw.py"))
     for title, layers in (
@@ -39,7 +39,7 @@ def test_every_room_is_described() -> None:
 
 
 @pytest.mark.parametrize(("page", "file", "name"), REFERENCES)
-def test_a_reference_leads_to_a_definition(page: str, file: str, name: str) -> None:
+def test_each_reference_names_an_existing_definition(page: str, file: str, name: str) -> None:
     found = [path for path in (ROOT / file, ROOT / "src" / "allranks" / file) if path.is_file()]
     assert found, f"{page} names {file}, which does not exist"
     text = found[0].read_text()
@@ -51,7 +51,7 @@ def test_a_reference_leads_to_a_definition(page: str, file: str, name: str) -> N
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
-def test_commands_and_folders_exist(page: str) -> None:
+def test_named_commands_and_folders_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     targets = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:^ {4}|`)make ([a-z0-9-]+)", text, re.MULTILINE)) <= targets

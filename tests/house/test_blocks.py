@@ -1,7 +1,7 @@
-"""Every code block of the documents has a test: the one that runs it, or that runs what it is a part of.
+"""Every code block of the documents has a test that runs it or runs the program that contains it.
 
-Commands are run by test_commands_of_pages.py, where they need no other hosts, scheduler, or minutes. Here the command's
-own parser reads each of them, so that no document has an unknown option.
+test_commands_of_pages.py runs the commands that need no other hosts, no scheduler and little time. Here the parser of
+each command reads it, so that no document contains an unknown option.
 """
 
 import importlib
@@ -43,7 +43,7 @@ PYTHON = {
 """The test that runs the Python blocks of a page, but for those below."""
 
 OTHERS = {
-    # page, beginning of a block: the test that has it, or why none runs it as it stands
+    # page, beginning of a block: the test that runs it
     ("docs/launching.md", "import allranks\n"): "launch/test_call.py",
     ("docs/launching.md", "  for batch in (loop := allranks.progress"): "launch/test_call.py",
     ("docs/launching.md", "import allranks as dist\nimport allranks.logging"): "house/test_fragments.py",
@@ -69,7 +69,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_is_executed_or_has_a_reason(page: str) -> None:
+def test_every_code_block_names_the_test_that_runs_it(page: str) -> None:
     unknown = []
     for language, block in blocks(page):
         listed = any(page == where and block.startswith(start) for where, start in OTHERS)
@@ -88,7 +88,7 @@ def test_named_tests_and_blocks_exist() -> None:
 
 
 def calls() -> list[str]:
-    """What stands after `allranks` in lines of all pages."""
+    """Return the arguments of every `allranks` command on all pages."""
     found = set()
     for page in PAGES:
         for language, block in blocks(page):
@@ -101,10 +101,11 @@ def calls() -> list[str]:
 
 
 @pytest.mark.parametrize("line", calls())
-def test_command_is_understood(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_command_is_valid(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("node0 slots=4\nnode1 slots=4\n")
-    name, *words = shlex.split(line.replace("--backend mine", "--backend native"))  # of a package that is not installed
+    # The package that provides the backend "mine" is not installed.
+    name, *words = shlex.split(line.replace("--backend mine", "--backend native"))
     assert name in COMMANDS
     if name == "run" and "--help" not in words:
         assert parse(words).target.name

@@ -1,7 +1,8 @@
-"""The commands of the documents are run as a shell does it, line after line as they stand there.
+"""Run the commands of the documents line by line, as a shell does.
 
-Those that need other hosts, a scheduler, a package or minutes have a reason below, and the tests that run such. The
-other pages (README.md, examples/README.md, start, ...) start their own programs and the examples, which have tests.
+ELSEWHERE lists the commands that need other hosts, a scheduler, a package or minutes, with the tests that cover them.
+The remaining pages (README.md, examples/README.md, start, ...) start their own programs and the examples, which have
+tests.
 """
 
 import os
@@ -64,7 +65,7 @@ UNSET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED")
 
 
 def to_run(page: str) -> list[str]:
-    """The lines of a page, with their comments and variables."""
+    """Return the command lines of a page, with their comments and variables."""
     found = []
     for language, block in blocks(f"docs/{page}.md"):
         if language in ("", "bash") and commands(block) and is_shell(block):
@@ -74,12 +75,12 @@ def to_run(page: str) -> list[str]:
 
 
 def is_plain(line: str) -> bool:
-    """A command of ours in which a shell has nothing to do but to cut it into words."""
+    """Return whether a line is an allranks command that needs a shell only for splitting it into words."""
     return line.startswith("allranks ") and not re.search(r"[|&;<>$`*?~{}\[\]()]", line.partition(" #")[0])
 
 
 def _saved(folder: str) -> None:
-    """Steps 1000 and 2000, each rank's share in a folder of its own, as hosts have them; 1000 in one folder, too."""
+    """Save steps 1000 and 2000 into one folder per rank, as on separate hosts; step 1000 also into a shared folder."""
     rank = os.environ["RANK"]
     for step in (1000, 2000):
         state = {"weight": torch.full((4,), float(step)), "step": step}
@@ -90,7 +91,7 @@ def _saved(folder: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_of_a_page(page: str, tmp_path: Path) -> None:
+def test_commands_of_a_page_succeed(page: str, tmp_path: Path) -> None:
     if page == "security" and shutil.which("openssl") is None:
         missing = "there is no openssl, which makes the certificates"
         pytest.fail(missing) if os.environ.get("ALLRANKS_TEST_ALL") == "1" else pytest.skip(missing)
@@ -112,10 +113,10 @@ def test_commands_of_a_page(page: str, tmp_path: Path) -> None:
                 ["bash", "-c", line], cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL,
                 capture_output=True, text=True, timeout=100, check=False,
             )  # fmt: skip
-        expected = 1 if " checkpoint diff " in line else 0  # they differ
+        expected = 1 if " checkpoint diff " in line else 0  # The two compared checkpoints differ.
         assert done.returncode == expected, f"{line}\n{done.stdout}{done.stderr}"
 
 
-def test_every_reason_is_needed() -> None:
+def test_every_exclusion_matches_a_documented_command() -> None:
     lines = [line for page in PAGES for _, block in blocks(f"docs/{page}.md") for line in block.splitlines()]
     assert [reason for reason in ELSEWHERE if not any(re.search(reason, line.strip()) for line in lines)] == []

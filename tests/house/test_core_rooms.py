@@ -1,7 +1,7 @@
-"""The rooms of the core: each includes only itself and rooms below it, and only core/python knows Python and has state.
+"""Layering of the core: each layer includes only itself and lower layers; only core/python knows Python and has state.
 
-The order is the one in which the core can be read. A room that would have to include one that is not below it shows
-that something stands in the wrong file.
+The order of the layers is the order in which the core can be read. If a layer needs to include a layer that is not
+below it, some code is in the wrong file.
 """
 
 import re
@@ -11,7 +11,8 @@ import pytest
 
 CORE = Path(__file__).parents[2] / "core"
 
-# room: the rooms below it, which it may include. Each is listed above all that include it, so there is no circle.
+# Each layer, with the lower layers that it may include. A layer precedes all layers that include it, so there is no
+# cycle.
 BELOW = {
     "base": set(),
     "trace": {"base"},
@@ -30,18 +31,18 @@ def room(path: Path) -> str:
     return path.relative_to(CORE).parts[0]
 
 
-def test_every_file_is_in_a_room() -> None:
+def test_every_core_file_is_in_a_layer() -> None:
     assert {room(path) for path in FILES} == set(BELOW)
 
 
-def test_a_room_stands_below_those_that_include_it() -> None:
+def test_each_layer_precedes_the_layers_that_include_it() -> None:
     rooms = list(BELOW)
     for above, below in BELOW.items():
         assert all(rooms.index(name) < rooms.index(above) for name in below), above
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CORE)))
-def test_includes_go_down(path: Path) -> None:
+def test_core_file_includes_only_its_own_and_lower_layers(path: Path) -> None:
     for found in INCLUDE.finditer(path.read_text()):
         if (included := found["ours"]) is not None:
             assert (CORE / included).is_file(), f'"{included}" is not named from core/ on'
@@ -50,8 +51,9 @@ def test_includes_go_down(path: Path) -> None:
             assert not re.match(r"(nanobind/|Python\.h|pybind11/|torch/|ATen/)", found["others"]), found["others"]
 
 
-def test_no_include_circle() -> None:
-    # Between files too: a header that includes itself by way of another depends on the order in which both are read.
+def test_core_has_no_include_cycle() -> None:
+    # Files must not form a cycle either: if a header includes itself through another header, the result depends on
+    # which of the two is read first.
     includes = {
         str(path.relative_to(CORE)): [found["ours"] for found in INCLUDE.finditer(path.read_text()) if found["ours"]]
         for path in FILES
@@ -69,7 +71,7 @@ def test_no_include_circle() -> None:
         visit(name, ())
 
 
-# A variable of a namespace, or of a function for all its calls, that is not constant.
+# Matches a mutable variable of namespace scope, or a mutable static variable of a function.
 GLOBAL = re.compile(
     r"^(?!.*\b(?:const|constexpr|using|return|class|struct|namespace|extern|friend)\b)"
     r"(?:[A-Za-z][\w:<>, *&]*\s[*&]?\w+(?:::\w+)*(?:\s*=[^=].*|\{.*\})?;"
@@ -78,11 +80,12 @@ GLOBAL = re.compile(
 )
 
 
-def test_mutable_globals_stand_in_two_files() -> None:
+def test_mutable_globals_are_only_in_the_listed_files() -> None:
     found = {str(path.relative_to(CORE)): [match[0] for match in GLOBAL.finditer(path.read_text())] for path in FILES}
     found = {name: lines for name, lines in found.items() if lines}
     assert "ifdef ALLRANKS_COUNT_LINES" in (CORE / "channel/lines.h").read_text()
-    del found["channel/lines.h"]  # in the tests' core only
-    # What a fork needs, and what Python gives to the module. CPython reads and keeps the tables of a type's members.
+    del found["channel/lines.h"]  # Exists only in the core that is compiled for tests.
+    # State for forks, and the objects that Python passes to the module. CPython keeps pointers to a type's member
+    # tables.
     assert set(found) == {"base/forks.cc", "python/state.h", "python/bind_outbox.cc"}, found
     assert all("PyMemberDef" in line or "PyGetSetDef" in line for line in found["python/bind_outbox.cc"]), found

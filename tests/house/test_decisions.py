@@ -1,4 +1,4 @@
-"""docs/decisions.md lists every record, by its number and its title."""
+"""docs/decisions.md lists every decision record with its number and title."""
 
 import re
 from pathlib import Path

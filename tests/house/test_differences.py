@@ -1,4 +1,4 @@
-"""docs/differences.md has the tables of exceptions that the conformance tests allow, and says all of them.
+"""docs/differences.md contains the tables of all exceptions that the conformance tests allow.
 
 python tests/house/test_differences.py --write      # after a change of these tables
 """
@@ -50,7 +50,7 @@ def tables() -> str:
     )
 
 
-def test_the_page_has_the_tables() -> None:
+def test_differences_page_contains_the_current_tables() -> None:
     assert PAGE.read_text().partition(MARK)[2] == tables(), "python tests/house/test_differences.py --write"
 
 

@@ -1,4 +1,4 @@
-"""What the documents show is run as it stands there."""
+"""Run the programs, commands and docstring examples that the documents show."""
 
 import doctest
 import importlib
@@ -23,12 +23,13 @@ WITH_EXAMPLES = sorted(
     for path in PACKAGE.rglob("*.py")
     if ">>>" in path.read_text()
 )
-_OTHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED")  # unbuffered, ranks' words are mixed
+# If PYTHONUNBUFFERED is set, the output of ranks is interleaved within lines.
+_OTHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in _OTHERS}
 
 
 def page_program(name: str, *pages: str) -> str:
-    """The program of that name in these pages; else in the README or in the page on launching."""
+    """Return the program with this name from these pages; by default from the README or docs/launching.md."""
     for page in pages or ("README.md", "docs/launching.md"):
         for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
             if block.startswith(f"# {name}\n"):
@@ -37,7 +38,10 @@ def page_program(name: str, *pages: str) -> str:
 
 
 class Written(doctest.DocTestFinder):
-    """Finds public classes and functions where they are written; their ``__module__`` is the package."""
+    """Finder that finds public classes and functions in their defining module.
+
+    Their ``__module__`` is the public package, so the standard finder skips them.
+    """
 
     def _from_module(self, module: object, object: object) -> bool:
         name, written = getattr(object, "__name__", ""), getattr(object, "__module__", None) or ""
@@ -45,7 +49,7 @@ class Written(doctest.DocTestFinder):
 
 
 @pytest.mark.parametrize("module", WITH_EXAMPLES)
-def test_examples_in_docstrings(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docstring_examples_print_what_they_show(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE"):
         monkeypatch.delenv(name, raising=False)
     found = examples(module)
@@ -65,25 +69,25 @@ def test_examples_in_docstrings(module: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def examples(module: str) -> list[doctest.DocTest]:
-    """The docstrings of a module that have examples."""
+    """Return the docstrings of a module that contain examples."""
     return [test for test in Written().find(importlib.import_module(module)) if test.examples]
 
 
 def is_of_ranks(test: doctest.DocTest) -> bool:
-    """Whether it is an example of what each of 2 ranks calls: those do not begin with an import, nor end the world."""
+    """Return whether each of 2 ranks runs the example. Such examples do not import and do not destroy the world."""
     words = "".join(example.source for example in test.examples)
     return "dist." in words and "import " not in words
 
 
 class Anything(doctest.OutputChecker):
-    """Of the other rank: an example says what rank 0 shows."""
+    """Checker for ranks other than 0: it accepts any output, because an example shows the output of rank 0."""
 
     def check_output(self, want: str, got: str, optionflags: int) -> bool:
         return True
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_program_with_the_launcher(tmp_path: Path, page: str) -> None:
+def test_program_on_page_runs_with_the_launcher(tmp_path: Path, page: str) -> None:
     (tmp_path / "hello.py").write_text(page_program("hello.py", page))
     done = warm.run(
         [sys.executable, "-m", "allranks", "run", "-n", "2", "hello.py"],
@@ -99,7 +103,7 @@ def test_program_with_the_launcher(tmp_path: Path, page: str) -> None:
 
 
 @pytest.mark.parametrize("master", ["apart", "together"])
-def test_program_by_hand(tmp_path: Path, master: str) -> None:
+def test_program_runs_with_manually_set_variables(tmp_path: Path, master: str) -> None:
     (tmp_path / "hello.py").write_text(page_program("hello.py"))
     port = 29400 + os.getpid() % 1000
     where = (
@@ -121,17 +125,17 @@ def test_program_by_hand(tmp_path: Path, master: str) -> None:
     assert outputs == [f"rank {r} of 2: [3.0, 3.0, 3.0]\n" for r in range(2)]
 
 
-def test_program_from_python(tmp_path: Path) -> None:
+def test_programs_that_start_ranks_from_python(tmp_path: Path) -> None:
     (tmp_path / "called.py").write_text(page_program("called.py"))
     called = warm.run([sys.executable, "called.py"], cwd=tmp_path, env=ENVIRONMENT, check=True)
     assert (called.stdout, called.stderr) == ("[21, 21]\n", "")
     (tmp_path / "spawned.py").write_text(page_program("spawned.py"))
     done = warm.run([sys.executable, "spawned.py"], cwd=tmp_path, env=ENVIRONMENT, check=True)
-    # Nobody keeps the two processes' lines apart here.
+    # Without a launcher the lines of the two processes can be interleaved, so count occurrences.
     assert done.stdout.count("rank 0 of 2") == done.stdout.count("rank 1 of 2") == 1
 
 
-def test_program_with_workers(tmp_path: Path) -> None:
+def test_program_that_starts_workers(tmp_path: Path) -> None:
     (tmp_path / "workers.py").write_text(page_program("workers.py"))
     alone = [sys.executable, "workers.py"]
     done = warm.run(alone, cwd=tmp_path, env=ENVIRONMENT, check=True)
@@ -139,8 +143,8 @@ def test_program_with_workers(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-def test_commands_on_trace_files(tmp_path: Path) -> None:
-    """Those of the page on tracing, in its order."""
+def test_commands_of_the_tracing_page_succeed(tmp_path: Path) -> None:
+    """Run the commands of docs/tracing.md in the order of the page."""
     (tmp_path / "train.py").write_text(page_program("hello.py"))
     text = (ROOT / "docs" / "tracing.md").read_text()
     lines = re.findall(r"^    (allranks .*(?:--trace|trace [a-qt-z]|trace record).*)$", text, re.MULTILINE)
@@ -150,25 +154,26 @@ def test_commands_on_trace_files(tmp_path: Path) -> None:
         warm.run([sys.executable, "-m", *words], cwd=tmp_path, env=ENVIRONMENT, check=True)
 
 
-def test_figures_are_those_that_the_benchmarks_wrote() -> None:
+def test_figures_match_the_benchmark_results() -> None:
     subprocess.run([sys.executable, "benchmarks/figures.py", "--check"], cwd=ROOT, check=True)
 
 
-def test_readme_is_short() -> None:
+def test_readme_has_at_most_200_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
 def slug(title: str) -> str:
-    """The anchor that GitHub gives to a heading."""
+    """Return the anchor that GitHub generates for a heading."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-INDEX = ROOT / "docs/index.md"  # of the site, where it lies a folder higher: test_site.py follows its links
+# The index page of the site, which is one folder higher there. test_site.py checks its links.
+INDEX = ROOT / "docs/index.md"
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")} - {INDEX})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_of_a_page_have_existing_targets(page: Path) -> None:
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for link in re.findall(r"\]\(([^)\s]+)\)", prose):
         target, _, anchor = link.partition("#")

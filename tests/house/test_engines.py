@@ -1,6 +1,6 @@
-"""docs/engines.md says what each engine reduces.
+"""docs/engines.md lists the reductions that each engine supports.
 
-python tests/house/test_engines.py --write      # after a change of it
+python tests/house/test_engines.py --write      # after a change of these reductions
 """
 
 import sys
@@ -18,7 +18,7 @@ OPS = [op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM]
 
 def ops(engine: str, dtype: torch.dtype, name: str) -> str:
     from allranks._engines.c10d import engine as c10d
-    from allranks._engines.mpi import engine as mpi  # which needs no MPI for this
+    from allranks._engines.mpi import engine as mpi  # This import does not need an MPI library.
 
     if engine in ("native", "tcp"):
         known = [op.name for op in OPS if _core.reduces(_core.DTYPES[name], op)]
@@ -45,7 +45,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_the_page_has_the_table() -> None:
+def test_engines_page_contains_the_current_table() -> None:
     assert PAGE.read_text().partition(MARK)[2] == table(), "python tests/house/test_engines.py --write"
 
 

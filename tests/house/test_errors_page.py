@@ -1,4 +1,4 @@
-"""The catalogue of errors is that of the code, and an error's traceback ends with the link to its section."""
+"""docs/errors.md matches the errors in the code, and a traceback ends with the link to the error's section."""
 
 import re
 import subprocess
@@ -17,7 +17,7 @@ RAISE = "import allranks; allranks.get_rank()"
 LINK = "  See: allranks help NotInitializedError"
 
 
-def test_page_is_that_of_the_code() -> None:
+def test_errors_page_matches_the_code() -> None:
     subprocess.run([sys.executable, "docs/errors.py", "--check"], cwd=ROOT, check=True)
 
 
@@ -31,7 +31,7 @@ def test_every_error_has_meaning_causes_and_remedy(name: str) -> None:
     assert title == "AllranksError" or (rest[0] == "Causes:" and rest[1].startswith("- "))
 
 
-def test_exit_codes_are_of_commands() -> None:
+def test_exit_codes_name_existing_commands() -> None:
     for row in EXIT_CODES:
         for command in re.findall(r"`(\w+)", row.commands):
             assert command in COMMANDS
@@ -55,14 +55,14 @@ def test_traceback_ends_with_the_link(docs: str | None, last: str, monkeypatch: 
     assert done.stderr.count("  See") == (docs != "0")
 
 
-def test_text_has_no_link_and_notes_of_others_are_kept() -> None:
+def test_message_has_no_link_and_added_notes_are_kept() -> None:
     error = allranks.PeerLostError("rank 3 died.", 3)
     assert str(error) == "rank 3 died."
-    error.__notes__.append("mine")  # what add_note does, from 3.11 on
+    error.__notes__.append("mine")  # Equivalent to add_note, which exists since Python 3.11.
     assert len(error.__notes__) == 2
 
 
-def test_a_message_with_a_link_gets_no_second() -> None:
+def test_message_with_a_link_receives_no_second_link() -> None:
     inner = f"rank 1 failed:\nallranks.NotInitializedError: no group\n{LINK}"
     assert not hasattr(allranks.RankError(inner, 1), "__notes__")
 
@@ -93,7 +93,7 @@ def test_help_prints_a_topic(topic: str, first: str, contains: str) -> None:
 
 
 @pytest.mark.parametrize("topic", ["nonsense", "../README", "decisions/001"])
-def test_unknown_topic_is_refused_with_the_known_ones(topic: str) -> None:
+def test_unknown_help_topic_is_refused_with_a_list_of_topics(topic: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "allranks", "help", topic], capture_output=True, text=True, check=False
     )
@@ -102,5 +102,5 @@ def test_unknown_topic_is_refused_with_the_known_ones(topic: str) -> None:
     assert "launching" in done.stderr
 
 
-def test_pages_fit_into_the_wheel() -> None:
+def test_pages_in_the_wheel_are_smaller_than_1_mib() -> None:
     assert sum(page.stat().st_size for page in (ROOT / "docs").glob("*.md")) < 1 << 20

@@ -1,4 +1,4 @@
-"""The small examples run, and print what their users' programs print under torch.distributed."""
+"""The small examples run and print the same as the users' programs under torch.distributed."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def launched(name: str, ranks: int) -> list[str]:
     return lines("-m", "allranks", "run", "-n", str(ranks), str(FIRST / name))
 
 
-def test_helloworld() -> None:
+def test_helloworld_prints_rank_and_master_address() -> None:
     said = launched("helloworld.py", 2)
     for rank, line in enumerate(said):
         hello = f"hello from [{socket.gethostname()}:native] process {rank}/2"
@@ -36,7 +36,7 @@ def test_helloworld() -> None:
     assert len(said) == 2
 
 
-def test_check_config(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_config_prints_torch_versions_and_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(FIRST / "check_config.py"))
     devices = torch.cuda.device_count()
     said = capsys.readouterr().out.splitlines()
@@ -49,8 +49,8 @@ def test_check_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(said) == 4 + devices
 
 
-def test_slurm_multinode_helper(tmp_path: Path) -> None:
-    """What srun tells it is made up here, and who answers for SLURM; the launcher is torch's."""
+def test_slurm_multinode_helper_starts_two_ranks(tmp_path: Path) -> None:
+    """Run the helper with simulated srun variables, a stand-in for scontrol, and torch's launcher."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\necho localhost\n")
     scontrol.chmod(0o755)
@@ -70,7 +70,7 @@ def test_slurm_multinode_helper(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("launched", [False, True])
-def test_pbs(tmp_path: Path, launched: bool) -> None:
+def test_pbs_example_writes_a_log_per_rank(tmp_path: Path, launched: bool) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -89,10 +89,10 @@ def test_pbs(tmp_path: Path, launched: bool) -> None:
         assert f"[INFO]: Initialized process group: Rank {rank} out of 2\n" in logged
         assert logged.endswith(f"[INFO]: Rank within Default Process Group: {rank}\n")
     assert "Rank within Default Process Group: 0" in done.stderr
-    assert "Rank within Default Process Group: 1" not in done.stderr  # it has its file
+    assert "Rank within Default Process Group: 1" not in done.stderr  # Rank 1 logs into its own file.
 
 
-def test_start() -> None:
+def test_start_example_prints_results_of_collectives() -> None:
     assert launched("start.py", 3) == sorted(
         [
             "[0] reduce: 6",
@@ -105,7 +105,7 @@ def test_start() -> None:
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
-def test_ptdist(mpi: str) -> None:
+def test_ptdist_example_sends_a_tensor_over_mpi(mpi: str) -> None:
     done = mpirun(mpi, 2, str(FIRST / "ptdist.py"))
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == [
@@ -123,5 +123,5 @@ def test_walkthrough(tmp_path: Path) -> None:
     said = lines(
         str(FIRST / "walkthrough.py"), "--world-size", "3", MASTER_PORT=str(port), XDG_CONFIG_HOME=str(tmp_path)
     )
-    # Nobody keeps the processes' lines apart here.
+    # Without a launcher the lines of the processes can be interleaved, so count occurrences.
     assert all("".join(said).count(f"rank {r} has data 1.0") == 1 for r in range(3))

@@ -1,4 +1,4 @@
-"""The package's map is true: names live where it says, and the light parts stay light."""
+"""The table of public names matches the modules, and the modules that must not import torch do not import it."""
 
 import ast
 import importlib
@@ -17,7 +17,7 @@ import allranks
 import api
 
 
-def test_every_export_is_there_and_documented() -> None:
+def test_every_export_exists_in_its_home_module() -> None:
     assert sorted(set(allranks.__all__)) == sorted(allranks.__all__)
     assert set(allranks.__all__) <= set(dir(allranks))
     for name in allranks.__all__:
@@ -30,7 +30,7 @@ def test_every_export_is_there_and_documented() -> None:
     for name, home in allranks._TORCHS.items():
         assert getattr(allranks, name) is getattr(importlib.import_module(home), name)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own deprecations
+        warnings.simplefilter("ignore")  # torch's own deprecation warnings
         for name in allranks._TORCHS_MODULES:
             assert getattr(allranks, name) is importlib.import_module(f"torch.distributed.{name}")
     for name, right in allranks._OTHERWISE.items():
@@ -41,7 +41,7 @@ def test_every_export_is_there_and_documented() -> None:
         _ = allranks.all_reduze
 
 
-def test_checkers_see_the_same_names() -> None:
+def test_type_stub_matches_the_table_of_names() -> None:
     assert stub.STUB.read_text() == stub.stub(), "make format writes it anew"
 
 
@@ -56,14 +56,14 @@ def test_tracebacks_and_pickles_name_the_public_module(module: str) -> None:
             assert pickle.loads(pickle.dumps(thing)) is thing
 
 
-def test_a_traceback_shows_the_public_name() -> None:
+def test_traceback_shows_the_public_name() -> None:
     code = "import allranks; allranks.get_rank()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "\nallranks.NotInitializedError: the default process group" in done.stderr
 
 
 @pytest.mark.parametrize("name", allranks.__all__)
-def test_docstrings(name: str) -> None:
+def test_docstring_documents_parameters_and_exceptions(name: str) -> None:
     thing = getattr(allranks, name)
     assert inspect.getdoc(thing), f"{name} has no docstring"
     if not inspect.isfunction(thing):
@@ -89,7 +89,7 @@ SHAPELESS = {"barrier", "monitored_barrier", *allranks._HOME["_api.objects"]}
 
 
 @pytest.mark.parametrize("name", sorted(name for name in VERBS if inspect.isfunction(getattr(allranks, name))))
-def test_verbs_have_costs_and_shapes(name: str) -> None:
+def test_docstrings_of_verbs_have_cost_and_shape_sections(name: str) -> None:
     sections = inspect.getdoc(getattr(allranks, name))
     for section in ("Raises", "Cost", *([] if name in SHAPELESS else ["Shape"])):
         found = re.search(rf"^{section}:\n    (.+)", sections, re.MULTILINE)
@@ -100,7 +100,7 @@ def test_verbs_have_costs_and_shapes(name: str) -> None:
 
 
 def durations(module: str) -> Iterator[tuple[str, str, str]]:
-    """The parameters of public functions that are durations: name, documentation of it, that of its class."""
+    """Yield the duration parameters of public functions: name, documentation, and documentation of the class."""
     home = importlib.import_module(module)
     for name in home.__all__:
         thing = getattr(home, name)
@@ -113,7 +113,7 @@ def durations(module: str) -> Iterator[tuple[str, str, str]]:
         for full, function in called.items():
             try:
                 parameters = inspect.signature(function).parameters if callable(function) else {}
-            except ValueError:  # of a type that C has made
+            except ValueError:  # raised for types that are implemented in C
                 continue
             text = inspect.getdoc(function) or ""
             for parameter in parameters:
@@ -123,7 +123,7 @@ def durations(module: str) -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("module", [*api.MODULES, "allranks.resilience"])
-def test_durations_have_a_unit(module: str) -> None:
+def test_documentation_of_durations_states_the_unit(module: str) -> None:
     unclear = [
         name
         for name, text, about in durations(module)
@@ -140,6 +140,6 @@ def test_durations_have_a_unit(module: str) -> None:
         "allranks.tools.doctor.ranks", "allranks.tools.doctor.software", "allranks.tools.submit.options",
     ],
 )  # fmt: skip
-def test_starts_without_torch(module: str) -> None:
+def test_importing_module_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

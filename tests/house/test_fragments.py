@@ -1,6 +1,6 @@
-"""Blocks of the documents that are parts of programs: each runs, with what the page leaves out, on four ranks.
+"""Code blocks that are parts of programs run on four ranks.
 
-What a page leaves out stands here: a model, data, and who the process is. All run in one job, one after the other.
+This file supplies the parts that the pages omit: a model, data, and the rank. All blocks run in one job, in sequence.
 """
 
 import json
@@ -43,7 +43,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 state_dict = {"model": model.state_dict()}
 """
 FRAGMENTS = {
-    # page, beginning of the block: what comes before it, and what holds after it
+    # page, beginning of the block: the code that precedes it, and the assertion that follows it
     ("docs/launching.md", "import allranks as dist\nimport allranks.logging"): (
         "", "assert 'ready' in open(f'process_{rank}.log').read()"
     ),
@@ -63,7 +63,7 @@ FRAGMENTS = {
 
 
 def fragment(page: str, start: str) -> str:
-    """The block of a page that begins so."""
+    """Return the block of a page that begins with ``start``."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     (found,) = [block for block in blocks if block.startswith(start)]
     return found
@@ -76,9 +76,10 @@ def test_fragments(tmp_path: Path) -> None:
     programs = []
     for (page, start), (before, after) in FRAGMENTS.items():
         text = fragment(page, start)
-        if page == "docs/security.md":  # this host, and as many ranks as there are
+        if page == "docs/security.md":  # Use this host, and the number of ranks of the job.
             text = text.replace('"node0", 29500', f'"127.0.0.1", {port}').replace("world_size=2", "world_size=4")
-        text = text.replace("state.epochs(400)", "state.epochs(10)")  # as long as a reader needs to kill a rank
+        # The page uses 400 epochs so that a reader has time to kill a rank.
+        text = text.replace("state.epochs(400)", "state.epochs(10)")
         programs.append((f"{page}: {start!r}", "\n".join([PRELUDE, before, text, after])))
     (tmp_path / "programs.json").write_text(json.dumps(programs))
     (tmp_path / "all.py").write_text(
@@ -100,5 +101,5 @@ def test_fragments(tmp_path: Path) -> None:
         timeout=150,
     )
     assert done.returncode == 0, done.stderr
-    numbers = [line for line in done.stdout.splitlines() if line.isdigit()]  # beside what the programs print
+    numbers = [line for line in done.stdout.splitlines() if line.isdigit()]  # The programs print other lines, too.
     assert numbers == [str(number) for number in range(len(programs))]

@@ -1,4 +1,4 @@
-"""The programs of the guides run as they stand there, and print what the pages show."""
+"""The programs of the guides run unchanged and print the output that the pages show."""
 
 import doctest
 import os
@@ -24,7 +24,7 @@ PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def programs(page: str) -> dict[str, str]:
-    """The programs of a page, by their names."""
+    """Return the programs of a page by name."""
     blocks = PYTHON.findall((ROOT / page).read_text())
     return {block.splitlines()[0].removeprefix("# "): block for block in blocks}
 
@@ -40,7 +40,7 @@ def run(folder: Path, *words: str, ranks: int = 2) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize("page", GUIDES)
-def test_program_of_a_guide(page: str, tmp_path: Path) -> None:
+def test_program_of_a_guide_prints_the_shown_output(page: str, tmp_path: Path) -> None:
     text = (ROOT / page).read_text()
     (tmp_path / "guide.py").write_text("".join(PYTHON.findall(text)))
     done = run(tmp_path, "--show", "0", "guide.py", ranks=GUIDES[page])
@@ -49,8 +49,8 @@ def test_program_of_a_guide(page: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the page shows the link, which Python 3.10 does not print")
-def test_start_in_five_minutes(tmp_path: Path) -> None:
-    """Each program prints what stands below it, with anything in place of three dots."""
+def test_programs_of_start_page_print_the_shown_output(tmp_path: Path) -> None:
+    """Each program prints the output shown below it; three dots match any text."""
     shown = TEXT.findall((ROOT / "docs/start.md").read_text())
     for (name, text), expected in zip(programs("docs/start.md").items(), shown, strict=True):
         (tmp_path / name).write_text(text)
@@ -62,8 +62,8 @@ def test_start_in_five_minutes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"), [("training.py", ["[1.0, 1.0]"] * 3), ("driving.py", ["[3.0, 3.0]", "", ""])]
 )
-def test_both_modes_by_hand(name: str, said: list[str], tmp_path: Path) -> None:
-    """With the variables as the page has them, on one host."""
+def test_both_thd_modes_run_with_manually_set_variables(name: str, said: list[str], tmp_path: Path) -> None:
+    """Run the program on one host, with the variables that the page sets."""
     (tmp_path / name).write_text(programs("docs/thd.md")[name])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -80,5 +80,5 @@ def test_both_modes_by_hand(name: str, said: list[str], tmp_path: Path) -> None:
         assert rank.returncode == 0
 
 
-def test_drawings_and_costs_are_those_of_the_code() -> None:
+def test_algorithm_drawings_and_costs_match_the_code() -> None:
     subprocess.run([sys.executable, "docs/draw_algorithms.py", "--check"], cwd=ROOT, check=True)

@@ -1,4 +1,4 @@
-"""The job files in examples/jobs are what `allranks submit` writes, and their bodies can be run."""
+"""The job files in examples/jobs are the output of `allranks submit`, and their commands are valid."""
 
 import shlex
 import subprocess
@@ -13,12 +13,12 @@ from allranks._net.secret import load_secret
 from allranks.launch.arguments.options import parse
 
 
-def test_each_file_has_its_command() -> None:
+def test_each_job_file_has_a_command_in_the_readme() -> None:
     assert sorted(jobs.commands()) == sorted(jobs.FOLDER.iterdir())
 
 
 @pytest.mark.parametrize("file", sorted(jobs.commands()), ids=lambda file: file.name)
-def test_file_is_what_the_command_writes(file: Path) -> None:
+def test_job_file_equals_the_output_of_its_command(file: Path) -> None:
     text = file.read_text()
     assert text == jobs.text_of(jobs.commands()[file]), "make format writes it anew"
     if file.suffix == ".yaml":
@@ -34,6 +34,6 @@ def test_file_is_what_the_command_writes(file: Path) -> None:
     assert (jobs.ROOT / target.name).is_file()
 
 
-def test_the_secret_of_the_manifests_is_refused() -> None:
+def test_placeholder_secret_of_the_manifests_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"The secret in ALLRANKS_SECRET has 13 bytes\. Expected 16 or more"):
         load_secret({"ALLRANKS_SECRET": jobs.SECRET})

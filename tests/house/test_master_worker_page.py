@@ -1,4 +1,4 @@
-"""The programs of docs/master_worker.md run as they stand there."""
+"""The programs of docs/master_worker.md run unchanged."""
 
 import os
 import re
@@ -15,7 +15,7 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_S
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_of_the_page(name: str, tmp_path: Path) -> None:
+def test_program_of_master_worker_page_runs(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(PROGRAMS[name])
     done = warm.run([sys.executable, name], cwd=tmp_path, env=ENVIRONMENT, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""benchmarks/model.py: what it counts in the core's own code, and what it predicts."""
+"""benchmarks/model.py: its counts of the core's memory accesses, and its predictions."""
 
 import importlib.util
 import os
@@ -30,7 +30,7 @@ def test_without_groups_every_rank_reads_every_rank(model: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("verb", ["all_reduce", "barrier"])
-def test_by_groups_the_lines_of_a_rank_do_not_grow_with_the_ranks(model: ModuleType, verb: str) -> None:
+def test_cache_lines_per_rank_do_not_grow_with_ranks_if_grouped(model: ModuleType, verb: str) -> None:
     machine = model.MACHINES[2]
     lines = {}
     for ranks in (48, 96, 192):
@@ -38,14 +38,15 @@ def test_by_groups_the_lines_of_a_rank_do_not_grow_with_the_ranks(model: ModuleT
         assert max(map(len, touched.groups)) <= 16
         lines[ranks] = sum(touched.lines.values()) / ranks
         leaders = {group[0] for group in touched.groups}
-        verdict = {(rank, 0): 1 for rank in range(ranks)}.items()  # which nobody writes while all is well
+        # Cache lines of the verdict, which no rank writes unless a call fails.
+        verdict = {(rank, 0): 1 for rank in range(ranks)}.items()
         across = {pair for pair, _ in touched.lines.items() - verdict if machine.near(*pair) == "far"}
         assert all(leaders.issuperset(pair) for pair in across), "only leaders speak to another socket"
     assert lines[192] < 2 * lines[48]
     assert lines[192] < 12, "a flat call reads 193"
 
 
-def test_128_ranks_are_predicted_to_meet_within_the_goal(model: ModuleType) -> None:
+def test_predicted_call_time_of_128_grouped_ranks_is_within_the_goal(model: ModuleType) -> None:
     machine = model.MACHINES[1]
     flat, groups = (
         model.call_ns(machine, model.Touched.count(machine, "all_reduce", 8, 128, levels_from), 500, by_groups)

@@ -1,4 +1,4 @@
-"""The examples of trainings: each runs, with fewer steps, and prints what it should."""
+"""The training examples run with fewer steps and print the documented output."""
 
 import os
 import re
@@ -41,12 +41,12 @@ runpy.run_path(PROGRAM, run_name="__main__")
 
 @pytest.fixture(scope="module")
 def calm() -> str:
-    """What the training of 120 steps prints that nobody kills."""
+    """Output of a training of 120 steps without failures."""
     return said(*LAUNCHED, EXAMPLES / "gpt/train.py", "--steps", "120")
 
 
 def killed(folder: Path, step: int, ranks: str, options: list[str], arguments: list[str]) -> tuple[str, str]:
-    """The same with these ranks killed in this step: what it prints, and what the launcher says."""
+    """Run the same training with these ranks killed in this step; return the outputs of training and launcher."""
     program = folder / "killed.py"
     names = {"KILLED_IN": str(step), "THOSE": repr(ranks), "PROGRAM": repr(str(EXAMPLES / "gpt/train.py"))}
     program.write_text(re.sub("KILLED_IN|THOSE|PROGRAM", lambda name: names[name[0]], KILLED))
@@ -59,21 +59,21 @@ def killed(folder: Path, step: int, ranks: str, options: list[str], arguments: l
     return done.stdout, done.stderr
 
 
-def test_gpt(calm: str) -> None:
+def test_gpt_example_prints_the_documented_output(calm: str) -> None:
     assert_as_shown("gpt", calm)
     assert (found := re.search(r"step 100: loss ([\d.]+)", calm))
     assert float(found[1]) < 1.9
 
 
-def test_gpt_survives_a_rank(tmp_path: Path, calm: str) -> None:
-    """The losses are those of a training that nobody killed."""
+def test_gpt_example_survives_the_death_of_a_rank(tmp_path: Path, calm: str) -> None:
+    """The losses equal those of a training without failures."""
     printed, told = killed(tmp_path, 70, "1", ["--elastic", "1"], [])
     assert "was killed by SIGKILL; restarted" in told
     assert printed == calm
 
 
-def test_gpt_survives_all_its_ranks(tmp_path: Path, calm: str) -> None:
-    """It goes on from its checkpoint of step 100."""
+def test_gpt_example_survives_the_death_of_all_ranks(tmp_path: Path, calm: str) -> None:
+    """The training continues from its checkpoint of step 100."""
     printed, told = killed(tmp_path, 110, "01", ["--restarts", "1"], ["--checkpoints", str(tmp_path / "kept")])
     assert "was killed by SIGKILL" in told
     assert "restarting (1 of 1)" in told
@@ -81,26 +81,26 @@ def test_gpt_survives_all_its_ranks(tmp_path: Path, calm: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "options"), [("2", []), ("3", ["--quantise"])])
-def test_diloco(ranks: str, options: list[str]) -> None:
+def test_diloco_example_prints_the_documented_output(ranks: str, options: list[str]) -> None:
     printed = said(*LAUNCHED[:-1], ranks, EXAMPLES / "diloco/train.py", *options)
     assert_as_shown("diloco", printed)
     assert float(printed.split()[1].removesuffix("%")) > 85
 
 
-def test_parameter_server() -> None:
+def test_parameter_server_example_prints_the_documented_output() -> None:
     printed = said(*LAUNCHED[:-1], "3", EXAMPLES / "parameter_server/train.py", "--updates", "120")
     assert_as_shown("parameter_server", printed)
     assert "240 gradients, 120 of each worker" in printed
     assert int(printed.split()[-1].removesuffix("%")) > 80
 
 
-def test_sharded() -> None:
+def test_sharded_example_prints_the_documented_output() -> None:
     assert_as_shown(
         "sharded", "".join(said(*LAUNCHED, EXAMPLES / "sharded/train.py", way) for way in ("fsdp", "tensor"))
     )
 
 
-def test_sweep() -> None:
+def test_sweep_example_prints_the_documented_output() -> None:
     printed = said(sys.executable, EXAMPLES / "sweep/sweep.py")
     assert_as_shown("sweep", printed)
     assert printed.splitlines()[-1].removeprefix("best learning rate: ") in ("0.1", "0.32", "1")

@@ -1,4 +1,4 @@
-"""The programs of docs/moving.md, as they stand there, and that the names of its tables exist."""
+"""The programs of docs/moving.md run unchanged, and the names in its tables exist."""
 
 import os
 import re
@@ -46,7 +46,7 @@ def test_program(name: str, tmp_path: Path) -> None:
     assert re.fullmatch(PRINTED[name], "".join(sorted(done.stdout.splitlines(keepends=True)))), done.stdout
 
 
-def test_names_exist() -> None:
+def test_names_in_moving_page_exist() -> None:
     names = set(re.findall(r"\bdist\.(\w+(?:\.\w+)*)", PAGE))
     assert len(names) > 25
     for name in names - {"py"}:

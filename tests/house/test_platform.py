@@ -1,4 +1,4 @@
-"""On macOS and Windows, an import and a build end with one sentence that names the container recipe."""
+"""On macOS and Windows, import and build fail with one sentence that names the container recipe."""
 
 import re
 import shutil
@@ -13,15 +13,15 @@ SENTENCE = r"allranks requires Linux, and this is {}: run it in the container of
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_import_on_another_platform(platform: str) -> None:
+def test_import_on_another_platform_names_the_container_recipe(platform: str) -> None:
     code = f"import sys; sys.platform = {platform!r}; import allranks"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert re.search(SENTENCE.format(platform), done.stderr.splitlines()[-1])
 
 
-def test_build_on_another_platform(tmp_path: Path) -> None:
-    own = Path(sys.executable).with_name("cmake")  # `make` installs it there
+def test_build_on_another_platform_names_the_container_recipe(tmp_path: Path) -> None:
+    own = Path(sys.executable).with_name("cmake")  # `make` installs cmake there
     cmake = own if own.exists() else shutil.which("cmake")
     assert cmake, "CMake builds allranks, so it is installed where the tests run"
     command = [cmake, "-S", ROOT, "-B", tmp_path, "-DCMAKE_SYSTEM_NAME=Darwin"]

@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md run, and the FAQ's blocks."""
+"""The recipes of docs/recipes.md and the code blocks of the FAQ run."""
 
 import re
 import sys
@@ -22,8 +22,8 @@ def launch(folder: Path, *words: str, ranks: int = 2) -> str:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_blocks_of_the_faq(ranks: int, tmp_path: Path) -> None:
-    """All blocks run in one program, after the first."""
+def test_code_blocks_of_the_faq_run(ranks: int, tmp_path: Path) -> None:
+    """All blocks run in one program, after the first block."""
     first, *others = BLOCK.findall((ROOT / "docs/faq.md").read_text())
     blocks = [block for block in others if not block.startswith("# notebook")]
     assert len(blocks) >= 12
@@ -33,11 +33,11 @@ def test_blocks_of_the_faq(ranks: int, tmp_path: Path) -> None:
     assert sorted(re.findall(r"end (\d)", output)) == [str(rank) for rank in range(ranks)]
 
 
-def test_the_faq_answers_twenty_questions() -> None:
+def test_faq_has_at_least_twenty_questions() -> None:
     assert len(re.findall(r"^### ", (ROOT / "docs/faq.md").read_text(), re.MULTILINE)) >= 20
 
 
-def test_the_notebook_block_of_the_faq(tmp_path: Path) -> None:
+def test_notebook_block_of_the_faq_runs(tmp_path: Path) -> None:
     (block,) = (b for b in BLOCK.findall((ROOT / "docs/faq.md").read_text()) if b.startswith("# notebook"))
     (tmp_path / "notebook.py").write_text(block)
     done = warm.run([sys.executable, "notebook.py"], cwd=tmp_path, timeout=110)
@@ -55,7 +55,10 @@ def test_tracker_writes_each_value_once(tmp_path: Path) -> None:
 
 
 def test_container_installs_what_the_readme_lists() -> None:
-    """Docker cannot run here. The image has the packages of the README's command, and pip installs the repository."""
+    """Check the files of the image, because Docker cannot run here.
+
+    The image has the packages of the README's command, and pip installs the repository.
+    """
     text = (RECIPES / "Dockerfile").read_text()
     needed = re.search(r"`apt-get install ([^`]*)`", (ROOT / "README.md").read_text())
     assert needed

@@ -1,7 +1,7 @@
-"""Programs of the documents that this package was made for, with `allranks` in the place of `torch.distributed`.
+"""Programs from the documents that define the goals of allranks, with `allranks` instead of `torch.distributed`.
 
-docs/seeds.md has a line for each thing in those documents. Here run the programs that need nothing but CPUs and one
-host; the lines for several hosts and for schedulers run in tests/hosts, those of MPI in test_examples.py.
+docs/seeds.md has one row for each item of those documents. This file runs the programs that need only CPUs and one
+host. The rows for several hosts and for schedulers run in tests/hosts, those for MPI in test_examples.py.
 """
 
 import re
@@ -16,7 +16,7 @@ from test_docs import ENVIRONMENT, ROOT
 
 from support import warm
 
-# "Distributed Training": one program of its parts. What is ours: the arguments, the data and the epochs.
+# "Distributed Training": one program from its parts. Added here: the arguments, the data and the epochs.
 TRAINING = """
 import argparse
 
@@ -69,7 +69,7 @@ if __name__ == "__main__":
         args=(ngpus_per_node, args))
 """
 
-# The same document: gradients synchronised by hand. What is ours: the network, the data, and the first lines.
+# The same document: manually synchronized gradients. Added here: the network, the data, and the first lines.
 BY_HAND = """
 import torch
 from torch import optim
@@ -128,8 +128,8 @@ assert everyone[0] == everyone[1]
 print("same weights")
 """
 
-# "Writing distributed applications with PyTorch", as it stands but for: the import, the lines that import its own
-# modules, `run` (which it has further down) and, by BACKEND, the backend.
+# "Writing distributed applications with PyTorch", unchanged except for the import, the lines that import its own
+# modules, `run` (defined later in the document) and, through BACKEND, the backend.
 WALKTHROUGH = '''
 import logging
 import os
@@ -233,7 +233,7 @@ if __name__ == "__main__":
     main(2)
 '''
 
-# The THD document's shells: node0 is this host, and so is node1.
+# The shells of the THD document: this host acts as node0 and as node1.
 SHELLS = (
     "export WORLD_SIZE=2 RANK=0 MASTER_PORT={port}\n{python} {folder}/training.py",
     "export WORLD_SIZE=2 RANK=1 MASTER_ADDR=localhost:{port}\n{python} {folder}/training.py",
@@ -258,7 +258,7 @@ def test_training(tmp_path: Path) -> None:
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["rank 0 trained", "rank 1 trained"]), done.stderr
 
 
-def test_gradients_by_hand(tmp_path: Path) -> None:
+def test_manually_synchronized_gradients_give_equal_weights(tmp_path: Path) -> None:
     (tmp_path / "by_hand.py").write_text(BY_HAND)
     done = run(tmp_path, "-m", "allranks", "run", "-n", "2", "by_hand.py")
     assert sorted(done.stdout.splitlines()) == ["[0] same weights", "[1] same weights"], done.stderr
@@ -276,7 +276,7 @@ def test_walkthrough(tmp_path: Path) -> None:
         assert logged.endswith(f"[INFO]: Rank within Default Process Group: {rank}\n")
 
 
-def test_nccl_without_gpus_says_what_to_change(tmp_path: Path) -> None:
+def test_nccl_without_gpus_names_the_backend_to_use(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: nccl may work")
     (tmp_path / "pbs.py").write_text(WALKTHROUGH.replace("BACKEND", '"nccl"').replace("PORT)", f'"{free_port()}")'))
@@ -285,14 +285,14 @@ def test_nccl_without_gpus_says_what_to_change(tmp_path: Path) -> None:
     assert done.stderr.count("Pass backend='native', which supports CPU and GPU tensors") == 2
 
 
-def test_the_page_names_tests_that_are_there() -> None:
+def test_seeds_page_names_existing_tests() -> None:
     page = (ROOT / "docs" / "seeds.md").read_text()
     named = set(re.findall(r"`(\w+/(?:test_\w+\.py)?)`", page))
     assert "house/test_seeds.py" in named
     assert not [name for name in named if not (ROOT / "tests" / name).exists()]
 
 
-def test_shells(tmp_path: Path) -> None:
+def test_two_shells_form_a_world_of_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "training.py").write_text(
         "import allranks as dist\ndist.init_process_group(timeout=60)\ndist.barrier()\n"
         "print(dist.get_rank(), 'of', dist.get_world_size())\n"
@@ -305,5 +305,5 @@ def test_shells(tmp_path: Path) -> None:
         )
         for shell in SHELLS
     ]  # fmt: skip
-    # They end by themselves: the program has a timeout.
+    # The shells exit without a timeout here: the program has one.
     assert [shell.communicate()[0] for shell in shells] == ["0 of 2\n", "1 of 2\n"]

@@ -1,4 +1,4 @@
-"""The site that `make docs` makes: its links, and how it behaves in a browser."""
+"""The site that `make docs` builds: its links, and its behavior in a browser."""
 
 import functools
 import html
@@ -68,7 +68,7 @@ const contrast = (element) => {
 
 
 class Page(HTMLParser):
-    """What a page links to, and the names of its places."""
+    """Link targets and anchors of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def site() -> Path:
     return SITE
 
 
-def test_every_link_leads_somewhere(site: Path) -> None:
+def test_every_link_has_an_existing_target(site: Path) -> None:
     pages = {path: Page(path) for path in site.rglob("*.html")}
     assert len(pages) > 100
     broken = []
@@ -111,17 +111,18 @@ def test_every_link_leads_somewhere(site: Path) -> None:
 
 @pytest.fixture(scope="module")
 def served(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The site and a page that opens the others, one after the other, as on a telephone."""
+    """Serve the site, and a page that opens the other pages in sequence at the width of a telephone."""
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(site, folder, dirs_exist_ok=True)
     pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html") if path.name != "genindex.html")
     records = [page for page in pages if "decisions/" in page]
-    chosen = [page for page in pages if page not in records or page in records[::8]]  # they are alike
+    # Every eighth decision record is sufficient, because the records have the same layout.
+    chosen = [page for page in pages if page not in records or page in records[::8]]
     (folder / "check.html").write_text(CHECK.replace("PAGES", json.dumps(chosen)))
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:
-            """Prints nothing."""
+            """Discard the log message."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -131,7 +132,7 @@ def served(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
 
 
 def browse(address: str, folder: Path) -> str:
-    """A page after its scripts have run. None may have written an error to the console."""
+    """Return a page after its scripts have run. Fail if a script writes an error to the console."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         missing = "there is no chromium to show a page"
@@ -146,7 +147,7 @@ def browse(address: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_in_a_browser(served: str, tmp_path: Path) -> None:
+def test_pages_are_readable_in_a_narrow_browser(served: str, tmp_path: Path) -> None:
     title = browse(f"{served}/check.html", tmp_path).partition("<title>")[2].partition("</title>")[0]
     assert title.startswith("found "), title
     found = json.loads(html.unescape(title.removeprefix("found ")))
@@ -157,8 +158,8 @@ def test_in_a_browser(served: str, tmp_path: Path) -> None:
     assert background < 0.05 < 0.3 < text, "no dark colours"
 
 
-def test_search_in_a_folder(site: Path, tmp_path: Path) -> None:
-    """Without a web server."""
+def test_search_works_without_a_web_server(site: Path, tmp_path: Path) -> None:
+    """The search works without a web server."""
     page = browse(f"{site.as_uri()}/search.html?q=all_reduce", tmp_path)
     results = page.partition('id="search-results"')[2]
     assert results.count("<li") > 3, page

@@ -1,4 +1,4 @@
-"""The tree of tests is as CONTRIBUTING.md describes it."""
+"""The tree of tests matches its description in CONTRIBUTING.md."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ ACROSS = {"conformance", "faults", "hosts", "gpu", "typing", "house", "support"}
 """Folders that are for no single package."""
 
 
-def test_each_folder_is_of_a_package() -> None:
+def test_each_test_folder_belongs_to_a_package() -> None:
     folders = {path.parent for path in TESTS.rglob("*.py")} | {TESTS / "core"}
     names = {folder.relative_to(TESTS).parts[0] for folder in folders if folder != TESTS} - ACROSS
     packages = {path.parent.relative_to(PACKAGE).as_posix().lstrip("_") for path in PACKAGE.glob("*/__init__.py")}
@@ -34,6 +34,6 @@ def test_support_lists_its_modules() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) == modules
 
 
-def test_each_file_opens_with_what_it_shows() -> None:
+def test_each_test_file_has_a_module_docstring() -> None:
     files = [path for path in TESTS.rglob("test_*.py") if not ast.get_docstring(ast.parse(path.read_text()))]
     assert files == []

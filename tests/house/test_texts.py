@@ -1,4 +1,4 @@
-"""The texts that users read: what makes them easy to read, and files that are written from them."""
+"""Texts for users: short clauses, and files that are generated from the help."""
 
 import re
 from pathlib import Path
@@ -17,11 +17,11 @@ HELP = files()
 
 
 @pytest.mark.parametrize("path", HELP, ids=lambda path: path.name)
-def test_files_are_those_of_the_help(path: Path) -> None:
+def test_generated_files_match_the_help(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == HELP[path], "run: python -m allranks.tools.completion"
 
 
-def test_no_file_is_of_a_command_that_is_gone() -> None:
+def test_no_generated_file_belongs_to_a_removed_command() -> None:
     for folder in {path.parent for path in HELP}:
         assert set(folder.iterdir()) == {path for path in HELP if path.parent == folder}
 
@@ -34,7 +34,7 @@ def test_clauses_are_short() -> None:
     assert long == []
 
 
-def test_texts_are_found() -> None:
+def test_texts_in_python_and_cpp_sources_are_found() -> None:
     source = '''
 """A docstring of the module."""
 NAME = "word"

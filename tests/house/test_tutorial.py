@@ -1,6 +1,7 @@
-"""The tutorial notebook runs in a real kernel: it trains, loses a worker, goes on, and draws.
+"""The tutorial notebook runs in a real kernel: it trains, loses a worker, continues, and draws plots.
 
-The notebook is stored without outputs. ALLRANKS_TUTORIAL=FOLDER writes the pictures there, to be looked at.
+The notebook is stored without outputs. If ALLRANKS_TUTORIAL=FOLDER is set, the test writes the plots there for
+inspection.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def pictures(message: dict[str, Any]) -> list[bytes]:
 
 
 @pytest.mark.timeout(300)
-def test_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tutorial_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] for cell in cells if cell["cell_type"] == "code")
@@ -51,7 +52,7 @@ def test_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
-    assert len(shown[3]) > 10  # the loss is drawn while it trains
+    assert len(shown[3]) > 10  # The notebook redraws the loss while it trains.
     assert len(shown[4]) > 10
     assert all(each.startswith(PNG) for part in shown for each in part)
     assert (killed := re.search(r"worker 2 was process (\d+), and is process (\d+)", printed)), printed

@@ -1,4 +1,4 @@
-"""The variables that this package reads stand in one table, and that table in the documentation."""
+"""One table in the code lists all variables that allranks reads, and docs/launching.md contains this table."""
 
 import re
 from pathlib import Path
@@ -9,17 +9,17 @@ ROOT = Path(__file__).parents[2]
 OURS = [variable for variable in VARIABLES if variable.name.startswith("ALLRANKS_")]
 
 
-def test_the_table_has_all_that_the_code_names() -> None:
+def test_table_lists_every_variable_in_the_code() -> None:
     named = set()
     for path in (ROOT / "src").rglob("*.py"):
         named |= set(re.findall(r"\bALLRANKS_[A-Z_]*[A-Z]\b", path.read_text()))
     for path in (ROOT / "core").rglob("*.*"):
         named |= set(re.findall(r'"(ALLRANKS_\w+)"', path.read_text()))
-    assert "ALLRANKS_TLS_CERT" in named  # which is put together in some places
+    assert "ALLRANKS_TLS_CERT" in named  # Some code composes this name from parts.
     assert named == {variable.name for variable in OURS}
 
 
-def test_the_documentation_has_the_table() -> None:
+def test_launching_page_contains_the_table_of_variables() -> None:
     lines = ["| variable | set by | meaning | if not set |", "|---|---|---|---|"]
     lines += [f"| `{v.name}` | {v.set_by} | {v.meaning} | {v.default} |" for v in OURS if v.default is not None]
     inner = [f"`{v.name}` ({v.set_by}): {v.meaning}" for v in OURS if v.default is None]

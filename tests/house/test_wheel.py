@@ -1,4 +1,4 @@
-"""The wheel: one for every Python from 3.10 on, not tied to a version of torch, and enough with what it declares."""
+"""The wheel serves Python 3.10 and later and any torch version, and works with only its declared requirements."""
 
 import os
 import re
@@ -18,13 +18,16 @@ from test_docs import ENVIRONMENT, page_program
 import allranks
 
 ROOT = Path(__file__).parents[2]
-LEFT = {".so", ".pyc"}  # by builds and runs in the package's folder
+LEFT = {".so", ".pyc"}  # created by builds and runs in the package's folder
 SITE = Path(sysconfig.get_path("purelib"))
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of what this environment's installation has compiled, by its build tools: both take a minute otherwise."""
+    """Build the wheel.
+
+    It reuses the build tools and compiled files of this environment, because building from scratch takes a minute.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", str(folder), "."],
@@ -68,7 +71,7 @@ def test_wheel(wheel: Path, tmp_path: Path) -> None:
     assert not [
         name for name in libraries if not name.startswith(("libstdc++", "libm.", "libgcc_s", "libc.", "ld-linux"))
     ]
-    # It works where it lies, without torch being imported.
+    # The extension module works in the extracted folder, without importing torch.
     code = """
 import sys
 from allranks import _core
@@ -83,7 +86,7 @@ assert 'torch' not in sys.modules
 
 @pytest.fixture(scope="module")
 def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of commands of an environment that has the wheel and what it requires, and nothing else."""
+    """Return the `bin` folder of an environment that contains only the wheel and its requirements."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True)
     here = folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
@@ -164,8 +167,8 @@ mw.shutdown()
 
 
 @pytest.mark.timeout(600)
-def test_what_is_declared_is_enough(bare: Path, tmp_path: Path) -> None:
-    """The programs and commands of the documents, and what else reads the bytes of tensors, without NumPy."""
+def test_declared_requirements_are_sufficient(bare: Path, tmp_path: Path) -> None:
+    """Run the documented programs and commands, and other code that reads tensor data, without NumPy."""
     for name in ("hello.py", "called.py", "spawned.py", "workers.py"):
         (tmp_path / name).write_text(page_program(name))
     (tmp_path / "everything.py").write_text(EVERYTHING)

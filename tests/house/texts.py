@@ -1,7 +1,7 @@
-"""Every text that users can read: errors, warnings, notices, help. ``python tests/house/texts.py`` prints them.
+"""Every text that users can read: errors, warnings, reports, help. ``python tests/house/texts.py`` prints them.
 
-A text is a literal of two words or more in the source, without docstrings and code. Its parts that vary stand in
-braces, as in the source.
+A text is a literal of two words or more in the source, except docstrings and code. Its variable parts are in braces,
+as in the source.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def _template(node: ast.JoinedStr) -> str:
             parts.append(str(part.value))
         elif isinstance(part, ast.FormattedValue):
             shown = " ".join(ast.unparse(part.value).split())
-            parts.append("{" + shown.replace('"', "'") + "}")  # the quotes differ between versions of Python
+            parts.append("{" + shown.replace('"', "'") + "}")  # Versions of Python differ in the quotes.
     return "".join(parts)
 
 
 def of_python(source: str) -> Iterator[str]:
-    """The texts of a Python file, in their order."""
+    """Yield the texts of a Python file in source order."""
     tree = ast.parse(source)
     skipped: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            skipped.add(id(node.value))  # docstrings, also those of attributes
+            skipped.add(id(node.value))  # docstrings, including those of attributes
         elif isinstance(node, ast.JoinedStr):
             skipped.update(id(each) for each in ast.walk(node) if each is not node)
     found = [node for node in ast.walk(tree) if isinstance(node, (ast.Constant, ast.JoinedStr))]
@@ -53,14 +53,14 @@ def of_python(source: str) -> Iterator[str]:
 
 
 def of_cpp(source: str) -> Iterator[str]:
-    """The texts of a C++ file, in their order."""
+    """Yield the texts of a C++ file in source order."""
     lines = [_COMMENT.sub("", line) for line in source.splitlines() if not line.lstrip().startswith("#include")]
     for found in _LITERAL.finditer("\n".join(lines)):
         yield "".join(_PART.findall(found.group())).replace('\\"', '"').replace("\\n", "\n")
 
 
 def all_texts() -> str:
-    """The golden file's content: a heading for each source file, a text in each line, its line ends as ``\\n``."""
+    """Return all texts: a heading per source file, then one text per line, with line ends written as ``\\n``."""
     lines = []
     for folder, suffixes in (("src/allranks", (".py",)), ("core", (".cc", ".h"))):
         for path in sorted((ROOT / folder).rglob("*")):

@@ -1,7 +1,7 @@
-"""Hosts on one machine: each with its own network, host name, boot id and /etc/hosts, joined by a switch.
+"""Hosts on one machine: each has its own network, host name, boot id and /etc/hosts; a switch connects them.
 
-A host is a process that holds its namespaces; they vanish with it, and it ends when the test does, however that ends.
-On every host its own name resolves to 127.0.1.1, as on a stock Debian.
+A host is a process that holds its namespaces, which disappear when it exits. The process exits with the test, even if
+the test is killed. On every host its own name resolves to 127.0.1.1, as on a stock Debian.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
 
 
 def trouble() -> str:
-    """Why there can be no hosts here; "" if there can."""
+    """Return the reason why this machine cannot create hosts, or ""."""
     if os.geteuid() != 0:
         return "not root"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -45,10 +45,10 @@ def trouble() -> str:
 
 
 def await_true(condition: Callable[[], bool], what: str, log: Path, patience_s: float = 30.0) -> None:
-    """Waits for a daemon.
+    """Wait until a condition on a daemon holds.
 
     Raises:
-        AssertionError: it took too long; with the end of its log.
+        AssertionError: the condition did not hold within ``patience_s`` seconds; contains the end of the log.
     """
     deadline = time.monotonic() + patience_s
     while not condition():
@@ -66,31 +66,32 @@ class Host:
     """Its /etc/hosts."""
 
     def enter(self) -> None:
-        """Moves this process there; it must have one thread only."""
+        """Move this process into the namespaces of the host. The process must have a single thread."""
         libc = ctypes.CDLL(None, use_errno=True)
         for kind, flag in _NAMESPACES.items():
             with open(f"/proc/{self.holder}/ns/{kind}") as namespace:
                 if libc.setns(namespace.fileno(), flag) != 0:
                     raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
-        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"  # torch's gloo takes the host's own name for an address
+        # Otherwise torch's gloo binds to the address of the host's own name, which is a loopback address.
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
     def set_up(self, *command: str) -> None:
-        """Runs a command of ``ip`` there."""
+        """Run an ``ip`` command on the host."""
         _inside(self.holder, "ip", *command)
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
-        """Starts a program there."""
+        """Start a program on the host."""
         return subprocess.Popen(
             self.inside(*command), env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
     def inside(self, *command: str) -> list[str]:
-        """The command that runs a program there."""
+        """Return the command line that runs a program on the host."""
         return ["nsenter", "--target", str(self.holder), "--net", "--uts", "--mount", "--", *command]
 
     @contextlib.contextmanager
     def serve(self, log: Path, *command: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-        """Runs a daemon there, until the block is left or this process ends. It must stay in the foreground."""
+        """Run a daemon on the host until the block exits or this process exits. It must stay in the foreground."""
         daemon = ["setpriv", "--pdeathsig", "TERM", "--", *command]
         with log.open("a") as file:
             process = subprocess.Popen(
@@ -108,14 +109,14 @@ class Host:
 
 
 class Cluster:
-    """``hosts``, and the switch between them."""
+    """``hosts``, and the switch that connects them."""
 
     def __init__(self, hosts: list[Host], switch: int) -> None:
         self.hosts = hosts
         self._switch = switch
 
     def wire(self, host: int, name: str, address: str) -> None:
-        """Gives a host one more interface on the switch."""
+        """Add an interface on the switch to a host."""
         holder = self.hosts[host].holder
         port = f"{name}port{host}"
         _inside(self._switch, "ip", "link", "add", port, "type", "veth", "peer", "name", name, "netns", str(holder))
@@ -124,11 +125,14 @@ class Cluster:
         self.hosts[host].set_up("link", "set", name, "up")
 
     def cut(self, host: int) -> None:
-        """Unplugs a host: packets are lost, and nobody is told."""
+        """Disconnect a host: packets are dropped without an error."""
         _inside(self._switch, "ip", "link", "set", f"port{host}", "down")
 
     def plug(self, host: int) -> None:
-        """Plugs it in again, and waits until all reach it: a host that was not found is not looked for at once."""
+        """Reconnect a host, and wait until all hosts reach it.
+
+        Neighbor tables are flushed first, because a host delays the next lookup of an unreachable neighbor.
+        """
         _inside(self._switch, "ip", "link", "set", f"port{host}", "up")
         for each in self.hosts:
             each.set_up("neighbour", "flush", "all")
@@ -137,7 +141,7 @@ class Cluster:
 
 
 def _await_route(host: Host, address: str) -> None:
-    """Waits until a connection is refused by a port where nobody listens: packets go there and come back."""
+    """Wait until a closed port refuses a connection, which proves that packets travel in both directions."""
     ask = f"import socket; socket.create_connection(({address!r}, 9), 1)"
     for _ in range(10):
         done = subprocess.run(host.inside(sys.executable, "-S", "-c", ask), capture_output=True, text=True, check=False)
@@ -148,7 +152,7 @@ def _await_route(host: Host, address: str) -> None:
 
 @contextlib.contextmanager
 def cluster(size: int, ipv6: bool = False) -> Iterator[Cluster]:
-    """``size`` hosts: node0, node1, ...; ``ipv6``: they have addresses of that kind only."""
+    """Create ``size`` hosts (node0, node1, ...) with IPv4 addresses, or with IPv6 addresses if ``ipv6`` is true."""
     with tempfile.TemporaryDirectory(prefix="allranks-hosts-") as folder, contextlib.ExitStack() as stack:
         names = [f"node{i}" for i in range(size)]
         addresses = [f"{_NETWORK6}::{i + 1}" if ipv6 else f"{_NETWORK}.{i + 1}" for i in range(size)]
@@ -173,7 +177,7 @@ def cluster(size: int, ipv6: bool = False) -> Iterator[Cluster]:
 
 
 def _hold(stack: contextlib.ExitStack, folder: Path, name: str, known: str) -> int:
-    """Starts a process in namespaces of its own. It ends when its stdin does, and so with this process."""
+    """Start a process in new namespaces. It exits when its stdin is closed, and therefore with this process."""
     folder.mkdir()
     (folder / "hosts").write_text(known)
     (folder / "nsswitch").write_text("hosts: files\n")

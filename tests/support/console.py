@@ -1,4 +1,4 @@
-"""A command on a terminal that controls it, as one that a person has typed, and what is read there."""
+"""Commands that run on a controlling terminal, with simulated keys and captured output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNSEEN = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\r")
 
 
 def on_terminal(code: str, environ: Mapping[str, str]) -> str:
-    """What a program writes to a terminal of 80 columns."""
+    """Return the output of a program on a terminal of 80 columns."""
     pid, fd = pty.fork()
     if pid == 0:
         os.execve(sys.executable, [sys.executable, "-c", code], {**os.environ, **environ})
@@ -27,7 +27,7 @@ def on_terminal(code: str, environ: Mapping[str, str]) -> str:
     while True:
         try:
             part = os.read(fd, 1 << 16)
-        except OSError:  # it has ended
+        except OSError:  # EIO: the program has exited
             break
         seen += part
     os.close(fd)
@@ -36,12 +36,12 @@ def on_terminal(code: str, environ: Mapping[str, str]) -> str:
 
 
 class Console:
-    """Starts a command in a session of its own, whose terminal is this one.
+    """A command in a new session whose controlling terminal is this console.
 
     Args:
-        launcher: where processes are started, and looked for after the test.
+        launcher: registers the process, so that the test checks for remaining processes.
         words: the command.
-        environ: more variables.
+        environ: additional variables.
     """
 
     def __init__(self, launcher: Launcher, *words: str, environ: dict[str, str] | None = None) -> None:
@@ -63,15 +63,15 @@ class Console:
         os.close(slave)
 
     def resize(self, rows: int, columns: int) -> None:
-        """Changes the window."""
+        """Change the size of the window."""
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def press(self, keys: str) -> None:
-        """Types."""
+        """Send keys."""
         os.write(self._fd, keys.encode())
 
     def expect(self, *pattern: str) -> str:
-        """Reads until each of the patterns has come, in this order; returns the last."""
+        """Read until each of the patterns has matched, in this order; return the last match."""
         found = ""
         for each in pattern:
             wanted = re.compile(each.encode(), re.MULTILINE)
@@ -82,11 +82,11 @@ class Console:
         return found
 
     def wait_for_foreground(self) -> None:
-        """Waits until the shell has given the terminal to a job. Before that, keys are its own."""
+        """Wait until the shell has given the terminal to a job. Before that, the shell receives the keys."""
         wait_for(lambda: os.tcgetpgrp(self._fd) != self.process.pid)
 
     def end(self) -> tuple[int, str]:
-        """Reads to the end. Returns the exit code, and all that was shown, without colours and returns."""
+        """Read until the terminal is closed. Return the exit code and the output without colors and returns."""
         while self._read():
             pass
         os.close(self._fd)
@@ -95,7 +95,7 @@ class Console:
     def _read(self) -> bytes:
         try:
             data = os.read(self._fd, 4096)
-        except OSError:  # EIO: all have closed it
+        except OSError:  # EIO: all processes have closed the terminal
             data = b""
         self.text = _UNSEEN.sub(b"", self.text + data)
         self._unread = _UNSEEN.sub(b"", self._unread + data)

@@ -1,4 +1,4 @@
-"""What the tests of DistributedDataParallel share: torch's own as the oracle, and how results are compared."""
+"""Shared parts of the DistributedDataParallel tests: torch's implementation as the oracle, and comparisons."""
 
 import contextlib
 
@@ -13,12 +13,12 @@ _kept_groups = []
 
 @contextlib.contextmanager
 def torchs_world(file):
-    """torch.distributed over gloo, with our ranks."""
+    """Initialize torch.distributed on gloo with the ranks of the allranks world."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{file}", rank=dist.get_rank(), world_size=dist.get_world_size()
     )
-    # Of a group's owners the last ends its threads. A reducer that is the last does so with the GIL held, which hangs
-    # when such a thread frees a Python object of a hook at that moment (torch's issue 56297).
+    # Keep a reference to the group. Its last owner joins its threads. If the last owner is a reducer, it joins with
+    # the GIL held, and hangs if such a thread frees a Python object of a hook at that moment (torch issue 56297).
     _kept_groups.append(torch.distributed.group.WORLD)
     try:
         yield nn.parallel.DistributedDataParallel
@@ -27,14 +27,14 @@ def torchs_world(file):
 
 
 def state(model):
-    """Every gradient (None where there is none) and every buffer."""
+    """Return every gradient (None if a parameter has none) and every buffer."""
     inner = model.module
     kept = [None if p.grad is None else p.grad.clone() for p in inner.parameters()]
     return kept, [b.clone() for b in inner.buffers()]
 
 
 def assert_equal(mine, reference):
-    """The same Nones, and values that differ by rounding at most."""
+    """Assert that None occurs at the same positions and that values differ by rounding at most."""
     for a, b in zip(mine, reference, strict=True):
         if isinstance(b, (list, tuple)):
             assert_equal(a, b)

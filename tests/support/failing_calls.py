@@ -1,6 +1,6 @@
-"""System calls of a save that fail: in the process that enters the block, for the files that a condition names.
+"""Failing system calls of a save, in the process that enters the block, for the files that a condition selects.
 
-``FAILURES`` are those that a disk or a server may give in each step of a save of a checkpoint.
+``FAILURES`` contains the errors that a disk or a file server can return in each step of saving a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from allranks.checkpoint import parts
 
 
 def fails(error: int, when: Callable[..., bool], real: Callable[..., Any], after: bool = False) -> Callable[..., Any]:
-    """A call that fails for some arguments; ``after``: though it was done."""
+    """Wrap a call so that it fails for some arguments; with ``after``, it fails after it has taken effect."""
 
     def call(*arguments: Any, **more: Any) -> Any:
         is_due = when(*arguments, **more)
@@ -36,7 +36,7 @@ def fails(error: int, when: Callable[..., bool], real: Callable[..., Any], after
 
 @contextlib.contextmanager
 def failing(where: Any, name: str, error: int, when: Callable[..., bool], after: bool = False) -> Iterator[None]:
-    """Inside the block, a call fails."""
+    """Make a call fail inside the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(where, name, fails(error, when, getattr(where, name), after), raising=False)
         yield
@@ -44,8 +44,10 @@ def failing(where: Any, name: str, error: int, when: Callable[..., bool], after:
 
 @contextlib.contextmanager
 def failing_close(error: int, when: Callable[..., bool]) -> Iterator[None]:
-    """Inside the block, files that are opened can be written to, and closing them fails, as on a network file system
-    that finds then that the server has no room."""
+    """Make closing of written files fail inside the block.
+
+    A network file system behaves like this if the server detects only then that it has no space.
+    """
 
     class Unclosable(io.FileIO):
         def close(self) -> None:
@@ -64,12 +66,12 @@ def failing_close(error: int, when: Callable[..., bool]) -> Iterator[None]:
 
 
 class Failure(NamedTuple):
-    """A call that fails.
+    """A failing call.
 
     Attributes:
-        error: its number.
-        is_of_the_first: rank 0 alone makes this call where all ranks see one folder.
-        inject: a block in which it fails.
+        error: the errno value.
+        is_of_the_first: only rank 0 makes this call if all ranks share one folder.
+        inject: context manager in which the call fails.
     """
 
     error: int

@@ -1,4 +1,4 @@
-"""Handles of processes for ``reconfigure``, passed on by files: the program's own way, which is not ours."""
+"""Exchange of process handles for ``reconfigure`` through files, independent of allranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ __all__ = ["pass_on", "wait_for"]
 
 
 def pass_on(folder: Path, step: str, handle: str, size: int, number: int | None = None) -> list[str]:
-    """Gives every process the handles of ``size`` processes, by number; None: this process's RANK."""
+    """Publish this process's handle and return the handles of ``size`` processes, by number.
+
+    The number of this process defaults to its RANK.
+    """
     here = folder / f"{step}.{int(os.environ['RANK']) if number is None else number}"
     draft = here.with_suffix(f".draft{os.getpid()}")
     draft.write_text(handle)
@@ -19,7 +22,7 @@ def pass_on(folder: Path, step: str, handle: str, size: int, number: int | None 
 
 
 def wait_for(path: Path, timeout_s: float = 30.0) -> str:
-    """What somebody writes there."""
+    """Return the content of a file as soon as it exists."""
     until = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > until:

@@ -1,4 +1,4 @@
-"""The frames of a handshake, one by one, for tests that speak to a server or to a client by hand."""
+"""The individual frames of a handshake, for tests that communicate directly with a server or a client."""
 
 from __future__ import annotations
 

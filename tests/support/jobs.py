@@ -1,4 +1,4 @@
-"""Runs ``allranks run`` on the test hosts, and finds what it leaves behind."""
+"""Run ``allranks run`` on the test hosts, and find the processes that it leaves behind."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ class Done:
 
     @property
     def lines(self) -> list[str]:
-        """The lines of stdout, sorted: ranks do not wait for each other."""
+        """The sorted lines of stdout. The ranks do not synchronize, so their order varies."""
         return sorted(self.out.splitlines())
 
 
 @dataclass
 class Jobs:
-    """Starts ``allranks run`` in a folder of its own. Scripts that need no torch find an empty one."""
+    """Starter of ``allranks run`` in a temporary folder.
+
+    Scripts that do not need torch import an empty module instead.
+    """
 
     hosts: Cluster
     environ: Mapping[str, str]
@@ -49,17 +52,17 @@ class Jobs:
         (fake / "torch.py").touch()
 
     def write(self, script: str, name: str = "script.py") -> str:
-        """Puts a script into the folder. Returns its path."""
+        """Write a script into the folder and return its path."""
         path = self.folder / name
         path.write_text(textwrap.dedent(script))
         return str(path)
 
     def start(self, host: int, *words: str, torch: bool = False, **environ: str) -> subprocess.Popen[bytes]:
-        """Starts ``allranks run`` on a host."""
+        """Start ``allranks run`` on a host."""
         return self.start_any(host, sys.executable, "-m", "allranks", "run", *words, torch=torch, **environ)
 
     def start_any(self, host: int, *command: str, torch: bool = False, **environ: str) -> subprocess.Popen[bytes]:
-        """Starts a command on a host."""
+        """Start a command on a host."""
         path = [str(SOURCE)] if torch else [str(self.folder / "fake"), str(SOURCE)]
         inside = self.hosts.hosts[host].inside(*command)
         process = subprocess.Popen(
@@ -74,11 +77,11 @@ class Jobs:
         return process
 
     def run(self, host: int, *words: str, torch: bool = False, **environ: str) -> Done:
-        """Runs ``allranks run`` to its end."""
+        """Run ``allranks run`` until it exits."""
         return finish(self.start(host, *words, torch=torch, **environ))
 
     def processes(self) -> dict[int, str]:
-        """What runs on the hosts, but for their daemons."""
+        """Return the processes on the hosts, except the processes that hold the namespaces."""
         found = {}
         networks = {os.readlink(f"/proc/{host.holder}/ns/net"): host for host in self.hosts.hosts}
         holders = {host.holder for host in self.hosts.hosts}
@@ -91,17 +94,17 @@ class Jobs:
                     state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
                     if state != "Z":
                         found[int(entry.name)] = words
-            except OSError:  # it ended while we looked
+            except OSError:  # the process exited during the scan
                 continue
         return found
 
     def new_processes(self) -> dict[int, str]:
-        """What has come since this was made, but for a daemon that was started again (``Slurm.lost``)."""
+        """Return the processes started since this object was created, except a restarted slurmd (``Slurm.lost``)."""
         came = {pid: words for pid, words in self.processes().items() if pid not in self._before}
         return {pid: words for pid, words in came.items() if not words.startswith("slurmd ")}
 
     def on(self, host: int, words: str) -> list[int]:
-        """Processes of a host whose command line has these words."""
+        """Return the processes of a host whose command line contains these words."""
         network = os.readlink(f"/proc/{self.hosts.hosts[host].holder}/ns/net")
         found = []
         for pid, line in self.new_processes().items():
@@ -112,11 +115,11 @@ class Jobs:
 
     @contextlib.contextmanager
     def gone(self, host: int) -> Iterator[None]:
-        """A host whose agent is killed, and that does not come back meanwhile."""
+        """Kill the agent of a host, and disconnect the host inside the block so that the agent cannot return."""
         pids = self.on(host, "agents.serve")
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        for pid in pids:  # its connection ends with it
+        for pid in pids:  # The agent's connection closes when the process exits.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 while "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
                     time.sleep(0.01)
@@ -128,7 +131,7 @@ class Jobs:
             self.hosts.plug(host)
 
     def left(self, patience_s: float = 15.0) -> dict[int, str]:
-        """What is still there after a while."""
+        """Return the processes that still run after up to ``patience_s`` seconds."""
         until = time.monotonic() + patience_s
         while (left := self.new_processes()) and time.monotonic() < until:
             time.sleep(0.05)
@@ -137,7 +140,7 @@ class Jobs:
 
 @contextlib.contextmanager
 def jobs(hosts: Cluster, environ: Mapping[str, str], folder: Path, patience_s: float = 15.0) -> Iterator[Jobs]:
-    """What starts jobs on hosts. In the end, after ``patience_s``, no process may be left."""
+    """Yield a starter of jobs on hosts. Fail if a process still runs ``patience_s`` seconds after the block."""
     made = Jobs(hosts, environ, folder)
     yield made
     for process in made.started:
@@ -152,13 +155,13 @@ def jobs(hosts: Cluster, environ: Mapping[str, str], folder: Path, patience_s: f
 
 
 def finish(process: subprocess.Popen[bytes], timeout_s: float = 90.0) -> Done:
-    """Waits for the end of a command."""
+    """Wait until a command exits."""
     out, err = process.communicate(timeout=timeout_s)
     return Done(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
 
 def read_until(process: subprocess.Popen[bytes], count: int) -> list[str]:
-    """The first lines of a command's stdout."""
+    """Return the first ``count`` lines of a command's stdout."""
     assert process.stdout is not None
     return [process.stdout.readline().decode().rstrip("\n") for _ in range(count)]
 

@@ -1,4 +1,4 @@
-"""A rank as a process of its own that joins, leaves, and writes down how it went. It needs no torch."""
+"""A rank as a separate process that joins, leaves, and prints its results as JSON. It does not need torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(json.dumps(answer))
 
 
 class Rank:
-    """A process that joins and leaves, ``rounds`` times, and says how it went."""
+    """A process that joins and leaves ``rounds`` times and prints its results."""
 
     def __init__(
         self,

@@ -1,4 +1,7 @@
-"""Runs the real command in real processes. Ranks that need no torch find an empty one, so that forking is cheap."""
+"""Run the real command in real processes.
+
+Ranks that do not need torch import an empty module, so that forks are fast.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +28,25 @@ class Done:
 
     @property
     def lines(self) -> list[str]:
-        """The lines of stdout, sorted: ranks do not wait for each other."""
+        """The sorted lines of stdout. The ranks do not synchronize, so their order varies."""
         return sorted(self.out.splitlines())
 
 
 @dataclass
 class Launcher(Marked):
-    """Starts ``allranks run`` in a folder of its own, and finds all that it left behind."""
+    """Starter of ``allranks run`` in a temporary folder; finds all processes that the command leaves behind."""
 
     program: tuple[str, ...] = ("allranks", "run")
 
     def write(self, script: str, name: str = "script.py") -> Path:
-        """Puts a script into the folder."""
+        """Write a script into the folder."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(script))
         return path
 
     def environ(self, real_torch: bool = False) -> dict[str, str]:
-        """The environment of the command, marked with the token."""
+        """Return the environment of the command, marked with the token."""
         path = [str(SOURCE)]
         if not real_torch:
             fake = self.folder / "fake"
@@ -54,17 +57,17 @@ class Launcher(Marked):
         return clean | {"PYTHONPATH": os.pathsep.join(path), "TOKEN": self.token}
 
     def command(self, *words: str) -> list[str]:
-        """The command line."""
+        """Return the command line."""
         return [sys.executable, "-m", *self.program, *words]
 
     def start(
         self, *words: str, real_torch: bool = False, environ: dict[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Starts the command with the given words."""
+        """Start the command with the given arguments."""
         return self.open(self.command(*words), self.environ(real_torch) | (environ or {}))
 
     def run(self, *words: str, real_torch: bool = False, environ: dict[str, str] | None = None) -> Done:
-        """Runs the command to its end."""
+        """Run the command until it exits."""
         process = self.start(*words, real_torch=real_torch, environ=environ)
         out, err = process.communicate(timeout=60)
         return Done(process.returncode, out.decode(errors="surrogateescape"), err.decode(errors="surrogateescape"))
@@ -77,5 +80,5 @@ class Launcher(Marked):
         real_torch: bool = False,
         environ: dict[str, str] | None = None,
     ) -> Done:
-        """Runs a script's text."""
+        """Run a script, passed as text."""
         return self.run(*options, str(self.write(script)), *args, real_torch=real_torch, environ=environ)

@@ -1,4 +1,4 @@
-"""Processes of a test, known by a token that they and all that they start carry in their environment."""
+"""Processes of a test, identified by a token in their environment, which all their child processes inherit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Marked", "wait_for"]
 
 @dataclass
 class Marked:
-    """Starts processes in a folder, and finds all that they leave behind."""
+    """Starter of processes in a folder; finds all processes that they leave behind."""
 
     folder: Path
     token: str = field(default_factory=lambda: secrets.token_hex(16), kw_only=True)
@@ -25,7 +25,7 @@ class Marked:
     def open(
         self, command: Sequence[str], environ: Mapping[str, str], *, new_session: bool = False
     ) -> subprocess.Popen[bytes]:
-        """Starts a command."""
+        """Start a command."""
         process = subprocess.Popen(
             command,
             cwd=self.folder,
@@ -39,7 +39,7 @@ class Marked:
         return process
 
     def alive(self) -> list[int]:
-        """All processes that carry the token."""
+        """Return all processes that carry the token."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -47,17 +47,17 @@ class Marked:
                     state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
                     if state != "Z" and self.token.encode() in (entry / "environ").read_bytes():
                         found.append(int(entry.name))
-                except OSError:  # it ended while we looked
+                except OSError:  # the process exited during the scan
                     continue
         return found
 
     def wait_gone(self, timeout_s: float = 5) -> list[int]:
-        """Waits until no process carries the token; returns those that still do."""
+        """Wait until no process carries the token; return the processes that still do after the timeout."""
         wait_for(lambda: not self.alive(), timeout_s, fail=False)
         return self.alive()
 
     def end(self, patience_s: float) -> None:
-        """After the test: nothing may be left."""
+        """Clean up after the test, and fail if a process still runs after ``patience_s`` seconds."""
         for process in self.started:
             if process.poll() is None:
                 process.kill()
@@ -69,7 +69,7 @@ class Marked:
 
 
 def wait_for(what: Callable[[], object], timeout_s: float = 20, fail: bool = True) -> None:
-    """Waits until something is true."""
+    """Wait until a condition is true."""
     until = time.monotonic() + timeout_s
     while not what():
         if time.monotonic() > until:

@@ -1,6 +1,7 @@
-"""A program as users write it, with no launcher's help: meets the other ranks, twice, and says who is where.
+"""A user program without a launcher: it joins the other ranks twice and prints the placement of the ranks.
 
-With "torch" as its argument it reduces a tensor; without, it only meets, which needs no torch and starts at once.
+With the argument "torch" it reduces a tensor. Without it, the program only joins, which needs no torch and starts
+fast.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> None:
         line = f"rank {meeting.rank} of {meeting.world_size} local {meeting.local_rank} on {hosts}\n"
         meeting.exchange(b"", timeout_s)
         meeting.close()
-    sys.stdout.write(line)  # in one piece
+    sys.stdout.write(line)  # One write call, so that the line is not interleaved with other output.
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Real MPI jobs for tests: mpirun of Open MPI and of MPICH, each in an environment of its own (`make mpi`).
+"""Real MPI jobs for tests: mpirun of Open MPI and of MPICH, each in a separate environment (`make mpi`).
 
-Where the environments are missing such tests are skipped; with ALLRANKS_TEST_ALL=1, as CI has it, they fail.
+If an environment is missing, the tests that need it are skipped. With ALLRANKS_TEST_ALL=1, as in CI, they fail.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OVERSUBSCRIBE = {"openmpi": ["--oversubscribe"], "mpich": []}
 
 
 def python_with(mpi: str) -> str:
-    """The interpreter of an environment with that MPI."""
+    """Return the interpreter of the environment with this MPI."""
     if not PYTHONS[mpi].exists():
         missing = f"there is no {PYTHONS[mpi].relative_to(ROOT)} with mpi4py and {mpi}: make mpi"
         pytest.fail(missing) if os.environ.get("ALLRANKS_TEST_ALL") == "1" else pytest.skip(missing)
@@ -41,14 +41,14 @@ def python_with(mpi: str) -> str:
 def mpirun(
     mpi: str, ranks: int, *argv: str, python: str | None = None, timeout_s: float = 120, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python argv`` on so many ranks: with the mpirun of ``mpi``, and its Python, or another one.
+    """Run ``python argv`` on ``ranks`` ranks with the mpirun of ``mpi``, and with its Python or another one.
 
     Raises:
-        AssertionError: it has not ended in time; nothing of it is left.
+        AssertionError: the job did not finish in time; all its processes have been killed.
     """
     own = python_with(mpi)
     command = [str(Path(own).parent / "mpirun"), *_OVERSUBSCRIBE[mpi], "-n", str(ranks), python or own, *argv]
-    # Without PYTHONUNBUFFERED a rank's lines stay together.
+    # With PYTHONUNBUFFERED the lines of several ranks are interleaved.
     unset = ("RANK", "WORLD_SIZE", "PYTHONUNBUFFERED")
     variables = {name: value for name, value in os.environ.items() if name not in unset}
     before = _segments()
@@ -63,7 +63,7 @@ def mpirun(
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # mpirun ends its ranks
+        process.send_signal(signal.SIGTERM)  # mpirun terminates its ranks
         with suppress(subprocess.TimeoutExpired):
             process.wait(10)
         with suppress(ProcessLookupError):
@@ -76,16 +76,16 @@ def mpirun(
 
 
 def _segments() -> set[Path]:
-    """MPI's files in /dev/shm, which it leaves there when a job is ended."""
+    """Return MPI's files in /dev/shm, which MPI does not delete if a job is killed."""
     return {path for kind in ("mpich_shm_*", "sm_segment.*") for path in Path("/dev/shm").glob(kind)}
 
 
 def _sweep(segments: set[Path]) -> None:
-    """Removes those that no process has mapped: a job beside this one may just have made its own."""
+    """Delete the files that no process has mapped. A concurrent job may have created some of them."""
     mapped = ""
     if segments:
         for maps in Path("/proc").glob("[0-9]*/maps"):
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has exited
                 mapped += maps.read_text()
     for path in segments:
         if str(path) not in mapped:
@@ -95,10 +95,10 @@ def _sweep(segments: set[Path]) -> None:
 def run_by_mpi(
     mpi: str, ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120, **environ: str
 ) -> list[Any]:
-    """``allranks.testing.run_ranks`` for ranks that mpirun starts, in a world on the mpi engine.
+    """Equivalent of ``allranks.testing.run_ranks`` for ranks that mpirun starts, in a world on the mpi engine.
 
     Raises:
-        AssertionError: a rank failed, or they have not ended in time; with all that was printed.
+        AssertionError: a rank failed or the job did not finish in time; contains all output.
     """
     with tempfile.TemporaryDirectory(prefix="allranks-test-") as folder:
         payload = Path(folder) / "payload"

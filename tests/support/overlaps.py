@@ -1,4 +1,4 @@
-"""Made-up collectives whose operands and results lie anywhere in one buffer, compared with the same on clones."""
+"""Random collectives with operands and results at arbitrary offsets in one buffer, compared with runs on clones."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 import allranks as dist
 
-COUNTS = (1, 24, 1000, 9000, 50_000, 90_000)  # of a piece: from a call line to many pieces of the ring
+COUNTS = (1, 24, 1000, 9000, 50_000, 90_000)  # Elements of a chunk: from one call slot to many chunks of the ring.
 VERBS = ("all_gather", "all_gather_single", "gather", "scatter", "reduce_scatter", "reduce_scatter_single")
 VERBS += ("all_to_all", "all_to_all_single", "uneven all_gather")
 
 
 def call_overlapping(seed: int, calls: int, kind: str, group: dist.ProcessGroup | None = None) -> None:
-    """Each rank of the group makes these calls, the same of each kind of memory.
+    """Make random calls on each rank of the group.
 
     Args:
-        seed: of the calls.
-        calls: how many.
-        kind: of the buffer's memory: private or shared.
-        group: None is the world.
+        seed: seed of the random generator.
+        calls: number of calls.
+        kind: memory of the buffer: private or shared.
+        group: the group; None is the world.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     alike, own = random.Random(seed), random.Random(1000 * seed + rank)
@@ -32,7 +32,8 @@ def call_overlapping(seed: int, calls: int, kind: str, group: dist.ProcessGroup 
         verb, count, root = alike.choice(VERBS), alike.choice(COUNTS), alike.randrange(size)
         async_op = alike.random() < 0.5
         even = [[count] * size for _ in range(size)]
-        sizes = [[alike.randrange(2 * count) for _ in range(size)] for _ in range(size)]  # from, to
+        # indexed by source and destination
+        sizes = [[alike.randrange(2 * count) for _ in range(size)] for _ in range(size)]
         sizes = sizes if verb in ("all_to_all", "all_to_all_single") and alike.random() < 0.7 else even
         gives, gets = sizes[rank], [row[rank] for row in sizes]
         if verb == "uneven all_gather":
@@ -56,7 +57,7 @@ def call_overlapping(seed: int, calls: int, kind: str, group: dist.ProcessGroup 
 
 
 def _views(own: random.Random, memory: Tensor, verb: str, gives: list[int], gets: list[int]) -> tuple[list, list]:
-    """Operands anywhere; results in any order, which do not overlap each other."""
+    """Return operands at arbitrary offsets, and results in arbitrary order that do not overlap each other."""
     one_in = verb in ("all_gather", "all_gather_single", "uneven all_gather", "gather")
     one_out = verb in ("reduce_scatter", "reduce_scatter_single", "scatter")
     whole_in = verb in ("reduce_scatter_single", "all_to_all_single") or own.random() < 0.3
@@ -120,7 +121,10 @@ def _call(
 
 
 def _whole(parts: list[Tensor]) -> Tensor:
-    """The tensor of which these are the parts, in turn; made of them, where they are clones."""
+    """Return the tensor that consists of these parts in order.
+
+    If the parts are clones, create the tensor and rebind the parts to it.
+    """
     offsets = [part.storage_offset() for part in parts]
     if len({part.untyped_storage()._cdata for part in parts}) == 1:
         return parts[0].as_strided((sum(part.numel() for part in parts),), (1,), offsets[0])

@@ -1,4 +1,4 @@
-"""The package with an engine that docs/extending.md shows, installed as users install it, and changed ones."""
+"""The engine package that docs/extending.md shows, installed with pip, and variants of it."""
 
 import re
 import subprocess
@@ -9,13 +9,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 def file_of_page(name: str) -> str:
-    """One of the files that the page shows: code that begins with the file's name."""
+    """Return a file that the page shows: the code block that begins with the file's name."""
     (text,) = re.findall(rf"```\w+\n(# {re.escape(name)}\n.*?)```", PAGE.read_text(), re.DOTALL)
     return str(text)
 
 
 def installed(folder: Path) -> Path:
-    """Installs the page's package by pip; returns where."""
+    """Install the page's package with pip, and return the target folder."""
     source, site = folder / "source", folder / "site"
     source.mkdir()
     for name in ("pyproject.toml", "allranks_mine.py"):
@@ -26,7 +26,7 @@ def installed(folder: Path) -> Path:
 
 
 def brought(site: Path, module: str, text: str, *entry_points: str, version: str = "1.0") -> None:
-    """Puts a package of one module there, in the form that pip leaves."""
+    """Write a package with one module into the folder, in the layout that pip creates."""
     about = site / f"{module}-{version}.dist-info"
     about.mkdir(parents=True)
     (site / f"{module}.py").write_text(text)

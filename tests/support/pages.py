@@ -19,10 +19,10 @@ SHELL = re.compile(
 
 
 def blocks(page: str) -> Iterator[tuple[str, str]]:
-    """Language and text of each block; an indented one has no language."""
+    """Yield language and text of each block. An indented block has no language."""
     text = (ROOT / page).read_text()
     for language, block in FENCE.findall(text):
-        if not language.startswith("{"):  # what Sphinx does
+        if not language.startswith("{"):  # Sphinx directives are no code blocks
             yield language, block
     for block in INDENTED.findall(re.sub(FENCE, "", text)):
         plain = re.sub(r"^    ", "", block.lstrip("\n"), flags=re.MULTILINE)
@@ -31,7 +31,7 @@ def blocks(page: str) -> Iterator[tuple[str, str]]:
 
 
 def commands(block: str) -> list[str]:
-    """The lines of a block that a shell runs, without comments and without variables before the command."""
+    """Return the lines of a block that a shell runs, without comments and without variables before the command."""
     lines = block.replace("\\\n", " ").splitlines()
     plain = [re.sub(r"(^|\s)#.*", "", re.sub(r"^(?:\w+=\S* )+", "", line.strip())).strip() for line in lines]
     return [line for line in plain if line]

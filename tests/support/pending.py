@@ -1,4 +1,4 @@
-"""Ranks with calls pending in several threads when one of them aborts the group or is killed; then they shrink."""
+"""Ranks with pending calls in several threads when one rank aborts the group or is killed; the other ranks shrink."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import torch
 import allranks as dist
 
 ENDED = (dist.AbortedError, dist.PeerLostError)
-_LARGE = 4 << 20  # float32: more than is sent before it is asked for
+_LARGE = 4 << 20  # float32 elements: more than a send transfers before the receiver requests it
 
 
 def last_rank_ends(how: str) -> tuple[int, int, list[str], list[float]]:
-    """The body of a rank. The last rank takes no part in the calls of the others, and aborts, or is killed.
+    """Body of a rank. The last rank does not join the calls of the other ranks; it aborts the group or is killed.
 
     Args:
         how: "abort" or "death".
 
     Returns:
-        The rank and the size afterwards; how the calls that were pending have ended; what was computed afterwards.
+        The rank and the size after the shrink; the outcome of each pending call; the results computed after the shrink.
     """
     world = dist.group.WORLD
     assert world is not None
     rank, last = world.rank(), world.size() - 1
     if rank == last:
-        for source in range(last):  # what is pending elsewhere is begun
+        for source in range(last):  # The other ranks send this message after they have started their calls.
             dist.recv(torch.empty(1), source, tag=9)
         time.sleep(0.2)
         if how == "death":
@@ -49,7 +49,7 @@ def last_rank_ends(how: str) -> tuple[int, int, list[str], list[float]]:
 
     works = {f"async {n}": world.all_reduce(torch.ones(1000), async_op=True) for n in range(3)}
     works["irecv"] = dist.irecv(torch.empty(4), last, tag=3)
-    works["isend"] = dist.isend(torch.ones(_LARGE), last, tag=3)  # waits, as nobody has asked for it
+    works["isend"] = dist.isend(torch.ones(_LARGE), last, tag=3)  # Stays pending, because no rank receives it.
     calls = {
         "all_reduce": lambda: world.all_reduce(torch.ones(1000)),
         "recv 1": lambda: dist.recv(torch.empty(4), last, tag=1),
@@ -61,7 +61,8 @@ def last_rank_ends(how: str) -> tuple[int, int, list[str], list[float]]:
     dist.send(torch.ones(1), last, tag=9)
     while not ended:
         time.sleep(0.01)
-    smaller = world.shrink()  # while others of the calls have not returned, which end as they would have
+    # Other threads are still inside their calls, which must finish as they would without the shrink.
+    smaller = world.shrink()
     for thread in threads:
         thread.join()
     for name, work in works.items():
@@ -72,7 +73,7 @@ def last_rank_ends(how: str) -> tuple[int, int, list[str], list[float]]:
 
 
 def _compute(group: dist.ProcessGroup) -> list[float]:
-    """Collectives that are pending together, and a large message to each neighbour."""
+    """Run concurrent collectives and a large message to each neighbor."""
     size, rank = group.size(), group.rank()
     tensors = [torch.full((1000,), float(n + rank)) for n in range(3)]
     works = [group.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -86,5 +87,5 @@ def _compute(group: dist.ProcessGroup) -> list[float]:
 
 
 def expected(size: int, rank: int) -> list[float]:
-    """What ``_compute`` returns on this rank."""
+    """Return the expected result of ``_compute`` on this rank."""
     return [*(float(n * size + sum(range(size))) for n in range(3)), float((rank - 1) % size)]

@@ -1,6 +1,6 @@
-"""What is at once, and what is a wait for a timeout: tests run beside others, on machines that do other things, too.
+"""Time limits that separate an immediate reaction from a timeout, for tests on busy machines.
 
-How long it takes on a quiet machine is what ``allranks bench`` measures.
+``allranks bench`` measures the latency on an idle machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What examples/README.md shows of an example's output, against what the example prints."""
+"""Comparison of an example's output with the output that examples/README.md shows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ NUMBER = re.compile(r"\b[0-9a-f]{12}\b|\d[\d.,]*(e-\d+)?")  # or a fingerprint o
 
 
 def assert_as_shown(example: str, printed: str) -> None:
-    """The lines are those of the page, in its order, but for numbers and for how often a line of a kind comes."""
+    """Assert that the lines match the page in content and order.
+
+    Numbers and repetitions of similar lines are ignored.
+    """
     (output,) = OUTPUT.findall(dict(SECTION.findall(README.read_text()))[example])
     assert _kinds(printed) == _kinds(output), printed
 

@@ -1,4 +1,4 @@
-"""What scripts of elastic jobs need to watch the table of slots, without a group. Prepended to their text."""
+"""Prefix of scripts of elastic jobs that watch the slot table without a group."""
 
 SLOT_WATCH = """
 import os, signal, sys, time

@@ -1,6 +1,6 @@
-"""A real SLURM: slurmctld on the first host, slurmd on each, a munged of their own. All its state is in one folder.
+"""A real SLURM: slurmctld on the first host, slurmd on each host, and a separate munged. All state is in one folder.
 
-``Slurm.environ`` leads its clients (srun, sbatch, ...) there, by SLURM_CONF. They are to be started on a host.
+``Slurm.environ`` directs the clients (srun, sbatch, ...) there through SLURM_CONF. Start the clients on a host.
 """
 
 from __future__ import annotations
@@ -54,18 +54,20 @@ PartitionName=tests Nodes=ALL Default=YES MaxTime=5 DefaultTime=5 State=UP OverS
 
 
 def trouble() -> str:
-    """Why there can be no SLURM here; "" if there can."""
+    """Return the reason why SLURM cannot run here, or ""."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     return f"without {', '.join(missing)} (slurm-wlm, slurmctld, slurmd, slurm-client, munge)" if missing else ""
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """Attributes:
-    hosts: all of them are its nodes.
-    environ: an environment for its clients.
-    folder: its state and its logs.
-    daemons: those that run; closed in the end.
+    """A running SLURM.
+
+    Attributes:
+        hosts: the hosts, which are all nodes of the cluster.
+        environ: the environment for its clients.
+        folder: its state and its logs.
+        daemons: the running daemons; closed at the end.
     """
 
     hosts: Cluster
@@ -74,10 +76,10 @@ class Slurm:
     daemons: contextlib.ExitStack
 
     def run(self, *command: str, timeout_s: float = 60.0, **environ: str) -> subprocess.CompletedProcess[str]:
-        """Runs a client (or anything) on the first host, to its end.
+        """Run a client (or another command) on the first host until it exits.
 
         Raises:
-            AssertionError: it has not ended in time. Its jobs are cancelled.
+            AssertionError: the command did not finish in time. Its jobs are canceled.
         """
         inside = self.hosts.hosts[0].inside(*command)
         env = {**self.environ, **environ}
@@ -90,21 +92,22 @@ class Slurm:
             raise AssertionError(f"not ended in {timeout_s} s: {command}\n{error.stdout!r}\n{error.stderr!r}") from None
 
     def cancel(self) -> None:
-        """Ends all jobs, and waits until their processes are gone."""
+        """Cancel all jobs, and wait until their processes have exited."""
         scancel = self.hosts.hosts[0].inside("scancel", "--signal=KILL", "--full", "--user=root")
         subprocess.run(scancel, env=self.environ, check=True)
         await_true(self._is_idle, "idle", self.folder / "log")
 
     @contextlib.contextmanager
     def lost(self, number: int) -> Iterator[None]:
-        """A node whose daemon and whose jobs' processes are all killed, as if it lost its power; it is back after.
+        """Kill the daemon and all job processes of a node inside the block, as a power failure does.
 
-        SLURM is told so, as it finds out by itself after some minutes only.
+        After the block the daemon is restarted. The node is marked as down explicitly, because SLURM detects the
+        failure only after some minutes.
         """
         host = self.hosts.hosts[number]
         network = os.readlink(f"/proc/{host.holder}/ns/net")
         for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it ended meanwhile, or may not be looked at
+            with contextlib.suppress(OSError):  # The process has exited, or this user may not inspect it.
                 if int(entry.name) != host.holder and os.readlink(entry / "ns" / "net") == network:
                     os.kill(int(entry.name), signal.SIGKILL)
         self.run("scontrol", "update", f"NodeName={host.name}", "State=DOWN", "Reason=lost").check_returncode()
@@ -126,17 +129,17 @@ class Slurm:
 
 @contextlib.contextmanager
 def slurm(hosts: Cluster) -> Iterator[Slurm]:
-    """Runs the daemons."""
+    """Run the daemons."""
     with tempfile.TemporaryDirectory(prefix="allranks-slurm-") as name, contextlib.ExitStack() as stack:
         folder, head = Path(name), hosts.hosts[0]
         log = folder / "log"
-        folder.chmod(0o755)  # munged wants a socket that all could reach
+        folder.chmod(0o755)  # munged requires a socket in a folder that all users can enter
         for host in hosts.hosts:
             (folder / f"spool-{host.name}").mkdir()
         (folder / "state").mkdir()
         nodes = "\n".join(map(_node, hosts.hosts))
         (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder, head=head, nodes=nodes))
-        # Or a job's processes would find the machine's own configuration.
+        # Without these removals, a job's processes would use the machine's own configuration.
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
         environ["SLURM_CONF"] = str(folder / "slurm.conf")
         _munged(stack, folder, head)

@@ -1,6 +1,6 @@
-"""A real sshd on each host, and a client that gets in everywhere without a question.
+"""A real sshd on each host, and a client that logs in on every host without a prompt.
 
-``Ssh.environ`` has an ``ssh`` on its PATH that reads this client's configuration, so that programs which call ssh
+``Ssh.environ`` has an ``ssh`` on its PATH that reads this client's configuration, so that programs that call ssh
 (launchers, mpiexec) need no option.
 """
 
@@ -46,18 +46,20 @@ Host *
 
 
 def trouble() -> str:
-    """Why there can be no sshd here; "" if there can."""
+    """Return the reason why sshd cannot run here, or ""."""
     missing = [tool for tool in (SSHD, "ssh", "ssh-keygen", "setpriv") if shutil.which(tool) is None]
     return f"without {', '.join(missing)} (openssh-server, openssh-client)" if missing else ""
 
 
 @dataclass(frozen=True)
 class Ssh:
-    """Attributes:
-    hosts: which of them it reaches: all.
-    config: the client's configuration, for ``ssh -F``.
-    environ: an environment in which plain ``ssh`` uses it.
-    folder: what is there lasts as long as the servers.
+    """The running servers and their client.
+
+    Attributes:
+        hosts: the hosts, each of which runs a server.
+        config: the client's configuration, for ``ssh -F``.
+        environ: an environment in which plain ``ssh`` uses this configuration.
+        folder: temporary folder that exists as long as the servers run.
     """
 
     hosts: Cluster
@@ -68,10 +70,11 @@ class Ssh:
 
 @contextlib.contextmanager
 def sshd(hosts: Cluster) -> Iterator[Ssh]:
-    """Runs the servers."""
+    """Run the servers."""
     with tempfile.TemporaryDirectory(prefix="allranks-sshd-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        Path("/run/sshd").mkdir(0o755, exist_ok=True)  # sshd wants it, and booting makes it; others may use it, too
+        # sshd requires this folder, which the boot process usually creates. Other programs may use it, so it stays.
+        Path("/run/sshd").mkdir(0o755, exist_ok=True)
         for key in ("id", "host_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
         config = folder / "config"

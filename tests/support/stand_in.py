@@ -1,4 +1,4 @@
-"""Workers' programs for the tests of how workers come and go."""
+"""Worker programs for the tests of worker startup and exit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from allranks.remote.bootstrap.worker_context import WorkerContext
 
 
 def serve(context: WorkerContext) -> None:
-    """Does what single lines ask for, and answers."""
+    """Execute the commands received as single lines, and send the results."""
     while said := context.socket.recv(1 << 16):
         verb, *words = said.decode().split()
         if verb == "sleep":
@@ -23,7 +23,7 @@ def serve(context: WorkerContext) -> None:
 def _group(context: WorkerContext, name: str, *ranks: str) -> str:
     try:
         group = context.make_group(name, [int(rank) for rank in ranks], 30.0)
-    except Exception as error:  # noqa: BLE001 - the test looks at it
+    except Exception as error:  # noqa: BLE001 - the test checks the error type
         return type(error).__name__
     tensor = torch.full((2,), float(context.rank))
     group.all_reduce(tensor)
@@ -31,7 +31,7 @@ def _group(context: WorkerContext, name: str, *ranks: str) -> str:
 
 
 def speak(context: WorkerContext) -> None:
-    """Writes, and fails when the master has ended, which nobody wants to hear of."""
+    """Print to both streams, and raise after the master has exited. The master must not report this error."""
     print("out", context.rank)
     print("err", context.rank, file=sys.stderr)
     context.socket.sendall(b"!")

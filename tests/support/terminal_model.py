@@ -1,4 +1,4 @@
-"""As much of a terminal as progress bars use, with an endless scrollback, so that tests can look at it."""
+"""Model of the part of a terminal that progress bars use, with an endless scrollback, for inspection by tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Terminal:
         self._row = self._column = 0
 
     def feed(self, data: bytes) -> None:
-        """Takes what a program writes."""
+        """Process the output of a program."""
         for match in _TOKEN.finditer(self._decoder.decode(data)):
             if match["text"] is not None:
                 self._put(match["text"])
@@ -55,5 +55,5 @@ class Terminal:
 
     @property
     def rows(self) -> list[str]:
-        """What stands on it, without empty rows at the end."""
+        """The visible rows, without empty rows at the end."""
         return "\n".join("".join(row).rstrip() for row in self._rows).rstrip("\n").split("\n")

@@ -1,11 +1,15 @@
-"""An interpreter that has imported torch. Of many tests that start a program, half of the time is that import.
+"""Run programs in processes forked from an interpreter that has imported torch.
 
-``run`` is ``subprocess.run`` for a Python program. The process is forked from one that has imported torch, and nothing
-of allranks, and then is what a fresh interpreter is: arguments, environment, folder, ``sys.path``, ``__main__``, the
-way it ends. What differs: /proc/PID shows another command line and environment; its output goes to files, not to pipes;
-and what the interpreter or torch reads once, at its start, has been read, so that an environment with another such
-variable gets a fresh interpreter. Tests of how programs are started and ended, and of what happens while torch is
-imported, use ``subprocess``. With ALLRANKS_TEST_FRESH=1 all do.
+The import of torch takes half of the time of many tests that start a program. ``run`` replaces ``subprocess.run`` for
+a Python program. The process is forked from an interpreter that has imported torch, and no module of allranks. It then
+sets the state of a fresh interpreter: arguments, environment, folder, ``sys.path``, ``__main__``, exit behavior.
+
+There are three differences. /proc/PID shows another command line and environment. The output goes to files, not to
+pipes. Variables that the interpreter or torch reads once, at startup, have already been read. Therefore an environment
+with different values of such variables gets a fresh interpreter.
+
+Tests of program startup and exit, and of events during the import of torch, use ``subprocess``. With
+ALLRANKS_TEST_FRESH=1 all tests do.
 """
 
 from __future__ import annotations
@@ -46,18 +50,18 @@ def run(
     timeout: float | None = None,
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a Python program to its end, and captures what it writes.
+    """Run a Python program until it exits, and capture its output.
 
     Args:
         command: ``sys.executable``, and a script, or ``-m`` and a module, or ``-c`` and a text, and arguments.
         cwd: its folder.
         env: its environment.
         timeout: in seconds.
-        check: it is to end with 0.
+        check: require exit code 0.
 
     Raises:
-        subprocess.TimeoutExpired: it took longer, and was killed.
-        subprocess.CalledProcessError: see ``check``.
+        subprocess.TimeoutExpired: the program exceeded the timeout and was killed.
+        subprocess.CalledProcessError: the exit code is not 0, and ``check`` is true.
     """
     words, environ = list(map(str, command)), dict(os.environ if env is None else env)
     if "ALLRANKS_TEST_FRESH" in os.environ or _read_at_start(environ) != _read_at_start(os.environ):
@@ -95,7 +99,7 @@ def _text(file: IO[bytes]) -> str:
 
 @functools.cache
 def _server() -> socket.socket:
-    """To the process that is forked. It ends with this one."""
+    """Return the socket to the process that forks. That process exits with this one."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         environ = {name: value for name, value in os.environ.items() if name not in _READ_BY_US}
@@ -115,7 +119,7 @@ class _Program:
     environ: dict[str, str]
 
     def run(self, path: list[str]) -> NoReturn:
-        """What a fresh interpreter does; ``path`` is where it finds what is installed."""
+        """Do the work of a fresh interpreter; ``path`` contains the folders of installed packages."""
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environ)
@@ -138,7 +142,7 @@ class _Program:
             else:
                 main.__file__ = os.path.abspath(name)
                 exec(compile(Path(name).read_bytes(), main.__file__, "exec", dont_inherit=True), main.__dict__)
-        except Exception as error:  # noqa: BLE001 - as the interpreter does with what comes up to it
+        except Exception as error:  # noqa: BLE001 - the interpreter handles uncaught exceptions the same way
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
                 trace = trace.tb_next
@@ -148,7 +152,10 @@ class _Program:
 
 
 def _serve(requests: socket.socket) -> _Program | None:
-    """Forks for each request. Returns in the processes that are to be a program, and None when nobody can ask more."""
+    """Fork for each request.
+
+    Return the program in each forked process, and None in the server when the last client has closed the socket.
+    """
     while True:
         data, fds, _, _ = socket.recv_fds(requests, _LARGEST, 3)
         if not data:
@@ -170,9 +177,10 @@ def _serve(requests: socket.socket) -> _Program | None:
 
 
 def _keep(pid: int, answer: socket.socket) -> NoReturn:
-    """Waits for the end of a program, and says how it was."""
+    """Wait until a program exits, and send its exit code."""
     ended = os.pidfd_open(pid)
-    if ended not in select.select([ended, answer], [], [])[0]:  # it takes too long, or nobody waits any more
+    # the client requests a kill after its timeout, or has exited
+    if ended not in select.select([ended, answer], [], [])[0]:
         os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:

@@ -1,4 +1,4 @@
-"""Ranks that stay alive between tests, and hold both libraries: torch.distributed on gloo, and allranks."""
+"""Ranks that stay alive between tests and have both libraries initialized: torch.distributed on gloo, and allranks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ import allranks
 from allranks.testing import run_ranks
 
 CALL_TIMEOUT_S = 20
-LIFE_S = 1500  # longer than the tests of a file take on a busy machine: they end with who asks them
+# Longer than the tests of a file take on a busy machine. The ranks exit with the process that requests answers.
+LIFE_S = 1500
 
 
 class Workers:
-    """``ask`` lets every rank answer a request; ranks that failed to are replaced, for the next one."""
+    """A set of ranks that answer requests. After a failure, the next request starts new ranks."""
 
     def __init__(
         self, ranks: int, answer: Callable[[Any, Any], Any], run: Callable[..., list[Any]] = run_ranks
     ) -> None:
-        """``answer(groups, request)`` runs on each rank; ``groups`` is what ``_serve`` made there, once.
+        """Prepare the ranks, without starting them.
 
-        ``run`` is ``run_ranks``, or one that starts the ranks in another way.
+        Each rank runs ``answer(groups, request)``; ``groups`` is the dictionary that ``_serve`` creates once per rank.
+        ``run`` is ``run_ranks``, or a function that starts the ranks in another way.
         """
         self._run = run
         self._ranks = ranks
@@ -39,10 +41,10 @@ class Workers:
         self._job: Future[Any] | None = None
 
     def ask(self, request: Any) -> list[Any]:
-        """Every rank's answer, by rank.
+        """Return every rank's answer, by rank.
 
         Raises:
-            AssertionError: a rank raised; with all that they say.
+            AssertionError: a rank raised; contains the errors of all ranks.
         """
         if not self._connections:
             self._start()
@@ -51,7 +53,7 @@ class Workers:
                 connection.send(request)
             answers = [self._receive(connection) for connection in self._connections]
         except (EOFError, OSError):
-            self.close()  # raises what ended the rank
+            self.close()  # raises the error that terminated the rank
             raise
         wrong = [f"rank {rank}: {text}" for rank, (good, text) in enumerate(answers) if not good]
         if wrong:
@@ -60,10 +62,10 @@ class Workers:
         return [value for _, value in answers]
 
     def close(self) -> None:
-        """Ends the ranks; they are started again when they are needed."""
+        """Stop the ranks. The next request starts new ones."""
         job, self._job = self._job, None
         for connection in self._connections:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the rank has exited
                 connection.send(None)
         self._connections = []
         try:
@@ -86,7 +88,7 @@ class Workers:
             connection = listener.accept()
             rank = connection.recv()
             if rank is None:
-                self.close()  # raises what ended the ranks
+                self.close()  # raises the error that terminated the ranks
             arrived[rank] = connection
         self._connections = [arrived[rank] for rank in range(self._ranks)]
 
@@ -97,15 +99,15 @@ class Workers:
 
 
 def _call_off(address: str) -> None:
-    """Tells who waits for the ranks to arrive that they have ended."""
-    with contextlib.suppress(OSError):  # nobody waits
+    """Notify the process that waits for the ranks to connect that the ranks have exited."""
+    with contextlib.suppress(OSError):  # no process waits
         Client(address, "AF_UNIX").send(None)
 
 
 def _serve(address: str, port: int, answer: Callable[[Any, Any], Any]) -> None:
     import torch.distributed as peer
 
-    warnings.simplefilter("ignore")  # torch's about its own names, and about what is not quite done in it
+    warnings.simplefilter("ignore")  # torch's warnings about its own names and about features in development
     rank, size = allranks.get_rank(), allranks.get_world_size()
     timeout = timedelta(seconds=CALL_TIMEOUT_S)
     peer.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timeout)
@@ -116,7 +118,7 @@ def _serve(address: str, port: int, answer: Callable[[Any, Any], Any]) -> None:
     for engine in {"native": None, "tcp": None, "gloo": None, "mpi": None, allranks.get_backend(): None}:
         if engine == allranks.get_backend():
             groups[engine] = {"world": None, "some": allranks.new_group(some, timeout=timeout)}
-        elif engine != "mpi":  # which is there in jobs of mpirun
+        elif engine != "mpi":  # exists only in jobs of mpirun
             groups[engine] = {
                 "world": allranks.new_group(timeout=timeout, backend=engine),
                 "some": allranks.new_group(some, timeout=timeout, backend=engine),
@@ -126,7 +128,7 @@ def _serve(address: str, port: int, answer: Callable[[Any, Any], Any]) -> None:
         while (request := connection.recv()) is not None:
             try:
                 said = (True, answer(groups, request))
-            except Exception:  # noqa: BLE001 - whatever it is, the test is told
+            except Exception:  # noqa: BLE001 - any error is reported to the test
                 said = (False, traceback.format_exc())
             connection.send(said)
     peer.destroy_process_group()

@@ -1,8 +1,9 @@
-"""One program in two worlds: torch.distributed on gloo, and on allranks; both must leave the same state behind.
+"""Run one program in two worlds, torch.distributed on gloo and on allranks, and require the same final state.
 
-A program is a function without arguments, written as users write for torch.distributed: it knows of no backend. It
-returns what it has computed. The files in ``programs/`` are full of them. ``Job`` starts the ranks once for a file,
-runs every program of it in a fresh world of each kind, and keeps what came out: each program is a test of its own.
+A program is a function without arguments, written as users write for torch.distributed, without reference to a
+backend. It returns its results. The files in ``programs/`` contain such functions. ``Job`` starts the ranks once for a
+file, runs every program of it in a fresh world of each kind, and keeps the results, so that each program is a separate
+test.
 """
 
 from __future__ import annotations
@@ -31,29 +32,33 @@ __all__ = ["Job", "programs", "refusal", "world"]
 
 CALL_TIMEOUT_S = 30
 JOB_TIMEOUT_S = 900  # the programs of compiled.py take 110 s on two idle cores, and over 500 s beside other tests
-PLAIN_KERNELS = {"TORCHINDUCTOR_VEC_ISA_OK": "0"}  # those with vectors compute the same, and take g++ twice as long
+# Vectorized kernels compute the same values, and take g++ twice as long to compile.
+PLAIN_KERNELS = {"TORCHINDUCTOR_VEC_ISA_OK": "0"}
 
 
 def programs(file: Path) -> list[str]:
-    """The names of the programs in a file, which is not imported: what torch has for training takes seconds to load."""
+    """Return the names of the programs in a file.
+
+    The file is not imported, because importing torch's training modules takes seconds.
+    """
     tree = ast.parse(file.read_text())
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 
 class Job:
-    """The programs of a file on so many ranks, which run when the first result is asked for."""
+    """The programs of a file on ``ranks`` ranks, which run when the first result is requested."""
 
     def __init__(self, file: Path, ranks: int) -> None:
         self._file = file
         self._ranks = ranks
-        self._results: dict[str, list[str]] = {}  # by program: what each rank found wrong
+        self._results: dict[str, list[str]] = {}  # by program: the differences that each rank found
         self._ended = ""
 
     def assert_same(self, program: str) -> None:
-        """Both worlds came to the same end on every rank.
+        """Assert that both worlds have the same final state on every rank.
 
         Raises:
-            AssertionError: they did not; says on which rank, and where it was.
+            AssertionError: the states differ; names the rank and the position.
         """
         if not self._results:
             self._run()
@@ -75,12 +80,13 @@ class Job:
                 self._results[program] = [file.read_text() for file in files if file.exists()]
 
 
-_last: list[Any] = []  # a thread of gloo's that has run callbacks may be the last to let go of its group, and aborts
+# Keep the group alive: if a gloo thread that ran callbacks drops the last reference to its group, it aborts.
+_last: list[Any] = []
 
 
 @contextlib.contextmanager
 def world(backend: str, file: str | Path) -> Iterator[None]:
-    """torch.distributed on a backend, with the ranks that the environment says."""
+    """Initialize torch.distributed on a backend, with the rank and size from the environment."""
     td.init_process_group(
         backend,
         init_method=f"file://{file}",
@@ -97,17 +103,20 @@ def world(backend: str, file: str | Path) -> Iterator[None]:
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """What torch says to a call that it does not allow."""
+    """Return the error of a call that torch does not allow."""
     try:
         call()
-    except Exception as error:  # noqa: BLE001 - whatever it is, it must be the same in both worlds
+    except Exception as error:  # noqa: BLE001 - any error is accepted, but it must be the same in both worlds
         return f"{type(error).__name__}: {error}"
     raise AssertionError("expected an error")
 
 
 def _on_rank(file: Path, folder: str) -> None:
-    """Runs the programs; writes what is wrong with each. One that raises ends the ranks: its world cannot be left."""
-    warnings.simplefilter("ignore")  # torch's, about its own names
+    """Run the programs, and write the differences of each.
+
+    An exception terminates the rank, because it leaves a broken world.
+    """
+    warnings.simplefilter("ignore")  # torch's warnings about its own names
     logging.disable(logging.WARNING)
     module = importlib.import_module(f"programs.{file.stem}")
     for name in programs(file):
@@ -129,7 +138,7 @@ def _compare(program: Callable[[], Any], file: Path) -> str:
 
 
 def _assert_same(gloo: Any, ours: Any) -> None:
-    """With two ranks there is one order in which to sum up, so that every bit must be the same."""
+    """Compare the states. With two ranks there is only one summation order, so every bit must be equal."""
     limits = {"rtol": 0, "atol": 0} if os.environ["WORLD_SIZE"] == "2" else {}
     a, b = tree_leaves_with_path(gloo), tree_leaves_with_path(ours)
     assert [path for path, _ in a] == [path for path, _ in b], (
