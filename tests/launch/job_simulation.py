@@ -361,7 +361,7 @@ class SimulatedRound:
         self.code: int | None = None
         self.outcome: Outcome | None = None
         self.disturbances = 0
-        self.reader_stopped: int | None = None  # number of the signal that stopped it
+        self.reader_stopped: int | None = None  # number of the signal that stopped the terminal reader
         self.receive: Callable[[int], object] = lambda number: None
         self.screen = SimulatedScreen(self)
         ports: Any = runtime.Ports(

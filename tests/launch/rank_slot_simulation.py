@@ -69,7 +69,7 @@ class ElasticRound(SimulatedRound):
         self.ended: set[int] = set()
         self.echoed = self.lonely = self.stateless = False
         self.echoes = job.rng.choice([0.0, 0.0, 0.0, 0.3])
-        self.excluded: set[int] = set()  # pids
+        self.excluded: set[int] = set()  # pids of excluded processes
         self.lost_events: set[Host] = set()
         self.asked_at: dict[int, Host] = {}
         self.respawned = dict.fromkeys(self.ranks, 0)

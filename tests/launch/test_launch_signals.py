@@ -189,7 +189,7 @@ while True:
 
 
 def quiet_for(launcher: Launcher, seconds: float) -> bool:
-    """Return whether no rank has written for this time, because the output is not read."""
+    """Return whether no rank has written for ``seconds``, because the output is not read."""
     times = [path.stat().st_mtime for path in launcher.folder.glob("ready*")]
     return time.time() - max(times) > seconds
 

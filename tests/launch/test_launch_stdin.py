@@ -329,7 +329,7 @@ def test_rank_in_the_background_waits_for_the_terminal(launcher: Launcher) -> No
 
 
 def test_ctrl_z_has_no_effect_without_a_shell(launcher: Launcher) -> None:
-    """Check that the first process of a container continues, because no shell could continue it."""
+    """Check that a job without a shell, as in a container, continues. No shell could continue it."""
     console = alone(launcher, BREAK)
     console.expect(r"\(Pdb\) ")
     console.press("\x1a")
