@@ -1,4 +1,4 @@
-"""The fixture that all tests of the command use."""
+"""Fixture shared by all tests of the command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.launcher_process import Launcher
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    """The command. After the test, no process of it may be left."""
+    """Command-line runner. After the test, none of its processes may remain."""
     launcher = Launcher(tmp_path)
     yield launcher
     launcher.end(2)

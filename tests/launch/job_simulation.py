@@ -1,12 +1,18 @@
-"""Whole jobs on simulated hosts: the launcher's own loop, a clock that jumps, ranks and hosts that fail.
+"""Simulation of whole jobs: the real loop of the launcher, a simulated clock, and ranks and hosts that fail.
 
-A seed decides everything: how many hosts and ranks there are, which rank fails when and how, which only echoes it,
-which ignores signals, hangs, stops or cannot be killed, which host is lost, which agent is slow, when the user presses
-Ctrl-C or Ctrl-Z, when an output breaks or is read slowly, what the master asks for, and how late the launcher is.
-Messages of one host arrive in order; those of two hosts overtake each other.
+A seed determines the whole run:
 
-``runtime.loop.RoundLoop`` runs each round, on simulated agents, screen, terminal, signals and clock. While it runs,
-``Watch`` compares every action with what has happened so far; afterwards the outcome is compared with the facts.
+- the number of hosts and ranks, and the delay of each agent
+- the time and kind of each failure, and which failures are echoes
+- which ranks ignore signals, hang, stop or cannot be killed, and which hosts are lost
+- when the user presses Ctrl-C or Ctrl-Z, and when an output breaks or is read slowly
+- the requests of the master, and the delay with which the launcher processes events
+
+Messages of one host arrive in order. Messages of different hosts can overtake each other.
+
+``runtime.loop.RoundLoop`` runs each round with simulated agents, screen, terminal, signals and clock. During the
+round, every action is checked against the previous events, which ``Watch`` records. After the round, the outcome is
+checked against the simulated facts.
 """
 
 from __future__ import annotations
@@ -76,16 +82,16 @@ from allranks.launch.spec.events import (
     Stacks,
 )
 
-LAG_S = 0.02  # the launcher takes an event at most so much later than it came
-CLOCK_S = 0.002  # by so much the clocks of two hosts may seem to differ
-QUIET_S = 0.2  # after the last stacks
-LONG_S = 300.0  # every round has ended by then, whatever happens
+LAG_S = 0.02  # maximum delay between the arrival of an event and its processing by the launcher
+CLOCK_S = 0.002  # maximum apparent difference between the clocks of two hosts
+QUIET_S = 0.2  # maximum delay between the last stacks and the stop of the ranks
+LONG_S = 300.0  # maximum duration of a round
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-MANY = 5000  # turns
+MANY = 5000  # maximum number of loop turns in a round
 
 
 class Wrong(AssertionError):
-    """The policy did what it must not do, or did not do what it must."""
+    """Error: the launcher performed a forbidden action or omitted a required action."""
 
 
 @dataclass(eq=False)
@@ -93,13 +99,13 @@ class Process:
     """One process of a rank.
 
     Attributes:
-        stubborn: signals that it does not end by.
-        slow_s: how long it takes to end by others.
-        frozen: not even SIGKILL ends it.
-        failed_at: when it failed by itself; None if it did not.
-        echo: it failed because another rank did.
-        code: what the shell calls its own failure.
-        held: its agent has stopped it.
+        stubborn: signals that do not terminate the process.
+        slow_s: seconds until the process terminates after any other signal.
+        frozen: not even SIGKILL terminates the process.
+        failed_at: time at which the process failed without a signal of the launcher; None if it did not.
+        echo: the process failed because another rank had failed.
+        code: exit code of this failure, as a shell reports it.
+        held: the agent has stopped the process with SIGSTOP.
     """
 
     rank: int
@@ -119,45 +125,45 @@ class Process:
 
 @dataclass(eq=False)
 class Host:
-    """A host and its agent. Messages take ``delay_s`` and stay in order."""
+    """A host and its agent. Its messages arrive in order, after at least ``delay_s``."""
 
     name: str
     ranks: tuple[int, ...]
     delay_s: float
-    lost: bool = False  # in truth
+    lost: bool = False  # the actual state, which the launcher may not know yet
     silent: bool = False  # its agent is frozen
     arrival: float = 0.0
 
 
 @dataclass
 class Watch:
-    """What the launcher knows, kept apart from the policy; and when it did what."""
+    """Knowledge of the launcher, recorded independently of the policy, and the times of its actions."""
 
     running: set[int] = field(default_factory=set)
-    observed: list[tuple[Process | Host, bool]] = field(default_factory=list)  # failures passed while all was well
+    observed: list[tuple[Process | Host, bool]] = field(default_factory=list)  # failures while the round was well
     known_failures: set[int] = field(default_factory=set)
     at_decision: list[tuple[Process | Host, bool]] | None = None
-    stop_at: float | None = None  # the first signal that stops the ranks
-    decided_at: float | None = None  # a signal was received, or ranks were stopped
+    stop_at: float | None = None  # time of the first signal that stops the ranks
+    decided_at: float | None = None  # time at which the launcher received the first stop signal
     kill_at: float | None = None
     closing_at: float | None = None
-    stopped: bool = False  # that is checked
+    stopped: bool = False  # check_stop has checked the first stop
     finished: bool = False
     concluded: bool = False
     suspended: tuple[int, ...] = ()
     last_output: float = 0.0
-    asked: list[int] = field(default_factory=list)  # signals that were passed
+    asked: list[int] = field(default_factory=list)  # signals that the launcher received
     reader_gone: bool = False
     output_lost: bool = False
     joined: bool = False
     killed_by_caller: bool = False
     clean_exit_at: float | None = None
-    awaited: set[int] = field(default_factory=set)  # ranks that were asked for stacks and have not answered
+    awaited: set[int] = field(default_factory=set)  # ranks that have not answered a request for stacks
     answered_at: float = 0.0
 
 
 class SimulatedAgents:
-    """The agents of all hosts of a round."""
+    """Agents of all hosts of a round."""
 
     wake = os.open(os.devnull, os.O_WRONLY)
 
@@ -213,7 +219,7 @@ class SimulatedAgents:
 
 
 class SimulatedScreen:
-    """Output that is read slowly, or breaks."""
+    """Screen whose output is read slowly or breaks."""
 
     def __init__(self, world: SimulatedRound) -> None:
         self.world = world
@@ -232,7 +238,7 @@ class SimulatedScreen:
     def flush(self) -> list[tuple[str, OSError]]:
         self.full = self.world.rng.random() < 0.01
         if self.full:
-            self.world.at(self.world.now + self.world.rng.random(), lambda: None)  # somebody reads on
+            self.world.at(self.world.now + self.world.rng.random(), lambda: None)  # the reader continues
         broken, self.broken = self.broken, []
         return broken
 
@@ -252,7 +258,7 @@ class SimulatedScreen:
 
 
 class SimulatedTerminal:
-    """The terminal of a job on one host."""
+    """Terminal of a job on one host."""
 
     def __init__(self, world: SimulatedRound) -> None:
         self.world = world
@@ -282,7 +288,7 @@ class SimulatedTerminal:
 
 
 class NoInquiries:
-    """No other program asks what the ranks do."""
+    """Source of inquiries that never receives one."""
 
     fd = -1
 
@@ -294,7 +300,7 @@ class NoInquiries:
 
 
 class CheckedLoop(runtime.RoundLoop):
-    """The launcher's loop. Each event, and each action before it is performed, is compared with the facts."""
+    """Loop of the launcher that checks each event, and each action before it is performed."""
 
     def __init__(self, world: SimulatedRound, spec: runtime.RoundSpec, ports: runtime.Ports) -> None:
         super().__init__(spec, ports)
@@ -342,10 +348,10 @@ class SimulatedRound:
         self.processes: dict[int, Process] = {}
         self.all: list[Process] = []
         self.inbox: list[Event] = []
-        self.due: list[Any] = []  # events that the loop has received and not passed to the policy
+        self.due: list[Any] = []  # events that the loop has received but not yet passed to the policy
         self.woken = False
         self.turns = 0
-        self.source: dict[int, Any] = {}  # id of an event -> who failed
+        self.source: dict[int, Any] = {}  # id of an event -> the process or host that failed
         self.kept: list[Event] = []
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.number = itertools.count()
@@ -355,7 +361,7 @@ class SimulatedRound:
         self.code: int | None = None
         self.outcome: Outcome | None = None
         self.disturbances = 0
-        self.reader_stopped: int | None = None  # by this signal
+        self.reader_stopped: int | None = None  # number of the signal that stopped the terminal reader
         self.receive: Callable[[int], object] = lambda number: None
         self.screen = SimulatedScreen(self)
         ports: Any = runtime.Ports(
@@ -376,13 +382,13 @@ class SimulatedRound:
         self.receive = receive
         yield
 
-    # The world.
+    # Simulated hosts and ranks.
 
     def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self.heap, (max(when, self.now), next(self.number), call, arguments))
 
     def send(self, host: Host, event: Event) -> None:
-        """An agent sends an event."""
+        """Send an event from the agent of a host."""
         if host.lost:
             return
         host.arrival = max(host.arrival, self.now + host.delay_s * self.rng.uniform(1.0, 2.0))
@@ -402,10 +408,10 @@ class SimulatedRound:
         return process
 
     def plan(self) -> None:
-        """Decides what will happen, unless it is prevented."""
+        """Schedule the events of the round. The launcher may prevent some of them."""
         rng, began = self.rng, self.began
         calm = rng.random() < 0.25
-        burst = began + rng.random() * 2.0 if rng.random() < 0.15 else None  # several ranks fail nearly at once
+        burst = began + rng.random() * 2.0 if rng.random() < 0.15 else None  # several ranks fail almost simultaneously
         for host in self.hosts:
             for rank in host.ranks:
                 process = self.start(rank, host)
@@ -421,7 +427,7 @@ class SimulatedRound:
                     self.at(began + rng.random() * 4.0, self.write, process)
         if not calm:
             self.plan_trouble()
-        for at_s in (60.0, 70.0):  # somebody ends what hangs
+        for at_s in (60.0, 70.0):  # the user interrupts a job that hangs
             self.at(began + at_s, self.interrupt_launcher, signal.SIGINT)
         if self.rules.master == -1:
             self.at(began + rng.random() * 8.0, self.request, KillRequested())
@@ -454,7 +460,7 @@ class SimulatedRound:
             self.pipes_until = began + rng.choice([3.0, LONG_S * 10])
 
     def request(self, event: KillRequested | RestartRank) -> None:
-        """Another thread of the launcher asks for something."""
+        """Simulate a request from another thread of the launcher."""
         self.loop.kill() if isinstance(event, KillRequested) else self.loop.restart(event)
         self.due.append(event)
         self.woken = True
@@ -465,7 +471,7 @@ class SimulatedRound:
         self.woken = True
 
     def break_output(self, code: int) -> None:
-        """A file or pipe that the launcher writes to cannot be written any more."""
+        """Make all further writes to an output of the launcher fail."""
         self.screen.broken.append(("stdout", OSError(code, os.strerror(code))))
         self.woken = True
 
@@ -483,7 +489,7 @@ class SimulatedRound:
             self.interrupt_launcher(signal.SIGCHLD)
 
     def fail(self, process: Process, how: str) -> None:
-        """A rank fails by itself."""
+        """Make a rank fail. Other ranks may fail as echoes."""
         if not process.alive or process.held or process.ending:
             return
         process.failed_at = self.now
@@ -516,7 +522,7 @@ class SimulatedRound:
         self.at(self.now + self.rng.random() * 0.3, self.end, process, process.code)
 
     def end(self, process: Process, status: int) -> None:
-        """A process ends."""
+        """Terminate a process."""
         if not process.alive:
             return
         if process.held and status != -signal.SIGKILL:
@@ -532,10 +538,10 @@ class SimulatedRound:
 
     def note(self, event: Event, who: Process | Host) -> None:
         self.source[id(event)] = who
-        self.kept.append(event)  # so that no other event gets its id
+        self.kept.append(event)  # a reference keeps the id unique
 
     def lose(self, host: Host) -> None:
-        """A host is cut off, or its agent is killed, with its ranks."""
+        """Lose a host with its ranks, as if its network failed or its agent was killed."""
         if host.lost:
             return
         self.job.log("%.3f %s is lost", self.now, host.name)
@@ -555,7 +561,7 @@ class SimulatedRound:
             self.inbox.append(event)
 
     def deliver(self, number: int, rank: int) -> None:
-        """A signal of the launcher's arrives at a rank."""
+        """Deliver a signal of the launcher to a rank."""
         process = self.processes.get(rank)
         if process is None or not process.alive or process.host.lost:
             return
@@ -604,7 +610,7 @@ class SimulatedRound:
         self.code = self.loop.run(set())
 
     def wait(self, timeout_s: float | None) -> None:
-        """Sleeps until something happens, and a little longer."""
+        """Advance the clock until the next event, plus a random lag."""
         self.turns += 1
         if self.now > self.began + LONG_S or self.turns > MANY:
             raise Wrong(f"the round does not end; {self.state.phase} at {self.now:.1f}")
@@ -680,21 +686,21 @@ class SimulatedRound:
             watch.suspended = action.ranks
 
     def finish(self) -> list[Any]:
-        """Kills and reaps all, and hands over what is left; the rest is lost with its host."""
+        """Kill all processes and return the events that have arrived, except output and new hosts."""
         left = [event for event in self.inbox if not isinstance(event, (Output, HostJoined))]
         self.inbox.clear()
         for process in self.all:
             process.alive = False
         return left
 
-    # What must hold.
+    # Invariants.
 
     def may_fail(self, rank: int) -> bool:
         return self.master is not None and rank != self.master
 
     @property
     def well(self) -> bool:
-        """Whether nothing has happened yet that ends the round, as far as the launcher knows."""
+        """Whether the launcher knows of no reason to end the round."""
         watch = self.watch
         return watch.stop_at is None and watch.decided_at is None and not watch.killed_by_caller
 
@@ -737,7 +743,7 @@ class SimulatedRound:
             case _:
                 pass
         if before.well and self.lent is not None and getattr(event, "rank", None) == self.lent:
-            # Ctrl-C went to the rank that has the keys. It may be the only one: then no other is signalled.
+            # The rank that has the terminal received Ctrl-C. If it is the only rank, the launcher signals no rank.
             reported = isinstance(event, RankFailed) and event.report.interrupted and not self.may_fail(event.rank)
             if reported or (isinstance(event, Exited) and event.status == -signal.SIGINT):
                 watch.stop_at = self.now
@@ -751,12 +757,12 @@ class SimulatedRound:
                 watch.observed.append((who, isinstance(event, RankFailed)))
 
     def note_decision(self) -> None:
-        """Keeps what was known when a cause was named."""
+        """Record the known failures when the policy names a cause."""
         watch = self.watch
         if self.state.cause is None or watch.at_decision is not None:
             return
         watch.at_decision = list(watch.observed)
-        if watch.stop_at is None:  # also where no other rank is left to be signalled
+        if watch.stop_at is None:  # also if no other rank remains that could be signaled
             watch.stop_at = self.now
         if watch.observed and all(isinstance(who, Process) and who.echo for who, _ in watch.observed):
             first = min(who.failed_at or 0.0 for who, _ in watch.observed if isinstance(who, Process))
@@ -764,7 +770,7 @@ class SimulatedRound:
                 raise Wrong(f"an echo was believed after {self.now - first:.3f} s")
 
     def check_answer(self, event: Event, actions: list[Action], before: Before) -> None:
-        """What a user's signal must lead to at once."""
+        """Check the actions that an event requires immediately."""
         watch = self.watch
         signalled = {a.number: set(a.ranks) for a in actions if isinstance(a, SignalRanks)}
         if watch.stop_at is not None and not watch.stopped and before.phase is Phase.RUNNING:
@@ -794,9 +800,9 @@ class SimulatedRound:
                 raise Wrong(f"a stopped rank would not see signal {number}: {actions}")
 
     def check_stop(self, event: Event, signalled: dict[int, set[int]]) -> None:
-        """Whom the first signal must reach, and which it must be."""
+        """Check the recipients and the number of the first stop signal."""
         watch = self.watch
-        if isinstance(event, RankRestarted):  # it came while the stacks of the others were awaited
+        if isinstance(event, RankRestarted):  # it arrived while the launcher waited for stacks of other ranks
             if not any(event.rank in ranks for ranks in signalled.values()):
                 raise Wrong(f"{event} comes after the end was decided, and the rank is not told")
             watch.stop_at, watch.stopped = None, False
@@ -811,7 +817,7 @@ class SimulatedRound:
             raise Wrong(f"{asked} was received, and {numbers} are passed on")
 
     def check_kill(self, number: int) -> None:
-        """Whether it is time for SIGKILL."""
+        """Check that SIGKILL is not sent before the grace time is over."""
         watch = self.watch
         if number != signal.SIGKILL or watch.killed_by_caller or signal.SIGINT in watch.asked:
             return
@@ -822,10 +828,10 @@ class SimulatedRound:
             raise Wrong(f"ranks are killed before the grace time is over, {watch}")
 
     def check_table(self) -> None:
-        """What must hold after each event."""
+        """Check the slot table after each event. Only ``ElasticRound`` has a slot table."""
 
     def check_turn(self) -> None:
-        """What must have happened by now."""
+        """Check that no required action is overdue."""
         watch, rules, now = self.watch, self.rules, self.now
         if self.state.phase is not Phase.RUNNING or not watch.running:
             return
@@ -862,7 +868,7 @@ class SimulatedRound:
             raise Wrong(f"{now - watch.kill_at} s after SIGKILL ranks {watch.running} are still waited for")
 
     def check_end(self) -> None:
-        """The outcome against what really happened."""
+        """Check the outcome against the simulated facts."""
         watch, outcome = self.watch, self.outcome
         if not watch.finished or outcome is None:
             raise Wrong("the round ends, and its ranks are not reaped")
@@ -942,14 +948,17 @@ class SimulatedRound:
         return process.code < 128
 
     def known_at(self, process: Process, reported: bool) -> float:
-        """When it failed; where only its exit tells of it, the launcher cannot know better than when that came."""
+        """Return the time of a failure as the launcher can know it.
+
+        If only the exit shows the failure, the launcher knows no time before the arrival of the exit.
+        """
         failed_at = process.failed_at or 0.0
         return failed_at if reported else failed_at + LAG_S + 2 * process.host.delay_s
 
 
 @dataclass(frozen=True)
 class Before:
-    """What was so before an event: whether no end was decided, and the phase."""
+    """State before an event: whether the round was well, and its phase."""
 
     well: bool
     phase: Phase
@@ -959,8 +968,8 @@ class Job:
     """All rounds of a job.
 
     Args:
-        seed: decides everything.
-        events: takes what happens, line by line.
+        seed: seed of all random decisions.
+        events: list that receives one line per event.
     """
 
     def __init__(self, seed: int, events: list[str] | None = None) -> None:
@@ -1028,7 +1037,7 @@ class Job:
                 case _:
                     raise Wrong(f"nothing follows {event}")
             if free > 12:
-                return  # hosts come and go for ever
+                return  # hosts could be lost and added without end
 
     def check_job(self, code: int) -> None:
         last = self.rounds[-1]

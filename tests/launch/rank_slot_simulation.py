@@ -1,8 +1,9 @@
-"""Elastic jobs on the simulated hosts of ``job_simulation``: ranks and hosts that are lost, and ranks that start again.
+"""Elastic jobs on the simulated hosts of ``job_simulation``: lost ranks and hosts, and restarted ranks.
 
-What the launcher has been told, and what it has asked for, is kept apart from the policy. After each event it is
-compared with the table of slots: who is said to run does, as far as is known; who is said to be starting was asked
-for; nobody else is. A round goes on with enough ranks only, and fails for a reason that can be seen from outside.
+``ElasticRound`` records the events and requests of the launcher independently of the policy. After each event, it
+checks the slot table against this record. Exactly the ranks that run, as far as the launcher knows, have a running
+slot. Exactly the ranks that the launcher has requested have a starting slot. A round continues only with enough ranks.
+It fails only for an observable reason.
 """
 
 from __future__ import annotations
@@ -38,25 +39,25 @@ from allranks.launch.spec.events import (
 
 _LEGAL = {
     RUNNING: (STARTING, GONE),
-    STARTING: (RUNNING, GONE, STARTING),  # again: it could not be started
+    STARTING: (RUNNING, GONE, STARTING),  # STARTING again: the previous start failed
     OPTIONAL: (OPTIONAL, GONE),
-    GONE: (OPTIONAL,),  # on a host that has come
+    GONE: (OPTIONAL,),  # on a host that has joined
 }
 
 
 class ElasticRound(SimulatedRound):
-    """One round, in which ranks come and go.
+    """One round in which ranks are lost, restarted and added.
 
     Attributes:
-        table: the last one that was published.
-        asked: ranks that were asked for, and have not come as far as the launcher knows.
-        starts: how often each rank was asked for.
-        ended: ranks that ended with code 0, as far as the launcher knows.
-        echoed: a rank failed because of another's loss, and the launcher knows.
-        stateless: a rank failed because nobody has the state any more, and the launcher knows.
-        unused: spare hosts that have no ranks yet.
-        losses: of ranks and hosts, as far as the launcher knows, without those that echo others.
-        lonely: no rank ran when one was lost, as far as the launcher knew.
+        table: the last published slot table.
+        asked: ranks that the launcher has requested and that have not reported their start yet.
+        starts: number of the last requested start of each rank; 0 is the first start.
+        ended: ranks that have exited with code 0, as far as the launcher knows.
+        echoed: the launcher knows of a rank that failed because another rank was lost.
+        stateless: the launcher knows of a rank that failed because no rank has the state.
+        unused: spare hosts without ranks.
+        losses: lost ranks and hosts that the launcher knows of, except echoes.
+        lonely: no rank was running when a rank was lost, as far as the launcher knew.
     """
 
     def __init__(self, job: Job, hosts: list[Host], began: float) -> None:
@@ -68,20 +69,20 @@ class ElasticRound(SimulatedRound):
         self.ended: set[int] = set()
         self.echoed = self.lonely = self.stateless = False
         self.echoes = job.rng.choice([0.0, 0.0, 0.0, 0.3])
-        self.excluded: set[int] = set()  # pids
+        self.excluded: set[int] = set()  # pids of excluded processes
         self.lost_events: set[Host] = set()
         self.asked_at: dict[int, Host] = {}
         self.respawned = dict.fromkeys(self.ranks, 0)
         self.late: set[int] = set()
         self.losses: list[Event] = []
-        self.continued_at = 0.0  # after the launcher was stopped
+        self.continued_at = 0.0  # time at which the stopped launcher continued
 
     @property
     def slots(self) -> ElasticRules:
         assert self.rules.elastic is not None
         return self.rules.elastic
 
-    # The world.
+    # Simulated hosts and ranks.
 
     def plan(self) -> None:
         super().plan()
@@ -89,7 +90,7 @@ class ElasticRound(SimulatedRound):
             self.at(self.began + self.rng.random() * 5.0, self.come, number)
 
     def come(self, number: int) -> None:
-        """A host comes, or comes back."""
+        """Add a new host, or a host that was lost."""
         if self.watch.finished:
             return
         lost = [host.name for host in self.lost_events if not self.is_there(host.name)]
@@ -120,7 +121,7 @@ class ElasticRound(SimulatedRound):
                 self.at(self.now + rng.random() * rng.choice([0.01, 0.3]), self.echo, other)
 
     def exclude(self, process: Process) -> None:
-        """It learns that the others have gone on without it, or that nobody has the state."""
+        """Make a rank fail because the other ranks have excluded it or because no rank has the state."""
         process.ending = process.reported = True
         process.code = 1
         process.failed_at = self.now
@@ -134,7 +135,7 @@ class ElasticRound(SimulatedRound):
         self.at(self.now + self.rng.random() * 0.3, self.end, process, 1)
 
     def end(self, process: Process, status: int) -> None:
-        """Now and then a rank does not end after its failure, until it is killed."""
+        """Terminate a process. Some failed ranks do not exit until they are killed."""
         if process.reported and status != -signal.SIGKILL and self.well and self.rng.random() < 0.1:
             return
         super().end(process, status)
@@ -156,7 +157,7 @@ class ElasticRound(SimulatedRound):
             self.at(self.now + rng.random() * 3.0, self.end, process, 0)
 
     def detect_loss(self, host: Host) -> None:
-        """As the pool: with all ranks that run, or were asked for, at this moment."""
+        """Report a lost host with its running and requested ranks, as the agent pool does."""
         self.lost_events.add(host)
         exited = {event.rank for event in self.inbox if isinstance(event, Exited)}
         again = {event.rank for event in self.inbox if isinstance(event, RankRestarted)}
@@ -192,7 +193,7 @@ class ElasticRound(SimulatedRound):
         super().perform(action)
         if isinstance(action, SignalRanks) and action.number == signal.SIGKILL and self.well:
             self.check_single_kill(action)
-            self.watch.kill_at = kill_at  # that of the round
+            self.watch.kill_at = kill_at  # only a kill of the whole round counts
 
     def start_elsewhere(self, lost_host: str, spare_host: str, starts: dict[int, int]) -> None:
         action = StartElsewhere(lost_host, spare_host, starts)
@@ -254,13 +255,13 @@ class ElasticRound(SimulatedRound):
             case _:
                 pass
 
-    # What must hold.
+    # Invariants.
 
     def may_fail(self, rank: int) -> bool:
         return True
 
     def check_kill(self, number: int) -> None:
-        """A rank that has failed and does not end may be killed alone."""
+        """Check SIGKILL only if the round ends. A failed rank that does not exit may be killed alone."""
         if not self.well:
             super().check_kill(number)
 
@@ -277,7 +278,7 @@ class ElasticRound(SimulatedRound):
                 raise Wrong(f"{process} does not end, and is not killed")
 
     def check_single_kill(self, action: SignalRanks) -> None:
-        """Only a rank that has failed, and does not end for the grace time."""
+        """Check that each killed rank has failed and has not exited within the grace time."""
         for rank in action.ranks:
             process = self.processes[rank]
             if rank in self.late:
@@ -286,7 +287,7 @@ class ElasticRound(SimulatedRound):
                 raise Wrong(f"{process} is killed")
 
     def check_stop(self, event: Event, signalled: dict[int, set[int]]) -> None:
-        """All that run are told, but those that are on their way out."""
+        """Check that the first stop signal reaches all running ranks that are not already exiting."""
         if isinstance(event, RankRestarted):
             super().check_stop(event, signalled)
             return
@@ -327,7 +328,7 @@ class ElasticRound(SimulatedRound):
                 raise Wrong(f"{new} follows {old}")
 
     def check_table(self) -> None:
-        """The table against what the launcher has been told, as long as the round goes on."""
+        """Check the table against the events that the launcher has received, while the round continues."""
         table = self.table
         if table is None or not self.well or self.state.phase is not Phase.RUNNING or self.is_doomed():
             return
@@ -348,7 +349,7 @@ class ElasticRound(SimulatedRound):
             raise Wrong(f"{lost} of {len(table.slots)} ranks are lost, and the others go on")
 
     def is_doomed(self) -> bool:
-        """A failure is known that stops the round at the next ``TimePassed``, or once it is clear."""
+        """Whether a known failure stops the round at the next ``TimePassed`` or when it is settled."""
         return bool(self.state._root_cause.failures)
 
     def check_end(self) -> None:
@@ -370,7 +371,7 @@ class ElasticRound(SimulatedRound):
 
 
 class ElasticJob(Job):
-    """A job whose ranks may be lost."""
+    """Job that can continue after the loss of ranks."""
 
     def __init__(self, seed: int, events: list[str] | None = None) -> None:
         super().__init__(seed, events)

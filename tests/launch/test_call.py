@@ -26,12 +26,12 @@ from support.console import on_terminal
 from support.launcher_process import Launcher
 from support.terminal_model import Terminal
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or ranks would import pytest and torch
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # otherwise the ranks would import pytest and torch
 
 
 @pytest.fixture
 def light(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Launcher:
-    """Agents of this process find an empty torch; and nothing that they start may be left after the test."""
+    """Give the agents of this process an empty torch. After the test, none of their processes may remain."""
     for name, value in launcher.environ().items():
         monkeypatch.setenv(name, value)
     return launcher
@@ -42,18 +42,18 @@ def rank() -> int:
 
 
 class OddError(Exception):
-    """Has what pickle wants."""
+    """Exception that can be pickled."""
 
 
 class LockedError(Exception):
-    """Cannot be pickled."""
+    """Exception that cannot be pickled."""
 
     def __init__(self) -> None:
         super().__init__("locked")
         self.lock = threading.Lock()
 
 
-def test_what_a_function_names_is_imported_once() -> None:
+def test_modules_named_in_a_function_are_preloaded_in_ranks() -> None:
     def loaded() -> list[str]:
         found = [name for name in ("allranks._engines.native.engine", "torch._dynamo") if name in sys.modules]
         return found if found else [allranks.__name__, torch.optim.__name__]
@@ -61,7 +61,7 @@ def test_what_a_function_names_is_imported_once() -> None:
     assert allranks.run(loaded, n=2) == [["allranks._engines.native.engine", "torch._dynamo"]] * 2
 
 
-def test_results_by_rank(light: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_ordered_by_rank(light: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
     base = 10
 
     def work(factor: int, *, plus: int) -> tuple[int, str | None, int, bool]:
@@ -90,7 +90,7 @@ class Full(io.StringIO):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_other_streams(light: Launcher) -> None:
+def test_output_is_written_to_redirected_python_streams(light: Launcher) -> None:
     told = Ascii()
     with contextlib.redirect_stdout(told):
         allranks.run(print, ("\u00e9",), n=1)
@@ -102,14 +102,14 @@ def test_other_streams(light: Launcher) -> None:
     assert notes.getvalue() == "allranks.run: cannot write to stdout: No space left on device\n"
 
 
-def test_a_rank_for_each_cpu(light: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_per_cpu_is_started_by_default(light: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("ALLRANKS_CPUS", "3")
     assert allranks.run(rank) == [0, 1, 2]
     assert allranks.run(rank, hosts=["localhost:2"]) == [0, 1]
 
 
-def test_tensors_and_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_form_a_group_and_return_tensors(capsys: pytest.CaptureFixture[str]) -> None:
     def work(mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         allranks.init_process_group()
         total = mine * (allranks.get_rank() + 1)
@@ -133,7 +133,7 @@ def test_ranks_have_different_random_state() -> None:
     assert [len(set(column)) for column in zip(*drawn, strict=True)] == [2, 2]
 
 
-def test_an_exception_of_a_rank(light: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exception_of_a_rank_is_raised_in_the_caller(light: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         if rank() == 1:
             raise OddError("boom", rank())
@@ -165,7 +165,7 @@ def _raise_locked() -> None:
     ],
     ids=["not to be pickled", "sys.exit", "os._exit", "killed"],
 )
-def test_other_ends_of_a_rank(light: Launcher, last: Any, text: str) -> None:
+def test_abnormal_exit_of_a_rank_raises_rank_error(light: Launcher, last: Any, text: str) -> None:
     def fail() -> None:
         if rank() == 1:
             last()
@@ -175,7 +175,7 @@ def test_other_ends_of_a_rank(light: Launcher, last: Any, text: str) -> None:
     assert caught.value.rank == 1
 
 
-def test_what_cannot_travel(light: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpicklable_function_or_result_raises_usage_error(light: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = threading.Lock()
 
     def work() -> None:
@@ -217,7 +217,7 @@ def test_wrong_arguments(light: Launcher, wrong: dict[str, Any], text: str) -> N
         allranks.run(rank, **wrong)
 
 
-def test_timeout(light: Launcher) -> None:
+def test_timeout_reports_where_each_rank_is_blocked(light: Launcher) -> None:
     def wait() -> None:
         time.sleep(60)
 
@@ -267,7 +267,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_and_kill(light: Launcher) -> None:
+def test_interrupted_or_killed_caller_leaves_no_processes(light: Launcher) -> None:
     path = light.write(SCRIPT)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         process = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, bufsize=0)
@@ -300,8 +300,8 @@ def train():
 """
 
 
-def test_bar_on_a_terminal(light: Launcher) -> None:
-    """It stands below the ranks' lines, moves, and stays when the ranks have ended."""
+def test_progress_bar_on_a_terminal_is_below_the_output(light: Launcher) -> None:
+    """Check that the bar is below the output of the ranks, moves, and stays after the ranks have exited."""
     shown = on_terminal(LOOP + "print(allranks.run(train, n=2, progress=True))", {"TERM": "xterm", "NO_COLOR": "1"})
     assert re.search(r"train: \S+ step \d+/40, [\d.]+/s, 0:\d\d left, loss \d+, 2 ranks, 0:\d\d", shown), shown
     screen = Terminal(columns=80)
@@ -311,15 +311,15 @@ def test_bar_on_a_terminal(light: Launcher) -> None:
     assert screen.rows[3:] == ["['0', '1']"]
 
 
-def test_no_bar_in_a_file(light: Launcher, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_is_not_written_to_a_file(light: Launcher, capfd: pytest.CaptureFixture[str]) -> None:
     assert allranks.run(lambda: list(allranks.progress("ab")), n=2, progress=True) == [["a", "b"]] * 2
     assert capfd.readouterr() == ("", "")
-    assert list(allranks.progress(iter("ab"))) == ["a", "b"]  # in no rank
+    assert list(allranks.progress(iter("ab"))) == ["a", "b"]  # outside of a rank
 
 
 @pytest.fixture
 def kernel(light: Launcher, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A notebook's kernel, with an empty torch."""
+    """Notebook kernel with an empty torch."""
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(light.folder / name))
     manager, client = start_new_kernel(kernel_name="python3", cwd=str(light.folder), stderr=subprocess.DEVNULL)
@@ -329,8 +329,8 @@ def kernel(light: Launcher, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     manager.shutdown_kernel(now=True)
 
 
-def test_bar_in_a_notebook(light: Launcher, kernel: Any) -> None:
-    """One output, which is updated in place; a rank that fails leaves it where it was."""
+def test_progress_bar_in_a_notebook_is_updated_in_place(light: Launcher, kernel: Any) -> None:
+    """Check that one output is updated in place and stays unchanged if a rank fails."""
     bars: list[tuple[str, str, str]] = []
 
     def hook(message: dict[str, Any]) -> None:
@@ -358,12 +358,12 @@ def test_bar_in_a_notebook(light: Launcher, kernel: Any) -> None:
 
 
 def execute(client: Any, code: str, then: Callable[[str], object] = lambda text: None) -> tuple[str, str, str]:
-    """Runs a cell. Returns its status, what it printed, and its value or traceback.
+    """Run a cell. Return its status, its output, and its value or traceback.
 
     Args:
-        client: of the kernel.
-        code: the cell.
-        then: called with all that is printed.
+        client: client of the kernel.
+        code: source of the cell.
+        then: callback that receives each part of the output.
     """
     printed, value = "", ""
 
@@ -382,7 +382,7 @@ def execute(client: Any, code: str, then: Callable[[str], object] = lambda text:
     return reply["content"]["status"], printed, value
 
 
-def test_notebook(light: Launcher, kernel: Any) -> None:
+def test_notebook_functions_run_in_ranks_and_can_be_interrupted(light: Launcher, kernel: Any) -> None:
     light.write("def double(x):\n    return 2 * x\n", "beside.py")
     define = """
 import os, time
@@ -405,7 +405,7 @@ def work(x):
     catch = "try:\n    allranks.run(work, (-1,), n=2)\nexcept Odd as error:\n    print(error.__cause__)"
     status, printed, _ = execute(kernel, catch)
     assert status == "ok"
-    assert 'raise Odd("boom")' in printed  # the cell is no file, and its line is there
+    assert 'raise Odd("boom")' in printed  # the cell is not a file, but the traceback contains its source
 
     sleep = "from time import sleep\ndef rest():\n    print('up')\n    sleep(60)\nallranks.run(rest, n=1)"
     status, printed, value = execute(kernel, sleep, then=lambda text: kernel.interrupt() if "up" in text else None)
@@ -445,7 +445,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("way", ["file", "module"])
-def test_what_the_main_program_defines_in_processes_below_the_ranks(light: Launcher, way: str) -> None:
+def test_classes_of_the_main_program_work_in_child_processes_of_ranks(light: Launcher, way: str) -> None:
     light.write(MAIN, "program.py")
     words = [sys.executable, *(["-m", "program"] if way == "module" else ["program.py"])]
     done = light.open(words, light.environ())
@@ -455,6 +455,6 @@ def test_what_the_main_program_defines_in_processes_below_the_ranks(light: Launc
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_what_a_script_defines_in_processes_below_the_ranks(launcher: Launcher, start: str) -> None:
+def test_classes_of_a_script_work_in_child_processes_of_ranks(launcher: Launcher, start: str) -> None:
     done = launcher.run("--start", start, "-n", "1", str(launcher.write(MAIN)))
     assert (done.code, done.out) == (0, "[0] [1, 4, 9]\n"), done

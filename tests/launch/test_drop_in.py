@@ -1,4 +1,4 @@
-"""``allranks torchrun`` and ``python -m allranks.launch`` in the place of torch's, in real processes."""
+"""``allranks torchrun`` and ``python -m allranks.launch`` as replacements of torch's commands, in real processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def launch(launcher: Launcher) -> Launcher:
 
 
 def together(launcher: Launcher, *lines: str) -> list[Done]:
-    """Runs lines at the same time."""
+    """Run several command lines concurrently."""
     started = [launcher.start(*line.split()) for line in lines]
     ended = [process.communicate(timeout=60) for process in started]
     return [
@@ -50,7 +50,7 @@ def together(launcher: Launcher, *lines: str) -> list[Done]:
 
 
 def said(dones: list[Done]) -> list[str]:
-    """What ranks wrote, without the prefixes, sorted."""
+    """Return the output lines of the ranks, sorted and without prefixes."""
     assert all(done.code == 0 for done in dones), dones
     return sorted(re.sub(r"^\[.*?\] ", "", line, count=1) for done in dones for line in done.out.splitlines())
 
@@ -65,14 +65,14 @@ def test_ranks_have_the_environment_that_torchrun_gives_them(torchrun: Launcher)
         found.append([json.loads((torchrun.folder / name).read_text()) for name in "01"])
     for ours, theirs in zip(*found, strict=True):
         missing = theirs.keys() - ours.keys()
-        # No store of torch's is served here; no file is read; which signals the launcher handles is no rank's business.
+        # allranks serves no torch store, reads no error file, and does not export the signals that it handles.
         assert missing == {
             "TORCHELASTIC_USE_AGENT_STORE",
             "TORCHELASTIC_ERROR_FILE",
             "TORCHELASTIC_SIGNALS_TO_HANDLE",
         }
         differing = {name for name in theirs.keys() - missing if ours[name] != theirs[name]}
-        assert differing <= {"OMP_NUM_THREADS"}  # 1 there, a fair share of the CPUs here
+        assert differing <= {"OMP_NUM_THREADS"}  # torchrun sets 1, allranks sets the rank's share of the CPUs
         assert ours.keys() - theirs.keys() == {
             "NODE_RANK",
             "ALLRANKS_STORE",
@@ -83,7 +83,7 @@ def test_ranks_have_the_environment_that_torchrun_gives_them(torchrun: Launcher)
 
 
 @pytest.mark.parametrize("end", ["sys.exit(7)", "os.kill(os.getpid(), signal.SIGSEGV)"])
-def test_the_exit_code_is_the_failing_rank_s(torchrun: Launcher, end: str) -> None:
+def test_launcher_exits_with_the_code_of_the_failed_rank(torchrun: Launcher, end: str) -> None:
     done = torchrun.script(f"import os, signal, sys\nif os.environ['RANK'] == '1': {end}", "--nproc-per-node=2")
     assert done.code == (7 if "exit" in end else 128 + signal.SIGSEGV)
     assert done.err.startswith("allranks torchrun: rank 1 (pid ")
@@ -101,27 +101,27 @@ RECORDED = """
 """
 
 
-def test_a_recorded_main(torchrun: Launcher) -> None:
-    """An error file that the launcher itself was given is not the ranks'."""
+def test_recorded_exception_is_in_the_error_file_of_the_launcher(torchrun: Launcher) -> None:
+    """Check that the launcher writes to its own error file and does not pass that file to the ranks."""
     file = torchrun.folder / "error.json"
     done = torchrun.script(
         RECORDED, "--nproc-per-node=2", real_torch=True, environ={"TORCHELASTIC_ERROR_FILE": str(file)}
     )
     assert done.code == 1
-    assert 1 <= done.err.count("ValueError: boom\n") <= 3  # of each rank that came to it, and of the launcher
+    assert 1 <= done.err.count("ValueError: boom\n") <= 3  # printed by the ranks and by the launcher
     error = json.loads(file.read_text())["message"]
     assert error["message"] == "ValueError: boom"
     assert "in main" in error["extraInfo"]["py_callstack"]
     assert error["errorCode"] == 1
 
 
-def test_restarts(torchrun: Launcher) -> None:
+def test_failed_job_is_restarted_with_max_restarts(torchrun: Launcher) -> None:
     script = "import os, sys\nprint(n := os.environ['TORCHELASTIC_RESTART_COUNT'])\nsys.exit(n == '0')"
     done = torchrun.script(script, "--standalone", "--max-restarts=2")
     assert (done.code, done.lines) == (0, ["[0] 0", "[0] 1"])
 
 
-def test_log_files_lie_where_torchrun_puts_them(torchrun: Launcher) -> None:
+def test_log_files_have_the_same_paths_as_with_torchrun(torchrun: Launcher) -> None:
     script = "import sys\nprint('out')\nprint('err', file=sys.stderr)"
     done = torchrun.script(script, "--nproc-per-node=2", "-r", "1", "-t", "1:2", "--log-dir", "logs", "--rdzv-id", "a")
     assert (done.code, done.out) == (0, "")
@@ -131,10 +131,11 @@ def test_log_files_lie_where_torchrun_puts_them(torchrun: Launcher) -> None:
     assert files == ["attempt_0/0/stdout.log", "attempt_0/1/stderr.log", "attempt_0/1/stdout.log"]
 
 
-def test_c10d_on_one_machine(torchrun: Launcher) -> None:
-    """Who gets the port leads; the others are numbered as they come, each with as many ranks as it says.
+def test_c10d_launchers_on_one_machine_form_one_job(torchrun: Launcher) -> None:
+    """Start three launchers on one machine: the launcher that binds the port leads.
 
-    One of them is ``allranks run``, which has these options, too.
+    The other launchers are numbered in the order in which they join. Each has its own number of ranks. One of them is
+    ``allranks run``, which has the same options.
     """
     torchrun.write(SAY_PLACE)
     line = f"--nnodes 3 --rdzv-backend c10d --rdzv-endpoint localhost:{free_port()} --rdzv-id 7 --role"
@@ -151,7 +152,7 @@ def test_c10d_on_one_machine(torchrun: Launcher) -> None:
     assert sorted({place[0] for place in places}) == ["0", "1", "2"]
 
 
-def test_who_wants_another_job_is_turned_away(torchrun: Launcher) -> None:
+def test_host_with_another_run_id_is_rejected(torchrun: Launcher) -> None:
     torchrun.write(SAY_PLACE)
     line = f"--nnodes 2 --rdzv-backend=c10d --rdzv-endpoint=localhost:{free_port()} --rdzv-conf join_timeout=20"
     first = torchrun.start(*line.split(), "--rdzv-conf", "is_host=1,join_timeout=50", "--rdzv-id=a", "script.py")
@@ -166,7 +167,7 @@ def test_who_wants_another_job_is_turned_away(torchrun: Launcher) -> None:
     ]
 
 
-def test_virtual_local_ranks(torchrun: Launcher) -> None:
+def test_virtual_local_rank_makes_one_gpu_visible_to_each_rank(torchrun: Launcher) -> None:
     script = "import os\nprint(os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'], os.environ['RANK'])"
     words = ["--nproc-per-node=2", "--virtual-local-rank"]
     done = torchrun.script(script, *words, environ={"CUDA_VISIBLE_DEVICES": "4,7"})
@@ -177,7 +178,7 @@ def test_virtual_local_ranks(torchrun: Launcher) -> None:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_script_of_old_under_launch(launch: Launcher, nproc: int) -> None:
+def test_launch_passes_local_rank_to_the_script(launch: Launcher, nproc: int) -> None:
     script = """
         import argparse, os
         parser = argparse.ArgumentParser()
@@ -187,11 +188,11 @@ def test_a_script_of_old_under_launch(launch: Launcher, nproc: int) -> None:
         print(f"[{where}] hello from nccl process {args.local_rank}/{os.environ['WORLD_SIZE']}")
     """
     done = launch.script(script, "--nproc_per_node", str(nproc))
-    hello = [re.sub(r":\d+\]", ":29500]", text) for text in said([done])]  # another port if that one is taken
+    hello = [re.sub(r":\d+\]", ":29500]", text) for text in said([done])]  # the port differs if 29500 is in use
     assert hello == [f"[http://127.0.0.1:29500] hello from nccl process {rank}/{nproc}" for rank in range(nproc)]
 
 
-def test_commands_modules_and_interpreters(torchrun: Launcher) -> None:
+def test_torchrun_runs_commands_modules_and_other_interpreters(torchrun: Launcher) -> None:
     torchrun.write("import sys; print(sys.argv[1:])", "package/mod.py")
     assert torchrun.run("--no-python", "echo", "${local_rank}").lines == ["[0] 0"]
     assert torchrun.run("-m", "package.mod", "x").lines == ["[0] ['x']"]
@@ -210,7 +211,7 @@ def test_errors_name_the_command(torchrun: Launcher, tmp_path: Path) -> None:
     assert launch.run("nowhere.py").err.startswith("allranks launch: error: cannot find script 'nowhere.py'")
 
 
-def test_reading_a_line_imports_no_torch() -> None:
+def test_parsing_a_command_line_does_not_import_torch() -> None:
     code = "import sys; from allranks.launch.arguments.torchrun import read; read(['-m', 'this'], {}, for_launch=True)"
     code += "; print('torch' in sys.modules)"
     done = subprocess.run(
@@ -219,7 +220,7 @@ def test_reading_a_line_imports_no_torch() -> None:
     assert done.stdout == "False\n"
 
 
-def test_a_shell_script_needs_no_python(torchrun: Launcher) -> None:
+def test_shell_script_without_no_python_is_rejected_with_advice(torchrun: Launcher) -> None:
     torchrun.write("#!/bin/bash\nexit 3", "run.sh").chmod(0o755)
     done = torchrun.run("run.sh")
     assert (done.code, done.out) == (2, "")
@@ -227,7 +228,7 @@ def test_a_shell_script_needs_no_python(torchrun: Launcher) -> None:
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_no_other_host_is_sent_to_the_loopback_address(torchrun: Launcher, backend: str) -> None:
+def test_advice_for_other_hosts_never_names_the_loopback_address(torchrun: Launcher, backend: str) -> None:
     torchrun.write("")
     done = torchrun.run("--nnodes", "2", "--rdzv-backend", backend, "--rdzv-conf", "timeout=1", "script.py")
     assert done.code == 2

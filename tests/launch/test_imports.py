@@ -1,4 +1,4 @@
-"""What the launcher tells from a program's source, on programs of several files."""
+"""Analysis of the source of a program by the launcher, with programs of several files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from allranks.launch.spec.target import Target
 
 
 def read(folder: Path, kind: str = "script", name: str = "", **files: str) -> Imports | None:
-    """The first file is the program; ``__`` in a name is a slash."""
+    """Write files and analyze the first one as the program. ``__`` in a name stands for a slash."""
     for file, source in files.items():
         path = folder / (file.replace("__", "/") + ".py")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -24,7 +24,7 @@ def test_modules_beside_the_script_are_read(tmp_path: Path) -> None:
     found = read(
         tmp_path,
         main="import os.path, helper\nfrom parts.first import run",
-        helper="from torch.optim import *\nimport main, helper",  # round and round
+        helper="from torch.optim import *\nimport main, helper",  # a circular import
         parts__first="from .second import x\nfrom . import third\nfrom .. import above",
         parts__second="import numpy as np",
         parts__third="def f():\n    from allranks import data",
@@ -36,7 +36,7 @@ def test_modules_beside_the_script_are_read(tmp_path: Path) -> None:
     assert len(found.sources) == 5
 
 
-def test_a_package_is_read_with_its_beginning(tmp_path: Path) -> None:
+def test_init_module_of_a_package_is_read(tmp_path: Path) -> None:
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack/__init__.py").write_text("import json")
     (tmp_path / "pack/deep.py").write_text("from pack import other")
@@ -46,7 +46,7 @@ def test_a_package_is_read_with_its_beginning(tmp_path: Path) -> None:
     assert found.modules == {"json", "csv"}
 
 
-def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_in_the_working_directory_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack/__main__.py").write_text("from .train import main")
@@ -63,18 +63,18 @@ def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
     ["__import__(name)", "exec(text)", "import runpy", "from importlib import util", "import broken", "import large"],
     ids=lambda line: line.split("(")[0],
 )
-def test_what_is_not_known(tmp_path: Path, source: str) -> None:
+def test_dynamic_and_unreadable_imports_are_reported_as_unknown(tmp_path: Path, source: str) -> None:
     found = read(tmp_path, main=source, broken="def", large="x = 1\n" * 50_000)
     assert found is not None
     assert not found.all_known
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_program_has_no_analysis(tmp_path: Path) -> None:
     assert read(tmp_path, main="import") is None
     assert read_imports(Target("script", str(tmp_path / "nothing.py"))) is None
 
 
-def test_torch_is_not_taken_for_a_part_of_the_program(tmp_path: Path) -> None:
+def test_torch_is_not_read_as_a_part_of_the_program(tmp_path: Path) -> None:
     found = read(tmp_path, main="import torch\nfrom allranks.nn import parallel", torch="import json", allranks="")
     assert found is not None
     assert found.modules == {"torch", "allranks.nn"}
@@ -96,14 +96,14 @@ def test_torch_is_not_taken_for_a_part_of_the_program(tmp_path: Path) -> None:
         ("import sys\nsys.path.insert(0, 'vendor')", False),
     ],
 )
-def test_what_torch_reads_when_it_is_loaded(tmp_path: Path, source: str, prepares: bool) -> None:
+def test_variables_that_torch_reads_on_import_are_detected(tmp_path: Path, source: str, prepares: bool) -> None:
     found = read(tmp_path, main="import helper", helper=source)
     assert found is not None
     assert found.prepares_torch == prepares
 
 
-def test_another_torch(tmp_path: Path) -> None:
-    """Beside the program, and in a folder that may be where the program looks for modules."""
+def test_other_torch_package_on_the_module_path_is_detected(tmp_path: Path) -> None:
+    """Check a torch package beside the program, and one in a folder that may be on the module path."""
     (tmp_path / "one").mkdir()
     beside = read(tmp_path / "one", main="import torch", torch="")
     assert beside is not None

@@ -1,4 +1,4 @@
-"""``--stats`` and ``--metrics``: what the calls of a real job took, whatever becomes of its ranks."""
+"""``--stats`` and ``--metrics``: statistics of the calls of a real job, even if ranks fail."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if "kill" in sys.argv and dist.get_rank() == 2:
 
 
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("fail", 3), ("kill", 137)])
-def test_the_table_names_who_is_late(launcher: Launcher, end: str, code: int) -> None:
+def test_statistics_name_the_rank_that_arrives_last(launcher: Launcher, end: str, code: int) -> None:
     done = launcher.run("-n", "3", "--stats", launcher.write(LATE), end, real_torch=True)
     assert done.code == code
     assert re.search(r"^allranks run: 3 ranks, [\d.]+ s, \d+% of it in calls$", done.err, re.M), done.err
@@ -40,17 +40,17 @@ def test_the_table_names_who_is_late(launcher: Launcher, end: str, code: int) ->
     assert rank == "1"
 
 
-def test_without_the_option_nothing_is_printed(launcher: Launcher) -> None:
+def test_statistics_are_not_printed_without_the_option(launcher: Launcher) -> None:
     done = launcher.run("-n", "2", launcher.write(LATE), real_torch=True)
     assert (done.code, done.err) == (0, "")
 
 
-def test_ranks_that_make_no_group(launcher: Launcher) -> None:
+def test_statistics_report_that_no_rank_has_made_a_call(launcher: Launcher) -> None:
     done = launcher.run("-n", "2", "--stats", launcher.write(""))
     assert done.err == "allranks run: no rank has made a call\n"
 
 
-def test_the_file_for_prometheus(launcher: Launcher, tmp_path: Path) -> None:
+def test_metrics_file_is_readable_by_prometheus(launcher: Launcher, tmp_path: Path) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
     file = tmp_path / "job.prom"
@@ -65,7 +65,7 @@ def test_the_file_for_prometheus(launcher: Launcher, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["job.prom", "script.py"]
 
 
-def test_a_file_that_cannot_be_written_ends_no_job(launcher: Launcher, tmp_path: Path) -> None:
+def test_job_continues_if_the_metrics_file_cannot_be_written(launcher: Launcher, tmp_path: Path) -> None:
     done = launcher.run(
         "-n", "2", "--metrics", str(tmp_path / "no" / "job.prom"), launcher.write(LATE), real_torch=True
     )
@@ -76,7 +76,7 @@ def test_a_file_that_cannot_be_written_ends_no_job(launcher: Launcher, tmp_path:
     )
 
 
-def test_when_the_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_file_is_written_every_ten_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(statistics.time, "monotonic", lambda: clock[0])
     file = tmp_path / "job.prom"
@@ -88,14 +88,14 @@ def test_when_the_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         of_job.write_if_due()
 
     of_job.write_if_due()
-    assert not file.exists()  # there is nothing yet
+    assert not file.exists()  # no rank has reported yet
     for clock[0], calls, written in ((1.0, 3, 3), (2.0, 4, 3), (11.0, 5, 5)):
         report(calls)
         assert f'verb="all_reduce"}} {written}\n' in file.read_text()
     before = file.stat().st_ino
     clock[0] = 100.0
     of_job.write_if_due()
-    assert file.stat().st_ino == before  # nothing is new
+    assert file.stat().st_ino == before  # the data has not changed
     report(6)
     report(7)
     assert of_job.conclude() == b""
@@ -105,7 +105,7 @@ def test_when_the_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("seconds", "quiet", "told"), [(100.0, False, True), (100.0, True, False), (30.0, False, False)]
 )
-def test_a_straggler_of_a_long_job_is_named_without_being_asked(seconds: float, quiet: bool, told: bool) -> None:
+def test_straggler_of_a_long_job_is_named_without_the_stats_option(seconds: float, quiet: bool, told: bool) -> None:
     of_job = Statistics(False, None, Reporter("allranks run", quiet))
     for rank in range(3):
         world = GroupStats(

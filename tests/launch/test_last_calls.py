@@ -1,4 +1,4 @@
-"""What ranks were doing when a job failed: in few words, and in full in a file."""
+"""Last calls of the ranks of a failed job: a summary on stderr, and all details in a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ for step in range(5):
 
 
 def run(launcher: Launcher, how: str, *options: str) -> tuple[list[str], str]:
-    """The launcher's lines on stderr, and the file that they name."""
+    """Return the lines of the launcher on stderr and the content of the file that they name."""
     launcher.write(PROGRAM, "late.py")
     environ = {"XDG_STATE_HOME": str(launcher.folder / "state")}
     done = launcher.run("-n", "3", *options, "late.py", how, real_torch=True, environ=environ)
@@ -35,7 +35,7 @@ def run(launcher: Launcher, how: str, *options: str) -> tuple[list[str], str]:
     return lines, Path(launcher.folder, path).read_text()
 
 
-def test_a_timeout_says_where_the_late_rank_is(launcher: Launcher) -> None:
+def test_timeout_report_locates_the_late_rank(launcher: Launcher) -> None:
     lines, text = run(launcher, "sleep")
     assert lines[-2] == (
         "allranks run: ranks 0, 2 have waited 2 s in all_reduce #5 (late.py:12, shape (4,)) for rank 1, which is at "
@@ -57,18 +57,18 @@ def test_the_last_calls_of_a_killed_rank_are_shown(launcher: Launcher) -> None:
     assert text == (launcher.folder / "logs" / "last_calls.txt").read_text()
 
 
-def test_what_led_to_a_mismatch_is_in_the_file(launcher: Launcher) -> None:
+def test_file_contains_the_calls_before_a_mismatch(launcher: Launcher) -> None:
     _, text = run(launcher, "differ")
     for rank in range(3):
         part = text.partition(f"rank {rank}, pid ")[2].partition("\nrank ")[0]
         assert "  all_reduce #4 (late.py:12, shape (4,)) took " in part
-        # The first rank that fails makes the launcher look at all; another may not have compared yet.
+        # The launcher inspects all ranks when the first one fails. Another rank may not have compared the call yet.
         shape = 5 if rank == 2 else 4
         assert re.search(rf"  all_reduce #5 \(late.py:12, shape \({shape},\)\)(,| failed \(mismatch\) after )", part)
     assert "failed (mismatch)" in text
 
 
-def test_files_among_the_user_s_are_few(tmp_path: Path) -> None:
+def test_only_ten_reports_are_kept_and_other_files_are_untouched(tmp_path: Path) -> None:
     environ = {"XDG_STATE_HOME": str(tmp_path)}
     folder = tmp_path / "allranks"
     folder.mkdir()
@@ -82,7 +82,7 @@ def test_files_among_the_user_s_are_few(tmp_path: Path) -> None:
     assert (folder / "notes.txt").exists()
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+def test_report_that_cannot_be_written_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "allranks").write_text("no folder")
     assert write_report("text", None, {"XDG_STATE_HOME": str(tmp_path)}) is None
     assert write_report("text", tmp_path / "gone", {}) is None

@@ -1,4 +1,4 @@
-"""Lines that many ranks say, shown once: nothing lost, nothing late, each rank's lines in its order."""
+"""Collapsed output: equal lines of several ranks are shown once, without loss, delay or reordering."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Seen:
         return self.terminal.rows
 
 
-def test_a_line_of_all_is_shown_once_and_at_once() -> None:
+def test_line_of_all_ranks_is_shown_once_and_immediately() -> None:
     assert Seen().feed(*((rank, b"loading\n") for rank in range(4))) == ["[0-3] loading"]
 
 
-def test_a_line_of_some_is_shown_after_the_window() -> None:
+def test_line_of_some_ranks_is_shown_after_the_window() -> None:
     seen = Seen()
     assert seen.feed((2, b"a\n"), (0, b"b\n"), (1, b"a\n")) == [""]
     assert seen.collapse.due() == WINDOW_S
@@ -43,19 +43,19 @@ def test_a_line_of_some_is_shown_after_the_window() -> None:
     assert seen.collapse.due() is None
 
 
-def test_lines_in_parts_are_lines() -> None:
+def test_line_written_in_parts_is_collapsed() -> None:
     seen = Seen()
     parts = [(rank, part) for part in (b"load", b"ing", b"\n") for rank in range(4)]
     assert seen.feed(*parts) == ["[0-3] loading"]
 
 
-def test_hosts_stand_before_lines_of_one_host() -> None:
+def test_prefix_names_the_host_if_all_ranks_of_a_line_are_on_it() -> None:
     seen = Seen(hosts=["a", "a", "b", "b"])
     seen.feed((0, b"x\n"), (1, b"x\n"), (1, b"y\n"), (2, b"y\n"))
     assert seen.show(seen.collapse.flush()) == ["[a:0-1] x", "[1-2] y"]
 
 
-def test_an_open_line_on_a_terminal_is_shown_after_the_window() -> None:
+def test_unterminated_line_on_a_terminal_is_shown_after_the_window() -> None:
     seen = Seen(live=True)
     assert seen.feed((0, b"continue? ")) == [""]
     assert seen.show(seen.collapse.tick(WINDOW_S)) == ["[0] continue?"]
@@ -63,7 +63,7 @@ def test_an_open_line_on_a_terminal_is_shown_after_the_window() -> None:
     assert seen.show(seen.collapse.flush()) == ["[0] continue? yes", "[1] x"]
 
 
-def test_a_bar_moves_at_once_and_lines_stand_above_it() -> None:
+def test_progress_bar_moves_immediately_below_the_lines() -> None:
     seen = Seen(live=True)
     seen.feed(*((rank, b"begin\n") for rank in range(4)))
     assert seen.feed((0, b"\r10%")) == ["[0-3] begin", "[0] 10%"]
@@ -72,7 +72,7 @@ def test_a_bar_moves_at_once_and_lines_stand_above_it() -> None:
     assert seen.feed((0, b"\r\x1b[2K20%")) == ["[0-3] begin", "[1-2] x", "[0] 20%"]
 
 
-def test_bars_of_several_rows_move_at_once() -> None:
+def test_progress_bars_with_several_rows_move_immediately() -> None:
     seen = Seen(live=True)
     seen.feed((0, b"\x1b[?25la1\nb1"))
     for step in range(2, 5):
@@ -80,19 +80,19 @@ def test_bars_of_several_rows_move_at_once() -> None:
         assert rows == [f"[0] a{step}", f"[0] b{step}"]
 
 
-def test_what_a_rank_said_before_its_bar_is_shown_before_it() -> None:
+def test_line_before_a_progress_bar_is_shown_before_it() -> None:
     seen = Seen(live=True)
     assert seen.feed((1, b"a\n"), (0, b"a\n"), (0, b"\r10%")) == ["[0-1] a", "[0] 10%"]
 
 
-def test_an_unterminated_line_at_the_end() -> None:
+def test_unterminated_last_line_is_shown() -> None:
     seen = Seen()
     seen.feed((1, b"a\n"), (2, b"b"))
     seen.show(seen.collapse.end(2, 0.0))
     assert seen.show(seen.collapse.flush()) == ["[1] a", "[2] b"]
 
 
-def test_whole_lines_stand_apart_from_an_open_one() -> None:
+def test_complete_lines_are_not_mixed_with_an_unterminated_line() -> None:
     seen = Seen(live=True)
     seen.feed((0, b"\r10%"))
     seen.show(seen.collapse.line(0, b"warning", 0.0))
@@ -100,7 +100,7 @@ def test_whole_lines_stand_apart_from_an_open_one() -> None:
     assert seen.show(seen.collapse.flush()) == ["[0-1] warning", "[0] 10%"]
 
 
-def test_each_line_has_the_time_when_it_was_first_said() -> None:
+def test_collapsed_line_has_the_time_of_its_first_occurrence() -> None:
     names = Names(4)
     renderer = Plain(names.each(range(4)))
     collapse = Collapse(renderer, names.of, range(4))
@@ -112,7 +112,7 @@ def test_each_line_has_the_time_when_it_was_first_said() -> None:
     assert collapse.flush() == b"10:01 [1] b\n"
 
 
-def test_an_endless_line_does_not_wait() -> None:
+def test_very_long_line_is_shown_without_waiting_for_its_end() -> None:
     collapse = Seen().collapse
     out = b"".join(collapse.feed(0, b"x" * 65536, 0.0) for _ in range(40)) + collapse.end(0, 0.0)
     assert len(out) > 40 * 65536
@@ -120,7 +120,7 @@ def test_an_endless_line_does_not_wait() -> None:
 
 
 def expand(shown: bytes) -> dict[int, list[bytes]]:
-    """What each rank wrote, from collapsed lines."""
+    """Return the lines of each rank, reconstructed from collapsed lines."""
     said: dict[int, list[bytes]] = {rank: [] for rank in range(4)}
     for line in shown.split(b"\n"):
         if line:
@@ -140,14 +140,14 @@ WRITES = st.lists(
 
 
 @given(WRITES, st.booleans())
-def test_collapsed_lines_told_apart_are_what_the_ranks_wrote(writes: list[tuple[int, bytes, int]], live: bool) -> None:
+def test_expanded_lines_equal_the_output_of_each_rank(writes: list[tuple[int, bytes, int]], live: bool) -> None:
     seen, wrote, now, shown = Seen(live), dict.fromkeys(range(4), b""), 0, b""
     for rank, data, wait in writes:
         wrote[rank] += data
         now += wait
         shown += seen.collapse.feed(rank, data, now / 100)
         due = seen.collapse.due()
-        assert due is None or due > now / 100  # nothing waits longer
+        assert due is None or due > now / 100  # no line waits longer than the window
     for rank in range(4):
         shown += seen.collapse.end(rank, now / 100)
     shown += seen.collapse.flush()
@@ -162,7 +162,7 @@ BARS = [b"line\n", b"x", b"\r5%", b"\r\n", b"\r\x1b[2K", b"one\ntwo"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(BARS))))
-def test_no_line_is_lost_among_bars(writes: list[tuple[int, bytes]]) -> None:
+def test_no_line_is_lost_among_progress_bars(writes: list[tuple[int, bytes]]) -> None:
     collapse, alone, shown, wanted = Seen().collapse, Plain(Names(4).each(range(4))), b"", b""
     for number, (rank, data) in enumerate(writes):
         shown += collapse.feed(rank, data, number / 25)

@@ -1,4 +1,4 @@
-"""``allranks run --elastic``: a lost rank is started again alone, or the others go on without it."""
+"""``allranks run --elastic``: the launcher restarts a lost rank, or the other ranks continue without it."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ else:
 
 
 @STARTS
-def test_a_killed_rank_is_started_again_alone(launcher: Launcher, start: str) -> None:
+def test_only_the_killed_rank_is_restarted(launcher: Launcher, start: str) -> None:
     done = run(launcher, KILLED, "-n", "3", "--elastic", "2", "--start", start)
     assert (done.code, without_pids(done.err)) == (0, ["rank 1 (pid N) was killed by SIGKILL; restarted (1 of 3)"])
     assert done.lines == ["[0] start 0", "[1] start 0", "[1] start 1", "[2] start 0"]
 
 
-def test_a_command_is_started_again(launcher: Launcher) -> None:
+def test_killed_command_is_restarted(launcher: Launcher) -> None:
     script = "echo $RANK $ALLRANKS_START; [ $RANK$ALLRANKS_START = 10 ] && kill -9 $$; sleep 0.5"
     done = launcher.run("-n", "2", "--elastic", "1", "--", "sh", "-c", script)
     assert (done.code, done.lines) == (0, ["[0] 0 0", "[1] 1 0", "[1] 1 1"])
@@ -68,7 +68,7 @@ say("end")
     ]
 
 
-def test_too_few_are_left(launcher: Launcher) -> None:
+def test_job_fails_if_too_few_ranks_remain(launcher: Launcher) -> None:
     body = """
 if rank == 1: die()
 wait_for(1, 0, "gone")
@@ -85,7 +85,7 @@ time.sleep(60)
     assert lines[-1] == "ValueError: boom"
 
 
-def test_a_rank_that_fails_again_and_again_is_left_out(launcher: Launcher) -> None:
+def test_rank_that_fails_after_all_respawns_is_not_restarted(launcher: Launcher) -> None:
     body = """
 if rank == 1: raise ValueError(f"boom {start}")
 wait_for(1, 2, "gone")
@@ -102,7 +102,7 @@ wait_for(1, 2, "gone")
 
 
 @pytest.mark.parametrize("first", ["echo", "death"])
-def test_a_program_that_does_not_survive_losses_is_stopped(launcher: Launcher, first: str) -> None:
+def test_job_stops_if_a_rank_does_not_survive_the_loss_of_another(launcher: Launcher, first: str) -> None:
     wait = 'tell("echoed")' if first == "echo" else 'wait_for(1, 1, "running")'
     before = 'await_key("echoed")' if first == "echo" else ""
     body = f"""
@@ -124,7 +124,7 @@ time.sleep(60)
     )
 
 
-def test_an_excluded_rank_is_gone_and_is_no_failure(launcher: Launcher) -> None:
+def test_exit_of_an_excluded_rank_does_not_fail_the_job(launcher: Launcher) -> None:
     body = """
 if rank == 1: raise ExcludedError("the others have gone on")
 wait_for(1, 0, "gone")
@@ -136,7 +136,7 @@ wait_for(1, 0, "gone")
     ]
 
 
-def test_no_rank_is_started_again_when_nobody_has_the_state(launcher: Launcher) -> None:
+def test_no_rank_is_restarted_if_no_rank_has_the_state(launcher: Launcher) -> None:
     body = """
 if rank == 1:
     if start == 0: die()
@@ -154,19 +154,19 @@ time.sleep(60)
     assert "; restarted (" not in "".join(lines[1:])
 
 
-def test_a_rank_that_ends_well_is_gone(launcher: Launcher) -> None:
+def test_rank_that_exits_with_code_0_is_gone_and_not_reported(launcher: Launcher) -> None:
     done = run(launcher, 'rank and wait_for(0, 0, "gone")', "-n", "2", "--elastic", "2")
     assert (done.code, done.err) == (0, "")
 
 
-def test_the_last_rank_is_not_started_again(launcher: Launcher) -> None:
-    """It has nobody to get the state of the program from."""
+def test_last_rank_is_not_restarted(launcher: Launcher) -> None:
+    """Check that a rank is not restarted if no other rank can provide the state of the program."""
     done = run(launcher, "die()", "-n", "1", "--elastic", "1")
     assert done.code == 137
     assert "; restarted (" not in done.err
 
 
-def test_restarts_begin_anew_when_too_few_are_left(launcher: Launcher) -> None:
+def test_all_ranks_are_restarted_if_too_few_remain(launcher: Launcher) -> None:
     body = """
 round = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 assert start == 0 and table().version <= 1 + round  # the other rank of the second round may have ended
@@ -179,7 +179,7 @@ say("round", round)
     assert "restarting (1 of 1)" in done.err
 
 
-def test_two_ranks_are_lost_at_once(launcher: Launcher) -> None:
+def test_two_ranks_that_are_lost_simultaneously_are_restarted(launcher: Launcher) -> None:
     body = """
 if start == 0 and rank in (1, 2):
     tell(f"there{rank}")
@@ -198,7 +198,7 @@ await_key("back2")
     ]
 
 
-def test_what_a_lost_rank_leaves_behind_ends_before_it_is_started_again(launcher: Launcher) -> None:
+def test_child_processes_of_a_lost_rank_are_terminated_before_its_restart(launcher: Launcher) -> None:
     body = """
 import subprocess
 if rank == 1 and start == 0:
@@ -216,7 +216,7 @@ if rank == 1:
     assert (done.code, done.lines) == (0, ["[1] Z"])
 
 
-def test_a_rank_that_is_started_again_has_torch_and_allranks_imported(launcher: Launcher) -> None:
+def test_restarted_rank_has_torch_and_allranks_preloaded(launcher: Launcher) -> None:
     script = launcher.write(
         'import sys\nfound = [name in sys.modules for name in ("torch", "allranks._engines.native.engine")]\n'
         + SLOT_WATCH
@@ -277,7 +277,7 @@ say("other:", other_namespace.strip() != machine())
     assert [words for words in lines if words[:1] == ["other:"]] == [["other:", "True"]] * 2
 
 
-def test_a_rank_that_is_lost_later_has_imported_what_optimizers_need(launcher: Launcher) -> None:
+def test_rank_that_is_restarted_later_has_modules_of_optimizers_preloaded(launcher: Launcher) -> None:
     script = launcher.write(
         SLOT_WATCH
         + """
@@ -296,8 +296,12 @@ await_key("end")
 
 
 @pytest.mark.parametrize("part", ["template", "stopped template", "guard", "launcher"])
-def test_a_part_of_the_launcher_is_lost(launcher: Launcher, part: str) -> None:
-    """Without its template ranks start in fresh interpreters, without its guard as ever; with itself all ends."""
+def test_job_survives_the_loss_of_the_template_or_guard_but_not_of_the_launcher(launcher: Launcher, part: str) -> None:
+    """Lose one part of the launcher before a rank is restarted.
+
+    Without the template, ranks start in new interpreters. Without the guard, ranks start normally. Without the
+    launcher, the job ends.
+    """
     body = """
 if rank == 1:
     if start == 0:
@@ -338,11 +342,11 @@ def children(pid: int) -> list[int]:
 
 
 def stdout(pid: int) -> str:
-    """Those of ranks are pipes of their own, the guard's is /dev/null."""
+    """Return the stdout of a process: a separate pipe for each rank, /dev/null for the guard."""
     return os.readlink(f"/proc/{pid}/fd/1")
 
 
-def test_options(launcher: Launcher) -> None:
+def test_invalid_elastic_options_are_rejected(launcher: Launcher) -> None:
     script = str(launcher.write("pass"))
     for options, text in (
         (("-n", "2", "--respawns", "1"), "--respawns requires an elastic job.\n  Add --elastic MIN."),
@@ -356,7 +360,7 @@ def test_options(launcher: Launcher) -> None:
         assert text in done.err
 
 
-def test_a_rank_that_is_being_started_when_the_last_is_lost_has_nothing_to_go_on_with(launcher: Launcher) -> None:
+def test_job_fails_if_the_last_running_rank_is_lost_while_another_starts(launcher: Launcher) -> None:
     body = """
 if start == 0:
     _store.set(f"pid/{rank}", str(os.getpid()).encode())

@@ -1,4 +1,4 @@
-"""One rank fails: it is named, the others are stopped, and the exit code is its own."""
+"""Failure of one rank: the launcher names it, stops the other ranks and returns its exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def wait_for(other):
 
 
 def failing(launcher: Launcher, body: str, *options: str) -> tuple[int, list[str], str, float]:
-    """Runs a script; returns exit code, lines of stderr, stdout and seconds."""
+    """Run a script. Return the exit code, the lines of stderr, stdout and the duration in seconds."""
     path = launcher.write(PROLOGUE + body)
     begin = time.monotonic()
     done = launcher.run(*options, str(path))
@@ -53,7 +53,7 @@ def test_killed_rank_is_named(launcher: Launcher) -> None:
     )
 
 
-def test_rank_that_ends_well_does_not_end_the_others(launcher: Launcher) -> None:
+def test_rank_that_exits_with_code_0_does_not_stop_the_others(launcher: Launcher) -> None:
     code, err, out, _ = failing(launcher, "time.sleep(0.5 * rank); print('end')", "-n", "2", "--start", "spawn")
     assert (code, err) == (0, [])
     assert out.splitlines() == ["[0] end", "[1] end"]
@@ -61,8 +61,8 @@ def test_rank_that_ends_well_does_not_end_the_others(launcher: Launcher) -> None
 
 @STARTS
 @pytest.mark.parametrize("how", ["raise lost", "raise ValueError('later') from lost", "sys.exit(9)"])
-def test_echo_is_not_the_cause(launcher: Launcher, start: str, how: str) -> None:
-    # As in a collective: rank 0 notices at once that rank 1 is on its way out; rank 1's own failure is seen later.
+def test_echo_is_not_named_as_the_cause(launcher: Launcher, start: str, how: str) -> None:
+    # As in a collective: rank 0 detects immediately that rank 1 is exiting. The failure of rank 1 is visible later.
     body = f"""
 if rank == 1: ready()
 if rank == 0:
@@ -79,15 +79,15 @@ time.sleep(60)
     assert "rank 1" in err[0]
 
 
-def test_echo_without_a_cause_is_named_itself(launcher: Launcher) -> None:
+def test_echo_without_a_cause_is_named_as_the_failure(launcher: Launcher) -> None:
     body = "if rank == 1: raise PeerLostError('rank 0 went', 0)\ntime.sleep(60)"
     code, err, _, _ = failing(launcher, body, "-n", "2", "--start", "spawn")
     assert code == 1
     assert "rank 1" in err[0]
-    assert "allranks.PeerLostError: rank 0 went" in err[-2:]  # below it, from Python 3.11 on: a link
+    assert "allranks.PeerLostError: rank 0 went" in err[-2:]  # Python 3.11 and later print a link below it
 
 
-def test_failure_is_told_before_exit_handlers_run(launcher: Launcher) -> None:
+def test_failure_is_reported_before_exit_handlers_run(launcher: Launcher) -> None:
     body = """
 import atexit, threading
 if rank == 1:
@@ -107,7 +107,7 @@ time.sleep(60)
     assert sorted(out.splitlines()) == ["[0] True", "[1] handled"]
 
 
-def test_ranks_that_do_not_end_are_killed_after_the_grace(launcher: Launcher) -> None:
+def test_ranks_that_do_not_exit_are_killed_after_the_grace_time(launcher: Launcher) -> None:
     body = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 ready()
@@ -122,14 +122,14 @@ time.sleep(60)
     assert seconds < COMMAND_S
 
 
-def test_stopped_rank_is_ended_too(launcher: Launcher) -> None:
+def test_stopped_rank_is_terminated_too(launcher: Launcher) -> None:
     body = "if rank == 0: os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(0.3); sys.exit(5)"
     code, err, _, seconds = failing(launcher, body, "-n", "2", "--start", "spawn", "--grace", "60")
     assert (code, len(err)) == (5, 1)
     assert seconds < COMMAND_S
 
 
-def test_ranks_that_fail_alike_are_told_in_one_line(launcher: Launcher) -> None:
+def test_equal_failures_are_reported_in_one_line(launcher: Launcher) -> None:
     body = "time.sleep(max(0, float(sys.argv[1]) - time.time())); raise ValueError('same')"
     path = launcher.write(PROLOGUE + body)
     done = launcher.run("-n", "3", "--start", "spawn", str(path), str(time.time() + 1))
@@ -138,14 +138,14 @@ def test_ranks_that_fail_alike_are_told_in_one_line(launcher: Launcher) -> None:
     assert len([line for line in done.err.splitlines() if line.startswith("allranks run: also failed")]) <= 1
 
 
-def test_very_long_traceback(launcher: Launcher) -> None:
+def test_very_long_error_message_is_printed_completely(launcher: Launcher) -> None:
     code, err, _, _ = failing(launcher, "raise ValueError('x' * 300000)", "--start", "spawn")
     assert code == 1
     assert err[-1] == "ValueError: " + "x" * 300000
 
 
 @STARTS
-def test_what_a_rank_left_behind_does_not_keep_the_launcher(launcher: Launcher, start: str) -> None:
+def test_remaining_child_process_does_not_delay_the_launcher(launcher: Launcher, start: str) -> None:
     body = "import subprocess; subprocess.Popen(['sleep', '60']); print('done')"
     code, _, out, seconds = failing(launcher, body, "--start", start, "--grace", "60")
     assert (code, out) == (0, "[0] done\n")
@@ -153,7 +153,7 @@ def test_what_a_rank_left_behind_does_not_keep_the_launcher(launcher: Launcher, 
     assert launcher.wait_gone() == []
 
 
-def test_what_a_rank_left_behind_that_writes_on_does_not_keep_the_launcher(launcher: Launcher) -> None:
+def test_remaining_child_process_that_writes_does_not_delay_the_launcher(launcher: Launcher) -> None:
     body = "import subprocess; subprocess.Popen(['yes'])"
     code, _, out, seconds = failing(launcher, body, "--start", "spawn", "--grace", "60")
     assert code == 0
@@ -164,7 +164,7 @@ def test_what_a_rank_left_behind_that_writes_on_does_not_keep_the_launcher(launc
 
 @STARTS
 @pytest.mark.parametrize("how", ["os._exit(0)", "sys.exit(0)"])
-def test_echo_of_a_rank_that_left_with_code_0_fails_the_job(launcher: Launcher, start: str, how: str) -> None:
+def test_echo_of_a_rank_that_exited_with_code_0_fails_the_job(launcher: Launcher, start: str, how: str) -> None:
     body = f"""
 if rank == 1: ready(); {how}
 wait_for(1); time.sleep(0.1); raise PeerLostError("rank 1 died", 1)
@@ -176,7 +176,7 @@ wait_for(1); time.sleep(0.1); raise PeerLostError("rank 1 died", 1)
     assert err[-1] == "allranks run: rank 1 had already exited with code 0"
 
 
-def test_rank_that_leaves_before_a_collective_of_the_others(launcher: Launcher) -> None:
+def test_rank_that_exits_before_a_collective_fails_the_others(launcher: Launcher) -> None:
     script = """
         import os, torch
         import allranks as dist
@@ -189,11 +189,11 @@ def test_rank_that_leaves_before_a_collective_of_the_others(launcher: Launcher) 
     assert done.code == 1
     assert "rank 0" in err[0]
     assert 'script.py", line 6' in err[2]
-    assert "PeerLostError" in err[4]  # the package's own frames are left out
+    assert "PeerLostError" in err[4]  # the frames of allranks are omitted
     assert err[-1] == "allranks run: rank 1 had already exited with code 0"
 
 
-def test_frames_of_the_package_are_left_out_of_its_own_errors(launcher: Launcher) -> None:
+def test_frames_of_the_package_are_omitted_from_its_own_errors(launcher: Launcher) -> None:
     body = (
         "from allranks.launch.arguments.options import parse\n"
         "try: parse([])\nexcept ValueError as e: raise KeyError(1) from e"
@@ -212,7 +212,7 @@ def test_frames_of_the_package_are_shown_if_the_error_is_not_its_own(launcher: L
     assert any("_base/errors.py" in line for line in err)
 
 
-def test_who_left_early_is_told_while_the_others_go_on(launcher: Launcher) -> None:
+def test_early_exit_of_a_rank_is_reported_while_the_others_run(launcher: Launcher) -> None:
     backend = "if 'ALLRANKS_BACKEND' in os.environ: print(os.environ['ALLRANKS_BACKEND'], flush=True)\n"
     path = launcher.write(PROLOGUE + backend + "if rank == 0: time.sleep(1.5)")
     for options, said in (
@@ -262,7 +262,7 @@ def test_full_disk(launcher: Launcher, both: bool) -> None:
     assert both or err == b"allranks run: cannot write to stdout: No space left on device\n"
 
 
-def test_full_disk_of_the_logs(launcher: Launcher) -> None:
+def test_job_fails_if_log_files_are_on_a_full_disk(launcher: Launcher) -> None:
     (launcher.folder / "logs").mkdir()
     (launcher.folder / "logs" / "rank0.log").symlink_to("/dev/full")
     code, err, out, _ = failing(launcher, "print('x')\ntime.sleep(60)", "--start", "spawn", "--logs", "logs")
@@ -271,15 +271,15 @@ def test_full_disk_of_the_logs(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), 9)", "os.abort()"])
-def test_what_a_rank_has_written_before_it_ends_is_shown(launcher: Launcher, end: str) -> None:
-    """Also where the line has no end yet."""
+def test_output_before_an_abnormal_exit_is_shown(launcher: Launcher, end: str) -> None:
+    """Check the output of a rank that exits abnormally, including an unterminated line."""
     done = launcher.script(f"import os\nprint('whole line')\nprint('loading ...', end='')\n{end}", "-n", "1")
     assert done.code != 0
     assert "[0] whole line\n[0] loading ...\n" in done.out
 
 
-def test_a_command_line_that_is_not_utf8(launcher: Launcher) -> None:
-    """The report of a failure contains it, and the answer to allranks trace show."""
+def test_failure_of_a_command_line_that_is_not_utf8_is_reported(launcher: Launcher) -> None:
+    """Check a command line that the failure report and the answer to ``allranks trace show`` contain."""
     launcher.write(
         "import torch, allranks as dist\ndist.init_process_group()\ndist.all_reduce(torch.ones(dist.get_rank() + 1))"
     )

@@ -1,4 +1,4 @@
-"""Jobs that hang, and signals: where the ranks are is said, and in few words."""
+"""Jobs that hang or receive a signal: the launcher reports briefly where the ranks are."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def text(address: int = 2) -> str:
     return TEXT.format(runpy="<frozen runpy>", rank=rank.__file__).replace("02 (most", f"{address:02} (most")
 
 
-def test_stacks_are_taken_apart_and_the_launcher_s_frames_left_out() -> None:
+def test_parsed_stacks_omit_the_frames_of_the_launcher() -> None:
     (main, frames), (other, _) = parse(text())
     assert (main, other) == ("main thread", "thread loader")
     assert [frame.function for frame in frames] == ["forward", "step", "<module>"]
     assert main_place(text()) == "/home/me/train.py:7 in step"
 
 
-def test_equal_stacks_are_printed_once_whatever_the_addresses() -> None:
+def test_equal_stacks_with_different_addresses_are_printed_once() -> None:
     elsewhere = text().replace("line 7", "line 8")
     groups = render({2: text(2), 0: text(3), 1: elsewhere})
     assert [ranks for ranks, _ in groups] == [[0, 2], [1]]
     assert groups[1][1][2] == '  File "/home/me/train.py", line 8 in step'
 
 
-def test_what_is_no_stack_is_no_place() -> None:
+def test_text_without_a_stack_has_no_location() -> None:
     assert main_place("") == main_place("garbage\n") == ""
     assert render({0: "Thread 0x1 (most recent call first):\n  <no Python frame>\n"})[0][1][1] == "  <no Python frame>"
 
@@ -70,7 +70,7 @@ def end(process: subprocess.Popen[bytes]) -> tuple[int, list[str], list[str]]:
     return process.returncode, sorted(out.decode().splitlines()), err.decode().splitlines()
 
 
-def test_idle_job_says_where_all_ranks_are(launcher: Launcher) -> None:
+def test_idle_job_is_stopped_and_prints_the_stacks_of_all_ranks(launcher: Launcher) -> None:
     body = """
 def other(): time.sleep(60)
 def step():
@@ -104,7 +104,7 @@ def test_a_job_that_writes_is_not_idle(launcher: Launcher) -> None:
     assert (done.code, done.err) == (0, "")
 
 
-def test_idle_command_and_rank_that_blocks_all_signals(launcher: Launcher) -> None:
+def test_idle_report_explains_missing_stacks(launcher: Launcher) -> None:
     done = launcher.run("--idle-timeout", "0.5", "--", "sleep", "60")
     assert done.code == 124
     assert "rank 0 does not run a python script (pid " in done.err
@@ -114,7 +114,7 @@ def test_idle_command_and_rank_that_blocks_all_signals(launcher: Launcher) -> No
     assert "rank 0 did not report its stacks (blocked signals, or a system call)" in done.err
 
 
-def test_ranks_that_hang_in_a_collective(launcher: Launcher) -> None:
+def test_idle_report_locates_ranks_that_hang_in_a_collective(launcher: Launcher) -> None:
     script = """
         import threading, time
         begun = threading.Event()
@@ -139,7 +139,7 @@ def test_ranks_that_hang_in_a_collective(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_sigterm_says_where_the_ranks_were(launcher: Launcher, how: str) -> None:
+def test_sigterm_report_locates_the_ranks(launcher: Launcher, how: str) -> None:
     body = """
 def step():
     ready()
@@ -154,7 +154,7 @@ step()
     assert err == ["allranks run: stopped by SIGTERM", "allranks run: ranks 0-1: at script.py:9 in step"]
 
 
-def test_where_a_rank_was_that_ctrl_c_does_not_reach(launcher: Launcher) -> None:
+def test_ctrl_c_report_locates_ranks_that_ignore_the_signal(launcher: Launcher) -> None:
     body = "signal.signal(signal.SIGINT, signal.SIG_IGN)\nready()\ntime.sleep(60)"
     process = start(launcher, body, "--grace", "0.5")
     process.send_signal(signal.SIGINT)
@@ -163,7 +163,7 @@ def test_where_a_rank_was_that_ctrl_c_does_not_reach(launcher: Launcher) -> None
     assert err[1:] == ["allranks run: stopped by SIGINT", "allranks run: ranks 0-1: at script.py:8 in <module>"]
 
 
-def test_signals_are_passed_on_to_ranks_and_stop_nothing(launcher: Launcher) -> None:
+def test_user_signals_are_forwarded_and_do_not_stop_the_job(launcher: Launcher) -> None:
     body = """
 def count(number, frame):
     print(signal.Signals(number).name)
@@ -185,14 +185,14 @@ child.kill()
     assert end(process) == (0, names, [])
 
 
-def test_signals_that_are_not_passed_on_are_the_launcher_s(launcher: Launcher) -> None:
+def test_signal_that_is_not_forwarded_terminates_the_launcher(launcher: Launcher) -> None:
     process = start(launcher, "ready()\ntime.sleep(60)", "--signals", "none")
     process.send_signal(signal.SIGUSR1)
     assert process.wait(20) == -signal.SIGUSR1
     assert launcher.wait_gone() == []
 
 
-def test_a_program_that_replaces_itself_is_not_asked(launcher: Launcher) -> None:
+def test_rank_that_calls_exec_is_not_asked_for_its_stacks(launcher: Launcher) -> None:
     body = "os.execvp('sh', ['sh', '-c', 'trap \"echo saved; exit 0\" TERM; touch ready$RANK; sleep 60 & wait'])"
     process = start(launcher, body)
     process.send_signal(signal.SIGTERM)

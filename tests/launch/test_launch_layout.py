@@ -1,4 +1,4 @@
-"""How many ranks each host gets."""
+"""Distribution of ranks over hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("hosts", "nproc", "per_host", "wanted"), CASES)
-def test_ranks_are_shared_out(hosts: str, nproc: int | None, per_host: object, wanted: list[int]) -> None:
+def test_ranks_are_distributed_over_hosts(hosts: str, nproc: int | None, per_host: object, wanted: list[int]) -> None:
     has = [(8, 2), (4, 1), (2, 0)]
     slots = parse_hosts(hosts, "-H")
     assert share_out(slots, nproc, per_host, has[: len(slots)]) == wanted  # type: ignore[arg-type]
@@ -39,7 +39,9 @@ def test_ranks_are_shared_out(hosts: str, nproc: int | None, per_host: object, w
         ("a,b", None, "gpu", "b has no GPU"),
     ],
 )
-def test_what_does_not_fit(hosts: str, nproc: int | None, per_host: object, message: str | None) -> None:
+def test_too_many_ranks_for_the_hosts_are_rejected(
+    hosts: str, nproc: int | None, per_host: object, message: str | None
+) -> None:
     slots, has = parse_hosts(hosts, "-H"), [(8, 2), (4, 0)]
     if message is None:
         assert sum(share_out(slots, nproc, per_host, has)) == 4  # type: ignore[arg-type]
@@ -48,7 +50,7 @@ def test_what_does_not_fit(hosts: str, nproc: int | None, per_host: object, mess
         share_out(slots, nproc, per_host, has)  # type: ignore[arg-type]
 
 
-def test_a_scheduler_s_slots_are_no_limit() -> None:
+def test_slots_of_a_scheduler_are_not_a_limit() -> None:
     one_each = [Slots("a", 1), Slots("b", 1)]
     assert share_out(one_each, None, None, strict=False) == [1, 1]
     assert share_out(one_each, None, 4, strict=False) == [4, 4]
@@ -56,7 +58,7 @@ def test_a_scheduler_s_slots_are_no_limit() -> None:
     assert share_out([Slots("a", 3), Slots("b", 1)], 4, None, strict=False) == [3, 1]
 
 
-def test_a_plan_is_told() -> None:
+def test_description_of_a_plan_lists_the_ranks_of_each_host() -> None:
     assert describe_plan(["node0", "n1", "n2"], [2, 1, 0], "by ssh", "python x.py") == (
         "python x.py, on 3 hosts, started by ssh:\n  node0  ranks 0-1\n  n1     rank 2\n  n2     none"
     )

@@ -1,4 +1,4 @@
-"""Log files, and which streams are shown: torchrun's words and its layout."""
+"""Log files and visible streams, with the options and the file layout of torchrun."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ sys.stdout.write("end")
 
 
 def files(folder: Path) -> dict[str, str]:
-    """The text of each file, by its path below the run's folder."""
+    """Return the text of each log file by its path relative to the folder of the run."""
     return {
         str(path.relative_to(run)): path.read_text()
         for run in folder.iterdir() for path in run.rglob("*.log")
@@ -43,7 +43,7 @@ def test_redirected_streams_are_in_files_only(launcher: Launcher) -> None:
     }
 
 
-def test_the_files_are_where_torchrun_puts_them(launcher: Launcher) -> None:
+def test_log_files_are_the_same_as_with_torchrun(launcher: Launcher) -> None:
     options = ["-r", "2", "--tee", "0:3,1:0"]
     script = launcher.write("import os, sys\nprint('out'); print('err', file=sys.stderr)")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -62,15 +62,15 @@ def test_the_files_are_where_torchrun_puts_them(launcher: Launcher) -> None:
     assert re.fullmatch(r"[\w-]+_\w{8}", theirs.name)
 
 
-def test_a_folder_that_nobody_named_is_told(launcher: Launcher, tmp_path: Path) -> None:
+def test_default_log_folder_is_printed(launcher: Launcher, tmp_path: Path) -> None:
     done = launcher.script(SCRIPT, "-t", "3", "--start", "spawn", environ={"TMPDIR": str(tmp_path)})
     match = re.search(r"allranks run: log files are in (\S+)", done.err)
     assert match is not None
     assert files(Path(match[1]))["attempt_0/0/stderr.log"] == "err\n"
 
 
-def test_streams_that_come_apart_never_share_a_line(launcher: Launcher) -> None:
-    """Stdout and stderr of the command are one file here, and the rank's are two because of --tee."""
+def test_separate_streams_never_share_a_line(launcher: Launcher) -> None:
+    """Write to the separate stdout and stderr of a rank (because of --tee), which are shown in one file."""
     script = launcher.write(
         """
         import os
@@ -89,14 +89,14 @@ def test_streams_that_come_apart_never_share_a_line(launcher: Launcher) -> None:
     assert sorted(done.stdout.splitlines()) == [b"[0] err", b"[0] half a line", b"[0] open"]
 
 
-def test_some_ranks_only(launcher: Launcher) -> None:
+def test_local_ranks_filter_hides_the_output_of_other_ranks(launcher: Launcher) -> None:
     options = ["-n", "3", "--start", "spawn", "--local-ranks-filter", "0,2", "--logs", "logs"]
     done = launcher.script(SCRIPT, *options)
     assert done.lines == ["[0] False out", "[0] end", "[2] False out", "[2] end"]
     assert (launcher.folder / "logs/rank1.log").read_text().splitlines().count("False out") == 1
     done = launcher.script("import os, sys\nif os.environ['RANK'] == '1': print('tail'); os._exit(3)", *options)
     assert (done.code, done.out) == (3, "")
-    assert done.err.splitlines()[1:] == ["tail"]  # of whom nothing was shown
+    assert done.err.splitlines()[1:] == ["tail"]  # the output of this rank was hidden
 
 
 def test_timestamps_on_the_screen_and_in_files(launcher: Launcher) -> None:
@@ -112,7 +112,7 @@ def test_timestamps_on_the_screen_and_in_files(launcher: Launcher) -> None:
     assert [line[23:] for line in lines[-4:]].count(" err") == 2
 
 
-def test_a_failure_is_told_after_all_that_collapsed(launcher: Launcher) -> None:
+def test_failure_is_reported_after_all_collapsed_lines(launcher: Launcher) -> None:
     script = """
         import os, signal
         print("same", flush=True)
@@ -136,7 +136,7 @@ def test_a_failure_is_told_after_all_that_collapsed(launcher: Launcher) -> None:
 
 
 class Shown:
-    """A screen in this process, on pipes as pytest has them."""
+    """Screen in this process that writes to the pipes of pytest."""
 
     def __init__(self, capfd: pytest.CaptureFixture[str], ranks: range, display: Display, **how: object) -> None:
         self.capfd = capfd
@@ -154,7 +154,7 @@ class Shown:
         return self.capfd.readouterr().out.splitlines()
 
 
-def test_a_part_of_a_job_keeps_its_numbers_and_hosts(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_screen_of_some_ranks_keeps_their_numbers_and_hosts(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     hosts = ["a"] * 8 + ["long"] * 8
     shown = Shown(capfd, range(8, 16), Display(logs=tmp_path, collapse="auto"), hosts=hosts, world_size=16)
     outputs = [Output(rank, 1, b"same\n") for rank in range(8, 16)] + [Output(9, 1, b"own")]
@@ -163,7 +163,7 @@ def test_a_part_of_a_job_keeps_its_numbers_and_hosts(capfd: pytest.CaptureFixtur
     assert (tmp_path / "rank9.log").read_text() == "same\nown\n"
 
 
-def test_filter_and_files_go_by_local_ranks_of_each_host(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_filter_and_log_files_use_local_ranks_of_each_host(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     display = Display(only=frozenset({1}), redirects=Streams(of_some={0: 1}), log_dir=tmp_path)
     shown = Shown(capfd, range(4), display, hosts=["a", "a", "b", "b"], run_id="job")
     assert shown.take(*(Output(rank, 1, b"%d\n" % rank) for rank in range(4))) == ["[a:1] 1", "[b:3] 3"]
@@ -171,7 +171,7 @@ def test_filter_and_files_go_by_local_ranks_of_each_host(capfd: pytest.CaptureFi
     assert texts == ["0\n", "2\n"]
 
 
-def test_attempts_of_a_run_are_together(tmp_path: Path) -> None:
+def test_log_files_of_all_attempts_are_in_one_folder(tmp_path: Path) -> None:
     display = Display(logs=tmp_path / "lines", log_dir=tmp_path / "bytes", tee=Streams(1))
     for attempt in range(2):
         logs = Logs(display, {0: ("", 0)}, "again", attempt)
@@ -183,7 +183,7 @@ def test_attempts_of_a_run_are_together(tmp_path: Path) -> None:
     assert files(tmp_path / "bytes") == {"attempt_0/0/stdout.log": "byte 0", "attempt_1/0/stdout.log": "byte 1"}
 
 
-def test_a_full_disk_is_told_once_and_other_files_go_on(tmp_path: Path) -> None:
+def test_full_disk_is_reported_once_and_other_log_files_continue(tmp_path: Path) -> None:
     logs = Logs(Display(logs=tmp_path, log_dir=tmp_path / "x", tee=Streams(1)), {0: ("", 0)}, "full", 0)
     logs._lines[0].file.close()
     logs._lines[0].file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""``allranks run --mode master``: rank 0 alone runs the script, the others are its workers."""
+"""``allranks run --mode master``: only rank 0 runs the script, and the other ranks are its workers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ def environ() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2] / "src"), SUPPORT])}
 
 
-def test_workers_serve(launcher: Launcher) -> None:
-    """They may die, come again, and be stopped or busy when the master ends: here by Ctrl-C, which is its own."""
+def test_killed_worker_is_replaced_and_ctrl_c_ends_all_workers(launcher: Launcher) -> None:
+    """Kill and restart a worker, then stop the master with Ctrl-C.
+
+    When the master exits, one worker is busy and the other is stopped with SIGSTOP.
+    """
     path = launcher.write(MASTER)
     process = launcher.start("--mode", "master", "-n", "3", str(path), "word", real_torch=True, environ=environ())
     assert process.stdout is not None
@@ -52,7 +55,7 @@ def test_workers_serve(launcher: Launcher) -> None:
     assert b"script.py:" in err
 
 
-def test_wrong_command_lines(launcher: Launcher) -> None:
+def test_invalid_master_mode_options_are_rejected(launcher: Launcher) -> None:
     script = str(launcher.write("print('never')"))
     for words, message in (
         (

@@ -1,4 +1,4 @@
-"""Arguments, and what is said about wrong ones."""
+"""Command-line arguments, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from allranks.launch.spec.target import Target
 from support.launcher_process import Launcher
 
 
-def test_defaults() -> None:
+def test_omitted_options_have_default_values() -> None:
     options = parse(["train.py"])
     assert options.target == Target("script", "train.py")
     assert (options.nproc, options.start, options.display.show, options.display.logs) == (None, "fork", "all", None)
@@ -34,34 +34,34 @@ def test_defaults() -> None:
     )
 
 
-def test_trace_reaches_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_folder_is_exported_as_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert parse(["--trace", "traces", "x.py"]).environ == {"ALLRANKS_TRACE": str(tmp_path / "traces")}
     assert parse(["--trace", "/traces", "x.py"]).environ == {"ALLRANKS_TRACE": "/traces"}
 
 
-def test_what_follows_the_script_is_its_own() -> None:
+def test_arguments_after_the_script_belong_to_the_script() -> None:
     options = parse(["-n", "2", "train.py", "-n", "3", "--", "-q", "--start=x"])
     assert options.target == Target("script", "train.py", ("-n", "3", "--", "-q", "--start=x"))
     assert (options.nproc, options.reporter.quiet) == (2, False)
 
 
-def test_module_and_command() -> None:
+def test_arguments_after_a_module_or_command_belong_to_it() -> None:
     assert parse(["-m", "a.b", "-m", "x"]).target == Target("module", "a.b", ("-m", "x"))
     assert parse(["--", "ls", "--", "-l"]).target == Target("command", "ls", ("--", "-l"))
 
 
 @pytest.mark.parametrize("words", [["-n", "3"], ["-n3"], ["--nproc=3"], ["-np", "3"]])
-def test_spellings_of_nproc(words: list[str]) -> None:
+def test_all_spellings_of_nproc_are_accepted(words: list[str]) -> None:
     assert parse([*words, "--use-env", "--standalone", "x.py"]).nproc == 3
 
 
 @pytest.mark.parametrize("words", [["--nproc-per-node", "3"], ["--nproc_per_node=3"]])
-def test_spellings_of_nproc_per_node(words: list[str]) -> None:
+def test_all_spellings_of_nproc_per_node_are_accepted(words: list[str]) -> None:
     assert parse([*words, "x.py"]).per_host == 3
 
 
-def test_torchrun_s_options() -> None:
+def test_options_of_torchrun_are_accepted() -> None:
     words = ["--nnodes=2:4", "--node_rank", "1", "--max-restarts", "2", "--nproc-per-node", "3", "x.py", "--nnodes"]
     wanted = Options(Target("script", "x.py", ("--nnodes",)), per_host=3, nodes=(2, 4), node=1, restarts=2)
     assert parse(words) == wanted
@@ -73,7 +73,7 @@ def test_hosts(tmp_path: Path) -> None:
     assert parse(["--hostfile", str(tmp_path / "hosts"), "x.py"]).hosts == (Slots("a", 2), Slots("b"))
 
 
-def test_leader() -> None:
+def test_leader_is_read_from_rendezvous_and_master_options() -> None:
     assert parse(["--rdzv-endpoint", "node0:7", "--rdzv_id", "a", "x.py"]).leader == ("node0", 7)
     assert parse(["--rdzv-endpoint=[::1]:0", "x.py"]).leader == ("::1", 0)
     assert parse(["--rdzv-endpoint", "node0", "--rdzv-backend", "c10d", "x.py"]).leader == ("node0", 29400)
@@ -83,18 +83,18 @@ def test_leader() -> None:
     assert parse(["--master_addr", "::1", "--master_port=8", "x.py"]).leader == ("::1", 8)
 
 
-def test_standalone_is_here_whatever_the_scheduler_gave_us() -> None:
+def test_standalone_ignores_the_scheduler() -> None:
     assert parse(["--standalone", "x.py"]).env == "local"
 
 
-def test_auto() -> None:
+def test_auto_and_gpu_are_accepted_as_numbers() -> None:
     assert parse(["-n", "auto", "x.py"]).per_host == "auto"
     assert parse(["--nproc-per-node", "gpu", "x.py"]).per_host == "gpu"
     assert parse(["--threads", "auto", "x.py"]).threads is None
     assert parse(["--threads", "3", "x.py"]).threads == 3
 
 
-def test_threads_are_shared_out_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpus_are_divided_among_ranks_unless_the_user_sets_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environ, "usable_cpus", lambda: 8)
     assert environ.threads_per_rank(3, None, {}) == "2"
     assert environ.threads_per_rank(16, None, {"OMP_NUM_THREADS": ""}) == "1"
@@ -102,7 +102,7 @@ def test_threads_are_shared_out_unless_the_user_says_otherwise(monkeypatch: pyte
     assert environ.threads_per_rank(3, 7, {"OMP_NUM_THREADS": "5"}) == "7"
 
 
-def test_backend_and_voice() -> None:
+def test_backend_environment_and_verbosity_are_read() -> None:
     assert parse(["--backend", "cpu:gloo,cuda:nccl", "x.py"]).environ == {"ALLRANKS_BACKEND": "cpu:gloo,cuda:nccl"}
     assert parse(["-x", "A=b", "-x", "C", "--instead-of-gloo", "x.py"]).environ.keys() == {
         "A",
@@ -111,13 +111,13 @@ def test_backend_and_voice() -> None:
     assert [parse([word, "x.py"]).reporter for word in ("-q", "-v")] == [Reporter(quiet=True), Reporter(verbose=True)]
 
 
-def test_times() -> None:
+def test_times_have_optional_units() -> None:
     times = {"30": 30.0, "30s": 30.0, "1.5m": 90.0, "2h": 7200.0, ".5": 0.5}
     assert [parse(["--grace", text, "x.py"]).grace_s for text in times] == list(times.values())
     assert parse(["--idle-timeout", "5m", "x.py"]).idle_s == 300
 
 
-def test_torchrun_s_words_for_streams() -> None:
+def test_stream_options_of_torchrun_are_accepted() -> None:
     display = parse(
         ["-t", "10:3,0:1", "--redirects", "2", "--log_dir", "d", "--local_ranks_filter=0,12", "x.py"]
     ).display
@@ -132,7 +132,7 @@ def test_torchrun_s_words_for_streams() -> None:
     assert (display.log_dir, display.only) == (Path("d"), frozenset({0, 12}))
 
 
-def test_signals() -> None:
+def test_signals_are_read_with_or_without_prefix() -> None:
     assert parse(["x.py"]).signals == (signal.SIGUSR1, signal.SIGUSR2)
     assert parse(["--signals", "usr1,SIGALRM", "x.py"]).signals == (signal.SIGUSR1, signal.SIGALRM)
     assert parse(["--signals", "none", "x.py"]).signals == ()
@@ -260,7 +260,7 @@ BAD = {
 }
 
 
-def test_a_user_of_another_name_is_elsewhere(launcher: Launcher) -> None:
+def test_localhost_with_another_user_is_reached_by_ssh(launcher: Launcher) -> None:
     launcher.write("", "plain.py")
     name = pwd.getpwuid(os.getuid()).pw_name
     plans = [launcher.run("--dry-run", "-H", f"{user}@localhost", "plain.py").out for user in (name, "nobody", "none")]
@@ -275,7 +275,7 @@ def test_a_script_needs_no_extension(launcher: Launcher, name: str) -> None:
 
 
 @pytest.mark.parametrize("words", [["--master-addr", "localhost", "--master-port", "29517"], ["-N1", "--node-rank=0"]])
-def test_a_host_alone_may_say_so_as_one_of_many_would(launcher: Launcher, words: list[str]) -> None:
+def test_single_host_accepts_the_options_of_several_hosts(launcher: Launcher, words: list[str]) -> None:
     done = launcher.script("import os; print(os.environ['WORLD_SIZE'])", *words)
     assert (done.code, done.out) == (0, "[0] 1\n"), done.err
 
@@ -295,8 +295,8 @@ RANK = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_HOSTNAME": "node1", "MPI_LOCALRAN
 
 
 @pytest.mark.parametrize("case", IN_PLACE)
-def test_in_place_nothing_is_dropped_without_a_word(launcher: Launcher, case: str) -> None:
-    """What MPICH's mpirun sets stands for it here."""
+def test_options_that_have_no_effect_in_place_are_rejected(launcher: Launcher, case: str) -> None:
+    """Set the variables that MPICH's mpirun sets, to simulate a rank that it has started."""
     launcher.write("raise SystemExit('must not run')", "plain.py")
     words, message = IN_PLACE[case]
     done = launcher.run(*words, "plain.py", environ=RANK)
@@ -304,7 +304,7 @@ def test_in_place_nothing_is_dropped_without_a_word(launcher: Launcher, case: st
     assert message in done.err
 
 
-def test_in_place_as_a_plan(launcher: Launcher) -> None:
+def test_dry_run_in_place_describes_the_rank(launcher: Launcher) -> None:
     launcher.write("raise SystemExit('must not run')", "plain.py")
     done = launcher.run("--dry-run", "plain.py", environ=RANK)
     assert (done.code, done.out) == (
@@ -313,7 +313,7 @@ def test_in_place_as_a_plan(launcher: Launcher) -> None:
     )
 
 
-def test_one_rank_on_each_host_of_a_launcher_that_does_not_say_where_host_0_is(launcher: Launcher) -> None:
+def test_unknown_name_of_host_0_is_an_error(launcher: Launcher) -> None:
     launcher.write("raise SystemExit('must not run')", "plain.py")
     done = launcher.run("plain.py", environ=RANK | {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"})
     assert (done.code, done.out) == (2, "")
@@ -342,7 +342,10 @@ print(json.dumps(said))
 
 @pytest.fixture(scope="module")
 def said_of_bad(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each, of one process: none of them may start anything."""
+    """Run all invalid command lines in one process. Return exit code, stdout and stderr of each.
+
+    No command line may start a rank.
+    """
     launcher = Launcher(tmp_path_factory.mktemp("bad"))
     (launcher.folder / "folder").mkdir()
     launcher.write("raise SystemExit('must not run')", "plain.py")
@@ -363,7 +366,7 @@ def said_of_bad(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_wrong_arguments_cost_one_line(case: str, said_of_bad: dict[str, tuple[int, str, str]]) -> None:
+def test_invalid_arguments_print_one_error(case: str, said_of_bad: dict[str, tuple[int, str, str]]) -> None:
     code, out, err = said_of_bad[case]
     assert (code, out) == (2, "")
     assert BAD[case][1] in err
@@ -372,14 +375,14 @@ def test_wrong_arguments_cost_one_line(case: str, said_of_bad: dict[str, tuple[i
     assert "Traceback" not in err
 
 
-def test_wrong_arguments_cost_no_time(launcher: Launcher) -> None:
+def test_invalid_arguments_are_reported_without_importing_torch(launcher: Launcher) -> None:
     launcher.write("raise SystemExit('torch must not be imported')", "fake/torch.py")
     done = launcher.run("nowhere.py")
     assert (done.code, done.out) == (2, "")
     assert done.err == f"allranks run: error: cannot find script 'nowhere.py' in {launcher.folder}\n"
 
 
-def test_so_many_ranks_that_files_run_out(launcher: Launcher) -> None:
+def test_too_many_ranks_for_the_limit_of_open_files_is_an_error(launcher: Launcher) -> None:
     done = launcher.run("-n", "100000000", "--", "true")
     assert done.code == 2
     assert "open files" in done.err
@@ -390,7 +393,7 @@ def allranks(*words: str, module: str = "allranks") -> subprocess.CompletedProce
     return subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True, check=False)
 
 
-def test_the_command_itself() -> None:
+def test_allranks_command_suggests_corrections() -> None:
     assert allranks("--version").stdout.startswith("allranks 0.")
     assert "bench" in allranks("--help").stdout
     for words, said in (
@@ -408,8 +411,11 @@ def test_python_m_allranks_launch_is_allranks_launch() -> None:
     assert allranks("--help", module="allranks.launch").stdout == allranks("launch", "--help").stdout != ""
 
 
-def test_help_imports_little() -> None:
-    """Interpreters start in 20 ms, and each hundred modules take as long again: nobody waits for the help."""
+def test_help_imports_few_modules() -> None:
+    """Check that the help imports fewer than 200 modules, and not torch.
+
+    An interpreter starts in 20 ms, and each hundred modules add another 20 ms.
+    """
     code = "import sys; from allranks.__main__ import main\ntry: main(['run', '--help'])\nfinally: print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = done.stdout.splitlines()[-1].split()
@@ -429,7 +435,7 @@ def test_running_a_job_imports_no_torch_into_the_launcher() -> None:
 def test_jobs_of_a_rehearsal_have_the_same_command_line(target: list[str]) -> None:
     own = ["--rehearse", "-n", "3", "--elastic", "2", "--restarts", "1"]
     words = ["-n", "3", "--elastic", "2", "--restarts", "1", "--restarts", "0", "--show", "all", *target]
-    if target[0] == "-m":  # a flag: it stays before the options that are added
+    if target[0] == "-m":  # -m is a flag: it stays before the added options
         words = [*words[:6], "-m", *words[6:10], *target[1:]]
     options = parse([*own, *target])
     assert list(options.rehearse) == words
@@ -437,7 +443,7 @@ def test_jobs_of_a_rehearsal_have_the_same_command_line(target: list[str]) -> No
     assert (again.target, again.restarts, again.rehearse) == (options.target, 0, ())
 
 
-def test_no_option_takes_two_dashes_for_a_value() -> None:
+def test_no_option_accepts_two_dashes_as_its_value() -> None:
     names = [name for action in _parser()._actions for name in action.option_strings if name.startswith("--")]
     assert len(names) > 60
     for name in names:

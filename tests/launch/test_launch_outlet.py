@@ -1,4 +1,4 @@
-"""Writing without waiting for the reader, whatever the output is."""
+"""Writes to any kind of output that do not wait for the reader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pipe() -> tuple[int, int]:
     return os.pipe()
 
 
-def sockets() -> tuple[int, int]:  # cannot be opened again
+def sockets() -> tuple[int, int]:  # a socket cannot be reopened
     ear, mouth = socket.socketpair()
     return ear.detach(), mouth.detach()
 
@@ -31,13 +31,13 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     os.close(mouth)
 
 
-def test_what_is_not_read_waits_and_nothing_is_lost(ends: tuple[int, int]) -> None:
+def test_unread_output_is_kept_without_loss(ends: tuple[int, int]) -> None:
     ear, mouth = ends
     outlet = Outlet(mouth)
     outlet.put(DATA)
     outlet.flush()
     assert 0 < outlet.backlog < len(DATA)
-    assert os.get_blocking(mouth)  # it is the shell's too
+    assert os.get_blocking(mouth)  # the shell uses the same open file, so it must stay blocking
     read = bytearray()
     while len(read) < len(DATA):
         read += os.read(ear, 1 << 16)
@@ -48,7 +48,7 @@ def test_what_is_not_read_waits_and_nothing_is_lost(ends: tuple[int, int]) -> No
     os.close(ear)
 
 
-def test_reader_that_goes_is_told_of_once(ends: tuple[int, int]) -> None:
+def test_closed_reader_is_reported_once(ends: tuple[int, int]) -> None:
     ear, mouth = ends
     outlet = Outlet(mouth)
     os.close(ear)
@@ -61,7 +61,7 @@ def test_reader_that_goes_is_told_of_once(ends: tuple[int, int]) -> None:
     outlet.close()
 
 
-def test_file_is_written_where_others_write_on(tmp_path: Path) -> None:
+def test_outlet_and_other_writers_share_the_file_position(tmp_path: Path) -> None:
     with open(tmp_path / "file", "wb", buffering=0) as file:
         file.write(b"before ")
         outlet = Outlet(file.fileno())

@@ -1,4 +1,4 @@
-"""The renderers: bytes in, bytes out."""
+"""Renderers of rank output: input bytes and the resulting bytes."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class Seen:
         return self.terminal.rows
 
 
-def test_prefixes_are_of_one_width() -> None:
+def test_prefixes_have_the_same_width() -> None:
     assert prefixes(2) == {0: b"[0] ", 1: b"[1] "}
     assert prefixes(12)[1] == b"[ 1] "
     assert prefixes(12)[11] == b"[11] "
 
 
-def test_prefixes_in_colour_end_in_a_reset() -> None:
+def test_colored_prefixes_end_with_a_reset() -> None:
     assert prefixes(1, colour=True) == {0: b"\x1b[36m[0] \x1b[0m"}
 
 
-def test_prefixes_across_hosts_are_of_one_width() -> None:
+def test_prefixes_with_host_names_have_the_same_width() -> None:
     each = prefixes(11, ["node9"] * 8 + ["node10"] * 3)
     assert (each[7], each[10]) == (b"[  node9:7] ", b"[node10:10] ")
 
@@ -63,7 +63,7 @@ def test_some_ranks_of_a_job_keep_their_numbers() -> None:
     assert names.of([8, 9, 11]) == b"[8-9,11] "
 
 
-def test_time_stands_before_prefixes_and_bars_stay_in_place() -> None:
+def test_timestamps_are_before_prefixes_and_bars_stay_in_place() -> None:
     seen = Seen()
     seen.live.stamp = b"10:00 "
     assert seen.feed((0, b"\r10%"), (1, b"x\n")) == ["10:00 [1] x", "10:00 [0] 10%"]
@@ -90,7 +90,7 @@ def test_plain_shows_the_last_state_of_each_line(writes: list[bytes], shown: byt
     assert feed(plain(), *((0, data) for data in writes)) == shown
 
 
-def test_plain_never_mixes_halves_of_lines() -> None:
+def test_plain_never_mixes_parts_of_lines() -> None:
     assert feed(plain(), (0, b"a"), (1, b"b"), (0, b"A\n"), (1, b"B\n")) == b"[0] aA\n[1] bB\n"
 
 
@@ -101,7 +101,7 @@ def test_plain_shows_an_unterminated_line_at_the_end() -> None:
     assert renderer.end(1) == b""
 
 
-def test_plain_shows_nothing_of_a_bar_that_wiped_itself() -> None:
+def test_plain_does_not_show_a_bar_that_erased_itself() -> None:
     renderer = plain()
     assert renderer.feed(0, b"\r50%\r    \r") == b""
     assert renderer.end(0) == b""
@@ -114,7 +114,7 @@ def test_plain_does_not_keep_a_bar_that_never_ends() -> None:
     assert renderer.end(0) == b"[0] step 9999\n"
 
 
-def test_plain_breaks_endless_lines() -> None:
+def test_plain_splits_very_long_lines() -> None:
     renderer = plain()
     out = feed(renderer, *((0, b"x" * 65536) for _ in range(100))) + renderer.end(0)
     assert out.replace(b"[0] ", b"").replace(b"\n", b"") == b"x" * 6553600
@@ -122,7 +122,7 @@ def test_plain_breaks_endless_lines() -> None:
 
 
 @given(st.lists(st.sampled_from([b"a", b"\r", b"\n", b"\xc3", b"\xa9", b"bc"]), max_size=30), st.data())
-def test_plain_does_not_depend_on_how_bytes_are_cut(parts: list[bytes], data: st.DataObject) -> None:
+def test_plain_does_not_depend_on_how_bytes_are_split(parts: list[bytes], data: st.DataObject) -> None:
     whole = b"".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=5)))
     one, many = plain(), plain()
@@ -138,7 +138,7 @@ def test_live_bar_moves_in_place() -> None:
     assert seen.feed((0, b"done\n")) == ["[0] 100%", "[0] done"]
 
 
-def test_live_lines_of_others_stand_above_the_bar() -> None:
+def test_live_lines_of_other_ranks_are_above_the_bar() -> None:
     seen = Seen()
     assert seen.feed((0, b"\r10%"), (1, b"hello\n")) == ["[1] hello", "[0] 10%"]
     assert seen.feed((0, b"\r20%"), (1, b"wor"), (1, b"ld\nagain\n")) == [
@@ -149,7 +149,7 @@ def test_live_lines_of_others_stand_above_the_bar() -> None:
     ]
 
 
-def test_live_notes_stand_above_the_bar() -> None:
+def test_live_notes_are_above_the_bar() -> None:
     seen = Seen()
     seen.feed((0, b"\r10%"))
     seen.terminal.feed(seen.live.note(b"stopping"))
@@ -166,7 +166,7 @@ def test_live_shows_the_lowest_rank_with_an_open_line() -> None:
     assert seen.end(0, 1, 2) == ["[0] zero", "[1] one!", "[2] TWO"]
 
 
-def test_live_bar_of_rich() -> None:
+def test_live_bar_of_rich_moves_in_place() -> None:
     seen = Seen()
     seen.feed((0, b"\x1b[?25l"))
     for step in (b"10%", b"20%"):
@@ -177,7 +177,7 @@ def test_live_bar_of_rich() -> None:
     assert seen.terminal.cursor_visible
 
 
-def test_live_bars_of_several_rows() -> None:
+def test_live_bars_with_several_rows_move_in_place() -> None:
     seen = Seen()
     seen.feed((0, b"a1\nb1"))
     assert seen.feed((0, b"\r\x1b[2K" + UP_AND_ERASE + b"a2\nb2")) == ["[0] a2", "[0] b2"]
@@ -192,7 +192,7 @@ def test_live_cursor_never_goes_up_into_the_lines_of_others() -> None:
     assert rows == ["[0] a1", "[1] keep", "[0] a2", "[1] k", "[1] e", "[0] b2"]
 
 
-def test_live_nested_bars_of_tqdm() -> None:
+def test_live_nested_bars_of_tqdm_move_in_place() -> None:
     seen = Seen()
     seen.feed((0, b"\router 1"), (0, b"\n\rinner 1\x1b[A"))
     assert seen.feed((0, b"\router 2"), (0, b"\n\rinner 2\x1b[A")) == ["[0] outer 2", "[0] inner 2"]
@@ -200,38 +200,38 @@ def test_live_nested_bars_of_tqdm() -> None:
     assert "[1] keep" in seen.feed((0, b"\router 3"), (0, b"\n\rinner 3\x1b[A"))
 
 
-def test_live_bar_that_wipes_itself_leaves_nothing() -> None:
+def test_live_bar_that_erases_itself_leaves_no_line() -> None:
     seen = Seen()
     seen.feed((0, b"\r50%"), (0, b"\r   \r"))
     assert seen.feed((1, b"x\n")) == ["[1] x"]
     assert seen.end(0, 1) == ["[1] x"]
 
 
-def test_live_return_and_control_sequence_before_a_redraw() -> None:
+def test_live_redraw_overwrites_the_line_without_erasing_it() -> None:
     seen = Seen()
     seen.feed((0, b"50%"), (0, b"\r\x1b[?25l"), (1, b"x\n"))
     assert seen.feed((0, b"60")) == ["[1] x", "[0] 60%"]  # as a terminal shows it: overwritten, not erased
 
 
-def test_live_wipes_a_line_that_takes_several_rows() -> None:
+def test_live_redraws_all_rows_of_a_wrapped_line() -> None:
     seen = Seen(columns=20)
     seen.feed((0, b"x" * 50))
     assert seen.feed((1, b"y\n")) == ["[1] y", "[0] " + "x" * 16, "x" * 20, "x" * 14]
 
 
-def test_live_indentation_written_by_itself_stays() -> None:
+def test_live_keeps_indentation_that_is_written_separately() -> None:
     seen = Seen()
     assert seen.feed((0, b"  "), (0, b"a"), (0, b"\n"), (1, b"b\n")) == ["[0]   a", "[1] b"]
 
 
-def test_live_shows_the_cursor_again_when_its_rank_is_gone() -> None:
+def test_live_shows_the_cursor_again_when_the_rank_has_exited() -> None:
     seen = Seen()
     seen.feed((0, b"\x1b[?25lx"))
     seen.end(0)
     assert seen.terminal.cursor_visible
 
 
-def test_live_sequences_may_be_cut_anywhere() -> None:
+def test_live_control_sequences_can_be_split_anywhere() -> None:
     whole = b"\x1b[?25l\r\x1b[2K\x1b[31m10%\x1b[0m\r\x1b[2K20%\r\nend\r\n"
     for cut in range(len(whole)):
         seen = Seen()

@@ -1,4 +1,4 @@
-"""Which CPUs and GPUs ranks get: on machines that are data, on a /sys that is a folder, and here."""
+"""Assignment of CPUs and GPUs to ranks: on simulated machines, on a /sys in a folder, and on this host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from support.launcher_process import Launcher
 
 
 def machine(cores: list[int], threads: int = 1, gpus: tuple[Gpu, ...] = (), quota: int | None = None) -> Machine:
-    """Nodes with so many cores; the second threads of all cores are numbered after the first ones, as on x86."""
+    """Return a machine whose NUMA nodes have the given numbers of cores.
+
+    The second hardware threads of all cores are numbered after the first ones, as on x86.
+    """
     nodes = [node for node, count in enumerate(cores) for _ in range(count)]
     made = [Core(tuple(n + len(nodes) * t for t in range(threads)), node) for n, node in enumerate(nodes)]
     return Machine(tuple(made), gpus, quota or len(nodes) * threads)
@@ -42,14 +45,14 @@ def test_nodes_are_not_mixed() -> None:
     assert cpus(machine([2, 2]), 1, "numa") == [(0, 1, 2, 3)]
 
 
-def test_threads_are_what_a_rank_is_bound_to() -> None:
+def test_number_of_threads_follows_the_cpus_of_a_rank() -> None:
     assert [seat.threads for seat in place(machine([3, 3]), 4, "core", False)] == [1, 2, 1, 2]
     assert [seat.threads for seat in place(machine([2, 4]), 3, "numa", False)] == [2, 2, 2]
     assert [seat.threads for seat in place(machine([8], quota=3), 2, "core", False)] == [1, 1]
     assert [seat.threads for seat in place(machine([8], quota=4), 8, "none", False)] == [1] * 8
 
 
-def test_ranks_are_next_to_their_gpus() -> None:
+def test_ranks_are_bound_to_the_node_of_their_gpu() -> None:
     gpus = tuple(Gpu(str(n), node) for n, node in enumerate([1, 1, 0, 0]))
     seats = place(machine([4, 4], gpus=gpus), 4, "core", True)
     assert [(seat.cpus, seat.gpu) for seat in seats] == [((4, 5), "0"), ((6, 7), "1"), ((0, 1), "2"), ((2, 3), "3")]
@@ -61,7 +64,7 @@ def test_ranks_are_next_to_their_gpus() -> None:
     assert [seat.cpus for seat in place(machine([3, 3], gpus=crowded), 4, "core", True)] == [(0,), (1, 2), (3,), (4, 5)]
 
 
-def test_too_little_for_all() -> None:
+def test_too_few_cores_or_gpus_are_an_error() -> None:
     with pytest.raises(ConfigError, match=r"5 ranks .* a core each: this host allows 4 cores \(8 CPUs\)"):
         place(machine([4], threads=2), 5, "core", False)
     assert len(place(machine([4]), 5, "numa", False)) == 5
@@ -70,7 +73,7 @@ def test_too_little_for_all() -> None:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 2), st.data())
-def test_whatever_the_machine(cores: list[int], threads: int, data: st.DataObject) -> None:
+def test_placement_is_valid_on_any_machine(cores: list[int], threads: int, data: st.DataObject) -> None:
     it = machine(cores, threads)
     nproc = data.draw(st.integers(1, sum(cores)))
     whole = [set(core.cpus) for core in it.cores]
@@ -87,7 +90,10 @@ def test_whatever_the_machine(cores: list[int], threads: int, data: st.DataObjec
 
 
 def sys_folder(root: Path) -> None:
-    """Two nodes, each of two cores with two threads; the two GPUs are at node 1 and at nobody knows."""
+    """Create a /sys with two GPUs and two nodes, each with two cores of two threads.
+
+    One GPU is at node 1. The node of the other GPU is unknown.
+    """
     for node, listed in enumerate(("0-1,4-5", "2-3,6-7")):
         (root / f"sys/devices/system/node/node{node}").mkdir(parents=True)
         (root / f"sys/devices/system/node/node{node}/cpulist").write_text(listed + "\n")
@@ -111,7 +117,7 @@ GPU 1: NVIDIA H100 (UUID: GPU-1aaa)
 """
 
 
-def test_a_machine_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_is_read_from_sys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sys_folder(tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 4, 6, 7})
     monkeypatch.setattr(host, "_ask_nvidia_smi", dict)
@@ -134,7 +140,7 @@ def test_a_machine_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("", []),
     ],
 )
-def test_gpus_that_cuda_would_see(
+def test_visible_gpus_are_the_same_as_in_cuda(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: list[Gpu]
 ) -> None:
     sys_folder(tmp_path)
@@ -143,7 +149,7 @@ def test_gpus_that_cuda_would_see(
     assert list(host.visible_gpus(environ, tmp_path)) == gpus
 
 
-def test_what_ranks_are_told() -> None:
+def test_environment_of_ranks_has_the_number_of_threads_and_cpus() -> None:
     seats = (CpuPlace((0, 1), "0", 2), CpuPlace((2,), "1", 1))
     environ = common_environ({"ALLRANKS_CPUS": "9"}, JobShare(2, 2), None, "", ("", 0), seats)
     assert environ["OMP_NUM_THREADS"] == "1"
@@ -161,7 +167,7 @@ HERE = sorted(os.sched_getaffinity(0))
 
 @pytest.mark.skipif(len(placement._read_cores(Path("/sys/devices/system"), set(HERE))) < 2, reason="one core")
 @pytest.mark.parametrize("how", ["fork", "spawn", "command"])
-def test_ranks_are_bound_here(launcher: Launcher, how: str) -> None:
+def test_ranks_are_bound_to_their_cpus_on_this_host(launcher: Launcher, how: str) -> None:
     options = ["-n", "2", "--bind", "core", "--one-gpu-per-rank"]
     shown = {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a,2"}
     if how == "command":
@@ -178,8 +184,8 @@ def test_ranks_are_bound_here(launcher: Launcher, how: str) -> None:
     ]
 
 
-def test_a_rank_for_each_gpu_that_nvidia_smi_lists(launcher: Launcher) -> None:
-    """The tool is a shim here, as there is no GPU."""
+def test_one_rank_is_started_for_each_gpu_that_nvidia_smi_lists(launcher: Launcher) -> None:
+    """Replace nvidia-smi with a script, because the host may have no GPU."""
     shim = launcher.write(f"#!/bin/sh\ncat << EOF\n{LISTED}EOF\n", "bin/nvidia-smi")
     shim.chmod(0o755)
     environ = {"PATH": f"{shim.parent}:{os.environ['PATH']}"}
@@ -194,7 +200,7 @@ def test_a_rank_for_each_gpu_that_nvidia_smi_lists(launcher: Launcher) -> None:
     ]
 
 
-def test_no_gpu_for_a_rank(launcher: Launcher) -> None:
+def test_too_few_gpus_for_one_per_rank_print_one_error(launcher: Launcher) -> None:
     done = launcher.script("", "-n", "2", "--one-gpu-per-rank", environ={"CUDA_VISIBLE_DEVICES": "GPU-a"})
     assert (done.code, len(done.err.splitlines())) == (2, 1)
     assert "2 ranks cannot have a GPU each: this host shows 1 GPU (" in done.err

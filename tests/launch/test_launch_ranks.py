@@ -1,4 +1,4 @@
-"""What a rank finds: environment, arguments, ``__main__``, streams; and how it ends. Both ways to start."""
+"""Environment, arguments, ``__main__``, streams and exit of a rank, with both start methods."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_threads(launcher: Launcher, start: str) -> None:
 
 
 @STARTS
-def test_threads_that_are_more_than_the_cpus_sleep_while_they_wait(launcher: Launcher, start: str) -> None:
+def test_threads_wait_passively_if_they_outnumber_the_cpus(launcher: Launcher, start: str) -> None:
     script = "import os, torch; print(os.environ.get('OMP_WAIT_POLICY'), torch.seen)"
     launcher.environ()
     launcher.write("import os; seen = os.environ.get('OMP_WAIT_POLICY')", "fake/torch.py")
@@ -72,15 +72,15 @@ def test_threads_that_are_more_than_the_cpus_sleep_while_they_wait(launcher: Lau
 
 
 @STARTS
-def test_variables_of_the_command_line(launcher: Launcher, start: str) -> None:
-    """On one host as on many; what the launcher itself says of a rank stays true."""
+def test_variables_of_the_command_line_do_not_replace_those_of_the_rank(launcher: Launcher, start: str) -> None:
+    """Check that -x sets variables on one host, except those that describe the rank."""
     script = "import os; print(*map(os.environ.get, ('A', 'KEPT', 'OMP_NUM_THREADS', 'RANK')))"
     words = ("-x", "A=b=c", "-x", "KEPT", "-x", "OMP_NUM_THREADS=3", "-x", "RANK=7")
     done = launcher.script(script, "--start", start, *words, environ={"A": "a", "KEPT": "kept"})
     assert (done.code, done.out) == (0, "[0] b=c kept 3 0\n"), done.err
 
 
-def test_store_of_the_launcher_serves(launcher: Launcher) -> None:
+def test_ranks_exchange_values_in_the_store_of_the_launcher(launcher: Launcher) -> None:
     script = """
         import os
         from allranks._store import StoreClient
@@ -93,7 +93,7 @@ def test_store_of_the_launcher_serves(launcher: Launcher) -> None:
 
 
 @STARTS
-def test_main_is_a_module_like_any_script_s(launcher: Launcher, start: str) -> None:
+def test_main_module_is_the_same_as_without_a_launcher(launcher: Launcher, start: str) -> None:
     script = """
         import gc, multiprocessing, pickle, signal, sys
         class Thing: pass
@@ -121,7 +121,7 @@ def test_main_is_a_module_like_any_script_s(launcher: Launcher, start: str) -> N
 
 
 @STARTS
-def test_module(launcher: Launcher, start: str) -> None:
+def test_module_runs_as_with_python_m(launcher: Launcher, start: str) -> None:
     launcher.write("", "package/__init__.py")
     script = "import sys, package; print(sys.argv, sys.path[0], __name__, __spec__.name, __package__)"
     launcher.write(script, "package/tool.py")
@@ -133,14 +133,14 @@ def test_module(launcher: Launcher, start: str) -> None:
     assert "__main__ package.__main__ package" in launcher.run("--start", start, "-m", "package").out
 
 
-def test_command(launcher: Launcher) -> None:
+def test_command_runs_with_its_arguments(launcher: Launcher) -> None:
     done = launcher.run("-n", "2", "--", "sh", "-c", 'echo "$RANK $1"', "-", "-m")
     assert (done.code, done.lines) == (0, ["[0] 0 -m", "[1] 1 -m"])
     done = launcher.run("--", "sh", "-c", "kill -PIPE $$")
-    assert "SIGPIPE" in done.err  # that python ignores it was not inherited
+    assert "SIGPIPE" in done.err  # the command did not inherit python's ignored SIGPIPE
 
 
-def test_command_that_cannot_be_executed(launcher: Launcher) -> None:
+def test_command_that_cannot_be_executed_exits_with_code_126(launcher: Launcher) -> None:
     path = launcher.write("\x01", "odd")
     path.chmod(0o755)
     done = launcher.run("--", "./odd")
@@ -160,7 +160,7 @@ def test_command_that_cannot_be_executed(launcher: Launcher) -> None:
         ("fork", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
     ],
 )
-def test_exit_code(launcher: Launcher, start: str, script: str, code: int, said: str) -> None:
+def test_exit_code_of_a_rank_is_returned(launcher: Launcher, start: str, script: str, code: int, said: str) -> None:
     done = launcher.script(script, "--start", start)
     assert done.code == code
     assert said in done.err
@@ -168,7 +168,7 @@ def test_exit_code(launcher: Launcher, start: str, script: str, code: int, said:
 
 
 @STARTS
-def test_traceback_is_the_program_s_own_and_printed_once(launcher: Launcher, start: str) -> None:
+def test_traceback_has_only_frames_of_the_program_and_is_printed_once(launcher: Launcher, start: str) -> None:
     script = """
         def inner():
             raise KeyError("deep")
@@ -189,7 +189,7 @@ def test_traceback_is_the_program_s_own_and_printed_once(launcher: Launcher, sta
 
 
 @STARTS
-def test_syntax_error(launcher: Launcher, start: str) -> None:
+def test_syntax_error_is_reported_without_other_frames(launcher: Launcher, start: str) -> None:
     done = launcher.script("x = (\n", "--start", start)
     assert done.code == 1
     assert "SyntaxError: '(' was never closed" in done.err
@@ -197,7 +197,7 @@ def test_syntax_error(launcher: Launcher, start: str) -> None:
 
 
 @STARTS
-def test_end_of_a_rank_is_the_interpreter_s_own(launcher: Launcher, start: str) -> None:
+def test_rank_exits_like_an_ordinary_interpreter(launcher: Launcher, start: str) -> None:
     script = """
         import atexit, sys, threading, time
         atexit.register(print, "atexit")
@@ -227,7 +227,7 @@ def test_excepthook_of_the_program_is_called(launcher: Launcher, start: str) -> 
 
 
 @STARTS
-def test_child_that_the_program_forks_is_not_the_rank(launcher: Launcher, start: str) -> None:
+def test_failure_of_a_forked_child_does_not_fail_the_rank(launcher: Launcher, start: str) -> None:
     script = """
         import os
         if (pid := os.fork()) == 0:
@@ -252,7 +252,7 @@ def test_descriptors_of_the_launcher_are_not_inherited(launcher: Launcher, start
     assert all("pipe:" in line for line in done.lines)
 
 
-def test_output_as_it_is_shown(launcher: Launcher) -> None:
+def test_output_is_shown_with_prefixes_and_final_states_of_lines(launcher: Launcher) -> None:
     script = """
         import os, sys
         rank = int(os.environ["RANK"])
@@ -267,7 +267,7 @@ def test_output_as_it_is_shown(launcher: Launcher) -> None:
     assert sorted(done.err.splitlines()) == [f"[{rank:>2}] err" for rank in range(11)]
 
 
-def test_output_of_both_streams_is_in_order_where_both_go_to_one_place(launcher: Launcher) -> None:
+def test_stdout_and_stderr_are_in_order_if_they_share_a_pipe(launcher: Launcher) -> None:
     script = "import sys\nfor n in range(50): print(n, file=(sys.stdout, sys.stderr)[n % 2])"
     path = launcher.write(script)
 
@@ -282,14 +282,14 @@ def test_output_of_both_streams_is_in_order_where_both_go_to_one_place(launcher:
     assert done.stdout.splitlines() == [f"[0] {n}" for n in range(50)]
 
 
-def test_lines_come_while_the_rank_runs(launcher: Launcher) -> None:
+def test_lines_are_shown_while_the_rank_runs(launcher: Launcher) -> None:
     path = launcher.write("import time; print('now'); time.sleep(60)")
     process = launcher.start("--start", "spawn", str(path))
     assert process.stdout is not None
     assert process.stdout.readline() == b"[0] now\n"
 
 
-def test_much_output_is_whole(launcher: Launcher) -> None:
+def test_large_output_is_complete(launcher: Launcher) -> None:
     script = "import os\nfor n in range(5000): print('x' * 50, os.environ['RANK'], n)"
     done = launcher.script(script, "-n", "3", "--start", "spawn")
     lines = done.out.splitlines()
@@ -298,7 +298,7 @@ def test_much_output_is_whole(launcher: Launcher) -> None:
         assert mine == [f"[{rank}] {'x' * 50} {rank} {n}" for n in range(5000)]
 
 
-def test_show_and_logs(launcher: Launcher, tmp_path: Path) -> None:
+def test_hidden_output_is_logged_and_printed_with_a_failure(launcher: Launcher, tmp_path: Path) -> None:
     script = """
         import os, sys, time
         print("out", os.environ["RANK"]); print("err", file=sys.stderr)
@@ -312,7 +312,7 @@ def test_show_and_logs(launcher: Launcher, tmp_path: Path) -> None:
     assert done.out == "out 0\n"
     assert "err" in done.err.splitlines()
     assert done.err.splitlines()[-3:][0].endswith("exited with code 1")
-    assert sorted(done.err.splitlines()[-2:]) == ["err", "out 1"]  # hidden, so shown with the failure
+    assert sorted(done.err.splitlines()[-2:]) == ["err", "out 1"]  # hidden output is printed with the failure
     assert sorted((tmp_path / "a/b/rank1.log").read_text().splitlines()) == ["err", "out 1"]
     done = launcher.script("print(1); 1 / 0", "--start", "spawn", "--show", "none", "--logs", "a")
     assert done.out == ""
@@ -322,7 +322,7 @@ def test_show_and_logs(launcher: Launcher, tmp_path: Path) -> None:
     assert "ZeroDivisionError" in log
 
 
-def test_program_that_breaks_torch_s_import_meets_the_error_itself(launcher: Launcher) -> None:
+def test_broken_torch_fails_only_programs_that_import_it(launcher: Launcher) -> None:
     launcher.environ()
     launcher.write("raise ImportError('broken')", "fake/torch.py")
     assert launcher.script("print('fine')").out == "[0] fine\n"
@@ -330,7 +330,7 @@ def test_program_that_breaks_torch_s_import_meets_the_error_itself(launcher: Lau
     assert (done.code, done.err.count("ImportError: broken")) == (1, 1)
 
 
-def test_closed_standard_streams(launcher: Launcher) -> None:
+def test_rank_runs_if_standard_streams_are_closed(launcher: Launcher) -> None:
     path = launcher.write("import os; print('x'); os.write(1, b'y'); open(__file__ + '.done', 'w').close()")
     command = " ".join(launcher.command("--start", "fork", str(path)))
     assert os.spawnve(os.P_WAIT, "/bin/sh", ["sh", "-c", f"exec {command} <&- >&- 2>&-"], launcher.environ()) == 0
@@ -381,7 +381,7 @@ def test_main_thread_of_forked_rank_has_its_own_native_id(launcher: Launcher) ->
         ("import torch.testing._internal.common_utils", []),
     ],
 )
-def test_what_a_script_names_is_imported_once(launcher: Launcher, line: str, loaded: list[str]) -> None:
+def test_modules_named_in_a_script_are_preloaded(launcher: Launcher, line: str, loaded: list[str]) -> None:
     script = f"""
         import os, sys
         names = ["allranks._engines.native.engine", "torch._dynamo", "torch.utils.benchmark"]
@@ -395,7 +395,7 @@ def test_what_a_script_names_is_imported_once(launcher: Launcher, line: str, loa
     assert done.lines == [f"[{rank}] {loaded}" for rank in range(2)], done.err
 
 
-def test_unmodified_torch_distributed_script(launcher: Launcher) -> None:
+def test_unmodified_torch_distributed_script_runs(launcher: Launcher) -> None:
     script = """
         import sys
         import torch
@@ -410,14 +410,14 @@ def test_unmodified_torch_distributed_script(launcher: Launcher) -> None:
     done = launcher.script(script, "-n", "2", real_torch=True)
     assert (done.code, done.lines) == (0, ["[0] [3.0, 3.0]", "[1] [3.0, 3.0]"]), done.err
     done = launcher.script(script, "-n", "2", args=("fail",), real_torch=True)
-    assert done.err.count("ValueError: boom") in (1, 2)  # the second in the line on who else failed
+    assert done.err.count("ValueError: boom") in (1, 2)  # the second is in the line that lists other failed ranks
     assert "[rank" not in done.err
     assert "Traceback" in done.err
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_what_python_runs_besides_scripts(launcher: Launcher, start: str) -> None:
-    """A folder, a zip file, and compiled code: ``__main__`` and ``sys.path`` are as python has them."""
+def test_folders_archives_and_compiled_files_run_as_in_python(launcher: Launcher, start: str) -> None:
+    """Run a folder, a zip file and compiled code. ``__main__`` and ``sys.path`` must be as in python."""
     body = "import os, sys, helper\nprint(sys.argv[1:], __name__, helper.WORD, sys.path[0] == EXPECTED)"
     app = launcher.folder / "app"
     launcher.write("WORD = 'helped'", "app/helper.py")
@@ -433,7 +433,7 @@ def test_what_python_runs_besides_scripts(launcher: Launcher, start: str) -> Non
         assert (done.code, done.out) == (0, "[0] ['word'] __main__ helped True\n"), (program, done)
 
 
-def test_folders_and_archives_that_are_no_programs(launcher: Launcher) -> None:
+def test_folders_archives_and_compiled_files_without_a_program_are_rejected(launcher: Launcher) -> None:
     (launcher.folder / "empty").mkdir()
     zipped, compiled = launcher.folder / "empty.zip", launcher.folder / "old.pyc"
     zipfile.ZipFile(zipped, "w").close()
@@ -448,8 +448,8 @@ def test_folders_and_archives_that_are_no_programs(launcher: Launcher) -> None:
         assert why in done.err, done
 
 
-def test_a_program_that_runs_another(launcher: Launcher) -> None:
-    """``-m coverage run``, profilers: they find the program as they do without a launcher."""
+def test_module_that_runs_another_program_finds_it(launcher: Launcher) -> None:
+    """Check that tools such as ``-m coverage run`` and profilers find the program."""
     script = launcher.write("def f():\n    return 1\nprint(__name__, f())", "traced.py")
     done = launcher.run("-n", "1", "-m", "trace", "--count", "--summary", str(script))
     assert done.code == 0, done

@@ -1,4 +1,4 @@
-"""An agent that has dialled in, seen from the launcher's end of the connection."""
+"""Agent that has connected to the launcher, tested from the launcher's end of the connection."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ PREPARE = Prepare(RankOptions(Target("command", "true")), 1, "", {}, b"", "", se
 
 @dataclass
 class Leader:
-    """The launcher's end.
+    """Launcher's end of the connection.
 
     Attributes:
-        link: to the agent.
-        agent: its process.
-        heard: what it has said and nobody has asked for yet.
+        link: connection to the agent.
+        agent: process of the agent.
+        heard: received messages that ``hear`` has not returned yet.
     """
 
     link: Link[Message]
@@ -53,7 +53,7 @@ class Leader:
     heard: list[Message] = field(default_factory=list)
 
     def hear(self, is_last: Callable[[Message], bool]) -> list[Message]:
-        """What the agent says, up to the message that is asked for."""
+        """Return the messages of the agent up to the first message for which ``is_last`` is true."""
         until = time.monotonic() + PATIENCE_S
         while True:
             for number, message in enumerate(self.heard, 1):
@@ -63,13 +63,13 @@ class Leader:
             self.heard += self.link.await_one(until)
 
     def start(self, prepare: Prepare) -> None:
-        """Starts a round of one rank."""
+        """Start a round of one rank."""
         self.link.send(prepare)
         self.hear(lambda message: isinstance(message, AgentReady))
         self.link.send(StartRanks(0, 1, 1, 0, 1, (), 29500, "run", 0, 0, 0, 1, (Stdio(),)))
 
     def finish(self) -> list[Message]:
-        """Ends it. Returns what was heard of it."""
+        """End the round. Return its messages."""
         events = self.hear(lambda message: isinstance(message, Exited))
         self.link.send(Finish())
         return events + self.hear(lambda message: isinstance(message, Finished))
@@ -97,7 +97,7 @@ def leader(launcher: Launcher) -> Iterator[Leader]:
 
 
 def wait_until_full(fd: int) -> None:
-    """Waits until no more bytes come to a socket that nobody reads."""
+    """Wait until an unread socket receives no more bytes."""
     before, now, until = -1, 0, time.monotonic() + PATIENCE_S
     while not before == now > 0:
         assert time.monotonic() < until
@@ -109,9 +109,9 @@ def output(events: list[Message]) -> bytes:
     return b"".join(event.data for event in events if isinstance(event, Output))
 
 
-def test_a_rank_that_writes_faster_than_the_launcher_reads_waits(leader: Leader) -> None:
-    """On the one socket that the agent also listens to."""
-    size = 30_000_000  # more than two sockets' buffers
+def test_rank_that_writes_faster_than_the_launcher_reads_blocks(leader: Leader) -> None:
+    """Fill the one socket on which the agent also receives requests."""
+    size = 30_000_000  # more than the buffers of two sockets
     command = Target("command", "bash", ("-c", f"head -c {size} /dev/zero"))
     leader.start(msgspec.structs.replace(PREPARE, ranks=RankOptions(command)))
     wait_until_full(leader.link.read_fd)
@@ -120,7 +120,7 @@ def test_a_rank_that_writes_faster_than_the_launcher_reads_waits(leader: Leader)
     assert [event.status for event in events if isinstance(event, Exited)] == [0]
 
 
-def test_threads_of_a_round_are_not_those_of_the_next(leader: Leader, launcher: Launcher) -> None:
+def test_number_of_threads_of_a_round_does_not_affect_the_next_round(leader: Leader, launcher: Launcher) -> None:
     script = launcher.write("import os\nprint(os.environ['OMP_NUM_THREADS'])\n")
     target = Target("script", str(script))
     leader.start(msgspec.structs.replace(PREPARE, ranks=RankOptions(target, threads=77)))

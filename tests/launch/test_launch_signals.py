@@ -1,4 +1,4 @@
-"""Signals to the launcher: passed on, and nothing is left behind whatever happens to it."""
+"""Signals to the launcher: it forwards them, and no process of the job remains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ time.sleep(60)
 
 
 def start(launcher: Launcher, body: str, *options: str, nproc: int = 2) -> subprocess.Popen[bytes]:
-    """Starts a script and waits until each rank has called ``ready``."""
+    """Start a script and wait until each rank has called ``ready``."""
     path = launcher.write(WAITING + body)
     process = launcher.start("-n", str(nproc), "--start", "spawn", *options, str(path))
     wait_for(lambda: len(list(launcher.folder.glob("ready*"))) == nproc)
@@ -41,7 +41,7 @@ def end(process: subprocess.Popen[bytes]) -> tuple[int, list[str], list[str]]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
-def test_signal_is_passed_on(launcher: Launcher, number: signal.Signals, code: int) -> None:
+def test_signal_is_forwarded_to_the_ranks(launcher: Launcher, number: signal.Signals, code: int) -> None:
     body = f"""
 def stop(number, frame):
     print(signal.Signals(number).name)
@@ -57,10 +57,10 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_ctrl_c_says_where_the_ranks_were(launcher: Launcher, how: str) -> None:
-    """Each once, also where they have time to say so both themselves and when asked."""
+def test_ctrl_c_report_locates_each_rank_once(launcher: Launcher, how: str) -> None:
+    """Check that each rank is located once, even if it reports its location by itself and on request."""
     late = "import atexit\natexit.register(time.sleep, 0.5)\n" if how == "fork" else "\n\n"
-    asleep = "__import__('threading').Timer(0.3, ready).start()"  # the signal must not come within ready()
+    asleep = "__import__('threading').Timer(0.3, ready).start()"  # the signal must not arrive during ready()
     process = start(launcher, f"{late}def step():\n    {asleep}\n    time.sleep(60)\nstep()", "--start", how)
     process.send_signal(signal.SIGINT)
     code, _, err = end(process)
@@ -68,7 +68,7 @@ def test_ctrl_c_says_where_the_ranks_were(launcher: Launcher, how: str) -> None:
     assert err == ["allranks run: stopped by SIGINT", "allranks run: ranks 0-1: at script.py:9 in step"]
 
 
-def test_program_has_time_to_end(launcher: Launcher) -> None:
+def test_program_has_time_to_exit_after_ctrl_c(launcher: Launcher) -> None:
     body = """
 try:
     ready()
@@ -82,7 +82,7 @@ except KeyboardInterrupt:
     assert end(process)[:2] == (130, ["[0] saved", "[1] saved"])
 
 
-def test_second_ctrl_c_kills(launcher: Launcher) -> None:
+def test_second_ctrl_c_kills_the_ranks(launcher: Launcher) -> None:
     process = start(
         launcher, "signal.signal(signal.SIGINT, lambda *_: print('no'))\nready()\nwhile True: time.sleep(1)"
     )
@@ -112,7 +112,7 @@ time.sleep(60)
     assert end(process)[:2] == (143, ["[0] saved", "[1] saved"])
 
 
-def test_rank_that_ignores_the_signal_is_killed_after_the_grace(launcher: Launcher) -> None:
+def test_rank_that_ignores_the_signal_is_killed_after_the_grace_time(launcher: Launcher) -> None:
     process = start(
         launcher, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)", "--grace", "0.5"
     )
@@ -122,7 +122,7 @@ def test_rank_that_ignores_the_signal_is_killed_after_the_grace(launcher: Launch
     assert err[0] == "allranks run: ranks 0-1 did not exit within 0.5 s and were killed"
 
 
-def test_ctrl_c_while_torch_is_imported(launcher: Launcher) -> None:
+def test_ctrl_c_stops_the_job_while_torch_is_imported(launcher: Launcher) -> None:
     launcher.environ()
     launcher.write("import time; open('importing', 'w').close(); time.sleep(60)", "fake/torch.py")
     process = launcher.start(str(launcher.write("import torch")))
@@ -131,7 +131,7 @@ def test_ctrl_c_while_torch_is_imported(launcher: Launcher) -> None:
     assert end(process) == (130, [], ["allranks run: stopped by SIGINT"])
 
 
-def test_children_of_ranks_get_the_signal_too(launcher: Launcher) -> None:
+def test_children_of_ranks_receive_the_signal_too(launcher: Launcher) -> None:
     command = "touch ready$RANK; sleep 60"
     process = launcher.start("-n", "2", "--", "sh", "-c", command)
     wait_for(lambda: len(list(launcher.folder.glob("ready*"))) == 2)
@@ -141,7 +141,7 @@ def test_children_of_ranks_get_the_signal_too(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_killed_launcher_leaves_nothing(launcher: Launcher, how: str) -> None:
+def test_killed_launcher_leaves_no_processes_or_shared_memory(launcher: Launcher, how: str) -> None:
     body = "import subprocess; subprocess.Popen(['sleep', '60'], env=os.environ)\nready()\ntime.sleep(60)"
     shared = set(os.listdir("/dev/shm"))
     process = start(launcher, body, "--start", how, nproc=3)
@@ -150,11 +150,11 @@ def test_killed_launcher_leaves_nothing(launcher: Launcher, how: str) -> None:
     process.wait()
     assert launcher.wait_gone() == []
     left = set(os.listdir("/dev/shm")) - shared
-    wait_for(lambda: not left & set(os.listdir("/dev/shm")), timeout_s=60)  # others' files of that moment go
+    wait_for(lambda: not left & set(os.listdir("/dev/shm")), timeout_s=60)  # temporary files of other jobs disappear
     assert sorted(p.name for p in launcher.folder.iterdir()) == ["fake", "ready0", "ready1", "ready2", "script.py"]
 
 
-def test_killed_launcher_leaves_no_child_of_a_command(launcher: Launcher) -> None:
+def test_killed_launcher_leaves_no_child_process_of_a_command(launcher: Launcher) -> None:
     process = launcher.start("-n", "2", "--", "sh", "-c", "trap '' TERM HUP INT; touch ready$RANK; sleep 60; true")
     wait_for(lambda: len(list(launcher.folder.glob("ready*"))) == 2)
     process.kill()
@@ -162,7 +162,7 @@ def test_killed_launcher_leaves_no_child_of_a_command(launcher: Launcher) -> Non
     assert launcher.wait_gone() == []
 
 
-def test_whoever_reads_the_output_goes(launcher: Launcher) -> None:
+def test_job_exits_with_code_141_when_its_output_is_closed(launcher: Launcher) -> None:
     process = start(launcher, "ready()\nwhile True: print('x'); time.sleep(0.01)")
     assert process.stdout is not None
     process.stdout.close()
@@ -189,13 +189,13 @@ while True:
 
 
 def quiet_for(launcher: Launcher, seconds: float) -> bool:
-    """True once no rank has written for so long: all wait for who does not read."""
+    """Return whether no rank has written for ``seconds``, because the output is not read."""
     times = [path.stat().st_mtime for path in launcher.folder.glob("ready*")]
     return time.time() - max(times) > seconds
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_while_nobody_reads(launcher: Launcher, number: signal.Signals) -> None:
+def test_signal_stops_a_job_whose_output_is_not_read(launcher: Launcher, number: signal.Signals) -> None:
     process = start(launcher, NOISY, "--grace", "1")
     wait_for(lambda: quiet_for(launcher, 0.5))
     process.send_signal(number)
@@ -204,7 +204,7 @@ def test_signal_while_nobody_reads(launcher: Launcher, number: signal.Signals) -
     assert b"stopped by " + number.name.encode() in process.stderr.read()
 
 
-def test_failure_while_nobody_reads(launcher: Launcher) -> None:
+def test_failed_rank_stops_a_job_whose_output_is_not_read(launcher: Launcher) -> None:
     body = """
 if os.environ["RANK"] == "1":
     ready()
@@ -214,14 +214,14 @@ if os.environ["RANK"] == "1":
     process = start(launcher, body + NOISY, "--grace", "1")
     wait_for(lambda: quiet_for(launcher, 0.5))
     (launcher.folder / "go").touch()
-    wait_for(lambda: len(launcher.alive()) <= 1, 5)  # the ranks and the guard go long before a reader comes
+    wait_for(lambda: len(launcher.alive()) <= 1, 5)  # the ranks and the guard exit although the output is not read
     process.send_signal(signal.SIGTERM)  # too late to be the cause
     assert process.wait(10) == 7
     assert process.stderr is not None
     assert b"rank 1" in process.stderr.read()
 
 
-def test_second_ctrl_c_while_nobody_reads(launcher: Launcher) -> None:
+def test_second_ctrl_c_kills_a_job_whose_output_is_not_read(launcher: Launcher) -> None:
     process = start(launcher, "signal.signal(signal.SIGINT, signal.SIG_IGN)" + NOISY, "--grace", "60")
     wait_for(lambda: quiet_for(launcher, 0.5))
     for _ in range(2):
@@ -230,7 +230,7 @@ def test_second_ctrl_c_while_nobody_reads(launcher: Launcher) -> None:
     assert process.wait(10) == 130
 
 
-def test_ranks_wait_for_a_slow_reader_and_nothing_is_lost(launcher: Launcher) -> None:
+def test_ranks_wait_for_a_slow_reader_without_losing_output(launcher: Launcher) -> None:
     process = start(launcher, "ready()\nfor n in range(40000): print(n, 'x' * 100)")
     time.sleep(1)
     assert process.poll() is None
@@ -240,7 +240,7 @@ def test_ranks_wait_for_a_slow_reader_and_nothing_is_lost(launcher: Launcher) ->
     assert out == sorted(f"[{rank}] {n} {'x' * 100}" for rank in range(2) for n in range(40000))
 
 
-def test_signal_after_the_ranks_ended_while_nobody_reads(launcher: Launcher) -> None:
+def test_signal_stops_a_launcher_whose_last_output_is_not_read(launcher: Launcher) -> None:
     process = start(launcher, "ready()\nfor n in range(2000): print('x' * 100)")
     wait_for(lambda: len(launcher.alive()) <= 1)
     assert process.poll() is None
@@ -248,15 +248,15 @@ def test_signal_after_the_ranks_ended_while_nobody_reads(launcher: Launcher) -> 
     assert process.wait(5) == 143
 
 
-def test_ctrl_c_in_code_made_of_text(launcher: Launcher) -> None:
+def test_ctrl_c_report_locates_the_caller_of_compiled_text(launcher: Launcher) -> None:
     body = "exec(compile('def f():\\n ready()\\n time.sleep(60)', '<made>', 'exec'))\nf()"
     process = start(launcher, body)
     process.send_signal(signal.SIGINT)
     assert end(process)[2][1] == "allranks run: ranks 0-1: at script.py:6 in <module>"
 
 
-def test_children_end_with_a_launcher_that_is_killed_after_a_signal_to_all(launcher: Launcher) -> None:
-    """SIGUSR1 is sent to each process of a job by SLURM; the guard must live on."""
+def test_guard_survives_a_signal_to_all_processes_of_the_job(launcher: Launcher) -> None:
+    """Send SIGUSR1 to each process of a job, as SLURM does. The guard must survive."""
     process = start(launcher, "signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n" + CHILD)
     for pid in launcher.alive():
         os.kill(pid, signal.SIGUSR1)
@@ -281,16 +281,16 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_rank_still_has_its_processes_when_it_is_asked_to_end(launcher: Launcher, number: signal.Signals) -> None:
-    """A checkpoint at the end of a step needs the workers of the data loader."""
+def test_children_of_a_rank_survive_the_signal_to_stop(launcher: Launcher, number: signal.Signals) -> None:
+    """Check that child processes survive, because a last checkpoint may need data loader workers."""
     process = start(launcher, HELPED.replace("NUMBER", str(int(number))))
     process.send_signal(number)
     said = [f"allranks run: stopped by {number.name}"]
     assert end(process) == (128 + number, ["[0] helped", "[1] helped"], said)
 
 
-def test_what_a_rank_has_started_is_asked_when_it_has_ended(launcher: Launcher) -> None:
-    """``python wrapper.py`` that starts the training: the wrapper ends at once, the training saves."""
+def test_children_of_a_rank_receive_the_signal_after_the_rank_exits(launcher: Launcher) -> None:
+    """Start the training in a child of the rank. The rank exits immediately, and the training saves."""
     inner = launcher.write(
         """
         import os, signal, sys, time
@@ -314,7 +314,7 @@ def test_what_a_rank_has_started_is_asked_when_it_has_ended(launcher: Launcher) 
     assert all((launcher.folder / f"ended{rank}").exists() for rank in (0, 1))
 
 
-def test_processes_that_a_rank_leaves_behind_are_named(launcher: Launcher) -> None:
+def test_remaining_child_processes_of_a_rank_are_reported(launcher: Launcher) -> None:
     body = "import subprocess\nsubprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)"
     done = launcher.run("-n", "1", str(launcher.write(body)))
     assert done.code == 0
@@ -326,7 +326,7 @@ def test_processes_that_a_rank_leaves_behind_are_named(launcher: Launcher) -> No
 
 
 @pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_signals_that_are_ignored_stay_so_in_ranks(launcher: Launcher, how: str) -> None:
+def test_ignored_signals_stay_ignored_in_ranks(launcher: Launcher, how: str) -> None:
     script = launcher.write("import signal; print(signal.getsignal(signal.SIGHUP).name)")
     words = ["nohup", *launcher.command("-n", "1", "--start", how, str(script))]
     out, _ = launcher.open(words, launcher.environ()).communicate(timeout=30)

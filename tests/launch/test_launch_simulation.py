@@ -1,4 +1,4 @@
-"""The launcher's loop and policy under thousands of simulated failures: the job ends in time and blames the right rank.
+"""Loop and policy of the launcher in thousands of simulated jobs: they end in time and name the correct rank.
 
 ``ALLRANKS_SEED=n pytest -s tests/launch/test_launch_simulation.py`` runs one seed and prints its events.
 """
@@ -125,9 +125,7 @@ perform, take, pass_on = RoundLoop._perform, RoundLoop._take, RoundLoop._pass
         (RoundLoop, "_pass", forget_requests),
     ],
 )
-def test_the_simulation_finds_a_broken_rule(
-    owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simulation_detects_a_broken_rule(owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(Wrong):
         run_all()
@@ -137,8 +135,11 @@ PURE = {"__future__", "collections", "dataclasses", "enum", "signal", "typing", 
 
 
 @pytest.mark.parametrize("path", sorted(Path(str(policy.__file__)).parent.glob("*.py")), ids=lambda path: path.name)
-def test_the_policy_has_no_input_and_output(path: Path) -> None:
-    """It imports no module that reads a clock, makes a process or opens anything; of ``signal`` it uses names only."""
+def test_policy_performs_no_input_or_output(path: Path) -> None:
+    """Check that the policy imports no module that reads a clock, creates processes or opens files.
+
+    From ``signal``, the policy uses only constants.
+    """
     tree = ast.parse(path.read_text())
     used = set()
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Who reads: a single rank, or that of --stdin, has the launcher's stdin, and its terminal for a debugger."""
+"""Standard input: a single rank or the rank of --stdin has the stdin and the terminal of the launcher."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ECHO = "import os, sys; print('rank', os.environ['RANK'], 'read', repr(sys.stdin
 
 
 def alone(launcher: Launcher, script: str, *options: str, environ: dict[str, str] | None = None) -> Console:
-    """The command as the only one of its session: nobody could continue it if it were stopped."""
+    """Start the command as the only one of its session. No shell could continue it after a stop."""
     return Console(launcher, *launcher.command(*options, str(launcher.write(script))), environ=environ)
 
 
 def shell(launcher: Launcher, script: str, *options: str, after: str = "") -> Console:
-    """The command as a job of an interactive shell."""
+    """Start the command as a job of an interactive shell."""
     console = Console(launcher, "bash", "--norc", "--noprofile", "-i")
     console.expect(r"\$ ")
     console.press(f"{shlex.join(launcher.command(*options, launcher.write(script).name))} {after}\n")
@@ -46,18 +46,18 @@ def state(pid: int) -> str:
 
 
 def waits_for_a_key(pid: int) -> bool:
-    """A Ctrl-C before that has its effect with the next key, in any Python."""
-    where = Path(f"/proc/{pid}/wchan").read_text()  # do_select, poll_schedule_timeout, as the kernel names it
+    """Return whether a process waits for a key. An earlier Ctrl-C has no effect until the next key."""
+    where = Path(f"/proc/{pid}/wchan").read_text()  # do_select or poll_schedule_timeout, depending on the kernel
     return "select" in where or "poll" in where
 
 
 def ranks(launcher: Launcher) -> list[int]:
-    """Pids of the ranks that have written them to files. A file may be there before its content."""
+    """Return the pids that ranks have written to files. A file may exist before its content."""
     return [int(text) for file in launcher.folder.glob("rank*") if (text := file.read_text())]
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_a_breakpoint_of_a_single_rank(launcher: Launcher, start: str) -> None:
+def test_breakpoint_works_in_a_single_rank(launcher: Launcher, start: str) -> None:
     console = alone(launcher, BREAK, "--start", start)
     console.expect(r"\(Pdb\) ")
     console.press("p x * 100\n")
@@ -67,7 +67,7 @@ def test_a_breakpoint_of_a_single_rank(launcher: Launcher, start: str) -> None:
     assert console.end()[0] == 0
 
 
-def test_a_single_rank_has_the_terminal_itself(launcher: Launcher) -> None:
+def test_single_rank_has_the_terminal_of_the_launcher(launcher: Launcher) -> None:
     script = """
         import os
         tty = open("/dev/tty")
@@ -87,8 +87,8 @@ def test_a_single_rank_has_the_terminal_itself(launcher: Launcher) -> None:
 @pytest.mark.parametrize(
     "options", [["--logs", "logs"], ["--timestamps"], ["--idle-timeout", "1m"], ["-t", "3"], ["-q", "--show", "none"]]
 )
-def test_a_single_rank_whose_output_is_kept(launcher: Launcher, options: list[str]) -> None:
-    """It reads all the same."""
+def test_single_rank_whose_output_is_captured_reads_the_terminal(launcher: Launcher, options: list[str]) -> None:
+    """Check that the rank reads from the terminal although its output is captured or hidden."""
     console = alone(launcher, "print('asks'); open('said', 'w').write(input())", *options)
     console.press("words\n")
     assert console.end()[0] == 0
@@ -97,8 +97,8 @@ def test_a_single_rank_whose_output_is_kept(launcher: Launcher, options: list[st
         assert (launcher.folder / "logs" / "rank0.log").read_text() == "asks\n"
 
 
-def test_a_breakpoint_of_one_of_several(launcher: Launcher) -> None:
-    """The others pass it, as they would have to wait for this one soon."""
+def test_breakpoint_stops_only_the_rank_of_the_stdin_option(launcher: Launcher) -> None:
+    """Check that the other ranks skip the breakpoint. They would soon have to wait for this rank."""
     console = alone(launcher, BREAK, "-n", "3", "--stdin", "1")
     console.expect(r"^\[1\] \(Pdb\) ")
     console.press("p x * 100\n")
@@ -109,7 +109,7 @@ def test_a_breakpoint_of_one_of_several(launcher: Launcher) -> None:
     assert sorted(re.findall(r"\[\d\] after 5", text)) == [f"[{rank}] after 5" for rank in range(3)]
 
 
-def test_lines_of_others_do_not_break_a_prompt(launcher: Launcher) -> None:
+def test_lines_of_other_ranks_do_not_break_a_prompt(launcher: Launcher) -> None:
     script = """
         import os, readline, time
         from pathlib import Path
@@ -123,11 +123,11 @@ def test_lines_of_others_do_not_break_a_prompt(launcher: Launcher) -> None:
     (launcher.folder / "go").touch()
     console.expect(r"^.*\[0\] a line", r"^\[1\] what\? ")
     console.press("this\n")
-    console.expect(r"\[1\] this!")  # the open line may stand there, until it is erased
+    console.expect(r"\[1\] this!")  # the unterminated line may be there until it is erased
     assert console.end()[0] == 0
 
 
-def test_the_window_of_one_of_several(launcher: Launcher) -> None:
+def test_rank_of_the_stdin_option_sees_the_new_window_size(launcher: Launcher) -> None:
     script = """
         import os, readline, time
         if os.environ["RANK"] == "0": open("rank0", "w").write(str(os.getpid()))
@@ -137,7 +137,7 @@ def test_the_window_of_one_of_several(launcher: Launcher) -> None:
     console = alone(launcher, script, "-n", "2", "--stdin", "0")
     console.expect("columns=76, lines=24")
     console.resize(50, 104)
-    # The launcher looks when there is something to show.
+    # The launcher checks the size when it has output to show.
     wait_for(lambda: console.press("\n") or "columns=100, lines=50" in console.expect(r"columns=\d+, lines=\d+"))
     (pid,) = ranks(launcher)
     wait_for(lambda: waits_for_a_key(pid))
@@ -153,7 +153,7 @@ def test_the_window_of_one_of_several(launcher: Launcher) -> None:
         ("input('name? ')", "input() reads from stdin, but stdin of rank {} is empty"),
     ],
 )
-def test_without_stdin_the_option_is_named(launcher: Launcher, script: str, said: str) -> None:
+def test_error_of_reading_empty_stdin_names_the_option(launcher: Launcher, script: str, said: str) -> None:
     done = launcher.script(script, "-n", "2")
     assert done.code == 1
     rank = done.err.partition("rank ")[2][0]
@@ -163,7 +163,7 @@ def test_without_stdin_the_option_is_named(launcher: Launcher, script: str, said
     assert "bdb.py" not in done.err
 
 
-def test_without_stdin_other_ends_are_the_programs_own(launcher: Launcher) -> None:
+def test_other_failures_without_stdin_are_unchanged(launcher: Launcher) -> None:
     for script, said in (
         ("import pickle; pickle.loads(b'')", "EOFError: Ran out of input"),
         ("raise EOFError", "EOFError\n"),
@@ -174,12 +174,12 @@ def test_without_stdin_other_ends_are_the_programs_own(launcher: Launcher) -> No
         assert launcher.script("breakpoint()", "-n", "2", environ=environ).code == 0
 
 
-def test_a_hook_of_the_programs_own_is_told_too(launcher: Launcher) -> None:
+def test_excepthook_of_the_program_receives_the_stdin_error(launcher: Launcher) -> None:
     hook = "import sys\nsys.excepthook = lambda kind, error, trace: print('hook:', error, file=sys.stderr)\n"
     assert "hook: input() reads from stdin, but stdin of rank" in launcher.script(hook + "input()", "-n", "2").err
 
 
-def test_stdin_that_is_no_terminal(launcher: Launcher) -> None:
+def test_piped_stdin_is_read_by_a_single_rank_or_the_rank_of_the_option(launcher: Launcher) -> None:
     read, empty = "rank {} read 'words\\n'", "rank {} read ''"
     assert piped(launcher, ECHO) == (0, ["[0] " + read.format(0)])
     assert piped(launcher, ECHO, "--start", "spawn") == (0, ["[0] " + read.format(0)])
@@ -191,8 +191,8 @@ def test_stdin_that_is_no_terminal(launcher: Launcher) -> None:
     assert piped(launcher, ECHO) == (0, ["[0] " + read.format(0)])
 
 
-def test_a_loop_over_lines_keeps_those_that_no_rank_reads(launcher: Launcher) -> None:
-    """As ``while read line; do allranks run ...`` needs it."""
+def test_lines_that_no_rank_reads_stay_in_stdin(launcher: Launcher) -> None:
+    """Check that unread lines stay in stdin, as ``while read line; do allranks run ...`` requires."""
     words = shlex.join(launcher.command(str(launcher.write("pass"))))
     done = subprocess.run(
         ["sh", "-c", f"{words}; cat"],
@@ -214,13 +214,13 @@ def test_a_loop_over_lines_keeps_those_that_no_rank_reads(launcher: Launcher) ->
         (["--stdin", "0", "-N", "2", "--node-rank", "0"], "only ranks of a job on one host can have stdin"),
     ],
 )
-def test_a_rank_that_cannot_have_it(launcher: Launcher, words: list[str], said: str) -> None:
+def test_invalid_rank_for_stdin_is_rejected(launcher: Launcher, words: list[str], said: str) -> None:
     done = launcher.script("raise SystemExit('must not run')", *words)
     assert done.code == 2
     assert said in done.err
 
 
-def test_ctrl_c_at_a_prompt_is_the_debuggers(launcher: Launcher) -> None:
+def test_ctrl_c_at_a_prompt_is_handled_by_the_debugger(launcher: Launcher) -> None:
     console = alone(launcher, "import os; open('rank0', 'w').write(str(os.getpid()))\n" + BREAK)
     console.press("p x * 100\n")
     console.expect("500$", r"\(Pdb\) ")
@@ -236,7 +236,7 @@ def test_ctrl_c_at_a_prompt_is_the_debuggers(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize("options", [["-n", "1"], ["-n", "2", "--stdin", "1"]])
-def test_ctrl_c_of_a_rank_that_has_read_ends_the_job(launcher: Launcher, options: list[str]) -> None:
+def test_ctrl_c_ends_the_job_after_a_rank_has_read_stdin(launcher: Launcher, options: list[str]) -> None:
     script = """
         import os, time
         if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1: input("name? ")
@@ -256,7 +256,7 @@ def test_ctrl_c_of_a_rank_that_has_read_ends_the_job(launcher: Launcher, options
     assert "Traceback" not in text
 
 
-def test_ctrl_c_of_a_command_that_has_read(launcher: Launcher) -> None:
+def test_ctrl_c_ends_a_command_that_has_read_stdin(launcher: Launcher) -> None:
     words = ["sh", "-c", "read line; echo $line; exec sleep 60"]
     console = Console(launcher, *launcher.command("-n", "1", "--", *words))
     console.press("begin\n")
@@ -266,8 +266,8 @@ def test_ctrl_c_of_a_command_that_has_read(launcher: Launcher) -> None:
     assert (code, "stopped by SIGINT" in text) == (130, True), text
 
 
-def test_ctrl_z_and_a_shell(launcher: Launcher) -> None:
-    """At a prompt: the shell has the terminal, and gives it back."""
+def test_ctrl_z_at_a_prompt_returns_to_the_shell(launcher: Launcher) -> None:
+    """Press Ctrl-Z at a prompt: the shell takes the terminal and returns it with ``fg``."""
     console = shell(launcher, BREAK)
     for _ in range(2):
         console.expect(r"\(Pdb\) ")
@@ -287,7 +287,7 @@ def test_ctrl_z_and_a_shell(launcher: Launcher) -> None:
 
 
 def test_ctrl_z_stops_all_ranks(launcher: Launcher) -> None:
-    """Nobody has read; then they go on in the background, and Ctrl-C ends them in the foreground."""
+    """Stop ranks that have not read stdin, continue them in the background, and end them with Ctrl-C."""
     script = """
         import os, time
         open("rank" + os.environ["RANK"], "w").write(str(os.getpid()))
@@ -296,7 +296,7 @@ def test_ctrl_z_stops_all_ranks(launcher: Launcher) -> None:
         """
     console = shell(launcher, script, "-n", "3")
     console.expect("up")
-    wait_for(lambda: len(ranks(launcher)) == 3)  # a line that has not ended is shown again below another: no counting
+    wait_for(lambda: len(ranks(launcher)) == 3)  # do not count lines: an unterminated line may be shown twice
     console.press("\x1a")
     console.expect("Stopped", r"\$ ")
     pids = ranks(launcher)
@@ -313,7 +313,7 @@ def test_ctrl_z_stops_all_ranks(launcher: Launcher) -> None:
     assert console.end()[0] == 130
 
 
-def test_in_the_background_it_waits_for_the_terminal(launcher: Launcher) -> None:
+def test_rank_in_the_background_waits_for_the_terminal(launcher: Launcher) -> None:
     console = shell(launcher, BREAK, after="&")
     console.expect("-> print")
     wait_for(lambda: console.press("\n") or "Stopped" in console.expect(r"Stopped|\$ "))
@@ -328,8 +328,8 @@ def test_in_the_background_it_waits_for_the_terminal(launcher: Launcher) -> None
     assert console.end()[0] == 0
 
 
-def test_ctrl_z_where_nobody_could_continue(launcher: Launcher) -> None:
-    """A container's first process: it goes on."""
+def test_ctrl_z_has_no_effect_without_a_shell(launcher: Launcher) -> None:
+    """Check that a job without a shell, as in a container, continues. No shell could continue it."""
     console = alone(launcher, BREAK)
     console.expect(r"\(Pdb\) ")
     console.press("\x1a")
@@ -340,8 +340,8 @@ def test_ctrl_z_where_nobody_could_continue(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize("who", ["launcher", "rank"])
-def test_after_a_kill_the_terminal_is_as_it_was(launcher: Launcher, who: str) -> None:
-    """Of a script, whose shell does not look after it."""
+def test_terminal_is_restored_after_a_kill(launcher: Launcher, who: str) -> None:
+    """Kill the launcher or the rank in a shell script. Its shell does not restore the terminal."""
     script = """
         import os, readline
         open("rank0", "w").write(f"{os.getpid()} {os.getppid()}")
@@ -359,7 +359,7 @@ def test_after_a_kill_the_terminal_is_as_it_was(launcher: Launcher, who: str) ->
     assert console.end()[0] == 0
 
 
-def test_a_terminal_that_is_closed(launcher: Launcher) -> None:
+def test_closed_terminal_ends_the_job(launcher: Launcher) -> None:
     console = shell(launcher, BREAK)
     console.expect(r"\(Pdb\) ")
     os.close(console._fd)

@@ -1,4 +1,4 @@
-"""The launcher on a terminal: ranks have terminals too, and progress bars move."""
+"""Launcher on a terminal: ranks have terminals too, and progress bars move in place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(40)
 
 
 class Session:
-    """The command on a terminal of its own, and what is seen there."""
+    """Command on a separate terminal, and the content of that terminal."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class Session:
         os.write(self._master, key)
 
     def watch(self, until: Callable[[list[str]], bool] = lambda rows: False) -> list[str]:
-        """Reads until the rows are as wanted, or to the end."""
+        """Read until the rows satisfy the condition or the output ends. Return the rows."""
         while not until(self.terminal.rows):
             try:
                 data = os.read(self._master, 4096)
-            except OSError:  # EIO: all have closed it
+            except OSError:  # EIO: all processes have closed the terminal
                 os.close(self._master)
                 self.process.wait(20)
                 break
@@ -66,7 +66,7 @@ class Session:
         return self.terminal.rows
 
 
-def test_ranks_are_on_terminals(launcher: Launcher) -> None:
+def test_ranks_have_terminals(launcher: Launcher) -> None:
     script = """
         import os, shutil, sys, termios
         print([os.isatty(n) for n in range(3)], tuple(os.get_terminal_size()), shutil.get_terminal_size().columns)
@@ -81,7 +81,7 @@ def test_ranks_are_on_terminals(launcher: Launcher) -> None:
     assert b"\r\r\n" not in session.raw
 
 
-def test_window_size_follows(launcher: Launcher) -> None:
+def test_ranks_receive_the_new_window_size(launcher: Launcher) -> None:
     script = """
         import os, signal
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])
@@ -92,7 +92,7 @@ def test_window_size_follows(launcher: Launcher) -> None:
     session = Session(launcher, script)
     session.watch(lambda rows: "[0] ready" in rows)
     session.resize(50, 100)
-    session.process.send_signal(signal.SIGWINCH)  # it is not in the terminal's foreground group here
+    session.process.send_signal(signal.SIGWINCH)  # the launcher is not in the terminal's foreground group here
     assert session.watch() == ["[0] ready", "[0] 96"]
 
 
@@ -120,7 +120,7 @@ def test_progress_bar_moves_while_others_print(launcher: Launcher) -> None:
     assert session.process.returncode == 0
 
 
-def test_progress_bar_moves_with_times_and_among_lines_of_many(launcher: Launcher) -> None:
+def test_progress_bar_moves_with_timestamps_and_collapsed_lines(launcher: Launcher) -> None:
     script = """
         import os, sys, time
         print("begin")
@@ -141,7 +141,7 @@ def test_progress_bar_moves_with_times_and_among_lines_of_many(launcher: Launche
     assert all(row[:1] == "[" for row in rows)
 
 
-def test_bar_of_a_killed_rank(launcher: Launcher) -> None:
+def test_progress_bar_of_a_killed_rank_stays_visible(launcher: Launcher) -> None:
     script = """
         import os, signal, sys
         sys.stdout.write("\\x1b[?25l\\r50%"); sys.stdout.flush()
@@ -159,14 +159,14 @@ def test_bar_of_a_killed_rank(launcher: Launcher) -> None:
     ("environ", "coloured"),
     [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
 )
-def test_colour(launcher: Launcher, environ: dict[str, str], coloured: bool) -> None:
+def test_color_depends_on_the_environment(launcher: Launcher, environ: dict[str, str], coloured: bool) -> None:
     session = Session(launcher, "print('x')", environ=environ)
     session.watch()
     assert (b"\x1b[" in session.raw) == coloured
     assert session.terminal.rows == ["[0] x"]
 
 
-def test_stderr_elsewhere(launcher: Launcher) -> None:
+def test_redirected_stderr_is_not_a_terminal_in_ranks(launcher: Launcher) -> None:
     script = "import os, sys; print(os.isatty(1), os.isatty(2)); print('err', file=sys.stderr)"
     session = Session(launcher, script, err_tty=False)
     assert session.watch() == ["[0] True False"]
@@ -174,7 +174,7 @@ def test_stderr_elsewhere(launcher: Launcher) -> None:
     assert session.process.stderr.read() == b"[0] err\n"
 
 
-def test_ctrl_c_key(launcher: Launcher) -> None:
+def test_sigint_report_on_a_terminal_locates_the_rank(launcher: Launcher) -> None:
     session = Session(launcher, "import time; print('ready'); time.sleep(60)")
     session.watch(lambda rows: "[0] ready" in rows)
     session.process.send_signal(signal.SIGINT)
@@ -183,7 +183,7 @@ def test_ctrl_c_key(launcher: Launcher) -> None:
     assert session.process.returncode == 130
 
 
-def test_ctrl_s_does_not_make_the_launcher_deaf(launcher: Launcher) -> None:
+def test_launcher_handles_signals_after_ctrl_s(launcher: Launcher) -> None:
     session = Session(launcher, "while True: print('line')", "--grace", "1")
     session.watch(lambda rows: "[0] line" in rows)
     session.press(b"\x13")
@@ -191,7 +191,7 @@ def test_ctrl_s_does_not_make_the_launcher_deaf(launcher: Launcher) -> None:
     assert session.process.wait(10) == 143
 
 
-def test_ctrl_q_after_ctrl_s(launcher: Launcher) -> None:
+def test_ctrl_q_continues_the_output_after_ctrl_s(launcher: Launcher) -> None:
     session = Session(launcher, "print('ready')\nfor n in range(3000): print('line', n)", environ={"NO_COLOR": "1"})
     session.watch(lambda rows: "[0] ready" in rows)
     session.press(b"\x13")

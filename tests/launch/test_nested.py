@@ -1,4 +1,4 @@
-"""Jobs within jobs: the innermost launcher says who a process is; a shell in between changes nothing."""
+"""Nested jobs: the innermost launcher determines the rank of a process, even with a shell in between."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _run(folder: Path, *words: str, **environ: str) -> str:
 
 
 def _assert_own_jobs(out: str, outer: int) -> None:
-    """Each rank of the outer job has started a job of two ranks, whose sums contain nothing of another job."""
+    """Check that each outer rank ran a job of two ranks whose sums contain no value of another job."""
     for job in range(outer):
         for rank in range(2):
             line = f"of {job}: rank {rank} of 2, sum {2 * 10**job}"
@@ -84,13 +84,13 @@ def _assert_own_jobs(out: str, outer: int) -> None:
         pytest.param([*TORCHRUN, "--nproc-per-node", "2"], id="torchrun"),
     ],
 )
-def test_a_launcher_in_a_rank(tmp_path: Path, inner: list[str], joined: str) -> None:
+def test_launcher_in_a_rank_starts_a_separate_job(tmp_path: Path, inner: list[str], joined: str) -> None:
     _assert_own_jobs(_run(tmp_path, *RUN, "-n", "2", "outer.py", *inner, JOINED=joined), 2)
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 @pytest.mark.parametrize("outer", [1, 2])
-def test_mpirun_in_a_rank(tmp_path: Path, mpi: str, outer: int) -> None:
+def test_mpirun_in_a_rank_starts_a_separate_job(tmp_path: Path, mpi: str, outer: int) -> None:
     mpirun = [str(Path(python_with(mpi)).parent / "mpirun"), *(["--oversubscribe"] if mpi == "openmpi" else [])]
     out = _run(tmp_path, *RUN, "-n", str(outer), "outer.py", *mpirun, "-n", "2", sys.executable, JOINED="0")
     _assert_own_jobs(out, outer)
@@ -98,17 +98,17 @@ def test_mpirun_in_a_rank(tmp_path: Path, mpi: str, outer: int) -> None:
 
 @pytest.mark.parametrize("how", ["variables", "ours"])
 @pytest.mark.parametrize("outer", [1, 2])
-def test_processes_that_a_rank_spawns(tmp_path: Path, how: str, outer: int) -> None:
+def test_processes_that_a_rank_spawns_form_a_separate_job(tmp_path: Path, how: str, outer: int) -> None:
     port = str(20_000 + os.getpid() % 10_000)
     _assert_own_jobs(_run(tmp_path, *RUN, "-n", str(outer), "spawned.py", how, port), outer)
 
 
-def test_spawn_in_the_only_rank_of_torchrun(tmp_path: Path) -> None:
+def test_processes_spawned_in_the_only_rank_of_torchrun_form_a_job(tmp_path: Path) -> None:
     _assert_own_jobs(_run(tmp_path, *TORCHRUN, "--nproc-per-node", "1", "spawned.py", "ours", "0"), 1)
 
 
-def test_a_shell_and_a_port_of_the_script_leave_a_rank_what_it_is(tmp_path: Path) -> None:
-    """Scripts that were written for one host say where rank 0 is; the launcher's store is used all the same."""
+def test_shell_or_master_port_of_the_script_does_not_change_the_job(tmp_path: Path) -> None:
+    """Check that ranks use the store of the launcher even if the script sets the address of rank 0."""
     script = "import os; os.environ.update(MASTER_ADDR='localhost', MASTER_PORT='1'); exec(open('inner.py').read())"
     (tmp_path / "own.py").write_text(script)
     for words in (["own.py", "0"], ["--", "bash", "-c", f"{sys.executable} inner.py 0; true"]):

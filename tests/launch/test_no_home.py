@@ -1,4 +1,4 @@
-"""A user whom the system does not know: no home directory and no name, as containers and batch systems have them."""
+"""User without a name and a home directory, as in containers and batch systems."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def test_jobs_of_this_host(tmp_path: Path) -> None:
+def test_jobs_on_one_host_run_without_a_home_directory(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     code, out, err = end(start("-m", "allranks", "run", "-n", "2", str(script)))
@@ -49,7 +49,7 @@ def test_jobs_of_this_host(tmp_path: Path) -> None:
     assert err.startswith("allranks run: rank 1 ")
 
 
-def test_ranks_that_need_a_secret(tmp_path: Path) -> None:
+def test_ranks_without_a_home_directory_require_a_secret_variable(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
 
@@ -67,7 +67,7 @@ def test_ranks_that_need_a_secret(tmp_path: Path) -> None:
         assert (code, out, err) == (0, "uid 54321 sum 2.0\n", "")
 
 
-def test_doctor() -> None:
+def test_doctor_warns_of_a_missing_home_directory() -> None:
     code, out, err = end(start("-m", "allranks", "doctor"))
     (line,) = [each for each in out.splitlines() if each.split()[1:2] == ["secret"]]
     assert line.startswith("warn  secret")

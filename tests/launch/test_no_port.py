@@ -1,10 +1,10 @@
-"""A job that the launcher started on one host listens on no TCP port, in no process of it."""
+"""Absence of TCP listeners in all processes of a job on one host."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-# The second time by a URL that names the port which is kept free for programs that use torch.distributed.
+# The second group has a URL with the port that is reserved for programs that use torch.distributed.
 SCRIPT = """
 import os, re
 from pathlib import Path
@@ -37,7 +37,7 @@ dist.barrier()
 """
 
 
-def test_no_tcp_listener(tmp_path: Path) -> None:
+def test_job_on_one_host_listens_on_no_tcp_port(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Notices: why ranks wait is said without being asked, once, and by the right name."""
+"""Wait reports: the launcher reports once, without a request, which ranks wait and for which rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from allranks.launch.policy.round import Round, Rules, step
 from allranks.launch.spec.events import LongWait, Stacks
 from support.launcher_process import Launcher
 
-# The rules, on made-up ranks.
+# Rules, with simulated ranks.
 
 
 def waiting(rank: int, number: int = 5) -> RankState:
@@ -61,15 +61,15 @@ def tell(notices: Notices, *states: RankState, at: float = 0.1, reader: int | No
     return list(notices.check(RUNNING, reader, at))
 
 
-def test_a_notice_from_the_first_wait_to_the_line() -> None:
+def test_long_wait_leads_to_a_wait_report_with_stacks() -> None:
     notices = Notices()
     assert notices.deadline() is None
     assert ask(notices) == [InspectRanks((0, 1, 2))]
-    assert ask(notices, index=8) == []  # one at a time
+    assert ask(notices, index=8) == []  # one inspection at a time
     assert tell(notices, waiting(0), waiting(1)) == []  # rank 2 has not answered
     assert tell(notices, late(2)) == [DumpStacks((2,))]
     notices.take_stacks(Stacks(2, STACK), 0.2)
-    assert notices.check(RUNNING, None, 0.2) == []  # more of it may come
+    assert notices.check(RUNNING, None, 0.2) == []  # more stacks may arrive
     (notice,) = notices.check(RUNNING, None, 0.5)
     assert isinstance(notice, PrintNotice)
     assert notice.diagnosis.late == (2,)
@@ -77,7 +77,7 @@ def test_a_notice_from_the_first_wait_to_the_line() -> None:
     assert notices.deadline() is None
 
 
-def test_silent_agents_and_ranks_do_not_keep_it_back() -> None:
+def test_silent_agents_and_ranks_do_not_delay_a_wait_report() -> None:
     notices = Notices()
     ask(notices)
     assert notices.deadline() == 0.5
@@ -92,21 +92,21 @@ def test_silent_agents_and_ranks_do_not_keep_it_back() -> None:
     assert notice.stacks == {}
 
 
-def test_the_same_is_said_again_only_after_a_later_limit() -> None:
+def test_same_wait_is_reported_again_only_after_the_next_limit() -> None:
     notices = Notices()
     states = [waiting(0), waiting(1), late(2)]
     ask(notices)
     tell(notices, *states)
     assert len(notices.check(RUNNING, None, 5.0)) == 1
     assert ask(notices, at=6.0) == []
-    assert notices.take_wait(LongWait(1, 7, 10.0), [0, 1, 2], 6.0) == []  # it was part of that line
-    assert ask(notices, at=6.0, index=8) == [InspectRanks((0, 1, 2))]  # another call, which shows the same
+    assert notices.take_wait(LongWait(1, 7, 10.0), [0, 1, 2], 6.0) == []  # the first report included this wait
+    assert ask(notices, at=6.0, index=8) == [InspectRanks((0, 1, 2))]  # another call with the same diagnosis
     assert tell(notices, *states, at=6.1) == []
     assert ask(notices, 60.0, at=60.0) == [InspectRanks((0, 1, 2))]
     assert tell(notices, *states, at=60.1) == [DumpStacks((2,))]
 
 
-def test_who_waits_for_its_user_is_not_late() -> None:
+def test_rank_that_waits_for_its_user_is_not_late() -> None:
     for more, reader in (({"reads_stdin": True}, None), ({}, 2)):
         notices = Notices()
         ask(notices)
@@ -114,7 +114,7 @@ def test_who_waits_for_its_user_is_not_late() -> None:
         assert notices.deadline() is None
 
 
-def test_a_stop_breaks_off() -> None:
+def test_stop_cancels_a_wait_report() -> None:
     notices = Notices()
     ask(notices)
     notices.forget()
@@ -122,7 +122,7 @@ def test_a_stop_breaks_off() -> None:
     assert notices.deadline() is None
 
 
-def test_stacks_are_not_asked_of_ranks_that_ended_meanwhile() -> None:
+def test_stacks_are_not_requested_from_ranks_that_have_exited() -> None:
     notices = Notices()
     ask(notices)
     for state in (waiting(0), waiting(1), late(2)):
@@ -131,11 +131,11 @@ def test_stacks_are_not_asked_of_ranks_that_ended_meanwhile() -> None:
     assert isinstance(notice, PrintNotice)
 
 
-def test_another_command_asks() -> None:
+def test_request_of_another_command_is_answered() -> None:
     state = Round(Rules(10.0))
     step(state, RanksStarted((0, 1, 2)), 0.0)
     assert step(state, StatesAsked(5), 1.0) == [InspectRanks((0, 1, 2), 5)]
-    assert step(state, StatesAsked(5), 1.1) == []  # gets the same answer
+    assert step(state, StatesAsked(5), 1.1) == []  # receives the same answer as the first request
     assert state.deadline() == 1.5
     for each in (waiting(0), waiting(1), late(2)):
         step(state, each, 1.2)
@@ -150,7 +150,7 @@ def test_another_command_asks() -> None:
     assert answer == AnswerStates([], {}, {})
 
 
-def test_limits() -> None:
+def test_limits_of_repeated_wait_reports_grow() -> None:
     limits, told = [], 0.0
     for _ in range(6):
         told = next_limit(10.0, told)
@@ -213,7 +213,7 @@ def first_line(process: subprocess.Popen[bytes]) -> str:
     return process.stderr.readline().decode()
 
 
-def test_never_where_it_is_switched_off(launcher: Launcher) -> None:
+def test_wait_report_can_be_disabled(launcher: Launcher) -> None:
     launcher.write(PROGRAM, "hung.py")
     environ = {"ALLRANKS_NOTICE_AFTER": "0"}
     process = launcher.start("-n", "3", "hung.py", "sleep", real_torch=True, environ=environ)
@@ -222,7 +222,7 @@ def test_never_where_it_is_switched_off(launcher: Launcher) -> None:
     assert "waited" not in process.communicate(timeout=30)[1].decode()
 
 
-def test_a_wrong_time_is_refused(launcher: Launcher) -> None:
+def test_invalid_time_until_a_wait_report_is_rejected(launcher: Launcher) -> None:
     done = launcher.run("-n", "1", "x.py", environ={"ALLRANKS_NOTICE_AFTER": "soon"})
     assert done.code == 2
     assert "ALLRANKS_NOTICE_AFTER: 'soon' is not a time (30 or 30s, 5m, 2h)" in done.err
@@ -249,7 +249,7 @@ print({what})
     ],
     ids=["operator", "function"],
 )
-def test_the_master_waits_for_a_worker(launcher: Launcher, what: str, size: int, place: str) -> None:
+def test_wait_report_explains_a_master_that_waits(launcher: Launcher, what: str, size: int, place: str) -> None:
     script = launcher.write(MASTER.format(what=what, size=size))
     done = launcher.run("--mode", "master", "-n", "2", "--notice-after", "1s", str(script), real_torch=True)
     assert done.code == 0, done.err

@@ -1,6 +1,6 @@
-"""Elastic rounds under thousands of simulated losses: the table of slots is right after every event.
+"""Elastic rounds with thousands of simulated losses: the slot table is correct after every event.
 
-``ALLRANKS_SEED=n pytest -s tests/launch/test_rank_slot_simulation.py`` runs one seed and prints its events.
+``ALLRANKS_SEED=n pytest -s tests/launch/test_rank_slots.py`` runs one seed and prints its events.
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ join = RankSlots.join
         (RankSlots, "start", always),
     ],
 )
-def test_the_simulation_finds_a_broken_rule(
-    owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simulation_detects_a_broken_rule(owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(Wrong):
         run_all()

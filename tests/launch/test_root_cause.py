@@ -1,4 +1,4 @@
-"""Which failure is the cause, and how it is told."""
+"""Selection of the failure that is the cause, and its description."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def collect(*failures: Failure) -> RootCause:
     return collected
 
 
-def test_nothing_failed() -> None:
+def test_root_cause_without_failures_is_not_settled() -> None:
     assert RootCause().settles_at() is None
 
 
-def test_a_failure_of_its_own_settles_at_once() -> None:
+def test_failure_that_is_no_echo_settles_immediately() -> None:
     assert collect(raised(1, 5.0)).settles_at() == 5.0
 
 
@@ -44,19 +44,19 @@ def test_an_echo_waits_for_its_cause() -> None:
     assert collected.select().rank == 1
 
 
-def test_echoes_alone_the_first_is_named() -> None:
+def test_first_echo_is_selected_if_all_failures_are_echoes() -> None:
     assert collect(raised(0, 5.1, echo=True), raised(1, 5.0, echo=True)).select().rank == 1
 
 
-def test_the_first_of_several_is_named_by_the_ranks_own_clocks() -> None:
+def test_first_failure_by_the_clocks_of_the_ranks_is_selected() -> None:
     assert collect(raised(0, 5.1), raised(1, 5.0)).select().rank == 1
 
 
-def test_a_killed_rank_precedes_what_was_seen_in_the_same_moment() -> None:
+def test_killed_rank_precedes_a_failure_at_the_same_time() -> None:
     assert collect(raised(0, 5.0), Failure(1, 101, -signal.SIGSEGV, 5.001)).select().rank == 1
 
 
-def test_a_report_counts_for_more_than_the_exit_that_follows() -> None:
+def test_failure_report_takes_precedence_over_the_exit_that_follows() -> None:
     collected = collect(raised(0, 5.0, echo=True), Failure(0, 100, 1, 5.05))
     assert collected.failures[0].echo
 
@@ -70,13 +70,13 @@ def test_a_report_counts_for_more_than_the_exit_that_follows() -> None:
         (-40, "rank 1 (pid 7) was killed by signal 40", 168),
     ],
 )
-def test_a_failure_in_words(status: int, words: str, code: int) -> None:
+def test_failure_has_a_description_and_an_exit_code(status: int, words: str, code: int) -> None:
     failure = Failure(1, 7, status, 0.0)
     assert str(failure) == words
     assert failure.exit_code == code
 
 
-def test_the_last_words_name_others_that_failed_by_themselves() -> None:
+def test_failure_message_lists_other_ranks_that_failed_independently() -> None:
     failures = [raised(n, n) for n in range(3)] + [raised(3, 3.0, title="KeyError: 1"), raised(4, 4.0, echo=True)]
     assert describe_failure(failures[0], failures, [], Reporter()).decode().splitlines() == [
         "allranks run: rank 0 (pid 100) exited with code 1",
@@ -88,19 +88,19 @@ def test_the_last_words_name_others_that_failed_by_themselves() -> None:
     assert b"also" not in describe_failure(failures[0], failures, [], Reporter(quiet=True))
 
 
-def test_the_last_words_show_output_that_was_hidden() -> None:
+def test_failure_message_contains_hidden_output() -> None:
     failure = Failure(0, 1, 3, 0.0)
     assert describe_failure(failure, [failure], [b"\xff"], Reporter()).endswith(b"code 3\n\xff")
 
 
-def test_the_last_words_explain_a_kill_that_nobody_sent() -> None:
+def test_failure_message_suggests_a_reason_for_sigkill() -> None:
     failure = Failure(0, 1, -signal.SIGKILL, 0.0)
     said = b"allranks run: rank 0 (pid 1) was killed by SIGKILL (often the kernel, out of memory)"
     assert describe_failure(failure, [failure], [], Reporter()) == said
     assert b"memory" not in describe_failure(Failure(0, 1, -signal.SIGTERM, 0.0), [], [], Reporter())
 
 
-def test_the_last_words_name_who_left_before_an_echo() -> None:
+def test_failure_message_lists_ranks_that_exited_before_an_echo() -> None:
     said = b"allranks run: ranks 1-2 had already exited with code 0"
     assert (
         describe_failure(raised(0, 1.0, echo=True), [], [], Reporter(quiet=True), left=[1, 2]).splitlines()[-1] == said
@@ -108,7 +108,7 @@ def test_the_last_words_name_who_left_before_an_echo() -> None:
     assert said not in describe_failure(raised(0, 1.0), [], [], Reporter(), left=[1, 2])
 
 
-def test_an_interrupt_says_where_each_rank_was() -> None:
+def test_interrupt_message_locates_each_rank() -> None:
     reports = [FailureReport(130, where="train.py:7 in step", interrupted=True)] * 2 + [
         FailureReport(1, text="Traceback\nOops\n")
     ]
@@ -127,7 +127,7 @@ def caught(outer: BaseException, cause: BaseException | None = None, context: Ba
     return is_echo(outer)
 
 
-def test_what_is_an_echo() -> None:
+def test_exception_caused_by_the_loss_of_a_peer_is_an_echo() -> None:
     lost = PeerLostError("rank 1 died", 1)
     assert is_echo(lost)
     assert caught(ValueError(), cause=lost)
@@ -142,13 +142,13 @@ def caught_by(error: BaseException) -> BaseException:
     return middle
 
 
-def test_an_exception_that_refers_to_itself_is_looked_at_once() -> None:
+def test_circular_chain_of_exceptions_is_traversed_once() -> None:
     one, two = ValueError(), KeyError()
     one.__context__, two.__context__ = two, one
     assert not is_echo(one)
 
 
-def test_a_group_is_an_echo_if_all_in_it_are() -> None:
+def test_exception_group_is_an_echo_if_all_its_exceptions_are() -> None:
     class Group(Exception):  # python 3.10 has no ExceptionGroup
         def __init__(self, *exceptions: Exception) -> None:
             self.exceptions = exceptions
@@ -158,7 +158,7 @@ def test_a_group_is_an_echo_if_all_in_it_are() -> None:
     assert not is_echo(Group(lost, ValueError()))
 
 
-def test_a_consequence_stands_before_the_advice() -> None:
+def test_consequence_is_inserted_before_the_advice() -> None:
     assert consequence("node1: lost", "rank 2 terminated with it") == "node1: lost; rank 2 terminated with it"
     why = "node1: garbled output.\n  Make the shell silent."
     assert consequence(why, "continuing without it") == (

@@ -1,4 +1,4 @@
-"""Kernels and containers that lack system calls: RHEL 8 has no pidfd_open, and old container runtimes refuse it."""
+"""Kernels and containers that lack system calls: RHEL 8 has no pidfd_open, and old container runtimes reject it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 38, 22, 2
 
 
 def forbid(name: str, error: int) -> None:
-    """Have a system call fail in this process and its children: a program of four instructions for seccomp."""
+    """Make a system call fail in this process and its children, with a seccomp program of four instructions."""
     load, equal, give = 0x20, 0x15, 0x06
     steps = [(load, 0, 0, 0), (equal, 0, 1, CALLS[name]), (give, 0, 0, 0x00050000 | error), (give, 0, 0, 0x7FFF0000)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
@@ -50,7 +50,7 @@ dist.barrier()
 
 @pytest.mark.parametrize("name", ["pidfd_open", "process_vm_readv"])
 @pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
-def test_a_job_runs_without_it(launcher: Launcher, name: str, error: int) -> None:
+def test_job_runs_without_an_optional_system_call(launcher: Launcher, name: str, error: int) -> None:
     script = str(launcher.write(SUM))
     done = run(name, error, "run", "-n", "2", script, folder=launcher.folder)
     assert (done.returncode, sorted(done.stdout.split("\n"))) == (0, ["", "[0] 2", "[1] 2"]), done
@@ -60,7 +60,7 @@ def test_a_job_runs_without_it(launcher: Launcher, name: str, error: int) -> Non
     assert "exited with code 3" in failed.stderr
 
 
-def test_one_that_no_job_can_do_without_is_named(launcher: Launcher) -> None:
+def test_missing_system_call_that_every_job_needs_is_reported(launcher: Launcher) -> None:
     done = run("memfd_create", errno.ENOSYS, "run", "-n", "2", str(launcher.write(SUM)), folder=launcher.folder)
     said = "allranks run: error: cannot start 2 ranks: memfd_create: Function not implemented\n"
     assert (done.returncode, done.stderr) == (2, said)

@@ -1,4 +1,4 @@
-"""Ranks that torchrun started meet on its agent's store, as the agent itself holds MASTER_PORT."""
+"""Rendezvous of ranks of torchrun on the store of its agent, because the agent holds MASTER_PORT."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SUM = """
 
 
 def torchrun(tmp_path: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script on two ranks under the real torchrun."""
+    """Run a script on two ranks under the real torchrun."""
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(script))
     mine = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE")
@@ -42,22 +42,22 @@ def torchrun(tmp_path: Path, script: str, *options: str) -> subprocess.Completed
 
 
 @pytest.mark.parametrize("options", [["--standalone"], []])
-def test_two_ranks(tmp_path: Path, options: list[str]) -> None:
+def test_ranks_of_torchrun_form_a_group(tmp_path: Path, options: list[str]) -> None:
     done = torchrun(tmp_path, SUM, *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["attempt 0: 3"] * 2
 
 
-def test_ranks_that_are_started_again_do_not_meet_the_failed_ones(tmp_path: Path) -> None:
-    """The keys of the first attempt, a complete meeting among them, are still on the store."""
+def test_restarted_ranks_do_not_use_the_rendezvous_of_the_failed_attempt(tmp_path: Path) -> None:
+    """Restart ranks while the store still has the keys of the first attempt, with its complete rendezvous."""
     fail_once = SUM + '    sys.exit(3 if attempt == "0" and dist.get_rank() == 1 else 0)\n'
     done = torchrun(tmp_path, fail_once, "--standalone", "--max-restarts=1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["attempt 0: 3"] * 2 + ["attempt 1: 3"] * 2
 
 
-def test_joining_again_in_the_same_processes(tmp_path: Path) -> None:
-    """By a URL that names the agent's port, which rank 0 cannot have."""
+def test_ranks_can_join_again_in_the_same_processes(tmp_path: Path) -> None:
+    """Join with a URL that names the port of the agent, which rank 0 cannot use."""
     again = """
     dist.destroy_process_group()
     dist.init_process_group(init_method="tcp://{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ), timeout=60)

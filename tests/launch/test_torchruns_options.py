@@ -1,4 +1,4 @@
-"""torchrun's and torch.distributed.launch's options: their own parsers are the oracle."""
+"""Options of torchrun and torch.distributed.launch, compared with the parsers of torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_torchruns(words: list[str]) -> argparse.Namespace:
 
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, tuple[str, object, object]]:
-    """All spellings, where the value goes, how many values there are, and which."""
+    """Return the destination, the number of values and the choices of each spelling of an option."""
     return {
         spelling: (action.dest, action.nargs, action.choices and sorted(action.choices))
         for action in parser._actions
@@ -32,7 +32,7 @@ def options_of(parser: argparse.ArgumentParser) -> dict[str, tuple[str, object, 
     }
 
 
-def test_each_option_of_torchrun_is_here_and_no_other() -> None:
+def test_options_are_exactly_those_of_torchrun() -> None:
     assert options_of(torchrun._parser({}, for_launch=False)) == options_of(get_args_parser())
 
 
@@ -57,20 +57,20 @@ x.py --nnodes 3 -m
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_line_is_read_as_torchrun_reads_it(line: str) -> None:
+def test_command_line_is_parsed_as_by_torchrun(line: str) -> None:
     theirs, ours = vars(read_torchruns(line.split())), vars(parse_torchruns(line.split(), {}))
     if "node_rank" not in line:
-        theirs["node_rank"] = None  # which is 0 there on each host, and none here
+        theirs["node_rank"] = None  # torchrun has 0 on each host, allranks has None
     assert ours == theirs
 
 
 @pytest.mark.parametrize("line", ["--use-env --nproc_per_node 2 x.py", "--use_env x.py --use_env", "x.py"])
-def test_a_line_is_read_as_torch_distributed_launch_reads_it(line: str) -> None:
+def test_command_line_is_parsed_as_by_torch_distributed_launch(line: str) -> None:
     theirs = vars(torchs_launch.parse_args(line.split())) | {"node_rank": None}
     assert vars(parse_torchruns(line.split(), {}, for_launch=True)) == theirs
 
 
-def test_variables_stand_for_options_as_in_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_set_options_as_in_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"nproc_per_node": "3", "max_restarts": "2", "monitor_interval": "1.5", "module": "1", "standalone": "0"}
     values |= {"node_rank": "1", "duplicate_stdout_filters": "a,b", "logs_specs": "not read", "numa_binding": "node"}
     for action in get_args_parser()._actions:
@@ -102,11 +102,11 @@ def words_of(options: Options) -> tuple[str, ...]:
         "--run-path x.py",
     ],
 )
-def test_it_means_what_torchrun_makes_of_it(line: str) -> None:
-    """Compared with what torchrun hands to its agent, after it has looked at everything."""
+def test_options_match_the_agent_configuration_of_torchrun(line: str) -> None:
+    """Compare the options with the configuration that torchrun passes to its agent."""
     args = read_torchruns(line.split())
     if args.master_port is None:
-        args.master_port = 29500  # as its run() does
+        args.master_port = 29500  # the default that torchrun's run() sets
     config, command, arguments = config_from_args(args)
     options = read(line.split(), {})
     assert options.nodes == (config.min_nodes, config.max_nodes)
@@ -118,7 +118,7 @@ def test_it_means_what_torchrun_makes_of_it(line: str) -> None:
         host, port = options.leader
         assert config.rdzv_endpoint == f"{f'[{host}]' if ':' in host else host}:{port}"
         assert options.node == (config.rdzv_configs.get("rank") if "rank" in line else None)
-        assert options.last_call_s == 30  # of c10d
+        assert options.last_call_s == 30  # default of c10d
     if config.shutdown_timeout is not None:
         assert options.grace_s == config.shutdown_timeout
     kind = "command" if args.no_python else "module" if args.module else "script"
@@ -129,7 +129,7 @@ def test_it_means_what_torchrun_makes_of_it(line: str) -> None:
     assert ours == ((command, *arguments) if kind == "command" else tuple(arguments))
 
 
-def test_what_is_said_in_other_words() -> None:
+def test_options_of_torchrun_are_translated() -> None:
     options = asked("--signals-to-handle SIGTERM,SIGUSR1 --numa-binding exclusive --local-addr 10.9.8.7 x.py")
     assert (options.signals, options.bind, options.iface) == ((signal.SIGUSR1,), "core", "10.9.8.7")
     assert read(["x.py"], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4"}).grace_s == 4
@@ -138,7 +138,7 @@ def test_what_is_said_in_other_words() -> None:
     assert (waits.join_timeout_s, waits.last_call_s) == (8, 7)
 
 
-def test_c10d_gives_the_numbers_itself_and_one_host_meets_nobody() -> None:
+def test_c10d_assigns_host_numbers_and_one_host_has_no_leader() -> None:
     assert asked("--rdzv-backend c10d --nnodes 2 --node-rank 1 x.py").node is None
     assert asked("--rdzv-backend c10d --nnodes 2 x.py").leader == ("localhost", 29400)
     assert asked("--rdzv-backend c10d --rdzv-endpoint localhost:0 x.py").leader is None
@@ -146,12 +146,12 @@ def test_c10d_gives_the_numbers_itself_and_one_host_meets_nobody() -> None:
     assert (alone.leader, alone.run, alone.node) == (None, "", None)
 
 
-def test_another_interpreter() -> None:
+def test_python_exec_selects_the_interpreter() -> None:
     options = read(["--nproc-per-node", "2", "-m", "a.b", "c"], {"PYTHON_EXEC": "/opt/python"})
     assert options.target == Target("command", "/opt/python", ("-u", "-m", "a.b", "c"), macros=True)
 
 
-def test_macros_are_torchruns() -> None:
+def test_macros_are_replaced_as_in_torchrun() -> None:
     target = read(["x.py", "${local_rank}", "$local_rank-$other", "100$$"], {}).target
     assert target.on(3).args == ("3", "3-$other", "100$")
     assert Target("script", "x.py", ("${local_rank}",)).on(3).args == ("${local_rank}",)
@@ -165,7 +165,7 @@ def test_macros_are_torchruns() -> None:
         ("import arguments", "--local-rank=1"),
     ],
 )
-def test_scripts_are_told_their_local_rank_as_they_want_it(
+def test_local_rank_argument_has_the_spelling_that_the_script_defines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: str
 ) -> None:
     (tmp_path / "a_script.py").write_text(text)
@@ -199,20 +199,20 @@ BAD: dict[str, tuple[str, dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_honoured_is_an_error_that_says_what_to_do(case: str) -> None:
+def test_unsupported_options_are_errors_with_advice(case: str) -> None:
     line, environ, said = BAD[case]
     with pytest.raises(ConfigError) as caught:
         read(line.split(), environ)
     assert said in str(caught.value)
 
 
-def test_launch_needs_use_env_for_commands() -> None:
+def test_launch_requires_use_env_for_commands() -> None:
     with pytest.raises(ConfigError, match="--no-python requires --use-env"):
         read(["--no-python", "ls"], {}, for_launch=True)
     assert read(["--no-python", "--use-env", "ls"], {}, for_launch=True).target.on(0) == Target("command", "ls")
 
 
-def test_launch_meets_where_it_always_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_uses_port_29500_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     free: Callable[[int], int] = lambda wanted: wanted  # noqa: E731
     monkeypatch.setattr(torchrun, "free_port", free)
     assert read(["x.py"], {}, for_launch=True).leader == ("", 29500)
@@ -220,7 +220,7 @@ def test_launch_meets_where_it_always_did(monkeypatch: pytest.MonkeyPatch) -> No
     assert read(["x.py"], {}).leader is None
 
 
-def test_arguments_of_the_program_are_no_abbreviations_of_options() -> None:
+def test_arguments_of_the_program_are_not_parsed_as_abbreviated_options() -> None:
     found = parse_torchruns(["--nproc-per-node", "2", "--max-rest=1", "-t", "3", "x.py", "--r=16", "--ma", "4"], {})
     assert (found.nproc_per_node, found.max_restarts, found.training_script) == ("2", 1, "x.py")
     assert found.training_script_args == ["--r=16", "--ma", "4"]

@@ -1,4 +1,4 @@
-"""Descriptors and paths that are not what they seem: a program's files, devices, pipes, links, files without an end."""
+"""Descriptors and paths with unexpected targets: files of the program, devices, pipes, links and endless files."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ for file in files:
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_nothing_is_written_into_files_that_got_our_descriptors(launcher: Launcher, start: str) -> None:
-    """A daemon's way: all descriptors are closed, with those for the report of an error and for stacks."""
+def test_files_that_reuse_descriptors_of_allranks_are_not_written(launcher: Launcher, start: str) -> None:
+    """Close all descriptors as a daemon does, including those for the error report and for stacks."""
 
     def contents() -> set[bytes]:
         return {path.read_bytes() for path in launcher.folder.glob("data*.bin")}
@@ -45,7 +45,7 @@ def test_nothing_is_written_into_files_that_got_our_descriptors(launcher: Launch
     assert contents() == {b"MINE"}
 
 
-def test_a_function_that_closes_the_way_of_its_result(tmp_path: Path) -> None:
+def test_function_that_closes_the_descriptor_of_its_result_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(
         "import os, allranks\ndef f():\n    os.closerange(3, 4096)\n    return 5\n"
@@ -56,7 +56,7 @@ def test_a_function_that_closes_the_way_of_its_result(tmp_path: Path) -> None:
     assert "f closed the descriptor that transfers its result" in done.stderr
 
 
-def test_what_is_no_plain_file_is_not_replaced(launcher: Launcher, tmp_path: Path) -> None:
+def test_path_that_is_not_a_regular_file_is_not_replaced(launcher: Launcher, tmp_path: Path) -> None:
     pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
     link.symlink_to("behind")
@@ -77,7 +77,7 @@ def test_what_is_no_plain_file_is_not_replaced(launcher: Launcher, tmp_path: Pat
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
-def test_files_without_an_end_are_refused(launcher: Launcher) -> None:
+def test_endless_files_are_rejected(launcher: Launcher) -> None:
     done = launcher.run("-n", "1", "--hostfile", "/dev/zero", str(launcher.write("")))
     assert done.err == "allranks run: error: cannot read the hostfile '/dev/zero': it is longer than 16 MiB\n"
     with pytest.raises(dist.ConfigError, match="longer than 16 MiB"):
