@@ -17,7 +17,7 @@ import torch
 
 import allranks as dist
 from allranks import _engines
-from allranks._api.groups import lineage_of
+from allranks._api.groups import history_of
 from allranks._engines.c10d import engine as c10d
 from allranks._group.exchange import exchange_locally
 from allranks._group.process_group import ProcessGroup
@@ -60,7 +60,7 @@ def test_abort_fails_pending_calls_and_shrink_creates_a_new_communicator() -> No
         made = _engines.make_engine("nccl", rank, world.members, exchange, "of nccl", 60.0)
         backend = made._backend  # type: ignore[attr-defined]
         group = ProcessGroup(made, "of nccl", rank, world.members, 60.0)
-        group.lineage = lineage_of(group, "nccl", [0, 1, 2], b"of nccl")
+        group.history = history_of(group, "nccl", [0, 1, 2], b"of nccl")
         dist.barrier()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
