@@ -168,7 +168,7 @@ class BytesEngine(FlatEngine):
             raise TimeoutError(
                 f"{self.here(verb)}: another rank did not call within {self.timeout_s:g} s"
                 f"{', and the group cannot be used any more' if self._lost else ''}.\n"
-                "  To wait longer, pass init_process_group(timeout=...)"
+                "  Set a longer timeout with init_process_group(timeout=...)"
             ) from None
         super().explain(error, verb)
 

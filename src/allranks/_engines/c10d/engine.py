@@ -221,7 +221,7 @@ class C10dEngine(FlatEngine):
             raise TimeoutError(
                 f"{here}: a rank did not call within {self.timeout_s:g} s, or another rank timed out. "
                 f"{self.name} does not report which, and the group cannot be used any more.\n  {self.name}: {text}\n"
-                "  To wait longer, pass init_process_group(timeout=...)"
+                "  Set a longer timeout with init_process_group(timeout=...)"
             ) from error
         raise AllranksError(f"{here}: {self.name}: {text}") from error
 

@@ -430,7 +430,7 @@ class MpiEngine(FlatEngine):
                 raise TimeoutError(
                     f"{here}: another rank did not call within {self.timeout_s:g} s. MPI does not report which"
                     f"{', and the group cannot be used any more' if self._lost else ''}.\n"
-                    "  To wait longer, pass init_process_group(timeout=...)"
+                    "  Set a longer timeout with init_process_group(timeout=...)"
                 ) from None
             case _Short():
                 raise MismatchError(

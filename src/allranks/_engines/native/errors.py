@@ -122,7 +122,8 @@ def _timeout(
     waits: Sequence[tuple[int, int, str, str]],
     unasked: Sequence[tuple[int, int, _core.Call, int]],
 ) -> TimeoutError:
-    hint = "  To wait longer, pass init_process_group(timeout=...)"
+    # torch's own tests, and programs, look for " timeout " in this error.
+    hint = "  Set a longer timeout with init_process_group(timeout=...)"
     if goes_on:
         hint = "  The call continues. Call wait() again to wait longer."
     lines = [f"{here}no data from {', '.join(map(ranks.name, missing)) or 'other ranks'} for {seconds:.1f} s."]
