@@ -56,6 +56,7 @@ def test_wheel(wheel: Path, tmp_path: Path) -> None:
     assert {name for name in names if not name.startswith("allranks-")} == {
         "allranks/_core.abi3.so",
         *(str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.*") if path.suffix not in LEFT),
+        *(f"allranks/_docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
     }
     (data,) = {name.partition("/")[0] for name in names if name.partition("/")[0].endswith(".data")}
     pages = {f"{data}/data/share/man/man1/{page.name}" for page in (ROOT / "docs/man").iterdir()}
@@ -185,6 +186,7 @@ def test_declared_requirements_are_sufficient(bare: Path, tmp_path: Path) -> Non
 
     assert sorted(lines("allranks", "run", "-n", "2", "hello.py"))[1] == "[1] rank 1 of 2: [3.0, 3.0, 3.0]"
     assert lines("python", "called.py") == ["[21, 21]"]
+    assert lines("allranks", "help", "MismatchError")[0] == "## MismatchError"
     assert sorted("".join(lines("python", "spawned.py"))) == sorted("rank 0 of 2rank 1 of 2")
     assert "on worker:2" in lines("python", "workers.py")[0]
     expected = (
