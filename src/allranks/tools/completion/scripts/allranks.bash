@@ -8,7 +8,7 @@ _allranks_command() {  # $kind and $words of what may stand where no option does
     'torchrun') kind=program words='' ;;
     'launch') kind=program words='' ;;
     'env') kind='' words='' ;;
-    'bench') kind=words words='all all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all barrier send overlap python small trace' ;;
+    'bench') kind=words words='all all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all send barrier overlap python small trace' ;;
     'tune') kind='' words='' ;;
     'submit') kind=program words='' ;;
     'trace') kind=command words='show timeline record flight' ;;

@@ -195,7 +195,7 @@ complete -c allranks -n '__allranks_is bench' -l apart -d 'run a barrier before 
 complete -c allranks -n '__allranks_is bench' -l shared -d 'allocate allranks\'s tensors in shared memory (empty_shared)'
 complete -c allranks -n '__allranks_is bench' -l json -r -F -d 'write the results as JSON'
 complete -c allranks -n '__allranks_is bench' -l plot -r -F -d 'plot the results (requires matplotlib)'
-complete -c allranks -n '__allranks_is bench' -f -a 'all all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all barrier send overlap python small trace'
+complete -c allranks -n '__allranks_is bench' -f -a 'all all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all send barrier overlap python small trace'
 complete -c allranks -n '__allranks_is tune' -s h -l help -d 'show this help message and exit'
 complete -c allranks -n '__allranks_is tune' -s n -l nproc -r -f -d 'ranks; default: four on each CPU, up to 64'
 complete -c allranks -n '__allranks_is tune' -s o -l output -r -F -d 'default: tuning.json'

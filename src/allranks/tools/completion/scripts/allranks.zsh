@@ -233,7 +233,7 @@ _allranks_bench() {
     '--shared[allocate allranks'\''s tensors in shared memory (empty_shared)]' \
     '--json=[write the results as JSON]:FILE:_files' \
     '--plot=[plot the results (requires matplotlib)]:FILE:_files' \
-    '1:VERB:(all all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all barrier send overlap python small trace)'
+    '1:VERB:(all all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all send barrier overlap python small trace)'
 }
 
 _allranks_tune() {
