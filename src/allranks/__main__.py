@@ -92,7 +92,7 @@ def _help() -> str:
     lines += [f"  {name:10} {summary}" for name, (_, summary) in COMMANDS.items()]
     more = (
         "allranks help COMMAND, or allranks COMMAND --help, describes a command.\n"
-        "allranks help TOPIC prints a page (launching, debugging, faq, ...), an error or a variable."
+        "allranks help TOPIC prints a page (debugging, faq, ...), an error or a variable."
     )
     return "\n".join([*lines, "", examples_text(EXAMPLES), more])
 

@@ -564,14 +564,14 @@ class Job:
             pids = {p.pid for p in self.processes if p.rank == process.rank == int(m[1])}
             if m[2] == m[3] or not {int(m[2]), int(m[3])} <= pids or process.pid != int(m[3]):
                 raise Wrong(f"{process} is told of two that are not: {text}")
-        elif m := re.search(r"disagree.*pid (\d+)\) says (\d+), rank .*pid (\d+)\) says (\d+)\.", text):
+        elif m := re.search(r"disagree.*pid (\d+)\) has (\d+), rank .*pid (\d+)\) has (\d+)\.", text):
             sizes = {p.pid: p.size for p in self.processes}
             if m[2] == m[4] or sizes[int(m[1])] != int(m[2]) or sizes[int(m[3])] != int(m[4]):
                 raise Wrong(f"{process} is told of wrong sizes: {text}")
         elif "ranks did not join" in text:
             if not any(text == said for s in self.servers for _, said, _ in s.verdicts.values()):
                 raise Wrong(f"{process} is told what no other is: {text}")
-        elif "did not answer" in text or "became unreachable" in text:
+        elif re.search("did not answer|did not report the missing ranks|became unreachable", text):
             if (
                 process.clean
                 and process.delay_s < FAST_S
