@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import os
 import select
 import signal
@@ -21,6 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -38,11 +38,8 @@ from allranks.launch.agents.inquiries import Inquiries
 from allranks.launch.agents.link import Link, LinkLost, to_launcher
 from allranks.launch.output.screen import Screen
 from allranks.launch.ranks.agent import Agent, RankPlan
-from allranks.launch.ranks.environ import JobShare, common_environ, free_port
-from allranks.launch.ranks.guard import Guard
-from allranks.launch.ranks.pipes import reserve_descriptors
-from allranks.launch.ranks.placement import CpuPlace, cpu_places_of
-from allranks.launch.ranks.preload import preload
+from allranks.launch.ranks.environ import JobShare, free_port
+from allranks.launch.ranks.host_round import HostRound
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.reporter import Reporter
 from allranks.launch.signals import FORWARDED, handled
@@ -113,11 +110,9 @@ class AgentServer:
         self._reporter = reporter or Reporter()
         self._screen: Screen | None = None
         self._prepared: Prepare | None = None
-        self._guard: Guard | None = None
-        self._server: StoreServer | None = None
+        self._host_round: HostRound | None = None
         self._store: StoreClient | None = None  # a client of the server, after the first `Ended`
         self._agent: Agent | None = None
-        self._places: tuple[CpuPlace, ...] = ()
         self._commands: deque[Command] = deque()
         self._received: deque[int] = deque()
         self._inquiries: Inquiries | None = None
@@ -184,76 +179,58 @@ class AgentServer:
             _activate()
             # After the folder and PATH are set, because the target is searched there.
             check(ranks.target)
-            self._guard = Guard()  # while this process is small
-            if command.serves:
-                self._server = StoreServer.tcp("", 0, command.secret) if command.spans else StoreServer.unix()
+            self._host_round = here = HostRound(ranks, command.nproc, open_store=_store_of(command))
             addresses = published_addresses() if ranks.elastic is not None else ()
-            self._places = cpu_places_of(command.nproc, ranks.bind, ranks.one_gpu_per_rank, os.environ)
-            self._prepared = command
-            if ranks.start == "fork" and ranks.target.is_python:
-                share = JobShare(command.nproc, command.nproc, masters=_masters(command))
-                environ = common_environ(os.environ, share, ranks.threads, "", ("", 0), self._places)
-                if ranks.target.kind == "function":
-                    importlib.import_module(
-                        "allranks.launch.ranks.function"
-                    )  # once for all ranks, and only for functions
-                loaded = preload(ranks.target, environ)
-                if not loaded and ranks.target.kind != "function":
-                    spawned = dataclasses.replace(ranks, start="spawn")
-                    self._prepared = msgspec.structs.replace(command, ranks=spawned)
+            here.preload(_masters(command))
+            self._prepared = msgspec.structs.replace(command, ranks=here.ranks)
         except ConfigError as error:
             self._clear()
             self._link.send(Unable(str(error)))
             return
-        server = self._server
+        server = here.server
         stores = (server.published() or (server.here,)) if server is not None and command.spans else ()
         port = free_port() if server is not None or addresses else 0
         self._link.send(AgentReady(stores, port, time.monotonic(), addresses))
 
     def _start(self, command: StartRanks) -> Rank | None:
-        prepared, guard = self._prepared, self._guard
+        prepared, here = self._prepared, self._host_round
         assert prepared is not None
-        assert guard is not None
+        assert here is not None
         try:
-            environ = self._environ(prepared, command)
-            files = reserve_descriptors(prepared.nproc)
+            environ = self._environ(here, prepared, command)
         except ConfigError as error:
             self._link.send(Unable(str(error)))
             return None
         screen = self._show(command) if self._show is not None else None
         stdio = command.stdio if screen is None else screen.stdio()
         plan = RankPlan(
-            *(command.count, prepared.ranks, environ, stdio, command.first, self._places),
+            *(command.count, here.ranks, environ, stdio, command.first, here.cpu_places),
             role_first=command.role_first,
             starts=command.starts,
         )
-        agent = Agent(plan, guard)
         # Blocked until ``_watch`` has installed its handlers, so that no signal is lost while the ranks start.
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         try:
-            rank = agent.start(self._mask, files)
-        except OSError as error:
-            # ``agent.close`` dismisses the guard, so ``_clear`` must not.
-            self._guard = None
-            agent.close()
+            agent = here.start(plan, self._mask)
+        except ConfigError as error:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-            self._link.send(Unable(f"cannot start {prepared.nproc} ranks: {error.strerror}"))
+            self._link.send(Unable(str(error)))
             return None
-        if rank is not None:
-            return rank
-        # The agent owns the guard from here on.
-        self._guard, self._agent, self._screen = None, agent, screen
+        if isinstance(agent, Rank):
+            return agent
+        self._agent, self._screen = agent, screen
         if screen is not None:
             screen.open()
-        if self._server is not None:
+        if here.server is not None:
             # The server is a thread, so it starts after the last fork.
-            self._server.start()
+            here.server.start()
         for started in command.starts:
             self._link.send(RankRestarted(started))
         self._watch(agent, prepared.ranks.signals)
         return None
 
-    def _environ(self, prepared: Prepare, command: StartRanks) -> dict[str, str]:
+    def _environ(self, here: HostRound, prepared: Prepare, command: StartRanks) -> dict[str, str]:
+        server = here.server
         share = JobShare(
             command.count,
             command.world_size,
@@ -267,21 +244,19 @@ class AgentServer:
             _masters(prepared),
             elastic=prepared.ranks.elastic is not None,
         )
-        if self._server is None and not command.stores:  # the ranks use another store, whose address they have
-            return common_environ(os.environ, share, prepared.ranks.threads, "", ("", 0), self._places)
+        if server is None and not command.stores:  # the ranks use another store, whose address they have
+            return here.environ(share, "", ("", 0))
         if not prepared.spans:
-            assert self._server is not None
-            master = "127.0.0.1", command.port
-            return common_environ(os.environ, share, prepared.ranks.threads, self._server.here, master, self._places)
-        if self._server is not None:
+            assert server is not None
+            return here.environ(share, server.here, ("127.0.0.1", command.port))
+        if server is not None:
             own = _host_of(command.stores[0])
-            store, host = self._server.here, own
+            store, host = server.here, own
         else:
             where = "launcher" if command.leader else "host of rank 0"
             store, own = _reach(command.stores, prepared.secret, where)
             host = nearest_first(command.leader)[0] if command.leader else _host_of(store)
-        host = prepared.master or host
-        environ = common_environ(os.environ, share, prepared.ranks.threads, store, (host, command.port), self._places)
+        environ = here.environ(share, store, (prepared.master or host, command.port))
         environ["ALLRANKS_SECRET"] = prepared.secret.decode()
         environ.pop("ALLRANKS_INSECURE", None)  # this job has a secret, even if its user has none
         # otherwise engines use the address of the host's own name, which is often 127.0.1.1
@@ -373,11 +348,13 @@ class AgentServer:
 
     def _keep(self, ended: Ended) -> None:
         """Write the exit status into the store, where the master reads it. The master is a rank of this host."""
-        assert self._server is not None
+        assert self._host_round is not None
         assert self._prepared is not None
+        server = self._host_round.server
+        assert server is not None
         try:
             if self._store is None:
-                self._store = StoreClient.connect(self._server.here, self._prepared.secret, _REACH_S)
+                self._store = StoreClient.connect(server.here, self._prepared.secret, _REACH_S)
             self._store.set(Ended.key(ended.rank), msgspec.json.encode(ended))
         except (JoinError, StoreLostError, TimeoutError) as error:
             print(f"cannot report the exit of rank {ended.rank} to the master: {error}", file=sys.stderr, flush=True)
@@ -394,9 +371,9 @@ class AgentServer:
 
     def _clear(self) -> None:
         """Free the resources of a round."""
-        agent, guard, server, screen, store = self._agent, self._guard, self._server, self._screen, self._store
+        agent, here, screen, store = self._agent, self._host_round, self._screen, self._store
         # Cleared first, so that an error below does not make a second call close them again.
-        self._agent = self._guard = self._server = self._screen = self._store = None
+        self._agent = self._host_round = self._screen = self._store = None
         if self._inquiries is not None:
             self._inquiries.close()
             self._inquiries = None
@@ -404,13 +381,18 @@ class AgentServer:
             store.close()
         if agent is not None:
             agent.close()
-        if guard is not None:
-            guard.dismiss()
-        if server is not None:
-            server.close()
+        if here is not None:
+            here.close()
         if screen is not None:
             _drain(screen)
             screen.close()
+
+
+def _store_of(prepared: Prepare) -> Callable[[], StoreServer] | None:
+    """Return what binds the job's store, if this host serves it."""
+    if not prepared.serves:
+        return None
+    return partial(StoreServer.tcp, "", 0, prepared.secret) if prepared.spans else StoreServer.unix
 
 
 def _masters(prepared: Prepare) -> int:

@@ -1,9 +1,6 @@
-"""A job on this host, whose ranks are forked from this process, with its required order of steps.
+"""A job on this host, whose ranks are forked from this process.
 
-The guard is forked while this process is small. Threads per rank are decided before torch is imported, because its
-libraries read them at import. The store's socket is bound before ranks are forked, because their environment contains
-its address. The store's thread starts after the fork, because a process with threads cannot be forked safely. It has
-ended before the next round.
+The store's thread starts after the ranks were forked, and has ended before the next round forks its own.
 """
 
 from __future__ import annotations
@@ -37,11 +34,9 @@ from allranks.launch.policy.job import (
 )
 from allranks.launch.policy.round import Rules
 from allranks.launch.ranks.agent import Agent, RankPlan
-from allranks.launch.ranks.environ import JobShare, common_environ, free_port
-from allranks.launch.ranks.guard import Guard
-from allranks.launch.ranks.pipes import reserve_descriptors
-from allranks.launch.ranks.placement import cpu_places_of, describe
-from allranks.launch.ranks.preload import preload
+from allranks.launch.ranks.environ import JobShare, free_port
+from allranks.launch.ranks.host_round import HostRound
+from allranks.launch.ranks.placement import describe
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.ranks.terminal import Terminal
 from allranks.launch.runtime.job_control import SIGNALS, JobControl
@@ -130,12 +125,10 @@ class _Round:
 
 def _prepare(options: Options, share: JobShare) -> _Round | Rank:
     nproc = share.nproc
-    cpu_places = cpu_places_of(nproc, options.bind, options.one_gpu_per_rank, os.environ)
-    files = reserve_descriptors(nproc)
     reader = _reader(options, nproc)
     terminal = Terminal.of_this_process() if reader is not None else None
-    guard = Guard(terminal)  # forked while this process is small, before the import of torch
-    server = StoreServer.unix()  # bound before the fork: the environment of the ranks has its address
+    here = HostRound(options.for_ranks(), nproc, open_store=StoreServer.unix, terminal=terminal)
+    assert here.server is not None
     screen = Screen(
         range(nproc),
         options.display,
@@ -148,31 +141,28 @@ def _prepare(options: Options, share: JobShare) -> _Round | Rank:
     )
     os.environ.update(options.environ)  # torch reads some of them at import, here or in the ranks
     master = ("127.0.0.1", (options.leader[1] if options.leader else None) or free_port())
-    environ = common_environ(os.environ, share, options.threads, server.address, master, cpu_places)
-    ranks = options.for_ranks()
-    for line in describe(cpu_places):
+    environ = here.environ(share, here.server.address, master)
+    for line in describe(here.cpu_places):
         options.reporter.detail(line)
-    options.reporter.detail(f"the store is at {server.address}, OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}")
-    if ranks.start == "fork" and ranks.target.is_python:
-        ranks = replace(ranks, start="fork" if preload(ranks.target, environ) else "spawn")
+    options.reporter.detail(f"the store is at {here.server.address}, OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}")
+    here.preload(share.masters)
+    if options.start == "fork" and options.target.is_python:
         forked = "with torch imported" if "torch" in sys.modules else "without torch, which the script does not import"
         options.reporter.detail(
-            f"ranks are forked {forked}" if ranks.start == "fork" else "ranks are not forked: torch cannot be imported"
+            f"ranks are forked {forked}"
+            if here.ranks.start == "fork"
+            else "ranks are not forked: torch cannot be imported"
         )
     if options.elastic is not None:
         # Before the ranks start, because they read the table.
-        server.put(TABLE_KEY, first_table(range(nproc), options.elastic[0]).encode())
-    agent = Agent(RankPlan(nproc, ranks, environ, screen.stdio(), cpu_places=cpu_places), guard)
+        here.server.put(TABLE_KEY, first_table(range(nproc), options.elastic[0]).encode())
     # The signals stay blocked until the loop has installed its handlers, so none is lost while the ranks start.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals, *SIGNALS))
-    try:
-        rank = agent.start(mask, files)
-    except OSError as error:
-        agent.close()
-        raise ConfigError(f"cannot start {nproc} ranks: {error.strerror}") from error
-    if rank is not None:
-        return rank
-    return _Round(options, agent, server, screen, JobControl(agent, terminal, reader), mask, share.restart)
+    plan = RankPlan(nproc, here.ranks, environ, screen.stdio(), cpu_places=here.cpu_places)
+    agent = here.start(plan, mask)
+    if isinstance(agent, Rank):
+        return agent
+    return _Round(options, agent, here.server, screen, JobControl(agent, terminal, reader), mask, share.restart)
 
 
 def _reader(options: Options, nproc: int) -> int | None:
