@@ -21,6 +21,11 @@ INSTRUMENTED := --coverage -fprofile-update=atomic -O1
 PIP := -q --disable-pip-version-check --no-compile -c constraints.txt
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BENCH_RUN = $(BENCH)/bin/python -m allranks bench
+# Runs a benchmark, and adds version, commit, date and machine to its results; with an MPI; with torchft.
+RECORD := $(BIN)/python benchmarks/record.py
+RECORD_MPI := $(BENCH)/bin/python benchmarks/record.py
+RECORD_TORCHFT := $(TORCHFT)/bin/python benchmarks/record.py
+NAMESPACES := --network 'network namespaces of one machine, joined by veth and a bridge'
 
 .PHONY: train test python-tests quick check format coverage injection bench bench-mpi bench-programs mpi torchft trainers core-tests
 .PHONY: docs torch-versions newest-torch aarch64 wheel clean
@@ -68,36 +73,36 @@ format: $(VENV)/checkers
 
 # Each system call of a small job fails in turn (benchmarks/injection.py): about 40 minutes on two cores.
 injection: $(VENV)/installed
-	$(BIN)/python benchmarks/injection.py --json benchmarks/injection.json
+	$(RECORD) benchmarks/injection.json -- benchmarks/injection.py
 
 # The figures of the README and of docs/. BENCH_FLAGS="--budget 0.1" gives a quick look.
 bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed
-	$(BENCH_RUN) all -n 2 --against gloo,mpi --json benchmarks/verbs_2.json --plot benchmarks/verbs_2.png $(BENCH_FLAGS)
-	$(BENCH_RUN) all -n 4 --against gloo,mpi --json benchmarks/verbs_4.json --plot benchmarks/verbs_4.png $(BENCH_FLAGS)
-	$(BENCH_RUN) all -n 2 --against gloo,mpi --shared --json benchmarks/shared_2.json $(BENCH_FLAGS)
-	$(BENCH_RUN) overlap -n 2 --against gloo,mpi --json benchmarks/overlap.json $(BENCH_FLAGS)
-	$(BENCH_RUN) python --json benchmarks/python.json $(BENCH_FLAGS)
-	$(BENCH_RUN) small -n 2 --against mpi --json benchmarks/small_2.json $(BENCH_FLAGS)
-	$(BENCH_RUN) small -n 4 --against mpi --json benchmarks/small_4.json $(BENCH_FLAGS)
-	$(BENCH_RUN) trace -n 2 --json benchmarks/trace.json $(BENCH_FLAGS)
-	$(BENCH)/bin/python benchmarks/goals master --json benchmarks/master.json $(BENCH_FLAGS)
-	for n in 1 2 4; do $(BENCH)/bin/python benchmarks/goals checkpoint -n $$n --sizes 100M,400M,1G,4G \
-	  --json benchmarks/checkpoint_$$n.json --plot benchmarks/checkpoint_$$n.png $(BENCH_FLAGS) || exit 1; done
-	$(TORCHFT)/bin/python benchmarks/goals resilience --json benchmarks/resilience.json $(BENCH_FLAGS)
-	$(BIN)/allranks run -n 2 benchmarks/ddp_step.py --json benchmarks/ddp_step.json
-	$(BIN)/allranks run -n 2 --show 0 benchmarks/torch_plugin.py --json benchmarks/torch_plugin.json
-	$(BENCH)/bin/python benchmarks/hosts.py --json benchmarks/hosts_1.json $(BENCH_FLAGS)
-	$(BENCH)/bin/python benchmarks/hosts.py --per-host 2 --json benchmarks/hosts_2.json $(BENCH_FLAGS)
-	$(BENCH)/bin/python benchmarks/many_hosts.py --json benchmarks/many_hosts.json --plot benchmarks/many_hosts.png
-	$(BIN)/python benchmarks/launch.py --json benchmarks/launch.json
-	$(BIN)/python benchmarks/groups.py --json benchmarks/groups.json
-	$(BIN)/python benchmarks/worlds.py --json benchmarks/worlds.json
-	$(BIN)/python benchmarks/diloco.py --json benchmarks/diloco.json
-	$(BENCH)/bin/python benchmarks/ranks.py --json benchmarks/ranks.json --plot benchmarks/ranks.png
-	$(BENCH)/bin/python benchmarks/threads.py --json benchmarks/threads.json
-	$(BIN)/python benchmarks/model.py --json benchmarks/model.json --plot benchmarks/model.png
-	taskset -c 0 $(BIN)/python benchmarks/rendezvous.py --json benchmarks/rendezvous.json
-	$(BIN)/python benchmarks/worker_calls.py --json benchmarks/worker_calls.json
+	$(RECORD_MPI) benchmarks/verbs_2.json -- -m allranks bench all -n 2 --against gloo,mpi --plot benchmarks/verbs_2.png $(BENCH_FLAGS)
+	$(RECORD_MPI) benchmarks/verbs_4.json -- -m allranks bench all -n 4 --against gloo,mpi --plot benchmarks/verbs_4.png $(BENCH_FLAGS)
+	$(RECORD_MPI) benchmarks/shared_2.json -- -m allranks bench all -n 2 --against gloo,mpi --shared $(BENCH_FLAGS)
+	$(RECORD_MPI) benchmarks/overlap.json -- -m allranks bench overlap -n 2 --against gloo,mpi $(BENCH_FLAGS)
+	$(RECORD_MPI) benchmarks/python.json -- -m allranks bench python $(BENCH_FLAGS)
+	$(RECORD_MPI) benchmarks/small_2.json -- -m allranks bench small -n 2 --against mpi $(BENCH_FLAGS)
+	$(RECORD_MPI) benchmarks/small_4.json -- -m allranks bench small -n 4 --against mpi $(BENCH_FLAGS)
+	$(RECORD_MPI) benchmarks/trace.json -- -m allranks bench trace -n 2 $(BENCH_FLAGS)
+	$(RECORD_MPI) benchmarks/master.json -- benchmarks/goals master $(BENCH_FLAGS)
+	for n in 1 2 4; do $(RECORD_MPI) benchmarks/checkpoint_$$n.json -- \
+	  benchmarks/goals checkpoint -n $$n --sizes 100M,400M,1G,4G --plot benchmarks/checkpoint_$$n.png $(BENCH_FLAGS) || exit 1; done
+	$(RECORD_TORCHFT) benchmarks/resilience.json -- benchmarks/goals resilience $(BENCH_FLAGS)
+	$(RECORD) benchmarks/ddp_step.json -- -m allranks run -n 2 benchmarks/ddp_step.py
+	$(RECORD) benchmarks/torch_plugin.json -- -m allranks run -n 2 --show 0 benchmarks/torch_plugin.py
+	$(RECORD_MPI) benchmarks/hosts_1.json $(NAMESPACES) -- benchmarks/hosts.py $(BENCH_FLAGS)
+	$(RECORD_MPI) benchmarks/hosts_2.json $(NAMESPACES) -- benchmarks/hosts.py --per-host 2 $(BENCH_FLAGS)
+	$(RECORD_MPI) benchmarks/many_hosts.json $(NAMESPACES) -- benchmarks/many_hosts.py --plot benchmarks/many_hosts.png
+	$(RECORD) benchmarks/launch.json -- benchmarks/launch.py
+	$(RECORD) benchmarks/groups.json -- benchmarks/groups.py
+	$(RECORD) benchmarks/worlds.json -- benchmarks/worlds.py
+	$(RECORD) benchmarks/diloco.json $(NAMESPACES) -- benchmarks/diloco.py
+	$(RECORD_MPI) benchmarks/ranks.json -- benchmarks/ranks.py --plot benchmarks/ranks.png
+	$(RECORD_MPI) benchmarks/threads.json -- benchmarks/threads.py
+	$(RECORD) benchmarks/model.json -- benchmarks/model.py --plot benchmarks/model.png
+	taskset -c 0 $(RECORD) benchmarks/rendezvous.json -- benchmarks/rendezvous.py
+	$(RECORD) benchmarks/worker_calls.json -- benchmarks/worker_calls.py
 	$(BIN)/python benchmarks/figures.py
 
 # Environments with what .venv has, and an MPI each: of MPI there is one in an environment. Without them `make test`
@@ -109,7 +114,7 @@ bench-mpi: $(BENCH)/installed
 
 # Programs of other people's packages on gloo and on us in its place: same results, and how fast. Takes half an hour.
 bench-programs: $(VENV)/installed
-	$(BIN)/python benchmarks/programs.py --json benchmarks/programs.json
+	$(RECORD) benchmarks/programs.json -- benchmarks/programs.py
 
 # The same with torchft, whose Manager is tried on our groups. It is built each night: this is a version that is known.
 torchft: $(TORCHFT)/installed

@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->\n"
+PEERS = {"torch": "torch", "openmpi": "Open MPI", "torchft": "torchft", "torchft-nightly": "torchft"}
 UNITS = ((1 << 20, "MB"), (1 << 10, "KB"), (1, "B"))
 
 
@@ -21,6 +22,25 @@ def size(nbytes):
 
 def load(name):
     return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
+
+
+def measured(*names):
+    """Return a line with the version, commit, date, machine and peers of result files; one entry for equal ones."""
+    found = {}
+    for name in names:
+        about = load(name)["about"]
+        peers = {label: about["versions"].get(package) for package, label in PEERS.items()}
+        where = f"{about['cpus']} CPU{'s' * (about['cpus'] > 1)}" + (
+            f" ({about['processor']})" * bool(about["processor"])
+        )
+        entry = (
+            f"allranks {about['version']} ({about['commit'][:8]}, {about['date'][:10]})",
+            *(f"{label} {version.partition('+')[0]}" for label, version in peers.items() if version),
+            f"on {where}",
+            *([f"hosts: {about['network']}"] if about["network"] else []),
+        )
+        found.setdefault(", ".join(entry), []).append(f"`{name}.json`")
+    return "Source: " + "; ".join(f"{' and '.join(files)}: {entry}" for entry, files in found.items()) + "."
 
 
 def times(ratio):
@@ -283,8 +303,8 @@ def readme_lines():
         f"{lost['peer_value']:.2f} s ({lost['peer']}) | |"
     )
     yield ""
-    yield "Medians. The files of these figures are in `benchmarks/`. [All figures](docs/performance.md)"
-    yield "says how they were measured. To measure this machine: `allranks bench all -n 2 --against gloo`."
+    yield "Medians. [All figures](docs/performance.md) says how they were measured. To measure this machine:"
+    yield "`allranks bench all -n 2 --against gloo`. " + measured("verbs_2", "launch", "resilience")
 
 
 def performance_lines():
@@ -293,6 +313,7 @@ def performance_lines():
     yield "## Collectives within a host"
     yield ""
     yield beginning(two)
+    yield measured("verbs_2", "verbs_4")
     yield ""
     yield from all_reduce_table(two, four)
     yield ""
@@ -311,40 +332,61 @@ def performance_lines():
     yield ""
     yield from shared_table(load("shared_2"))
     yield ""
+    yield measured("shared_2")
+    yield ""
     yield from overlap_lines(load("overlap")["overlaps"])
+    yield ""
+    yield measured("overlap")
     yield ""
     yield (
         "Python's own share of a blocking call, above the core's binding (which reads the tensor itself): "
         f"{load('python')['share']['python_s'] * 1e6:.2f} us."
     )
+    yield measured("python")
     yield ""
     yield "## Many groups"
     yield ""
     yield from groups_table()
     yield ""
+    yield measured("groups")
+    yield ""
     yield "## Worlds of many ranks"
     yield ""
     yield from worlds_table()
+    yield ""
+    yield measured("worlds")
     yield ""
     yield "## Small calls"
     yield ""
     yield from small_lines(load("small_2"), load("small_4"))
     yield ""
+    yield measured("small_2", "small_4")
+    yield ""
     yield "## Collectives between hosts"
     yield ""
     yield from hosts_lines(load("hosts_1"), load("hosts_2"))
     yield ""
+    yield measured("hosts_1", "hosts_2")
+    yield ""
     yield from many_hosts_lines(load("many_hosts"))
+    yield ""
+    yield measured("many_hosts")
     yield ""
     yield "## Many ranks on a host"
     yield ""
     yield from ranks_lines(load("ranks"))
     yield ""
+    yield measured("ranks")
+    yield ""
     yield from model_lines(load("model"))
+    yield ""
+    yield measured("model")
     yield ""
     yield "## More threads than CPUs"
     yield ""
     yield from threads_lines(load("threads"))
+    yield ""
+    yield measured("threads")
     yield ""
     yield "## Training"
     yield ""
@@ -352,13 +394,18 @@ def performance_lines():
     yield ""
     yield step_line(load("ddp_step"))
     yield ""
+    yield measured("torch_plugin", "ddp_step")
+    yield ""
     yield "## Launching"
     yield ""
     yield from launch_lines(load("launch"))
     yield ""
+    yield measured("launch")
+    yield ""
     yield "## Master-worker mode"
     yield ""
     yield master_line()
+    yield measured("master")
 
 
 def overlap_lines(overlaps):
@@ -377,7 +424,7 @@ def overlap_lines(overlaps):
 def threads_lines(found):
     """Rounds of computing and reducing, by ranks and compute threads."""
     about = found["about"]
-    products = f"{about['products']} products of {about['width']} x {about['width']} matrices"
+    products = f"{found['products']} products of {found['width']} x {found['width']} matrices"
     yield f"Rounds a second of {products} and an `all_reduce` of 1 KB, on {about['cpus']} CPUs ({about['processor']})."
     yield "Each rank computes with the threads in the first column. OpenMP lets them spin while they wait:"
     yield ""
@@ -457,6 +504,8 @@ def rendezvous_table():
         counts = [f"{job[f'{name}_bytes_per_rank']:,.0f}" for name in ("joined", "members")]
         cells = [f"{job['ranks']:,}", *seconds, *counts, f"{job['server_members_kib_per_rank']:.1f}"]
         yield "| " + " | ".join(cells) + " |"
+    yield ""
+    yield measured("rendezvous")
 
 
 def master_table():
@@ -465,6 +514,8 @@ def master_table():
     yield f"On {found['cpus']} CPUs ({found['processor']}), torch {found['versions']['torch']}, medians:"
     yield ""
     yield from goal_table(found, "torch's RPC, or send/recv")
+    yield ""
+    yield measured("master")
 
 
 def resilience_table():
@@ -478,11 +529,15 @@ def resilience_table():
     yield ""
     yield from goal_table(found, f"torchft {found['versions'].get('torchft', '')}".strip())
     yield ""
+    yield measured("resilience")
+    yield ""
     yield "### Under random faults"
     yield ""
     yield from fault_lines({where: load(name) for where, name in FAULTS.items()})
     yield ""
     yield from kill_lines(load("digits_kills"))
+    yield ""
+    yield measured(*FAULTS.values(), "digits_kills")
 
 
 FAULTS = {"one host": "faults", "three hosts and a spare one": "faults_hosts"}
@@ -569,6 +624,8 @@ def checkpoint_table():
                 row.append("-" if ms is None else f"{ms:,.0f}" if ms >= 10 else f"{ms:.1f}")
                 row += ["-" if goal is None else times(goal["ratio"]) for goal in goals]
             yield "| " + " | ".join(row) + " |"
+    yield ""
+    yield measured(*(f"checkpoint_{ranks}" for ranks in found))
 
 
 def checkpoint_kill_table():
@@ -585,6 +642,8 @@ def checkpoint_kill_table():
     yield "|---" * (1 + len(found)) + "|"
     for name, count in counts.items():
         yield f"| {name} | " + " | ".join(str(count(report)) for report in found.values()) + " |"
+    yield ""
+    yield measured("checkpoint_kills", "checkpoint_kills_apart")
 
 
 def diloco_table():
@@ -598,6 +657,8 @@ def diloco_table():
             row = ways[name]
             cells += [f"{row['bytes'] / row['steps']:,.0f}", f"{row['seconds']:.1f}", f"{row['accuracy']:.1f}%"]
         yield f"| {name} | " + " | ".join(cells) + " |"
+    yield ""
+    yield measured("diloco")
 
 
 def goal_table(found, peers):

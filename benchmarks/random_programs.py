@@ -23,12 +23,10 @@ digests of weights, buffers, optimizers, schedulers, averaged weights, and logs 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -282,26 +280,8 @@ class Report:
 
     def facts(self, seconds: float, at_once: int) -> dict[str, Any]:
         """Everything that the JSON file contains."""
-        import torch
-
-        import allranks
-        from allranks._cluster.host import processor, usable_cpus
-
-        def git(*words: str) -> str:
-            return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
         counts = Counter(outcome.verdict for outcome in self.outcomes)
         return {
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "commit": git("rev-parse", "HEAD"),
-            "changed": bool(git("status", "--porcelain", "--untracked-files=no", "src", "core")),
-            "versions": {
-                "allranks": allranks.__version__,
-                "torch": torch.__version__,
-                "python": sys.version.split()[0],
-            },
-            "processor": processor(),
-            "cpus": usable_cpus(),
             "at_once": at_once,
             "programs": len(self.outcomes),
             "seeds": [min(o.seed for o in self.outcomes), max(o.seed for o in self.outcomes)],

