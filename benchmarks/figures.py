@@ -408,6 +408,23 @@ def performance_lines():
     yield measured("master")
 
 
+def trace_lines():
+    """The cost of recording a call, and the delay of a late rank that the records show."""
+    found = load("trace")
+    for row in found["recorded"]:
+        yield (
+            f"- `all_reduce` of {size(row['nbytes'])}, {found['ranks']} ranks: {row['paired_s'] * 1e9:.0f} ns more, of "
+            f"{row['off_s'] * 1e6:.2f} us (median of {row['blocks']} pairs)."
+        )
+    late = found["straggling"]
+    yield (
+        f"- One rank of {found['ranks']} that is {late['late_s'] * 1e3:.2f} ms late in each of {late['steps']} steps is "
+        f"reported as late by {late['found_s'] * 1e3:.2f} ms."
+    )
+    yield ""
+    yield measured("trace")
+
+
 def overlap_lines(overlaps):
     """The part of an asynchronous call that a computation hides."""
     hidden = {
@@ -698,7 +715,7 @@ def master_line():
 def main():
     pages = {
         "README.md": [readme_lines],
-        "docs/performance.md": [performance_lines],
+        "docs/performance.md": [performance_lines, trace_lines],
         "docs/rendezvous.md": [rendezvous_table],
         "docs/master_worker.md": [master_table],
         "docs/resilience.md": [resilience_table],

@@ -33,7 +33,7 @@ QUICK = {
     "conformance": ("bad_input", "signatures"),
     "engines": ("by_device", "connection_server", "registry", "segment_exchange"),
     "house": (
-        "api", "architecture", "core_rooms", "decisions", "differences", "engines", "exports", "test_tree", "texts",
+        "api", "architecture", "core_rooms", "decisions", "differences", "engines", "exports", "figures", "test_tree", "texts",
         "variables",
     ),
     "launch": (
