@@ -33,8 +33,8 @@ QUICK = {
     "conformance": ("bad_input", "signatures"),
     "engines": ("by_device", "connection_server", "registry", "segment_exchange"),
     "house": (
-        "api", "architecture", "core_rooms", "decisions", "differences", "engines", "exports", "figures", "test_tree", "texts",
-        "variables",
+        "api", "architecture", "core_rooms", "decisions", "differences", "engines", "exports", "figures", "test_tree",
+        "texts", "variables",
     ),
     "launch": (
         "launch_collapse", "launch_layout", "launch_options", "launch_outlet", "launch_output", "launch_placement",
