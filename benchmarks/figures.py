@@ -418,8 +418,8 @@ def trace_lines():
         )
     late = found["straggling"]
     yield (
-        f"- One rank of {found['ranks']} that is {late['late_s'] * 1e3:.2f} ms late in each of {late['steps']} steps is "
-        f"reported as late by {late['found_s'] * 1e3:.2f} ms."
+        f"- One rank of {found['ranks']} that is {late['late_s'] * 1e3:.2f} ms late in each of {late['steps']} steps "
+        f"is reported as late by {late['found_s'] * 1e3:.2f} ms."
     )
     yield ""
     yield measured("trace")

@@ -88,8 +88,8 @@ def new_group(
         MismatchError: The ranks request different groups. Raised on every rank.
 
     Cost:
-        one all_gather of 40 bytes, a connection between each two members of a host and between hosts, and a segment of
-        about 4 MiB per member. Connections between members of different hosts are created when they are first needed.
+        One all_gather of 40 bytes. Members of one host map one shared memory, whose pages are allocated when they are
+        first written. Connections between members of different hosts are created when they are first needed.
 
     Example:
         >>> alone = dist.new_group([0])  # on each of 2 ranks; rank 0 shows:

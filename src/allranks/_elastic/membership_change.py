@@ -137,7 +137,7 @@ class MembershipChange:
         generation: The generation that has ended.
         proposal: The proposal of this process.
         members: The members of that generation: the start of each rank slot.
-        launched: A launcher writes the table of rank slots (``slots``).
+        launched: A launcher writes the table of rank slots (``slot_table``).
         replaces: The ranks wait for processes that take lost rank slots, and accept newcomers.
         began: The current time.
         timeout_s: Seconds to wait for members that have not been detected as lost.

@@ -1,13 +1,12 @@
 """TLS for the TCP connections of stores: optional, mutual, and below the handshake of `handshake`.
 
-Without TLS, anybody who can read the network sees what the ranks send each other when they meet. With
-ALLRANKS_TLS_CERT, ALLRANKS_TLS_KEY and ALLRANKS_TLS_CA it is encrypted, and a peer without a certificate of the
-authority is refused.
-Host names are not compared: ranks dial addresses that no certificate names, the authority is the job's or the site's
-own, and both sides still prove the secret inside.
+Without TLS, everyone who can read the network sees what the ranks exchange when they join. ALLRANKS_TLS_CERT,
+ALLRANKS_TLS_KEY and ALLRANKS_TLS_CA encrypt it, and a peer without a certificate of the authority is refused. Host
+names are not compared, because ranks connect to addresses that no certificate contains. Both sides also prove the
+secret inside the connection.
 
-Bytes in, bytes out, like the handshake: the server's one thread can never be made to wait for a handshake. ``ssl`` is
-imported late, as the launcher's start is paid for by everybody.
+Like the handshake, this module only converts bytes, so no client can make the server's one thread wait. ``ssl`` is
+imported when it is needed, because its import would delay every start.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ _OPENSSL = "see docs/security.md for the openssl commands"
 
 
 def tls_context(server_side: bool, environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | None:
-    """What one side's connections are made from, or None where no ALLRANKS_TLS_ variable is set.
+    """Return the settings of one side's connections; None if no ALLRANKS_TLS_ variable is set.
 
-    Both sides show a certificate that the authority signed; TLS 1.2 at least.
+    Both sides must show a certificate that the authority has signed. The lowest version is TLS 1.2.
 
     Raises:
-        ConfigError: some variables are set and others not, a file cannot be used, others can read the key, or the key
-            is not the certificate's.
+        ConfigError: Only some of the variables are set, a file cannot be used, other users can read the key, or the
+            key does not belong to the certificate.
     """
     files = {name: environ.get(name, "").strip() for name in _NAMES}
     if not any(files.values()):
@@ -46,7 +45,7 @@ def tls_context(server_side: bool, environ: Mapping[str, str] = os.environ) -> s
     if missing := [name for name, file in files.items() if not file]:
         given = ", ".join(name for name, file in files.items() if file)
         raise ConfigError(
-            f"{given} is set, {', '.join(missing)} is not. Expected all three, or none of them: TLS needs this host's"
+            f"{given} is set, but {', '.join(missing)} is not.\n  Set all three or none of them: TLS needs this host's"
             f" certificate, its key, and the authority that signs the certificates of all hosts; {_OPENSSL}."
         )
     for name, file in files.items():
@@ -99,13 +98,13 @@ def _check_file(name: str, path: Path) -> None:
 
 
 class Tls:
-    """One side of one connection: what a peer sent goes in, what is to be sent comes out.
+    """One side of one connection: takes the bytes that the peer has sent, and returns the bytes to send.
 
-    What is sealed before the handshake is over goes out right behind it, in the same packet: a server that does not
-    want our certificate has then read all of it, and its reason arrives before the end of the connection.
+    Data that is encrypted before the handshake ends is sent immediately after it, in the same packet. A server that
+    refuses the certificate has then read all of it, so its reason arrives before the end of the connection.
 
     Attributes:
-        begun: whether the peer has begun to speak TLS.
+        begun: The peer has sent TLS.
     """
 
     def __init__(self, context: ssl.SSLContext, server_side: bool) -> None:

@@ -12,10 +12,10 @@ import errno
 import ipaddress
 import os
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from allranks._base.threads import Daemon
 from allranks._cluster.network import published_addresses
 
 __all__ = ["addresses_of", "trouble_with"]
@@ -56,7 +56,7 @@ def in_time(look: Callable[[], _T], otherwise: _T, patience_s: float) -> _T:
     """Return the result of ``look`` if it returns within ``patience_s`` seconds, otherwise ``otherwise``."""
     found = [otherwise]
     # A daemon thread: the resolver cannot be interrupted, and a pending lookup must not delay the exit of the process.
-    thread = threading.Thread(target=lambda: found.append(look()), name="allranks-resolve", daemon=True)
+    thread = Daemon(target=lambda: found.append(look()), name="allranks-resolve")
     thread.start()
     thread.join(patience_s)
     return found[-1]

@@ -40,7 +40,7 @@ class Checkpoints:
     """Where a State stores its checkpoints on the disk, and how often it writes one.
 
     Args:
-        folder: Directory of the checkpoints. All ranks must have access to it.
+        folder: Directory of the checkpoints, with the same path on all hosts. The hosts need not share it.
         every: Steps between two checkpoints. None: only at the end.
         keep: Number of the newest checkpoints that are kept. None: all.
         keep_every: Also keep checkpoints whose number of steps is a multiple of it.

@@ -121,7 +121,6 @@ class NativeEngine(Engine):
         self,
         rank: int,
         members: Sequence[Member],
-        # The fast path is then not installed: it does not hash the call stack.
         exchange: Exchange,
         group_name: str,
         timeout_s: float,
@@ -137,7 +136,9 @@ class NativeEngine(Engine):
         self._many = _MANY_PENDING
         self._timeout_s = timeout_s
         self.forks = forks()
-        self._debug = get_debug_level() is DebugLevel.DETAIL  # in debug mode, the ranks compare call sites
+        # In debug mode, the ranks compare call sites. The fast path is then not installed, because it does not hash the
+        # call stack.
+        self._debug = get_debug_level() is DebugLevel.DETAIL
         # The tcp engine treats each rank as a host of its own.
         hosts = [member.machine if self.shares_memory else str(r) for r, member in enumerate(members)]
         host_of = [hosts.index(host) for host in hosts]
@@ -570,7 +571,7 @@ class NativeEngine(Engine):
 
 
 def _tidy(pending: set[NativeWork | _core.Started]) -> int:
-    """Remove ended calls from the pending ones. Return the number of calls from which on this is done again."""
+    """Remove ended calls from the pending ones. Return the number of calls at which to repeat this."""
     for done in [work for work in tuple(pending) if work.done()]:
         pending.discard(done)
     return max(_MANY_PENDING, 2 * len(pending))

@@ -12,10 +12,10 @@ processes are killed and reaped; (4) the output is written; (5) the end. The rul
 - Each of these decisions is made once. A later failure is a consequence.
 - A rank receives signals only while it runs as far as is known: not after its exit, and not after the loss of its host.
 
-In an elastic round (``Rules.elastic``), a lost rank does not stop the round. ``slots`` has the rules. Each change of
-its table is published before the action that follows from it. Three conditions still stop an elastic round. Too few
-ranks are left. Or a rank has found that no rank has the state any more, so another process could not continue. Or a
-rank fails only because another was lost (an echo): the program then does not survive losses.
+In an elastic round (``Rules.elastic``), a lost rank does not stop the round. ``_elastic.rank_slots`` has the rules.
+Each change of its table is published before the action that follows from it. Three conditions still stop an elastic
+round. Too few ranks are left. Or a rank has found that no rank has the state any more, so another process could not
+continue. Or a rank fails only because another was lost (an echo): the program then does not survive losses.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "ALLRANKS
 def openmp(threads: str, nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the OpenMP variables: the number of threads, and passive waiting if the threads outnumber the CPUs.
 
-    Spinning threads would keep the CPUs from the threads that they wait for: 90 instead of 800 rounds per second
+    Spinning threads would keep the CPUs from the threads that they wait for: about a tenth of the rounds per second
     (benchmarks/threads.py, 2 ranks with 2 threads on 2 CPUs).
     """
     crowded = threads.isdigit() and int(threads) > 1 and nproc * int(threads) > usable_cpus()
