@@ -185,7 +185,7 @@ def main(check: bool) -> None:
         if not check:
             path.write_text(text)
         elif path.read_text() != text:
-            sys.exit(f"{path.name} is not what is drawn: run python docs/draw_algorithms.py")
+            sys.exit(f"{path.name} is outdated: run python docs/draw_algorithms.py")
 
 
 if __name__ == "__main__":

@@ -95,4 +95,4 @@ if __name__ == "__main__":
     if "--check" not in sys.argv:
         PAGE.write_text(page())
     elif PAGE.read_text() != page():
-        sys.exit("docs/errors.md is not what the code has: run python docs/errors.py")
+        sys.exit("docs/errors.md is outdated: run python docs/errors.py")

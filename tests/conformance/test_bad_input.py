@@ -228,11 +228,11 @@ def workers() -> Iterator[Workers]:
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_call_raises_the_exception_types_of_torch(workers: Workers, name: str) -> None:
     for theirs, ours, shown in workers.ask(name):
-        assert f"{os.sep}src{os.sep}allranks{os.sep}" not in shown, "the user's line comes last"
+        assert f"{os.sep}src{os.sep}allranks{os.sep}" not in shown, "the last frame must be the user's"
         if name in DIFFERENT:
-            assert not theirs <= ours, "it is as torch's now: take it from the table"
+            assert not theirs <= ours, "the error now matches that of torch: remove it from the table"
         else:
-            assert ours, f"ours returns; torch raises {theirs}"
+            assert ours, f"allranks returns, but torch raises {theirs}"
             assert theirs <= ours
 
 

@@ -41,7 +41,7 @@ def read(worker: socket.socket, count: int) -> bytes:
     rest = memoryview(data)
     while rest:
         size = worker.recv_into(rest)
-        assert size > 0, "the stream has ended"
+        assert size > 0, "the stream was closed"
         rest = rest[size:]
     return bytes(data)
 
