@@ -526,7 +526,7 @@ def check(job: Job, right: Undisturbed, outcome: Outcome, found: Sequence[dict[s
     if outcome.trouble:
         pass
     elif any(not kind.checkpoints and not any(error in part for error in ERRORS) for part in failed):
-        outcome.trouble = "the job was started again for another reason than that nobody had the state"
+        outcome.trouble = "the job was restarted although a rank had the state"
     elif outcome.error and not kind.checkpoints:
         pass
     elif code or not same or not all_there:

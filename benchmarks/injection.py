@@ -219,7 +219,7 @@ def judge(done: Done, left: Sequence[str], silent: bool = False) -> tuple[str, s
         return "WRONG", f"other sums: {ends}"
     foreign = sorted({each for each in raised(done.err) if not each.startswith("allranks.")})
     if foreign:
-        return "WRONG", f"exceptions that are not ours: {', '.join(foreign)}"
+        return "WRONG", f"exceptions that are not of allranks: {', '.join(foreign)}"
     if done.code == 0:
         return ("right", "") if len(ends) >= 2 else ("WRONG", f"exit code 0, and the ends of {len(ends)} ranks")
     lines = [line for line in done.err.splitlines() if line.startswith(("allranks", "allranks."))]

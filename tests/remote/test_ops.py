@@ -38,7 +38,7 @@ class Known(NamedTuple):
     why: str
 
 
-_FORMULA = "torch derives it by another formula for subclasses of tensors, as the CPU's looks at the data"
+_FORMULA = "torch uses another formula for subclasses of tensors, because the formula for the CPU depends on the data"
 _ADDRESS = "MKL's sums depend on the address at which memory begins"
 KNOWN = {
     "masked_fill": Known(ROUNDED, torch.float32, _FORMULA),

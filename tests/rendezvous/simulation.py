@@ -330,7 +330,7 @@ class Process(Dialer):
             case Pause(seconds):
                 job.at(job.now + max(seconds, 0.0), self._answered, self._turn, None)
             case Notify(line):
-                job.log("%s says %s", self, line)
+                job.log("%s prints %s", self, line)
                 self.said.append(line)
                 self._resume(None)
             case request:
