@@ -69,7 +69,7 @@ _MEASURED = "github.com/nviennot/core-to-core-latency, medians of its README"
 MACHINES = [
     Machine("2 x 32 cores, one cache per socket", 2, 1, 32, 51, 51, 108, f"Xeon Platinum 8375C, {_MEASURED}"),
     Machine("2 x 64 cores, 8 per cache", 2, 8, 8, 23, 107, 197, f"EPYC 7R13 (48 cores, same caches), {_MEASURED}"),
-    Machine("2 x 96 cores, 8 per cache", 2, 12, 8, 23, 107, 197, "no own figures: those of 2 x 64"),
+    Machine("2 x 96 cores, 8 per cache", 2, 12, 8, 23, 107, 197, "as for 2 x 64: no figures of its own"),
 ]
 
 

@@ -354,7 +354,7 @@ TEST(lengths_that_another_host_states_have_a_limit) {
     Opening opening = Opening::of(messages[1].head.data());
     opening.nbytes = uint64_t{1} << 40;
     std::memcpy(messages[1].head.data(), &opening, sizeof opening);
-    CHECK(outcome(messages, sent_to_first(messages)).find("is not what was sent") != std::string::npos);
+    CHECK(outcome(messages, sent_to_first(messages)).find("the data from the network is corrupt") != std::string::npos);
   }
   std::vector<HostMessage> messages;
   for (int h = 0; h < 20; h++) messages.push_back(made_up(random, 0, 10));
