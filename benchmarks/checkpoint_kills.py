@@ -257,7 +257,7 @@ def _wait_for(plan: Plan, notes: list[Notes], job: Job) -> None:
 
     def is_there() -> bool:
         if (code := job.process.poll()) is not None:
-            raise RuntimeError(f"the job has ended before it was killed, with exit code {code}")
+            raise RuntimeError(f"the job exited before it was killed, with exit code {code}")
         step, phase = watched.position
         return (step == plan.step and phase in (first, IN_THE_BACKGROUND)) or step > plan.step
 
@@ -337,9 +337,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:20", help="FIRST:END")
     parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--json", type=Path, help="written after each kill")
+    parser.add_argument("--json", type=Path, help="write the results to this file after each kill")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--apart", action="store_true", help="each rank has a folder of its own")
+    parser.add_argument("--apart", action="store_true", help="use a separate folder for each rank")
     options = parser.parse_args()
     if options.work:
         start(options.work)
@@ -353,7 +353,7 @@ def main() -> None:
             if options.json:
                 options.json.write_text(report(kills, options.apart))
     wrong = sum(bool(kill["wrong"]) for kill in kills)
-    print(f"{len(kills)} kills, {sum(kill['inside'] for kill in kills)} of them inside a save, {wrong} wrong")
+    print(f"{len(kills)} kills, {sum(kill['inside'] for kill in kills)} of them in a save, {wrong} wrong")
     sys.exit(bool(wrong))
 
 

@@ -65,7 +65,7 @@ def require_same_gradients(models, data, target):
     reference = gradients["torch"]
     for name, gradient in gradients.items():
         if name != "no sync" and not torch.allclose(gradient, reference, rtol=1e-4, atol=1e-7):
-            raise SystemExit(f"{name} and torch disagree on the gradients")
+            raise SystemExit(f"the gradients of {name} and torch differ")
 
 
 def measure(models, steps, data, target):
@@ -90,7 +90,7 @@ def main():
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=32, help="per rank")
     parser.add_argument("--threads", type=int, default=1, help="per rank")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 

@@ -120,9 +120,11 @@ def alive(folder: Path) -> dict[str, tuple[int, StepDone | None]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--most", type=int, default=25, help="kills in a run")
-    parser.add_argument("--epochs", type=int, default=100, help="of each run, 23 steps each")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run; each has the next one")
+    parser.add_argument("--most", type=int, default=25, help="maximum number of kills in a run")
+    parser.add_argument("--epochs", type=int, default=100, help="epochs of each run, with 23 steps each")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the first run; each further run uses the next seed"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args()

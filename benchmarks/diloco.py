@@ -59,7 +59,7 @@ def measure(hosts: list[Host], way: list[str]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", default="2,4", help="default %(default)s")
-    parser.add_argument("--mbit", type=int, default=10, help="what a host sends in a second (default %(default)s)")
+    parser.add_argument("--mbit", type=int, default=10, help="bandwidth of a host in Mbit/s (default %(default)s)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}

@@ -459,11 +459,11 @@ def undisturbed(kind: Kind) -> Undisturbed:
     steps = [step for process in rounds[0] for step in process]
     values = {(step.done, step.rank): step.value for step in steps}
     if len(values) != expected_end(kind.epochs, kind.ranks) * kind.ranks:
-        raise RuntimeError(f"an undisturbed job has done {len(values)} steps\n{job.output}")
+        raise RuntimeError(f"an undisturbed job has executed {len(values)} steps\n{job.output}")
     if not kind.sharded:
         (trouble, _) = compare(rounds, Undisturbed("", {}), kind)
         if trouble:
-            raise RuntimeError(f"an undisturbed job is not what one process computes: {trouble}")
+            raise RuntimeError(f"the result of an undisturbed job differs from that of one process: {trouble}")
     return Undisturbed(str(found[0]["weights"]), values)
 
 
@@ -526,7 +526,7 @@ def check(job: Job, right: Undisturbed, outcome: Outcome, found: Sequence[dict[s
     if outcome.trouble:
         pass
     elif any(not kind.checkpoints and not any(error in part for error in ERRORS) for part in failed):
-        outcome.trouble = "the job was started again for another reason than that nobody had the state"
+        outcome.trouble = "the job was restarted although a rank had the state"
     elif outcome.error and not kind.checkpoints:
         pass
     elif code or not same or not all_there:
@@ -668,16 +668,20 @@ def judge(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:20", help="FIRST:END")
-    parser.add_argument("--faults", type=int, default=20, help="that are planned for each job")
-    parser.add_argument("--epochs", type=int, help="of each job, 50 steps of at least 16 ms each; 2 for each fault")
-    parser.add_argument("--until", type=float, default=float("inf"), help="so many faults have hit")
-    parser.add_argument("--at-once", type=int, default=1, help="jobs that run at the same time")
+    parser.add_argument("--faults", type=int, default=20, help="number of faults planned for each job")
+    parser.add_argument(
+        "--epochs", type=int, help="epochs of each job, with 50 steps of at least 16 ms (default: 2 for each fault)"
+    )
+    parser.add_argument("--until", type=float, default=float("inf"), help="stop after this number of effective faults")
+    parser.add_argument("--at-once", type=int, default=1, help="number of jobs that run concurrently")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--hosts", action="store_true", help="on three hosts, and a spare one")
-    where.add_argument("--sharded", action="store_true", help="a model that FSDP2 shards, on four ranks")
-    parser.add_argument("--checkpoints", action="store_true", help="all ranks are killed, too")
+    where.add_argument("--hosts", action="store_true", help="run on three hosts and a spare host")
+    where.add_argument("--sharded", action="store_true", help="train a model that FSDP2 shards, on four ranks")
+    parser.add_argument("--checkpoints", action="store_true", help="also kill all ranks")
     parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--json", type=Path, help="written after each job; the jobs in it are not done again")
+    parser.add_argument(
+        "--json", type=Path, help="write the results to this file after each job; jobs in it are not run again"
+    )
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:

@@ -731,7 +731,7 @@ def main():
         if "--check" not in sys.argv:
             page.write_text(text)
         elif text != page.read_text():
-            raise SystemExit(f"{name} does not hold the figures of benchmarks/*.json: run benchmarks/figures.py")
+            raise SystemExit(f"{name} does not contain the figures of benchmarks/*.json: run benchmarks/figures.py")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
-    print("ranks groups   all_reduce   ms to make one   MiB in all   KiB a group   descriptors a rank")
+    print("ranks groups   all_reduce  ms per creation MiB in total KiB per group descriptors per rank")
     for ranks, count, numbers in CASES:
         found = run_ranks(ranks, rank, count, numbers, timeout_s=LIMIT_S)
         each_s = max(one["made_s"] for one in found) / count

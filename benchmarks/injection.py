@@ -219,7 +219,7 @@ def judge(done: Done, left: Sequence[str], silent: bool = False) -> tuple[str, s
         return "WRONG", f"other sums: {ends}"
     foreign = sorted({each for each in raised(done.err) if not each.startswith("allranks.")})
     if foreign:
-        return "WRONG", f"exceptions that are not ours: {', '.join(foreign)}"
+        return "WRONG", f"exceptions that are not of allranks: {', '.join(foreign)}"
     if done.code == 0:
         return ("right", "") if len(ends) >= 2 else ("WRONG", f"exit code 0, and the ends of {len(ends)} ranks")
     lines = [line for line in done.err.splitlines() if line.startswith(("allranks", "allranks."))]
@@ -281,14 +281,14 @@ def report(outcomes: Iterable[Outcome]) -> Counter[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="print what can be injected")
-    parser.add_argument("--sample", type=int, help="inject so many, chosen by --seed")
+    parser.add_argument("--list", action="store_true", help="print the faults that can be injected")
+    parser.add_argument("--sample", type=int, help="inject this number of faults, chosen by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="inject those that begin so; one as it is printed, or 'rank0.0 start mmap'")
-    parser.add_argument("--first", action="store_true", help="of calls that are made several times only the first two")
+    parser.add_argument("--only", help="inject faults that begin with this text, for example 'rank0.0 start mmap'")
+    parser.add_argument("--first", action="store_true", help="inject only into the first two of repeated calls")
     parser.add_argument("--keep", action="store_true", help="print the output, and keep the files in injection-kept/")
     parser.add_argument("--at-once", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write the counts, and all that is wrong, to this file")
+    parser.add_argument("--json", type=Path, help="write the counts and all wrong results to this file")
     given = parser.parse_args()
     with Injection() as injection:
         faults = injection.faults()

@@ -72,7 +72,7 @@ def first_lines(command, n, **how):
         elapsed = time.perf_counter() - began
         _, err = process.communicate()
     if process.returncode or not all(b"line of" in line for line in lines):
-        raise SystemExit(f"{command} ended with {process.returncode}: {err.decode()}")
+        raise SystemExit(f"{command} exited with {process.returncode}: {err.decode()}")
     return elapsed
 
 
@@ -81,7 +81,7 @@ def failure_to_end(command, **how):
     done = subprocess.run(command, capture_output=True, text=True, **how)
     ended = time.monotonic()  # The hosts are namespaces, so the ranks use the same clock.
     if done.returncode != 1:
-        raise SystemExit(f"{command} ended with {done.returncode}: {done.stderr}")
+        raise SystemExit(f"{command} exited with {done.returncode}: {done.stderr}")
     return ended - float(next(line for line in done.stdout.splitlines() if "failed at" in line).split()[-1])
 
 
@@ -103,7 +103,7 @@ def in_turn(measures, runs):
 def two_hosts():
     """Yield a function that converts a command to one on the first of two hosts, and the environment for it."""
     if reason := cluster.trouble() or sshd.trouble():
-        raise SystemExit(f"no hosts here: {reason}")
+        raise SystemExit(f"no hosts available: {reason}")
     with cluster.cluster(2) as hosts, sshd.sshd(hosts) as ssh:
         yield hosts.hosts[0].inside, ssh.environ
 
@@ -111,7 +111,7 @@ def two_hosts():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     runs, few = args.runs, (args.runs + 1) // 2
     load = os.getloadavg()[0]

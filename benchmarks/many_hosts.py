@@ -27,7 +27,7 @@ def measure(layouts: list[tuple[int, int]], verb: str, budget_s: float) -> dict[
     found = {}
     for hosts, per_host in layouts:
         with cluster(hosts) as made:
-            print(f"\n{hosts} hosts of {per_host}", flush=True)
+            print(f"\n{hosts} hosts with {per_host} ranks each", flush=True)
             more = ("--sizes", ",".join(SIZES), "--budget", str(budget_s))
             found[f"{hosts}x{per_host}"] = bench(made.hosts, parts(hosts), per_host, verb, *more)
     return found
@@ -63,8 +63,10 @@ def draw(path: Path, found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=0.2, metavar="S", help="seconds for each cell (default 0.2)")
-    parser.add_argument("--layouts", help="hosts x ranks of each, as 2x1,4x2 (default 2 to 16 of 1, 2 and 4)")
-    parser.add_argument("--verb", default="all", help="one verb (default all of them)")
+    parser.add_argument(
+        "--layouts", help="hosts x ranks per host, such as 2x1,4x2 (default: 2 to 16 hosts of 1, 2 and 4 ranks)"
+    )
+    parser.add_argument("--verb", default="all", help="measure one verb (default: all)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()

@@ -252,7 +252,7 @@ def main() -> None:
     options = parser.parse_args()
     build()
     here = measured()
-    print(f"a rank's own work {here['own_us']:.2f} us, a line's way between two CPUs {here['line_us']:.3f} us")
+    print(f"own work of a rank: {here['own_us']:.2f} us; transfer of a cache line: {here['line_us']:.3f} us")
     print(f"two ranks: {here['two_ranks_us']:.2f} us, predicted {here['two_ranks_predicted_us']:.2f} us\n")
     rows = list(within_hosts(here["own_us"] * 1e3))
     print(f"{'':38}{'flat':>16}{'by groups':>16}\n{'':30}{'ranks':>8}" + 2 * f"{'lines':>8}{'us':>8}")

@@ -68,21 +68,21 @@ class Program:
     name: str
     package: str
     script: str
-    """A file, or ``-m module``. ``{site}`` is the environment's site-packages, ``{folder}`` where the data are, and
-    ``{ours}`` where the programs are that are ours."""
+    """A file, or ``-m module``. ``{site}`` is the site-packages folder of the environment, ``{folder}`` the folder of
+    the data, and ``{ours}`` the folder of the programs of allranks."""
     args: str = ""
     ranks: int = 2
     results: str = ""
-    """A regular expression: what is compared of the output. Its numbers are as the program rounds them."""
+    """A regular expression for the compared part of the output, with numbers as rounded by the program."""
     weights: str = ""
     """The file, in ``{out}``, whose tensors are compared."""
     speed: str = ""
     """A regular expression whose group is the program's own figure: seconds of a step, or steps per second."""
     per_second: bool = False
     spawns: bool = False
-    """The program starts its ranks itself, and is told by the environment variable."""
+    """The program starts its ranks itself. The environment variable selects the backend."""
     asks: str = ""
-    """Arguments with which the program asks for the backend "allranks" by its name."""
+    """Arguments with which the program requests the backend "allranks" by name."""
 
 
 SFT = (
@@ -310,7 +310,7 @@ def run(python, program, mode):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     if done.returncode:
-        raise SystemExit(f"{program.name} ({mode}) ended with {done.returncode}:\n{done.stdout[-4000:]}")
+        raise SystemExit(f"{program.name} ({mode}) exited with {done.returncode}:\n{done.stdout[-4000:]}")
     replaced = "the program requested gloo" in done.stdout
     if replaced != (mode == "instead"):
         raise SystemExit(f"{program.name} ({mode}): gloo was {'' if replaced else 'not '}replaced:\n{done.stdout}")
@@ -400,9 +400,13 @@ def show(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5, help="of the programs that train; the others run twice")
-    parser.add_argument("--only", default="", help="programs of this package only; the other rows of the file stay")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument(
+        "--runs", type=int, default=5, help="runs of each program that trains; other programs run twice"
+    )
+    parser.add_argument(
+        "--only", default="", help="run only programs of this package; the other rows of the file are kept"
+    )
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     python = environment()
     runs = {program: {} for program in PROGRAMS if args.only in program.package}

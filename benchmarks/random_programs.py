@@ -333,7 +333,7 @@ def main() -> int:
     parser.add_argument("--show", type=int, metavar="SEED", help="print the source of a program")
     parser.add_argument("--keep", action="store_true", help="keep the files of --seed")
     parser.add_argument("--kills", type=int, choices=(0, 1, 2), default=1, help="processes killed in the second run")
-    parser.add_argument("--at-once", type=int, default=2, help="programs that run at the same time")
+    parser.add_argument("--at-once", type=int, default=2, help="number of programs that run concurrently")
     parser.add_argument("--table", action="store_true", help="print the verdicts for each value of each dimension")
     parser.add_argument("--json", type=Path, help="write counts, failures, and facts about the machine to this file")
     options = parser.parse_args()

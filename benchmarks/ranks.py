@@ -112,7 +112,7 @@ def main() -> None:
         verb: {f"{nbytes} B": round(exponent(by_ranks), 2) for nbytes, by_ranks in engines["native"].items()}
         for verb, engines in found.items()
     }
-    print(f"\nexponents of a rank's processor time in the ranks, from {FROM} on (goal for {SMALL} B and less: {GOAL})")
+    print(f"\nexponents of the processor time of a rank, from {FROM} ranks on (goal for {SMALL} B and less: {GOAL})")
     for verb, by_size in exponents.items():
         print(f"{verb:>15}  " + "  ".join(f"{size}: {value:.2f}" for size, value in by_size.items()))
     if options.json:

@@ -203,7 +203,7 @@ def measure(size, with_exchange):
         tables = {rank.result for rank in ranks}
         began = time.perf_counter()
         assert [m.rank for m in unpack_members(tables.pop())] == list(range(size))
-        assert not tables, "all have the same members"
+        assert not tables, "the ranks have different members"
         figures = {
             "ranks": size,
             "joined_s": joined_s,
@@ -234,7 +234,9 @@ def measure(size, with_exchange):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sizes", nargs="*", type=int, default=[10, 100, 1000, 10000])
-    parser.add_argument("--exchange-up-to", type=int, default=1000, help="n * n records: not beyond (default: 1000)")
+    parser.add_argument(
+        "--exchange-up-to", type=int, default=1000, help="maximum number of ranks for n * n records (default: 1000)"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -242,7 +244,9 @@ def main():
     rows = []
     for size in args.sizes:
         if size + 100 > most:
-            raise SystemExit(f"{size} ranks need as many open files; this process may have {most} (ulimit -Hn)")
+            raise SystemExit(
+                f"{size} ranks need this number of open files, but the limit of this process is {most} (ulimit -Hn)"
+            )
         rows.append(measure(size, size <= args.exchange_up_to))
         print({name: round(value, 4) for name, value in rows[-1].items()}, flush=True)
     if args.json:

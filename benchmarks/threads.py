@@ -106,11 +106,11 @@ def cell(given: argparse.Namespace, ranks: int, threads: int, yields: bool) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4,8")
-    parser.add_argument("--threads", default="1,2,4", help="of each rank")
+    parser.add_argument("--threads", default="1,2,4", help="threads of each rank")
     parser.add_argument("--blocks", type=int, default=9)
-    parser.add_argument("--products", type=int, default=20, help="in each round")
-    parser.add_argument("--width", type=int, default=64, help="of the matrices")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--products", type=int, default=20, help="products in each round")
+    parser.add_argument("--width", type=int, default=64, help="width of the matrices")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank:

@@ -35,14 +35,14 @@ WORDS = {
     "_elastic": "membership after a loss",
     "trace": "own calls",
     "logging": "log files",
-    "_trace": "the record of calls, and who reads it",
+    "_trace": "the record of calls and its readers",
     "schedulers": "an interface",
     "engines": "an interface",
     "remote": "master-worker mode: the device worker:N",
     "_plugin": "the backend of torch.distributed",
     "_api": "the functions that users call: all_reduce, init_process_group, new_group",
     "_group": "ProcessGroup: selects the engine",
-    "_engines": "what moves tensors: native, gloo, nccl, mpi",
+    "_engines": "transfers of tensors: native, gloo, nccl, mpi",
     "launch": "allranks run, allranks.run",
     "multiprocessing": "spawn",
     "_call": "ReduceOp, Work, futures, call site",
@@ -53,7 +53,7 @@ WORDS = {
     "_base": "errors, forks, threads, console",
 }
 CORE_WORDS = {
-    "python": "the binding: all that knows Python",
+    "python": "the binding: code that uses Python",
     "group": "one rank of one group",
     "remote": "workers",
     "collective": "collectives",
@@ -64,7 +64,7 @@ CORE_WORDS = {
 }
 
 MIXED = ("_group", "_elastic")
-"""Packages whose files use each other in both directions, in an order that is checked."""
+"""Packages whose files use each other in both directions. The order of the files is checked."""
 
 WIDTH, MARGIN, TOP = 1000, 20, 64
 LEFT, RIGHT = (MARGIN, 640), (700, WIDTH - MARGIN)  # left and right edges of the two columns
@@ -123,7 +123,7 @@ def layer(names: list[str], words: dict[str, str], column: tuple[int, int], y: i
     least = [max(text_width(name, NAME_PX, True), text_width(words[name], WORDS_PX)) + 12 for name in names]
     room = right - left - GAP * (len(names) - 1)
     if sum(least) > room:
-        raise SystemExit(f"docs/draw.py: the words of {', '.join(names)} do not fit side by side; shorten them")
+        raise SystemExit(f"docs/draw.py: the descriptions of {', '.join(names)} do not fit side by side. Shorten them")
     x = float(left)
     for name, need in zip(names, least, strict=True):
         width = need + (room - sum(least)) / len(names)
@@ -141,7 +141,7 @@ def draw() -> str:
     for names, words in ((package, WORDS), (core, CORE_WORDS)):
         rooms = {name for each in names for name in each}
         if wrong := rooms ^ words.keys():
-            raise SystemExit(f"docs/draw.py: words for the rooms there are, and for no others: {sorted(wrong)}")
+            raise SystemExit(f"docs/draw.py: the descriptions do not match the existing modules: {sorted(wrong)}")
     rows = {name: TOP + (BOX + GAP) * i for i, names in enumerate(package) for name in names}
     height = TOP + (BOX + GAP) * len(package) - GAP + MARGIN
     begin = rows["_engines"]  # the binding is beside its main user
@@ -186,7 +186,7 @@ def main() -> None:
     if "--check" not in sys.argv:
         PICTURE.write_text(picture)
     elif not PICTURE.exists() or PICTURE.read_text() != picture:
-        raise SystemExit("docs/rooms.svg does not show the layers that are checked: run python docs/draw.py")
+        raise SystemExit("docs/rooms.svg is outdated: run python docs/draw.py")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def columns(count: int) -> list[float]:
 
 def one_shot() -> Iterator[str]:
     yield "170"
-    yield note(WIDTH / 2, 22, "every rank writes its operand where all can read it, and reduces all of them")
+    yield note(WIDTH / 2, 22, "every rank writes its operand to shared memory and reduces the operands of all ranks")
     for rank, x in enumerate(columns(4)):
         yield from box(x - 45, 36, 90, f"rank {rank}: n", COLOURS[rank])
         yield from box(x - 45, 128, 90, "0+1+2+3", "all")
@@ -66,7 +66,7 @@ def two_shot() -> Iterator[str]:
         for other in middles:
             yield arrow(other - 42 + 28 * rank, 60, x - 42 + 28 * rank, 108)
     yield note(
-        WIDTH / 2, 160, "2. every rank copies the shards that others have reduced; pieces of a large operand overlap"
+        WIDTH / 2, 160, "2. every rank copies the shards that others have reduced; chunks of a large operand overlap"
     )
     for x in middles:
         for shard in range(4):
@@ -93,17 +93,17 @@ def levels() -> Iterator[str]:
         yield from box(x - 30, 104, 60, f"rank {rank}", COLOURS[rank // 4])
     yield arrow(leaders[0] + 30, 112, leaders[1] - 32, 112)
     yield arrow(leaders[1] - 30, 124, leaders[0] + 32, 124)
-    yield note(WIDTH / 2 - 75, 106, "leaders meet")
+    yield note(WIDTH / 2 - 75, 106, "leaders exchange")
 
 
 def hosts() -> Iterator[str]:
     yield "246"
-    yield note(WIDTH / 2, 22, "1. within each host through memory: rank r of a host has its share of the host's sum")
+    yield note(WIDTH / 2, 22, "1. within each host in shared memory: rank r reduces share r of the host's operands")
     spots = columns(4)
     names = [("node0", 0), ("node0", 1), ("node1", 0), ("node1", 1)]
     for x, (host, rank) in zip(spots, names, strict=True):
         yield from box(x - 55, 36, 110, f"{host}: share {rank}", COLOURS[rank])
-    yield note(WIDTH / 2, 92, "2. equal shares of all hosts over TCP, each by a rank of its own")
+    yield note(WIDTH / 2, 92, "2. between hosts over TCP: rank r of each host reduces share r of all hosts")
     for x, (_, rank) in zip(spots, names, strict=True):
         yield from box(x - 55, 140, 110, f"share {rank}", COLOURS[rank])
     for rank in (0, 1):
@@ -116,7 +116,7 @@ def hosts() -> Iterator[str]:
 
 def chain() -> Iterator[str]:
     yield "170"
-    yield note(WIDTH / 2, 22, "more than 8 hosts: each adds its own to a segment, and passes it on; the sum comes back")
+    yield note(WIDTH / 2, 22, "more than 8 hosts: each adds its operand to a segment and forwards it; the sum returns")
     spots, sums = columns(4), ["0", "0+1", "0+1+2", "0+1+2+3"]
     for host, x in enumerate(spots):
         yield from box(x - 45, 52, 90, f"host {host}", COLOURS[host])
@@ -124,13 +124,13 @@ def chain() -> Iterator[str]:
         if host:
             yield arrow(spots[host - 1] + 45, 70, x - 47, 70)
             yield arrow(x - 45, 88, spots[host - 1] + 47, 88)
-    yield note(WIDTH / 2, 140, "all connections are busy at once: while one segment goes on, the next follows")
+    yield note(WIDTH / 2, 140, "all connections are busy: the next segment follows while the previous one is forwarded")
 
 
 PICTURES: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "one-shot": ("all_reduce of small tensors within a host", one_shot),
     "two-shot": ("all_reduce of large tensors within a host", two_shot),
-    "levels": ("how many ranks of a host meet", levels),
+    "levels": ("synchronization of many ranks of a host", levels),
     "hosts": ("all_reduce between hosts", hosts),
     "chain": ("all_reduce between many hosts", chain),
 }
@@ -185,7 +185,7 @@ def main(check: bool) -> None:
         if not check:
             path.write_text(text)
         elif path.read_text() != text:
-            sys.exit(f"{path.name} is not what is drawn: run python docs/draw_algorithms.py")
+            sys.exit(f"{path.name} is outdated: run python docs/draw_algorithms.py")
 
 
 if __name__ == "__main__":

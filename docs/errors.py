@@ -20,8 +20,8 @@ PAGE = Path(__file__).with_name("errors.md")
 HEAD = """\
 # Errors and exit codes
 
-Every error that allranks raises by intent is one of these. A message names the call, what was seen against what was
-expected (rank, host, pid, bytes, seconds), and what to do next. From Python 3.11 on, a traceback ends with the command
+Every error that allranks raises intentionally is one of these. A message names the call, the actual and the expected
+values (rank, host, pid, bytes, seconds), and the next action. From Python 3.11 on, a traceback ends with the command
 that prints the section of its error. `ALLRANKS_DOCS` names a site to link to instead, and 0 omits both.
 `python docs/errors.py` writes this page from the code.
 """
@@ -71,7 +71,7 @@ def names_of_torch() -> str:
         for name in errors.__all__
         if getattr(errors, name).__name__ != name
     ]
-    head = ["## Names of torch", "", "`except` clauses that were written for torch go on to work:", ""]
+    head = ["## Names of torch", "", "`except` clauses that were written for torch continue to work:", ""]
     return "\n".join([*head, "| name | is |", "|---|---|", *rows, ""])
 
 
@@ -95,4 +95,4 @@ if __name__ == "__main__":
     if "--check" not in sys.argv:
         PAGE.write_text(page())
     elif PAGE.read_text() != page():
-        sys.exit("docs/errors.md is not what the code has: run python docs/errors.py")
+        sys.exit("docs/errors.md is outdated: run python docs/errors.py")

@@ -26,10 +26,10 @@ def main(status: int, options: list[str]) -> int:
     names = sorted(json.loads(failed.read_text()))
     if not 0 < len(names) <= MOST:
         return status
-    print(f"\n{len(names)} failed beside others and run once more, alone: {', '.join(names)}", flush=True)
+    print(f"\n{len(names)} failed in parallel and run again, one at a time: {', '.join(names)}", flush=True)
     if again := pytest.main([*options, *names]):
         return int(again)
-    print(f"FLAKY (failed beside others, passed alone): {', '.join(names)}", flush=True)
+    print(f"FLAKY (failed in parallel, passed alone): {', '.join(names)}", flush=True)
     return 0
 
 

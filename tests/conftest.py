@@ -66,7 +66,7 @@ LONG = {
 def _files(table: dict[str, tuple[str, ...]]) -> set[Path]:
     files = {Path(__file__).parent / folder / f"test_{name}.py" for folder, names in table.items() for name in names}
     if gone := [str(file) for file in files if not file.exists()]:
-        raise pytest.UsageError(f"tests/conftest.py names files that are not there: {gone}")
+        raise pytest.UsageError(f"tests/conftest.py names files that do not exist: {gone}")
     return files
 
 

@@ -35,7 +35,7 @@ def parse() -> argparse.Namespace:
         "--nproc",
         type=int,
         metavar="N",
-        help="master: workers that one command goes to; resilience: ranks of the largest group (default 64); "
+        help="master: number of workers that receive one command; resilience: ranks of the largest group (default 64); "
         "checkpoint: ranks (default 2)",
     )
     parser.add_argument("--sizes", type=sizes, metavar="LIST", help="bytes, such as 64K,1M or 4..64M")
@@ -46,8 +46,10 @@ def parse() -> argparse.Namespace:
         metavar="S",
         help="master: seconds for each cell (default 1); resilience: for each second, 5 losses; checkpoint: 3 rounds",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (checkpoint; needs matplotlib)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the figures (checkpoint only; needs matplotlib)"
+    )
     options = parser.parse_args()
     what, ranks, default, least = STUDIES[options.study]
     options.nproc = ranks if options.nproc is None else options.nproc
@@ -61,7 +63,7 @@ def parse() -> argparse.Namespace:
     if options.budget <= 0:
         parser.error("--budget must be positive")
     if options.plot and options.study != "checkpoint":
-        parser.error(f"{options.study} draws nothing: leave out --plot")
+        parser.error(f"{options.study} has no plot: omit --plot")
     if why := why_not(options.json, options.plot):
         parser.error(why)
     return options

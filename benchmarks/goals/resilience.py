@@ -143,7 +143,7 @@ def _job(*options: str, deaths: int) -> Pauses:
             [*command, *options, *program], capture_output=True, text=True, timeout=_LIMIT_S, check=False
         )
         if done.returncode:
-            raise SystemExit(f"benchmarks/goals: a job ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+            raise SystemExit(f"benchmarks/goals: a job exited with {done.returncode}:\n{done.stdout}{done.stderr}")
         return pauses(Path(folder))
 
 
@@ -168,7 +168,7 @@ def _replicas(deaths: int) -> Pauses:
                 start(number, 0)
             for turn in range(deaths):
                 if running[DYING].wait(_LIMIT_S) != -signal.SIGKILL:
-                    raise SystemExit(f"allranks bench: torchft's replica did not come to its end:\n{_end_of(log.name)}")
+                    raise SystemExit(f"allranks bench: a replica of torchft did not exit:\n{_end_of(log.name)}")
                 start(DYING, turn + 1)
             if any(replica.wait(_LIMIT_S) for replica in running.values()):
                 raise SystemExit(f"allranks bench: a replica of torchft failed:\n{_end_of(log.name)}")

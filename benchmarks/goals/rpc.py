@@ -76,7 +76,9 @@ class RpcPeer:
         assert self._driver.stdout is not None
         line = self._driver.stdout.readline()
         if not line:
-            raise RuntimeError(f"the processes of torch's RPC have ended, exit code {self._driver.wait()}; see above")
+            raise RuntimeError(
+                f"the processes of torch's RPC exited with code {self._driver.wait()}; see the output above"
+            )
         return json.loads(line)
 
 

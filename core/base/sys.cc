@@ -132,7 +132,7 @@ Mapping::Mapping(const Fd& fd, size_t bytes, bool inherited, bool populated) : b
   if (fstat(fd.get(), &st) != 0) fail("fstat of a shared segment");
   if (static_cast<size_t>(st.st_size) != bytes) {
     throw Error("a shared segment has " + std::to_string(st.st_size) + " bytes, expected " + std::to_string(bytes) +
-                ": do all ranks run the same version of allranks?");
+                ". Install the same version of allranks for all ranks");
   }
   const int flags = MAP_SHARED | (populated ? MAP_POPULATE : 0);
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd.get(), 0);

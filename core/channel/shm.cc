@@ -87,7 +87,7 @@ Shm::Maps Shm::map(int ranks, Sizes sizes, const std::vector<sys::Fd>& memories)
   Maps maps;
   const Layout layout(ranks, sizes);
   const bool one = memories.size() == 1 && ranks > 1;
-  if (!one && memories.size() != static_cast<size_t>(ranks)) throw Error("not one segment per rank");
+  if (!one && memories.size() != static_cast<size_t>(ranks)) throw Error("expected one segment per rank");
   const auto whole = one ? std::make_shared<sys::Mapping>(memories[0], layout.segment(ranks)) : nullptr;
   for (int r = 0; r < ranks; r++) {
     const auto owner = one ? whole : std::make_shared<sys::Mapping>(memories[static_cast<size_t>(r)], layout.bytes(r));
@@ -115,16 +115,16 @@ Shm::Shm(int rank, Sizes sizes, Maps maps, Liveness liveness, std::vector<int> n
   const Sizes& given = layout_.sizes();
   if (!std::has_single_bit(given.piece) || given.piece < 64 || given.ring % given.piece != 0 ||
       given.ring < 6 * given.piece) {
-    throw Error("the ring must hold at least 6 pieces, each a power of two of bytes and at least 64");
+    throw Error("the ring must hold at least 6 chunks. A chunk must be a power of two and at least 64 bytes");
   }
   if (!std::has_single_bit(given.small_ring) || given.small_ring < 16 * 64) {
-    throw Error("the small ring must be a power of two of bytes, and hold 16 pieces of 64");
+    throw Error("the small ring must be a power of two and at least 1024 bytes");
   }
   for (int r = 0; r < size(); r++) {
     const auto& header = at<Header>(r, layout_.header());
     if (header.magic != layout_.magic() || header.rank != static_cast<uint32_t>(r)) {
       throw Error("the shared segment of rank " + std::to_string(r) +
-                  " has another layout: do all ranks run the same version of allranks?");
+                  " has a different layout. Install the same version of allranks for all ranks");
     }
   }
 }

@@ -32,7 +32,7 @@ void LeaderExchange::check(int host, const std::byte* message, uint32_t call) co
                         a.error_ns <= ClockOffset::kUnknownNs && a.last >= -1 && a.last < hosts_.ranks();
   if (possible && theirs.call == call && theirs.each <= ranks() && theirs.nbytes <= kLongestMessage) return;
   throw Error("rank " + std::to_string(hosts_.leader(host)) + " is at call " + std::to_string(theirs.call) +
-              ", this rank at call " + std::to_string(call) + ": what came over the network is not what was sent");
+              ", this rank at call " + std::to_string(call) + ": the data from the network is corrupt");
 }
 
 void LeaderExchange::convert(std::byte* message, const ClockOffset::Estimate& clock) {
@@ -128,7 +128,7 @@ LeaderExchange::Messages LeaderExchange::disseminate(LeaderStreams& streams, con
     streams.wait_received(from, streams.receive(from, &coming, sizeof coming));
     if (coming > some * (kLongestMessage + sizeof(Opening) + ranks() * sizeof(Fingerprint))) {
       throw Error("rank " + std::to_string(hosts_.leader(from)) + " announces " + std::to_string(coming) +
-                  " bytes: what came over the network is not what was sent");
+                  " bytes: the data from the network is corrupt");
     }
     come.resize(coming);
     streams.receive(from, come.data(), coming);
@@ -137,12 +137,12 @@ LeaderExchange::Messages LeaderExchange::disseminate(LeaderStreams& streams, con
     const ClockOffset::Estimate clock = streams.clock_of(from);
     for (size_t i = 0; i < some; i++) {
       const int host = (here_ + distance + static_cast<int>(i)) % count;
-      if (coming - at < sizeof(Opening)) throw Error("the message of host " + std::to_string(host) + " is cut off");
+      if (coming - at < sizeof(Opening)) throw Error("the message of host " + std::to_string(host) + " is truncated");
       check(host, come.data() + at, ours.call);
       convert(come.data() + at, clock);
       starts.push_back(known.size() + at);
       at += Opening::of(come.data() + at).total_bytes();
-      if (at > coming) throw Error("the message of host " + std::to_string(host) + " is cut off");
+      if (at > coming) throw Error("the message of host " + std::to_string(host) + " is truncated");
     }
     known.insert(known.end(), come.begin(), come.end());
   }

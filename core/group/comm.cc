@@ -259,7 +259,8 @@ void Comm::run(const Operation& operation, Caller& caller) {
       return;
     }
     if (running_ && runner_ == std::this_thread::get_id()) {
-      throw Error("a collective was called from a signal handler that has interrupted another one of this group");
+      throw Error(
+          "a signal handler called a collective of this group while it interrupted another collective of the group");
     }
   }
   wait(start(operation), caller, -1);

@@ -38,10 +38,11 @@ std::exception_ptr refused(int rank, int sender, const Frame& frame, const Finge
 }  // namespace
 
 OutOfMemory::OutOfMemory(int rank, const Frame& frame) {
-  std::snprintf(text_.data(), text_.size(),
-                "no memory to keep a message of %zu bytes with tag %d from rank %d, behind which others may be. It "
-                "is not lost: receive it first, or free memory and call again",
-                payload_of(frame), frame.tag, rank);
+  std::snprintf(
+      text_.data(), text_.size(),
+      "out of memory: cannot buffer a message of %zu bytes with tag %d from rank %d. The message is not lost. "
+      "Later messages may be queued after it: receive it first, or free memory and call again",
+      payload_of(frame), frame.tag, rank);
 }
 
 PointToPoint::PointToPoint(Shm& shm, Net* net, int64_t timeout_ns, Polling polling, Polling progress_polling,

@@ -10,7 +10,7 @@
 
 NB_MODULE(_core, m) {
   nanobind::set_leak_warnings(false);  // a rank that exits with a live traceback still references its group
-  m.doc() = "The C++ core of allranks: one rank of one group, over shared memory.";
+  m.doc() = "The C++ core of allranks: one rank of one group, over shared memory and TCP.";
   allranks::bind_errors(m);
   allranks::bind_types(m);
   allranks::bind_trace(m);

@@ -329,13 +329,19 @@ void set_handles(nb::handle handle, nb::handle place, nb::handle make, nb::handl
 
 void allranks::bind_calls(nb::module_& m) {
   state.operators = new Operators;
-  m.def(
-      "set_handles", set_handles, nb::arg("handle"), nb::arg("place"), nb::arg("make"), nb::arg("here"),
-      nb::arg("dispatch"), nb::arg("in_inference_mode"), nb::arg("marks"), nb::arg("kinds"), nb::arg("codes"),
-      nb::arg("numbers"),
-      "The classes, functions and marks of allranks.remote.torch_device, and torch's is_inference_mode_enabled; from\n"
-      "allranks.remote.protocol.arguments the kinds of values by type, the codes of lists, integers and floats, and\n"
-      "how numbers are packed.");
+  m.def("set_handles", set_handles, nb::arg("handle"), nb::arg("place"), nb::arg("make"), nb::arg("here"),
+        nb::arg("dispatch"), nb::arg("in_inference_mode"), nb::arg("marks"), nb::arg("kinds"), nb::arg("codes"),
+        nb::arg("numbers"),
+        "Set the Python objects that the dispatch in C++ uses.\n\n"
+        "Args:\n"
+        "    handle, place, make, here, dispatch: Classes and functions of allranks.remote.torch_device.\n"
+        "    in_inference_mode: torch.is_inference_mode_enabled.\n"
+        "    marks: The entries of a call's key for true, false, an integer and a float.\n"
+        "    kinds: The code of each type of value, from allranks.remote.protocol.arguments.\n"
+        "    codes: The codes of lists, integers and floats.\n"
+        "    numbers: The struct format of each code of a number.\n\n"
+        "Raises:\n"
+        "    ValueError: Integers are not packed as q, or floats are not packed as d.");
   m.def(
       "know_operator",
       [](nb::handle op, nb::handle facts, nb::handle numbers, bool floats_matter) {
@@ -349,10 +355,17 @@ void allranks::bind_calls(nb::module_& m) {
                                             floats_matter};
       },
       nb::arg("op"), nb::arg("facts"), nb::arg("numbers"), nb::arg("floats_matter"),
-      "From now on its calls need no Python, where they are known.");
-  m.def("forget_operators", [] { state.operators->known.clear(); }, "All that `know_operator` was told.");
+      "Add an operator whose known calls run without Python code.\n\n"
+      "Args:\n"
+      "    op: The operator.\n"
+      "    facts: The first entry of the key of its calls.\n"
+      "    numbers: Positions and names of the arguments that are numbers.\n"
+      "    floats_matter: A shape may depend on a float, so Python executes calls with floats.");
+  m.def(
+      "forget_operators", [] { state.operators->known.clear(); },
+      "Remove all operators that `know_operator` has added.");
   m.def("dispatch", dispatch, nb::arg("op"), nb::arg("types"), nb::arg("args") = nb::tuple(),
-        nb::arg("kwargs").none() = nb::none(), "As `RemoteTensor.__torch_dispatch__`.");
+        nb::arg("kwargs").none() = nb::none(), "Execute an operator. Implements `RemoteTensor.__torch_dispatch__`.");
   m.def("make_handle", make_handle, nb::arg("place"), nb::arg("sig"), nb::arg("ref"), nb::arg("offset"),
-        "A handle of a tensor; its data are where the place is.");
+        "Create a handle of a tensor whose data is on the workers of `place`.");
 }

@@ -50,7 +50,7 @@ Net::Opener asking(int pipe, uint32_t number) {
     const std::array<uint32_t, 3> wanted{number, static_cast<uint32_t>(rank), static_cast<uint32_t>(kind)};
     // 12 bytes are less than PIPE_BUF: the write is atomic, so requests of several threads do not mix.
     if (write(own->get(), wanted.data(), sizeof wanted) != sizeof wanted) {
-      throw Error(std::string("cannot ask for a connection: ") + std::strerror(errno));
+      throw Error(std::string("cannot request a connection: ") + std::strerror(errno));
     }
   };
 }
@@ -122,7 +122,7 @@ MaybeRequest all_to_all(Comm& comm, int dtype, Mark mark, const std::vector<Addr
   op.in_bytes = in_bytes;
   op.out_bytes = out_bytes;
   for (const size_t given : {ins.size(), in_bytes.size(), outs.size(), out_bytes.size()}) {
-    if (given != static_cast<size_t>(comm.size())) throw Error("all_to_all: not one piece per rank");
+    if (given != static_cast<size_t>(comm.size())) throw Error("all_to_all: expected one chunk per rank");
   }
   return call(comm, std::move(op), started);
 }
@@ -164,7 +164,20 @@ void bind_making(nb::class_<Comm>& comm) {
            }),
            nb::arg("rank"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"), nb::arg("timeout_s"),
            nb::arg("polling_us"), nb::arg("progress_polling_us"), nb::arg("eager"), nb::arg("tuning"),
-           nb::arg("topology") = Topology(), "Takes over the descriptors.")
+           nb::arg("topology") = Topology(),
+           "Create this rank of a group whose ranks share this host.\n\n"
+           "Takes ownership of the descriptors in `segments`.\n\n"
+           "Args:\n"
+           "    rank: This rank.\n"
+           "    sizes: The sizes of a segment, equal on all ranks.\n"
+           "    segments: One memory per rank, or one memory with all segments.\n"
+           "    liveness: The sockets to the processes of the other ranks.\n"
+           "    timeout_s: The timeout of the group.\n"
+           "    polling_us: How long a caller spins, and then yields, before it sleeps.\n"
+           "    progress_polling_us: The same for the progress threads.\n"
+           "    eager: Bytes of messages that a rank may send to another rank without a recv.\n"
+           "    tuning: The sizes and rank counts that select an algorithm.\n"
+           "    topology: Lists of CPUs that are near each other. Empty: the kernel's topology.")
       .def_static(
           "across_hosts",
           [](int rank, const std::vector<int>& host_of, const Sizes& sizes, const std::vector<int>& segments,
@@ -189,9 +202,15 @@ void bind_making(nb::class_<Comm>& comm) {
           nb::arg("rank"), nb::arg("host_of"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"),
           nb::arg("heartbeats"), nb::arg("asking_pipe"), nb::arg("number"), nb::arg("timeout_s"), nb::arg("polling_us"),
           nb::arg("progress_polling_us"), nb::arg("eager"), nb::arg("tuning"), nb::arg("topology") = Topology(),
-          "Takes over the descriptors: of this host's ranks, and, of a host's first rank, by rank of the group those "
-          "of "
-          "`neighbours` (else -1). For other connections it writes the number, the rank and the kind into the pipe.");
+          "Create this rank of a group that spans hosts.\n\n"
+          "Takes ownership of the descriptors in `segments` and `heartbeats`. The other arguments are those of the\n"
+          "constructor; segments and liveness are those of the ranks of this host.\n\n"
+          "Args:\n"
+          "    host_of: The host of each rank. Ranks of one host have the same number.\n"
+          "    heartbeats: On the first rank of a host, the connections to the ranks that `neighbours` returns, by\n"
+          "        rank, and -1 for all other ranks. Empty on all other ranks.\n"
+          "    asking_pipe: The pipe for requests of connections. A request has the number, the rank and the kind.\n"
+          "    number: The number of this group in these requests.");
 }
 
 void bind_connections(nb::class_<Comm>& comm) {
@@ -201,7 +220,7 @@ void bind_connections(nb::class_<Comm>& comm) {
             c.adopt(rank, static_cast<Connection>(kind), sys::Fd(fd), greeting);
           },
           nb::arg("rank"), nb::arg("kind"), nb::arg("fd"), nb::arg("greeting"),
-          "Takes over a connection with a rank of another host, on which it first sends the greeting.")
+          "Take ownership of a connection to a rank of another host, and send the greeting on it.")
       .def(
           "liveness",
           [](Comm& c, const std::vector<int>& ranks) -> std::optional<Liveness> {
@@ -209,9 +228,9 @@ void bind_connections(nb::class_<Comm>& comm) {
             return sockets.empty() ? std::nullopt : std::optional(std::move(sockets));
           },
           nb::arg("ranks"), nb::call_guard<nb::gil_scoped_release>(),
-          "The liveness sockets of these ranks. None where one is on another host, and where the group is closed.")
+          "Return the liveness sockets of these ranks, or None if a rank is on another host or the group is closed.")
       .def("give_up", &Comm::give_up, nb::arg("rank"),
-           "A rank of another host cannot be reached: the group has failed.");
+           "Mark the group as failed, because a rank of another host cannot be reached.");
 }
 
 void bind_collectives(nb::class_<Comm>& comm) {
@@ -230,7 +249,7 @@ void bind_collectives(nb::class_<Comm>& comm) {
             const nb::gil_scoped_release release;
             return c.share(number, bytes, own(parts));
           },
-          "Takes over the descriptors.");
+          "Create a block from one memory per rank. Takes ownership of the descriptors.");
 }
 
 void bind_messages(nb::class_<Comm>& comm) {
@@ -261,17 +280,20 @@ void bind_rest(nb::class_<Comm>& comm) {
              return calls;
            })
       .def("record_in", &Comm::record_in, nb::arg("recorder"), nb::arg("group"),
-           "Records calls there from now on. Before the first call.")
+           "Record the calls of this group in `recorder`. Must be called before the first call.")
       .def("stats",
            [](const Comm& c) {
              const Stats s = c.stats();
              return std::tuple(s.calls, s.bytes, s.seconds, s.shared);
            })
-      .def("abort", &Comm::abort, nb::call_guard<nb::gil_scoped_release>(), "Ends all calls of the group, everywhere.")
+      .def("abort", &Comm::abort, nb::call_guard<nb::gil_scoped_release>(),
+           "End all calls of the group on every rank, pending and later ones, with an error.")
       .def(
           "near", [](Comm& c) { return c.local_comm().groups(); },
-          "The groups by which the ranks of this host meet from the second call on, if they do. Between calls.")
-      .def("lost", &Comm::lost, nb::call_guard<nb::gil_scoped_release>(), "The ranks that are known to be gone.")
+          "Return the groups in which the ranks of this host synchronize after the first call. Empty: there are no "
+          "groups. Must not be called during a call.")
+      .def("lost", &Comm::lost, nb::call_guard<nb::gil_scoped_release>(),
+           "Return the ranks that this rank knows to be dead, unreachable, or no longer in the group.")
       .def("close", [](Comm& c) {
         nb::gil_scoped_release release;
         c.close();
@@ -287,17 +309,18 @@ void bind_completions(nb::module_& m) {
         const nb::gil_scoped_release release;
         return completions.take(timeout_s < 0 ? -1 : static_cast<int64_t>(timeout_s * 1e9));
       },
-      nb::arg("timeout_s"),
-      "Waits so long (< 0: without limit) for watched requests to end. Returns the tickets of those that have.");
+      nb::arg("timeout_s"), "Wait for watched requests to finish and return their tickets. timeout_s < 0: no limit.");
   m.def(
       "add_completion", [](uint64_t ticket) { state.completions->add(ticket); }, nb::arg("ticket"),
-      "Lets take_completions return it.");
+      "Add a ticket that take_completions returns.");
   // The child does not delete the parent's object: a thread of the parent may have held its lock during the fork.
-  m.def("renew_completions", [] { state.completions = new Completions; }, "In a forked child: forgets the parent's.");
+  m.def(
+      "renew_completions", [] { state.completions = new Completions; },
+      "Drop the tickets and requests of the parent process. For a forked child.");
 }
 
 void bind_parts(nb::module_& m) {
-  nb::class_<SharedBlock>(m, "SharedBlock", "One part of memory per rank, mapped by all of them.")
+  nb::class_<SharedBlock>(m, "SharedBlock", "Memory with one part per rank. All ranks map all parts.")
       .def_prop_ro("address", [](const SharedBlock& b) { return reinterpret_cast<Address>(b.mine()); });
 
   nb::class_<Request>(m, "Request")
@@ -305,22 +328,24 @@ void bind_parts(nb::module_& m) {
       .def("done", [](const Request& r) { return r.done.load(std::memory_order_acquire); })
       .def(
           "watch", [](Request& r, uint64_t ticket) { r.watch(ticket, *state.completions); }, nb::arg("ticket"),
-          "take_completions() returns the ticket when it has ended.")
+          "Let take_completions return the ticket when the request is done.")
       .def(
           "source",
           [](const Request& r) {
             const auto* message = dynamic_cast<const Message*>(&r);
             return message != nullptr ? message->peer.load() : -1;
           },
-          "The rank that sent, of a recv that is done.");
+          "Return the rank of the sender of a recv that is done, and -1 for a collective.");
 
-  nb::class_<Liveness>(m, "Liveness", "Sockets that end with the processes of a host's ranks; groups share them.")
+  nb::class_<Liveness>(
+      m, "Liveness",
+      "Sockets that are closed when the processes of a host's ranks exit. Several groups may share them.")
       .def(nb::new_([](const std::vector<int>& fds) {
              Liveness sockets;
              for (sys::Fd& fd : own(fds)) sockets.push_back(std::make_shared<const sys::Fd>(std::move(fd)));
              return sockets;
            }),
-           nb::arg("fds"), "Takes over the descriptors, by rank; -1 for this rank.");
+           nb::arg("fds"), "Take ownership of one descriptor per rank; -1 for this rank.");
 }
 
 }  // namespace
@@ -332,7 +357,7 @@ void bind_comm(nb::module_& m) {
         PyObject* before = std::exchange(state.where, nb::object(function).release().ptr());
         Py_XDECREF(before);
       },
-      nb::arg("function"), "function(): where in the program the present call stands, for errors.");
+      nb::arg("function"), "Set the function that returns the call site of the current call, for errors and records.");
 
   bind_completions(m);
   bind_parts(m);

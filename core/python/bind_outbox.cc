@@ -114,7 +114,9 @@ void make_ref_type() {
       {Py_tp_dealloc, reinterpret_cast<void*>(ref_dealloc)},
       {Py_tp_members, members.data()},
       {Py_tp_getset, properties.data()},
-      {Py_tp_doc, const_cast<char*>("What an id of an outbox stands for; its death frees the id.")},
+      {Py_tp_doc,
+       const_cast<char*>(
+           "An id that the workers of an outbox use for a value. The id is freed when this object is deleted.")},
       {},
   }};
   PyType_Spec spec{.name = "allranks._core.Ref",
@@ -149,9 +151,9 @@ class Ids {
 uint32_t input_id(const Outbox& outbox, int target, PyObject* input) {
   if (!is_ref(input)) throw nb::type_error("an input of a call is not a Ref");
   const Ref* ref = as_ref(input);
-  if (ref->outbox != &outbox) throw nb::value_error("an input of a call is of another outbox");
+  if (ref->outbox != &outbox) throw nb::value_error("an input of a call belongs to another outbox");
   if (ref->target != target) {
-    throw std::invalid_argument("an input of a call to target " + std::to_string(target) + " is of target " +
+    throw std::invalid_argument("an input of a call to target " + std::to_string(target) + " belongs to target " +
                                 std::to_string(ref->target));
   }
   return ref->id;
@@ -206,16 +208,16 @@ void put(Outbox& outbox, int target, nb::bytes head, nb::object payload, bool bu
   if (PyBytes_Check(payload.ptr())) return outbox.put(target, view(head), view(payload), bulk, caller);
   // CPython's stable ABI has the buffer protocol only since 3.11. nanobind reads buffers and arrays in 3.10, too.
   nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu> array;
-  if (!nb::try_cast(payload, array)) throw nb::type_error("a payload is bytes, or a contiguous buffer on the CPU");
+  if (!nb::try_cast(payload, array)) throw nb::type_error("a payload must be bytes, or a contiguous buffer on the CPU");
   outbox.put(target, view(head), {static_cast<const std::byte*>(array.data()), array.nbytes()}, bulk, caller);
 }
 
 nb::object view_as(nb::handle ref, int target) {
-  if (!is_ref(ref.ptr())) throw nb::type_error("only a Ref can be seen as of another target");
+  if (!is_ref(ref.ptr())) throw nb::type_error("only a Ref can be viewed on another target");
   const Ref* whole = as_ref(ref.ptr());
   if (!whole->outbox->within(target, whole->target)) {
-    throw std::invalid_argument("target " + std::to_string(target) + " has workers that target " +
-                                std::to_string(whole->target) + " has not");
+    throw std::invalid_argument("target " + std::to_string(target) + " has workers that are not in target " +
+                                std::to_string(whole->target));
   }
   nb::object blank = blank_ref();
   fill(blank.ptr(), ref.ptr(), *whole->outbox, target, whole->id);
@@ -223,49 +225,58 @@ nb::object view_as(nb::handle ref, int target) {
 }
 
 void bind_class(nb::module_& m) {
-  nb::class_<Outbox>(m, "Outbox", "Frames for many workers, sent by a thread of its own: see core/remote/outbox.h.")
+  nb::class_<Outbox>(m, "Outbox",
+                     "Queues of frames for many workers. A separate thread sends them: see core/remote/outbox.h.")
       .def(nb::new_([](double delay_us, size_t chunk_bytes, size_t limit_bytes) {
              return sys::make_owned<Outbox>(static_cast<int64_t>(delay_us * 1e3), chunk_bytes, limit_bytes);
            }),
            nb::arg("delay_us") = 100, nb::arg("chunk_bytes") = 16384, nb::arg("limit_bytes") = 8 << 20)
-      .def("add", &Outbox::add, nb::arg("fd"), "The number of a new worker; the caller keeps the socket open.")
-      .def("replace", &Outbox::replace, nb::arg("worker"), nb::arg("fd"), "A new stream: what was pending is dropped.")
-      .def("lose", &Outbox::lose, nb::arg("worker"), "What is pending for it, and all that comes, is dropped.")
-      .def("target", &Outbox::target, nb::arg("workers"), "The number of a new destination of frames.")
+      .def("add", &Outbox::add, nb::arg("fd"),
+           "Add a worker and return its number. The caller must keep the socket open.")
+      .def("replace", &Outbox::replace, nb::arg("worker"), nb::arg("fd"),
+           "Start a new stream and drop the pending bytes of the old one.")
+      .def("lose", &Outbox::lose, nb::arg("worker"), "Drop the pending bytes of a worker and all its later frames.")
+      .def("target", &Outbox::target, nb::arg("workers"),
+           "Add a destination for frames, a set of workers, and return its number.")
       .def("call", call, nb::arg("target"), nb::arg("line"), nb::arg("template"), nb::arg("inputs"), nb::arg("outputs"),
-           nb::arg("values").none() = nb::none(), "Queues a call; a Ref, a list of more, or None, as it has outputs.")
-      .def("reserve", reserve, nb::arg("target"), nb::arg("count"), "Refs of which no frame tells.")
+           nb::arg("values").none() = nb::none(),
+           "Queue a call. Return None, a Ref or a list of Refs, for zero, one or more outputs.")
+      .def("reserve", reserve, nb::arg("target"), nb::arg("count"), "Return new Refs without queueing a frame.")
       .def("put", put, nb::arg("target"), nb::arg("head"), nb::arg("payload").none() = nb::none(),
-           nb::arg("bulk") = false, "Queues a message; bulk: beside the limit of the others, up to 1 GiB for a worker.")
+           nb::arg("bulk") = false,
+           "Queue a message. bulk: the limit of 1 GiB per worker applies instead of limit_bytes.")
       .def(
           "view", [](const Outbox&, nb::handle ref, int target) { return view_as(ref, target); }, nb::arg("ref"),
-          nb::arg("target"), "The same id as of some of its workers; it keeps the Ref alive.")
+          nb::arg("target"),
+          "Return a Ref with the same id for a subset of its workers. It keeps the original Ref alive.")
       .def(
           "flush",
           [](Outbox& outbox) {
             GilCaller caller;
             outbox.flush(caller);
           },
-          "Writes at once what the sockets take; the thread writes the rest.")
+          "Write as many bytes as the sockets accept without blocking. The thread writes the rest.")
       .def(
           "echo",
           [](Outbox& outbox, int target, uint32_t number) {
             GilCaller caller;
             outbox.echo(target, number, caller);
           },
-          nb::arg("target"), nb::arg("number"), "Asks its workers to say the number back; flushes.")
-      .def("pending", &Outbox::pending, nb::arg("worker"), "Bytes that have not been sent.")
-      .def("sent", &Outbox::sent, nb::arg("worker"), "Bytes that have been sent, ever.")
-      .def("failure", &Outbox::failure, nb::arg("worker"), "The errno of its socket, or 0.")
-      .def_prop_ro("live", &Outbox::live, "Ids that some Ref has.")
-      .def_prop_ro("calls", &Outbox::calls, "Calls that were queued, ever.")
+          nb::arg("target"), nb::arg("number"),
+          "Request that each worker of the target sends the number back, and flush.")
+      .def("pending", &Outbox::pending, nb::arg("worker"), "Return the number of bytes that have not been sent.")
+      .def("sent", &Outbox::sent, nb::arg("worker"),
+           "Return the number of bytes sent to all processes that have been this worker.")
+      .def("failure", &Outbox::failure, nb::arg("worker"), "Return the errno of the worker's socket, or 0.")
+      .def_prop_ro("live", &Outbox::live, "Number of ids that are not free.")
+      .def_prop_ro("calls", &Outbox::calls, "Number of calls that have been queued.")
       .def(
           "close",
           [](Outbox& outbox) {
             const nb::gil_scoped_release release;
             outbox.close();
           },
-          "Ends the thread and drops what is pending.");
+          "Stop the thread and drop all pending bytes.");
 }
 
 }  // namespace
@@ -278,7 +289,8 @@ void allranks::bind_outbox(nb::module_& m) {
         Py_XDECREF(before);
       },
       nb::arg("function").none(),
-      "Called with the seconds, ten times in each, while a caller waits for room; what it raises is raised.");
+      "Set a function that runs ten times per second while a caller waits for room.\n\n"
+      "The function receives the seconds that the caller has waited. The waiting call raises its exceptions.");
   m.def(
       "receive",
       [](int fd, nb::bytearray buffer, size_t at, bool echoes) {
@@ -288,7 +300,8 @@ void allranks::bind_outbox(nb::module_& m) {
         return receive(fd, {room, buffer.size() - at}, echoes, caller);
       },
       nb::arg("fd"), nb::arg("buffer"), nb::arg("at"), nb::arg("echoes"),
-      "Waits for bytes, and puts them into the buffer: how many; 0 at the end. See core/remote/inbox.h.");
+      "Wait for bytes, write them to the buffer, and return their number, or 0 at the end of the stream.\n\n"
+      "echoes: answer ECHO frames that arrive alone (core/remote/inbox.h).");
   make_ref_type();
   m.attr("Ref") = nb::borrow(reinterpret_cast<PyObject*>(state.ref_type));
   bind_class(m);

@@ -56,7 +56,7 @@ struct OtherCall {
 
 // Return the recorder, or throw in a forked child: its calls are not calls of the rank and must not be recorded.
 Recorder& live(Recorder& recorder) {
-  if (recorder.forked()) throw nb::value_error("this recorder is the parent process's");
+  if (recorder.forked()) throw nb::value_error("this recorder belongs to the parent process");
   return recorder;
 }
 
@@ -93,11 +93,11 @@ OtherCall begin(const std::shared_ptr<Recorder>& recorder, size_t group, int ver
 
 void bind_trace(nb::module_& m) {
   m.def("trace_bytes", &Memory::bytes, nb::arg("records"), nb::arg("members"),
-        "The size of the memory that so many records need.");
-  nb::class_<OtherCall>(m, "OtherCall", "A call under way that is not the core's.")
+        "Return the size of the memory for this number of records, in bytes.");
+  nb::class_<OtherCall>(m, "OtherCall", "A call in progress of an engine other than the native engine.")
       .def("set_awaited", &OtherCall::set_awaited, nb::arg("site"),
-           "The program waits for it, at that line, and has done so for a while.")
-      .def("end", &OtherCall::end, nb::arg("succeeded"), "May be called again.");
+           "Mark the call as awaited by the program at this call site, for some time.")
+      .def("end", &OtherCall::end, nb::arg("succeeded"), "Record the end of the call. A second call does nothing.");
   nb::class_<Recorder>(m, "Recorder", "Records this process's calls in memory that others can read.")
       .def(nb::new_([](int fd, size_t records, int rank, int world_size, size_t members, const std::string& host) {
              const sys::Fd memory(fd);
@@ -106,14 +106,14 @@ void bind_trace(nb::module_& m) {
            }),
            nb::arg("fd"), nb::arg("records"), nb::arg("rank"), nb::arg("world_size"), nb::arg("members"),
            nb::arg("host"),
-           "Takes over the descriptor, of trace_bytes(records, members) bytes. records: a power of two.")
+           "Take ownership of the descriptor, which has trace_bytes(records, members) bytes. records: a power of two.")
       .def(
           "add_group",
           [](Recorder& r, const std::string& name, const std::string& engine, int rank, const std::vector<int>& ranks) {
             return live(r).add_group(name, engine, rank, ranks);
           },
           nb::arg("name"), nb::arg("engine"), nb::arg("rank"), nb::arg("ranks"),
-          "Its number. ranks: its ranks, as ranks of the world.")
+          "Add a group and return its number, or 0 if the table is full. ranks: its members, as ranks of the world.")
       .def(
           "close_group", [](Recorder& r, size_t group) { live(r).close_group(group); }, nb::arg("group"))
       .def("begin", &begin, nb::arg("group"), nb::arg("verb"), nb::arg("dtype"), nb::arg("op"), nb::arg("count"),
@@ -127,20 +127,21 @@ void bind_trace(nb::module_& m) {
                 std::make_unique<Memory>(file, records, trace::Identity{rank, world_size, members, host}, true));
           },
           nb::arg("fd"), nb::arg("records"), nb::arg("rank"), nb::arg("world_size"), nb::arg("members"),
-          nb::arg("host"), "From now on records all calls in this file, too. Takes over the descriptor.")
+          nb::arg("host"), "Also record all later calls in this file. Takes ownership of the descriptor.")
       .def(
           "doing", [](Recorder& recorder) { return reinterpret_cast<uintptr_t>(live(recorder).doing()); },
-          "The address of the number of what is done at this moment (uint32), 0 for nothing. Lives as long as this.")
+          "Return the address of the call site of the current operation: a uint32, 0 if there is none.\n\n"
+          "The address is valid as long as the recorder exists.")
       .def(
           "site", [](Recorder& recorder, const std::string& text) { return live(recorder).site(text); },
-          nb::arg("text"), "The number of a text; 0: there is no room.")
+          nb::arg("text"), "Return the number of a call site, or 0 if the table is full.")
       .def(
           "add_commands",
           [](Recorder& recorder, size_t group, uint16_t site, uint64_t count, int64_t entered_ns, int64_t returned_ns) {
             recorder.add_commands({group, site, count, entered_ns, returned_ns});
           },
           nb::arg("group"), nb::arg("site"), nb::arg("count"), nb::arg("entered_ns"), nb::arg("returned_ns"),
-          "Records commands of a worker that followed each other, in the file only.")
+          "Record consecutive commands of a worker, only in the file.")
       .def(
           "count_commands",
           [](Recorder& recorder, size_t group, uint64_t count, uint64_t ns) {
@@ -150,7 +151,7 @@ void bind_trace(nb::module_& m) {
             totals.ns.fetch_add(ns, std::memory_order_relaxed);
           },
           nb::arg("group"), nb::arg("count"), nb::arg("ns"))
-      .def("stop", [](Recorder& recorder) { live(recorder).record_to(nullptr); }, "No longer records in a file.");
+      .def("stop", [](Recorder& recorder) { live(recorder).record_to(nullptr); }, "Stop recording in a file.");
 }
 
 }  // namespace allranks

@@ -37,15 +37,15 @@ void bind_names(nb::module_& m) {
 }
 
 void bind_memory(nb::module_& m) {
-  nb::class_<Sizes>(m, "Sizes", "Bytes of the parts of a segment; all ranks must agree.")
+  nb::class_<Sizes>(m, "Sizes", "Sizes of the parts of a segment, in bytes. They must be equal on all ranks.")
       .def(nb::init<>())
       .def_rw("piece", &Sizes::piece)
       .def_rw("ring", &Sizes::ring)
       .def_rw("small_ring", &Sizes::small_ring)
       .def_rw("pipe", &Sizes::pipe)
-      .def_rw("ranks", &Sizes::ranks, "Of a group that spans hosts: how many it has.");
+      .def_rw("ranks", &Sizes::ranks, "Number of ranks of the group, if it spans hosts; else 0.");
 
-  nb::class_<Tuning>(m, "Tuning", "From which sizes on calls within a host go which way.")
+  nb::class_<Tuning>(m, "Tuning", "Sizes and rank counts that select the algorithm of a call within a host.")
       .def(nb::init<>())
       .def_rw("levels_from", &Tuning::levels_from)
       .def_rw("crowded_levels_from", &Tuning::crowded_levels_from)
@@ -63,15 +63,17 @@ void bind_memory(nb::module_& m) {
         return ranks;
       },
       nb::arg("rank"), nb::arg("host_of"),
-      "The ranks of other hosts that a rank is connected with from the beginning.");
+      "Return the ranks of other hosts to which a rank is connected when the group is created.");
 
   m.def(
       "create_segment",
       [](int rank, int size, const Sizes& sizes) { return Shm::create_segment(rank, size, sizes).release(); },
-      nb::arg("rank"), nb::arg("size"), nb::arg("sizes"), "A file descriptor of a new segment; the caller closes it.");
+      nb::arg("rank"), nb::arg("size"), nb::arg("sizes"),
+      "Create a segment and return its descriptor. The caller closes it.");
   m.def(
       "create_segments", [](int size, const Sizes& sizes) { return Shm::create_segments(size, sizes).release(); },
-      nb::arg("size"), nb::arg("sizes"), "The same, with the segments of all ranks of a host.");
+      nb::arg("size"), nb::arg("sizes"),
+      "Create one memory with the segments of all ranks of a host and return its descriptor. The caller closes it.");
 
   m.def(
       "create_memory",
@@ -81,7 +83,7 @@ void bind_memory(nb::module_& m) {
         sys::allocate(memory, bytes);
         return memory.release();
       },
-      nb::arg("bytes"), "A file descriptor of new memory that other processes can map; the caller closes it.");
+      nb::arg("bytes"), "Create memory that other processes can map and return its descriptor. The caller closes it.");
 }
 
 }  // namespace
@@ -91,23 +93,24 @@ void bind_types(nb::module_& m) {
   m.def(
       "shape_hash",
       [](const std::vector<int64_t>& shape, bool every) { return shape_hash(shape.data(), shape.size(), every); },
-      nb::arg("shape"), nb::arg("every"), "What ranks compare of a tensor's shape. every: also of a usual tensor.");
+      nb::arg("shape"), nb::arg("every"),
+      "Return a hash of the part of a shape that ranks compare. every: hash ordinary shapes too (debug mode).");
 
   m.def(
       "reduces",
       [](int dtype, int op) { return kernel_for(static_cast<DType>(dtype), static_cast<ReduceOp>(op)) != nullptr; },
-      nb::arg("dtype"), nb::arg("op"), "Whether all_reduce has a kernel for this pair.");
+      nb::arg("dtype"), nb::arg("op"), "Return whether all_reduce has a kernel for this dtype and op.");
 
   m.def(
       "part_of",
       [](const std::string& name) {
         const auto found = std::find(kPurposes.begin(), kPurposes.end(), name);
-        if (found == kPurposes.end()) throw nb::value_error("part_of: this call has no number in Purpose");
+        if (found == kPurposes.end()) throw nb::value_error("part_of: Purpose has no number for this call");
         const char* before = kPurposes.at(static_cast<size_t>(purpose));
         purpose = static_cast<Purpose>(found - kPurposes.begin());
         return before;
       },
-      nb::arg("name"), "The call of the program that this thread's collectives are parts of; returns the one before.");
+      nb::arg("name"), "Set the user's call that the collectives of this thread belong to. Return the previous one.");
   m.def(
       "divide",
       [](Address address, size_t count, int dtype, int parts) {
@@ -115,7 +118,7 @@ void bind_types(nb::module_& m) {
         kernel_for(static_cast<DType>(dtype), ReduceOp::avg)(bytes(address), sums, 1, count, parts);
       },
       nb::arg("address"), nb::arg("count"), nb::arg("dtype"), nb::arg("parts"),
-      nb::call_guard<nb::gil_scoped_release>(), "Makes sums the averages that all_reduce makes, in place.");
+      nb::call_guard<nb::gil_scoped_release>(), "Divide sums in place into the averages that all_reduce would return.");
   bind_memory(m);
 }
 

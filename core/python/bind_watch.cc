@@ -58,7 +58,7 @@ Kind kind_of(std::string_view wanted) {
   for (const auto& [name, kind] : kKinds) {
     if (name == wanted) return kind;
   }
-  throw nb::value_error("no such kind of node");
+  throw nb::value_error("unknown kind of node");
 }
 
 // Append a node and its subtree. A description is (kind, object, children), or (kind, object, children, keys) for a
@@ -260,9 +260,9 @@ class Watch {
 }  // namespace
 
 void allranks::bind_watch(nb::module_& m) {
-  nb::class_<Watch>(m, "Watch",
-                    "What a value, and what can be seen from it, was: see allranks/remote/capture/watch.py.")
+  nb::class_<Watch>(m, "Watch", "The expected state of a value and its parts: see allranks/remote/capture/watch.py.")
       .def(nb::init<nb::handle>(), nb::arg("description"))
-      .def("same", &Watch::same, nb::arg("value"), "Whether it is still so.")
-      .def("changes", &Watch::changes, nb::arg("value"), "What is not: where, what it was, what it is.");
+      .def("same", &Watch::same, nb::arg("value"), "Return whether the value still has the expected state.")
+      .def("changes", &Watch::changes, nb::arg("value"),
+           "Return the differences as tuples of path, expected value and found value.");
 }

@@ -67,7 +67,7 @@ class PythonCaller final : public GilCaller {
     // that Ctrl-C is not lost.
     acquire();
     if (raised_->matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
-    raised_->discard_as_unraisable("where a call stands");
+    raised_->discard_as_unraisable("search for the call site");
   }
 
   std::string where() override {

@@ -394,7 +394,7 @@ PyObject* call_now(PyObject* self, PyObject* const* given, Py_ssize_t count) {
 }
 
 PyMethodDef now_function = {"now", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_now)), METH_FASTCALL,
-                            "Makes a blocking collective. False: nothing was done, as an argument is extraordinary."};
+                            "Execute a blocking collective. Return False, and do nothing, if an argument is unusual."};
 
 }  // namespace
 
@@ -435,50 +435,60 @@ void bind_now(nb::module_& m) {
         delete std::exchange(state.ordinary, new Tensors(classes));
         Py_XDECREF(std::exchange(state.reduce_op_class, nb::object(reduce_op).release().ptr()));
       },
-      nb::arg("classes"), nb::arg("reduce_op"), "The classes of tensors that Now takes, and that of its op.");
-  nb::class_<Prepared>(m, "Prepared", "A collective that is made many times.")
-      .def("__call__", &Prepared::operator(), "False: nothing was done, as the tensors lie elsewhere now.");
+      nb::arg("classes"), nb::arg("reduce_op"),
+      "Set the classes of tensors that the fast path accepts, and the class of reduce ops.");
+  nb::class_<Prepared>(m, "Prepared", "A collective that is prepared once and executed many times.")
+      .def("__call__", &Prepared::operator(),
+           "Execute the collective. Return False, and do nothing, if the memory of a tensor has moved.");
   nb::class_<Started>(m, "Started", "An asynchronous call of ordinary tensors.")
       .def(
           "wait", [](nb::handle self, double timeout_s) { nb::inst_ptr<Started>(self)->wait(self, timeout_s); },
-          nb::arg("timeout_s"), "Blocks until the core no longer uses the tensors. < 0: the group's timeout decides.")
+          nb::arg("timeout_s"),
+          "Block until the core no longer uses the tensors. timeout_s < 0: the timeout of the group applies.")
       .def("done", &Started::done)
       .def(
           "watch", [](Started& s, uint64_t ticket) { s.request().watch(ticket, *state.completions); },
           nb::arg("ticket"))
       .def("source", [](const Started&) { return -1; })
-      .def_prop_ro("inherited", &Started::inherited, "Whether this is a forked child's copy.")
+      .def_prop_ro("inherited", &Started::inherited, "Whether this object is a copy in a forked child.")
       .def_prop_ro("about", &Started::about,
-                   "The verb, the tensor and the pieces, of which the one that is no result is None after a wait.");
-  nb::class_<Planned>(m, "Planned", "Calls what has been prepared. Where that does nothing: self._make(async_op).")
+                   "The verb, the tensor and the pieces. After a wait, the one that is not the result is None.");
+  nb::class_<Planned>(m, "Planned", "Executes a prepared call. If that does nothing, it calls self._make(async_op).")
       .def(nb::init<>())
       .def("_set", &Planned::set, nb::arg("prepared").none())
       .def(
           "__call__",
           [](nb::handle self, nb::handle async_op) { return (*nb::inst_ptr<Planned>(self))(self, async_op); },
           nb::arg("async_op") = false,
-          "Makes the call: the same, for the other ranks too, as that of the group's method with the plan's "
-          "arguments.\n\n"
-          "Args:\n    async_op: return at once, with a Work.\n\n"
-          "Returns:\n    A Work if ``async_op``, else None.\n\n"
-          "Raises:\n    AllranksError: as the ordinary call.");
-  nb::class_<Now>(m, "Now", "A collective with arguments as the user gave them. Not done if they are extraordinary.")
+          "Execute the call. Other ranks may use a plan or the method of the group.\n\n"
+          "Args:\n    async_op: Return a Work immediately.\n\n"
+          "Returns:\n    A Work if ``async_op`` is True, else None.\n\n"
+          "Raises:\n    AllranksError: For the same reasons as the method of the group.");
+  nb::class_<Now>(
+      m, "Now",
+      "The fast path: executes collectives with the user's arguments. Does nothing if an argument is unusual.")
       .def(
           "__init__",
           [](Now* self, std::shared_ptr<Comm> comm, nb::object explain, nb::object pending, nb::object tidy) {
             new (self) Now(std::move(comm), std::move(explain), {std::move(pending), std::move(tidy)});
           },
           nb::arg("comm"), nb::arg("explain"), nb::arg("pending"), nb::arg("tidy"),
-          "pending: a set, which holds what has been started until it has ended. tidy(): takes out what has ended, and "
-          "returns from how many on it is to be called again.")
+          "Create the fast path of a group.\n\n"
+          "Args:\n"
+          "    comm: The group.\n"
+          "    explain: Returns the exception for a failure.\n"
+          "    pending: A set that contains started calls until they have finished.\n"
+          "    tidy: Removes finished calls from the set, and returns the size of the set for its next execution.")
       .def_prop_ro(
           "function", [](nb::handle self) { return nb::steal(PyCFunction_New(&now_function, self.ptr())); },
-          "Makes a blocking collective.")
+          "The function that executes a blocking collective.")
       .def("start", &Now::start, nb::arg("verb"), nb::arg("tensor").none(), nb::arg("pieces").none(),
            nb::arg("op").none(), nb::arg("root").none(), nb::arg("sites"), nb::arg("depth"),
-           "Without blocking; None: nothing was done. depth: of the program among the frames, as of Sites.behind.")
+           "Start an asynchronous collective. Return None, and do nothing, if an argument is unusual.\n\n"
+           "depth: the number of frames to skip before the call site is searched (Sites.behind).")
       .def("prepare", &Now::prepare, nb::arg("verb"), nb::arg("tensor").none(), nb::arg("pieces").none(),
-           nb::arg("op").none(), nb::arg("root").none(), "None: it cannot be prepared.");
+           nb::arg("op").none(), nb::arg("root").none(),
+           "Prepare a collective. Return None if an argument is unusual.");
 }
 
 }  // namespace allranks

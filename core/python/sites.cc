@@ -75,13 +75,15 @@ const std::string& Sites::text(nb::handle frame) const {
 }
 
 void bind_sites(nb::module_& m) {
-  nb::class_<Sites>(m, "Sites", "Where in the program asynchronous calls stand, as text.")
+  nb::class_<Sites>(m, "Sites", "Finds the call sites of asynchronous calls, as text.")
       .def(nb::init<nb::object, std::string, const nb::list&>(), nb::arg("text_of"), nb::arg("nowhere"),
            nb::arg("passed"),
-           "text_of(frame): the line that a frame is at, '' if that is not the program's. nowhere: the text where the "
-           "thread runs none of it. passed: code of functions that only a wrapper of their own calls.")
+           "Args:\n"
+           "    text_of: Returns the call site of a frame, or '' if the frame does not belong to the program.\n"
+           "    nowhere: The result if no frame of the thread belongs to the program.\n"
+           "    passed: Code objects of functions that only their wrapper calls. Their frames are skipped.")
       .def("behind", &Sites::behind, nb::arg("depth"),
-           "Of the innermost frame of the program, so many frames behind the caller's or more.");
+           "Return the call site of the innermost frame of the program. `depth` frames are skipped before the search.");
 }
 
 }  // namespace allranks

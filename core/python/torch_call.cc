@@ -153,10 +153,18 @@ void bind_torch_call(nb::module_& m) {
                     const nb::list&, nb::object>(),
            nb::arg("verb"), nb::arg("arguments"), nb::arg("tensor").none(), nb::arg("pieces").none(),
            nb::arg("options"), nb::arg("ops"), nb::arg("rooted"), nb::arg("watchers"), nb::arg("sites"),
-           "options: their class. ops: ours by torch's, all of which have another hash. watchers: functions; none of "
-           "them may return a true value.")
+           "Args:\n"
+           "    verb: The name of the collective.\n"
+           "    arguments: The number of arguments of torch's method.\n"
+           "    tensor, pieces: The position of the operand, and whether it is the only item of a list there.\n"
+           "    options: The class of the options, torch's last argument.\n"
+           "    ops: The ops of allranks by those of torch, whose hashes differ.\n"
+           "    rooted: The options have a root.\n"
+           "    watchers: Functions. If one returns a true value, the call does nothing.\n"
+           "    sites: Finds the call sites of asynchronous calls.")
       .def("__call__", &TorchCall::operator(), nb::arg("now"), nb::arg("given"),
-           "True: a blocking call was made. None: nothing was done. Else an asynchronous one: a Started.");
+           "Execute the call. Return True for a blocking call, a Started for an asynchronous one, and None if nothing "
+           "was done.");
 }
 
 }  // namespace allranks

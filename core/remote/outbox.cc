@@ -99,7 +99,7 @@ Outbox::Outbox(int64_t delay_ns, size_t chunk_bytes, size_t limit_bytes)
 
 void Outbox::check() const {
   if (forks_ != sys::forks())
-    throw std::runtime_error("the workers belong to the process that this one was forked from");
+    throw std::runtime_error("the workers belong to the process from which this process was forked");
 }
 
 Outbox::Worker& Outbox::worker(int number) {
@@ -157,11 +157,11 @@ void Outbox::drop(Worker& w, std::unique_lock<std::mutex>& lock) {
 
 int Outbox::target(std::vector<int> workers) {
   const Hold hold(*this);
-  if (workers.empty()) throw std::invalid_argument("a target needs a worker");
+  if (workers.empty()) throw std::invalid_argument("a target needs at least one worker");
   for (const int number : workers) worker(number);
   std::sort(workers.begin(), workers.end());
   const auto twice = std::adjacent_find(workers.begin(), workers.end());
-  if (twice != workers.end()) throw std::invalid_argument("worker " + std::to_string(*twice) + " is there twice");
+  if (twice != workers.end()) throw std::invalid_argument("worker " + std::to_string(*twice) + " is listed twice");
   targets_.push_back({.workers = std::move(workers)});
   return static_cast<int>(targets_.size()) - 1;
 }
@@ -218,8 +218,8 @@ void Outbox::put(int target, std::span<const std::byte> head, std::span<const st
                  Caller& caller) {
   const size_t length = head.size() + payload.size();
   if (length > kLongestMessage) {
-    throw std::invalid_argument("a message of " + std::to_string(length) + " bytes: at most " +
-                                std::to_string(kLongestMessage) + " can be sent");
+    throw std::invalid_argument("a message of " + std::to_string(length) + " bytes exceeds the limit of " +
+                                std::to_string(kLongestMessage) + " bytes");
   }
   const size_t bytes = sizeof kMessage + sizeof(uint32_t) + length;
   Memory large;  // copied before the lock is taken, so that no other caller waits for the copy

@@ -74,12 +74,12 @@ Memory::Memory(const sys::Fd& fd, size_t records, const Identity& identity, bool
     : mapping_(fd, bytes(records, identity.members)),
       tables_(layout(records, identity.members)),
       allocated_(is_file ? 0 : UINT64_MAX) {
-  if (!std::has_single_bit(records)) throw Error("a recorder needs a power of two of records");
+  if (!std::has_single_bit(records)) throw Error("the number of records of a recorder must be a power of two");
   if (is_file) {
     file_ = sys::Fd(fcntl(fd.get(), F_DUPFD_CLOEXEC, 0));
     const int refused =
         file_.get() < 0 ? errno : posix_fallocate(file_.get(), 0, static_cast<off_t>(tables_[3].offset));
-    if (refused != 0) throw Error(std::string("no room for a trace: ") + std::strerror(refused));
+    if (refused != 0) throw Error(std::string("cannot allocate the file of a trace: ") + std::strerror(refused));
   } else {
     // If memory is short, this throws (since Linux 5.14). Without it, a later write would raise SIGBUS.
     sys::allocate_mapped(mapping_.data(), bytes(records, identity.members));

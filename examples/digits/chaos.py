@@ -124,7 +124,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--every", type=float, default=1.0, help="seconds until the next kill, on average; 0: none")
-    parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the kills")
     parser.add_argument("--plot", type=Path, default=Path("out/digits/chaos.png"))
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

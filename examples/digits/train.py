@@ -234,21 +234,25 @@ class Parser(argparse.ArgumentParser):
 def main():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=positive(int), default=20)
-    parser.add_argument("--batch-size", type=positive(int), default=64, help="of all ranks together")
+    parser.add_argument("--batch-size", type=positive(int), default=64, help="total batch size of all ranks")
     parser.add_argument("--lr", type=positive(float), default=0.05)
     parser.add_argument("--momentum", type=float, default=0.85)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
-    parser.add_argument("--sync", choices=["ddp", "manual"], default="ddp", help="who averages the gradients")
+    parser.add_argument("--sync", choices=["ddp", "manual"], default="ddp", help="how the gradients are averaged")
     parser.add_argument("--out", type=Path, default=Path("out/digits"), help="folder for model.pt and plot")
     parser.add_argument("--plot", type=Path, help="PNG of the curves (default: OUT/curves.png)")
-    parser.add_argument("--checkpoints", metavar="FOLDER", help="write checkpoints there, and go on from the newest")
+    parser.add_argument(
+        "--checkpoints", metavar="FOLDER", help="write checkpoints to this folder, and continue from the newest one"
+    )
     parser.add_argument("--save-every", type=positive(int), default=5, metavar="EPOCHS", help="with --checkpoints")
     parser.add_argument("--backend", help="the engine (default: native)")
-    parser.add_argument("--threads", type=positive(int), default=1, help="per rank; the model is too small for more")
-    parser.add_argument("--init-method", help="without launcher: tcp://HOST:PORT or file:///PATH")
-    parser.add_argument("--world-size", type=int, default=-1, help="without launcher: how many ranks")
-    parser.add_argument("--rank", type=int, default=-1, help="without launcher: which one this is")
+    parser.add_argument(
+        "--threads", type=positive(int), default=1, help="threads per rank; the model is too small for more than one"
+    )
+    parser.add_argument("--init-method", help="without a launcher: tcp://HOST:PORT or file:///PATH")
+    parser.add_argument("--world-size", type=int, default=-1, help="without a launcher: number of ranks")
+    parser.add_argument("--rank", type=int, default=-1, help="without a launcher: this rank")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 

@@ -48,9 +48,9 @@ def mean_change(change, error, quantise):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--outer", type=int, default=15, help="outer steps")
-    parser.add_argument("--inner", type=int, default=20, help="steps of each rank between them")
+    parser.add_argument("--inner", type=int, default=20, help="steps of each rank between two outer steps")
     parser.add_argument("--quantise", action="store_true", help="send int8")
-    parser.add_argument("--plain", action="store_true", help="the outer step just takes the mean")
+    parser.add_argument("--plain", action="store_true", help="use the mean as the outer step")
     args = parser.parse_args()
 
     torch.set_num_threads(1)

@@ -64,8 +64,10 @@ def right(model, numbers):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--batch-size", type=int, default=128, help="of all ranks together")
-    parser.add_argument("--checkpoints", metavar="FOLDER", help="write checkpoints there, and go on from the newest")
+    parser.add_argument("--batch-size", type=int, default=128, help="total batch size of all ranks")
+    parser.add_argument(
+        "--checkpoints", metavar="FOLDER", help="write checkpoints to this folder, and continue from the newest one"
+    )
     args = parser.parse_args()
 
     torch.set_num_threads(1)

@@ -78,7 +78,7 @@ def train(workers, epochs, progress):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--workers", type=int, default=2, help="how many to start, where no launcher has")
+    parser.add_argument("--workers", type=int, default=2, help="workers to start if no launcher has started them")
     args = parser.parse_args()
     if min(args.epochs, args.workers) < 1:
         parser.error("--epochs and --workers are at least 1")

@@ -60,7 +60,7 @@ def work(net, updates):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=300, help="gradients of each worker")
+    parser.add_argument("--updates", type=int, default=300, help="number of gradients of each worker")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group()

@@ -39,7 +39,7 @@ class Trial:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=15, help="of each training in each round")
+    parser.add_argument("--steps", type=int, default=15, help="steps of each training in each round")
     args = parser.parse_args()
     torch.set_num_threads(1)
     launched = "WORLD_SIZE" in os.environ

@@ -35,11 +35,11 @@ def replicated_group():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--replica", type=int, required=True, help="the number of this one")
+    parser.add_argument("--replica", type=int, required=True, help="number of this replica")
     parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=500, help="it ends after so many with all replicas")
-    parser.add_argument("--die-after", type=int, help="kill -9 of this process after so many of them")
-    parser.add_argument("--gloo", action="store_true", help="torchft's own ProcessGroupGloo, for comparison")
+    parser.add_argument("--steps", type=int, default=500, help="exit after this number of steps with all replicas")
+    parser.add_argument("--die-after", type=int, help="kill -9 this process after this number of steps")
+    parser.add_argument("--gloo", action="store_true", help="use torchft's own ProcessGroupGloo, for comparison")
     options = parser.parse_args()
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The C++ core (core/python/bind.cc). Addresses, counts and codes; see core/group/comm.h for what the calls mean."""
+"""The C++ core (core/python/bind.cc), called with addresses, counts and codes. The calls: core/group/comm.h."""
 
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
@@ -17,7 +17,7 @@ ISA: str
 
 class Failure(Exception):
     # kind, peer, reporter, call number, the reporter's call, seconds, every rank's call, ranks waited for, call sites,
-    # text, who waits for whom (rank, peer, verb, site), messages that no recv has asked for (rank, tag, first, count)
+    # text, which rank waits for which (rank, peer, verb, site), messages without a recv (rank, tag, first, count)
     args: tuple[
         str, int, int, int, Call, float, list[Call], list[int], list[str], str,
         list[tuple[int, int, str, str]], list[tuple[int, int, Call, int]],
@@ -45,12 +45,12 @@ class Request:
     def watch(self, ticket: int) -> None: ...
     def source(self) -> int: ...
 
-# An asynchronous call of ordinary tensors, which it keeps.
+# An asynchronous call of ordinary tensors. It references the tensors.
 class Started:
-    inherited: bool  # whether this is a forked child's copy
-    # The verb, the tensor and the pieces, of which the one that is no result is None after a wait.
+    inherited: bool  # whether this object is a copy in a forked child
+    # The verb, the tensor and the pieces. After a wait, the one that is not the result is None.
     about: tuple[str, Any, Any]
-    # < 0: the group's timeout decides.
+    # timeout_s < 0: the timeout of the group applies.
     def wait(self, timeout_s: float) -> None: ...
     def done(self) -> bool: ...
     def watch(self, ticket: int) -> None: ...
@@ -71,7 +71,7 @@ class Comm:
         progress_polling_us: tuple[float, float],  # of the progress threads
         eager: int,
         tuning: Tuning,
-        topology: list[list[int]] = ...,  # CPUs that are near each other; without: as the kernel tells
+        topology: list[list[int]] = ...,  # CPUs that are near each other; default: the kernel's topology
     ) -> None: ...
     @staticmethod
     def across_hosts(
@@ -80,7 +80,7 @@ class Comm:
         sizes: Sizes,
         segments: list[int],
         liveness: Liveness,
-        heartbeats: list[int],  # by rank, -1 where there is none; of ranks that are no leaders empty
+        heartbeats: list[int],  # by rank, -1: no connection; empty on ranks that are not leaders
         asking_pipe: int,
         number: int,
         timeout_s: float,
@@ -88,14 +88,14 @@ class Comm:
         progress_polling_us: tuple[float, float],  # of the progress threads
         eager: int,
         tuning: Tuning,
-        topology: list[list[int]] = ...,  # CPUs that are near each other; without: as the kernel tells
+        topology: list[list[int]] = ...,  # CPUs that are near each other; default: the kernel's topology
     ) -> Comm: ...
-    def near(self) -> list[list[int]]: ...  # the groups by which the ranks of this host meet
+    def near(self) -> list[list[int]]: ...  # the groups in which the ranks of this host synchronize
     def liveness(self, ranks: list[int]) -> Liveness | None: ...
     def adopt(self, rank: int, kind: int, fd: int, greeting: str) -> None: ...
     def give_up(self, rank: int) -> None: ...
-    # mark: the shape and, above 32 bits, the call site. started: of an asynchronous call, which returns a Request,
-    # where in the program it stands; None: the call blocks and returns None.
+    # mark: the hash of the shape and, above 32 bits, that of the call site. started: the call site of an asynchronous
+    # call, which returns a Request. None: the call blocks and returns None.
     def all_reduce(
         self, data: int, count: int, dtype: int, mark: int, op: int, started: str | None, /
     ) -> Request | None: ...
@@ -191,29 +191,28 @@ def part_of(name: str) -> str: ...
 def divide(address: int, count: int, dtype: int, parts: int) -> None: ...
 
 class Now:
-    # pending: what has been started, until it has ended. tidy(): takes out what has ended, and returns from how many on
-    # it is to be called again.
+    # pending: a set that contains started calls until they have finished. tidy(): removes finished calls, and returns
+    # the size of the set for its next execution.
     def __init__(
         self, comm: Comm, explain: Callable[[Failure, str], Exception], pending: set[Any], tidy: Callable[[], int]
     ) -> None: ...
-    # (verb, tensor, pieces=None, op=None, root=-1): makes a blocking collective. False: nothing was done, because a
-    # tensor is not ordinary or an argument is wrong.
+    # (verb, tensor, pieces=None, op=None, root=-1): executes a blocking collective. It returns False, and does nothing,
+    # if a tensor is not ordinary or an argument is wrong.
     @property
     def function(self) -> Callable[..., bool]: ...
-    # The same without blocking; None: nothing was done. sites, depth: where in the program the call stands, as
-    # sites.behind(depth).
+    # Start the same call without blocking. Returns None if nothing was done. The call site is sites.behind(depth).
     def start(
         self, verb: str, tensor: object, pieces: object, op: object, root: object, sites: Sites, depth: int
     ) -> Started | None: ...
-    # None: it cannot be prepared.
+    # Returns None if an argument is unusual.
     def prepare(self, verb: str, tensor: object, pieces: object, op: object, root: object) -> Prepared | None: ...
 
-# A collective that is made many times.
+# A collective that is prepared once and executed many times.
 class Prepared:
-    # False: nothing was done, as the tensors lie elsewhere now.
+    # Returns False, and does nothing, if the memory of a tensor has moved.
     def __call__(self) -> bool: ...
 
-# Calls what has been prepared. Where that does nothing: self._make(async_op).
+# Executes a prepared call. If that does nothing, it calls self._make(async_op).
 class Planned:
     def __init__(self) -> None: ...
     def _set(self, prepared: Callable[[], bool] | None) -> None: ...
@@ -226,8 +225,9 @@ class Planned:
 
 # A collective as torch.distributed passes it to a backend.
 class TorchCall:
-    # tensor, pieces: the number of an argument, and whether it is the only item of the list there. options: their
-    # class. ops: ours by torch's, all of which have another hash. watchers: functions; none may return a true value.
+    # tensor, pieces: the position of the operand, and whether it is the only item of a list there. options: the class
+    # of the options. ops: the ops of allranks by those of torch, whose hashes differ. watchers: functions; if one
+    # returns a true value, the call does nothing.
     def __init__(
         self,
         verb: str,
@@ -240,18 +240,18 @@ class TorchCall:
         watchers: list[Callable[[], Any]],
         sites: Sites,
     ) -> None: ...
-    # True: a blocking call was made. None: nothing was done. Else an asynchronous one.
+    # Returns True for a blocking call, a Started for an asynchronous one, and None if nothing was done.
     def __call__(self, now: Callable[..., bool], given: tuple[Any, ...]) -> Literal[True] | Started | None: ...
 
-# Where in the program asynchronous calls stand, as text.
+# Finds the call sites of asynchronous calls, as text.
 class Sites:
-    # text_of(frame): the line that a frame is at, "" if that is not the program's. nowhere: the text where the thread
-    # runs none of it. passed: code of functions that only a wrapper of their own calls.
+    # text_of(frame): the call site of a frame, "" if the frame does not belong to the program. nowhere: the result if
+    # no frame of the thread belongs to the program. passed: code of functions that only their wrapper calls.
     def __init__(self, text_of: Callable[[FrameType], str], nowhere: str, passed: list[CodeType]) -> None: ...
-    # Of the innermost frame of the program, so many frames behind the caller's or more.
+    # Return the call site of the innermost frame of the program. `depth` frames are skipped before the search.
     def behind(self, depth: int) -> str: ...
 
-# An id in the outbox's workers, which is freed when this dies.
+# An id that the workers of an outbox use for a value. It is freed when this object is deleted.
 class Ref:
     @property
     def id(self) -> int: ...

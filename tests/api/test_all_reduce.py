@@ -170,7 +170,7 @@ def test_all_reduce_writes_views_of_any_layout_in_place() -> None:
             dist.all_reduce(part)
             assert torch.equal(part, want)
             view(untouched).copy_(want)
-            assert torch.equal(whole, untouched), "something beside the view has changed"
+            assert torch.equal(whole, untouched), "memory outside the view has changed"
 
         image = (torch.ones(2, 3, 4, 5) * (rank + 1)).to(memory_format=torch.channels_last)
         dist.all_reduce(image)
@@ -271,7 +271,7 @@ def test_unsupported_tensors_and_ops_are_refused() -> None:
             dist.all_reduce(torch.ones(2), group="world")
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
-        assert torch.equal(tensor, torch.full((2,), 2.0)), "the refusals must not count as calls"
+        assert torch.equal(tensor, torch.full((2,), 2.0)), "refused calls must not count as calls"
 
     run_ranks(2, body)
 
@@ -311,7 +311,7 @@ def test_mismatch_error_names_the_ranks_and_leaves_tensors_unchanged(asynchronou
         refused(lambda: dist.broadcast(same, root, async_op=asynchronous), "src=0", "src=1")
         assert bool((tensor == 1).all() and (number == 1).all() and (same == 1).all())
         dist.all_reduce(same)
-        assert bool((same == 3).all()), "the group goes on"
+        assert bool((same == 3).all()), "the group must continue to work"
 
     run_ranks(3, body)
 

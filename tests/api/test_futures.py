@@ -43,7 +43,9 @@ def test_threads_do_not_grow_with_pending_futures() -> None:
         while len(order) < 2 * MANY:
             time.sleep(0.01)
         place = {number: i for i, number in enumerate(order)}
-        assert all(place[i] < place[MANY + i] for i in range(MANY)), "callbacks of a future run in their order"
+        assert all(place[i] < place[MANY + i] for i in range(MANY)), (
+            "callbacks of a future must run in the order of their registration"
+        )
         assert threads() <= before + 3
 
     run_ranks(2, body)

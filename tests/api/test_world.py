@@ -97,7 +97,7 @@ def test_world_can_be_recreated_without_leaking_descriptors() -> None:
         return len(os.listdir("/proc/self/fd"))
 
     descriptors = run_ranks(3, body)
-    assert max(descriptors) < 60, "descriptors leak"
+    assert max(descriptors) < 60, "descriptors leaked"
 
 
 def test_more_ranks_than_cpus_complete_their_calls() -> None:

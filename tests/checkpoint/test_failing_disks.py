@@ -255,7 +255,7 @@ except checkpoint.CheckpointError as error:
 
 def test_save_without_write_permission_reports_the_cause() -> None:
     if os.getuid():
-        pytest.skip("changing the user needs root")
+        pytest.skip("changing the user requires root")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "checkpoints"
         checkpoint.save(state(1), folder, step=1)

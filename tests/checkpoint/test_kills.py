@@ -26,7 +26,7 @@ def _kills() -> ModuleType:
 
 
 SEEDS = {"one folder": (0, 1, 2, 5, 7, 19), "apart": (100, 101, 103, 109)}
-"""Each victim is among them."""
+"""Seeds of kills. They include every victim."""
 
 
 @pytest.mark.parametrize("where", SEEDS)

@@ -29,7 +29,7 @@ from allranks import CheckpointError, checkpoint
 from allranks.testing import run_ranks
 from support.worlds import world
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounts small file systems")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system requires root")
 
 RANKS = 2
 ROOM = 8 << 20  # bytes, approximately

@@ -290,7 +290,7 @@ def test_full_disk_fails_the_save_and_the_next_save_succeeds(tmp_path: Path) -> 
     """A separate small file system. The next save is smaller and succeeds."""
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", tmp_path], capture_output=True, check=False)
     if done.returncode:
-        pytest.skip("mounting a file system needs root")
+        pytest.skip("mounting a file system requires root")
     try:
 
         def saves() -> None:
@@ -321,7 +321,7 @@ def test_path_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
         checkpoint.save({"x": 1}, tmp_path / "file", step=1)
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", tmp_path], capture_output=True, check=False)
     if done.returncode:
-        pytest.skip("mounting a file system needs root")
+        pytest.skip("mounting a file system requires root")
     try:
         with pytest.raises(CheckpointError, match="Read-only file system"):
             checkpoint.save({"x": 1}, tmp_path / "folder", step=1)
@@ -403,4 +403,4 @@ def test_background_thread_exits_after_the_save(tmp_path: Path) -> None:
         if threading.active_count() == before:
             return
         threading.Event().wait(0.005)
-    raise AssertionError("a thread is left")
+    raise AssertionError("a thread still runs")

@@ -113,15 +113,15 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     # ranks
     "broadcast from rank 2": lambda d: d.broadcast(ones(1), 2),
     "broadcast from rank -1": lambda d: d.broadcast(ones(1), -1),
-    "broadcast from nobody": lambda d: d.broadcast(ones(1)),
+    "broadcast without a root": lambda d: d.broadcast(ones(1)),
     "broadcast from two": lambda d: d.broadcast(ones(1), 0, group_src=0),
     "reduce to rank 2": lambda d: d.reduce(ones(1), 2),
-    "reduce to nobody": lambda d: d.reduce(ones(1)),
+    "reduce without a root": lambda d: d.reduce(ones(1)),
     "gather to rank 2": lambda d: d.gather(ones(1), None, 2),
     "scatter from rank 2": lambda d: d.scatter(ones(1), None, 2),
     "send to rank 2": lambda d: d.send(ones(1), 2),
     "send to itself": lambda d: d.send(ones(1), d.get_rank()),
-    "send to nobody": lambda d: d.send(ones(1)),
+    "send without a destination": lambda d: d.send(ones(1)),
     "isend to itself": lambda d: d.isend(ones(1), d.get_rank()),
     "recv from rank 2": lambda d: d.recv(ones(1), 2),
     "recv from itself": lambda d: d.recv(ones(1), d.get_rank()),
@@ -228,11 +228,11 @@ def workers() -> Iterator[Workers]:
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_call_raises_the_exception_types_of_torch(workers: Workers, name: str) -> None:
     for theirs, ours, shown in workers.ask(name):
-        assert f"{os.sep}src{os.sep}allranks{os.sep}" not in shown, "the user's line comes last"
+        assert f"{os.sep}src{os.sep}allranks{os.sep}" not in shown, "the last frame must be the user's"
         if name in DIFFERENT:
-            assert not theirs <= ours, "it is as torch's now: take it from the table"
+            assert not theirs <= ours, "the error now matches that of torch: remove it from the table"
         else:
-            assert ours, f"ours returns; torch raises {theirs}"
+            assert ours, f"allranks returns, but torch raises {theirs}"
             assert theirs <= ours
 
 

@@ -152,7 +152,7 @@ def same_arguments(name: str, theirs: Any, ours: Any) -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_name_exists_with_the_arguments_of_torch(name: str) -> None:
     if name in MISSING:
-        assert not hasattr(allranks, name), f"{name} is here now: take it from the table"
+        assert not hasattr(allranks, name), f"{name} now exists: remove it from the table"
         return
     ours = getattr(allranks, name)
     if inspect.isfunction(PUBLIC[name]):
@@ -173,7 +173,9 @@ def test_class_has_the_methods_and_arguments_of_torch(name: str) -> None:
     if issubclass(theirs, Exception):
         return
     inherited = {method for method in public(theirs) - public(ours) if hasattr(ours, method)}
-    assert public(theirs) - public(ours) - inherited == set(MISSING_METHODS.get(name, ())), "the table says otherwise"
+    assert public(theirs) - public(ours) - inherited == set(MISSING_METHODS.get(name, ())), (
+        "the missing methods differ from the table"
+    )
     for method in public(theirs) & public(ours):
         if inspect.isfunction(getattr(theirs, method)) and inspect.isfunction(getattr(ours, method)):
             same_arguments(f"{name}.{method}", getattr(theirs, method), getattr(ours, method))

@@ -31,7 +31,7 @@ def test_torch_tests_that_gloo_supports_pass(
 ) -> None:
     stored = torch_suite.expected()
     version = torch.__version__.partition("+")[0]
-    assert stored["torch"] == version, "another torch: python tests/conformance/torch_suite.py --write"
+    assert stored["torch"] == version, "another version of torch: run python tests/conformance/torch_suite.py --write"
     by_gloo = stored[str(ranks)]
     of_gloo, names = torch_suite.wanted(ranks, with_excluded=True), names_for(library, ranks)
     rows = running[library, ranks].result()

@@ -146,7 +146,7 @@ def run(library: str, world_size: int, names: list[str] | None) -> dict[str, tup
                 check=False,
             )
             if done.returncode:
-                raise RuntimeError(f"torch's suite on {library} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+                raise RuntimeError(f"torch's suite on {library} exited with {done.returncode}:\n{done.stdout[-4000:]}")
             rows |= {name: tuple(row) for name, row in json.loads(output.read_text()).items()}
     return rows
 
@@ -170,11 +170,13 @@ def wanted(world_size: int, with_excluded: bool = False) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, action="append", help=f"default: {WORLD_SIZES}")
-    parser.add_argument("-k", dest="pattern", default="", help="only tests whose names have this pattern")
+    parser.add_argument("-k", dest="pattern", default="", help="run only tests whose names match this pattern")
     parser.add_argument("--on", choices=("allranks", "plugin"), default="allranks")
-    parser.add_argument("--excluded", action="store_true", help="also those that are excluded")
+    parser.add_argument("--excluded", action="store_true", help="also run the excluded tests")
     parser.add_argument(
-        "--write", action="store_true", help=f"run all on gloo, and write what passes to {EXPECTED.name}"
+        "--write",
+        action="store_true",
+        help=f"run all tests on gloo, and write the names of the passed tests to {EXPECTED.name}",
     )
     given = parser.parse_args()
     written: dict[str, Any] = {}

@@ -342,7 +342,7 @@ TEST(a_leader_at_another_call_is_named) {
     std::vector<HostMessage> messages;
     for (int h = 0; h < count; h++) messages.push_back(made_up(random, 0, 10, h == 1 ? kCall + 1 : kCall));
     CHECK(outcome(messages, sent_to_first(messages)) ==
-          "rank 1 is at call 8, this rank at call 7: what came over the network is not what was sent");
+          "rank 1 is at call 8, this rank at call 7: the data from the network is corrupt");
   }
 }
 
@@ -354,7 +354,7 @@ TEST(lengths_that_another_host_states_have_a_limit) {
     Opening opening = Opening::of(messages[1].head.data());
     opening.nbytes = uint64_t{1} << 40;
     std::memcpy(messages[1].head.data(), &opening, sizeof opening);
-    CHECK(outcome(messages, sent_to_first(messages)).find("is not what was sent") != std::string::npos);
+    CHECK(outcome(messages, sent_to_first(messages)).find("the data from the network is corrupt") != std::string::npos);
   }
   std::vector<HostMessage> messages;
   for (int h = 0; h < 20; h++) messages.push_back(made_up(random, 0, 10));
@@ -364,10 +364,10 @@ TEST(lengths_that_another_host_states_have_a_limit) {
   CHECK(outcome(messages, bytes).starts_with("rank 1 announces 1125899906842624 bytes"));
   const uint64_t little = sizeof(Opening) - 1;
   std::memcpy(bytes[1].data(), &little, sizeof little);
-  CHECK(outcome(messages, bytes) == "the message of host 1 is cut off");
+  CHECK(outcome(messages, bytes) == "the message of host 1 is truncated");
   const uint64_t shorter = messages[1].head.size() + messages[1].body.size() - 1;
   std::memcpy(bytes[1].data(), &shorter, sizeof shorter);
-  CHECK(outcome(messages, bytes) == "the message of host 1 is cut off");
+  CHECK(outcome(messages, bytes) == "the message of host 1 is truncated");
 }
 
 // Invalid bytes must result in readable messages or in an Error. The address sanitizer checks all reads.

@@ -303,7 +303,7 @@ class Group:
                 raise Wrong(f"slots {slots} in generation {decision.generation}")
             survivors = [c for c in decision.proposals if c.vote.ended == 8 and c.progress >= 0]
             if survivors and decision.generation == 1 and (decision.ended, decision.outcome) != (8, agreed[0]):
-                raise Wrong(f"the agreement came to {decision.outcome}, but {agreed[0]} is known")
+                raise Wrong(f"the agreement returned {decision.outcome}, but {agreed[0]} is known")
         for process in self.processes.values():
             waits = process.later or (self.replica > 1 and bool(process.decisions))  # for the rest of a replica
             if process.dead_at > self.now and process.outcome is None and not (waits and self._goes_on()):
@@ -311,7 +311,7 @@ class Group:
             if process.later and isinstance(process.outcome, Decision):
                 self._check_company(process, process.outcome)
             if isinstance(process.outcome, ExcludedError) and process.stopped[0] >= LONG_S and self._was_seen(process):
-                raise Wrong(f"{process.key} is out without a reason: {process.outcome}")
+                raise Wrong(f"{process.key} was excluded without a reason: {process.outcome}")
 
     def _check_replicas(self, decision: Decision) -> None:
         """Check that members form as many whole replicas as possible, and that they hold each available shard."""
@@ -344,7 +344,7 @@ class Group:
             not p.later and p.start == 0 and p.dead_at > LONG_S and p.stopped[0] >= LONG_S
             for p in self.processes.values()
         ):
-            raise Wrong(f"{process.key} is in {decision}, and others live")
+            raise Wrong(f"{process.key} is in {decision}, but other processes with the state are alive")
 
     def _was_seen(self, process: Process) -> bool:
         """Return whether the process joined in time, so that the other processes had to include it."""

@@ -22,7 +22,7 @@ NOBODY = 65534
 RANKS = 3
 WAITED_S = 5.0  # an earlier version waited this long for each silent connection, one after another
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="changing the user requires root")
 
 
 def memory() -> Descriptor:

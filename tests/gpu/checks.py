@@ -48,7 +48,7 @@ def same(tensor: Tensor, expected: Tensor, device: torch.device) -> None:
     """Fail if the tensor is on another device or has other values."""
     assert tensor.device.type == device.type, f"on {tensor.device}"
     assert tensor.dtype == expected.dtype
-    assert torch.equal(tensor.cpu(), expected), f"{tensor.cpu()} in place of {expected}"
+    assert torch.equal(tensor.cpu(), expected), f"{tensor.cpu()}, expected {expected}"
 
 
 def every_verb(device: torch.device) -> None:
@@ -656,7 +656,7 @@ CHECKS = (
     large,
     through_the_plugin,
 )
-"""Those of the native engine, on any device; `streams` needs a GPU."""
+"""Checks of the native engine, on any device. `streams` needs a GPU."""
 
 
 ON_NCCL = (
@@ -671,7 +671,7 @@ ON_NCCL = (
     large,
     streams,
 )
-"""Those of nccl, in a group with or without an engine for the CPU."""
+"""Checks of nccl, in a group with or without an engine for the CPU."""
 
 
 def on(checks: Sequence[Check], backend: str | None, kind: str, folder: str) -> str:

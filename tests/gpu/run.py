@@ -36,7 +36,7 @@ class Row(NamedTuple):
     ranks: int
     env: dict[str, str] = {}  # noqa: RUF012 - not changed
     loses: bool = False
-    """The last rank."""
+    """The last rank exits during the check."""
 
     @property
     def name(self) -> str:
@@ -67,7 +67,7 @@ def main(words: list[str]) -> int:
     """Run the rows that have one of the words in their names, or all; return the exit code."""
     gpus = torch.cuda.device_count()
     if not gpus:
-        print(f"No NVIDIA GPU, or none that this torch ({torch.__version__}) can use: nothing was run.")
+        print(f"No NVIDIA GPU that this torch ({torch.__version__}) can use: no check was run.")
         return NO_GPU
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, GPUs: {gpus}\n")
     print(f"{'check':<56} {'':<4} {'ms':>7}  measured")

@@ -74,7 +74,7 @@ def test_nccl_passes_checks_with_one_rank_on_each_gpu(backend: str | None) -> No
 
 
 @gpu
-@pytest.mark.skipif(GPUS < 2, reason="needs a GPU for the rank that is lost and one for another")
+@pytest.mark.skipif(GPUS < 2, reason="needs one GPU for the lost rank and one for another rank")
 @pytest.mark.parametrize("backend", ["nccl", None])
 def test_ranks_continue_after_a_loss_on_nccl(backend: str | None) -> None:
     run_ranks(GPUS, checks.on, [checks.a_loss], backend, "cuda", FOLDER, init=False, may_die=[GPUS - 1])

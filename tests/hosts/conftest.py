@@ -12,8 +12,8 @@ from support import slurm as slurms
 
 def _absent(reason: str) -> NoReturn:
     if os.environ.get("ALLRANKS_TEST_HOSTS") == "required":
-        pytest.fail(f"the tests of several hosts cannot run: {reason}")
-    pytest.skip(f"not to be had on this machine: {reason}")
+        pytest.fail(f"tests of several hosts cannot run: {reason}")
+    pytest.skip(f"not available on this machine: {reason}")
 
 
 def _hosts(count: int) -> Iterator[cluster.Cluster]:

@@ -64,7 +64,7 @@ def told(process: subprocess.Popen[bytes], start: str) -> str:
         line = re.sub(r"(for|waited) \d+ s\b", r"\1 N s", line)
         if line.startswith(start):
             return line
-    raise AssertionError(f"nothing began with {start!r}")
+    raise AssertionError(f"no line began with {start!r}")
 
 
 @pytest.mark.parametrize("how", TELLS)

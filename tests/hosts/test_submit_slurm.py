@@ -13,7 +13,7 @@ from support.slurm import Slurm
 FIRST = Path(__file__).parents[2] / "examples" / "first"
 PROGRAM = """
 import os, signal, sys
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"rank {os.environ['RANK']} was told"))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"rank {os.environ['RANK']} received SIGTERM"))
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[1:], os.getcwd(), flush=True)
 signal.sigtimedwait([], 60)
 """
@@ -48,7 +48,7 @@ def test_sbatch_accepts_and_runs_the_job_file(slurm: Slurm, tmp_path: Path) -> N
     assert lines_with("of") == [f"{rank} of 4 {list(arguments)} {tmp_path}" for rank in range(4)]
     # The signal that --signal=B:TERM@60 requests one minute before the time limit.
     slurm.run("scancel", "--signal=TERM", "--batch", job)
-    assert lines_with("was told") == [f"{rank} was told" for rank in range(4)]
+    assert lines_with("received SIGTERM") == [f"{rank} was told" for rank in range(4)]
 
 
 def test_multinode_helper_script_of_users(slurm: Slurm) -> None:

@@ -24,7 +24,7 @@ def test_each_table_row_names_a_function_in_the_algorithms_folder() -> None:
             homes = [file for file, text in sources.items() if define.search(text)]
             assert len(homes) == 1, (name, homes)
             used.add(homes[0])
-    assert used == set(sources), "a file without a row"
+    assert used == set(sources), "a file has no row in the table"
 
 
 def test_only_the_table_lists_algorithms() -> None:

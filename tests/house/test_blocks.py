@@ -40,7 +40,7 @@ PYTHON = {
     "docs/checkpoints.md": "house/test_fragments.py",
     "docs/extending.md": "conformance/test_own_engine.py",
 }
-"""The test that runs the Python blocks of a page, but for those below."""
+"""The test that runs the Python blocks of a page, except the blocks in OTHERS."""
 
 OTHERS = {
     # page, beginning of a block: the test that runs it
@@ -77,7 +77,7 @@ def test_every_code_block_names_the_test_that_runs_it(page: str) -> None:
         known = language == "python" and page in PYTHON
         if not (listed or shown or known or (language in ("", "bash") and is_shell(block))):
             unknown.append(block[:60])
-    assert unknown == [], "name the test that runs it, in this file"
+    assert unknown == [], "add the test that runs each of these blocks to this file"
 
 
 def test_named_tests_and_blocks_exist() -> None:

@@ -45,7 +45,7 @@ def test_each_layer_precedes_the_layers_that_include_it() -> None:
 def test_core_file_includes_only_its_own_and_lower_layers(path: Path) -> None:
     for found in INCLUDE.finditer(path.read_text()):
         if (included := found["ours"]) is not None:
-            assert (CORE / included).is_file(), f'"{included}" is not named from core/ on'
+            assert (CORE / included).is_file(), f'"{included}" must be a path relative to core/'
             assert Path(included).parts[0] in BELOW[room(path)] | {room(path)}, included
         elif room(path) != "python":
             assert not re.match(r"(nanobind/|Python\.h|pybind11/|torch/|ATen/)", found["others"]), found["others"]

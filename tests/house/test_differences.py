@@ -51,7 +51,7 @@ def tables() -> str:
 
 
 def test_differences_page_contains_the_current_tables() -> None:
-    assert PAGE.read_text().partition(MARK)[2] == tables(), "python tests/house/test_differences.py --write"
+    assert PAGE.read_text().partition(MARK)[2] == tables(), "run: python tests/house/test_differences.py --write"
 
 
 if __name__ == "__main__":

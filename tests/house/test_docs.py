@@ -34,7 +34,7 @@ def page_program(name: str, *pages: str) -> str:
         for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
             if block.startswith(f"# {name}\n"):
                 return block
-    raise AssertionError(f"no page has a program {name}")
+    raise AssertionError(f"no page contains the program {name}")
 
 
 class Written(doctest.DocTestFinder):

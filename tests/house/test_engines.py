@@ -46,7 +46,7 @@ def table() -> str:
 
 
 def test_engines_page_contains_the_current_table() -> None:
-    assert PAGE.read_text().partition(MARK)[2] == table(), "python tests/house/test_engines.py --write"
+    assert PAGE.read_text().partition(MARK)[2] == table(), "run: python tests/house/test_engines.py --write"
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_every_export_exists_in_its_home_module() -> None:
 
 
 def test_type_stub_matches_the_table_of_names() -> None:
-    assert stub.STUB.read_text() == stub.stub(), "make format writes it anew"
+    assert stub.STUB.read_text() == stub.stub(), "run: make format"
 
 
 @pytest.mark.parametrize("module", api.MODULES)
@@ -75,7 +75,7 @@ def test_docstring_documents_parameters_and_exceptions(name: str) -> None:
             assert f"{parameter}:" in sections, f"{name} does not document {parameter}"
     raises = any(isinstance(node, ast.Call) for node in ast.walk(ast.parse(inspect.getsource(thing))))
     if raises and not name.startswith("is_"):
-        assert "Raises:" in sections, f"{name} does not say what it raises"
+        assert "Raises:" in sections, f"{name} does not document its exceptions"
 
 
 VERBS = {
@@ -85,7 +85,7 @@ VERBS = {
     if home != "_api.legacy" or name.startswith(("gather_", "scatter_"))
 }
 SHAPELESS = {"barrier", "monitored_barrier", *allranks._HOME["_api.objects"]}
-"""These move no tensors of the caller's."""
+"""Verbs that move no tensors of the caller."""
 
 
 @pytest.mark.parametrize("name", sorted(name for name in VERBS if inspect.isfunction(getattr(allranks, name))))
@@ -95,7 +95,7 @@ def test_docstrings_of_verbs_have_cost_and_shape_sections(name: str) -> None:
         found = re.search(rf"^{section}:\n    (.+)", sections, re.MULTILINE)
         assert found, f"{name} has no section {section}:"
         for other in re.findall(r"^as ``(\w+)``", found[1]):
-            assert other in VERBS, f"{name}, {section}: there is no {other}"
+            assert other in VERBS, f"{name}, {section}: {other} does not exist"
     assert name in SHAPELESS or not name.endswith(("barrier", "_object", "_object_list"))
 
 

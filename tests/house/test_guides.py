@@ -15,7 +15,7 @@ from support import warm
 ROOT = Path(__file__).parents[2]
 UNSET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED")
 GUIDES = {"docs/process_groups.md": 4, "docs/training.md": 2, "docs/tuning.md": 2}
-"""How many ranks the program of a page has."""
+"""Number of ranks of the program of each page."""
 
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in UNSET}

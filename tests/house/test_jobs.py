@@ -20,7 +20,7 @@ def test_each_job_file_has_a_command_in_the_readme() -> None:
 @pytest.mark.parametrize("file", sorted(jobs.commands()), ids=lambda file: file.name)
 def test_job_file_equals_the_output_of_its_command(file: Path) -> None:
     text = file.read_text()
-    assert text == jobs.text_of(jobs.commands()[file]), "make format writes it anew"
+    assert text == jobs.text_of(jobs.commands()[file]), "run: make format"
     if file.suffix == ".yaml":
         secret, _, job = yaml.safe_load_all(text)
         assert secret["stringData"] == {"ALLRANKS_SECRET": jobs.SECRET}

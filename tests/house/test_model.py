@@ -41,9 +41,9 @@ def test_cache_lines_per_rank_do_not_grow_with_ranks_if_grouped(model: ModuleTyp
         # Cache lines of the verdict, which no rank writes unless a call fails.
         verdict = {(rank, 0): 1 for rank in range(ranks)}.items()
         across = {pair for pair, _ in touched.lines.items() - verdict if machine.near(*pair) == "far"}
-        assert all(leaders.issuperset(pair) for pair in across), "only leaders speak to another socket"
+        assert all(leaders.issuperset(pair) for pair in across), "only leaders may access another socket"
     assert lines[192] < 2 * lines[48]
-    assert lines[192] < 12, "a flat call reads 193"
+    assert lines[192] < 12, "a flat call reads 193 lines"
 
 
 def test_predicted_call_time_of_128_grouped_ranks_is_within_the_goal(model: ModuleType) -> None:

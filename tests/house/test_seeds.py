@@ -278,7 +278,7 @@ def test_walkthrough(tmp_path: Path) -> None:
 
 def test_nccl_without_gpus_names_the_backend_to_use(tmp_path: Path) -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU: nccl may work")
+        pytest.skip("a GPU is available, so nccl may work")
     (tmp_path / "pbs.py").write_text(WALKTHROUGH.replace("BACKEND", '"nccl"').replace("PORT)", f'"{free_port()}")'))
     done = run(tmp_path, "pbs.py")
     assert done.stderr.count("allranks.ConfigError: backend 'nccl'") == 2

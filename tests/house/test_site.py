@@ -151,11 +151,11 @@ def test_pages_are_readable_in_a_narrow_browser(served: str, tmp_path: Path) -> 
     title = browse(f"{served}/check.html", tmp_path).partition("<title>")[2].partition("</title>")[0]
     assert title.startswith("found "), title
     found = json.loads(html.unescape(title.removeprefix("found ")))
-    assert found["wide"] == [], "wider than a telephone"
-    assert found["dim"] == [], "hard to read"
-    assert found["results"] > 3, "the search finds nothing"
+    assert found["wide"] == [], "an element is wider than a phone screen"
+    assert found["dim"] == [], "a text has too little contrast"
+    assert found["results"] > 3, "the search finds too few results"
     background, text = found["dark"]
-    assert background < 0.05 < 0.3 < text, "no dark colours"
+    assert background < 0.05 < 0.3 < text, "the dark mode has no dark colors"
 
 
 def test_search_works_without_a_web_server(site: Path, tmp_path: Path) -> None:

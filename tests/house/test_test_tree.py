@@ -7,7 +7,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "src" / "allranks"
 ACROSS = {"conformance", "faults", "hosts", "gpu", "typing", "house", "support"}
-"""Folders that are for no single package."""
+"""Folders that do not belong to a single package."""
 
 
 def test_each_test_folder_belongs_to_a_package() -> None:

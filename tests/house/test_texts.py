@@ -9,11 +9,11 @@ from texts import all_texts, of_cpp, of_python
 from allranks.tools.completion.__main__ import files
 
 MOST_WORDS = 28
-"""Of a clause: what stands between two of ``. : ; ! ?`` or line ends. A value in braces is one word."""
+"""Limit for a clause: the text between two of ``. : ; ! ?`` or line ends. A value in braces is one word."""
 
 
 HELP = files()
-"""What is written from the help: scripts of completion, and manual pages."""
+"""Files generated from the help: completion scripts and manual pages."""
 
 
 @pytest.mark.parametrize("path", HELP, ids=lambda path: path.name)

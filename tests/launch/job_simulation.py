@@ -613,7 +613,7 @@ class SimulatedRound:
         """Advance the clock until the next event, plus a random lag."""
         self.turns += 1
         if self.now > self.began + LONG_S or self.turns > MANY:
-            raise Wrong(f"the round does not end; {self.state.phase} at {self.now:.1f}")
+            raise Wrong(f"the round does not end: {self.state.phase} at {self.now:.1f}")
         deadline = math.inf if timeout_s is None else self.now + timeout_s
         if timeout_s and deadline == self.now:
             deadline = math.nextafter(self.now, math.inf)
@@ -623,7 +623,7 @@ class SimulatedRound:
             next_at = self.heap[0][0] if self.heap else math.inf
             if deadline <= next_at:
                 if deadline == math.inf:
-                    raise Wrong(f"nothing can happen any more, in phase {self.state.phase}")
+                    raise Wrong(f"no event is scheduled in phase {self.state.phase}")
                 self.advance(deadline)
                 break
             self.advance(next_at)
@@ -659,7 +659,7 @@ class SimulatedRound:
                 watch.awaited, watch.answered_at = set(ranks), self.now
             case RestartRank(rank):
                 if watch.stop_at is not None or watch.decided_at is not None or not self.may_fail(rank):
-                    raise Wrong(f"{action} is performed, although the end was decided or the rank may not fail")
+                    raise Wrong(f"forbidden action {action}: the end was decided, or the rank may not fail")
             case LendTerminal(rank):
                 if rank != self.rules.reader or not self.job.local:
                     raise Wrong(f"{action}, but the reader is {self.rules.reader}")
@@ -669,14 +669,14 @@ class SimulatedRound:
             case StopLauncher():
                 unstopped = [rank for rank in watch.running if rank not in watch.suspended]
                 if unstopped:
-                    raise Wrong(f"the launcher stops, and ranks {unstopped} do not")
+                    raise Wrong(f"the launcher stops, but ranks {unstopped} do not")
             case AwaitOutput():
                 watch.closing_at = self.now
             case FinishRanks(_):
                 watch.finished = True
             case Conclude(outcome):
                 if watch.concluded:
-                    raise Wrong("it is concluded twice")
+                    raise Wrong("the round is concluded twice")
                 watch.concluded, self.outcome = True, outcome
             case EndRound(code):
                 self.code = code
@@ -767,7 +767,7 @@ class SimulatedRound:
         if watch.observed and all(isinstance(who, Process) and who.echo for who, _ in watch.observed):
             first = min(who.failed_at or 0.0 for who, _ in watch.observed if isinstance(who, Process))
             if self.now < first + SETTLE_S and not watch.finished:
-                raise Wrong(f"an echo was believed after {self.now - first:.3f} s")
+                raise Wrong(f"an echo was accepted as the cause after {self.now - first:.3f} s")
 
     def check_answer(self, event: Event, actions: list[Action], before: Before) -> None:
         """Check the actions that an event requires immediately."""
@@ -778,18 +778,18 @@ class SimulatedRound:
             self.check_stop(event, signalled)
         if isinstance(event, RankRestarted) and not before.well and before.phase is Phase.RUNNING:  # noqa: SIM102
             if {event.rank} not in signalled.values():
-                raise Wrong(f"{event} comes after the end was decided, and the rank is not told")
+                raise Wrong(f"{event} arrives after the end was decided, but the rank receives no signal")
         if before.phase is not Phase.RUNNING or not watch.running:
             return
         if isinstance(event, SignalReceived) and event.number == signal.SIGINT:
             expected = signal.SIGINT if before.well else signal.SIGKILL
             if not watch.running <= signalled.get(expected, set()):
-                raise Wrong(f"Ctrl-C leads to {actions}, and {watch.running} run")
+                raise Wrong(f"Ctrl-C leads to {actions}, but {watch.running} run")
         elif isinstance(event, SignalReceived) and event.number == signal.SIGUSR1:
             if signalled.get(signal.SIGUSR1) != watch.running:
-                raise Wrong(f"SIGUSR1 is not passed on to {watch.running}: {actions}")
+                raise Wrong(f"SIGUSR1 is not forwarded to {watch.running}: {actions}")
         elif isinstance(event, KillRequested) and signalled.get(signal.SIGKILL) != watch.running:
-            raise Wrong(f"the caller kills, and {actions}")
+            raise Wrong(f"the caller requests a kill, but the actions are {actions}")
         elif isinstance(event, LauncherContinued):
             held, watch.suspended = watch.suspended, ()
             if left := watch.running.intersection(held) - signalled.get(signal.SIGCONT, set()):
@@ -797,24 +797,24 @@ class SimulatedRound:
         for number, ranks in signalled.items():
             stops = number in STOPPING and not isinstance(event, (SignalReceived, RankRestarted))
             if stops and not ranks <= signalled.get(signal.SIGCONT, set()):
-                raise Wrong(f"a stopped rank would not see signal {number}: {actions}")
+                raise Wrong(f"a stopped rank would not receive signal {number}: {actions}")
 
     def check_stop(self, event: Event, signalled: dict[int, set[int]]) -> None:
         """Check the recipients and the number of the first stop signal."""
         watch = self.watch
         if isinstance(event, RankRestarted):  # it arrived while the launcher waited for stacks of other ranks
             if not any(event.rank in ranks for ranks in signalled.values()):
-                raise Wrong(f"{event} comes after the end was decided, and the rank is not told")
+                raise Wrong(f"{event} arrives after the end was decided, but the rank receives no signal")
             watch.stop_at, watch.stopped = None, False
             return
         spared = {self.state.cause.rank} if self.state.cause is not None else {getattr(event, "rank", -1)}
         numbers = [number for number in signalled if number in STOPPING]
         reached = signalled[numbers[0]] if numbers else set()
         if left := watch.running - reached - spared:
-            raise Wrong(f"the round is stopped after {event}, and ranks {left} are not told")
+            raise Wrong(f"the round is stopped after {event}, but ranks {left} receive no signal")
         asked = next((number for number in watch.asked if number in STOPPING), None)
         if watch.decided_at is not None and numbers and numbers[0] != asked:
-            raise Wrong(f"{asked} was received, and {numbers} are passed on")
+            raise Wrong(f"{asked} was received, but {numbers} are forwarded")
 
     def check_kill(self, number: int) -> None:
         """Check that SIGKILL is not sent before the grace time is over."""
@@ -839,16 +839,16 @@ class SimulatedRound:
         if self.well:
             for who, reported in watch.observed:
                 if isinstance(who, Host) or not who.echo:
-                    raise Wrong(f"{who} failed ({reported}), and ranks {watch.running} are not told to end")
+                    raise Wrong(f"{who} failed ({reported}), but ranks {watch.running} receive no stop signal")
                 if who.failed_at is not None and now > who.failed_at + SETTLE_S + CLOCK_S + late and who.failed_at:
-                    raise Wrong(f"an echo was not believed after {SETTLE_S} s: {who}")
+                    raise Wrong(f"an echo was not accepted as the cause after {SETTLE_S} s: {who}")
             if rules.until is not None and now > rules.until + late:
-                raise Wrong("the time is over, and the ranks are not told to end")
+                raise Wrong("the time is over, but the ranks receive no stop signal")
             if rules.idle_s is not None and now > watch.last_output + rules.idle_s + IDLE_DUMP_S + 2 * late:
-                raise Wrong("no rank writes, and the round goes on")
+                raise Wrong("no rank writes, but the round continues")
             ended_at = watch.clean_exit_at
             if rules.master == 0 and ended_at is not None and now > ended_at + WORKERS_S + late:
-                raise Wrong("the master has ended, and its workers go on")
+                raise Wrong("the master has exited, but its workers continue")
             return
         limit = rules.grace_s + (DUMP_S if watch.decided_at is not None else 0.0)
         began = watch.stop_at if watch.stop_at is not None else watch.decided_at
@@ -858,24 +858,24 @@ class SimulatedRound:
             and watch.kill_at is None
             and now > watch.decided_at + DUMP_S + late
         ):
-            raise Wrong("a signal was received, and the ranks are not told to end")
+            raise Wrong("a signal was received, but the ranks receive no stop signal")
         waits = watch.decided_at is not None and watch.stop_at is None and watch.kill_at is None
         if waits and not watch.awaited and now > watch.answered_at + QUIET_S + late:
-            raise Wrong("all stacks have come, and the ranks are not told to end")
+            raise Wrong("all stacks have arrived, but the ranks receive no stop signal")
         if began is not None and watch.kill_at is None and now > began + limit + late:
-            raise Wrong(f"ranks {watch.running} did not end in {limit} s, and are not killed")
+            raise Wrong(f"ranks {watch.running} did not exit within {limit} s, but are not killed")
         if watch.kill_at is not None and now > watch.kill_at + KILLED_S + late:
-            raise Wrong(f"{now - watch.kill_at} s after SIGKILL ranks {watch.running} are still waited for")
+            raise Wrong(f"{now - watch.kill_at} s after SIGKILL the launcher still waits for ranks {watch.running}")
 
     def check_end(self) -> None:
         """Check the outcome against the simulated facts."""
         watch, outcome = self.watch, self.outcome
         if not watch.finished or outcome is None:
-            raise Wrong("the round ends, and its ranks are not reaped")
+            raise Wrong("the round ends, but its ranks are not reaped")
         if watch.closing_at is None:
             raise Wrong("the round ends without waiting for output")
         if any(process.alive for process in self.all):
-            raise Wrong("a process is left")
+            raise Wrong("a process still runs")
         late = OutputLost("stdout", "gone", False)
         for event in (TimePassed(), KillRequested(), SignalReceived(signal.SIGTERM), late):
             if actions := round_policy.step(self.state, event, self.now + 1.0):
@@ -887,15 +887,15 @@ class SimulatedRound:
                 self.check_signal(outcome)
             case Ending.CLEAN:
                 if watch.observed and not (watch.output_lost or watch.killed_by_caller):
-                    raise Wrong(f"{watch.observed} failed, and the round is clean")
+                    raise Wrong(f"{watch.observed} failed, but the round is clean")
                 if self.code == 1 and not (watch.output_lost or self.rules.reader is not None):
-                    raise Wrong("code 1, and no output was lost")
+                    raise Wrong("code 1, but no output was lost")
             case Ending.IDLE:
                 if self.rules.idle_s is None or self.code != IDLE:
-                    raise Wrong("idle without a limit")
+                    raise Wrong("the round ended as idle without an idle timeout, or with another exit code")
             case Ending.JOINED:
                 if not watch.joined:
-                    raise Wrong("no host has come")
+                    raise Wrong("no host has joined")
         if self.state.failed != (outcome.ending in (Ending.FAILED, Ending.IDLE)):
             raise Wrong(f"failed is {self.state.failed}: {outcome}")
 
@@ -909,40 +909,40 @@ class SimulatedRound:
         if number not in known or outcome.code != 128 + number:
             raise Wrong(f"ended by {number} with code {outcome.code}; received: {known}")
         if self.rules.reader is None and not watch.reader_gone and not self.state.late and number != known[0]:
-            raise Wrong(f"the first signal was {known[0]}, and {number} is named")
+            raise Wrong(f"the first signal was {known[0]}, but {number} is named")
 
     def check_blame(self, outcome: Outcome) -> None:
         cause, observed = outcome.cause, self.watch.at_decision
         if cause is None or not observed:
-            raise Wrong(f"a failure is named, and none was observed: {outcome}")
+            raise Wrong(f"a failure is named, but none was observed: {outcome}")
         if cause.lost:
             blamed: Process | Host = next(host for host in self.hosts if host.name == cause.host)
             if not isinstance(blamed, Host) or not blamed.lost or self.code != LOST:
-                raise Wrong(f"{cause.host} is named, and was not lost")
+                raise Wrong(f"{cause.host} is named, but was not lost")
         else:
             blamed = next(process for process in self.all if process.pid == cause.pid)
             if blamed.failed_at is None or self.code != blamed.code:
                 raise Wrong(f"{blamed} is named with code {self.code}")
         if blamed not in [who for who, _ in observed]:
-            raise Wrong(f"{blamed} is named, and was not known: {observed}")
+            raise Wrong(f"{blamed} is named, but was not known: {observed}")
         own = [(who, reported) for who, reported in observed if isinstance(who, Host) or not who.echo]
         if not own:
             if isinstance(blamed, Process) and not blamed.echo:
-                raise Wrong(f"{blamed} is named, and only echoes were known")
+                raise Wrong(f"{blamed} is named, but only echoes were known")
             first = min(who.failed_at or 0.0 for who, _ in observed if isinstance(who, Process))
             if isinstance(blamed, Process) and (blamed.failed_at or 0.0) > first + 2 * CLOCK_S:
-                raise Wrong(f"{blamed} is named, and another echo came first")
+                raise Wrong(f"{blamed} is named, but another echo arrived first")
             return
         if blamed not in [who for who, _ in own]:
-            raise Wrong(f"{blamed} is named, which only echoes {own}")
+            raise Wrong(f"{blamed} is named, but is only an echo of {own}")
         killed = [who for who, reported in own if isinstance(who, Host) or (not reported and not self.by_exit(who))]
         if killed:
             if blamed is not killed[0]:
-                raise Wrong(f"{blamed} is named, and {killed[0]} was killed")
+                raise Wrong(f"{blamed} is named, but {killed[0]} was killed")
             return
         times = {who: self.known_at(who, reported) for who, reported in own if isinstance(who, Process)}
         if isinstance(blamed, Process) and times[blamed] > min(times.values()) + 2 * CLOCK_S:
-            raise Wrong(f"{blamed} is named, and was not the first of {own}")
+            raise Wrong(f"{blamed} is named, but was not the first of {own}")
 
     def by_exit(self, process: Process) -> bool:
         return process.code < 128
@@ -1004,7 +1004,7 @@ class Job:
                     if restart != len(self.rounds) or self.hosts < self.least:
                         raise Wrong(f"round {len(self.rounds)} starts as {restart} on {self.hosts} hosts")
                     if paid > self.restarts or restart > paid + free:
-                        raise Wrong(f"{restart} restarts, {self.restarts} are allowed, {free} were free")
+                        raise Wrong(f"{restart} restarts, but {self.restarts} are allowed and {free} were free")
                     simulated = self.new_round(self.new_hosts(), now)
                     self.rounds.append(simulated)
                     simulated.run()
@@ -1025,7 +1025,7 @@ class Job:
                     event = job_policy.HostsCounted(self.hosts, self.elastic and self.rng.random() < 0.7)
                 case job_policy.AwaitHosts(count):
                     if count >= self.least:
-                        raise Wrong("it waits for hosts that are there")
+                        raise Wrong("the job waits for hosts that are available")
                     self.hosts = self.least
                     come = self.rng.random() < 0.5
                     event = job_policy.HostsCounted(self.least) if come else job_policy.HostsMissing()
@@ -1035,18 +1035,18 @@ class Job:
                         raise Wrong("a round starts after the end")
                     return
                 case _:
-                    raise Wrong(f"nothing follows {event}")
+                    raise Wrong(f"no action follows {event}")
             if free > 12:
                 return  # hosts could be lost and added without end
 
     def check_job(self, code: int) -> None:
         last = self.rounds[-1]
         if code != last.code:
-            raise Wrong(f"the job's code is {code}, the last round's {last.code}")
+            raise Wrong(f"the exit code of the job is {code}, that of the last round {last.code}")
         failed = [each for each in self.rounds if each.state.failed]
         hosts_left = self.hosts >= self.least
         if last in failed and hosts_left and not self.elastic and len(failed) <= self.restarts and self.local:
-            raise Wrong(f"{len(failed)} rounds failed, {self.restarts} restarts are allowed, and the job ends")
+            raise Wrong(f"{len(failed)} rounds failed, {self.restarts} restarts are allowed, but the job ends")
 
     def new_round(self, hosts: list[Host], began: float) -> SimulatedRound:
         return SimulatedRound(self, hosts, began)

@@ -147,7 +147,7 @@ class ElasticRound(SimulatedRound):
         if host.lost or self.watch.finished:
             return
         if rank in self.processes and self.processes[rank].alive:
-            raise Wrong(f"rank {rank} is started, and its process lives")
+            raise Wrong(f"rank {rank} is started, but its process is alive")
         process = self.start(rank, host)
         rng = self.rng
         self.send(host, RankRestarted(rank))
@@ -203,9 +203,9 @@ class ElasticRound(SimulatedRound):
         if (lost is not None and not lost.lost) or spare.name not in self.unused or not self.well:
             raise Wrong(f"{action}: unused spare hosts are {self.unused}")
         if not self.watch.running:
-            raise Wrong(f"{action}, and no rank has the state of the program")
+            raise Wrong(f"{action}, but no rank has the state of the program")
         if (lost is None) != (not set(ranks) & self.starts.keys()) or (lost is None) != (not action.lost):
-            raise Wrong(f"{action}: not the ranks of a lost host, nor new ones")
+            raise Wrong(f"{action}: the ranks are neither those of a lost host nor new")
         self.unused.remove(spare.name)
         spare.ranks = ranks
         if lost is not None:
@@ -217,7 +217,7 @@ class ElasticRound(SimulatedRound):
             self.ended.discard(rank)
             self.at(self.now + self.rng.random(), self.start_again, rank, spare)
         if action.starts != {rank: self.starts[rank] for rank in ranks}:
-            raise Wrong(f"{action}, and ranks were started {self.starts} times")
+            raise Wrong(f"{action}, but ranks were started {self.starts} times")
         if spare in self.lost_events:
             self.lose_ranks(spare, ranks)
 
@@ -275,7 +275,7 @@ class ElasticRound(SimulatedRound):
             stuck = process.host.lost or process.frozen or process.held
             since = max(process.failed_at or self.now, self.continued_at)
             if process.reported and not stuck and self.now > since + limit:
-                raise Wrong(f"{process} does not end, and is not killed")
+                raise Wrong(f"{process} does not exit, but is not killed")
 
     def check_single_kill(self, action: SignalRanks) -> None:
         """Check that each killed rank has failed and has not exited within the grace time."""
@@ -296,18 +296,18 @@ class ElasticRound(SimulatedRound):
         left = {rank for rank in self.watch.running - reached if not self.processes[rank].ending}
         spared = {getattr(event, "rank", -1)} if self.state.cause is None else set()
         if left - spared:
-            raise Wrong(f"the round is stopped after {event}, and ranks {left} are not told")
+            raise Wrong(f"the round is stopped after {event}, but ranks {left} receive no signal")
 
     def check_restart(self, action: RestartRank) -> None:
         rank = action.rank
         others = self.watch.running - {rank}
         slot = self.table.find(rank) if self.table is not None else None
         if not others or rank in self.watch.running or rank in self.asked:
-            raise Wrong(f"{action}: {self.watch.running} run, and {self.asked} were asked for")
+            raise Wrong(f"{action}: {self.watch.running} run, but {self.asked} were requested")
         if self.respawned[rank] >= self.slots.respawns:
-            raise Wrong(f"rank {rank} is started again more than {self.slots.respawns} times")
+            raise Wrong(f"rank {rank} is restarted more than {self.slots.respawns} times")
         if slot is None or slot.state not in (STARTING, OPTIONAL) or action.environ != {START: str(slot.start)}:
-            raise Wrong(f"{action}, and the table says {slot}")
+            raise Wrong(f"{action}, but the table contains {slot}")
 
     def check_publication(self, table: SlotTable) -> None:
         before = self.table
@@ -318,7 +318,7 @@ class ElasticRound(SimulatedRound):
         more, limit = table.slots[len(before.slots) :], self.slots.most
         left = [slot for slot in table.slots if slot.state != GONE or slot.number in self.ended]
         if more and limit is not None and len(left) > limit:
-            raise Wrong(f"{table}, and at most {limit} were asked for")
+            raise Wrong(f"{table}, but at most {limit} were requested")
         for new in more:
             if (new.start, new.state) != (0, OPTIONAL):
                 raise Wrong(f"{new} is new")
@@ -335,7 +335,7 @@ class ElasticRound(SimulatedRound):
         watch, lost = self.watch, 0
         if not watch.running - self.late:
             if any(slot.state not in (GONE, OPTIONAL) for slot in table.slots):
-                raise Wrong(f"no rank has the state of the program, and {table} has some to wait for")
+                raise Wrong(f"no rank has the state of the program, but {table} has ranks to wait for")
             return
         for slot in table.slots:
             runs, asked = slot.number in watch.running, slot.number in self.asked
@@ -344,9 +344,9 @@ class ElasticRound(SimulatedRound):
             if slot.state == OPTIONAL:
                 right = (not asked, asked)
             if (runs, asked) != right or slot.start != self.starts[slot.number]:
-                raise Wrong(f"{slot}; runs: {runs}, asked for: {asked}, started again {self.starts[slot.number]} times")
+                raise Wrong(f"{slot}; runs: {runs}, requested: {asked}, restarts: {self.starts[slot.number]}")
         if len(table.slots) - lost < table.least:
-            raise Wrong(f"{lost} of {len(table.slots)} ranks are lost, and the others go on")
+            raise Wrong(f"{lost} of {len(table.slots)} ranks are lost, but the others continue")
 
     def is_doomed(self) -> bool:
         """Whether a known failure stops the round at the next ``TimePassed`` or when it is settled."""
@@ -356,7 +356,7 @@ class ElasticRound(SimulatedRound):
         super().check_end()
         assert self.outcome is not None
         if self.outcome.ending is Ending.CLEAN and (self.echoed or self.stateless) and not self.watch.output_lost:
-            raise Wrong("a rank did not survive the loss of another, and the round is clean")
+            raise Wrong("a rank did not survive the loss of another, but the round is clean")
 
     def check_blame(self, outcome: Outcome) -> None:
         cause, table = outcome.cause, self.table
@@ -365,9 +365,11 @@ class ElasticRound(SimulatedRound):
         gone = [slot for slot in table.slots if slot.state == GONE and slot.number not in self.ended]
         enough = len(table.slots) - len(gone) >= table.least
         if enough and not (self.echoed or self.lonely or self.stateless):
-            raise Wrong(f"{len(gone)} of {len(table.slots)} ranks were lost, {table.least} are enough, and it fails")
+            raise Wrong(
+                f"{len(gone)} of {len(table.slots)} ranks were lost, but {table.least} are enough: the round fails"
+            )
         if cause.echo and self.losses:
-            raise Wrong(f"{cause} is named, which only echoes one of {self.losses}")
+            raise Wrong(f"{cause} is named, but is only an echo of one of {self.losses}")
 
 
 class ElasticJob(Job):

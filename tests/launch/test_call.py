@@ -163,7 +163,7 @@ def _raise_locked() -> None:
         (lambda: os._exit(0), "rank 1 exited with code 0 before .*fail returned"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), r"rank 1 \(host \S+, pid \d+\) was killed by SIGKILL"),
     ],
-    ids=["not to be pickled", "sys.exit", "os._exit", "killed"],
+    ids=["not picklable", "sys.exit", "os._exit", "killed"],
 )
 def test_abnormal_exit_of_a_rank_raises_rank_error(light: Launcher, last: Any, text: str) -> None:
     def fail() -> None:

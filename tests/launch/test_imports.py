@@ -11,7 +11,7 @@ from allranks.launch.spec.target import Target
 
 
 def read(folder: Path, kind: str = "script", name: str = "", **files: str) -> Imports | None:
-    """Write files and analyze the first one as the program. ``__`` in a name stands for a slash."""
+    """Write files and analyze the first one as the program. ``__`` in a name represents a slash."""
     for file, source in files.items():
         path = folder / (file.replace("__", "/") + ".py")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ os.write(1, f"of {sys.argv[1]}: rank {dist.get_rank()} of {dist.get_world_size()
 OUTER = """
 import os, subprocess, sys
 import torch, allranks as dist
-if os.environ["JOINED"] == "1":  # the outer job goes on after the inner ones
+if os.environ["JOINED"] == "1":  # the outer job continues after the inner ones
     dist.init_process_group(timeout=60)
 code = subprocess.run([*sys.argv[1:], "inner.py", os.environ["RANK"]], timeout=100).returncode
 if os.environ["JOINED"] == "1":

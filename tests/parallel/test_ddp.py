@@ -142,8 +142,8 @@ def test_flat_buckets_keep_their_plans_until_the_model_is_deleted():
 
     for counts, same, left in run_ranks(2, body):
         assert counts[0] == left == 0
-        assert counts[1] > 1, "several flat buckets"
-        assert same, "made once"
+        assert counts[1] > 1, "expected several flat buckets"
+        assert same, "the plans were created again"
 
 
 def test_training_equals_torch_ddp_on_gloo(tmp_path):

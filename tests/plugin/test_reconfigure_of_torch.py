@@ -21,7 +21,8 @@ from support.handles import pass_on, wait_for
 
 td: Any = torch_dist
 pytestmark = pytest.mark.skipif(
-    not hasattr(td, "_reconfigure"), reason=f"torch {torch.__version__} has no interface for it: 2.14 and later have"
+    not hasattr(td, "_reconfigure"),
+    reason=f"torch {torch.__version__} cannot reconfigure groups; torch 2.14 or later is needed",
 )
 SIZE = 3
 

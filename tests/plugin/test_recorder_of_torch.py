@@ -14,7 +14,7 @@ td: Any = torch_dist
 _C: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]
 pytestmark = pytest.mark.skipif(
     not hasattr(td.distributed_c10d, "_maybe_attach_flight_recorder"),
-    reason=f"torch {torch.__version__} has no recorder for other backends: 2.15 and later have",
+    reason=f"torch {torch.__version__} has no flight recorder for other backends; torch 2.15 or later is needed",
 )
 
 

@@ -121,7 +121,7 @@ def test_any_rank_thread_or_child_can_request_the_group_first(tmp_path: Path) ->
 
     def body() -> None:
         rank = dist.get_rank()
-        assert "allranks._plugin.torch_group" not in sys.modules, "nobody has asked yet"
+        assert "allranks._plugin.torch_group" not in sys.modules, "the module was loaded before its first use"
         if rank == 1:
             found: list[object] = []
             asking = [threading.Thread(target=lambda: found.append(td.group.WORLD)) for _ in range(8)]

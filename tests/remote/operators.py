@@ -28,7 +28,7 @@ DTYPES = (
 
 PASS, ROUNDED, ERROR, WRONG, UNDEFINED = "pass", "rounded", "clear error", "WRONG", "undefined"
 UNSET = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
-"""Operators whose results hold whatever was in memory: only their looks can be compared."""
+"""Operators that return uninitialized memory: only shape, dtype and similar properties can be compared."""
 
 WORKER = "worker:1"
 
@@ -317,31 +317,31 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _compare(here: dict[str, list[Any]], there: dict[str, list[Any]], values: bool) -> None:
     if here.keys() != there.keys():
-        raise Differs(f"there are {list(there)}, not {list(here)}")
+        raise Differs(f"results {list(there)}, expected {list(here)}")
     rounded: Rounded | None = None
     for what, ours in here.items():
         theirs = there[what]
         if len(ours) != len(theirs):
-            raise Differs(f"{len(theirs)} of {what}, not {len(ours)}")
+            raise Differs(f"{what}: {len(theirs)} values, expected {len(ours)}")
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             where = f"{what} {i}"
             if not (isinstance(a, tuple) and len(a) == 2 and isinstance(a[1], torch.Tensor)):
                 if type(a) is not type(b) or not (a == b or (a != a and b != b)):
-                    raise Differs(f"{where}: {b!r}, not {a!r}")
+                    raise Differs(f"{where}: {b!r}, expected {a!r}")
                 continue
             if not isinstance(b, tuple):
-                raise Differs(f"{where}: {b!r}, not a tensor")
+                raise Differs(f"{where}: {b!r}, expected a tensor")
             names = ("dtype", "shape", "strides", "is_conj", "is_neg", "requires_grad")
             for name, x, y in zip(names, a[0], b[0], strict=True):
                 # The strides of a gradient are unspecified.
                 if x != y and (what, name) != ("gradient", "strides"):
-                    raise Differs(f"{where}: its {name} is {y}, not {x}")
+                    raise Differs(f"{where}: {name} is {y}, expected {x}")
             if values and not torch.equal(a[1], b[1]):
                 try:
                     _assert_close(*(each[1].view(a[0][0]) for each in (b, a)))
                 except AssertionError as error:
-                    raise Differs(f"{where}: other values: {error}") from None
-                rounded = rounded or Rounded(f"{where}: rounded otherwise")
+                    raise Differs(f"{where}: different values: {error}") from None
+                rounded = rounded or Rounded(f"{where}: different rounding")
     if rounded is not None:
         raise rounded
 

@@ -272,8 +272,8 @@ def test_change_between_calls_is_noticed_and_recorded_again(mw: Master, part: in
             if captured and name in UNREAD:
                 assert ran[0] == ran[-1], name
             elif captured:
-                assert ran[0] < ran[1], f"{name} is not noticed"
-                assert ran[-2] == ran[-1], f"{name} is not recorded"
+                assert ran[0] < ran[1], f"{name} was not detected"
+                assert ran[-2] == ran[-1], f"{name} was not recorded"
         found.append(run.found())
     assert all(same(*found)), names[(same(*found).index(False) - FIRST) // EACH :]
     assert found[0][-1].isfinite().all()

@@ -362,7 +362,7 @@ def same(found: Any, right: Any, where: str = "") -> None:
     assert type(found) is type(right), where
     if isinstance(right, Tensor):
         assert (found.dtype, found.shape) == (right.dtype, right.shape), where
-        assert torch.equal(found.nan_to_num(7e7), right.nan_to_num(7e7)), f"{where}: {found} is not {right}"
+        assert torch.equal(found.nan_to_num(7e7), right.nan_to_num(7e7)), f"{where}: {found}, expected {right}"
     elif isinstance(right, dict):
         assert list(found) == list(right), where
         for name in right:

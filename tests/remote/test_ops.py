@@ -38,7 +38,7 @@ class Known(NamedTuple):
     why: str
 
 
-_FORMULA = "torch derives it by another formula for subclasses of tensors, as the CPU's looks at the data"
+_FORMULA = "torch uses another formula for subclasses of tensors, because the formula for the CPU depends on the data"
 _ADDRESS = "MKL's sums depend on the address at which memory begins"
 KNOWN = {
     "masked_fill": Known(ROUNDED, torch.float32, _FORMULA),
@@ -79,14 +79,14 @@ def test_operators_match_the_cpu_except_for_known_deviations(
         print(f"\n{dtype}, {len(operators)} operators: {dict(counts)}; not perfect: {sorted(imperfect)}")
     assert not worse, "\n".join(worse)
     gone = [name for name, known in KNOWN.items() if known.shows is dtype and name not in imperfect]
-    assert not _ASKED or not gone, f"they pass now and need not be in KNOWN: {gone}"
+    assert not _ASKED or not gone, f"these operators now pass: remove them from KNOWN: {gone}"
 
 
 _CHECKED_LATE = {"cauchy", "exponential", "geometric", "log_normal", "uniform"}
-"""Random operators whose numbers only a worker checks, once they are known to it: the tensor is poisoned."""
+"""Random operators whose arguments only the worker checks once the call is known: the tensor is poisoned."""
 
 _CHECKED_LATE_AT_TIMES = {"scatter", "scatter_add"}
-"""The same, where a worker has been asked about another call of this kind before; which one, other tests decide."""
+"""The same for operators of which the worker already knows another call. That depends on earlier tests."""
 
 
 @pytest.mark.timeout(300)  # 30 s of one core

@@ -41,7 +41,7 @@ def read(worker: socket.socket, count: int) -> bytes:
     rest = memoryview(data)
     while rest:
         size = worker.recv_into(rest)
-        assert size > 0, "the stream has ended"
+        assert size > 0, "the stream was closed"
         rest = rest[size:]
     return bytes(data)
 
@@ -116,11 +116,11 @@ def test_view_has_the_id_of_its_base() -> None:
         whole = outbox.call(both, 1, 16, (), 1)
         part = outbox.view(whole, first)
         assert (part.id, part.target) == (whole.id, first)
-        with pytest.raises(ValueError, match=f"to target {first} is of target {both}"):
+        with pytest.raises(ValueError, match=f"to target {first} belongs to target {both}"):
             outbox.call(first, 1, 16, (whole,), 0)
-        with pytest.raises(ValueError, match=f"target {both} has workers that target {first} has not"):
+        with pytest.raises(ValueError, match=f"target {both} has workers that are not in target {first}"):
             outbox.view(part, both)
-        with pytest.raises(ValueError, match=f"is of target {first}"):
+        with pytest.raises(ValueError, match=f"belongs to target {first}"):
             outbox.call(second, 1, 16, (part,), 0)
         del whole
         assert outbox.live == 1
@@ -246,12 +246,12 @@ def refusals(outbox: Outbox, ref: Ref) -> list[tuple[Callable[[], object], type[
         (lambda: outbox.call(9, 1, 16, (), 0), ValueError, "no target 9"),
         (lambda: outbox.call(0, 1, 15, (), 0), ValueError, "no template has the number 15"),
         (lambda: outbox.call(0, 1, 16, (3,), 0), TypeError, "an input of a call is not a Ref"),  # type: ignore
-        (lambda: other.call(0, 1, 16, (ref,), 0), ValueError, "an input of a call is of another outbox"),
-        (lambda: outbox.target([]), ValueError, "a target needs a worker"),
-        (lambda: outbox.target([0, 0]), ValueError, "worker 0 is there twice"),
+        (lambda: other.call(0, 1, 16, (ref,), 0), ValueError, "an input of a call belongs to another outbox"),
+        (lambda: outbox.target([]), ValueError, "a target needs at least one worker"),
+        (lambda: outbox.target([0, 0]), ValueError, "worker 0 is listed twice"),
         (lambda: outbox.target([4]), ValueError, "no worker 4"),
         (lambda: outbox.lose(-1), ValueError, "no worker -1"),
-        (lambda: outbox.put(0, b"", "text"), TypeError, "a payload is bytes, or a contiguous buffer"),  # type: ignore
+        (lambda: outbox.put(0, b"", "text"), TypeError, "a payload must be bytes, or a contiguous buffer"),  # type: ignore
         (lambda: outbox.view(ref, 9), ValueError, "no target 9"),
         (lambda: Ref(), TypeError, "cannot create"),
     ]

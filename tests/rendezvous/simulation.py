@@ -129,7 +129,7 @@ class Server:
                     link.send(False, pack_frame(answer))
                 else:
                     if link.owner.secret != self.secret:
-                        raise Wrong("a stranger got in")
+                        raise Wrong("an unauthenticated client was admitted")
                     link.handshake = None
                     link.decoder.limit = FRAME_LIMIT
                     link.send(False, pack_frame(PROVED))
@@ -168,7 +168,7 @@ class Server:
     def _serve(self, link: Link, frame: bytes) -> None:
         request = decode_request(frame)
         if self.table.waits(link.number):
-            raise Wrong("two requests at a time")
+            raise Wrong("two requests are in progress simultaneously")
         due = self.table.handle(link.number, request, self.job.now)
         self.job.log("link %d asks %r", link.number, request)
         if isinstance(request, CompareSet) and due[0][1] == FoundValues([request.desired]):
@@ -293,7 +293,7 @@ class Process(Dialer):
         if isinstance(answer, FoundValues):
             self.members = unpack_members(answer.values[0] or b"")
         elif not isinstance(answer, Lost):
-            raise Wrong(f"{self} has met, but there is no table of members")
+            raise Wrong(f"{self} has joined, but no table of members exists")
 
     def _resume(self, answer: Answer) -> None:
         self._turn += 1
@@ -330,7 +330,7 @@ class Process(Dialer):
             case Pause(seconds):
                 job.at(job.now + max(seconds, 0.0), self._answered, self._turn, None)
             case Notify(line):
-                job.log("%s says %s", self, line)
+                job.log("%s prints %s", self, line)
                 self.said.append(line)
                 self._resume(None)
             case request:
@@ -551,11 +551,11 @@ class Job:
 
     def _check(self, process: Process) -> None:
         if process.ended is None:
-            raise Wrong(f"{process} waits for ever")
+            raise Wrong(f"{process} never returns")
         if process.ended > process.start + process.timeout_s + LATE_S:
-            raise Wrong(f"{process} hears after {process.ended - process.start:.2f} s, timeout {process.timeout_s} s")
+            raise Wrong(f"{process} returns after {process.ended - process.start:.2f} s, timeout {process.timeout_s} s")
         if len(process.said) > 1:
-            raise Wrong(f"{process} says more than one line: {process.said}")
+            raise Wrong(f"{process} prints more than one line: {process.said}")
         error = process.error
         if error is None:
             return
@@ -563,30 +563,30 @@ class Job:
         if m := re.match(r"Two processes have the same rank: rank (\d+) .*pid (\d+)\) joined.*pid (\d+)\)\.", text):
             pids = {p.pid for p in self.processes if p.rank == process.rank == int(m[1])}
             if m[2] == m[3] or not {int(m[2]), int(m[3])} <= pids or process.pid != int(m[3]):
-                raise Wrong(f"{process} is told of two that are not: {text}")
+                raise Wrong(f"{process} reports a duplicate rank that does not exist: {text}")
         elif m := re.search(r"disagree.*pid (\d+)\) has (\d+), rank .*pid (\d+)\) has (\d+)\.", text):
             sizes = {p.pid: p.size for p in self.processes}
             if m[2] == m[4] or sizes[int(m[1])] != int(m[2]) or sizes[int(m[3])] != int(m[4]):
-                raise Wrong(f"{process} is told of wrong sizes: {text}")
+                raise Wrong(f"{process} reports wrong sizes: {text}")
         elif "ranks did not join" in text:
             if not any(text == said for s in self.servers for _, said, _ in s.verdicts.values()):
-                raise Wrong(f"{process} is told what no other is: {text}")
+                raise Wrong(f"{process} reports missing ranks that no server has reported: {text}")
         elif re.search("did not answer|did not report the missing ranks|became unreachable", text):
             if (
                 process.clean
                 and process.delay_s < FAST_S
                 and any(s.began <= process.start and s.closed >= process.ended for s in self.servers)
             ):
-                raise Wrong(f"{process} could reach the server all the time: {text}")
+                raise Wrong(f"{process} reports an unreachable server that was always reachable: {text}")
         elif not isinstance(error, ConfigError):
-            raise Wrong(f"{process} is told {text}")
+            raise Wrong(f"{process} reports {text}")
 
     def _check_verdict(self, server: Server, board: str, when: float, error: str, missing: tuple[int, ...]) -> None:
         if "ranks did not join" not in error:
             return
         named = set(_ranks(re.search(r"missing ranks? ([-\d, ]+)\.", error)[1]))  # type: ignore[index]
         if named != set(missing):
-            raise Wrong(f"{error} names {named}, means {missing}")
+            raise Wrong(f"{error} names {named}, but {missing} are missing")
         for rank in range(int(re.match(r"\d+ of (\d+)", error)[1])):  # type: ignore[index]
             claimed, _ = server.claims.get((board, rank), (float("inf"), 0))
             if (claimed < when - LATE_S) if rank in named else (claimed > when):
@@ -600,7 +600,7 @@ class Job:
                     raise Wrong(f"at {when}: {error}, but {process} was healthy")
             doubles = [p for p in self.processes if p.rank == rank]
             if f"same rank: rank {rank} " in error and len(doubles) < 2:
-                raise Wrong(f"{error}, but there was one rank {rank}")
+                raise Wrong(f"{error}, but only one process has rank {rank}")
 
     def _check_memberships(self) -> None:
         met = [p for p in self.processes if p.ended is not None and p.error is None and not p.dead]
@@ -609,16 +609,16 @@ class Job:
             if process.members:
                 mine = process.members[process.rank]
                 if [m.rank for m in process.members] != list(range(process.size)) or mine.pid != process.pid:
-                    raise Wrong(f"{process} met {process.members}")
+                    raise Wrong(f"{process} joined {process.members}")
                 if any((truth[m.pid].rank, truth[m.pid].host) != (m.rank, m.host) for m in process.members):
-                    raise Wrong(f"{process} met others than there were: {process.members}")
+                    raise Wrong(f"{process} joined members that do not exist: {process.members}")
                 tables.add(process.members)
         # If no rank was started twice, the job has at most one membership, whatever happens.
         if len(tables) > 1 and len(truth) == self.size:
             raise Wrong(f"two memberships: {tables}")
         begun, end = max(p.start for p in truth.values()), min(p.start + p.timeout_s for p in truth.values())
         if not self.trouble and begun + SOON_S < end and len(met) != self.size:
-            raise Wrong(f"nothing was wrong, and {len(met)} of {self.size} met")
+            raise Wrong(f"no fault was injected, but {len(met)} of {self.size} joined")
 
 
 def _ranks(words: str) -> Iterator[int]:

@@ -55,9 +55,7 @@ class Server:
     def assert_well(self) -> None:
         assert self.process.poll() is None
         delay_s = self.serve_a_rank()
-        print(
-            f"a rank is served in {delay_s * 1e3:.1f} ms, the server has grown by {self.resident_kib() - self.kib} KiB"
-        )
+        print(f"a rank is served in {delay_s * 1e3:.1f} ms, the server uses {self.resident_kib() - self.kib} KiB more")
         assert delay_s < RANK_DELAY_S
         assert self.resident_kib() - self.kib < SLACK_KIB
 
@@ -212,7 +210,7 @@ def test_rank_is_served_if_clients_fill_two_listeners() -> None:
                     assert client.add("alive", 1) > 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="changing the user requires root")
 def test_refused_user_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """The kernel identifies the user of a unix socket. The server logs each refused user once."""
     program = """

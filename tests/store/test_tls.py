@@ -174,7 +174,7 @@ def test_client_with_certificate_is_not_evicted_by_other_clients(
     def hear(sock: socket.socket, tls: Tls, decoder: FrameDecoder) -> bytes:
         while (frame := decoder.next()) is None:
             data = sock.recv(1 << 16)
-            assert data, "it was pushed out"
+            assert data, "the server dropped this connection"
             decoder.feed(tls.receive(data))
             sock.sendall(tls.due())
         return frame

@@ -52,7 +52,7 @@ def await_true(condition: Callable[[], bool], what: str, log: Path, patience_s: 
     """
     deadline = time.monotonic() + patience_s
     while not condition():
-        assert time.monotonic() < deadline, f"not {what} in {patience_s} s: {log.read_text()[-2000:]}"
+        assert time.monotonic() < deadline, f"not {what} within {patience_s} s: {log.read_text()[-2000:]}"
         time.sleep(0.05)
 
 
@@ -61,9 +61,9 @@ class Host:
     name: str
     address: str
     holder: int
-    """The process that holds its namespaces."""
+    """The pid of the process that owns the host's namespaces."""
     names: Path
-    """Its /etc/hosts."""
+    """The /etc/hosts file of the host."""
 
     def enter(self) -> None:
         """Move this process into the namespaces of the host. The process must have a single thread."""
@@ -147,7 +147,7 @@ def _await_route(host: Host, address: str) -> None:
         done = subprocess.run(host.inside(sys.executable, "-S", "-c", ask), capture_output=True, text=True, check=False)
         if "refused" in done.stderr:
             return
-    raise AssertionError(f"{address} is not reached: {done.stderr}")
+    raise AssertionError(f"cannot connect to {address}: {done.stderr}")
 
 
 @contextlib.contextmanager

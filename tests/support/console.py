@@ -76,7 +76,7 @@ class Console:
         for each in pattern:
             wanted = re.compile(each.encode(), re.MULTILINE)
             while (match := wanted.search(self._unread)) is None:
-                assert self._read(), f"no {each!r} in {self.text.decode()!r}"
+                assert self._read(), f"{each!r} is missing in {self.text.decode()!r}"
             self._unread = self._unread[match.end() :]
             found = match.group().decode()
         return found

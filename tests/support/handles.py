@@ -26,6 +26,6 @@ def wait_for(path: Path, timeout_s: float = 30.0) -> str:
     until = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > until:
-            raise TimeoutError(f"nobody wrote {path}")
+            raise TimeoutError(f"{path} was not written in time")
         time.sleep(0.002)
     return path.read_text()

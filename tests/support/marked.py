@@ -73,6 +73,6 @@ def wait_for(what: Callable[[], object], timeout_s: float = 20, fail: bool = Tru
     until = time.monotonic() + timeout_s
     while not what():
         if time.monotonic() > until:
-            assert not fail, "did not happen in time"
+            assert not fail, "the condition did not become true in time"
             return
         time.sleep(0.01)

@@ -69,7 +69,7 @@ def mpirun(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
-        raise AssertionError(f"has not ended in {timeout_s} s: {command}\n{out}\n{err}") from None
+        raise AssertionError(f"the job did not exit within {timeout_s} s: {command}\n{out}\n{err}") from None
     finally:
         _sweep(_segments() - before)
     return subprocess.CompletedProcess(command, process.returncode, out, err)

@@ -11,7 +11,7 @@ OUTPUT = re.compile(
     r"\[0\]|allranks run:|\$ allranks trace show|(Mismatch|PeerLost|Checkpoint)Error:|4 ranks on 2 hosts|Not all ranks|"
     r"checkpoints/\n|node0: checkpoints/|AllranksError\(|>>> print"
 )
-"""How blocks begin that show what is printed or written."""
+"""Beginnings of blocks that show the output of a command or its files."""
 SHELL = re.compile(
     r"allranks |make |git |source |python |srun |sbatch |mpirun |mpiexec |pip |openssl |export |for |done|cd "
     r"|torchrun |docker |conda |(\.\./base/)?\.venv/bin/|\.\./base/"

@@ -8,7 +8,7 @@ from __future__ import annotations
 __all__ = ["COMMAND_S", "PROMPT_S"]
 
 PROMPT_S = 5.0
-"""Less than is waited for otherwise: 15 s until a host is taken for lost, 10 s of ``--grace``, and groups' timeouts."""
+"""Shorter than the timeouts of allranks: 15 s until a host is considered lost, 10 s of ``--grace``, group timeouts."""
 
 COMMAND_S = 20.0
-"""The same of a whole command, whose ``--grace`` is longer."""
+"""The same limit for a whole command, which uses a longer ``--grace``."""

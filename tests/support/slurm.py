@@ -89,7 +89,9 @@ class Slurm:
             )
         except subprocess.TimeoutExpired as error:
             self.cancel()
-            raise AssertionError(f"not ended in {timeout_s} s: {command}\n{error.stdout!r}\n{error.stderr!r}") from None
+            raise AssertionError(
+                f"the command did not exit within {timeout_s} s: {command}\n{error.stdout!r}\n{error.stderr!r}"
+            ) from None
 
     def cancel(self) -> None:
         """Cancel all jobs, and wait until their processes have exited."""

@@ -94,7 +94,7 @@ class Workers:
 
     def _receive(self, connection: Connection) -> Any:
         if not connection.poll(2 * CALL_TIMEOUT_S):
-            raise EOFError("a rank did not answer")
+            raise EOFError("a rank did not send its result")
         return connection.recv()
 
 

@@ -63,7 +63,7 @@ class Job:
         if not self._results:
             self._run()
         found = self._results[program]
-        assert len(found) == self._ranks, f"the ranks ended before, or here:\n{self._ended}"
+        assert len(found) == self._ranks, f"the ranks exited before or during this program:\n{self._ended}"
         wrong = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
         assert not wrong, "\n".join(wrong)
 

@@ -53,7 +53,7 @@ def shell(name: str) -> str:
     found = shutil.which(name)
     if found is None:
         assert not os.environ.get("ALLRANKS_TEST_ALL"), f"{name} is missing"
-        pytest.skip(f"there is no {name}")
+        pytest.skip(f"{name} is missing")
     return found
 
 

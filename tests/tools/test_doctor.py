@@ -151,7 +151,7 @@ def test_variables() -> None:
         name for file in SOURCE.rglob("*.py") for name in re.findall(r"\bALLRANKS_[A-Z_]*[A-Z]\b", file.read_text())
     }
     assert job.judge_variables(dict.fromkeys(used - set(job._RANKS), "")).verdict == "ok", (
-        "one is not in _env.VARIABLES"
+        "a variable is not in env.VARIABLES"
     )
     assert job.judge_variables({"MASTER_PORT": "29500"}).advice.endswith("unset MASTER_PORT")
 

@@ -152,12 +152,12 @@ def test_trace_file_of_killed_rank_keeps_its_calls(tmp_path, command):
     assert [len(titles(path)) for path in found] == [4, 4, 3, 3]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system requires root")
 def test_full_disk_ends_only_the_recording(tmp_path):
     disk = tmp_path / "small disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", disk], check=False).returncode:
-        pytest.skip("cannot mount here")
+        pytest.skip("cannot mount a file system")
     try:
         code = CALLS.replace("range(3)", "range(70_000)")
         done = subprocess.run(

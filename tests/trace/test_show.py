@@ -165,7 +165,7 @@ def test_idle_and_invalid_clients_do_not_block_inquiries() -> None:
     assert os.getpid() not in [each.pid for each in jobs.find()]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="to become another user one must be root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="changing the user requires root")
 def test_another_user_gets_no_answer() -> None:
     inquiries = Inquiries()
     address = next(each.address for each in jobs.find() if each.pid == os.getpid())

@@ -69,7 +69,7 @@ def by_pyright(paths: Collection[Path]) -> Iterator[tuple[Path, int, str, str]]:
         sys.exit(f"basedpyright failed: {done.stdout}{done.stderr}")
     report = json.loads(done.stdout)
     if report["summary"]["filesAnalyzed"] != len(paths):
-        sys.exit(f"basedpyright looked at {report['summary']['filesAnalyzed']} files of {len(paths)}")
+        sys.exit(f"basedpyright checked {report['summary']['filesAnalyzed']} files of {len(paths)}")
     for found in report["generalDiagnostics"]:
         if found["severity"] == "error":
             line = found["range"]["start"]["line"] + 1
@@ -92,7 +92,7 @@ def main() -> int:
         for path, line in sorted(wanted.keys() - seen):
             wrong += 1
             print(f"{paths[path].relative_to(ROOT)}:{line}: {checker}: expected one of {' '.join(wanted[path, line])}")
-    print(f"{len(paths)} programs under mypy and pyright: {wrong} lines are not as expected")
+    print(f"{len(paths)} programs under mypy and pyright: {wrong} lines differ from the expected errors")
     return min(wrong, 1)
 
 

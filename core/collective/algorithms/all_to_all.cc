@@ -159,7 +159,7 @@ void all_to_all(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, const
   const auto head = [&](size_t r) { return Head(first.at(static_cast<int>(r)), comm.size()); };
 
   Head mine = head(me);
-  if (mine.bytes() > most) throw Error("all_to_all: too many ranks for a piece of the ring");
+  if (mine.bytes() > most) throw Error("all_to_all: too many ranks for a chunk of the ring");
   const bool fits = fill(mine, me, in_bytes, out_bytes) <= most;
   mine.for_all().complete = fits ? 1 : 0;
   if (fits) {

@@ -66,7 +66,7 @@ void pipeline(LocalComm& comm, LocalComm::Call& call, size_t steps, Fill&& fill,
 // Return the size of a cell if a chunk is divided into one cell per rank. Cells do not share cache lines.
 inline size_t cell_bytes(size_t room, int ranks) {
   const size_t cell = room / static_cast<size_t>(ranks) / 64 * 64;
-  if (cell == 0) throw Error("more ranks than cells in a piece of the ring");
+  if (cell == 0) throw Error("too many ranks for a chunk of the ring");
   return cell;
 }
 
