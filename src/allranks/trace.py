@@ -202,7 +202,7 @@ def stragglers(group: ProcessGroup | int | None = None) -> Stragglers:
     Example:
         >>> import torch, allranks as dist
         >>> dist.init_process_group()
-        >>> dist.trace.stragglers().compared  # one rank has nobody to wait for
+        >>> dist.trace.stragglers().compared  # a single rank waits for no other
         0
         >>> dist.destroy_process_group()
     """

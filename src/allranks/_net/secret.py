@@ -1,8 +1,7 @@
-"""The secret that guards TCP ports: from the environment, a file, or made on first use.
+"""The secret that guards TCP ports: from the environment, from a file, or created on first use.
 
-Nobody has to set anything up on one host, or on hosts that share a home; elsewhere one file is copied. A secret
-that others can read is refused, as it guards nothing. By what else it may be handed over is the launcher's
-business.
+On one host, and on hosts that share a home directory, no setup is needed. On other hosts the user copies one file. A
+secret that other users can read is refused. The launcher has further ways to pass the secret to its ranks.
 """
 
 from __future__ import annotations
@@ -26,13 +25,15 @@ _log = logging.getLogger("allranks.store")
 def load_secret(environ: Mapping[str, str] = os.environ) -> bytes:
     """Return the secret that guards TCP ports.
 
-    It is ALLRANKS_SECRET, or what ALLRANKS_SECRET_FILE holds, or this user's own, which is made on first use in
-    ``$XDG_CONFIG_HOME`` (else ``~/.config``) ``/allranks/secret``, and which hosts with one home share.
+    It is ALLRANKS_SECRET, else the content of ALLRANKS_SECRET_FILE, else this user's own secret. The last one is
+    created on first use in ``$XDG_CONFIG_HOME/allranks/secret`` or ``~/.config/allranks/secret``; hosts that share a
+    home directory share it.
 
-    ALLRANKS_INSECURE=1 does without: anybody who reaches the ports can then join, and read and change what is sent.
+    With ALLRANKS_INSECURE=1 there is no secret: every process that can reach the ports can join, and read and change
+    the data.
 
     Raises:
-        ConfigError: it is too short, cannot be read, or others can read it.
+        ConfigError: The secret is too short, cannot be read, or other users can read it.
     """
     if environ.get("ALLRANKS_INSECURE", "").strip() not in ("", "0"):
         _log.warning("ALLRANKS_INSECURE is set: any process that can reach the ports of this job can join it")
@@ -64,10 +65,10 @@ def store_secret(secret: bytes, salt: str) -> bytes:
 
 
 def own_secret(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where this user's own secret lies, or will.
+    """Return the path of this user's own secret, which need not exist.
 
     Raises:
-        ConfigError: this user has no home directory.
+        ConfigError: This user has no home directory.
     """
     config = environ.get("XDG_CONFIG_HOME", "")
     try:

@@ -119,25 +119,25 @@ class Tls:
 
     @property
     def channel(self) -> bytes:
-        """The client's last message of the handshake, which is a hash of all of it under keys of this connection.
+        """The client's last handshake message: a hash of the handshake under the keys of this connection.
 
-        RFC 5929 has it for TLS 1.2 (tls-unique); in 1.3, too, it is another in each connection. Known when the first
+        It differs between connections, with TLS 1.2 (tls-unique, RFC 5929) and with 1.3. It is known when the first
         bytes have been decrypted.
         """
         return self._engine.get_channel_binding("tls-unique") or b""
 
     def seal(self, data: bytes) -> bytes:
-        """Takes what the peer shall get; returns the bytes to send for it, which may be those of a handshake first."""
+        """Encrypt data for the peer. Return the bytes to send, which may begin with bytes of the handshake."""
         self._kept += data
         self._advance()
         return self.due()
 
     def receive(self, data: bytes) -> bytes:
-        """Takes the next bytes from the peer; returns what they decrypt to. Call ``due`` then, also where this raises.
+        """Decrypt the next bytes from the peer. Call ``due`` afterwards, also if this raises an error.
 
         Raises:
-            TlsError: the peer speaks without TLS, or the two do not accept each other.
-            WireError: the peer speaks something else, or ended the connection.
+            TlsError: The peer does not use TLS, or the two sides do not accept each other.
+            WireError: The peer uses another protocol, or has ended the connection.
         """
         if not self.begun:
             if data.startswith(b"\0"):  # a frame without TLS: handshake frames are short, so the length begins with 0
@@ -154,7 +154,7 @@ class Tls:
         return plain
 
     def due(self) -> bytes:
-        """Returns what is to be sent to the peer: of the handshake, or an alert."""
+        """Return the bytes to send to the peer: of the handshake, or an alert."""
         answer, self._answer = self._answer, b""
         return self._out.read() + answer
 
