@@ -36,11 +36,11 @@ from allranks._base.exit_codes import FOUND, USAGE
 from allranks._base.files import plain_file
 from allranks._call.bytes import view_of
 from allranks.checkpoint import folders, parts, single_file
-from allranks.checkpoint.choosing import only_here
-from allranks.checkpoint.layout import Offer, SaveJob, place
-from allranks.checkpoint.loading import BlockReader, load_here
+from allranks.checkpoint.layout import PartDescription, SaveJob, set_positions
+from allranks.checkpoint.loading import BlockReader, load_as_rank
 from allranks.checkpoint.manifest import Manifest, Saved, dtype_of, load_manifest
 from allranks.checkpoint.merging import merge_shares
+from allranks.checkpoint.selection import select_local_checkpoint
 from allranks.checkpoint.verifying import check
 from allranks.tools.progress import LoopBar
 
@@ -210,7 +210,9 @@ def _size(nbytes: int) -> str:
 
 def _show(options: argparse.Namespace) -> int:
     is_there = options.path.exists()
-    folder = _path_of(options.path, options.step) if is_there else only_here(options.path, options.step).folder
+    folder = (
+        _path_of(options.path, options.step) if is_there else select_local_checkpoint(options.path, options.step).folder
+    )
     manifest = load_manifest(folder)
     rank = _rank(options.rank, manifest)
     shown_tensors = manifest.tensors if options.rank is None else manifest.tensors_of(rank).values()
@@ -341,7 +343,7 @@ def _path_of(path: Path, step: int | None) -> Path:
     if not folders.is_folder_of_checkpoints(path):
         return path
     named = [one.path for one in folders.find(path) if step in (None, one.step)]
-    return named[0] if named else only_here(path, step).folder
+    return named[0] if named else select_local_checkpoint(path, step).folder
 
 
 # diff.
@@ -350,7 +352,7 @@ def _path_of(path: Path, step: int | None) -> Path:
 def _diff(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(LoopBar(_NAME))
-        chosen = [only_here(path) for path in (options.path, options.other)]
+        chosen = [select_local_checkpoint(path) for path in (options.path, options.other)]
         count = _counted(bar, "reading both", sum(_tensor_bytes(each.manifest, options.rank) for each in chosen))
         one, other = (stack.enter_context(BlockReader(each, options.rank, progress=count)) for each in chosen)
         mine, theirs = (reader.manifest.tensors_of(options.rank) for reader in (one, other))
@@ -413,7 +415,7 @@ def _read(reader: BlockReader, saved: Saved) -> Tensor:
 
 
 def _export(options: argparse.Namespace) -> int:
-    chosen, file = only_here(options.path, options.step), options.file
+    chosen, file = select_local_checkpoint(options.path, options.step), options.file
     # lexists: a dangling link counts as an existing file, because writing would create its target.
     if os.path.lexists(file) and not options.force:
         raise CheckpointError(f"{file} already exists.\n  Pass --force to overwrite it.")
@@ -431,7 +433,7 @@ def _export(options: argparse.Namespace) -> int:
             with BlockReader(chosen, options.rank, progress=count) as reader:
                 _write_safetensors(file, reader, list(reader.manifest.tensors_of(options.rank).values()))
         else:
-            state = load_here(chosen, None, options.rank, count)
+            state = load_as_rank(chosen, None, options.rank, count)
             bar.at(f"writing {file.name}", total, None)
             single_file.save(state, file)
     tensors, nbytes = len(chosen.manifest.tensors_of(options.rank)), os.path.getsize(file)
@@ -454,13 +456,15 @@ def _write_safetensors(file: Path, reader: BlockReader, tensors: Sequence[Saved]
     for saved in tensors:
         nothing = (0,) * len(saved.shape)
         size = dtype_of(saved.dtype).itemsize
-        jobs.append(SaveJob(Offer(saved.name, saved.dtype, size, saved.shape, nothing, saved.shape, 0), (), (0,)))
-    place(jobs)
+        jobs.append(
+            SaveJob(PartDescription(saved.name, saved.dtype, size, saved.shape, nothing, saved.shape, 0), (), (0,))
+        )
+    set_positions(jobs)
     by_name = {saved.name: saved for saved in tensors}
 
     def views() -> Iterator[memoryview]:
         for job in jobs:
-            tensor = _read(reader, by_name[job.offer.name])
+            tensor = _read(reader, by_name[job.description.name])
             yield view_of(tensor) if tensor.numel() else memoryview(b"")
 
     folder = Path(tempfile.mkdtemp(prefix=f".{file.name}.", dir=file.absolute().parent))
