@@ -641,7 +641,7 @@ class SpreadJob:
         """Open the store of an elastic job, which survives the loss of every host except this one."""
         least = self.options.elastic[0] if self.options.elastic is not None else 0
         server = StoreServer.tcp("", 0, store_secret(self.key, self.salt))
-        server.put(TABLE_KEY, first_table(range(self.world_size), least).encode())
+        server.set_locally(TABLE_KEY, first_table(range(self.world_size), least).encode())
         return server
 
     def _start_commands(

@@ -425,7 +425,7 @@ class RoundLoop:
                 self._agents.start_elsewhere(lost, spare, starts)
             case PublishSlots(slots):
                 assert self._store is not None
-                self._store.put(TABLE_KEY, slots.encode())
+                self._store.set_locally(TABLE_KEY, slots.encode())
             case LendTerminal(rank):
                 self._answers.append(TerminalLent(self._control is not None and self._control.lend(rank)))
             case ReclaimTerminal(_, restore):
