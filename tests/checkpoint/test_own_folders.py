@@ -225,7 +225,7 @@ def test_inconsistent_visibility_of_folders_is_an_error(tmp_path: Path, monkeypa
     def body() -> str:
         rank = dist.get_rank()
         if rank == 1:
-            folders.marked = lambda folder, partial, number: True  # type: ignore[assignment]
+            folders.has_marker = lambda folder, partial, number: True  # type: ignore[assignment]
         with pytest.raises(CheckpointError) as caught:
             checkpoint.save({"x": 1}, tmp_path / f"host{rank}", step=1)
         assert [name for name in os.listdir(tmp_path / f"host{rank}") if name not in (".job", ".lock")] == []
@@ -238,8 +238,8 @@ def test_inconsistent_visibility_of_folders_is_an_error(tmp_path: Path, monkeypa
 
 
 def test_shares_are_numbered_only_if_folders_differ() -> None:
-    assert own_folders.numbers_of([0, 0, 2, 0, 2, 5]) == [1, 1, 2, 1, 2, 3]
-    assert own_folders.numbers_of([0, 0]) == [0, 0]
+    assert own_folders.share_numbers_of([0, 0, 2, 0, 2, 5]) == [1, 1, 2, 1, 2, 3]
+    assert own_folders.share_numbers_of([0, 0]) == [0, 0]
 
 
 # Loading.
