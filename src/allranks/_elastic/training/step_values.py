@@ -142,9 +142,9 @@ class StepValues:
             return
         # The rank's own variables come from its backup rank, unless the program has reset them. Until the steps at a
         # place have shown which variables these are, the backup rank has all of them.
-        mine = {name for plan in self._plans.values() for name in (backup if plan.learns else plan.variables)}
-        mine -= self._reset.get(location, set())
-        values |= {n: v for n, v in backup.items() if n in values and n in mine}
+        own_names = {name for plan in self._plans.values() for name in (backup if plan.learns else plan.variables)}
+        own_names -= self._reset.get(location, set())
+        values |= {n: v for n, v in backup.items() if n in values and n in own_names}
         loop_variables = variables.LoopVariables(program_frames(frame))
         old = loop_variables.read(values)
         loop_variables.write({name: assign(old.get(name), value) for name, value in values.items()})

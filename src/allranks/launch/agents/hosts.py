@@ -112,8 +112,8 @@ def wrong_version(host: Host) -> str:
     """Return a message if a host has another version of allranks than this one; "" if it has the same."""
     if host.hello is None or host.hello.version == __version__:
         return ""
-    theirs = f"allranks {host.hello.version} (python {host.hello.python})"
-    return f"{theirs} differs from host 0's allranks {__version__}; install the same version on all hosts"
+    host_version = f"allranks {host.hello.version} (python {host.hello.python})"
+    return f"{host_version} differs from host 0's allranks {__version__}; install the same version on all hosts"
 
 
 def with_place(host: Host, place: int, slots: int | None) -> Host:

@@ -189,8 +189,10 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
     where = ", ".join(f"{host}:{port}" for host, port in targets)
 
     # Without an address, hosts search for host 0 on themselves.
-    alone = all(host in _LOOPBACK for host, _ in targets)
-    hint = "\n  This is the address of this host. If host 0 is another host, pass --master-addr." if alone else ""
+    only_loopback = all(host in _LOOPBACK for host, _ in targets)
+    hint = (
+        "\n  This is the address of this host. If host 0 is another host, pass --master-addr." if only_loopback else ""
+    )
 
     def remark(last: str) -> None:
         options.reporter.remark(f"waiting for host 0 at {where} (last error: {last}){hint}")
@@ -203,9 +205,9 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
     own = _prepare_of(options, 1, options.leader[0] if options.leader is not None else "")
 
     def show(start: StartRanks) -> Screen:
-        mine = range(start.first, start.first + start.count)
+        shown_ranks = range(start.first, start.first + start.count)
         return Screen(
-            mine,
+            shown_ranks,
             options.display,
             os.environ,
             world_size=start.world_size,
@@ -407,10 +409,10 @@ class MultiHostJob:
         """Describe the missing hosts, the address that they must reach, and the command to start there."""
         here = {host.place for host in self.pool}
         numbers = [number for number in range(self.most) if number not in here]
-        who = f"{'host' if len(numbers) == 1 else 'hosts'} {', '.join(map(str, numbers))}"
+        missing_hosts = f"{'host' if len(numbers) == 1 else 'hosts'} {', '.join(map(str, numbers))}"
         name = self.master or (self.options.leader[0] if self.options.leader else "") or socket.gethostname()
         port = self.pool.listener_port
-        words = f"{who} (of hosts 0 to {self.most - 1}; this is host 0, which listens on {name}:{port})"
+        words = f"{missing_hosts} (of hosts 0 to {self.most - 1}; this is host 0, which listens on {name}:{port})"
         if refused := self.pool.refusals():
             words += f" {refused}"
         if self.options.leader and name and not is_this_host(name):
@@ -462,10 +464,10 @@ class MultiHostJob:
     def _place_for(self, caller: Host) -> int:
         """Return its place in the order of hosts; one after the last if there is no place for it."""
         assert caller.hello is not None
-        taken = self._taken
+        taken_places = self._taken
         place = caller.hello.node if caller.process is None else caller.place
-        if place is None or (place in taken and self.elastic):
-            place = next((place for place in range(self.most) if place not in taken), self.most)
+        if place is None or (place in taken_places and self.elastic):
+            place = next((place for place in range(self.most) if place not in taken_places), self.most)
         return place
 
     def _check_caller(self, caller: Host) -> str:
@@ -722,8 +724,8 @@ def _prepare_of(options: Options, nproc: int, master: str) -> Prepare:
     )
 
 
-def _other_job(ours: str, theirs: str) -> str:
-    names = [repr(name) if name else "a job without a name" for name in (ours, theirs)]
+def _other_job(own_name: str, other_name: str) -> str:
+    names = [repr(name) if name else "a job without a name" for name in (own_name, other_name)]
     return f"host 0 runs {names[0]}, but this host requests {names[1]} (--rdzv-id); use a separate port for each job"
 
 

@@ -92,21 +92,21 @@ class Screen:
         # Two channels would lose the order in which a rank wrote to stdout and stderr.
         self._merged = streams is None and os.path.sameopenfile(1, 2)
         # With ``--show 0`` only one rank is shown, which needs no prefix: its output passes unchanged.
-        alone = display.show == "0"
+        single_rank_shown = display.show == "0"
         self._hosts = None if hosts is None else list(hosts)  # changes when ranks move
         names = Names(world_size or len(self.ranks), self._hosts)
         self._names = names
-        self._prefix_width = (0 if alone else names.width) + len(self._stamp())
+        self._prefix_width = (0 if single_rank_shown else names.width) + len(self._stamp())
         collapse = {"auto": len(self._shown) >= _MANY, "always": len(self._shown) > 1, "never": False}[display.collapse]
         self._collapsers: dict[int, PassThrough] = {}
         self._prefixes: list[tuple[Names, dict[int, bytes]]] = []
         for fd in (1,) if self._merged else (1, 2):
             names = replace(names, colour=colour and os.isatty(fd))
-            prefixes = dict.fromkeys(self.ranks, b"") if alone else names.each(self.ranks)
-            self._prefixes += [] if alone else [(names, prefixes)]
+            prefixes = dict.fromkeys(self.ranks, b"") if single_rank_shown else names.each(self.ranks)
+            self._prefixes += [] if single_rank_shown else [(names, prefixes)]
             prefixes[BAR] = b""
             renderer = Live(prefixes, _window(fd)[1], stdin) if self._live(fd) else Plain(prefixes)
-            of = (lambda ranks: b"") if alone else names.of
+            of = (lambda ranks: b"") if single_rank_shown else names.of
             self._collapsers[fd] = Collapse(renderer, of, self._shown) if collapse else PassThrough(renderer, of)
         self._outputs: dict[int, NonblockingOutput | TextOutput] = {}
         self._tails: dict[int, deque[bytes]] = {rank: deque(maxlen=_TAIL_LINES) for rank, _ in self._hidden_streams}
@@ -141,13 +141,13 @@ class Screen:
         out_tty, err_tty = (
             self._live(fd) and not in_files[fd - 1] and (rank, fd) not in self._hidden_streams for fd in (1, 2)
         )
-        mine = rank == self._stdin
+        has_stdin = rank == self._stdin
         out_direct, err_direct = (
-            self._direct and mine and (rank, fd) not in self._hidden_streams and _is_stdin(fd) for fd in (1, 2)
+            self._direct and has_stdin and (rank, fd) not in self._hidden_streams and _is_stdin(fd) for fd in (1, 2)
         )
         return Stdio(
-            mine,
-            mine and self._terminal,
+            has_stdin,
+            has_stdin and self._terminal,
             out_direct,
             err_direct,
             out_tty and not out_direct,

@@ -61,11 +61,11 @@ class ElasticRound(RoundState):
             self._take_cause(failure)
             return
         # A new process needs the state of a rank that runs and has not failed itself.
-        again = bool(self.running.difference(self._reports)) and not excluded and slots.may_start(rank)
-        slots.lose(failure, again)
+        restarts = bool(self.running.difference(self._reports)) and not excluded and slots.may_start(rank)
+        slots.lose(failure, restarts)
         # Published before the restart, so that the other ranks see the loss first.
         self._publish()
-        if not (again or self._can_continue(slots)):
+        if not (restarts or self._can_continue(slots)):
             self._root_cause.add(failure)
             self._report_lost_starting(slots)
         elif excluded:
@@ -73,7 +73,7 @@ class ElasticRound(RoundState):
         else:
             if reported is not None and reported.report is not None:
                 self._actions.append(PrintReport(rank, reported.report.text))
-            if again:
+            if restarts:
                 how_often = f"{slots.respawned(rank)} of {slots.respawns}"
                 self._print(f"{failure}; restarted ({how_often})", Level.REMARK)
                 self._actions.append(RestartRank(rank, {START: str(slots.start_of(rank))}))

@@ -168,8 +168,8 @@ class RoundState:
 
     def _without_cause(self, cause: Failure) -> set[int]:
         """Return the ranks to signal: every running rank except the failed one, unless it has been restarted."""
-        again = self._slots is not None and cause.rank in self._slots.losses
-        return self.running if again else self.running - {cause.rank}
+        is_restarted = self._slots is not None and cause.rank in self._slots.losses
+        return self.running if is_restarted else self.running - {cause.rank}
 
     def _take_cause(self, loss: Failure) -> None:
         """Process a loss after failures that may be its echoes."""

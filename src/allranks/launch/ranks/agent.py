@@ -173,7 +173,7 @@ class Agent(RankProcesses):
             recording = self._recording()
             pipes = Pipes.open(self._plan.stdio[wanted.rank - self._plan.first])
             start = StartInfo(wanted, pipes, recording, time.monotonic())
-            if self._template is not None and self._template.ask(wanted, start.pipes, start.recording.path):
+            if self._template is not None and self._template.request_process(wanted, start.pipes, start.recording.path):
                 self._starting.append(start)
             else:
                 self._execute(start)
@@ -394,10 +394,10 @@ class Agent(RankProcesses):
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read_fd, CHUNK)  # only a later wake ends the wait
         begin = time.monotonic()
-        until, told = begin + patience_s, False
+        until, reported = begin + patience_s, False
         while left := [(process, pids) for process in ended if (pids := _members(process.pid))]:
-            if not told and time.monotonic() >= begin + min(_LEFT_BEHIND_S, patience_s):
-                told = True
+            if not reported and time.monotonic() >= begin + min(_LEFT_BEHIND_S, patience_s):
+                reported = True
                 for process, pids in left:
                     if process.asked:
                         continue

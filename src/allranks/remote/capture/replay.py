@@ -134,12 +134,12 @@ class Replay:
         master, recording = self.master, self._recording
         ranks_of = {target: place.ranks for target, place in recording.places.items()}
         self._ranks_of = ranks_of
-        mine: dict[int, list[int]] = {}
+        entries_by_rank: dict[int, list[int]] = {}
         for index, entry in enumerate(recording.entries):
             for rank in ranks_of[entry.target]:
-                mine.setdefault(rank, []).append(index)
+                entries_by_rank.setdefault(rank, []).append(index)
         together: dict[tuple[int, ...], list[int]] = {}
-        for rank, indices in mine.items():
+        for rank, indices in entries_by_rank.items():
             together.setdefault(tuple(indices), []).append(rank)
         returned = {each.number for each in recording.returned if each is not None}
         parts = []

@@ -138,11 +138,11 @@ def judge_clock(host: str, ahead_s: float, error_s: float) -> DoctorLine:
 
 def _failure(name: str, error: Exception, reporter: str) -> DoctorLine:
     text, _, advice = str(error).partition("\n")
-    ours = isinstance(error, AllranksError)
+    is_allranks_error = isinstance(error, AllranksError)
     return DoctorLine(
         name,
         "FAIL",
-        text if ours else f"{type(error).__name__}: {text}",
+        text if is_allranks_error else f"{type(error).__name__}: {text}",
         " ".join(advice.split())
         or "Check that it is running and that the hosts can connect to each other (see ports, interfaces).",
         reporter,
@@ -164,8 +164,8 @@ def _gather(own: DoctorFacts) -> DoctorReport:
     gathered: list[tuple[int, str, str, dict[str, str], list[tuple[str, ...]]] | None]
     gathered = [None] * allranks.get_world_size()
     # Plain values, which can also be sent without pickle.
-    mine = (own.rank, own.host, own.machine, dict(own.versions), [tuple(check) for check in own.checks])
-    allranks.all_gather_object(gathered, mine)
+    own_facts = (own.rank, own.host, own.machine, dict(own.versions), [tuple(check) for check in own.checks])
+    allranks.all_gather_object(gathered, own_facts)
     collected = [
         DoctorFacts(rank, host, where, versions, [Check(*check) for check in checks])  # type: ignore[arg-type]
         for rank, host, where, versions, checks in filter(None, gathered)
@@ -214,14 +214,14 @@ def _measure(rank: int, size: int, nbytes: int) -> Pairs:
     for together in drawn:
         # A round ends before the next one begins, so that other pairs do not disturb a measurement.
         allranks.barrier()
-        mine = next((pair for pair in together if rank in pair), None)
-        if mine is None:
+        own_pair = next((pair for pair in together if rank in pair), None)
+        if own_pair is None:
             continue
-        peer, leads = (mine[1], True) if rank == mine[0] else (mine[0], False)
+        peer, leads = (own_pair[1], True) if rank == own_pair[0] else (own_pair[0], False)
         times = _round_trips(small, peer, leads, _WARM_UP + _ROUND_TRIPS)[_WARM_UP:]
         long = _round_trips(large, peer, leads, 1 + _LARGE)[1:]
         if leads:
-            found.append((*mine, statistics.median(times) / 2 * 1e6, nbytes / (min(long) / 2) / 1e9))
+            found.append((*own_pair, statistics.median(times) / 2 * 1e6, nbytes / (min(long) / 2) / 1e9))
     gathered: list[list[tuple[int, int, float, float]]] = [[] for _ in range(size)]
     allranks.all_gather_object(gathered, found)
     pairs = tuple(Pair(*pair) for some in gathered for pair in some)

@@ -199,9 +199,17 @@ def _mpiruns(path: str) -> list[str]:
 def _command_output(command: list[str]) -> str:
     """Return the output of a program. It runs in a separate process, because a wrong MPI may terminate its process."""
     # Remove the variables that the launcher of a job sets for its ranks: this process is not a rank.
-    alone = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_"))}
+    environ_without_mpi = {
+        name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_"))
+    }
     done = subprocess.run(
-        command, capture_output=True, text=True, env=alone, timeout=_PATIENCE_S, stdin=subprocess.DEVNULL, check=False
+        command,
+        capture_output=True,
+        text=True,
+        env=environ_without_mpi,
+        timeout=_PATIENCE_S,
+        stdin=subprocess.DEVNULL,
+        check=False,
     )
     return done.stdout + done.stderr
 
