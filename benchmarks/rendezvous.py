@@ -29,7 +29,7 @@ from allranks._net.handshake import HANDSHAKE_FRAME, PROVED, ClientHandshake
 from allranks._rendezvous.join_protocol import (
     TABLE,
     Connect,
-    Joining,
+    JoinProtocol,
     Leave,
     Lost,
     Member,
@@ -195,7 +195,7 @@ def measure(size, with_exchange):
                 size,
                 (f"10.{host >> 8}.{host & 255}.1",),
             )
-            joining = Joining(me, f"bench.{rank}", time.monotonic(), 300.0, "the server", "", fresh=True)
+            joining = JoinProtocol(me, f"bench.{rank}", time.monotonic(), 300.0, "the server", "", fresh=True)
             ranks.append(Rank(crowd, joining.steps()))
         joined_s, joined_bytes = crowd.run([rank.begin for rank in ranks])
         joined_kib = resident_kib(server.pid) - before

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from allranks._base.console import ArgumentParser
 from allranks.tools.bench.options import sizes
-from allranks.tools.outputs import why_not
+from allranks.tools.outputs import output_problem
 
 # study: what it measures, the default of -n, the default and the minimum of --sizes
 STUDIES = {
@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
         parser.error("--budget must be positive")
     if options.plot and options.study != "checkpoint":
         parser.error(f"{options.study} has no plot: omit --plot")
-    if why := why_not(options.json, options.plot):
+    if why := output_problem(options.json, options.plot):
         parser.error(why)
     return options
 

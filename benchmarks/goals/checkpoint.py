@@ -45,7 +45,7 @@ from allranks.testing import run_ranks
 from allranks.tools.bench import text
 from allranks.tools.bench.plot import drawing
 from allranks.tools.progress import TerminalProgress
-from allranks.tools.quiet import Window, before
+from allranks.tools.quiet import MeasurementWindow, current_conditions
 
 __all__ = ["main"]
 
@@ -79,10 +79,10 @@ def main(options: argparse.Namespace) -> int:
         },
     )
     medians: dict[int, dict[str, float]] = {}
-    window, own_s, cpus = Window(), spent_s(), cores(os.sched_getaffinity(0))
+    window, own_s, cpus = MeasurementWindow(), spent_s(), cores(os.sched_getaffinity(0))
     with TerminalProgress("benchmarks/goals") as progress:
         progress.put(results.head(report, "checkpoints"))
-        progress.put(text.conditions(before(), options.nproc, cpus))
+        progress.put(text.conditions(current_conditions(), options.nproc, cpus))
         for nbytes in options.sizes:
             fewest, most = _ROUNDS
             rounds = max(1, round(min(max(_ROUNDS_OF // nbytes, fewest), most) * options.budget))

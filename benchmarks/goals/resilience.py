@@ -51,7 +51,7 @@ from allranks.resilience import State
 from allranks.testing import run_ranks
 from allranks.tools.bench import text
 from allranks.tools.progress import TerminalProgress
-from allranks.tools.quiet import Window, before
+from allranks.tools.quiet import MeasurementWindow, current_conditions
 
 __all__ = ["main"]
 
@@ -84,10 +84,10 @@ def main(options: argparse.Namespace) -> int:
         report.left_out.append("torchft: it is not installed here (make torchft makes an environment that has it)")
     else:
         report.versions[_TORCHFT] = importlib.metadata.version("torchft-nightly")
-    window, own_s, cpus = Window(), spent_s(), cores(os.sched_getaffinity(0))
+    window, own_s, cpus = MeasurementWindow(), spent_s(), cores(os.sched_getaffinity(0))
     with TerminalProgress("benchmarks/goals") as progress:
         progress.put(results.head(report, "the loss of a rank"))
-        progress.put(text.conditions(before(), PROCESSES, cpus))
+        progress.put(text.conditions(current_conditions(), PROCESSES, cpus))
         for each in report.left_out:
             progress.put(f"# left out: {each}")
         if _TORCHFT in report.versions:

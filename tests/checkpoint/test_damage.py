@@ -20,9 +20,9 @@ import torch
 import xxhash
 
 from allranks import CheckpointError, UsageError, checkpoint
-from allranks.checkpoint.choosing import only_here
-from allranks.checkpoint.loading import load_here
+from allranks.checkpoint.loading import load_as_rank
 from allranks.checkpoint.manifest import MANIFEST, load_manifest
+from allranks.checkpoint.selection import select_local_checkpoint
 from allranks.testing import run_ranks
 
 
@@ -308,10 +308,10 @@ def test_error_before_the_first_read_leaves_the_state_unchanged(copy: Path) -> N
     ):
         with pytest.raises(UsageError, match=rf"tensor '{name}' {words}"):
             checkpoint.load(copy, into={**into, name: wrong[name]})
-    chosen = only_here(copy)
+    selected = select_local_checkpoint(copy)
     part.rename(part.with_suffix(".gone"))
     with pytest.raises(CheckpointError, match=r"part-00001\.safetensors is missing; rank 1 wrote it"):
-        load_here(chosen, into, 0)
+        load_as_rank(selected, into, 0)
     assert not into["text"]
     assert not any(tensor.any() for tensor in (into["large"], *into["small"].values()))  # type: ignore[attr-defined]
 

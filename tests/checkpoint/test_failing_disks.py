@@ -171,12 +171,12 @@ def test_failed_copy_of_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
             def no_memory(nbytes: int) -> Any:
                 raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-            background._touched, real = no_memory, background._touched
+            background._prefaulted, real = no_memory, background._prefaulted
         saving = checkpoint.save_async(state(1), tmp_path, step=1)
         with pytest.raises(CheckpointError) as caught:
             saving.wait(60)
         if dist.get_rank() == 1:
-            background._touched = real
+            background._prefaulted = real
         checkpoint.save_async(state(2), tmp_path, step=2).wait(60)
         return str(caught.value)
 

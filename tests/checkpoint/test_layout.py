@@ -9,15 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allranks import UsageError
-from allranks.checkpoint.layout import Offer, SavePlan, make_plan
+from allranks.checkpoint.layout import PartDescription, SavePlan, make_plan
 
 
-def whole(name: str, length: int, digest: int = 0, own: bool = False) -> Offer:
-    return Offer(name, "float32", 4, (length,), (0,), (length,), digest, own)
+def whole(name: str, length: int, digest: int = 0, own: bool = False) -> PartDescription:
+    return PartDescription(name, "float32", 4, (length,), (0,), (length,), digest, own)
 
 
-def part(name: str, shape: tuple[int, ...], offsets: tuple[int, ...], size: tuple[int, ...], digest: int = 0) -> Offer:
-    return Offer(name, "float32", 4, shape, offsets, size, digest)
+def part(
+    name: str, shape: tuple[int, ...], offsets: tuple[int, ...], size: tuple[int, ...], digest: int = 0
+) -> PartDescription:
+    return PartDescription(name, "float32", 4, shape, offsets, size, digest)
 
 
 def check(plan: SavePlan, ranks: int) -> None:
@@ -29,7 +31,7 @@ def check(plan: SavePlan, ranks: int) -> None:
         for job in jobs:
             assert job.begin == end
             assert rank in job.holders
-            end += job.offer.nbytes
+            end += job.description.nbytes
         assert len({job.key for job in jobs}) == len(jobs)
 
 
@@ -43,8 +45,8 @@ def test_each_distinct_value_of_a_tensor_is_written_once(ranks: int, tensors: li
     plan = make_plan(offers)
     check(plan, ranks)
     for number, (_, had) in enumerate(tensors):
-        jobs = [job for job in plan.jobs if job.offer.name == f"t{number}"]
-        assert sorted(job.offer.digest for job in jobs) == sorted(set(had[:ranks]))
+        jobs = [job for job in plan.jobs if job.description.name == f"t{number}"]
+        assert sorted(job.description.digest for job in jobs) == sorted(set(had[:ranks]))
         if len(jobs) == 1:
             assert jobs[0].ranks == ()
         else:
@@ -53,7 +55,7 @@ def test_each_distinct_value_of_a_tensor_is_written_once(ranks: int, tensors: li
 
 def test_bytes_to_write_are_balanced_between_ranks() -> None:
     plan = make_plan([[whole(f"t{n}", 1000 + n) for n in range(40)]] * 4)
-    loads = [sum(job.offer.nbytes for job in jobs) for jobs in plan.files.values()]
+    loads = [sum(job.description.nbytes for job in jobs) for jobs in plan.files.values()]
     assert len(loads) == 4
     assert max(loads) - min(loads) <= 4 * 1040
 
@@ -62,11 +64,13 @@ def test_bytes_to_write_are_balanced_between_ranks() -> None:
 @given(st.lists(st.tuples(st.integers(0, 200), st.sampled_from([1, 2, 4, 8, 16])), max_size=30))
 def test_tensors_are_aligned_in_the_file(tensors: list[tuple[int, int]]) -> None:
     """Tensors of N * 64 bytes begin at a multiple of 64 bytes, the others at a multiple of their element size."""
-    offers = [Offer(f"t{n}", "any", size, (length,), (0,), (length,), 0) for n, (length, size) in enumerate(tensors)]
+    offers = [
+        PartDescription(f"t{n}", "any", size, (length,), (0,), (length,), 0) for n, (length, size) in enumerate(tensors)
+    ]
     plan = make_plan([offers])
     check(plan, 1)
     for job in plan.jobs:
-        assert job.begin % (64 if job.offer.nbytes % 64 == 0 else job.offer.size) == 0
+        assert job.begin % (64 if job.description.nbytes % 64 == 0 else job.description.size) == 0
 
 
 def test_each_rank_writes_tensors_marked_as_own() -> None:
@@ -94,7 +98,7 @@ def test_each_shard_of_a_grid_is_written_once(rows: int, columns: int, height: i
     plan = make_plan(offers)
     check(plan, len(offers))
     assert len(plan.jobs) == rows * columns
-    assert sum(math.prod(job.offer.part) for job in plan.jobs) == math.prod(shape)
+    assert sum(math.prod(job.description.part) for job in plan.jobs) == math.prod(shape)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +118,7 @@ def test_each_shard_of_a_grid_is_written_once(rows: int, columns: int, height: i
         ([part("t", (4,), (0,), (2,), 1), part("t", (4,), (0,), (2,), 2)], "have the same part of tensor 't'"),
     ],
 )
-def test_inconsistent_shards_are_refused(offers: list[Offer], words: str) -> None:
+def test_inconsistent_shards_are_refused(offers: list[PartDescription], words: str) -> None:
     with pytest.raises(UsageError) as caught:
         make_plan([[offer] for offer in offers])
     assert words in str(caught.value)
@@ -124,6 +128,6 @@ def test_shards_without_elements_are_not_written() -> None:
     """Five ranks share two rows, so three ranks have no elements."""
     offers = [[part("t", (2, 3), (min(r, 2), 0), (int(r < 2), 3))] for r in range(5)]
     plan = make_plan(offers)
-    assert [job.offer.part for job in plan.jobs] == [(1, 3), (1, 3)]
+    assert [job.description.part for job in plan.jobs] == [(1, 3), (1, 3)]
     nothing = make_plan([[part("t", (0, 3), (0, 0), (0, 3))]] * 2)
     assert len(nothing.jobs) == 1

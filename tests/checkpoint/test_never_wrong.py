@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from allranks import checkpoint
-from allranks.checkpoint.offers import digest_of, plain_of, sums_digest
+from allranks.checkpoint.part_descriptions import contiguous_on_cpu, digest_of, sums_digest
 
 
 def again(folder: Path, state: Any) -> Any:
@@ -24,7 +24,9 @@ def again(folder: Path, state: Any) -> Any:
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return torch.equal(plain_of(one).reshape(-1).view(torch.uint8), plain_of(other).reshape(-1).view(torch.uint8))
+    return torch.equal(
+        contiguous_on_cpu(one).reshape(-1).view(torch.uint8), contiguous_on_cpu(other).reshape(-1).view(torch.uint8)
+    )
 
 
 def test_lazy_views_of_one_storage_are_restored(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from torch import nn
 
 import allranks as dist
 from allranks import AllranksError, CheckpointError, UsageError, checkpoint
-from allranks.checkpoint import fetching, folders, own_folders
-from allranks.checkpoint.company import alone
+from allranks.checkpoint import folders, own_folders, remote_files
+from allranks.checkpoint.participants import single_process
 from allranks.testing import run_ranks
 from support.worlds import world
 
@@ -225,7 +225,7 @@ def test_inconsistent_visibility_of_folders_is_an_error(tmp_path: Path, monkeypa
     def body() -> str:
         rank = dist.get_rank()
         if rank == 1:
-            folders.marked = lambda folder, partial, number: True  # type: ignore[assignment]
+            folders.has_marker = lambda folder, partial, number: True  # type: ignore[assignment]
         with pytest.raises(CheckpointError) as caught:
             checkpoint.save({"x": 1}, tmp_path / f"host{rank}", step=1)
         assert [name for name in os.listdir(tmp_path / f"host{rank}") if name not in (".job", ".lock")] == []
@@ -238,8 +238,8 @@ def test_inconsistent_visibility_of_folders_is_an_error(tmp_path: Path, monkeypa
 
 
 def test_shares_are_numbered_only_if_folders_differ() -> None:
-    assert own_folders.numbers_of([0, 0, 2, 0, 2, 5]) == [1, 1, 2, 1, 2, 3]
-    assert own_folders.numbers_of([0, 0]) == [0, 0]
+    assert own_folders.share_numbers_of([0, 0, 2, 0, 2, 5]) == [1, 1, 2, 1, 2, 3]
+    assert own_folders.share_numbers_of([0, 0]) == [0, 0]
 
 
 # Loading.
@@ -303,14 +303,14 @@ def test_transferred_chunks_have_a_bounded_size(two_hosts: Path) -> None:
 
     def body(folder: Path) -> list[int]:
         lengths = []
-        real = fetching.Rounds.fetch
+        real = remote_files.TransferRounds.fetch
 
         def fetch(self: Any, file: int, begin: int, end: int) -> Any:
             lengths.append(end - begin)
             return real(self, file, begin, end)
 
-        fetching.Rounds.fetch = fetch  # type: ignore[method-assign]
-        fetching._LONGEST = 4 << 20
+        remote_files.TransferRounds.fetch = fetch  # type: ignore[method-assign]
+        remote_files._MAX_RANGE_BYTES = 4 << 20
         check(checkpoint.load(newest(folder)), dist.get_rank(), 2)
         return lengths
 
@@ -427,7 +427,7 @@ def test_rank_that_cannot_read_data_for_others_is_reported(copy: Path) -> None:
             def fail(*arguments: Any) -> None:
                 raise OSError(5, "Input/output error")
 
-            fetching._fill = fail  # type: ignore[assignment]
+            remote_files._fill = fail  # type: ignore[assignment]
         with pytest.raises(CheckpointError) as caught:
             checkpoint.load(newest(folder))
         return str(caught.value)
@@ -648,7 +648,7 @@ def test_save_is_refused_if_another_job_uses_one_of_the_folders(tmp_path: Path) 
         return str(caught.value)
 
     (tmp_path / "host1").mkdir()
-    with folders.holding(tmp_path / "host1", "the other"):
+    with folders.hold_folder(tmp_path / "host1", "the other"):
         said = on(tmp_path, TWO, body)
     assert all(f"pid {os.getpid()}, run 'the other', since " in words for words in said)
     assert all(f"saves into {tmp_path / 'host1'} until its" in words for words in said)
@@ -656,10 +656,10 @@ def test_save_is_refused_if_another_job_uses_one_of_the_folders(tmp_path: Path) 
 
 
 def test_single_process_does_not_send() -> None:
-    company = alone()
-    assert company.exchange(7, int) == [7]
-    assert company.apart(lambda: None) is company
+    participants = single_process()
+    assert participants.exchange(7, int) == [7]
+    assert participants.duplicate(lambda: None) is participants
     with pytest.raises(AssertionError, match="cannot send"):
-        company.send(torch.zeros(1), 0)
+        participants.send(torch.zeros(1), 0)
     with pytest.raises(AssertionError, match="cannot receive"):
-        company.receive(torch.zeros(1), 0)
+        participants.receive(torch.zeros(1), 0)

@@ -332,8 +332,8 @@ def test_path_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
 HOLDS = """
 import sys, time
 from pathlib import Path
-from allranks.checkpoint.folders import holding
-with holding(Path(sys.argv[1]), "the other"):
+from allranks.checkpoint.folders import hold_folder
+with hold_folder(Path(sys.argv[1]), "the other"):
     print("held", flush=True)
     time.sleep(100)
 """

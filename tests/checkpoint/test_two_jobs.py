@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from allranks import checkpoint
-from allranks.checkpoint import folders, owners
+from allranks.checkpoint import folder_claims, folders
 
 JOB = """
 import errno, fcntl, os, socket, sys, time, warnings
@@ -148,15 +148,15 @@ def test_folder_without_its_job_record_can_be_claimed_again(tmp_path: Path, jobs
 
 def test_processes_of_a_job_have_the_same_run_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run ID comes from the launcher, else from a rank that has one, else from rank 0."""
-    monkeypatch.setattr(owners, "_run", "")
+    monkeypatch.setattr(folder_claims, "_run", "")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert owners.decided_run() == ""
-    alone = owners.run_id()
-    assert alone == owners.run_id()
-    owners.adopt_run([("", "zero"), ("", alone)])
-    assert owners.run_id() == owners.decided_run() == "zero"
-    owners.adopt_run([("", "new"), ("zero", "zero")])
-    assert owners.run_id() == "zero"
+    assert folder_claims.agreed_run_id() == ""
+    alone = folder_claims.run_id()
+    assert alone == folder_claims.run_id()
+    folder_claims.agree_on_run_id([("", "zero"), ("", alone)])
+    assert folder_claims.run_id() == folder_claims.agreed_run_id() == "zero"
+    folder_claims.agree_on_run_id([("", "new"), ("zero", "zero")])
+    assert folder_claims.run_id() == "zero"
 
 
 def test_tidy_reports_a_missing_checkpoint(tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_tidy_reports_a_missing_checkpoint(tmp_path: Path) -> None:
 
 
 def test_merge_releases_the_folder(tmp_path: Path) -> None:
-    with folders.holding(tmp_path, "a merge", stays=False) as held:
-        assert held == folders.Held("", [])
-    with folders.holding(tmp_path, "another"):
+    with folders.hold_folder(tmp_path, "a merge", stays=False) as held:
+        assert held == folders.HeldFolder("", [])
+    with folders.hold_folder(tmp_path, "another"):
         pass
-    owners.release(tmp_path)
+    folder_claims.release(tmp_path)

@@ -13,7 +13,7 @@ from membership_simulation import Group
 
 from allranks._elastic.membership_change import NEWCOMER, Proposal
 from allranks._elastic.membership_store import MembershipStore
-from allranks._elastic.replicas import chosen
+from allranks._elastic.replicas import choose_members
 from allranks._rendezvous.finders.interface import Finder
 from allranks._rendezvous.join_protocol import Act, Answer, Lost, Member, Steps
 from allranks._store import Store, StoreClient
@@ -94,7 +94,7 @@ def _chosen(size: int, full: list[int], new: list[int], places: dict[int, int] |
         )
         for slot in sorted(full + new)
     ]
-    return [proposal.slot for proposal in chosen(proposals)]
+    return [proposal.slot for proposal in choose_members(proposals)]
 
 
 def test_only_whole_replicas_continue() -> None:

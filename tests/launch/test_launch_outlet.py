@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.launch.output.outlet import Outlet
+from allranks.launch.output.nonblocking import NonblockingOutput
 
 DATA = bytes(range(256)) * 4096 * 4
 
@@ -33,7 +33,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
 
 def test_unread_output_is_kept_without_loss(ends: tuple[int, int]) -> None:
     ear, mouth = ends
-    outlet = Outlet(mouth)
+    outlet = NonblockingOutput(mouth)
     outlet.put(DATA)
     outlet.flush()
     assert 0 < outlet.backlog < len(DATA)
@@ -50,7 +50,7 @@ def test_unread_output_is_kept_without_loss(ends: tuple[int, int]) -> None:
 
 def test_closed_reader_is_reported_once(ends: tuple[int, int]) -> None:
     ear, mouth = ends
-    outlet = Outlet(mouth)
+    outlet = NonblockingOutput(mouth)
     os.close(ear)
     outlet.put(b"x")
     with pytest.raises(BrokenPipeError):
@@ -64,7 +64,7 @@ def test_closed_reader_is_reported_once(ends: tuple[int, int]) -> None:
 def test_outlet_and_other_writers_share_the_file_position(tmp_path: Path) -> None:
     with open(tmp_path / "file", "wb", buffering=0) as file:
         file.write(b"before ")
-        outlet = Outlet(file.fileno())
+        outlet = NonblockingOutput(file.fileno())
         outlet.put(b"ours ")
         outlet.flush()
         outlet.close()

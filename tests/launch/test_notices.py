@@ -16,13 +16,13 @@ from allranks.launch.policy.interface import (
     AnswerStates,
     DumpStacks,
     InspectRanks,
-    PrintNotice,
+    PrintWaitReport,
     RanksStarted,
-    StatesAsked,
+    StatesRequested,
     TimePassed,
 )
-from allranks.launch.policy.notices import Notices
 from allranks.launch.policy.round import Round, Rules, step
+from allranks.launch.policy.wait_reports import WaitReports
 from allranks.launch.spec.events import LongWait, Stacks
 from support.launcher_process import Launcher
 
@@ -51,18 +51,18 @@ STACK = b'Current thread 0x1 (most recent call first):\n  File "/home/me/data.py
 RUNNING = {0, 1, 2}
 
 
-def ask(notices: Notices, limit: float = 10.0, at: float = 0.0, index: int = 7) -> list[object]:
+def ask(notices: WaitReports, limit: float = 10.0, at: float = 0.0, index: int = 7) -> list[object]:
     return list(notices.take_wait(LongWait(0, index, limit), [0, 1, 2], at))
 
 
-def tell(notices: Notices, *states: RankState, at: float = 0.1, reader: int | None = None) -> list[object]:
+def tell(notices: WaitReports, *states: RankState, at: float = 0.1, reader: int | None = None) -> list[object]:
     for state in states:
         notices.take_state(state)
     return list(notices.check(RUNNING, reader, at))
 
 
 def test_long_wait_leads_to_a_wait_report_with_stacks() -> None:
-    notices = Notices()
+    notices = WaitReports()
     assert notices.deadline() is None
     assert ask(notices) == [InspectRanks((0, 1, 2))]
     assert ask(notices, index=8) == []  # one inspection at a time
@@ -71,29 +71,29 @@ def test_long_wait_leads_to_a_wait_report_with_stacks() -> None:
     notices.take_stacks(Stacks(2, STACK), 0.2)
     assert notices.check(RUNNING, None, 0.2) == []  # more stacks may arrive
     (notice,) = notices.check(RUNNING, None, 0.5)
-    assert isinstance(notice, PrintNotice)
+    assert isinstance(notice, PrintWaitReport)
     assert notice.diagnosis.late == (2,)
     assert notice.stacks == {2: STACK}
     assert notices.deadline() is None
 
 
 def test_silent_agents_and_ranks_do_not_delay_a_wait_report() -> None:
-    notices = Notices()
+    notices = WaitReports()
     ask(notices)
     assert notices.deadline() == 0.5
     assert tell(notices, waiting(0), at=0.4) == []
     (notice,) = tell(notices, at=0.5)
-    assert isinstance(notice, PrintNotice)
+    assert isinstance(notice, PrintWaitReport)
     assert notice.diagnosis.late == (1, 2)
     ask(notices, index=9)
     assert tell(notices, waiting(0, 6), waiting(1, 6), late(2), at=3.0) == [DumpStacks((2,))]
     (notice,) = notices.check(RUNNING, None, 4.0)
-    assert isinstance(notice, PrintNotice)
+    assert isinstance(notice, PrintWaitReport)
     assert notice.stacks == {}
 
 
 def test_same_wait_is_reported_again_only_after_the_next_limit() -> None:
-    notices = Notices()
+    notices = WaitReports()
     states = [waiting(0), waiting(1), late(2)]
     ask(notices)
     tell(notices, *states)
@@ -108,14 +108,14 @@ def test_same_wait_is_reported_again_only_after_the_next_limit() -> None:
 
 def test_rank_that_waits_for_its_user_is_not_late() -> None:
     for more, reader in (({"reads_stdin": True}, None), ({}, 2)):
-        notices = Notices()
+        notices = WaitReports()
         ask(notices)
         assert tell(notices, waiting(0), waiting(1), late(2, **more), reader=reader) == []
         assert notices.deadline() is None
 
 
 def test_stop_cancels_a_wait_report() -> None:
-    notices = Notices()
+    notices = WaitReports()
     ask(notices)
     notices.forget()
     assert tell(notices, waiting(0), waiting(1), late(2)) == []
@@ -123,19 +123,19 @@ def test_stop_cancels_a_wait_report() -> None:
 
 
 def test_stacks_are_not_requested_from_ranks_that_have_exited() -> None:
-    notices = Notices()
+    notices = WaitReports()
     ask(notices)
     for state in (waiting(0), waiting(1), late(2)):
         notices.take_state(state)
     (notice,) = notices.check({0, 1}, None, 0.1)
-    assert isinstance(notice, PrintNotice)
+    assert isinstance(notice, PrintWaitReport)
 
 
 def test_request_of_another_command_is_answered() -> None:
     state = Round(Rules(10.0))
     step(state, RanksStarted((0, 1, 2)), 0.0)
-    assert step(state, StatesAsked(5), 1.0) == [InspectRanks((0, 1, 2), 5)]
-    assert step(state, StatesAsked(5), 1.1) == []  # receives the same answer as the first request
+    assert step(state, StatesRequested(5), 1.0) == [InspectRanks((0, 1, 2), 5)]
+    assert step(state, StatesRequested(5), 1.1) == []  # receives the same answer as the first request
     assert state.deadline() == 1.5
     for each in (waiting(0), waiting(1), late(2)):
         step(state, each, 1.2)
@@ -145,7 +145,7 @@ def test_request_of_another_command_is_answered() -> None:
     (answer,) = step(state, TimePassed(), 1.5)
     assert answer == AnswerStates([waiting(0), waiting(1), late(2)], {2: STACK}, {})
     assert state.deadline() is None
-    assert step(state, StatesAsked(0, stacks=False), 2.0) == [InspectRanks((0, 1, 2))]
+    assert step(state, StatesRequested(0, stacks=False), 2.0) == [InspectRanks((0, 1, 2))]
     (answer,) = step(state, TimePassed(), 2.5)  # no agent has answered
     assert answer == AnswerStates([], {}, {})
 

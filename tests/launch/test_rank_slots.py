@@ -84,7 +84,7 @@ join = RankSlots.join
         (Round, "_publish", nothing),
         (Round, "_give_up_starting", nothing),
         (Round, "_check_leaving", nothing),
-        (Round, "_may_go_on", always),
+        (Round, "_can_continue", always),
         (Round, "_has_failures", lambda self: False),
         (RankSlots, "may_start", always),
         (RankSlots, "is_enough", always),

@@ -11,7 +11,7 @@ from allranks.launch.agents.agent_command import last_message
 from allranks.launch.policy.root_cause import SETTLE_S, Failure, RootCause, consequence
 from allranks.launch.ranks.rank import is_echo
 from allranks.launch.reporter import Reporter
-from allranks.launch.runtime.last_words import describe_failure, describe_interrupt
+from allranks.launch.runtime.summaries import describe_failure, describe_interrupt
 from allranks.launch.spec.events import FailureReport
 
 

@@ -29,7 +29,7 @@ from torch import nn
 
 import allranks
 from allranks import UsageError
-from allranks.remote.capture.watch import Reach
+from allranks.remote.capture.watch import ReachableValues
 from allranks.remote.master.master import Master
 
 SETTINGS: dict[str, Any] = {"bias": 0.5, "nested": {"by": [1.0, (2.0, 3.0)]}}
@@ -555,12 +555,12 @@ def test_equal_values_of_different_type_or_sign_are_changes() -> None:
         (1j, complex(-0.0, 1)),
     ):
         values = [before]
-        watch = Reach().watch(values)
+        watch = ReachableValues().watch(values)
         assert watch.same([type(before)(str(before)) if type(before) in (int, float) else before])
         assert not watch.same([after])
         ((path, was, now),) = watch.changes([after])
         assert (path, repr(was), repr(now)) == ("[0]", repr(before), repr(after))
-    assert Reach().watch([float("nan")]).same([float("nan")])
+    assert ReachableValues().watch([float("nan")]).same([float("nan")])
     circle: list[Any] = [1]
     circle.append(circle)
-    assert Reach().watch(circle).same(circle)
+    assert ReachableValues().watch(circle).same(circle)

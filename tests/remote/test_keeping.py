@@ -22,8 +22,8 @@ import torch.nn.functional as F
 
 import allranks
 from allranks import RemoteError, UsageError, WorkerLost, WorkerReplaced
-from allranks.remote.master.keeping import Kept
 from allranks.remote.master.master import Master
+from allranks.remote.master.snapshots import Kept
 from support import warm
 
 KILLS = int(os.environ.get("ALLRANKS_TEST_KILLS", "10"))
@@ -353,10 +353,10 @@ def test_backup_worker_is_on_another_host_if_one_exists() -> None:
     hosts = {1: "a", 2: "a", 3: "b", 4: "b"}
     workers = {rank: SimpleNamespace(host=host) for rank, host in hosts.items()}
     kept = Kept([], SimpleNamespace(by_rank=workers), None, None)  # type: ignore[arg-type]
-    assert [kept._buddy(rank) for rank in workers] == [3, 3, 1, 1]
+    assert [kept._backup_worker(rank) for rank in workers] == [3, 3, 1, 1]
     for worker in workers.values():
         worker.host = "a"
-    assert [kept._buddy(rank) for rank in workers] == [2, 3, 4, 1]
+    assert [kept._backup_worker(rank) for rank in workers] == [2, 3, 4, 1]
 
 
 def test_keep_refuses_unsupported_and_poisoned_objects(recovering: Master) -> None:

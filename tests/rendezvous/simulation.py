@@ -30,7 +30,7 @@ from allranks._rendezvous.join_protocol import (
     TABLE,
     Answer,
     Connect,
-    Joining,
+    JoinProtocol,
     Leave,
     Lost,
     Member,
@@ -139,7 +139,7 @@ class Server:
 
     def drop(self, link: Link) -> None:
         if self.links.pop(link.number, None):
-            self.table.forget(link.number)
+            self.table.remove_client(link.number)
             link.send(False, None)
             self._end_when_alone()
 
@@ -167,7 +167,7 @@ class Server:
 
     def _serve(self, link: Link, frame: bytes) -> None:
         request = decode_request(frame)
-        if self.table.waits(link.number):
+        if self.table.is_waiting(link.number):
             raise Wrong("two requests are in progress simultaneously")
         due = self.table.handle(link.number, request, self.job.now)
         self.job.log("link %d asks %r", link.number, request)
@@ -281,7 +281,9 @@ class Process(Dialer):
         if self.cut_at:
             job.at(self.start + self.cut_at, self._cut)
         me = Member(self.rank, self.pid, self.host, self.host, self.size, (f"10.0.0.{self.host}",))
-        self._joining = Joining(me, f"p{self.pid}", job.now, self.timeout_s, "the store", "Look.", fresh=job.served)
+        self._joining = JoinProtocol(
+            me, f"p{self.pid}", job.now, self.timeout_s, "the store", "Look.", fresh=job.served
+        )
         self._machine = self._whole()
         self._perform(next(self._machine))
 

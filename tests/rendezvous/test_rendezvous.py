@@ -325,7 +325,7 @@ def test_lost_launcher_store_is_reported_promptly_to_waiting_ranks() -> None:
     environ = {"RANK": "1", "WORLD_SIZE": "2", "ALLRANKS_STORE": server.address}
     with ThreadPoolExecutor(1) as pool:
         rank = pool.submit(join, None, timeout_s=30.0, environ=environ)
-        while not any(map(server._table.waits, server._peers)):
+        while not any(map(server._table.is_waiting, server._peers)):
             time.sleep(0.005)
         server.close()
         with pytest.raises(
@@ -542,9 +542,9 @@ def test_error_names_port_and_address_of_rank_0(port: int, host: str, where: str
 
 def test_unresponsive_name_service_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
-    monkeypatch.setattr(address, "_look", lambda host: str(answer.wait(20.0)))
+    monkeypatch.setattr(address, "_resolution_problem", lambda host: str(answer.wait(20.0)))
     began = time.monotonic()
-    assert address.trouble_with("node0", 0.2) == "does not resolve in 0.2 s"
+    assert address.address_problem("node0", 0.2) == "does not resolve in 0.2 s"
     assert time.monotonic() - began < PROMPT_S
     answer.set()
     for thread in threading.enumerate():

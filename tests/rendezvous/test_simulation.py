@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from simulation import Job, Wrong
 
-from allranks._rendezvous.join_protocol import Joining
+from allranks._rendezvous.join_protocol import JoinProtocol
 from allranks._store.wire import Add, Set
 
 SEEDS = 10_000
@@ -45,12 +45,12 @@ def test_a_seed_replays() -> None:
     assert replay(4710) == replay(4710)
 
 
-def count_by_add(self: Joining) -> Any:
-    return (yield from self._do(Add(f"joins/{self.me.rank}/{self.process}", 1)))
+def count_by_add(self: JoinProtocol) -> Any:
+    return (yield from self._perform(Add(f"joins/{self.me.rank}/{self.process}", 1)))
 
 
-def settle_by_set(self: Joining, verdict: Any) -> Any:
-    yield from self._ask(Set(f"{self._board}verdict", msgspec.msgpack.encode(verdict)))
+def settle_by_set(self: JoinProtocol, verdict: Any) -> Any:
+    yield from self._request(Set(f"{self._key_prefix}verdict", msgspec.msgpack.encode(verdict)))
     return verdict
 
 
@@ -59,9 +59,9 @@ def run_all(seeds: range) -> None:
         Job(seed).run()
 
 
-@pytest.mark.parametrize(("method", "broken"), [("_count", count_by_add), ("_settle", settle_by_set)])
+@pytest.mark.parametrize(("method", "broken"), [("_count_joins", count_by_add), ("_write_verdict", settle_by_set)])
 def test_simulation_detects_broken_join_protocol(method: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace a step of the protocol by a variant that looks right. An early version used the first variant."""
-    monkeypatch.setattr(Joining, method, broken)
+    monkeypatch.setattr(JoinProtocol, method, broken)
     with pytest.raises(Wrong):
         run_all(range(5000))

@@ -185,8 +185,8 @@ def test_text_longer_than_a_pmi_value_round_trips() -> None:
     daemon = Daemon()
     daemon.start()
     for text in ("x" * 1000 + "y", "short"):
-        board = pmi.PmiBoard(daemon.near.fileno())
-        board.post(text)
+        board = pmi.PmiBroadcast(daemon.near.fileno())
+        board.publish(text)
         assert board.read(5.0) == text
     assert daemon.calls.count("init") == 1
     daemon.near.close()
@@ -198,7 +198,7 @@ def test_unexpected_pmi_answer_raises_config_error(strange: str) -> None:
     daemon = Daemon(strange)
     daemon.start()
     with pytest.raises(ConfigError, match=f"it answered '{strange}' to 'cmd=init'"):
-        pmi.PmiBoard(daemon.near.fileno())
+        pmi.PmiBroadcast(daemon.near.fileno())
     daemon.near.close()
 
 
@@ -207,5 +207,5 @@ def test_closed_pmi_connection_raises_config_error() -> None:
     daemon = Daemon()
     daemon.far.close()
     with pytest.raises(ConfigError, match=r"does not serve PMI-1 on this descriptor: .*\n  Set MASTER_ADDR "):
-        pmi.PmiBoard(daemon.near.fileno())
+        pmi.PmiBroadcast(daemon.near.fileno())
     daemon.near.close()

@@ -172,7 +172,7 @@ print("end", slot, own.item(), net.running_mean.sum().item(), state.replaced, fl
 """
 
 
-def _buddies(folder: Path, own: bool, first: list[int], then: list[int]) -> subprocess.CompletedProcess[str]:
+def _run_with_backups(folder: Path, own: bool, first: list[int], then: list[int]) -> subprocess.CompletedProcess[str]:
     program = BUDDIES.replace("OWN", repr(own)).replace("FIRST", repr(first)).replace("THEN", repr(then))
     return _run(folder, "-n", "4", "--elastic", "1", program=program)
 
@@ -184,7 +184,7 @@ def _ends(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
 
 def test_replacement_of_a_backup_rank_stores_the_values_of_its_predecessor(tmp_path: Path) -> None:
     """Replace rank 2, the backup rank of rank 1. Then kill rank 1 before the next step is complete."""
-    calm, hit = _buddies(tmp_path, True, [], []), _buddies(tmp_path, True, [2], [1])
+    calm, hit = _run_with_backups(tmp_path, True, [], []), _run_with_backups(tmp_path, True, [2], [1])
     assert hit.returncode == 0, hit
     assert _ends(hit) == _ends(calm)
     assert [end[1] for end in _ends(hit)] == ["0.0", "30.0", "60.0", "90.0"]
@@ -192,10 +192,10 @@ def test_replacement_of_a_backup_rank_stores_the_values_of_its_predecessor(tmp_p
 
 
 def test_loss_of_a_rank_together_with_its_backup_rank_is_reported(tmp_path: Path) -> None:
-    buffers = _buddies(tmp_path, False, [1, 2], [])
+    buffers = _run_with_backups(tmp_path, False, [1, 2], [])
     assert buffers.returncode == 0, buffers
     assert "rank 1 is lost together with rank 2, which stored its buffers" in buffers.stderr
-    named = _buddies(tmp_path, True, [1, 2], [])
+    named = _run_with_backups(tmp_path, True, [1, 2], [])
     assert named.returncode, named
     assert "rank 1 is lost together with rank 2, which stored its tensors (own=). No rank has them" in named.stderr
 

@@ -687,7 +687,7 @@ def test_name_selects_addresses_to_bind(
     name: str, addresses: list[str], chosen: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(address_module, "_resolve", lambda host: addresses)
-    monkeypatch.setattr(address_module, "_is_here", lambda address: not address.startswith("198."))
+    monkeypatch.setattr(address_module, "_is_local", lambda address: not address.startswith("198."))
     monkeypatch.setattr(address_module, "published_addresses", lambda environ: ("192.0.2.7",))
     assert address_module.addresses_of(name, {"ALLRANKS_IFACE": chosen}) == expected
 
@@ -720,7 +720,7 @@ def test_forked_child_does_not_serve_waiting_threads_of_parent() -> None:
     waiting = threading.Thread(target=lambda: store.queue_pop("q"))
     waiting.start()
     try:
-        assert within(PROMPT_S, lambda: bool(store._table._parked))
+        assert within(PROMPT_S, lambda: bool(store._table._waiting))
         child = os.fork()
         if child == 0:
             store.queue_push("q", b"of the child")
@@ -786,7 +786,7 @@ def test_closing_client_or_server_ends_waiting_calls() -> None:
     first, second = StoreClient.connect(server.address), StoreClient.connect(server.address)
     with ThreadPoolExecutor(2) as pool:
         gets = [pool.submit(client.get, "never", 60.0) for client in (first, second)]
-        assert within(PROMPT_S, lambda: all(map(server._table.waits, server._peers)))
+        assert within(PROMPT_S, lambda: all(map(server._table.is_waiting, server._peers)))
         first.close()
         with pytest.raises(StoreLostError, match="this client was closed"):
             gets[0].result(5.0)
@@ -890,10 +890,10 @@ def test_pickling_a_store_raises_with_advice(tmp_path: Path) -> None:
 
 def test_server_sets_values_without_a_client() -> None:
     server = StoreServer.unix()
-    server.put("before", b"1")
+    server.set_locally("before", b"1")
     with server.start(), StoreClient.connect(server.address) as client, ThreadPoolExecutor() as pool:
         assert client.get("before") == b"1"
         waits = pool.submit(client.get, "after", 20.0)
-        server.put("after", b"2")
+        server.set_locally("after", b"2")
         assert waits.result() == b"2"
         assert client.num_keys() == 2

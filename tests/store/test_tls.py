@@ -326,7 +326,7 @@ def test_wrong_tls_settings_raise_config_error(sites: tuple[Site, Site], tmp_pat
         with pytest.raises(ConfigError, match="Expected all three"):
             StoreServer.tcp("localhost", 0, SECRET)
         with pytest.raises(ConfigError, match="Expected all three"):
-            StoreServer.on(socket.create_server(("127.0.0.1", 0)), "127.0.0.1", SECRET)
+            StoreServer.on_socket(socket.create_server(("127.0.0.1", 0)), "127.0.0.1", SECRET)
         with pytest.raises(ConfigError, match="Expected all three"):
             StoreClient.connect("tcp:127.0.0.1:9", SECRET, 5.0)
 

@@ -187,7 +187,7 @@ def test_shared_cpus_and_cores_are_reported() -> None:
 
 def test_busy_time_excludes_own_cpu_time() -> None:
     """Measure the same work twice: declared as work of other processes, and declared as own work."""
-    window = quiet.Window()
+    window = quiet.MeasurementWindow()
     began, began_s = time.monotonic(), time.process_time()
     while time.process_time() - began_s < 0.3:
         pass

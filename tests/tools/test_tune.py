@@ -12,7 +12,7 @@ from pathlib import Path
 import allranks as dist
 from allranks._engines.native.tuning import NEVER, read_tuning
 from allranks.testing import run_ranks
-from allranks.tools.tune.choosing import TunedValues, choose
+from allranks.tools.tune.selection import TunedValues, choose_tuning
 from support import warm
 
 TUNE = [sys.executable, "-m", "allranks", "tune"]
@@ -20,14 +20,17 @@ TUNE = [sys.executable, "-m", "allranks", "tune"]
 
 def test_fastest_measured_choice_is_selected() -> None:
     found = TunedValues(cpus=32)
-    found.meetings = {
+    found.group_times = {
         8: {0: {8: 1.0, 16: 4.0}, 4: {8: 1.5, 16: 4.0}},
         16: {0: {8: 4.0, 16: 9.0}, 4: {8: 3.0, 16: 9.0}, 8: {8: 2.0, 16: 8.0}},
         32: {0: {8: 9.0, 16: 20.0}, 4: {8: 5.0, 16: 20.0}, 8: {8: 3.0, 16: 10.0}, 16: {8: 6.0, 16: 20.0}},
         64: {0: {8: 90.0, 16: 90.0}, 8: {8: 99.0, 16: 90.0}},
     }
-    found.shots = {2: {4096: (1.0, 2.0), 8192: (2.0, 2.0), 16384: (5.0, 4.0)}, 4: {4096: (3.0, 2.0), 8192: (1.0, 2.0)}}
-    table = choose(found)
+    found.one_shot_times = {
+        2: {4096: (1.0, 2.0), 8192: (2.0, 2.0), 16384: (5.0, 4.0)},
+        4: {4096: (3.0, 2.0), 8192: (1.0, 2.0)},
+    }
+    table = choose_tuning(found)
     assert table == {
         "levels_from": 16,
         "crowded_levels_from": NEVER,
@@ -38,7 +41,7 @@ def test_fastest_measured_choice_is_selected() -> None:
 
 
 def test_unmeasured_values_are_not_written() -> None:
-    assert choose(TunedValues(cpus=2, meetings={2: {0: {8: 1.0}}})) == {}
+    assert choose_tuning(TunedValues(cpus=2, group_times={2: {0: {8: 1.0}}})) == {}
 
 
 def test_tuning_file_is_read_by_groups(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ _CONNECT_S = 5.0  # seconds; all members have exchanged records, and losses afte
 
 
 @dataclass(frozen=True)
-class _Early:
+class _EarlyGroup:
     """A group created before the training loop.
 
     Attributes:
@@ -65,11 +65,11 @@ class _Early:
         """
         if replica == 1 or count < 2:
             return None
-        places = tuple(dict.fromkeys(rank % replica for rank in self.ranks))
+        positions = tuple(dict.fromkeys(rank % replica for rank in self.ranks))
         if len({rank // replica for rank in self.ranks}) == 1:
-            return "replica", places
-        if tuple(self.ranks) == tuple(row * replica + place for row in range(count) for place in places):
-            return "all", places
+            return "replica", positions
+        if tuple(self.ranks) == tuple(row * replica + position for row in range(count) for position in positions):
+            return "all", positions
         return None
 
 
@@ -86,8 +86,8 @@ class EarlyGroups:
         self._world = world
         self._history = history
         self._slots = list(slots)
-        self._groups: list[_Early] = []
-        self._made: Counter[tuple[object, ...]] = Counter()
+        self._groups: list[_EarlyGroup] = []
+        self._created_counts: Counter[tuple[object, ...]] = Counter()
 
     def __contains__(self, group: ProcessGroup) -> bool:
         # Compare by identity: a group keeps its object over all generations, while its engine and members change.
@@ -99,9 +99,9 @@ class EarlyGroups:
         return [each.group for each in self._groups if self._role(each) is not None]
 
     @property
-    def lacks(self) -> bool:
+    def lacks_results(self) -> bool:
         """Whether the replay log lacks the result of a call, so that this process needs the state of another one."""
-        return any(each.group._is_open and _replay(each).lacks for each in self._groups)
+        return any(each.group._is_open and _replay(each).lacks_results for each in self._groups)
 
     def connect(self, parent: ProcessGroup, connect: Callable[[], Engine | None]) -> Engine | None:
         """Connect a new group through an existing group, or return None if this is not possible yet.
@@ -138,27 +138,27 @@ class EarlyGroups:
         """
         slots = tuple(self._slots[rank] for rank in ranks)
         # The key uses only values that a replacement process computes identically: rank slots and the creation order.
-        self._made[slots, backend] += 1
-        about = repr((slots, backend, self._made[slots, backend])).encode()
-        key = hashlib.blake2b(about, digest_size=_KEY_BYTES).digest()
+        self._created_counts[slots, backend] += 1
+        identity = repr((slots, backend, self._created_counts[slots, backend])).encode()
+        key = hashlib.blake2b(identity, digest_size=_KEY_BYTES).digest()
         membership, slot = self._history.membership, self._slots[self._world.rank()]
         # The log of this rank slot comes first. The other logs can contain results that it lacks.
         slots_read = [slot, *(other for other in slots if other != slot)]
         replay = ReplayEngine(
             backend,
             engine,
-            lambda entry: membership.append(_record(slot, key), entry),
-            partial(_give_up, name),
+            lambda entry: membership.append(_log_key(slot, key), entry),
+            partial(_raise_interrupted, name),
             # Read on demand: the logs of other ranks grow until the loop begins.
-            lambda: [membership.read(_record(each, key)) or b"" for each in slots_read],
+            lambda: [membership.read(_log_key(each, key)) or b"" for each in slots_read],
         )
         members = [self._world.members[rank] for rank in ranks]
-        made = ProcessGroup(replay, name, list(ranks).index(self._world.rank()), members, timeout_s)
-        early = _Early(made, key, tuple(ranks), backend)
+        group = ProcessGroup(replay, name, list(ranks).index(self._world.rank()), members, timeout_s)
+        early = _EarlyGroup(group, key, tuple(ranks), backend)
         if engine is not None:
-            made.history = self._history_of(early, key, ranks)
+            group.history = self._history_of(early, key, ranks)
         self._groups.append(early)
-        return made
+        return group
 
     def abort(self) -> None:
         """Abort the calls of these groups, on every rank."""
@@ -183,18 +183,22 @@ class EarlyGroups:
             TimeoutError: A rank did not arrive in time.
             JoinError: Members of a group could not connect.
         """
-        there = [each for each in self._groups if each.group._is_open]
+        open_groups = [each for each in self._groups if each.group._is_open]
         # With the same rank slots, lost ranks were only replaced, so every group keeps its members and its key.
-        same = [slot for slot, _ in self._history.members] == self._slots
-        meant = [(each.key, each.ranks) for each in there] if same else self._meant(there)
+        slots_unchanged = [slot for slot, _ in self._history.members] == self._slots
+        present = (
+            [(each.key, each.ranks) for each in open_groups]
+            if slots_unchanged
+            else self._present_keys_and_ranks(open_groups)
+        )
         # A group is connected only if all its members have created it. Otherwise its members would wait for the others.
-        offers = _gather_keys(self._world, [key for key, ranks in meant if ranks])
+        keys_by_rank = _gather_keys(self._world, [key for key, ranks in present if ranks])
         self._groups, connected = [], []
-        for each, (key, ranks) in zip(there, meant, strict=True):
-            if ranks and all(key in offers[rank] for rank in ranks):
+        for each, (key, ranks) in zip(open_groups, present, strict=True):
+            if ranks and all(key in keys_by_rank[rank] for rank in ranks):
                 self._groups.append(each)
                 connected.append((key, each, ranks))
-            elif same:
+            elif slots_unchanged:
                 each.group._close_because(
                     "was closed when a rank was replaced, because not every member has created it"
                 )
@@ -204,35 +208,35 @@ class EarlyGroups:
                     " ranks in a step of the training loop"
                 )
         # After renumbering, members may have created them in different orders. Sorting by key makes the order the same.
-        if not same:
+        if not slots_unchanged:
             connected.sort(key=lambda each: each[0])
         for key, each, ranks in connected:
             self._reconnect(each, key, ranks)
 
-    def _role(self, early: _Early) -> tuple[str, tuple[int, ...]] | None:
+    def _role(self, early: _EarlyGroup) -> tuple[str, tuple[int, ...]] | None:
         replica = self._history.replica
         return early.role(replica, len(self._slots) // replica)
 
-    def _meant(self, groups: Sequence[_Early]) -> list[tuple[bytes, Sequence[int]]]:
+    def _present_keys_and_ranks(self, groups: Sequence[_EarlyGroup]) -> list[tuple[bytes, Sequence[int]]]:
         """Return a key of each group, equal on its present members, and their ranks. No ranks: it lost its meaning."""
         replica, world = self._history.replica, self._world
-        count, here = world.size() // replica, world.rank() // replica
-        made: Counter[object] = Counter()
-        found: list[tuple[bytes, Sequence[int]]] = []
+        count, own_replica = world.size() // replica, world.rank() // replica
+        counts: Counter[object] = Counter()
+        keys_and_ranks: list[tuple[bytes, Sequence[int]]] = []
         for each in groups:
             role = self._role(each)
             if role is None:
-                found.append((each.key, ()))
+                keys_and_ranks.append((each.key, ()))
                 continue
-            made[role, each.backend] += 1
-            about = repr((role, each.backend, made[role, each.backend])).encode()
+            counts[role, each.backend] += 1
+            identity = repr((role, each.backend, counts[role, each.backend])).encode()
             # The first len(role[1]) ranks are one row, that is, the positions in a replica. The other rows repeat them.
-            rows = range(count) if role[0] == "all" else [here]
+            rows = range(count) if role[0] == "all" else [own_replica]
             ranks = [row * replica + rank % replica for row in rows for rank in each.ranks[: len(role[1])]]
-            found.append((hashlib.blake2b(about, digest_size=_KEY_BYTES).digest(), ranks))
-        return found
+            keys_and_ranks.append((hashlib.blake2b(identity, digest_size=_KEY_BYTES).digest(), ranks))
+        return keys_and_ranks
 
-    def _reconnect(self, early: _Early, key: bytes, ranks: Sequence[int]) -> None:
+    def _reconnect(self, early: _EarlyGroup, key: bytes, ranks: Sequence[int]) -> None:
         world, ranks = self._world, list(ranks)
         rank, members = ranks.index(world.rank()), [world.members[r] for r in ranks]
         engine = _engines.make_engine(
@@ -249,7 +253,7 @@ class EarlyGroups:
         early.group._become(engine, rank, members)
         early.group.history = self._history_of(early, key, ranks)
 
-    def _history_of(self, early: _Early, key: bytes, ranks: Sequence[int]) -> GroupHistory:
+    def _history_of(self, early: _EarlyGroup, key: bytes, ranks: Sequence[int]) -> GroupHistory:
         world, group = self._history, early.group
         members = [world.members[rank] for rank in ranks]
         # The generation excludes old proposals. The first rank distinguishes the replicas, whose groups share a key.
@@ -272,17 +276,17 @@ def early_groups_of(world: ProcessGroup) -> EarlyGroups | None:
     return world.early if isinstance(world, ElasticWorld) else None
 
 
-def _replay(early: _Early) -> ReplayEngine:
+def _replay(early: _EarlyGroup) -> ReplayEngine:
     engine = early.group.engine
     assert isinstance(engine, ReplayEngine)
     return engine
 
 
-def _record(slot: int, key: bytes) -> str:
+def _log_key(slot: int, key: bytes) -> str:
     return f"replay/{slot}/{key.hex()}"
 
 
-def _give_up(name: str, replay: ReplayEngine) -> NoReturn:
+def _raise_interrupted(name: str, replay: ReplayEngine) -> NoReturn:
     """Raise for a call before the loop that a loss has interrupted, or whose outcome is not known."""
     why = "has lost a rank" if replay.engine is not None else "is not connected yet, because a rank was lost"
     raise AllranksError(
@@ -299,6 +303,6 @@ def _gather_keys(world: ProcessGroup, keys: Sequence[bytes]) -> list[set[bytes]]
         return [set() for _ in counts]
     rows = gather_rows(world, b"".join(keys).ljust(max(counts) * _KEY_BYTES, b"\0"))
     return [
-        {row[at : at + _KEY_BYTES] for at in range(0, count * _KEY_BYTES, _KEY_BYTES)}
+        {row[offset : offset + _KEY_BYTES] for offset in range(0, count * _KEY_BYTES, _KEY_BYTES)}
         for count, row in zip(counts, rows, strict=True)
     ]

@@ -18,7 +18,7 @@ from allranks import _engines
 from allranks._base.errors import JoinError, PeerLostError, TimeoutError, UsageError, rank_list
 from allranks._elastic import membership_change
 from allranks._elastic.membership_change import NEWCOMER, Decision, LossDetector, Proposal, Vote, proposal_key
-from allranks._elastic.replicas import complete
+from allranks._elastic.replicas import forms_replica
 from allranks._elastic.slot_table import GONE, OPTIONAL
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["GroupHistory", "NextGeneration", "ChangeCounts", "no_membership_store"]
 
 _CONNECT_S = 10.0  # seconds; all members have written proposals, and losses after that are detected earlier
-_VAIN = 5  # number of generations with the same members that fail to connect before an error is raised
+_MAX_CONNECT_ATTEMPTS = 5  # number of generations with the same members that fail to connect before an error is raised
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class ChangeCounts:
         """Return the counts including the next generation. The arguments are pairs of rank slot and start."""
         old, new = dict(before), dict(now)
         # Only the start differs between a replacement process and the process that it replaces.
-        again = sum(slot in new and new[slot] != start for slot, start in old.items())
-        gone, come = len(old.keys() - new.keys()), len(new.keys() - old.keys())
-        return self + ChangeCounts(again, again + gone, come)
+        restarted = sum(slot in new and new[slot] != start for slot, start in old.items())
+        lost, joined = len(old.keys() - new.keys()), len(new.keys() - old.keys())
+        return self + ChangeCounts(restarted, restarted + lost, joined)
 
     def __add__(self, other: ChangeCounts) -> ChangeCounts:
         return ChangeCounts(self.replaced + other.replaced, self.lost + other.lost, self.joined + other.joined)
@@ -184,7 +184,7 @@ class GroupHistory:
             self.decided = self.membership.drive(machine.steps(), detect)
         return self.decided
 
-    def succeed(
+    def connect_next_generation(
         self,
         detect: LossDetector,
         *,
@@ -207,8 +207,8 @@ class GroupHistory:
         Raises:
             JoinError: The members cannot connect, although none of them is lost.
         """
-        vain, trouble = 0, JoinError("")
-        while vain < _VAIN:
+        failed_attempts, last_error = 0, JoinError("")
+        while failed_attempts < _MAX_CONNECT_ATTEMPTS:
             before = self.members
             decision = self.decide(detect, without=without, progress=progress, replaces=replaces, timeout_s=timeout_s)
             members = [(proposal.slot, proposal.start) for proposal in decision.proposals]
@@ -228,23 +228,23 @@ class GroupHistory:
             try:
                 engine = self._connect(decision, rank, detect)
             except (JoinError, PeerLostError, TimeoutError) as error:
-                trouble = error if isinstance(error, JoinError) else JoinError(str(error))
+                last_error = error if isinstance(error, JoinError) else JoinError(str(error))
                 # A changed membership is progress: each further loss during recovery deserves new attempts.
-                vain = vain + 1 if members == list(before) else 0
+                failed_attempts = failed_attempts + 1 if members == list(before) else 0
                 # Other ranks may detect the failed connection only after their own connection timeout. This rank waits
                 # longer.
                 timeout_s = max(self.timeout_s if timeout_s is None else timeout_s, 2 * _CONNECT_S)
             # Also after a failed connection: the next proposals of all members must have the same generation number.
             self.begin(decision)
             if engine is not None:
-                found = tuple(proposal.member for proposal in decision.proposals)
-                return NextGeneration(engine, rank, found, decision)
+                next_members = tuple(proposal.member for proposal in decision.proposals)
+                return NextGeneration(engine, rank, next_members, decision)
         raise JoinError(
             f"group '{self.name}': {rank_list([slot for slot, _ in self.members])} could not connect to each other,"
-            f" although none of them is lost: {trouble}"
-        ) from trouble
+            f" although none of them is lost: {last_error}"
+        ) from last_error
 
-    def somebody_waits(self) -> bool:
+    def has_waiting_processes(self) -> bool:
         """Return whether processes wait to become members: a process that joined later, or a whole replica."""
         table = self.membership.table()
         # An excluded process never becomes a member again. Its old proposal must not trigger another membership change.
@@ -259,7 +259,7 @@ class GroupHistory:
         found = [proposal for proposal in self.membership.peek(waiting) if proposal is not None] if waiting else []
         if self.replica == 1:
             return bool(found)
-        return complete([msgspec.msgpack.decode(proposal, type=Proposal) for proposal in found], self.replica)
+        return forms_replica([msgspec.msgpack.decode(proposal, type=Proposal) for proposal in found], self.replica)
 
     def others_have_ended(self) -> bool:
         """Return whether all members of the previous generation have exited with code 0."""
@@ -275,7 +275,7 @@ class GroupHistory:
         self.before, self.members = self.members, members
         self.generation = decision.generation
         self.out, self.waiting = decision.out, decision.waiting
-        # All members continue with the same number of agreements. `_settle` compares votes by this number.
+        # All members continue with the same number of agreements. `_settle_agreement` compares votes by this number.
         self.vote = Vote(decision.ended, decision.outcome)
         self.decided = None
 
@@ -285,7 +285,7 @@ class GroupHistory:
                 self.prefix, rank, decision, record, time.monotonic(), _CONNECT_S, self.membership.where
             )
             records = self.membership.drive(steps, detect)
-            # Retried by `succeed`: the loss of a member during the exchange leads to another generation.
+            # `connect_next_generation` retries: the loss of a member in the exchange leads to another generation.
             if records is None:
                 raise JoinError(f"group '{self.name}': a member was lost while the ranks were connecting")
             return records

@@ -18,7 +18,7 @@ from allranks._base.errors import AllranksError, ExcludedError
 from allranks._elastic.early_groups import EarlyGroups, ElasticWorld
 from allranks._elastic.history import GroupHistory, NextGeneration
 from allranks._elastic.membership_change import Decision
-from allranks._elastic.recovery import LATEST, numbered
+from allranks._elastic.recovery import LATEST, with_world_ranks
 from allranks._elastic.replay import ReplayEngine
 from allranks._elastic.slot_table import GONE, OPTIONAL
 from allranks._group.process_group import ProcessGroup
@@ -48,7 +48,7 @@ Its value is that of ``Proposal.replica``.
 OVER = "over"
 """Key of a training whose loop of epochs has finished. Its value is empty if another loop has begun."""
 
-ALL = 1 << 30  # more calls than any program makes before the loop
+_ALL_CALLS = 1 << 30  # more calls than any program makes before the loop
 _WAIT_S = 0.1  # seconds between two checks whether the loop has begun
 
 
@@ -65,13 +65,15 @@ def join_elastic(membership: MembershipStore, backend: str, name: str, timeout_s
         membership, f"{membership.prefix}world/", backend, name, timeout_s, membership.me.rank, [], replaces=True
     )
     # The replay log is complete only after all first ranks have entered the loop.
-    if _comes_later(membership):
+    if _joins_later(membership):
         _await_loop(membership)
     latest, first = membership.read(LATEST), membership.read(FIRST)
     found: NextGeneration | Decision
     # No decision exists: the first processes have not met yet, and this process takes part in generation 1.
     if latest is None:
-        found = history.succeed(lambda missing: frozenset(), progress=BEFORE_THE_LOOP, replaces=True, waits=False)
+        found = history.connect_next_generation(
+            lambda missing: frozenset(), progress=BEFORE_THE_LOOP, replaces=True, waits=False
+        )
     else:
         found = msgspec.msgpack.decode(latest, type=Decision)
         # Follow the latest generation, so that the next proposal of this process is written under the right number.
@@ -82,24 +84,22 @@ def join_elastic(membership: MembershipStore, backend: str, name: str, timeout_s
             decided = msgspec.msgpack.encode(found.decision)
             membership.write(FIRST, decided)
             membership.write(LATEST, decided)
-        return _Beginning(membership, history, found.members, found.rank).make(backend, found.engine)
+        return _WorldBeforeLoop(membership, history, found.members, found.rank).make(backend, found.engine)
     # The recorded calls contain the ranks and sizes of the first generation, so use its members.
     if first is not None:
         found = msgspec.msgpack.decode(first, type=Decision)
     members = [proposal.member for proposal in found.proposals]
     slots = [member.rank for member in members]
-    rank = (
-        slots.index(membership.me.rank) if membership.me.rank in slots else _place_of_a_newcomer(membership, len(slots))
-    )
-    return _Beginning(membership, history, members, rank).make(backend, None)
+    rank = slots.index(membership.me.rank) if membership.me.rank in slots else _rank_of_newcomer(membership, len(slots))
+    return _WorldBeforeLoop(membership, history, members, rank).make(backend, None)
 
 
-def _place_of_a_newcomer(membership: MembershipStore, ranks: int) -> int:
+def _rank_of_newcomer(membership: MembershipStore, ranks: int) -> int:
     replica = int(membership.read(LOOP) or 1)
     return ranks - replica + membership.me.rank % replica
 
 
-def _comes_later(membership: MembershipStore) -> bool:
+def _joins_later(membership: MembershipStore) -> bool:
     table = membership.table()
     slot = table.find(membership.me.rank) if table is not None else None
     return slot is not None and slot.state == OPTIONAL
@@ -118,7 +118,7 @@ def _await_loop(membership: MembershipStore) -> None:
         time.sleep(_WAIT_S)
 
 
-class _Beginning:
+class _WorldBeforeLoop:
     """A world before the loop: supplies its `ReplayEngine` with the operations that it needs.
 
     Args:
@@ -136,7 +136,7 @@ class _Beginning:
         self._rank = rank
         # Own slot first: the log of the predecessor has precedence over the logs of other ranks.
         self._slots = [members[rank].rank, *(member.rank for n, member in enumerate(members) if n != rank)]
-        self._members = numbered([membership.me if n == rank else member for n, member in enumerate(members)])
+        self._members = with_world_ranks([membership.me if n == rank else member for n, member in enumerate(members)])
         self._group: ElasticWorld | None = None
 
     def make(self, backend: str, engine: Engine | None) -> ProcessGroup:
@@ -158,36 +158,37 @@ class _Beginning:
     def _renew(self, replay: ReplayEngine) -> tuple[Engine, int]:
         group, history, old = self._group, self._history, replay.engine
         assert group is not None
-        # The ranks that `old.lost()` returns refer to the ended generation. `succeed` replaces history.members.
+        # The ranks that `old.lost()` returns refer to the ended generation. `connect_next_generation` replaces
+        # history.members.
         before = list(history.members)
         if old is not None:
             old.abort()  # other ranks may wait for this rank in a call
         group.early.abort()
-        found = history.succeed(
+        next_generation = history.connect_next_generation(
             lambda missing: frozenset(before[rank] for rank in (old.lost() if old is not None else ())),
             # More calls give a lower value. All of them are below NEWCOMER (-1), which marks a process that has no
             # state in the loop.
             progress=BEFORE_THE_LOOP - replay.calls,
             replaces=True,
         )
-        assert isinstance(found, NextGeneration)
+        assert isinstance(next_generation, NextGeneration)
         # Close only after the decision. Until then, the detector reads the losses of the old engine.
         if old is not None:
             old.close()
-        proposals = found.decision.proposals
+        proposals = next_generation.decision.proposals
         if len(proposals) != group.size():
-            found.engine.close()
+            next_generation.engine.close()
             raise AllranksError(
                 f"rank {group.rank()}: {len(proposals)} of {group.size()} ranks remain before the training loop,"
                 " where ranks cannot be renumbered.\n  Restart the job (automatic with allranks run --restarts)"
             )
         # A call that any rank has completed must be replayed on the others: its peers do not make it again.
-        made = max(BEFORE_THE_LOOP - proposal.progress for proposal in proposals)
+        calls_to_replay = max(BEFORE_THE_LOOP - proposal.progress for proposal in proposals)
         # Processes with more progress have made all calls before the loop, and have the state.
         if any(proposal.progress > BEFORE_THE_LOOP for proposal in proposals):
-            group.entered, made = found.decision, ALL
+            group.entered, calls_to_replay = next_generation.decision, _ALL_CALLS
         # A process that starts later begins with this generation instead of the first one.
-        if found.rank == 0:
-            self._membership.write(LATEST, msgspec.msgpack.encode(found.decision))
-        group.meet_again(numbered(found.members), found.engine)
-        return found.engine, made
+        if next_generation.rank == 0:
+            self._membership.write(LATEST, msgspec.msgpack.encode(next_generation.decision))
+        group.meet_again(with_world_ranks(next_generation.members), next_generation.engine)
+        return next_generation.engine, calls_to_replay

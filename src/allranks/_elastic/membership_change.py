@@ -19,7 +19,7 @@ from typing import TypeAlias
 import msgspec
 
 from allranks._base.errors import AllranksError, ExcludedError, StoreLostError, rank_list
-from allranks._elastic.replicas import chosen
+from allranks._elastic.replicas import choose_members
 from allranks._elastic.slot_table import GONE, OPTIONAL, TABLE_KEY, SlotTable
 from allranks._rendezvous.join_protocol import Answer, Lost, Member, Steps
 from allranks._store.wire import CompareSet, FoundValues, Peek, Request, RequestDone, Set, WaitForKeys, WaitTimedOut
@@ -160,7 +160,7 @@ class MembershipChange:
     _now: float = field(init=False, default=0.0)
     _table: SlotTable | None = field(init=False, default=None)
     _proposals: dict[tuple[int, int], Proposal] = field(init=False, default_factory=dict)
-    _seen: dict[tuple[int, int], float] = field(init=False, default_factory=dict)
+    _first_reported: dict[tuple[int, int], float] = field(init=False, default_factory=dict)
 
     def steps(self) -> Steps[Decision]:
         """Write the proposal, wait for the other processes, and decide.
@@ -175,23 +175,23 @@ class MembershipChange:
             AllranksError: Too few ranks remain.
         """
         self._now = self.began
-        posted = None
+        written = None
         while True:
             detected = yield from self._detect()
-            mine = self._with(detected)
+            own_proposal = self._proposal_with(detected)
             # Each write is a request to the store, so write again only if this process has detected a further loss.
-            if mine != posted:
-                yield from self._ask(
-                    Set(self._key(self.proposal.slot, self.proposal.start), msgspec.msgpack.encode(mine))
+            if own_proposal != written:
+                yield from self._request(
+                    Set(self._key(self.proposal.slot, self.proposal.start), msgspec.msgpack.encode(own_proposal))
                 )
-                posted = mine
+                written = own_proposal
             decided = yield from self._read()
             if decided is None and self._is_complete():
                 decided = yield from self._propose()
             if decided is not None:
-                return self._judge(decided)
+                return self._check_decision(decided)
             # Wait for the decision instead of sleeping: the server answers as soon as another process decides.
-            yield from self._ask(WaitForKeys([self._decision], POLL_S, True))
+            yield from self._request(WaitForKeys([self._decision], POLL_S, True))
 
     # Knowledge of this process.
 
@@ -202,7 +202,7 @@ class MembershipChange:
     def _key(self, slot: int, start: int) -> str:
         return proposal_key(self.prefix, self.generation, slot, start)
 
-    def _with(self, detected: LostMembers) -> Proposal:
+    def _proposal_with(self, detected: LostMembers) -> Proposal:
         return msgspec.structs.replace(self.proposal, lost=tuple(sorted(set(self.proposal.lost) | detected)))
 
     def _candidates(self) -> dict[tuple[int, int], bool]:
@@ -231,7 +231,7 @@ class MembershipChange:
             known = list(self._candidates())
             # One request for all keys, so that each poll costs one round trip.
             keys = [self._decision, TABLE_KEY, *(self._key(*each) for each in known)]
-            answer = yield from self._ask(Peek(keys))
+            answer = yield from self._request(Peek(keys))
             assert isinstance(answer, FoundValues)
             decided, table, *proposals = answer.values
             if decided is not None:
@@ -257,12 +257,12 @@ class MembershipChange:
         seen = {pair for proposal in self._proposals.values() for pair in proposal.lost if pair not in self._proposals}
         for pair in seen:
             # The time of the first report counts. Otherwise each further report would restart the grace period.
-            self._seen.setdefault(pair, self._now)
+            self._first_reported.setdefault(pair, self._now)
         # The launcher is the parent and sees every exit. A rank may mistake a network failure for an exit.
         patience_s = UNCONFIRMED_S if self.launched else 0.0
-        return {pair for pair in seen if self._now >= self._seen[pair] + patience_s}
+        return {pair for pair in seen if self._now >= self._first_reported[pair] + patience_s}
 
-    def _taken(self) -> dict[tuple[int, int], bool]:
+    def _eligible(self) -> dict[tuple[int, int], bool]:
         without = {slot for proposal in self._proposals.values() for slot in proposal.without}
         lost = self._lost()
         return {
@@ -271,7 +271,7 @@ class MembershipChange:
 
     def _missing(self) -> tuple[tuple[int, int], ...]:
         """Return the processes for which the ranks wait."""
-        return tuple(each for each, awaited in self._taken().items() if awaited and each not in self._proposals)
+        return tuple(each for each, awaited in self._eligible().items() if awaited and each not in self._proposals)
 
     def _is_complete(self) -> bool:
         missing = self._missing()
@@ -284,42 +284,48 @@ class MembershipChange:
     # The decision.
 
     def _propose(self) -> Steps[Decision]:
-        come = [self._proposals[each] for each in sorted(self._taken()) if each in self._proposals]
+        joined = [self._proposals[each] for each in sorted(self._eligible()) if each in self._proposals]
         # Newcomers did not take part in the interrupted agreement, so they have no vote in it.
-        ended, outcome = _settle([proposal for proposal in come if proposal.progress >= 0])
+        ended, outcome = _settle_agreement([proposal for proposal in joined if proposal.progress >= 0])
         least = 1 if self._table is None else self._table.least
-        proposals = chosen(come)
+        proposals = choose_members(joined)
         # A process that has a proposal but is not chosen waits. A member without a proposal is out for good.
-        here, members = ({(proposal.slot, proposal.start) for proposal in some} for some in (come, proposals))
-        out, waiting = sorted({*self.out, *self.members.items()} - here), sorted({*self.waiting, *here} - members)
-        mine = Decision(self.generation + 1, tuple(proposals), ended, outcome, least, tuple(out), tuple(waiting))
+        proposed, members = ({(proposal.slot, proposal.start) for proposal in some} for some in (joined, proposals))
+        out, waiting = (
+            sorted({*self.out, *self.members.items()} - proposed),
+            sorted({*self.waiting, *proposed} - members),
+        )
+        own_decision = Decision(
+            self.generation + 1, tuple(proposals), ended, outcome, least, tuple(out), tuple(waiting)
+        )
         # The expected value b"" means: only if the key does not exist. Exactly one process can therefore write it.
-        answer = yield from self._ask(CompareSet(self._decision, b"", msgspec.msgpack.encode(mine)))
+        answer = yield from self._request(CompareSet(self._decision, b"", msgspec.msgpack.encode(own_decision)))
         assert isinstance(answer, FoundValues)
         assert answer.values[0] is not None
         # The stored decision counts, which may be that of another process.
         return msgspec.msgpack.decode(answer.values[0], type=Decision)
 
-    def _judge(self, decision: Decision) -> Decision:
-        me = self.proposal
+    def _check_decision(self, decision: Decision) -> Decision:
+        own_proposal = self.proposal
         # This check applies to a newcomer, too. It was a member of a generation that failed to connect, and no rank
         # waits for it any more. If it waited for the next generation after the others have exited, it would write every
         # further decision itself, without members.
-        is_out = (me.slot, me.start) in decision.out
-        if decision.rank_of(me.slot, me.start) is None and not is_out:
+        is_out = (own_proposal.slot, own_proposal.start) in decision.out
+        if decision.rank_of(own_proposal.slot, own_proposal.start) is None and not is_out:
             return decision
         if not is_out and all(proposal.progress == NEWCOMER for proposal in decision.proposals):
             return decision  # the other processes have finished
         if is_out:
             others = rank_list([proposal.slot for proposal in decision.proposals])
             raise ExcludedError(
-                f"rank {me.slot} ({me.member.host}, pid {me.member.pid}): {others} continued without it, in generation"
-                f" {decision.generation} of the group. It was detected as lost, or did not answer in time.\n"
+                f"rank {own_proposal.slot} ({own_proposal.member.host}, pid {own_proposal.member.pid}): {others}"
+                f" continued without it, in generation {decision.generation} of the group. It was detected as lost, or"
+                " did not answer in time.\n"
                 "  Exit this process: the job does not use its results any more."
             )
         if len(decision.proposals) < decision.least:
             raise AllranksError(
-                f"rank {me.slot}: {len(decision.proposals)} ranks remain, but the job requires at least"
+                f"rank {own_proposal.slot}: {len(decision.proposals)} ranks remain, but the job requires at least"
                 f" {decision.least} (--elastic)"
             )
         return decision
@@ -331,7 +337,7 @@ class MembershipChange:
         assert isinstance(answer, frozenset)
         return answer
 
-    def _ask(self, request: Request) -> Steps[RequestDone | FoundValues | WaitTimedOut]:
+    def _request(self, request: Request) -> Steps[RequestDone | FoundValues | WaitTimedOut]:
         self._now, answer = yield request
         return _checked(answer, self.where)
 
@@ -373,14 +379,14 @@ def exchange(
         now, detected = yield DetectLosses(missing)  # type: ignore[misc]
         assert isinstance(detected, frozenset)
         now, answer = yield Peek([TABLE_KEY, f"{prefix}{decision.generation}/decision", *keys])
-        read = _checked(answer, where)
-        assert isinstance(read, FoundValues)
+        peeked = _checked(answer, where)
+        assert isinstance(peeked, FoundValues)
         missing = tuple(
-            (c.slot, c.start) for c, come in zip(decision.proposals, read.values[2:], strict=True) if come is None
+            (c.slot, c.start) for c, value in zip(decision.proposals, peeked.values[2:], strict=True) if value is None
         )
-        gone = detected | _ended(read.values[0])
+        gone = detected | _ended(peeked.values[0])
         # A decision about the next generation means that another member has already given up on this one.
-        if read.values[1] is not None or any((c.slot, c.start) in gone for c in decision.proposals):
+        if peeked.values[1] is not None or any((c.slot, c.start) in gone for c in decision.proposals):
             return None
     return None
 
@@ -397,7 +403,7 @@ def _ended(table: bytes | None) -> set[tuple[int, int]]:
     }
 
 
-def _settle(proposals: Sequence[Proposal]) -> tuple[int, int]:
+def _settle_agreement(proposals: Sequence[Proposal]) -> tuple[int, int]:
     """Return the number and the outcome of the last agreement, which the loss may have interrupted."""
     ended = max((proposal.vote.ended for proposal in proposals), default=0)
     # All ranks that completed an agreement have the same outcome, so any of them will do.

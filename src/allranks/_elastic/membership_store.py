@@ -100,7 +100,7 @@ class MembershipStore:
             if isinstance(act, DetectLosses):
                 return detect(act.missing)
             try:
-                return self._opened()._ask(act)  # type: ignore[arg-type]
+                return self._opened()._execute(act)  # type: ignore[arg-type]
             # Return the failure as an answer: the state machine decides whether it ends the job.
             except (StoreLostError, TimeoutError, NotYet, ConfigError) as error:
                 if isinstance(act, WaitForKeys) and isinstance(error, TimeoutError):
@@ -129,7 +129,7 @@ class MembershipStore:
 
     def peek(self, keys: Sequence[str]) -> Sequence[bytes | None]:
         """Return the current values of full keys, without the prefix."""
-        found = self._opened()._ask(Peek(list(keys)))
+        found = self._opened()._execute(Peek(list(keys)))
         assert isinstance(found, FoundValues)
         return found.values
 

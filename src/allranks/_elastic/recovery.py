@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from allranks._group.communicator import Communicator
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["LATEST", "advance", "agree", "numbered", "shrink"]
+__all__ = ["LATEST", "advance", "agree", "with_world_ranks", "shrink"]
 
 # Seconds that this process waits for a rank before it queries the host of that rank: at first, and at most.
-_ASK_S = (0.2, 1.0)
+_QUERY_PAUSE_S = (0.2, 1.0)
 
 LATEST = "latest"
 """Key in the membership table of the decision about the latest generation of an elastic world."""
@@ -37,7 +37,7 @@ def agree(group: Communicator, value: int) -> int:
         return int(value)
     history = group.history
     try:
-        outcome = _least(group, value)
+        outcome = _minimum(group, value)
     except LOSSES as error:
         if history is None:
             raise no_membership_store(group.name, "agree", group.reconfigured) from error
@@ -71,8 +71,8 @@ def shrink(
         without.append(history.members[number][0])
     # Before the change: history.members and group.members must describe the same generation here.
     world_ranks = {slot: member for (slot, _), member in zip(history.members, group.members, strict=True)}
-    following = _succeed(group, history, without=without, timeout_s=timeout_s)
-    return following, [world_ranks[proposal.slot] for proposal in following.decision.proposals]
+    next_generation = _connect_next_generation(group, history, without=without, timeout_s=timeout_s)
+    return next_generation, [world_ranks[proposal.slot] for proposal in next_generation.decision.proposals]
 
 
 def advance(group: BaseGroup, *, progress: int, replaces: bool, timeout_s: float | None = None) -> NextGeneration:
@@ -86,20 +86,22 @@ def advance(group: BaseGroup, *, progress: int, replaces: bool, timeout_s: float
     """
     history = history_of(group, "recovery after a loss")
     group.abort()  # whatever the cause of this call: other ranks may wait for this rank in a call
-    following = _succeed(group, history, progress=progress, replaces=replaces, timeout_s=timeout_s)
-    group._become(following.engine, following.rank, numbered(following.members))
+    next_generation = _connect_next_generation(
+        group, history, progress=progress, replaces=replaces, timeout_s=timeout_s
+    )
+    group._become(next_generation.engine, next_generation.rank, with_world_ranks(next_generation.members))
     # After `_become`, so a replacement process that reads the key finds a generation that has connected.
-    if following.rank == 0 and history.membership.launched:
-        history.membership.write(LATEST, msgspec.msgpack.encode(following.decision))
-    return following
+    if next_generation.rank == 0 and history.membership.launched:
+        history.membership.write(LATEST, msgspec.msgpack.encode(next_generation.decision))
+    return next_generation
 
 
-def numbered(members: Sequence[Member]) -> list[Member]:
+def with_world_ranks(members: Sequence[Member]) -> list[Member]:
     """Return these processes as the members of a world, by rank."""
     return [msgspec.structs.replace(m, rank=rank, world_size=len(members)) for rank, m in enumerate(members)]
 
 
-def _succeed(
+def _connect_next_generation(
     group: BaseGroup,
     history: GroupHistory,
     *,
@@ -110,11 +112,11 @@ def _succeed(
 ) -> NextGeneration:
     if group.failed_ranks():
         group.abort()  # for ranks that are in a call and have not detected the loss
-    following = history.succeed(
+    next_generation = history.connect_next_generation(
         _Detector(group, history), without=without, progress=progress, replaces=replaces, timeout_s=timeout_s
     )
-    assert isinstance(following, NextGeneration)
-    return following
+    assert isinstance(next_generation, NextGeneration)
+    return next_generation
 
 
 def history_of(group: BaseGroup, call: str) -> GroupHistory:
@@ -140,24 +142,24 @@ class _Detector:
         self._group = group
         # These are the members of the generation that has ended, also while the next generations are created.
         self._members = list(history.members)
-        self._asks = not history.membership.launched
+        self._queries_hosts = not history.membership.launched
         self._gone: set[tuple[int, int]] = set()
-        self._pause_s = _ASK_S[0]
-        self._ask_at = time.monotonic() + self._pause_s
+        self._pause_s = _QUERY_PAUSE_S[0]
+        self._next_query_at = time.monotonic() + self._pause_s
 
     def __call__(self, missing: Sequence[tuple[int, int]]) -> LostMembers:
         seen = {self._members[rank] for rank in self._group.failed_ranks()}
-        if self._asks and time.monotonic() >= self._ask_at:
+        if self._queries_hosts and time.monotonic() >= self._next_query_at:
             # Query only ranks without a proposal: a rank that has written one is alive.
             suspects = [rank for rank, each in enumerate(self._members) if each in missing and each not in seen]
             self._gone |= {self._members[rank] for rank in self._group.engine.find_gone(suspects)}
             # Back off: each query is a connection attempt to a host that may not answer.
-            self._pause_s = min(2 * self._pause_s, _ASK_S[1])
-            self._ask_at = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _QUERY_PAUSE_S[1])
+            self._next_query_at = time.monotonic() + self._pause_s
         return frozenset(seen | self._gone)
 
 
-def _least(group: Communicator, value: int) -> int:
+def _minimum(group: Communicator, value: int) -> int:
     import torch  # late: a process without torch can describe groups
 
     ballot = torch.tensor([value], dtype=torch.int64, device=group.device)

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from allranks._call.types import PremulSum, ReduceOp
     from allranks._call.work import Work
 
-__all__ = ["LOSSES", "ReplayEngine", "brought_by_the_state", "unrecorded"]
+__all__ = ["LOSSES", "ReplayEngine", "included_in_state", "unrecorded"]
 
 LOSSES = (PeerLostError, AbortedError, TimeoutError)
 """The errors of calls that a loss has interrupted."""
 
-_SMALL = 64 << 10  # bytes of one tensor: larger tensors of floats are not kept
-_MOST = 4 << 20  # bytes of all entries of a rank
-_MANY = 10_000  # calls: a program with more calls before the loop does not use allranks's training loop
+_MAX_FLOAT_BYTES = 64 << 10  # bytes of one tensor: larger tensors of floats are not kept
+_MAX_LOG_BYTES = 4 << 20  # bytes of all entries of a rank
+_MAX_CALLS = 10_000  # calls: a program with more calls before the loop does not use allranks's training loop
 
-_ALIKE = names(alike=True)
+_SAME_ON_ALL_RANKS = names(alike=True)
 _LENGTH = struct.Struct("!I")
 
 # Per thread: a call of another thread must be recorded while this thread makes an internal call.
@@ -64,13 +64,13 @@ class LoggedCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 @contextlib.contextmanager
-def brought_by_the_state() -> Iterator[None]:
+def included_in_state() -> Iterator[None]:
     """Do not keep the results of calls in this context, because the training state contains them."""
-    before, _local.brought = getattr(_local, "brought", False), True
+    before, _local.included = getattr(_local, "included", False), True
     try:
         yield
     finally:
-        _local.brought = before  # contexts may be nested
+        _local.included = before  # contexts may be nested
 
 
 @contextlib.contextmanager
@@ -91,16 +91,16 @@ def encode(entry: LoggedCall | None) -> bytes:
 
 def decode(record: bytes) -> list[LoggedCall | None]:
     """Return the entries of a log."""
-    entries, at = [], 0
-    while at < len(record):
-        (length,) = _LENGTH.unpack_from(record, at)
-        at += _LENGTH.size + length
-        entries.append(msgspec.msgpack.decode(record[at - length : at], type=LoggedCall | None))
+    entries, offset = [], 0
+    while offset < len(record):
+        (length,) = _LENGTH.unpack_from(record, offset)
+        offset += _LENGTH.size + length
+        entries.append(msgspec.msgpack.decode(record[offset - length : offset], type=LoggedCall | None))
     return entries
 
 
-def _kept(tensor: Tensor) -> bytes | int:
-    if getattr(_local, "brought", False) or (tensor.nbytes > _SMALL and tensor.is_floating_point()):
+def _recorded_output(tensor: Tensor) -> bytes | int:
+    if getattr(_local, "included", False) or (tensor.nbytes > _MAX_FLOAT_BYTES and tensor.is_floating_point()):
         return tensor.nbytes
     return bytes_of(tensor.detach())
 
@@ -127,7 +127,7 @@ class ReplayEngine(Engine):
     Attributes:
         engine: The engine of the group. None in a process that is not connected yet.
         calls: The number of calls that were made.
-        lacks: A result was not kept, so this process needs the state of another process.
+        lacks_results: A result was not kept, so this process needs the state of another process.
     """
 
     def __init__(
@@ -152,28 +152,28 @@ class ReplayEngine(Engine):
         self.now = never
         self.engine = engine
         self.calls = 0
-        self.lacks = False
+        self.lacks_results = False
         self._append = append
         self._renew = renew
         self._read = read
         self._records = [decode(record) for record in read()] if engine is None else []
         # The number of calls that some rank has made, as known after a loss: these calls are replayed, not made.
-        self._made = 0
-        self._kept = len(self._records[0]) if self._records else 0  # entries in the log of this rank slot
+        self._calls_to_replay = 0
+        self._predecessor_calls = len(self._records[0]) if self._records else 0  # entries in the log of this rank slot
         # A None entry ends a log: the predecessor recorded nothing after it, so this process cannot either.
-        self._keeps = not (self._records and self._records[0] and self._records[0][-1] is None)
+        self._is_recording = not (self._records and self._records[0] and self._records[0][-1] is None)
         self._bytes = 0
 
     def _call(self, verb: str, written: Sequence[Tensor], call: Callable[[Engine], Any]) -> int:
         if getattr(_local, "unrecorded", False):
             assert self.engine is not None
-            answer = call(self.engine)
-            return answer if isinstance(answer, int) else -1
-        if self.engine is None or self.calls < self._made:
-            entry = self._find()
+            result = call(self.engine)
+            return result if isinstance(result, int) else -1
+        if self.engine is None or self.calls < self._calls_to_replay:
+            entry = self._find_entry()
             # A connected process must replay this call, because the other ranks do not make it again.
             if entry is not None or self.engine is not None:
-                self._give(verb, entry, written)
+                self._replay_entry(verb, entry, written)
                 assert entry is not None
                 self._add(entry)
                 return entry.sender
@@ -185,7 +185,7 @@ class ReplayEngine(Engine):
         before = [tensor.detach().clone() for tensor in written]
         assert self.engine is not None
         try:
-            answer = call(self.engine)
+            result = call(self.engine)
         except LOSSES:
             with torch.no_grad():
                 for tensor, copy in zip(written, before, strict=True):
@@ -193,48 +193,52 @@ class ReplayEngine(Engine):
             self._connect()
             # All ranks repeat the call, or receive the result of a rank that has completed it.
             return self._call(verb, written, call)
-        sender = answer if isinstance(answer, int) and verb == "recv" else -1
-        self._add(LoggedCall(verb, tuple(_kept(tensor) for tensor in written), sender) if self._keeps else None)
+        sender = result if isinstance(result, int) and verb == "recv" else -1
+        self._add(
+            LoggedCall(verb, tuple(_recorded_output(tensor) for tensor in written), sender)
+            if self._is_recording
+            else None
+        )
         return sender
 
     def _connect(self) -> None:
-        self.engine, self._made = self._renew(self)
+        self.engine, self._calls_to_replay = self._renew(self)
         # Read the logs after the connection: the proposals of all ranks have followed their last append.
         self._records = [decode(record) for record in self._read()]
 
     def _add(self, entry: LoggedCall | None) -> None:
         self.calls += 1
         # The predecessor's entries are in the same log. Appending them again would shift the later ones.
-        if not self._keeps or self.calls <= self._kept:
+        if not self._is_recording or self.calls <= self._predecessor_calls:
             return
         if entry is not None:
             self._bytes += sum(len(data) for data in entry.outputs if isinstance(data, bytes))
-        if self._bytes > _MOST or self.calls > _MANY:
+        if self._bytes > _MAX_LOG_BYTES or self.calls > _MAX_CALLS:
             entry = None
-        self._keeps = entry is not None
+        self._is_recording = entry is not None
         self._append(encode(entry))
 
-    def _find(self) -> LoggedCall | None:
+    def _find_entry(self) -> LoggedCall | None:
         own, *others = self._records
         if self.calls < len(own):
             return own[self.calls]
         # Another rank has the result of a call that a loss has interrupted on this rank.
         found = [record[self.calls] for record in others if self.calls < len(record)]
         # Only calls whose result is the same on all ranks can be answered from the log of another rank.
-        return next((entry for entry in found if entry is not None and entry.verb in _ALIKE), None)
+        return next((entry for entry in found if entry is not None and entry.verb in _SAME_ON_ALL_RANKS), None)
 
-    def _give(self, verb: str, entry: LoggedCall | None, written: Sequence[Tensor]) -> None:
+    def _replay_entry(self, verb: str, entry: LoggedCall | None, written: Sequence[Tensor]) -> None:
         fits = entry is not None and entry.verb == verb and len(entry.outputs) == len(written)
         if fits and entry is not None:
             fits = all(_fill(tensor, data) for tensor, data in zip(written, entry.outputs, strict=True))
         if not fits or entry is None:
-            self._refuse(verb, entry)
-        self.lacks |= any(isinstance(data, int) for data in entry.outputs)
+            self._raise_unreplayable(verb, entry)
+        self.lacks_results |= any(isinstance(data, int) for data in entry.outputs)
 
-    def _refuse(self, verb: str, entry: LoggedCall | None) -> NoReturn:
+    def _raise_unreplayable(self, verb: str, entry: LoggedCall | None) -> NoReturn:
         if entry is not None:
             why = f"the lost process called {entry.verb} here, or used other sizes"
-        elif not self._keeps:
+        elif not self._is_recording:
             why = "the calls before the loop returned more data than is recorded (4 MiB), or are asynchronous messages"
         else:
             why = "the result of this call on the lost rank is not known"
@@ -244,9 +248,9 @@ class ReplayEngine(Engine):
             " step of the loop; see docs/resilience.md"
         )
 
-    def _live(self, verb: str) -> Engine:
+    def _connected_engine(self, verb: str) -> Engine:
         if self.engine is None:
-            self._refuse(verb, None)
+            self._raise_unreplayable(verb, None)
         return self.engine
 
     def _work(self, async_op: bool, tensors: Sequence[Tensor]) -> Work | None:
@@ -295,8 +299,8 @@ class ReplayEngine(Engine):
 
     def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
         if async_op:  # a blocking send might never complete here
-            self._keeps_nothing_more()
-            return self._live("isend").send(tensor, to, tag, True)
+            self._stop_recording()
+            return self._connected_engine("isend").send(tensor, to, tag, True)
         self._call("send", [], lambda engine: engine.send(tensor, to, tag, False))
         return None
 
@@ -304,13 +308,13 @@ class ReplayEngine(Engine):
         return self._call("recv", [tensor], lambda engine: engine.recv(tensor, source, tag))
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        engine = self._live("irecv")
-        self._keeps_nothing_more()
+        engine = self._connected_engine("irecv")
+        self._stop_recording()
         return engine.irecv(tensor, source, tag)
 
-    def _keeps_nothing_more(self) -> None:
-        if self._keeps:
-            self._keeps = False
+    def _stop_recording(self) -> None:
+        if self._is_recording:
+            self._is_recording = False
             # A marker in the log, so that a replacement process reports the reason instead of a missing entry.
             self._append(encode(None))
 

@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-__all__ = ["Comer", "chosen", "complete"]
+__all__ = ["ReplicaCandidate", "choose_members", "forms_replica"]
 
 
-class Comer(Protocol):
+class ReplicaCandidate(Protocol):
     """A process that proposes itself for the next generation: a `membership_change.Proposal`."""
 
     @property
@@ -28,10 +28,10 @@ class Comer(Protocol):
     def replica(self) -> int: ...
 
 
-_Comer = TypeVar("_Comer", bound=Comer)
+_Candidate = TypeVar("_Candidate", bound=ReplicaCandidate)
 
 
-def chosen(proposals: Sequence[_Comer]) -> list[_Comer]:
+def choose_members(proposals: Sequence[_Candidate]) -> list[_Candidate]:
     """Return the members of the next generation, by rank.
 
     Consecutive ranks form a replica. The rank slots of one replica stay together if all of them are present, because
@@ -59,22 +59,22 @@ def chosen(proposals: Sequence[_Comer]) -> list[_Comer]:
     return [proposal for row in sorted(rows, key=_slots) for proposal in row] or list(proposals)
 
 
-def complete(proposals: Sequence[Comer], size: int) -> bool:
+def forms_replica(proposals: Sequence[ReplicaCandidate], size: int) -> bool:
     """Return whether these waiting processes include a whole replica."""
     return {_place(proposal, size) for proposal in proposals} == set(range(size))
 
 
-def _replicas(pools: Sequence[Sequence[_Comer]], size: int) -> list[list[_Comer]]:
+def _replicas(pools: Sequence[Sequence[_Candidate]], size: int) -> list[list[_Candidate]]:
     """Form as many replicas as possible from the first pool, then from the rest together with the next pool."""
-    rows: list[list[_Comer]] = []
+    rows: list[list[_Candidate]] = []
     for pool in pools:
         rest = [proposal for proposal in pool if not any(proposal in row for row in rows)]
-        homes: dict[int, list[_Comer]] = defaultdict(list)
+        homes: dict[int, list[_Candidate]] = defaultdict(list)
         for proposal in rest:
             homes[proposal.slot // size].append(proposal)
-        found = [home for home in homes.values() if len(home) == size and complete(home, size)]
+        found = [home for home in homes.values() if len(home) == size and forms_replica(home, size)]
         rows += [sorted(home, key=lambda proposal: _place(proposal, size)) for home in found]
-        left: list[list[_Comer]] = [[] for _ in range(size)]
+        left: list[list[_Candidate]] = [[] for _ in range(size)]
         # Processes with the state come first, so that newcomers are left over rather than processes with the state.
         for proposal in sorted(rest, key=lambda proposal: proposal.progress < 0):
             if not any(proposal in home for home in found):
@@ -84,9 +84,9 @@ def _replicas(pools: Sequence[Sequence[_Comer]], size: int) -> list[list[_Comer]
     return rows
 
 
-def _place(proposal: Comer, size: int) -> int:
+def _place(proposal: ReplicaCandidate, size: int) -> int:
     return proposal.place % size
 
 
-def _slots(row: Sequence[Comer]) -> list[int]:
+def _slots(row: Sequence[ReplicaCandidate]) -> list[int]:
     return [proposal.slot for proposal in row]

@@ -53,7 +53,7 @@ from allranks._rendezvous.join_protocol import (
     Act,
     Answer,
     Connect,
-    Joining,
+    JoinProtocol,
     Leave,
     Lost,
     Member,
@@ -76,7 +76,7 @@ _FORM = "allranks:"
 _LOOKS_S = (0.05, 1.0)  # seconds that a process waits before it checks the missing processes: at first, and at most
 _LOOKED_AT = 8  # number of missing processes that it checks each time
 _DIAL_S = 1.0  # seconds to connect to one address
-_BOARD = "allranks/1/join/"  # the prefix under which Joining registers members, the first time on a store
+_BOARD = "allranks/1/join/"  # the prefix under which JoinProtocol registers members, the first time on a store
 _LINGER_S = 3.0  # seconds for which a store stays open for processes that have not left it yet
 # The record that members exchange: the rank in the world, digests of the engine and of the store on which they decide
 # after a loss, and the rank slot and start in the job.
@@ -267,7 +267,7 @@ class _Attempt:
         if size == 1:
             return (me,)
         self._publish()
-        joining = Joining(
+        joining = JoinProtocol(
             me,
             self._handles[self._rank].here,
             time.monotonic(),
@@ -389,13 +389,13 @@ class _Attempt:
         """Send a request to the store. While it waits, check the missing processes."""
         assert self._store is not None
         if not isinstance(request, WaitForKeys):
-            return self._store._ask(request)
+            return self._store._execute(request)
         until = time.monotonic() + request.timeout_s
         while True:
             left_s = max(until - time.monotonic(), 0.0)
             # The interval doubles: a short wait needs few checks, and a long one checks once per second.
             slice_s = min(left_s, _LOOKS_S[0] * 2**self._looks, _LOOKS_S[1])
-            answer = self._store._ask(msgspec.structs.replace(request, timeout_s=slice_s))
+            answer = self._store._execute(msgspec.structs.replace(request, timeout_s=slice_s))
             if not isinstance(answer, WaitTimedOut) or slice_s == left_s:
                 return answer
             self._look(self._store)

@@ -128,8 +128,8 @@ class Admission:
         self._label = label
         self._listeners: list[socket.socket] = []
         self._candidates: dict[UnprovedPeer, None] = {}
-        self._full_until: float | None = None  # until then no connection is accepted
-        self._starved = False  # the system had no descriptor for the last connection
+        self._paused_until: float | None = None  # until then no connection is accepted
+        self._lacks_descriptors = False  # the system had no descriptor for the last connection
         self._warn_at = 0.0
 
     def __len__(self) -> int:
@@ -141,14 +141,14 @@ class Admission:
         listener.setblocking(False)
         self._listeners.append(listener)
         # Otherwise `expire` registers it with the others.
-        if self._full_until is None:
+        if self._paused_until is None:
             self._watch(listener)
 
     def stop(self) -> None:
         """Accept no more connections. Candidates may complete their handshakes."""
         self._unwatch()
         self._listeners.clear()
-        self._full_until = None
+        self._paused_until = None
 
     def close(self) -> None:
         """Accept no more connections, and drop all candidates."""
@@ -168,14 +168,14 @@ class Admission:
         """Return when `expire` must be called, in seconds of ``time.monotonic``, or None."""
         # The dict keeps the order of acceptance.
         oldest = next(iter(self._candidates), None)
-        moments = [self._full_until, None if oldest is None else oldest.since + HANDSHAKE_S]
+        moments = [self._paused_until, None if oldest is None else oldest.since + HANDSHAKE_S]
         return min((moment for moment in moments if moment is not None), default=None)
 
     def expire(self, now: float) -> None:
         """Drop candidates that have not completed their handshake in time, and reopen if slots are free."""
-        has_slots = len(self._candidates) < _SLOTS and not self._starved
-        if self._full_until is not None and (now >= self._full_until or has_slots):
-            self._full_until = None
+        has_slots = len(self._candidates) < _SLOTS and not self._lacks_descriptors
+        if self._paused_until is not None and (now >= self._paused_until or has_slots):
+            self._paused_until = None
             for listener in self._listeners:
                 self._watch(listener)
         for candidate in [c for c in self._candidates if c.since + HANDSHAKE_S <= now]:
@@ -183,7 +183,7 @@ class Admission:
 
     def drop(self, candidate: UnprovedPeer, why: str) -> None:
         """Close the connection of a candidate. No effect if it is no longer one."""
-        if self._forget(candidate):
+        if self._remove_candidate(candidate):
             _log.debug("%s: %s is dropped: %s", self._label, candidate.name, why)
             candidate.sock.close()
 
@@ -197,7 +197,7 @@ class Admission:
                 self._selector.unregister(listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        if self._full_until is not None:  # became full in this turn
+        if self._paused_until is not None:  # became full in this turn
             return
         # A limit per turn, so that a crowd does not keep the owner from its other connections.
         for number in range(_SLOTS):
@@ -212,8 +212,8 @@ class Admission:
             except OSError as error:  # no free descriptor
                 self._pause(error)
                 return
-            self._starved = False
-            self._begin(sock, address)
+            self._lacks_descriptors = False
+            self._add_candidate(sock, address)
 
     def _pause(self, error: OSError) -> None:
         """Evict a candidate, whose descriptor is free then. Until that is possible, accept nothing."""
@@ -221,14 +221,14 @@ class Admission:
         if now >= self._warn_at:
             _log.warning("%s cannot accept a connection: %s", self._label, error)
             self._warn_at = now + _WARN_S
-        self._starved = True
+        self._lacks_descriptors = True
         if self._candidates:
             self._evict()
         else:
             self._unwatch()
-            self._full_until = now + _PAUSE_S
+            self._paused_until = now + _PAUSE_S
 
-    def _begin(self, sock: socket.socket, address: tuple[str, int]) -> None:
+    def _add_candidate(self, sock: socket.socket, address: tuple[str, int]) -> None:
         sock.setblocking(False)
         local = sock.family == socket.AF_UNIX
         if local:
@@ -262,12 +262,12 @@ class Admission:
             until = candidate.since + candidate.patience_s
             if time.monotonic() < until:
                 self._unwatch()
-                self._full_until = until
+                self._paused_until = until
                 return False
             self.drop(candidate, "another client needs its slot")
         return True
 
-    def _forget(self, candidate: UnprovedPeer) -> bool:
+    def _remove_candidate(self, candidate: UnprovedPeer) -> bool:
         if candidate not in self._candidates:
             return False
         del self._candidates[candidate]
@@ -288,7 +288,7 @@ class Admission:
                 channel = b"" if candidate.tls is None else candidate.tls.channel
                 answer = candidate.handshake.step(frame, channel)
                 if answer is None:
-                    self._pass_on(candidate)
+                    self._admit_candidate(candidate)
                     return
                 candidate.send(answer)
         except BlockingIOError:
@@ -305,8 +305,8 @@ class Admission:
         except OSError as error:
             self.drop(candidate, str(error))
 
-    def _pass_on(self, candidate: UnprovedPeer) -> None:
-        self._forget(candidate)
+    def _admit_candidate(self, candidate: UnprovedPeer) -> None:
+        self._remove_candidate(candidate)
         try:
             # The candidate has left the selector, because the owner registers the socket itself.
             self._admit(candidate)

@@ -111,12 +111,12 @@ class Listener:
 
     def _run(self) -> None:
         try:
-            while self._turn():
+            while self._run_once():
                 pass
         finally:
             self._admission.close()
 
-    def _turn(self) -> bool:
+    def _run_once(self) -> bool:
         """Return False if the listener is to stop."""
         deadline = self._admission.deadline()
         ready = self._selector.select(None if deadline is None else max(0.0, deadline - time.monotonic()))

@@ -113,8 +113,8 @@ class Tls:
         self.begun = False
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._engine = context.wrap_bio(self._in, self._out, server_side)
-        self._shaken = False
-        self._kept = b""
+        self._handshake_done = False
+        self._unsealed = b""
         self._answer = b""  # unencrypted reply to a peer that does not use TLS
 
     @property
@@ -128,7 +128,7 @@ class Tls:
 
     def seal(self, data: bytes) -> bytes:
         """Encrypt data for the peer. Return the bytes to send, which may begin with bytes of the handshake."""
-        self._kept += data
+        self._unsealed += data
         self._advance()
         return self.due()
 
@@ -149,7 +149,7 @@ class Tls:
         self._in.write(data)
         self._advance()
         plain = b""
-        while self._shaken and (part := self._read()):
+        while self._handshake_done and (part := self._read()):
             plain += part
         return plain
 
@@ -162,11 +162,11 @@ class Tls:
         import ssl
 
         try:
-            if not self._shaken:
+            if not self._handshake_done:
                 self._engine.do_handshake()
-                self._shaken = True
-            while self._kept:
-                self._kept = self._kept[self._engine.write(self._kept) :]
+                self._handshake_done = True
+            while self._unsealed:
+                self._unsealed = self._unsealed[self._engine.write(self._unsealed) :]
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError as error:

@@ -44,7 +44,7 @@ __all__ = [
     "Answer",
     "Connect",
     "GRACE_S",
-    "Joining",
+    "JoinProtocol",
     "Leave",
     "Lost",
     "Member",
@@ -64,7 +64,7 @@ NOTICE_S = 5.0
 """Seconds after which a waiting rank prints one notice, because the timeout may be half an hour away."""
 
 TABLE = "join/members"
-"""Key of the table of all members. The prefix that ``Joining`` returns and a slash precede it."""
+"""Key of the table of all members. The prefix that ``JoinProtocol`` returns and a slash precede it."""
 
 _PROTOCOL = 2  # version of the keys and records here; version 1 had no such number
 
@@ -144,7 +144,7 @@ class _JoinVerdict(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class Joining:
+class JoinProtocol:
     """The state machine with which one rank joins a rendezvous.
 
     Attributes:
@@ -178,8 +178,8 @@ class Joining:
     def __post_init__(self) -> None:
         self._now = self.began
         self._deadline = self.began + self.timeout_s
-        self._noticed = False
-        self._board = ""
+        self._notice_printed = False
+        self._key_prefix = ""
 
     def steps(self) -> Steps[str]:
         """Find the store, register there, and wait for the other ranks.
@@ -191,28 +191,28 @@ class Joining:
             JoinError: The store or ranks are missing when the timeout expires, or two ranks disagree.
             ConfigError: The ranks run different versions.
         """
-        generation = yield from self._reach()
+        generation = yield from self._reach_store()
         prefix = f"allranks/{generation}"
-        self._board = f"{prefix}/join/"
+        self._key_prefix = f"{prefix}/join/"
         yield from self._register()
         return prefix
 
-    def _do(self, act: Act) -> Steps[Answer]:
+    def _perform(self, act: Act) -> Steps[Answer]:
         self._now, answer = yield act
         return answer
 
-    def _left(self) -> float:
+    def _remaining_s(self) -> float:
         return self._deadline - self._now
 
     # Connection to the store.
 
-    def _reach(self) -> Steps[int]:
+    def _reach_store(self) -> Steps[int]:
         """Return the number of this rendezvous among those that this process has joined on this store."""
         pause_s = 0.01
         while True:
-            answer = yield from self._do(Connect())
+            answer = yield from self._perform(Connect())
             if answer is None:
-                answer = yield from self._count()
+                answer = yield from self._count_joins()
             match answer:
                 # A server that already knows this process is that of its previous rendezvous, which is about to close.
                 case RequestDone(number) if number == 1 or not self.fresh:
@@ -222,57 +222,57 @@ class Joining:
                 case Lost():
                     trouble = answer
                 case _:
-                    raise self._strange(answer)
+                    raise self._unexpected_answer(answer)
             # Before the pause: the closing server of the previous rendezvous waits until its clients have disconnected.
-            yield from self._do(Leave())
-            if self._left() <= 0:
+            yield from self._perform(Leave())
+            if self._remaining_s() <= 0:
                 raise JoinError(
                     f"{self.me}: {self.where} did not answer for {self.timeout_s:.1f} s (last: {trouble.text}).\n"
                     f"  {self.advice}\n  To wait longer, set {self.longer}."
                 ) from trouble.cause
             if self._now - self.began >= self.notice_s:
-                yield from self._notice(f"for {self.where}; last: {trouble.text}")
-            yield from self._do(Pause(min(pause_s, self._left())))
+                yield from self._print_notice(f"for {self.where}; last: {trouble.text}")
+            yield from self._perform(Pause(min(pause_s, self._remaining_s())))
             pause_s = min(pause_s * 1.5, 0.1)
 
-    def _count(self) -> Steps[Answer]:
+    def _count_joins(self) -> Steps[Answer]:
         # Add cannot be used: if the connection breaks before its reply, the rank cannot find out whether Add was
         # executed. CompareSet with a unique value can be repeated safely.
         key, visit, known = f"allranks/joins/{self.me.rank}/{self.process}", repr(self.began), b""
         while True:
             number = int(known.partition(b" ")[0] or b"0") + 1
-            answer = yield from self._do(CompareSet(key, known, b"%d %s" % (number, visit.encode())))
+            answer = yield from self._perform(CompareSet(key, known, b"%d %s" % (number, visit.encode())))
             if not isinstance(answer, FoundValues) or not answer.values[0]:
                 return answer
             known = answer.values[0]
-            counted, _, whose = known.partition(b" ")
-            if whose == visit.encode():
+            counted, _, counted_visit = known.partition(b" ")
+            if counted_visit == visit.encode():
                 return RequestDone(int(counted))
 
     # Registration in the store.
 
     def _register(self) -> Steps[None]:
         claim = _Claim(self.process, self.me, _PROTOCOL)
-        mine = msgspec.msgpack.encode(claim)
-        first = yield from self._claim("first", mine)
+        encoded_claim = msgspec.msgpack.encode(claim)
+        first = yield from self._claim("first", encoded_claim)
         if first.protocol != _PROTOCOL:
-            yield from self._fail(ConfigError, self._other_version(first))
+            yield from self._fail(ConfigError, self._version_text(first))
         if first.member.world_size != self.me.world_size:
             yield from self._fail(
                 JoinError,
                 f"The ranks disagree on the world size: {first.member} has {first.member.world_size}, {self.me} has"
                 f" {self.me.world_size}.\n  Start all ranks with the same WORLD_SIZE (or world_size=).",
             )
-        holder = yield from self._claim(f"member/{self.me.rank}", mine)
+        holder = yield from self._claim(f"member/{self.me.rank}", encoded_claim)
         if holder != claim:
             # The roll call of the other ranks, which miss a rank, reports this duplicate as the likely cause.
-            yield from self._ask(Set(f"{self._board}double/{self.me.rank}", mine))
-            raise JoinError(_twice(holder.member, self.me))
+            yield from self._request(Set(f"{self._key_prefix}double/{self.me.rank}", encoded_claim))
+            raise JoinError(_duplicate_rank_text(holder.member, self.me))
         # After the registration: when the counter reaches the world size, all records can be read.
-        joined = yield from self._ask(Add(f"{self._board}joined", 1))
+        joined = yield from self._request(Add(f"{self._key_prefix}joined", 1))
         assert isinstance(joined, RequestDone)
         # The last rank to join writes the verdict, so no other rank has to read all records.
-        verdict = (yield from self._roll_call()) if joined.number == self.me.world_size else None
+        verdict = (yield from self._check_members()) if joined.number == self.me.world_size else None
         if verdict is None:
             verdict = yield from self._await_verdict()
         if verdict.error:
@@ -281,62 +281,64 @@ class Joining:
 
     def _await_verdict(self) -> Steps[_JoinVerdict]:
         # The wait is split, because one notice is due before the timeout.
-        calm_s = self.began + self.notice_s - self._now
-        if calm_s < self._left():
-            verdict = yield from self._wait_verdict(max(calm_s, 0.0))
+        until_notice_s = self.began + self.notice_s - self._now
+        if until_notice_s < self._remaining_s():
+            verdict = yield from self._wait_verdict(max(until_notice_s, 0.0))
             if verdict is None:
-                verdict = yield from self._look_around()
+                verdict = yield from self._report_missing()
             if verdict is not None:
                 return verdict
-        verdict = yield from self._wait_verdict(max(self._left(), 0.0))
-        if verdict is None and not (yield from self._first_to("settle")):
+        verdict = yield from self._wait_verdict(max(self._remaining_s(), 0.0))
+        if verdict is None and not (yield from self._is_first("settle")):
             # One rank reads the list for all, because n ranks that each read n records would be slow. If it dies while
             # it does this, the others read the list after this wait.
             # The other half of the grace time remains for the roll call below.
             verdict = yield from self._wait_verdict(GRACE_S / 2)
         if verdict is None:
-            verdict = yield from self._roll_call(give_up=True)
+            verdict = yield from self._check_members(give_up=True)
         assert verdict is not None
         return verdict
 
     def _wait_verdict(self, timeout_s: float) -> Steps[_JoinVerdict | None]:
-        answer = yield from self._ask(WaitForKeys([f"{self._board}verdict"], min(timeout_s, LONGEST_WAIT_S), True))
+        answer = yield from self._request(
+            WaitForKeys([f"{self._key_prefix}verdict"], min(timeout_s, LONGEST_WAIT_S), True)
+        )
         return _verdict(answer) if isinstance(answer, FoundValues) else None
 
-    def _look_around(self) -> Steps[_JoinVerdict | None]:
+    def _report_missing(self) -> Steps[_JoinVerdict | None]:
         # One rank prints for all waiting ranks: rank 0, which can report its address, or else the first that requests
         # it.
         if self.me.rank:
-            zero = yield from self._ask(Peek([f"{self._board}member/0"]))
-            if zero != FoundValues([None]) or not (yield from self._first_to("notice")):
+            rank_0 = yield from self._request(Peek([f"{self._key_prefix}member/0"]))
+            if rank_0 != FoundValues([None]) or not (yield from self._is_first("notice")):
                 return None
-        found = yield from self._everyone("member")
-        missing = [rank for rank, claim in enumerate(found) if claim is None]
+        claims = yield from self._read_claims("member")
+        missing = [rank for rank, claim in enumerate(claims) if claim is None]
         if not missing:  # the last rank died before it wrote the verdict
-            return (yield from self._roll_call())
+            return (yield from self._check_members())
         listens = self.listens()
         where = f"(rank 0 listens {listens})" if listens else f"on {self.where}"
-        yield from self._notice(f"for {rank_list(missing)} {where}")
+        yield from self._print_notice(f"for {rank_list(missing)} {where}")
         return None
 
-    def _roll_call(self, give_up: bool = False) -> Steps[_JoinVerdict | None]:
+    def _check_members(self, give_up: bool = False) -> Steps[_JoinVerdict | None]:
         size = self.me.world_size
-        found = yield from self._everyone("member", "double") if give_up else self._everyone("member")
-        found, doubles = found[:size], found[size:]
-        members = [claim.member for claim in found if claim is not None]
-        missing = tuple(rank for rank, claim in enumerate(found) if claim is None)
+        claims = yield from self._read_claims("member", "double") if give_up else self._read_claims("member")
+        claims, duplicates = claims[:size], claims[size:]
+        members = [claim.member for claim in claims if claim is not None]
+        missing = tuple(rank for rank, claim in enumerate(claims) if claim is None)
         if not missing:
             # Before the verdict: a rank that has received the verdict may read the table immediately.
-            yield from self._ask(Set(f"{self._board}{TABLE.rpartition('/')[2]}", _pack_members(members)))
-            return (yield from self._settle(_JoinVerdict()))
+            yield from self._request(Set(f"{self._key_prefix}{TABLE.rpartition('/')[2]}", _pack_members(members)))
+            return (yield from self._write_verdict(_JoinVerdict()))
         if not give_up:
             return None
         lines = [
             f"{len(missing)} of {size} ranks did not join in {self.timeout_s:.1f} s: missing {rank_list(missing)}.",
             f"Joined: {', '.join(map(str, members[:8]))}{' and others' if len(members) > 8 else ''}.",
             *(
-                _twice(first.member, second.member)
-                for first, second in zip(found, doubles, strict=True)
+                _duplicate_rank_text(first.member, second.member)
+                for first, second in zip(claims, duplicates, strict=True)
                 if first and second
             ),
             *self.refusals(),
@@ -344,35 +346,37 @@ class Joining:
             "Check the output of the missing ranks.",
             f"To wait longer, set {self.longer}.",
         ]
-        return (yield from self._settle(_JoinVerdict("\n  ".join(lines), missing)))
+        return (yield from self._write_verdict(_JoinVerdict("\n  ".join(lines), missing)))
 
     def _empty_hosts(self, members: Sequence[Member]) -> list[str]:
-        came = Counter(member.host.partition(".")[0] for member in members)
+        joined = Counter(member.host.partition(".")[0] for member in members)
         fewer = [
-            f"{host} ({came[name]} of {count})"
+            f"{host} ({joined[name]} of {count})"
             for host, count in self.started.items()
-            if came[name := host.partition(".")[0]] < count
+            if joined[name := host.partition(".")[0]] < count
         ]
         return [f"Fewer ranks joined than were started: {', '.join(fewer)}."] if fewer else []
 
-    def _settle(self, verdict: _JoinVerdict) -> Steps[_JoinVerdict]:
+    def _write_verdict(self, verdict: _JoinVerdict) -> Steps[_JoinVerdict]:
         # The first verdict counts, so no rank continues after another one has given up.
-        answer = yield from self._ask(CompareSet(f"{self._board}verdict", b"", msgspec.msgpack.encode(verdict)))
+        answer = yield from self._request(
+            CompareSet(f"{self._key_prefix}verdict", b"", msgspec.msgpack.encode(verdict))
+        )
         return _verdict(answer)
 
     def _fail(self, kind: type[JoinError | ConfigError], error: str) -> Steps[None]:
         # The other ranks receive this verdict, and fail now and not at the timeout.
-        yield from self._settle(_JoinVerdict(error))
+        yield from self._write_verdict(_JoinVerdict(error))
         raise kind(error)
 
     # Requests.
 
-    def _ask(self, request: Request) -> Steps[RequestDone | FoundValues | WaitTimedOut]:
-        answer = yield from self._do(request)
+    def _request(self, request: Request) -> Steps[RequestDone | FoundValues | WaitTimedOut]:
+        answer = yield from self._perform(request)
         match answer:
             case RequestDone() | FoundValues() | WaitTimedOut():
                 return answer
-            case Lost(text, cause) if self._left() <= 0:
+            case Lost(text, cause) if self._remaining_s() <= 0:
                 raise JoinError(
                     f"{self.me}: not all ranks joined in {self.timeout_s:.1f} s, and {self.where} did not report the"
                     f" missing ranks in time ({text}).\n  Check its output.\n  To wait longer, set {self.longer}."
@@ -383,59 +387,59 @@ class Joining:
                     "  Check the end of its output."
                 ) from cause
             case _:
-                raise self._strange(answer)
+                raise self._unexpected_answer(answer)
 
-    def _claim(self, key: str, mine: bytes) -> Steps[_Claim]:
-        answer = yield from self._ask(CompareSet(self._board + key, b"", mine))
+    def _claim(self, key: str, encoded_claim: bytes) -> Steps[_Claim]:
+        answer = yield from self._request(CompareSet(self._key_prefix + key, b"", encoded_claim))
         assert isinstance(answer, FoundValues)
         try:
             claim = _decode(answer.values[0])
         except msgspec.MsgspecError:
             claim = None
         if claim is None:
-            raise self._strange(answer)
+            raise self._unexpected_answer(answer)
         return claim
 
-    def _everyone(self, *kinds: str) -> Steps[list[_Claim | None]]:
-        keys = [f"{self._board}{kind}/{rank}" for kind in kinds for rank in range(self.me.world_size)]
-        answer = yield from self._ask(Peek(keys))
+    def _read_claims(self, *kinds: str) -> Steps[list[_Claim | None]]:
+        keys = [f"{self._key_prefix}{kind}/{rank}" for kind in kinds for rank in range(self.me.world_size)]
+        answer = yield from self._request(Peek(keys))
         assert isinstance(answer, FoundValues)
         return [_decode(value) for value in answer.values]
 
-    def _first_to(self, what: str) -> Steps[bool]:
-        return (yield from self._ask(Add(self._board + what, 1))) == RequestDone(1)
+    def _is_first(self, what: str) -> Steps[bool]:
+        return (yield from self._request(Add(self._key_prefix + what, 1))) == RequestDone(1)
 
     # Texts.
 
-    def _notice(self, facts: str) -> Steps[None]:
-        if not self._noticed:
-            self._noticed = True
+    def _print_notice(self, facts: str) -> Steps[None]:
+        if not self._notice_printed:
+            self._notice_printed = True
             waited_s = self._now - self.began
-            yield from self._do(
+            yield from self._perform(
                 Notify(
                     f"allranks: rank {self.me.rank} has waited {waited_s:.0f} s {facts};"
                     f" it gives up after {self.timeout_s:.0f} s, see {self.longer}"
                 )
             )
 
-    def _other_version(self, first: _Claim) -> str:
+    def _version_text(self, first: _Claim) -> str:
         return (
             f"{self.me} joins with protocol {_PROTOCOL}, {first.member} with protocol {first.protocol}: they run"
             " different versions of allranks.\n  Install one version on all hosts."
         )
 
-    def _strange(self, answer: Answer) -> ConfigError:
+    def _unexpected_answer(self, answer: Answer) -> ConfigError:
         return ConfigError(
             f"{self.me}: {self.where} returned an unexpected answer: {answer!r}.\n"
             "  Another version of allranks may be using it. Install one version on all hosts."
         )
 
 
-def exchange(place: str, rank: int, size: int, record: bytes, timeout_s: float) -> Steps[list[bytes]]:
+def exchange(prefix: str, rank: int, size: int, record: bytes, timeout_s: float) -> Steps[list[bytes]]:
     """Give every rank the records of all ranks, by rank. The last rank to arrive combines them.
 
     Args:
-        place: Prefix of the keys of this exchange.
+        prefix: Prefix of the keys of this exchange.
         rank: This rank.
         size: Number of ranks that take part.
         record: The record of this rank.
@@ -444,27 +448,27 @@ def exchange(place: str, rank: int, size: int, record: bytes, timeout_s: float) 
     Raises:
         TimeoutError: Ranks did not arrive in time. The message names them.
     """
-    keys = [f"{place}{r}" for r in range(size)]
+    keys = [f"{prefix}{r}" for r in range(size)]
 
-    def ask(request: Request) -> Steps[RequestDone | FoundValues | WaitTimedOut]:
+    def send(request: Request) -> Steps[RequestDone | FoundValues | WaitTimedOut]:
         _, answer = yield request
         assert isinstance(answer, RequestDone | FoundValues | WaitTimedOut), answer
         return answer
 
     def gather() -> Steps[list[bytes | None]]:
-        found = yield from ask(Peek(keys))
+        found = yield from send(Peek(keys))
         assert isinstance(found, FoundValues)
         if None not in found.values:
-            yield from ask(Set(f"{place}all", msgspec.msgpack.encode(found.values)))
+            yield from send(Set(f"{prefix}all", msgspec.msgpack.encode(found.values)))
         return found.values
 
-    yield from ask(Set(keys[rank], record))
+    yield from send(Set(keys[rank], record))
     # After the record: when the counter reaches the size, all records can be read.
-    posted = yield from ask(Add(f"{place}posted", 1))
-    if posted == RequestDone(size):
+    arrived = yield from send(Add(f"{prefix}posted", 1))
+    if arrived == RequestDone(size):
         rows = yield from gather()
     else:
-        answer = yield from ask(WaitForKeys([f"{place}all"], min(timeout_s, LONGEST_WAIT_S), True))
+        answer = yield from send(WaitForKeys([f"{prefix}all"], min(timeout_s, LONGEST_WAIT_S), True))
         if isinstance(answer, FoundValues) and answer.values[0] is not None:
             return msgspec.msgpack.decode(answer.values[0], type=list[bytes])
         # The last rank may have died between its count and the combined record, so each rank checks the records itself.
@@ -522,7 +526,7 @@ def _verdict(answer: RequestDone | FoundValues | WaitTimedOut) -> _JoinVerdict:
     return msgspec.msgpack.decode(answer.values[0], type=_JoinVerdict)
 
 
-def _twice(first: Member, second: Member) -> str:
+def _duplicate_rank_text(first: Member, second: Member) -> str:
     return (
         f"Two processes have the same rank: {first} joined first, then {second}.\n"
         "  Give each process its own rank (RANK, or rank=). A restarted process cannot rejoin alone: restart all ranks."

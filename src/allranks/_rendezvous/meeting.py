@@ -74,7 +74,7 @@ class JobMeeting:
         # Keys are never reused. All ranks call `exchange` in the same order, so their counters agree.
         prefix = f"exchange/{next(self._times)}/"
         steps = exchange(prefix, self.rank, self.world_size, record, timeout_s)
-        return drive(steps, self.store._ask)  # type: ignore[arg-type]
+        return drive(steps, self.store._execute)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Leave. If rank 0 serves the store, it first waits up to 3 s for the others to leave. Idempotent."""

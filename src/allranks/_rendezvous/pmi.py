@@ -27,7 +27,7 @@ from contextlib import suppress
 
 from allranks._base.errors import ConfigError
 
-__all__ = ["PmiBoard", "mpi_runs"]
+__all__ = ["PmiBroadcast", "mpi_runs"]
 
 _PATIENCE_S = 30.0  # seconds to wait for any reply except that of a barrier
 
@@ -38,7 +38,7 @@ def mpi_runs() -> bool:
     return mpi is not None and bool(mpi.Is_initialized())
 
 
-class PmiBoard:
+class PmiBroadcast:
     """A text that rank 0 posts and all ranks read. Every rank must read it, including rank 0.
 
     Args:
@@ -55,10 +55,10 @@ class PmiBoard:
                 "The ranks of this job cannot use PMI again: not all ranks took part in the previous rendezvous.\n"
                 "  Restart the job."
             )
-        self._key = f"allranks-{next(self._server.boards)}"
+        self._key = f"allranks-{next(self._server.broadcasts)}"
         self._passed = False
 
-    def post(self, text: str) -> None:
+    def publish(self, text: str) -> None:
         """Post the text, which contains neither spaces nor line ends. Only rank 0 calls it, before it reads."""
         # The rest of the value holds the number of parts and a dot.
         room = self._server.value_max - 16
@@ -82,27 +82,27 @@ class _Server:
 
     def __init__(self, fd: int) -> None:
         self.pid = os.getpid()
-        self.boards: Iterator[int] = itertools.count()
+        self.broadcasts: Iterator[int] = itertools.count()
         self.in_barrier = False
         self._fd = fd
-        self._heard = b""
-        self._ask("cmd=init pmi_version=1 pmi_subversion=1", "response_to_init")
-        self.value_max = int(self._ask("cmd=get_maxes", "maxes")["vallen_max"])
-        self._space = self._ask("cmd=get_my_kvsname", "my_kvsname")["kvsname"]
+        self._buffer = b""
+        self._request("cmd=init pmi_version=1 pmi_subversion=1", "response_to_init")
+        self.value_max = int(self._request("cmd=get_maxes", "maxes")["vallen_max"])
+        self._space = self._request("cmd=get_my_kvsname", "my_kvsname")["kvsname"]
 
     def put(self, key: str, value: str) -> None:
-        self._ask(f"cmd=put kvsname={self._space} key={key} value={value}", "put_result")
+        self._request(f"cmd=put kvsname={self._space} key={key} value={value}", "put_result")
 
     def get(self, key: str) -> str:
-        return self._ask(f"cmd=get kvsname={self._space} key={key}", "get_result")["value"]
+        return self._request(f"cmd=get kvsname={self._space} key={key}", "get_result")["value"]
 
     def barrier(self, deadline: float) -> bool:
         """Wait in the barrier. Return False if it is not complete at the deadline; the caller must then call again."""
         if not self.in_barrier:
             # It stays set after a timeout, because PMI has no request to leave a barrier.
             self.in_barrier = True
-            self._say("cmd=barrier_in")
-        line = self._hear(deadline)
+            self._send_line("cmd=barrier_in")
+        line = self._receive_line(deadline)
         if line is None:
             return False
         self.in_barrier = False
@@ -110,49 +110,49 @@ class _Server:
         return True
 
     def finalize(self) -> None:
-        self._ask("cmd=finalize", "finalize_ack")
+        self._request("cmd=finalize", "finalize_ack")
 
-    def _ask(self, request: str, reply: str) -> dict[str, str]:
-        self._say(request)
-        line = self._hear(time.monotonic() + _PATIENCE_S)
+    def _request(self, request: str, reply: str) -> dict[str, str]:
+        self._send_line(request)
+        line = self._receive_line(time.monotonic() + _PATIENCE_S)
         if line is None:
-            raise _trouble(f"no answer to {request.partition(' ')[0]!r} in {_PATIENCE_S:g} s")
+            raise _pmi_error(f"no answer to {request.partition(' ')[0]!r} in {_PATIENCE_S:g} s")
         return _checked(line, reply, request.partition(" ")[0])
 
-    def _say(self, line: str) -> None:
+    def _send_line(self, line: str) -> None:
         data = f"{line}\n".encode()
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
-            raise _trouble(str(error.strerror)) from None
+            raise _pmi_error(str(error.strerror)) from None
 
-    def _hear(self, deadline: float) -> str | None:
+    def _receive_line(self, deadline: float) -> str | None:
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
-        while b"\n" not in self._heard:
+        while b"\n" not in self._buffer:
             try:
                 if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                     return None
                 data = os.read(self._fd, 4096)
             except OSError as error:
-                raise _trouble(str(error.strerror)) from None
+                raise _pmi_error(str(error.strerror)) from None
             if not data:
-                raise _trouble("it closed the connection")
-            self._heard += data
+                raise _pmi_error("it closed the connection")
+            self._buffer += data
         # The rest stays for the next call. A deadline can also expire in the middle of a line.
-        line, _, self._heard = self._heard.partition(b"\n")
+        line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode(errors="replace")
 
 
 def _checked(line: str, reply: str, request: str) -> dict[str, str]:
     answer = dict(word.split("=", 1) for word in line.split() if "=" in word)
     if answer.get("cmd") != reply or answer.get("rc", "0") != "0":
-        raise _trouble(f"it answered {line!r} to {request!r}")
+        raise _pmi_error(f"it answered {line!r} to {request!r}")
     return answer
 
 
-def _trouble(why: str) -> ConfigError:
+def _pmi_error(why: str) -> ConfigError:
     return ConfigError(
         f"PMI_FD={os.environ.get('PMI_FD', '')}: the launcher of this job does not serve PMI-1 on this descriptor:"
         f" {why}.\n"

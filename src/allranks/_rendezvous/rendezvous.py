@@ -35,7 +35,7 @@ from allranks._rendezvous.join_protocol import (
     Act,
     Answer,
     Connect,
-    Joining,
+    JoinProtocol,
     Leave,
     Lost,
     Member,
@@ -129,8 +129,8 @@ def _finder(
         raise ConfigError(f"init_method={text!r} is not a URL ({error}). Expected one of {finders.forms()}.") from None
     method = finders.method_of(url.scheme, text)
     query = {name: values[-1] for name, values in parse_qs(url.query).items()}
-    rank = _given(rank, query, "rank", 0)
-    world_size = _given(world_size, query, "world_size", 1)
+    rank = _argument_or_query(rank, query, "rank", 0)
+    world_size = _argument_or_query(world_size, query, "world_size", 1)
     request = Request(text, url, rank, world_size, timeout_s, deadline, environ)
     if store is not None:
         return GivenStoreFinder(request, request.read_job(by_env=False), store, "the store passed as store=")
@@ -139,7 +139,7 @@ def _finder(
 
 def _join(finder: Finder, me: Member, began: float) -> PrefixStore:
     """Join the other ranks on the store of a finder. Return a view with the keys of this rendezvous."""
-    joining = Joining(
+    protocol = JoinProtocol(
         me,
         f"{_PROCESS}.{me.pid}",
         began,
@@ -151,9 +151,9 @@ def _join(finder: Finder, me: Member, began: float) -> PrefixStore:
         started=finder.started,
     )
     if finder.server is not None:
-        joining.listens = finder.server.whereabouts
-        joining.refusals = finder.server.refusals.values
-    found: list[Store] = []
+        protocol.listens = finder.server.describe_address
+        protocol.refusals = finder.server.refusals.values
+    stores: list[Store] = []
 
     def perform(act: Act) -> Answer:
         match act:
@@ -165,23 +165,23 @@ def _join(finder: Finder, me: Member, began: float) -> PrefixStore:
                 finder.disconnect()
             case Connect():
                 try:
-                    found[:] = [finder.find()]
+                    stores[:] = [finder.find()]
                 except NotYet as error:
                     return Lost(str(error), error)
                 except (StoreLostError, TimeoutError) as error:
                     return Lost(reason(error.__cause__ or error), error)
             case request:
                 try:
-                    return found[0]._ask(request)
+                    return stores[0]._execute(request)
                 except (StoreLostError, TimeoutError) as error:
                     return Lost(reason(error.__cause__ or error), error)
         return None
 
-    prefix = drive(joining.steps(), perform)
+    prefix = drive(protocol.steps(), perform)
     finder.finish()
-    return PrefixStore(prefix, found[0])
+    return PrefixStore(prefix, stores[0])
 
 
-def _given(value: int, query: Mapping[str, str], name: str, low: int) -> int:
+def _argument_or_query(value: int, query: Mapping[str, str], name: str, low: int) -> int:
     found = read_int(query, name, low) if value == -1 else value
     return -1 if found is None else found

@@ -18,7 +18,7 @@ from typing import TypeVar
 from allranks._base.threads import Daemon
 from allranks._cluster.network import published_addresses
 
-__all__ = ["addresses_of", "trouble_with"]
+__all__ = ["addresses_of", "address_problem"]
 
 _T = TypeVar("_T")
 _PATIENCE_S = 2.0  # for the name service, whose own timeouts can be much longer
@@ -39,27 +39,31 @@ def addresses_of(host: str, environ: Mapping[str, str] = os.environ) -> list[str
     if _is_loopback(host):
         return [host]
     nothing: list[str] = []
-    meant = in_time(lambda: [a for a in _resolve(host) if _is_here(a)], nothing, _PATIENCE_S) if host else nothing
-    outer = [address for address in meant if not _is_loopback(address)]
+    resolved = (
+        call_with_timeout(lambda: [a for a in _resolve(host) if _is_local(a)], nothing, _PATIENCE_S)
+        if host
+        else nothing
+    )
+    outer = [address for address in resolved if not _is_loopback(address)]
     if environ.get("ALLRANKS_IFACE", "").strip() or not outer:
         outer = list(published_addresses(environ))
-    inner = [address for address in meant if _is_loopback(address)]
+    inner = [address for address in resolved if _is_loopback(address)]
     return list(dict.fromkeys(["127.0.0.1", *inner, *outer]))
 
 
-def trouble_with(host: str, patience_s: float = 1.0) -> str:
+def address_problem(host: str, patience_s: float = 1.0) -> str:
     """Return why clients that dial ``host`` may not reach this host; "" if no problem is found."""
-    return in_time(lambda: _look(host), f"does not resolve in {patience_s:g} s", patience_s)
+    return call_with_timeout(lambda: _resolution_problem(host), f"does not resolve in {patience_s:g} s", patience_s)
 
 
-def in_time(look: Callable[[], _T], otherwise: _T, patience_s: float) -> _T:
-    """Return the result of ``look`` if it returns within ``patience_s`` seconds, otherwise ``otherwise``."""
-    found = [otherwise]
+def call_with_timeout(function: Callable[[], _T], default: _T, patience_s: float) -> _T:
+    """Return the result of ``function`` if it returns within ``patience_s`` seconds, otherwise ``default``."""
+    results = [default]
     # A daemon thread: the resolver cannot be interrupted, and a pending lookup must not delay the exit of the process.
-    thread = Daemon(target=lambda: found.append(look()), name="allranks-resolve")
+    thread = Daemon(target=lambda: results.append(function()), name="allranks-resolve")
     thread.start()
     thread.join(patience_s)
-    return found[-1]
+    return results[-1]
 
 
 def _is_loopback(address: str) -> bool:
@@ -76,7 +80,7 @@ def _resolve(host: str) -> list[str]:
         return []
 
 
-def _is_here(address: str) -> bool:
+def _is_local(address: str) -> bool:
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         try:
             # Linux binds only to addresses of this host, so no list of interfaces is needed.
@@ -86,7 +90,7 @@ def _is_here(address: str) -> bool:
     return True
 
 
-def _look(host: str) -> str:
+def _resolution_problem(host: str) -> str:
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

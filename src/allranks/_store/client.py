@@ -106,19 +106,19 @@ class StoreClient(Store):
         """Close all connections. A call in another thread raises StoreLostError."""
         with self._lock:
             self._closed = True
-            for line in self._idle:
-                line.sock.close()
+            for connection in self._idle:
+                connection.sock.close()
             self._idle.clear()
-            for line in self._busy:
+            for connection in self._busy:
                 # Shut down, not closed: the thread that uses the connection wakes up, and closes it.
                 with suppress(OSError):  # already broken: the thread receives the error anyway
-                    line.sock.shutdown(socket.SHUT_RDWR)
+                    connection.sock.shutdown(socket.SHUT_RDWR)
 
     def clone(self) -> StoreClient:
         """Return another client of the same server, with separate connections and a separate timeout."""
         return StoreClient(self.address, self._secret, self.timeout_s)
 
-    def _ask(self, request: Request) -> Reply:
+    def _execute(self, request: Request) -> Reply:
         payload = encode(request)
         if len(payload) > FRAME_LIMIT:
             raise UsageError(
@@ -130,11 +130,11 @@ class StoreClient(Store):
         if isinstance(request, WaitForKeys | Pop) and request.timeout_s > 0:
             patience_s = request.timeout_s + _GRACE_S
         deadline = min(began + patience_s, self.deadline)
-        kept = False
-        line = self._take_line(deadline)
+        is_reusable = False
+        connection = self._take_connection(deadline)
         try:
-            reply = decode_reply(line.ask(payload, deadline))
-            kept = True
+            reply = decode_reply(connection.ask(payload, deadline))
+            is_reusable = True
         # Before the clause for OSError, which is its base class.
         except builtins.TimeoutError:
             raise TimeoutError(
@@ -150,26 +150,26 @@ class StoreClient(Store):
             ) from error
         finally:
             with self._lock:
-                self._busy.discard(line)
-                if kept and not self._closed:
-                    self._idle.append(line)
+                self._busy.discard(connection)
+                if is_reusable and not self._closed:
+                    self._idle.append(connection)
                 else:  # its reply may still arrive, and another request must not read it
-                    line.sock.close()
+                    connection.sock.close()
         return reply
 
-    def _take_line(self, deadline: float) -> ClientStream:
+    def _take_connection(self, deadline: float) -> ClientStream:
         with self._lock:
-            line = self._idle.pop() if self._idle else None
+            connection = self._idle.pop() if self._idle else None
             closed = self._closed
-        if line is None and not closed:
+        if connection is None and not closed:
             # Without the lock, because an attempt can take seconds and `close` must not wait for it.
-            line = self._dial(deadline)
+            connection = self._dial(deadline)
         with self._lock:  # `close` may have run while this thread dialed
-            if line is not None and not self._closed:
-                self._busy.add(line)
-                return line
-        if line is not None:
-            line.sock.close()
+            if connection is not None and not self._closed:
+                self._busy.add(connection)
+                return connection
+        if connection is not None:
+            connection.sock.close()
         raise StoreLostError(f"{self}: this client was closed.")
 
     def _dial(
@@ -194,45 +194,45 @@ class StoreClient(Store):
             pause_s = min(pause_s * 1.5, 0.2)
 
     def _dial_once(self, deadline: float) -> ClientStream:
-        trouble: OSError = OSError(errno.EADDRNOTAVAIL, "the host name has no address")
+        last_error: OSError = OSError(errno.EADDRNOTAVAIL, "the host name has no address")
         # `_dial` retries after an OSError, because the server may not have started. A wrong peer is final.
-        stranger: Exception | None = None
+        wrong_peer: Exception | None = None
         if self._context is None and self.address.startswith("tcp:"):
             self._context = tls_context(server_side=False)
         for family, target in _resolve(self.address):
-            line = ClientStream(Socket(family, socket.SOCK_STREAM), self._context)
+            connection = ClientStream(Socket(family, socket.SOCK_STREAM), self._context)
             try:
                 now = time.monotonic()
                 # Not 0, which would make the socket non-blocking. At most 3 s, because another address may answer.
-                line.sock.settimeout(min(max(deadline - now, 0.001), 3.0))
-                line.sock.connect(target)
-                check_connected(line.sock)
+                connection.sock.settimeout(min(max(deadline - now, 0.001), 3.0))
+                connection.sock.connect(target)
+                check_connected(connection.sock)
                 if family != socket.AF_UNIX:
                     # Requests are small. Nagle's algorithm could delay one until the peer acknowledges the previous
                     # packet.
-                    line.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                keep_alive(line.sock)
-                line.enter(ClientHandshake(PROTOCOL, self._secret), min(deadline, now + HANDSHAKE_S), FRAME_LIMIT)
-                return line
+                    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                keep_alive(connection.sock)
+                connection.enter(ClientHandshake(PROTOCOL, self._secret), min(deadline, now + HANDSHAKE_S), FRAME_LIMIT)
+                return connection
             except OSError as error:
-                trouble = error
+                last_error = error
             except TlsError as error:
-                stranger = ConfigError(str(error))
+                wrong_peer = ConfigError(str(error))
             except (WireError, ConfigError) as error:
-                stranger = error
+                wrong_peer = error
             # KeyboardInterrupt, for example, must not leave the socket open.
             except BaseException:
-                line.sock.close()
+                connection.sock.close()
                 raise
-            line.sock.close()
-        if isinstance(stranger, ConfigError):
-            raise type(stranger)(f"{self}: {stranger}.")
-        if stranger:
+            connection.sock.close()
+        if isinstance(wrong_peer, ConfigError):
+            raise type(wrong_peer)(f"{self}: {wrong_peer}.")
+        if wrong_peer:
             raise ConfigError(
-                f"{self}: a server answers at this address, but it is not an allranks store ({stranger}).\n"
+                f"{self}: a server answers at this address, but it is not an allranks store ({wrong_peer}).\n"
                 "  Another program uses this port. Choose another port (MASTER_PORT), the same on all ranks."
             )
-        raise trouble
+        raise last_error
 
 
 def _resolve(address: str) -> list[tuple[int, Any]]:

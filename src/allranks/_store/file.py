@@ -54,23 +54,25 @@ __all__ = ["FileStore"]
 _MAGIC = b"allranks-file/1\n"
 _HEAD = struct.Struct("<II")  # bytes and CRC-32 of a record
 # Seconds between two checks of the file. Waiting callers poll, because inotify reports no writes of other hosts.
-_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
-_LEAVING_S = 5.0  # limit of the wait for the lock when a user leaves, so that a held lock does not block its exit
+_PAUSE_S, _MAX_PAUSE_S = 0.001, 0.02
+_LEAVE_TIMEOUT_S = 5.0  # limit of the wait for the lock when a user leaves, so that a held lock does not block its exit
 _logger = logging.getLogger("allranks.store")
 
 
-class _Came(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class _UserJoined(msgspec.Struct, frozen=True, array_like=True, tag="_Came"):
     """Record: the file has one more user."""
 
 
-class _Left(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class _UserLeft(msgspec.Struct, frozen=True, array_like=True, tag="_Left"):
     """Record: the file has one user less."""
 
 
-_decode: Callable[[bytes], Request | _Came | _Left] = msgspec.msgpack.Decoder(Request | _Came | _Left).decode
+_decode: Callable[[bytes], Request | _UserJoined | _UserLeft] = msgspec.msgpack.Decoder(
+    Request | _UserJoined | _UserLeft
+).decode
 
 
-class _Use:
+class _UserToken:
     """A token that the store and its clones share. Its finalizer runs when the last of them is garbage-collected."""
 
 
@@ -98,9 +100,9 @@ class FileStore(Store):
         self._path = os.path.abspath(os.fspath(file_name))
         self._log = _Log(self._path)
         # This record creates the file, so a wrong path is reported here and not by the first request.
-        self._log.write(_Came(), self.timeout_s)
-        self._use = _Use()
-        self._finalizer = weakref.finalize(self._use, self._log.leave, world_size)
+        self._log.write(_UserJoined(), self.timeout_s)
+        self._user_token = _UserToken()
+        self._finalizer = weakref.finalize(self._user_token, self._log.leave, world_size)
 
     @property
     def path(self) -> str:
@@ -110,7 +112,7 @@ class FileStore(Store):
     def __str__(self) -> str:
         return f"FileStore({self.path})"
 
-    def _elsewhere(self) -> str:
+    def _copy_advice(self) -> str:
         return f"Create FileStore({self.path!r}) in the other process, too."
 
     def clone(self) -> FileStore:
@@ -121,7 +123,7 @@ class FileStore(Store):
         """Leave the store. The last of ``world_size`` users removes the file. Idempotent."""
         self._finalizer()
 
-    def _ask(self, request: Request) -> Reply:
+    def _execute(self, request: Request) -> Reply:
         if not self._finalizer.alive:
             raise StoreLostError(f"{self}: this store was closed.")
         if isinstance(request, Peek | ListNames | Length):
@@ -131,19 +133,19 @@ class FileStore(Store):
             return self._log.write(request, self.timeout_s)
         deadline = time.monotonic() + request.timeout_s
         # A wait repeats an immediate request. If it slept with the lock, no other process could set the key.
-        at_once = msgspec.structs.replace(request, timeout_s=0.0)
+        without_wait = msgspec.structs.replace(request, timeout_s=0.0)
         # A pop removes a value, so it is a record and needs the exclusive lock.
-        carry_out = self._log.read if isinstance(request, WaitForKeys) else self._log.write
+        execute = self._log.read if isinstance(request, WaitForKeys) else self._log.write
         pause_s = _PAUSE_S
         while True:
             # Taken before the request: a record that another thread replays after it must still count as growth.
-            seen = self._log.position
-            reply = carry_out(at_once, self.timeout_s)
+            position = self._log.position
+            reply = execute(without_wait, self.timeout_s)
             while isinstance(reply, WaitTimedOut) and (left_s := deadline - time.monotonic()) > 0:
                 time.sleep(min(pause_s, left_s))
-                if self._log.has_grown(seen):  # also true if a writer was killed, and left an incomplete record
+                if self._log.has_grown(position):  # also true if a writer was killed, and left an incomplete record
                     break
-                pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+                pause_s = min(pause_s * 1.5, _MAX_PAUSE_S)
             else:
                 return reply
 
@@ -167,7 +169,7 @@ class _Log:
         self.position = 0  # end of the last complete record, in bytes
         self._table = KeyTable()
         self._users = 0
-        self._left = 0
+        self._departures = 0
 
     def read(self, request: Request, patience_s: float) -> Reply:
         """Execute a request that does not change the store."""
@@ -175,7 +177,7 @@ class _Log:
             self._catch_up(file)
             return self._replay(request)
 
-    def write(self, request: Request | _Came | _Left, patience_s: float) -> Reply:
+    def write(self, request: Request | _UserJoined | _UserLeft, patience_s: float) -> Reply:
         """Execute a request that changes the store. The reply is the result of its replay, equal in all processes."""
         payload = encode(request)
         if len(payload) > FRAME_LIMIT:
@@ -191,11 +193,11 @@ class _Log:
                 return WaitTimedOut([request.key])
             return self._append(file, payload)
 
-    def has_grown(self, seen: int) -> bool:
-        """Return whether the file may contain bytes after the position ``seen``."""
+    def has_grown(self, position: int) -> bool:
+        """Return whether the file may contain bytes after a position."""
         try:
             with open(self._path, "rb", buffering=0) as file:  # NFS fetches the current size when a file is opened
-                return os.fstat(file.fileno()).st_size != seen
+                return os.fstat(file.fileno()).st_size != position
         except OSError:
             return True  # the next request reports the error
 
@@ -204,12 +206,12 @@ class _Log:
         if self._forks != forks():  # a forked child does not count as a user
             return
         try:
-            with self._open(fcntl.LOCK_EX, _LEAVING_S) as file:
+            with self._open(fcntl.LOCK_EX, _LEAVE_TIMEOUT_S) as file:
                 self._catch_up(file)
-                self._append(file, encode(_Left()))
+                self._append(file, encode(_UserLeft()))
                 # Departures count, too: no user may be present between the departure of the first and the arrival of
                 # the second.
-                if self._users == 0 and 0 < world_size <= self._left:
+                if self._users == 0 and 0 < world_size <= self._departures:
                     # Removed under the lock: a process that waits for the lock then sees in `_open` that the name is
                     # gone.
                     os.unlink(self._path)
@@ -218,7 +220,7 @@ class _Log:
 
     @contextlib.contextmanager
     def _open(self, lock: int, patience_s: float) -> Iterator[Descriptor]:
-        """Open and lock the file. The first request, which is ``_Came``, creates it if it is missing."""
+        """Open and lock the file. The first request, which is ``_UserJoined``, creates it if it is missing."""
         deadline = time.monotonic() + max(patience_s, 0.0)
         first = self._inode is None
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if first else 0)
@@ -295,21 +297,21 @@ class _Log:
             raise StoreLostError(f"FileStore({self._path}): another program truncated the file.")
         data = memoryview(_read(file, self.position, size))
         reply: Reply = RequestDone()
-        at = 0
+        offset = 0
         if self.position == 0:
             # Compares only the bytes that exist: the first writer may have been killed within the magic number.
             if bytes(data[: len(_MAGIC)]) != _MAGIC[: len(data)]:
                 raise ConfigError(f"{self._path} is not the file of a FileStore. Expected a new or empty file.")
-            at = len(_MAGIC)
-        while at + _HEAD.size <= len(data):
-            length, checksum = _HEAD.unpack_from(data, at)
-            payload = data[at + _HEAD.size : at + _HEAD.size + length]
+            offset = len(_MAGIC)
+        while offset + _HEAD.size <= len(data):
+            length, checksum = _HEAD.unpack_from(data, offset)
+            payload = data[offset + _HEAD.size : offset + _HEAD.size + length]
             if not 0 < length == len(payload) or zlib.crc32(payload) != checksum:
                 break  # its writer was killed while it wrote the record
             reply = self._replay(_decode(bytes(payload)))
-            at += _HEAD.size + length
-        if at <= len(data):  # otherwise the magic number is incomplete, and the next writer writes it again
-            self.position += at
+            offset += _HEAD.size + length
+        if offset <= len(data):  # otherwise the magic number is incomplete, and the next writer writes it again
+            self.position += offset
         return reply
 
     def _append(self, file: Descriptor, payload: bytes) -> Reply:
@@ -323,12 +325,12 @@ class _Log:
             raise StoreLostError(f"FileStore({self._path}): cannot be written: {reason(error)}.") from error
         return self._catch_up(file)
 
-    def _replay(self, request: Request | _Came | _Left) -> Reply:
-        if isinstance(request, _Came):
+    def _replay(self, request: Request | _UserJoined | _UserLeft) -> Reply:
+        if isinstance(request, _UserJoined):
             self._users += 1
-        elif isinstance(request, _Left):
+        elif isinstance(request, _UserLeft):
             self._users -= 1
-            self._left += 1
+            self._departures += 1
         else:
             # Replayed requests have a timeout of 0, so none waits. Exactly one reply is due, and the time is
             # irrelevant.
@@ -337,9 +339,9 @@ class _Log:
         return RequestDone()
 
 
-def _read(file: Descriptor, at: int, end: int) -> bytes:
+def _read(file: Descriptor, position: int, end: int) -> bytes:
     parts = []
-    while at < end and (part := os.pread(file.fileno(), end - at, at)):
+    while position < end and (part := os.pread(file.fileno(), end - position, position)):
         parts.append(part)
-        at += len(part)
+        position += len(part)
     return b"".join(parts)

@@ -32,7 +32,7 @@ from allranks._net.admission import Admission, UnprovedPeer
 from allranks._net.frames import TlsError, WireError, pack_frame
 from allranks._net.handshake import PROVED, ServerHandshake
 from allranks._net.tls import Tls, tls_context
-from allranks._store.address import addresses_of, trouble_with
+from allranks._store.address import address_problem, addresses_of
 from allranks._store.table import KeyTable
 from allranks._store.wire import FRAME_LIMIT, PROTOCOL, FoundValues, Reply, RequestFailed, Set, decode_request, encode
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreServer"]
 
-_MOST_REFUSALS = 16
+_MAX_LOGGED_REFUSALS = 16
 _BACKLOG = 4096  # thousands of ranks may connect simultaneously; the system may allow fewer
 _LARGE = 4096  # bytes: the server keeps the frame of the last value that is at least this large
 _log = logging.getLogger("allranks.store")
@@ -64,8 +64,9 @@ class _Peer:
 class StoreServer:
     """Holds the values of a store and serves them from one thread.
 
-    ``unix``, ``tcp`` and ``on`` create a server. They bind and listen but start no thread, so that a process can fork
-    its ranks before it has a second thread. In a forked child all its sockets are closed, and ``close`` has no effect.
+    ``unix``, ``tcp`` and ``on_socket`` create a server. They bind and listen but start no thread, so that a process can
+    fork its ranks before it has a second thread. In a forked child all its sockets are closed, and ``close`` has no
+    effect.
 
     Attributes:
         address: The address for clients.
@@ -87,14 +88,14 @@ class StoreServer:
         self._secret = secret
         self._context = context
         self._listeners = tuple(listeners)
-        self._more: tuple[socket.socket, ...] = ()  # listeners that the thread has not taken yet
-        self._given: deque[tuple[str, bytes]] = deque()  # values that the thread has not taken yet
+        self._new_listeners: tuple[socket.socket, ...] = ()  # listeners that the thread has not taken yet
+        self._local_values: deque[tuple[str, bytes]] = deque()  # values that the thread has not taken yet
         self._forks = forks()
         self._wake = Descriptor.of(lambda: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self._thread: threading.Thread | None = None
         self._stop_at: float | None = None
         self._table = KeyTable()
-        self._last: tuple[bytes | None, bytes] = (None, b"")
+        self._cached_frame: tuple[bytes | None, bytes] = (None, b"")
         self._peers: dict[_Peer, None] = {}
 
     @classmethod
@@ -144,7 +145,7 @@ class StoreServer:
         return cls(listeners, _tcp_address(shown, listeners[0].getsockname()[1]), secret, host, context)
 
     @classmethod
-    def on(cls, bound: socket.socket, host: str, secret: bytes) -> StoreServer:
+    def on_socket(cls, bound: socket.socket, host: str, secret: bytes) -> StoreServer:
         """Create a server on a TCP socket that the caller has bound. The server owns the socket afterwards."""
         try:
             context = tls_context(server_side=True)
@@ -178,7 +179,7 @@ class StoreServer:
         names = [listener.getsockname()[:2] for listener in self._listeners]
         return tuple(_tcp_address(*name) for name in names if not name[0].startswith("127.") and name[0] != "::1")
 
-    def whereabouts(self) -> str:
+    def describe_address(self) -> str:
         """Describe where a TCP server listens, and any problem of its host name; "" on a unix socket.
 
         Takes at most 1 s if the name service does not answer.
@@ -189,16 +190,16 @@ class StoreServer:
         where = f"on port {self.port} of {', '.join(hosts)}"
         if all(host == "::1" or host.startswith("127.") for host in hosts):
             where += ", which only this host can reach"
-        trouble = trouble_with(self.host) if self.host else ""
+        trouble = address_problem(self.host) if self.host else ""
         return where + (f"; {self.host!r} {trouble}" if trouble else "")
 
-    def put(self, key: str, value: bytes) -> None:
+    def set_locally(self, key: str, value: bytes) -> None:
         """Set a value from this process, without a connection. Never blocks.
 
         All clients see the values that are set before ``start``.
         """
         # Only the thread may use the table. Appending to a deque is atomic.
-        self._given.append((key, value))
+        self._local_values.append((key, value))
         # Also before ``start``: it may be starting the thread at this moment, which then finds the wake-up.
         if self._stop_at is None:
             os.eventfd_write(self._wake.fileno(), 1)
@@ -221,7 +222,7 @@ class StoreServer:
             self._admission.context = self._context
             for listener in self._listeners:
                 self._admission.listen(listener)
-            self._selector.register(self._wake, selectors.EVENT_READ, lambda _: self._take_more())
+            self._selector.register(self._wake, selectors.EVENT_READ, lambda _: self._add_new_listeners())
             thread = Daemon(target=self._run, name="allranks-store")
             thread.start()
         except BaseException:
@@ -247,7 +248,7 @@ class StoreServer:
         listeners = tuple(_listen(addresses, 0))
         # Before the thread can take them: a wake-up for another reason may come at any time.
         where = [_tcp_address(*listener.getsockname()[:2]) for listener in listeners]
-        self._more = listeners
+        self._new_listeners = listeners
         os.eventfd_write(self._wake.fileno(), 1)  # from here on the thread owns the listeners
         return where
 
@@ -266,7 +267,7 @@ class StoreServer:
         else:
             self._stop_listening()
         # After the join, because the thread uses the listeners and the eventfd until it exits.
-        for listener in (*self._listeners, *self._more):
+        for listener in (*self._listeners, *self._new_listeners):
             listener.close()
         self._wake.close()
 
@@ -280,9 +281,9 @@ class StoreServer:
         with self._selector:
             try:
                 # First, so that every client sees the values that were set before `start`.
-                self._take_given()
+                self._apply_local_values()
                 while self._stop_at is None:
-                    self._turn()
+                    self._run_once()
                 # The shutdown in `_stop_listening` also ends an `accept` of a process that shares the socket after a
                 # fork. It frees the port even though that process has the socket open.
                 self._admission.stop()
@@ -292,7 +293,7 @@ class StoreServer:
                 # A candidate that has begun its handshake is a late client. An idle connection may belong to any
                 # program.
                 while time.monotonic() < self._stop_at and (self._peers or self._admission.has_begun()):
-                    self._turn()
+                    self._run_once()
             finally:
                 self._admission.close()
                 for peer in list(self._peers):
@@ -300,28 +301,28 @@ class StoreServer:
                 for listener in self._listeners:
                     listener.close()
 
-    def _take_more(self) -> None:
+    def _add_new_listeners(self) -> None:
         os.eventfd_read(self._wake.fileno())
-        self._take_given()
-        more, self._more = self._more, ()
+        self._apply_local_values()
+        more, self._new_listeners = self._new_listeners, ()
         self._listeners += more
         self._admission.context = self._context
         for listener in more:
             self._admission.listen(listener)
 
-    def _take_given(self) -> None:
-        while self._given:
-            key, value = self._given.popleft()
-            due = self._table.handle(self, Set(key, value), time.monotonic())
+    def _apply_local_values(self) -> None:
+        while self._local_values:
+            key, value = self._local_values.popleft()
+            replies = self._table.handle(self, Set(key, value), time.monotonic())
             # The server is the client of this request, and needs no reply.
-            self._reply([(who, reply) for who, reply in due if who is not self])
+            self._reply([(client, reply) for client, reply in replies if client is not self])
 
     def _stop_listening(self) -> None:
         for listener in self._listeners:
             with suppress(OSError):  # a socket that the caller has bound may be in any state
                 listener.shutdown(socket.SHUT_RDWR)
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         deadlines = [self._table.next_deadline(), self._stop_at, self._admission.deadline()]
         first = min((d for d in deadlines if d is not None), default=None)
         ready = self._selector.select(None if first is None else max(0.0, first - time.monotonic()))
@@ -376,31 +377,31 @@ class StoreServer:
 
     def _serve(self, peer: _Peer, frame: bytes) -> None:
         # One request at a time for each client, so that a client cannot make replies accumulate in the server.
-        if self._table.waits(peer) or peer.out:
+        if self._table.is_waiting(peer) or peer.out:
             raise WireError("it sent a request before the reply to the previous request")
         try:
-            due = self._table.handle(peer, decode_request(frame), time.monotonic())
+            replies = self._table.handle(peer, decode_request(frame), time.monotonic())
         except msgspec.ValidationError as error:
-            due = [(peer, RequestFailed(f"invalid argument: {error}"))]
-        self._reply(due)
+            replies = [(peer, RequestFailed(f"invalid argument: {error}"))]
+        self._reply(replies)
 
-    def _reply(self, due: list[tuple[Hashable, Reply]]) -> None:
-        for who, reply in due:
-            if isinstance(who, _Peer) and who in self._peers:
-                self._send(who, self._frame(reply))
+    def _reply(self, replies: list[tuple[Hashable, Reply]]) -> None:
+        for client, reply in replies:
+            if isinstance(client, _Peer) and client in self._peers:
+                self._send(client, self._frame(reply))
 
     def _frame(self, reply: Reply) -> bytes:
         # All ranks request the same large values. One frame serves all of them, even if they read it slowly.
         value = reply.values[0] if isinstance(reply, FoundValues) and len(reply.values) == 1 else None
         # The identity suffices: the table returns the same object until the key is set again.
-        if value is not None and value is self._last[0]:
-            return self._last[1]
+        if value is not None and value is self._cached_frame[0]:
+            return self._cached_frame[1]
         payload = encode(reply)
         if len(payload) > FRAME_LIMIT:
             payload = encode(RequestFailed(f"a reply of {len(payload)} bytes exceeds the limit of {FRAME_LIMIT} bytes"))
         frame = pack_frame(payload)
         if value is not None and len(value) >= _LARGE:
-            self._last = value, frame
+            self._cached_frame = value, frame
         return frame
 
     def _send(self, peer: _Peer, frame: bytes) -> None:
@@ -435,7 +436,7 @@ class StoreServer:
         """Log a refusal, once per host and for at most 16 hosts: unauthenticated peers must not fill the log."""
         if not isinstance(error, ConfigError | TlsError):
             return
-        if name not in self.refusals and len(self.refusals) < _MOST_REFUSALS:
+        if name not in self.refusals and len(self.refusals) < _MAX_LOGGED_REFUSALS:
             self.refusals[name] = f"{name} was refused: {error}"
             _log.warning("%s: %s", self.address, self.refusals[name])
 
@@ -444,7 +445,7 @@ class StoreServer:
             return
         _log.debug("%s: %s is dropped: %s", self.address, peer.name, why)
         del self._peers[peer]
-        self._table.forget(peer)
+        self._table.remove_client(peer)
         if peer.sock in self._selector.get_map():  # a `modify` that failed has removed it
             self._selector.unregister(peer.sock)
         peer.sock.close()

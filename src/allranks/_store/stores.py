@@ -1,8 +1,8 @@
 """The stores: one interface with torch's names, for programs and for the package itself.
 
-Every method sends a request and returns its reply, so a store class implements only one method, ``_ask``. This module
-contains the stores without a connection. ``HashStore`` is in this process. ``PrefixStore`` gives each use of a store
-separate keys. ``ForeignStore`` adapts the store of another library that a user passes to
+Every method sends a request and returns its reply, so a store class implements only one method, ``_execute``. This
+module contains the stores without a connection. ``HashStore`` is in this process. ``PrefixStore`` gives each use of a
+store separate keys. ``ForeignStore`` adapts the store of another library that a user passes to
 ``init_process_group(store=...)``. The client of a server is in ``client``, and the store in a file is in ``file``.
 
 Source: the methods, their arguments and their results are those of torch.distributed.Store; tests/store compares them.
@@ -76,14 +76,14 @@ class Store(abc.ABC):
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     @abc.abstractmethod
-    def _ask(self, request: Request) -> Reply: ...
+    def _execute(self, request: Request) -> Reply: ...
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} belongs to its process and cannot be pickled or copied.\n  {self._elsewhere()}"
+            f"a {type(self).__name__} belongs to its process and cannot be pickled or copied.\n  {self._copy_advice()}"
         )
 
-    def _elsewhere(self) -> str:
+    def _copy_advice(self) -> str:
         """Return what the user should do instead of pickling the store."""
         return "Create a store in the other process."
 
@@ -149,7 +149,7 @@ class Store(abc.ABC):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are set (or are queues that are not empty)."""
-        return isinstance(self._ask(WaitForKeys(_keys(keys), 0.0, False)), FoundValues)
+        return isinstance(self._execute(WaitForKeys(_keys(keys), 0.0, False)), FoundValues)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter atomically, and return the sum. A counter starts at 0; ``get`` returns its decimal digits.
@@ -204,7 +204,7 @@ class Store(abc.ABC):
             QueueEmptyError: The queue is empty, and ``block`` is false.
             TimeoutError: No value was pushed in time.
         """
-        reply = self._ask(Pop(_key(key), self.timeout_s if block else 0.0))
+        reply = self._execute(Pop(_key(key), self.timeout_s if block else 0.0))
         if isinstance(reply, WaitTimedOut) and not block:
             raise QueueEmptyError(f"{self}: queue {key!r} is empty")
         return self._checked(reply, FoundValues, self.timeout_s).values[0] or b""
@@ -253,7 +253,7 @@ class Store(abc.ABC):
         return self.timeout_s if timeout is None else seconds_of(timeout, LONGEST_WAIT_S)
 
     def _reply(self, request: Request, kind: type[_ReplyT]) -> _ReplyT:
-        return self._checked(self._ask(request), kind, getattr(request, "timeout_s", 0.0))
+        return self._checked(self._execute(request), kind, getattr(request, "timeout_s", 0.0))
 
     def _checked(self, reply: Reply, kind: type[_ReplyT], waited_s: float) -> _ReplyT:
         match reply:
@@ -279,36 +279,37 @@ class HashStore(Store):
 
     def abandon(self) -> None:
         """Replace the lock and the replies in a forked child, where no thread waits. The child's values are a copy."""
-        self._table.forget_all()  # a pop of a thread of the parent would take the next value that the child pushes
+        # A pop of a thread of the parent would take the next value that the child pushes.
+        self._table.remove_all_clients()
         self._changed = threading.Condition()
         self._replies: dict[Hashable, Reply] = {}
 
     def __str__(self) -> str:
         return "the store of this process"
 
-    def _elsewhere(self) -> str:
+    def _copy_advice(self) -> str:
         return "Only this process can read its values. For several processes, use a TCPStore or a FileStore."
 
-    def _ask(self, request: Request) -> Reply:
+    def _execute(self, request: Request) -> Reply:
         # A new identity for each request, so that threads that share the store wait separately.
-        who = object()
+        client = object()
         with self._changed:
-            due = self._table.handle(who, request, time.monotonic())
+            replies = self._table.handle(client, request, time.monotonic())
             try:
                 while True:
                     # A thread also delivers the replies of other threads' waits that its request or `expire` has ended.
-                    if due:
-                        self._replies.update(due)
+                    if replies:
+                        self._replies.update(replies)
                         self._changed.notify_all()
-                    if who in self._replies:
-                        return self._replies[who]
+                    if client in self._replies:
+                        return self._replies[client]
                     deadline = self._table.next_deadline()
                     self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-                    due = self._table.expire(time.monotonic())
+                    replies = self._table.expire(time.monotonic())
             finally:
                 # KeyboardInterrupt can end the wait. A pop that stays in the table would take a later value.
-                self._table.forget(who)
-                self._replies.pop(who, None)
+                self._table.remove_client(client)
+                self._replies.pop(client, None)
 
 
 class PrefixStore(Store):
@@ -332,8 +333,8 @@ class PrefixStore(Store):
     def __str__(self) -> str:
         return str(self._store)
 
-    def _elsewhere(self) -> str:
-        return f"{self._store._elsewhere()} Then create PrefixStore({self.prefix[:-1]!r}, ...) around that store."
+    def _copy_advice(self) -> str:
+        return f"{self._store._copy_advice()} Then create PrefixStore({self.prefix[:-1]!r}, ...) around that store."
 
     def num_keys(self) -> int:
         """Return the number of keys in the underlying store: as in torch, all keys, whatever their prefix."""
@@ -343,7 +344,7 @@ class PrefixStore(Store):
         """Return the keys with the prefix that are set. The prefix is removed from them."""
         return [name.removeprefix(self.prefix) for name in super().list_keys()]
 
-    def _ask(self, request: Request) -> Reply:
+    def _execute(self, request: Request) -> Reply:
         match request:
             case ListNames(prefix):
                 request = ListNames(self.prefix + prefix)
@@ -351,7 +352,7 @@ class PrefixStore(Store):
                 request = msgspec.structs.replace(request, keys=[self.prefix + key for key in keys])
             case _:
                 request = msgspec.structs.replace(request, key=self.prefix + request.key)
-        return self._store._ask(request)
+        return self._store._execute(request)
 
 
 class ForeignStore(Store):
@@ -368,7 +369,7 @@ class ForeignStore(Store):
     def __str__(self) -> str:
         return f"store={type(self._store).__name__}"
 
-    def _ask(self, request: Request) -> Reply:
+    def _execute(self, request: Request) -> Reply:
         try:
             return self._call(request)
         except RuntimeError as error:

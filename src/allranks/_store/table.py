@@ -42,7 +42,7 @@ HIDDEN = "\0"
 
 
 @dataclass
-class _Parked:
+class _WaitingRequest:
     request: WaitForKeys | Pop
     missing: set[str]
 
@@ -50,136 +50,138 @@ class _Parked:
 class KeyTable:
     """The values of a store, and the waiting requests. It uses neither sockets nor clocks.
 
-    A client is any hashable object (``who``). Every method that can end a wait returns the replies that are due, as
-    pairs (who, reply).
+    A client is any hashable object. Every method that can end a wait returns the replies that are due, as pairs
+    (client, reply).
     """
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}  # a queue is removed when it becomes empty
-        self._parked: dict[Hashable, _Parked] = {}
+        self._waiting: dict[Hashable, _WaitingRequest] = {}
         self._waiters: dict[str, dict[Hashable, None]] = {}  # in the order of arrival
-        self._deadlines: list[tuple[float, int, Hashable, _Parked]] = []
+        self._deadlines: list[tuple[float, int, Hashable, _WaitingRequest]] = []
         self._order = itertools.count()  # breaks ties of deadlines, because clients cannot be compared
 
-    def handle(self, who: Hashable, request: Request, now: float) -> list[tuple[Hashable, Reply]]:
-        """Execute one request of the client ``who``, which must not have another waiting request."""
+    def handle(self, client: Hashable, request: Request, now: float) -> list[tuple[Hashable, Reply]]:
+        """Execute one request of a client, which must not have another waiting request."""
         match request:
             case Set(key, value):
-                return [(who, RequestDone()), *self._put(key, value)]
+                return [(client, RequestDone()), *self._put(key, value)]
             case SetMany(keys, values):
                 if len(keys) != len(values):
-                    return [(who, RequestFailed(f"multi_set: {len(keys)} keys, but {len(values)} values"))]
-                due = [self._put(key, value) for key, value in zip(keys, values, strict=True)]
-                return [(who, RequestDone()), *itertools.chain.from_iterable(due)]
+                    return [(client, RequestFailed(f"multi_set: {len(keys)} keys, but {len(values)} values"))]
+                replies = [self._put(key, value) for key, value in zip(keys, values, strict=True)]
+                return [(client, RequestDone()), *itertools.chain.from_iterable(replies)]
             case Add(key, amount):
-                return self._add(who, key, amount)
+                return self._add(client, key, amount)
             case Append(key, value):
-                return [(who, RequestDone()), *self._put(key, self._values.get(key, b"") + value)]
+                return [(client, RequestDone()), *self._put(key, self._values.get(key, b"") + value)]
             case ListNames(prefix):
                 hidden = prefix + HIDDEN
                 found = [key for key in self._values if key.startswith(prefix) and not key.startswith(hidden)]
-                return [(who, FoundNames(found))]
+                return [(client, FoundNames(found))]
             case Push(key, value):
                 self._queues.setdefault(key, deque()).append(value)
-                return [(who, RequestDone()), *self._arrived(key)]
+                return [(client, RequestDone()), *self._end_waits(key)]
             case Length(key):
-                return [(who, RequestDone(len(self._queues.get(key, ()))))]
+                return [(client, RequestDone(len(self._queues.get(key, ()))))]
             case Peek(keys):
-                return [(who, FoundValues([self._values.get(key) for key in keys]))]
+                return [(client, FoundValues([self._values.get(key) for key in keys]))]
             case Delete(key):
-                return [(who, RequestDone(int(self._values.pop(key, None) is not None)))]
+                return [(client, RequestDone(int(self._values.pop(key, None) is not None)))]
             case CompareSet(key, expected, desired):
                 # torch's rule: an absent key matches if b"" is expected. Otherwise the caller receives its own
                 # expected value.
                 current = self._values.get(key)
                 if current == expected or (current is None and not expected):
-                    return [(who, FoundValues([desired])), *self._put(key, desired)]
-                return [(who, FoundValues([expected if current is None else current]))]
+                    return [(client, FoundValues([desired])), *self._put(key, desired)]
+                return [(client, FoundValues([expected if current is None else current]))]
             case WaitForKeys(keys, _, values):
-                return self._park(who, request, {key for key in keys if not self._is_there(key, values)}, now)
+                return self._answer_or_wait(
+                    client, request, {key for key in keys if not self._exists(key, values)}, now
+                )
             case Pop(key):
-                return self._park(who, request, set() if key in self._queues else {key}, now)
+                return self._answer_or_wait(client, request, set() if key in self._queues else {key}, now)
 
     def expire(self, now: float) -> list[tuple[Hashable, Reply]]:
         """End the waits whose timeout has expired."""
-        due: list[tuple[Hashable, Reply]] = []
+        replies: list[tuple[Hashable, Reply]] = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, who, parked = heapq.heappop(self._deadlines)
-            if self._parked.get(who) is parked:  # entries of requests that have ended stay in the heap
-                self.forget(who)
+            _, _, client, waiting = heapq.heappop(self._deadlines)
+            if self._waiting.get(client) is waiting:  # entries of requests that have ended stay in the heap
+                self.remove_client(client)
                 # At most 20 names: they are for an error message, and a request can wait for thousands of keys.
-                due.append((who, WaitTimedOut(sorted(parked.missing)[:20])))
-        return due
+                replies.append((client, WaitTimedOut(sorted(waiting.missing)[:20])))
+        return replies
 
     def next_deadline(self) -> float | None:
         """Return the earliest time at which a wait expires, or None."""
-        while self._deadlines and self._parked.get(self._deadlines[0][2]) is not self._deadlines[0][3]:
+        while self._deadlines and self._waiting.get(self._deadlines[0][2]) is not self._deadlines[0][3]:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def waits(self, who: Hashable) -> bool:
-        """Return whether the client ``who`` has a waiting request."""
-        return who in self._parked
+    def is_waiting(self, client: Hashable) -> bool:
+        """Return whether a client has a waiting request."""
+        return client in self._waiting
 
-    def forget(self, who: Hashable) -> None:
-        """Drop the waiting request of the client ``who``."""
-        parked = self._parked.pop(who, None)
-        for key in parked.missing if parked else ():
-            self._waiters[key].pop(who)
+    def remove_client(self, client: Hashable) -> None:
+        """Drop the waiting request of a client."""
+        waiting = self._waiting.pop(client, None)
+        for key in waiting.missing if waiting else ():
+            self._waiters[key].pop(client)
             if not self._waiters[key]:
                 del self._waiters[key]
 
-    def forget_all(self) -> None:
+    def remove_all_clients(self) -> None:
         """Drop all waiting requests."""
-        for who in tuple(self._parked):
-            self.forget(who)
+        for client in tuple(self._waiting):
+            self.remove_client(client)
 
-    def _add(self, who: Hashable, key: str, amount: int) -> list[tuple[Hashable, Reply]]:
+    def _add(self, client: Hashable, key: str, amount: int) -> list[tuple[Hashable, Reply]]:
         try:
             number = int(self._values.get(key) or b"0") + amount
         except ValueError:
-            return [(who, RequestFailed(f"add({key!r}): its value is not a whole number"))]
+            return [(client, RequestFailed(f"add({key!r}): its value is not a whole number"))]
         # torch's counters are 64-bit integers.
         if not -(1 << 63) <= number < 1 << 63:
-            return [(who, RequestFailed(f"add({key!r}): the sum {number} does not fit into 64 bits"))]
-        return [(who, RequestDone(number)), *self._put(key, b"%d" % number)]
+            return [(client, RequestFailed(f"add({key!r}): the sum {number} does not fit into 64 bits"))]
+        return [(client, RequestDone(number)), *self._put(key, b"%d" % number)]
 
     def _put(self, key: str, value: bytes) -> list[tuple[Hashable, Reply]]:
         self._values[key] = value
-        return self._arrived(key)
+        return self._end_waits(key)
 
-    def _is_there(self, key: str, as_value: bool) -> bool:
+    def _exists(self, key: str, as_value: bool) -> bool:
         return key in self._values or (not as_value and key in self._queues)
 
-    def _arrived(self, key: str) -> list[tuple[Hashable, Reply]]:
+    def _end_waits(self, key: str) -> list[tuple[Hashable, Reply]]:
         """End the waits that lacked only this key. Each value of a queue goes to one waiting ``Pop``."""
-        due: list[tuple[Hashable, Reply]] = []
-        for who in tuple(self._waiters.get(key, ())):
-            parked = self._parked[who]
-            request = parked.request
+        replies: list[tuple[Hashable, Reply]] = []
+        for client in tuple(self._waiters.get(key, ())):
+            waiting = self._waiting[client]
+            request = waiting.request
             # Checked for each waiter, because the previous one may have taken the last value of the queue.
-            if key in self._queues if isinstance(request, Pop) else self._is_there(key, request.values):
-                del self._waiters[key][who]
-                parked.missing.discard(key)
-                if not parked.missing:
-                    del self._parked[who]
-                    due.append((who, self._found(request)))
+            if key in self._queues if isinstance(request, Pop) else self._exists(key, request.values):
+                del self._waiters[key][client]
+                waiting.missing.discard(key)
+                if not waiting.missing:
+                    del self._waiting[client]
+                    replies.append((client, self._found(request)))
         if not self._waiters.get(key, True):
             del self._waiters[key]
-        return due
+        return replies
 
-    def _park(
-        self, who: Hashable, request: WaitForKeys | Pop, missing: set[str], now: float
+    def _answer_or_wait(
+        self, client: Hashable, request: WaitForKeys | Pop, missing: set[str], now: float
     ) -> list[tuple[Hashable, Reply]]:
         if not missing:
-            return [(who, self._found(request))]
+            return [(client, self._found(request))]
         if request.timeout_s <= 0:
-            return [(who, WaitTimedOut(sorted(missing)[:20]))]
-        parked = self._parked[who] = _Parked(request, missing)
+            return [(client, WaitTimedOut(sorted(missing)[:20]))]
+        waiting = self._waiting[client] = _WaitingRequest(request, missing)
         for key in missing:
-            self._waiters.setdefault(key, {})[who] = None
-        heapq.heappush(self._deadlines, (now + request.timeout_s, next(self._order), who, parked))
+            self._waiters.setdefault(key, {})[client] = None
+        heapq.heappush(self._deadlines, (now + request.timeout_s, next(self._order), client, waiting))
         return []
 
     def _found(self, request: WaitForKeys | Pop) -> FoundValues:

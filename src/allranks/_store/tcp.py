@@ -24,7 +24,7 @@ from allranks._store.wire import Reply, Request
 __all__ = ["TCPStore"]
 
 _WORKERS = HIDDEN + "workers"
-_ALL_HERE = HIDDEN + "all here"
+_ALL_JOINED = HIDDEN + "all here"
 _LINGER_S = 1.0  # a closing master still serves the other stores this long: all of them close after one barrier
 _tenants: dict[int, _Lease] = {}  # servers that several stores of this process share, by port
 _tenants_lock = threading.Lock()
@@ -47,7 +47,7 @@ class _Lease:
             if descriptor is None:
                 server = StoreServer.tcp(host, port, secret)
             else:
-                server = StoreServer.on(Socket(fileno=descriptor), host, secret)
+                server = StoreServer.on_socket(Socket(fileno=descriptor), host, secret)
             lease = cls(server.start())
             if shared:
                 _tenants[server.port] = lease
@@ -63,7 +63,7 @@ class _Lease:
         self.server.close(_LINGER_S)  # without the lock, because it can take _LINGER_S
 
 
-class _Use:
+class _UserToken:
     """A token that the store and its clones share. Its finalizer runs when the last of them is garbage-collected."""
 
 
@@ -123,11 +123,11 @@ class TCPStore(Store):
             if lease is not None:
                 lease.release()
             raise
-        self._use = _Use()
-        self._finalizer = weakref.finalize(self._use, _end, self._client, lease, forks())
+        self._user_token = _UserToken()
+        self._finalizer = weakref.finalize(self._user_token, _end, self._client, lease, forks())
         try:
             if world_size is not None:
-                self._count(world_size, is_master and wait_for_workers)
+                self._count_stores(world_size, is_master and wait_for_workers)
         except BaseException:
             self.close()
             raise
@@ -145,7 +145,7 @@ class TCPStore(Store):
     def __str__(self) -> str:
         return f"TCPStore({self.host}:{self.port})"
 
-    def _elsewhere(self) -> str:
+    def _copy_advice(self) -> str:
         return f"Create TCPStore({self.host!r}, {self.port}) in the other process, too, without is_master."
 
     def set_timeout(self, timeout: Timeout) -> None:
@@ -172,20 +172,20 @@ class TCPStore(Store):
         """
         self._finalizer()
 
-    def _ask(self, request: Request) -> Reply:
-        return self._client._ask(request)
+    def _execute(self, request: Request) -> Reply:
+        return self._client._execute(request)
 
-    def _count(self, world_size: int, wait: bool) -> None:
+    def _count_stores(self, world_size: int, wait: bool) -> None:
         if self.add(_WORKERS, 1) == world_size:
             # The last store sets one key, so the master waits for a key and does not poll the counter.
-            self.set(_ALL_HERE, b"")
+            self.set(_ALL_JOINED, b"")
         if wait:
             try:
-                self.wait([_ALL_HERE])
+                self.wait([_ALL_JOINED])
             except TimeoutError:
-                here = (self.peek([_WORKERS])[0] or b"0").decode()
+                joined = (self.peek([_WORKERS])[0] or b"0").decode()
                 raise JoinError(
-                    f"{self}: {here} of {world_size} stores connected in {self.timeout_s:.1f} s"
+                    f"{self}: {joined} of {world_size} stores connected in {self.timeout_s:.1f} s"
                     f" (world_size={world_size}).\n"
                     "  Check the output of the other processes.\n  To wait longer, set timeout=."
                 ) from None

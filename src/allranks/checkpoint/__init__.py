@@ -27,16 +27,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allranks._base.errors import CheckpointError, UsageError
-from allranks.checkpoint import background, choosing, loading, merging, one_file, saving, single_file, verifying
+from allranks.checkpoint import background, loading, merging, one_file, saving, selection, single_file, verifying
 from allranks.checkpoint.background import Saving
-from allranks.checkpoint.company import alone, company_of
 from allranks.checkpoint.folders import Info, PathLike, list_checkpoints
+from allranks.checkpoint.participants import participants_of, single_process
 from allranks.checkpoint.random_state import RandomState
 from allranks.checkpoint.values import Shard
 
-list = background.telling(list_checkpoints)
-merge = background.telling(merging.merge)
-verify = background.telling(verifying.verify)
+list = background.raise_earlier_failure_first(list_checkpoints)
+merge = background.raise_earlier_failure_first(merging.merge)
+verify = background.raise_earlier_failure_first(verifying.verify)
 
 if TYPE_CHECKING:
     from allranks.checkpoint.dcp import StorageReader, StorageWriter
@@ -235,7 +235,7 @@ def load(
     if not is_told and not os.path.exists(path):
         raise FileNotFoundError(f"checkpoint.load: {os.fspath(path)!r} does not exist")
     background.settle()
-    return loading.load_folder(path, into, step, company_of(group))
+    return loading.load_folder(path, into, step, participants_of(group))
 
 
 def latest(folder: PathLike, *, group: Any = None, verify: bool = False) -> Info | None:
@@ -261,7 +261,7 @@ def latest(folder: PathLike, *, group: Any = None, verify: bool = False) -> Info
         background.raise_failure()
     else:
         background.settle()  # all ranks of the group wait, or none
-    return choosing.latest(folder, alone() if group is None else company_of(group), verify)
+    return selection.latest(folder, single_process() if group is None else participants_of(group), verify)
 
 
 def _check_path(call: str, path: Any) -> None:

@@ -23,13 +23,13 @@ from torch import Tensor
 from allranks._base.forks import guard
 from allranks._call.bytes import view_of
 from allranks.checkpoint import folders
-from allranks.checkpoint.company import Company
-from allranks.checkpoint.layout import LINE, SaveJob
-from allranks.checkpoint.offers import local_part, words_of
+from allranks.checkpoint.layout import CACHE_LINE_BYTES, SaveJob
+from allranks.checkpoint.part_descriptions import as_words, local_part
+from allranks.checkpoint.participants import Participants
 from allranks.checkpoint.saving import SaveCall, gather
 from allranks.checkpoint.values import Flat
 
-__all__ = ["Saving", "company_apart", "raise_failure", "save_async", "settle", "telling"]
+__all__ = ["Saving", "duplicate_participants", "raise_failure", "save_async", "settle", "raise_earlier_failure_first"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -49,7 +49,7 @@ class Saving:
         self._ended = threading.Event()
         self._path: Path | None = None
         self._error: BaseException | None = None
-        self._told = False
+        self._is_reported = False
 
     def done(self) -> bool:
         """Return whether the save has finished, with or without success."""
@@ -72,7 +72,7 @@ class Saving:
 
         if not self._ended.wait(timeout):
             raise TimeoutError(f"checkpoint: step {self.step} was not saved into {self.folder} within {timeout:g} s")
-        self._told = True
+        self._is_reported = True
         if self._error is not None:
             raise self._error
         assert self._path is not None
@@ -89,7 +89,8 @@ class _Background:
     def __init__(self) -> None:
         self.saving: Saving | None = None
         self.memory: Tensor | None = None
-        self.apart: tuple[object, Company] | None = None  # (identity of the program's group, the separate group)
+        # (identity of the program's group, the separate group)
+        self.duplicate: tuple[object, Participants] | None = None
 
     def settle(self) -> None:
         """Wait for the save in progress, and raise its error unless a call has raised it already."""
@@ -97,8 +98,8 @@ class _Background:
         saving, self.saving = self.saving, None
         if saving is not None:
             saving._ended.wait()
-            if saving._error is not None and not saving._told:
-                saving._told = True
+            if saving._error is not None and not saving._is_reported:
+                saving._is_reported = True
                 raise saving._error
 
     def finish(self) -> None:
@@ -111,24 +112,24 @@ class _Background:
         if self.saving is not None and self.saving.done():
             self.settle()
 
-    def tell(self) -> None:
+    def report_at_exit(self) -> None:
         """At process exit: print an error that no call has raised, and make the exit code 1."""
         saving = self.saving
-        if saving is not None and saving._error is not None and not saving._told:
+        if saving is not None and saving._error is not None and not saving._is_reported:
             print(f"allranks: {saving._error}", file=sys.stderr, flush=True)
             # Otherwise a failed last checkpoint would end with exit code 0.
             _exit_with_an_error()
 
-    def take(self, nbytes: int) -> Tensor:
+    def allocate(self, nbytes: int) -> Tensor:
         """Return memory of this size whose pages are present."""
         if self.memory is None or self.memory.nbytes < nbytes:
             self.memory = None  # free the old memory before allocating the new
-            self.memory = _touched(nbytes)
+            self.memory = _prefaulted(nbytes)
         return self.memory[:nbytes]
 
 
 _background = _Background()
-atexit.register(_background.tell)  # Python has joined the thread before it calls the handlers
+atexit.register(_background.report_at_exit)  # Python has joined the thread before it calls the handlers
 
 
 def settle() -> None:
@@ -141,15 +142,15 @@ def raise_failure() -> None:
     _background.raise_failure()
 
 
-def telling(call: Callable[_P, _R]) -> Callable[_P, _R]:
+def raise_earlier_failure_first(call: Callable[_P, _R]) -> Callable[_P, _R]:
     """Wrap a call so that it first raises the error of an earlier save."""
 
     @functools.wraps(call)
-    def told(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         raise_failure()
         return call(*args, **kwargs)
 
-    return told
+    return checked
 
 
 def _exit_with_an_error() -> None:
@@ -162,7 +163,7 @@ def _exit_with_an_error() -> None:
     libc.__cxa_atexit(ctypes.cast(libc.exit, ctypes.c_void_p), ctypes.c_void_p(1), None)
 
 
-def _touched(nbytes: int) -> Tensor:
+def _prefaulted(nbytes: int) -> Tensor:
     """Return memory whose pages are present.
 
     The kernel would otherwise clear each page at its first write, and the caller would wait for it.
@@ -179,7 +180,7 @@ def _touched(nbytes: int) -> Tensor:
 
 # Seconds that the thread waits so that the caller returns to the training first. The thread could otherwise hold the
 # GIL for this long.
-_LATER_S = 0.005
+_START_DELAY_S = 0.005
 _POPULATE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
 
@@ -199,13 +200,13 @@ def save_async(
     settle()
     call = SaveCall(folder, step, keep, keep_every, group)
     # In the calling thread: creating a group is a collective call, which all ranks make in the same order.
-    company = company_apart(call.company)
+    participants = duplicate_participants(call.participants)
     gathered = gather(call, state, own, alike)
-    jobs = gathered.plan.files.get(call.company.rank, [])
+    jobs = gathered.plan.files.get(call.participants.rank, [])
     views: list[memoryview] = []
     failure: BaseException | None = None
     try:
-        views = _copied(jobs, gathered.flat)
+        views = _copy_to_memory(jobs, gathered.flat)
     except BaseException as error:  # noqa: BLE001 - the other ranks wait for this one: the thread reports it to all
         failure = error
     # The state belongs to the caller again: the thread must use only the copy.
@@ -214,9 +215,9 @@ def save_async(
     saving = Saving(call.folder, step)
 
     def run() -> None:
-        time.sleep(_LATER_S)
+        time.sleep(_START_DELAY_S)
         try:
-            saving._path = call.write(gathered, company, views, failure)
+            saving._path = call.write(gathered, participants, views, failure)
         except BaseException as error:  # noqa: BLE001 - the next call raises it
             saving._error = error
         # In every case: `settle` waits for this event without a timeout.
@@ -238,36 +239,36 @@ def save_async(
     return saving
 
 
-def company_apart(company: Company) -> Company:
+def duplicate_participants(participants: Participants) -> Participants:
     """Return the same ranks in a separate group, so that their calls do not mix with the program's.
 
     The group of an earlier call is reused if every rank still has it open.
     """
-    if company.size == 1:
-        return company
-    kept = _background.apart
-    mine = kept is not None and kept[0] == company.identity and kept[1].is_open()
+    if participants.size == 1:
+        return participants
+    cached = _background.duplicate
+    is_reusable = cached is not None and cached[0] == participants.identity and cached[1].is_open()
     # Creating a group needs all ranks, so all of them must take the same branch.
-    if not all(company.exchange(mine, bool)):
-        kept = _background.apart = (company.identity, company.apart(_background.finish))
-    assert kept is not None
-    return kept[1]
+    if not all(participants.exchange(is_reusable, bool)):
+        cached = _background.duplicate = (participants.identity, participants.duplicate(_background.finish))
+    assert cached is not None
+    return cached[1]
 
 
-def _copied(jobs: Sequence[SaveJob], flat: Flat) -> list[memoryview]:
-    memory = _background.take(sum(_aligned(job.offer.nbytes) for job in jobs))
-    views, at = [], 0
+def _copy_to_memory(jobs: Sequence[SaveJob], flat: Flat) -> list[memoryview]:
+    memory = _background.allocate(sum(_aligned(job.description.nbytes) for job in jobs))
+    views, offset = [], 0
     for job in jobs:
-        part = local_part(job.offer.name, flat.tensors[job.offer.name])[0]
-        place = memory[at : at + part.nbytes]
+        part = local_part(job.description.name, flat.tensors[job.description.name])[0]
+        destination = memory[offset : offset + part.nbytes]
         if part.nbytes:
-            words = words_of(part)
-            place.view(words.dtype).view(words.shape).copy_(words)
-        views.append(view_of(place) if part.nbytes else memoryview(b""))
+            words = as_words(part)
+            destination.view(words.dtype).view(words.shape).copy_(words)
+        views.append(view_of(destination) if part.nbytes else memoryview(b""))
         # Each part begins at a cache line, as its tensor does: other copies are slower (see `layout.place`).
-        at += _aligned(part.nbytes)
+        offset += _aligned(part.nbytes)
     return views
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // LINE) * LINE
+    return -(-nbytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES

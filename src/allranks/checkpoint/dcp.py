@@ -33,11 +33,11 @@ from torch.futures import Future
 
 from allranks._base.errors import CheckpointError, UsageError
 from allranks._call.bytes import view_of
-from allranks.checkpoint import background, folders, layout, loading, offers, owners, parts, saving
-from allranks.checkpoint.choosing import only_here
-from allranks.checkpoint.company import company_of, this_process
+from allranks.checkpoint import background, folder_claims, folders, layout, loading, part_descriptions, parts, saving
 from allranks.checkpoint.dcp_names import leaves_of, nested
 from allranks.checkpoint.manifest import Manifest, ManifestFile, Piece, Saved, Writer, dtype_of
+from allranks.checkpoint.participants import participants_of, this_process
+from allranks.checkpoint.selection import select_local_checkpoint
 from allranks.checkpoint.values import Shard, Tree, flatten, require_dense, tensors_in
 
 __all__ = ["StorageReader", "StorageWriter"]
@@ -50,18 +50,18 @@ class _Written:
     Attributes:
         process: Host and pid.
         file: None if the rank had no tensor to write.
-        offers: The tensors, and parts of tensors, in the file.
-        places: For each, its first byte in the file and the hashes of its blocks.
+        descriptions: The tensors, and parts of tensors, in the file.
+        positions: For each, its first byte in the file and the hashes of its blocks.
         trees: Trees of the values that are not tensors, by name.
         empty: Tensors without elements in these trees. They have no bytes in a file.
     """
 
     process: tuple[str, int]
     file: ManifestFile | None
-    offers: list[layout.Offer]
-    places: list[tuple[int, bytes]]
+    descriptions: list[layout.PartDescription]
+    positions: list[tuple[int, bytes]]
     trees: dict[str, Tree]
-    empty: list[layout.Offer]
+    empty: list[layout.PartDescription]
 
 
 class StorageWriter(storage.StorageWriter):
@@ -109,7 +109,7 @@ class StorageWriter(storage.StorageWriter):
         """
         if not kwargs.get("use_collectives", True):
             raise UsageError("checkpoint.StorageWriter requires use_collectives=True: all ranks write one checkpoint")
-        self._rank = kwargs.get("rank", company_of().rank)
+        self._rank = kwargs.get("rank", participants_of().rank)
         background.raise_failure()
 
     def prepare_local_plan(self, plan: plans.SavePlan) -> plans.SavePlan:
@@ -118,14 +118,14 @@ class StorageWriter(storage.StorageWriter):
 
     def prepare_global_plan(self, plans: list[plans.SavePlan]) -> list[plans.SavePlan]:
         """Take the lock and create the partial folder, which all ranks must see."""
-        with self._told():
+        with self._disk_errors_converted():
             self._partial = _open(self, self._folder, self._step)
         return [dataclasses.replace(plan, storage_data=(rank, str(self._partial))) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: plans.SavePlan, planner: plans.SavePlanner) -> Future[list[storage.WriteResult]]:
         """Write this rank's part, and wait until it is on the disk."""
-        rank, partial = self._place_of(plan)
-        with self._told():
+        rank, partial = self._rank_and_folder(plan)
+        with self._disk_errors_converted():
             written = _write(partial, self._step, rank, plan, planner)
         nbytes = 0 if written.file is None else written.file.nbytes
         done: Future[list[storage.WriteResult]] = Future()
@@ -138,13 +138,13 @@ class StorageWriter(storage.StorageWriter):
         try:
             written = [result[0].storage_data for result in results]
             manifest = _manifest(self._step, metadata, written)
-            with self._told():
+            with self._disk_errors_converted():
                 # The names of the parts must be on the disk before the manifest that lists them.
                 folders.sync_folder(self._partial)
                 path, lock = folders.complete(self._partial, manifest), _opened[self._folder].lock
             # After the rename: old checkpoints are removed only when the new one is complete.
             remarks = lock.remarks + folders.tidy(path, self._keep, self._keep_every, lock.run)
-            folders.tell(f"checkpoint.StorageWriter: step {self._step} is complete in {path}", remarks)
+            folders.warn_of_remarks(f"checkpoint.StorageWriter: step {self._step} is complete in {path}", remarks)
         finally:
             _close(self._folder, self._partial)
             self._partial = None
@@ -155,30 +155,30 @@ class StorageWriter(storage.StorageWriter):
         return _is_path(checkpoint_id)
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _disk_errors_converted(self) -> Iterator[None]:
         """Convert a disk error to the error of a failed save, which names the rank and the folder."""
         try:
             yield
         except OSError as error:
-            raise saving.not_saved(
+            raise saving.save_failed_error(
                 "checkpoint.StorageWriter", self._step, self._folder, [self._rank], this_process(),
-                saving.described(error),
+                saving.failure_text(error),
             ) from error  # fmt: skip
 
-    def _place_of(self, plan: plans.SavePlan) -> tuple[int, Path]:
+    def _rank_and_folder(self, plan: plans.SavePlan) -> tuple[int, Path]:
         """Return the rank and the partial folder.
 
         A planner that caches plans returns the plan of an earlier save, whose folder no longer exists. In this case the
         only partial folder of the step is the right one.
         """
-        rank, told = plan.storage_data
-        partial = Path(told)
+        rank, announced = plan.storage_data
+        partial = Path(announced)
         if partial.parent == self._folder and partial.is_dir():
             return rank, partial
         found = folders.partials(self._folder, self._step)
         if len(found) != 1:
             raise CheckpointError(
-                f"checkpoint.StorageWriter: rank {rank} does not see {told}, which the coordinator of the save has"
+                f"checkpoint.StorageWriter: rank {rank} does not see {announced}, which the coordinator of the save has"
                 " created.\n  Use a folder that all ranks see."
             )
         return rank, found[0]
@@ -188,7 +188,7 @@ class StorageWriter(storage.StorageWriter):
 
 
 @dataclasses.dataclass
-class _BegunSave:
+class _OpenSave:
     """A save that the coordinator has begun.
 
     Attributes:
@@ -199,12 +199,12 @@ class _BegunSave:
     """
 
     partial: Path
-    lock: folders.Held
+    lock: folders.HeldFolder
     held: contextlib.ExitStack
     thread: threading.Thread
 
 
-_opened: dict[Path, _BegunSave] = {}
+_opened: dict[Path, _OpenSave] = {}
 # Reentrant: a garbage collection inside `_open` may finalize an earlier writer, whose `_close` takes this lock, too.
 _guard = threading.RLock()
 
@@ -225,9 +225,9 @@ def _open(writer: StorageWriter, folder: Path, step: int) -> Path:
                 )
             _discard(folder)
         with contextlib.ExitStack() as held:
-            lock = held.enter_context(folders.holding(folder, owners.run_id()))
+            lock = held.enter_context(folders.hold_folder(folder, folder_claims.run_id()))
             partial = folders.new_partial(folder, step)
-            _opened[folder] = _BegunSave(partial, lock, held.pop_all(), threading.current_thread())
+            _opened[folder] = _OpenSave(partial, lock, held.pop_all(), threading.current_thread())
     weakref.finalize(writer, _close, folder, partial)
     return partial
 
@@ -252,17 +252,17 @@ def _write(partial: Path, step: int, rank: int, plan: plans.SavePlan, planner: p
     sources: dict[str, Callable[[], Tensor]] = {}
     jobs: list[layout.SaveJob] = []
     trees: dict[str, Tree] = {}
-    empty: list[layout.Offer] = []
+    empty: list[layout.PartDescription] = []
 
-    def add(offer: layout.Offer, source: Callable[[], Tensor]) -> None:
-        job = layout.SaveJob(offer, (), (rank,), rank)
+    def add(description: layout.PartDescription, source: Callable[[], Tensor]) -> None:
+        job = layout.SaveJob(description, (), (rank,), rank)
         if job.key in sources:
             raise UsageError(f"checkpoint: two tensors of the state have the name {job.key!r}")
         sources[job.key] = source
-        if offer.nbytes:
+        if description.nbytes:
             jobs.append(job)
         else:
-            empty.append(offer)
+            empty.append(description)
 
     for item in plan.items:
         if item.type == plans.WriteItemType.BYTE_IO:
@@ -274,33 +274,35 @@ def _write(partial: Path, step: int, rank: int, plan: plans.SavePlan, planner: p
                 )
             trees[item.index.fqn] = flat.tree
             for name, tensor in flat.tensors.items():
-                part, offsets, shape = offers.local_part(name, tensor)
-                add(_offer(name, part.dtype, shape, offsets, tuple(part.shape)), _constant(part))
+                part, offsets, shape = part_descriptions.local_part(name, tensor)
+                add(_describe(name, part.dtype, shape, offsets, tuple(part.shape)), _constant(part))
         else:
             data = item.tensor_data
             assert data is not None
             offsets, part_shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-            offer = _offer(item.index.fqn, data.properties.dtype, tuple(data.size), offsets, part_shape)
-            add(offer, _resolution(item, planner, offer))
-    layout.place(jobs)
+            description = _describe(item.index.fqn, data.properties.dtype, tuple(data.size), offsets, part_shape)
+            add(description, _resolution(item, planner, description))
+    layout.set_positions(jobs)
     if not jobs:
         return _Written(this_process(), None, [], [], trees, empty)
     file, hashes = parts.write_part(partial, jobs, step, rank, _views(sources[job.key] for job in jobs))
-    places = [(file.head + job.begin, found) for job, found in zip(jobs, hashes, strict=True)]
-    return _Written(this_process(), file, [job.offer for job in jobs], places, trees, empty)
+    positions = [(file.head + job.begin, found) for job, found in zip(jobs, hashes, strict=True)]
+    return _Written(this_process(), file, [job.description for job in jobs], positions, trees, empty)
 
 
-def _offer(
+def _describe(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], offsets: tuple[int, ...], part: tuple[int, ...]
-) -> layout.Offer:
-    return layout.Offer(name, str(dtype).removeprefix("torch."), dtype.itemsize, shape, offsets, part, 0)
+) -> layout.PartDescription:
+    return layout.PartDescription(name, str(dtype).removeprefix("torch."), dtype.itemsize, shape, offsets, part, 0)
 
 
 def _constant(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: tensor
 
 
-def _resolution(item: plans.WriteItem, planner: plans.SavePlanner, offer: layout.Offer) -> Callable[[], Tensor]:
+def _resolution(
+    item: plans.WriteItem, planner: plans.SavePlanner, description: layout.PartDescription
+) -> Callable[[], Tensor]:
     """Return a function that returns the planner's tensor.
 
     It is called just before the write, because a planner may create the tensor only then.
@@ -310,11 +312,11 @@ def _resolution(item: plans.WriteItem, planner: plans.SavePlanner, offer: layout
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, Tensor)
         tensor = tensor.detach()
-        require_dense(offer.name, tensor)
-        if tensor.dtype != dtype_of(offer.dtype) or tuple(tensor.shape) != offer.part:
+        require_dense(description.name, tensor)
+        if tensor.dtype != dtype_of(description.dtype) or tuple(tensor.shape) != description.part:
             raise UsageError(
-                f"checkpoint: the planner returned {offer.name!r} as {tensor.dtype} {list(tensor.shape)}, but its plan"
-                f" has torch.{offer.dtype} {list(offer.part)}"
+                f"checkpoint: the planner returned {description.name!r} as {tensor.dtype} {list(tensor.shape)}, but its"
+                f" plan has torch.{description.dtype} {list(description.part)}"
             )
         return tensor
 
@@ -323,7 +325,7 @@ def _resolution(item: plans.WriteItem, planner: plans.SavePlanner, offer: layout
 
 def _views(sources: Iterator[Callable[[], Tensor]]) -> Iterator[memoryview]:
     for source in sources:
-        plain = offers.plain_of(source())
+        plain = part_descriptions.contiguous_on_cpu(source())
         yield view_of(plain)
 
 
@@ -357,14 +359,16 @@ def _manifest(step: int, metadata: torchs.Metadata, written: Sequence[_Written])
     own = set(kinds)
     for each in written:
         trees.update(each.trees)
-        for offer in each.empty:
+        for description in each.empty:
             # A tensor of the plan without elements on this rank may have elements on another: its shape is known.
-            kinds.setdefault(offer.name, (offer.dtype, offer.shape))
+            kinds.setdefault(description.name, (description.dtype, description.shape))
         if each.file is None:
             continue
-        for offer, (begin, hashes) in zip(each.offers, each.places, strict=True):
-            kinds.setdefault(offer.name, (offer.dtype, offer.shape))
-            pieces.setdefault(offer.name, []).append(Piece(len(files), begin, offer.offsets, offer.part, hashes))
+        for description, (begin, hashes) in zip(each.descriptions, each.positions, strict=True):
+            kinds.setdefault(description.name, (description.dtype, description.shape))
+            pieces.setdefault(description.name, []).append(
+                Piece(len(files), begin, description.offsets, description.part, hashes)
+            )
         files.append(each.file)
     tensors = []
     for name, (dtype, shape) in sorted(kinds.items()):
@@ -418,7 +422,7 @@ class StorageReader(storage.StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> torchs.Metadata:
         """Read the manifest, and return it as torch's metadata."""
-        rank = company_of().rank
+        rank = participants_of().rank
         try:
             return self._metadata(rank)
         except (CheckpointError, OSError) as error:
@@ -428,15 +432,15 @@ class StorageReader(storage.StorageReader):
 
     def _metadata(self, rank: int) -> torchs.Metadata:
         self._close()
-        chosen = only_here(self._path, self._step)
-        self._folder = chosen.folder
-        self._reader = loading.BlockReader(chosen, rank)
+        selected = select_local_checkpoint(self._path, self._step)
+        self._folder = selected.folder
+        self._reader = loading.BlockReader(selected, rank)
         self._leaves = leaves_of(self._reader.manifest.tree(rank))
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for name, (_, leaf) in self._leaves.items():
             saved = self._tensor(leaf)
-            found[name] = torchs.BytesStorageMetadata() if saved is None else _described(saved)
-        return torchs.Metadata(found, planner_data={name: path for name, (path, _) in self._leaves.items()})
+            entries[name] = torchs.BytesStorageMetadata() if saved is None else _described(saved)
+        return torchs.Metadata(entries, planner_data={name: path for name, (path, _) in self._leaves.items()})
 
     def set_up_storage_reader(self, metadata: torchs.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing; torch requires this method."""

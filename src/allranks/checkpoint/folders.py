@@ -7,9 +7,9 @@ the new checkpoint gets the name ``step-0000000100-2``, and then the old one is 
 If hosts have separate folders, each folder gets a share, ``step-0000000100-share-1-of-2-1a2b3c4d5e6f7a8b``. The last
 part is the same for all shares of a save, so the names alone show whether all shares exist.
 
-Only one job writes into a folder (``owners``), and only one save at a time: it holds the lock on the file ``.lock``,
-which the kernel releases when the process exits. The holder of the lock removes the incomplete writes of other
-processes.
+Only one job writes into a folder (``folder_claims``), and only one save at a time: it holds the lock on the file
+``.lock``, which the kernel releases when the process exits. The holder of the lock removes the incomplete writes of
+other processes.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ import msgspec
 
 from allranks._base.errors import CheckpointError, UsageError
 from allranks._call import callsite
-from allranks.checkpoint import owners
+from allranks.checkpoint import folder_claims
 from allranks.checkpoint.manifest import MANIFEST, FileShare, Manifest, load_manifest
 
 __all__ = [
-    "Held",
+    "HeldFolder",
     "Info",
-    "Named",
+    "NamedFolder",
     "PathLike",
     "complete",
     "find",
-    "holding",
+    "hold_folder",
     "id_of",
     "is_folder_of_checkpoints",
     "list_checkpoints",
     "make_folder",
-    "mark",
-    "marked",
-    "named",
+    "create_marker",
+    "has_marker",
+    "parse_name",
     "new_name",
     "new_partial",
     "newest",
     "partials",
     "remove",
-    "tell",
+    "warn_of_remarks",
     "tidy",
 ]
 
@@ -63,7 +63,7 @@ PathLike = str | os.PathLike[str]
 
 _NAME = re.compile(r"step-(\d{10,18})(?:-(\d{1,9}))?")
 _SHARE = re.compile(r"step-(\d{10,18})-share-(\d{1,6})-of-(\d{1,6})-([0-9a-f]{16})")
-_HALF = re.compile(r"\.(step-\d{10,18}|trash)\.[0-9a-f]{8,16}\.(partial|\d{1,9}\.mark)")
+_INCOMPLETE = re.compile(r"\.(step-\d{10,18}|trash)\.[0-9a-f]{8,16}\.(partial|\d{1,9}\.mark)")
 _LOCK = ".lock"
 _STALE_S = 24 * 3600.0  # if the file system has no locks: minimum age of an incomplete write that is removed
 
@@ -105,7 +105,7 @@ class Info:
         )
 
 
-class Named(NamedTuple):
+class NamedFolder(NamedTuple):
     """A folder with the name of a checkpoint, or of a share.
 
     Attributes:
@@ -123,28 +123,28 @@ class Named(NamedTuple):
 
 def is_folder_of_checkpoints(path: Path) -> bool:
     """Return whether a path is a folder of checkpoints, and not a checkpoint."""
-    return not (path / MANIFEST).exists() and path.is_dir() and named(path) is None
+    return not (path / MANIFEST).exists() and path.is_dir() and parse_name(path) is None
 
 
-def named(path: Path) -> Named | None:
+def parse_name(path: Path) -> NamedFolder | None:
     """Parse the name of a folder; None if it is not the name of a checkpoint."""
     if (match := _NAME.fullmatch(path.name)) is not None:
-        return Named(int(match[1]), int(match[2] or 1), path, None)
+        return NamedFolder(int(match[1]), int(match[2] or 1), path, None)
     if (match := _SHARE.fullmatch(path.name)) is not None:
-        return Named(int(match[1]), 1, path, FileShare(match[4], int(match[2]), int(match[3])))
+        return NamedFolder(int(match[1]), 1, path, FileShare(match[4], int(match[2]), int(match[3])))
     return None
 
 
-def find(folder: PathLike) -> list[Named]:
+def find(folder: PathLike) -> list[NamedFolder]:
     """List the folders with the name of a checkpoint or share, the newest first. Shares come last in a step."""
     found = []
     for entry in os.scandir(folder):
-        if (one := named(Path(entry.path))) is not None and entry.is_dir():
+        if (one := parse_name(Path(entry.path))) is not None and entry.is_dir():
             found.append(one)
     return sorted(found, key=_order, reverse=True)
 
 
-def _order(one: Named) -> tuple[int, bool, int, str]:
+def _order(one: NamedFolder) -> tuple[int, bool, int, str]:
     return one.step, one.share is None, one.attempt, one.path.name
 
 
@@ -189,7 +189,7 @@ def newest(folder: PathLike) -> Info | None:
 
 
 @dataclass
-class Held:
+class HeldFolder:
     """A folder whose lock is held.
 
     Attributes:
@@ -202,7 +202,7 @@ class Held:
 
 
 @contextlib.contextmanager
-def holding(folder: Path, run: str, *, stays: bool = True) -> Iterator[Held]:
+def hold_folder(folder: Path, run: str, *, stays: bool = True) -> Iterator[HeldFolder]:
     """Hold the lock of a folder, which is created if needed, and remove the incomplete writes in it.
 
     Args:
@@ -216,9 +216,9 @@ def holding(folder: Path, run: str, *, stays: bool = True) -> Iterator[Held]:
     """
     make_folder(folder)
     # The claim excludes other jobs until this process exits. The lock allows one save at a time.
-    claim, is_new = owners.claim(folder, run)
+    claim, is_new = folder_claims.claim(folder, run)
     try:
-        lock = owners.open_file(folder / _LOCK)
+        lock = folder_claims.open_file(folder / _LOCK)
         fd = lock.fileno()
         try:
             locked = _lock(fd, folder)
@@ -226,12 +226,12 @@ def holding(folder: Path, run: str, *, stays: bool = True) -> Iterator[Held]:
             os.ftruncate(fd, 0)
             os.pwrite(fd, msgspec.json.encode({"run": run, "host": socket.gethostname(), "pid": os.getpid()}), 0)
             remarks = [claim.remark] if claim.remark else []
-            yield Held("" if claim.has_lock else run, remarks + _sweep(folder, 0.0 if locked else _STALE_S))
+            yield HeldFolder("" if claim.has_lock else run, remarks + _sweep(folder, 0.0 if locked else _STALE_S))
         finally:
             lock.close()
     finally:
         if is_new and not stays:
-            owners.release(folder)
+            folder_claims.release(folder)
 
 
 def make_folder(folder: Path) -> None:
@@ -271,7 +271,7 @@ def _lock(fd: int, folder: Path) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in owners.NO_LOCKS:
+        if error.errno in folder_claims.NO_LOCKS:
             return False
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
@@ -291,9 +291,9 @@ def _holder(fd: int) -> str:
 
 def _sweep(folder: Path, age_s: float) -> list[str]:
     """Remove incomplete writes older than `age_s`. Return the ones that could not be removed, with the reasons."""
-    troubles = []
+    problems = []
     for entry in os.scandir(folder):
-        if not _HALF.fullmatch(entry.name):
+        if not _INCOMPLETE.fullmatch(entry.name):
             continue
         try:
             # Without locks, a recent incomplete write may belong to a live process.
@@ -306,11 +306,11 @@ def _sweep(folder: Path, age_s: float) -> list[str]:
         except FileNotFoundError:
             continue
         except OSError as error:
-            troubles.append(_not_removed(Path(entry.path), error))
-    return troubles
+            problems.append(_not_removed(Path(entry.path), error))
+    return problems
 
 
-def tell(what: str, remarks: list[str]) -> None:
+def warn_of_remarks(what: str, remarks: list[str]) -> None:
     """Warn of problems that do not make a save fail."""
     if remarks:
         more = f"; and {len(remarks) - 3} more" if remarks[3:] else ""
@@ -335,23 +335,23 @@ def id_of(partial: str) -> str:
 
 def partials(folder: Path, step: int) -> list[Path]:
     """Return the partial folders of a step: at most one while its writer holds the lock."""
-    return [path for path in folder.glob(f".step-{step:010}.*.partial") if _HALF.fullmatch(path.name)]
+    return [path for path in folder.glob(f".step-{step:010}.*.partial") if _INCOMPLETE.fullmatch(path.name)]
 
 
-def mark(folder: Path, partial: str, rank: int) -> Path:
+def create_marker(folder: Path, partial: str, rank: int) -> Path:
     """Create a marker file, and its folder if needed. A rank that finds the file sees the same folder."""
     make_folder(folder)
-    path = folder / _mark_name(partial, rank)
+    path = folder / _marker_name(partial, rank)
     path.touch(exist_ok=False)
     return path
 
 
-def marked(folder: Path, partial: str, rank: int) -> bool:
+def has_marker(folder: Path, partial: str, rank: int) -> bool:
     """Return whether the file of a rank is in a folder."""
-    return (folder / _mark_name(partial, rank)).exists()
+    return (folder / _marker_name(partial, rank)).exists()
 
 
-def _mark_name(partial: str, rank: int) -> str:
+def _marker_name(partial: str, rank: int) -> str:
     return f"{partial.removesuffix('.partial')}.{rank}.mark"
 
 
@@ -449,24 +449,26 @@ def tidy(new: Path, keep: int | None, every: int | None, run: str = "") -> list[
         What could not be removed, with the reasons. The new checkpoint is complete in any case.
     """
     try:
-        found = find(new.parent)
+        entries = find(new.parent)
     except OSError as error:
         return [f"nothing was removed from {new.parent}: {error.strerror or error}"]
-    own = named(new)
-    assert own is not None
+    new_name_parts = parse_name(new)
+    assert new_name_parts is not None
     # Without the new checkpoint, removing the old ones could leave none.
-    if all(one.path != new for one in found):
+    if all(entry.path != new for entry in entries):
         return [f"{new} no longer exists: another program has removed it"]
-    kept = sorted({one.step for one in found}, reverse=True)[:keep]
-    troubles = []
-    for one in found:
-        is_old = one.step not in kept and (every is None or one.step % every)
-        is_same = one.share is not None and own.share is not None and one.share.id == own.share.id
-        if one.path == new or is_same or not (one.step == own.step or is_old):
+    kept_steps = sorted({entry.step for entry in entries}, reverse=True)[:keep]
+    problems = []
+    for entry in entries:
+        is_old = entry.step not in kept_steps and (every is None or entry.step % every)
+        is_same = (
+            entry.share is not None and new_name_parts.share is not None and entry.share.id == new_name_parts.share.id
+        )
+        if entry.path == new or is_same or not (entry.step == new_name_parts.step or is_old):
             continue
         try:
-            if not run or load_manifest(one.path, sizes=False).run == run:
-                remove(one.path)
+            if not run or load_manifest(entry.path, sizes=False).run == run:
+                remove(entry.path)
         except (OSError, CheckpointError) as error:
-            troubles.append(_not_removed(one.path, error))
-    return troubles
+            problems.append(_not_removed(entry.path, error))
+    return problems

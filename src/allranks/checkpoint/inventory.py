@@ -16,10 +16,10 @@ import xxhash
 
 from allranks._base.errors import CheckpointError
 from allranks.checkpoint import folders
-from allranks.checkpoint.company import Company, in_words
 from allranks.checkpoint.manifest import MANIFEST, FileShare, load_manifest
+from allranks.checkpoint.participants import Participants, error_text
 
-__all__ = ["CheckpointCandidate", "CheckpointEntry", "View", "by_step", "look", "look_together"]
+__all__ = ["CheckpointCandidate", "CheckpointEntry", "FolderListing", "by_step", "list_on_all_ranks", "list_path"]
 
 
 class CheckpointEntry(NamedTuple):
@@ -27,7 +27,7 @@ class CheckpointEntry(NamedTuple):
 
     Attributes:
         step: Step of the training.
-        attempt: See ``folders.Named``.
+        attempt: See ``folders.NamedFolder``.
         name: Name of its folder.
         share: None if it is not a share.
     """
@@ -39,23 +39,23 @@ class CheckpointEntry(NamedTuple):
 
 
 @dataclass
-class View:
+class FolderListing:
     """The entries that a rank sees.
 
     Attributes:
         folder: Folder of the entries.
         entries: Checkpoints and shares.
-        pin: The checkpoint that the path names; "" for a folder of checkpoints.
+        pinned: The checkpoint that the path names; "" for a folder of checkpoints.
     """
 
     folder: Path
     entries: list[CheckpointEntry]
-    pin: str = ""
+    pinned: str = ""
 
     @property
     def digest(self) -> str:
         """Digest of the names. It is the same on all ranks that see the same names."""
-        return xxhash.xxh3_128_hexdigest(repr((self.pin, self.entries)).encode())
+        return xxhash.xxh3_128_hexdigest(repr((self.pinned, self.entries)).encode())
 
 
 @dataclass
@@ -83,26 +83,30 @@ class CheckpointCandidate:
         return [number for number in range(1, self.count + 1) if number not in self.names]
 
 
-def look(path: Path) -> View:
+def list_path(path: Path) -> FolderListing:
     """List a folder of checkpoints; or the checkpoint that a path names, or a share with the other shares of its save.
 
     Raises:
         CheckpointError: The path names a checkpoint that is damaged.
         OSError: The path cannot be read.
     """
-    one = folders.named(path)
-    if one is None and (path / MANIFEST).exists():  # a renamed checkpoint
+    checkpoint = folders.parse_name(path)
+    if checkpoint is None and (path / MANIFEST).exists():  # a renamed checkpoint
         manifest = load_manifest(path, sizes=False)
-        one = folders.Named(manifest.step, 1, path, manifest.share)
-    if one is None:
-        return View(path, _entries(path))
-    if one.share is None:
-        there = (path / MANIFEST).exists()
-        return View(path.parent, [CheckpointEntry(one.step, one.attempt, path.name, None)] if there else [], path.name)
-    beside = [each for each in _entries(path.parent) if each.share is not None and each.share.id == one.share.id]
-    if path.exists() and all(each.name != path.name for each in beside):
-        beside.append(CheckpointEntry(one.step, 1, path.name, one.share))
-    return View(path.parent, beside, f"save {one.share.id}")
+        checkpoint = folders.NamedFolder(manifest.step, 1, path, manifest.share)
+    if checkpoint is None:
+        return FolderListing(path, _entries(path))
+    if checkpoint.share is None:
+        is_complete = (path / MANIFEST).exists()
+        return FolderListing(
+            path.parent,
+            [CheckpointEntry(checkpoint.step, checkpoint.attempt, path.name, None)] if is_complete else [],
+            path.name,
+        )
+    shares = [each for each in _entries(path.parent) if each.share is not None and each.share.id == checkpoint.share.id]
+    if path.exists() and all(each.name != path.name for each in shares):
+        shares.append(CheckpointEntry(checkpoint.step, 1, path.name, checkpoint.share))
+    return FolderListing(path.parent, shares, f"save {checkpoint.share.id}")
 
 
 def _entries(folder: Path) -> list[CheckpointEntry]:
@@ -113,32 +117,38 @@ def _entries(folder: Path) -> list[CheckpointEntry]:
     return [CheckpointEntry(one.step, one.attempt, one.path.name, one.share) for one in found]
 
 
-def look_together(path: Path, company: Company) -> tuple[View, dict[int, list[CheckpointEntry]]]:
-    """Return this rank's view, and the report of the first rank of each class. All ranks call it, each with its path.
+def list_on_all_ranks(path: Path, participants: Participants) -> tuple[FolderListing, dict[int, list[CheckpointEntry]]]:
+    """Return this rank's listing, and the report of the first rank of each class. All ranks call it, each with a path.
 
     Raises:
         CheckpointError: A rank cannot read its path, or the paths name different checkpoints. On all ranks.
     """
     trouble = ""
     try:
-        view = look(path)
+        listing = list_path(path)
     except (CheckpointError, OSError) as error:
-        view, trouble = View(path, []), in_words(error)
-    told = company.exchange((view.digest, view.pin, len(view.entries), trouble), tuple[str, str, int, str])
-    for rank, (_, _, _, why) in enumerate(told):
+        listing, trouble = FolderListing(path, []), error_text(error)
+    summaries = participants.exchange(
+        (listing.digest, listing.pinned, len(listing.entries), trouble), tuple[str, str, int, str]
+    )
+    for rank, (_, _, _, why) in enumerate(summaries):
         if why:
-            raise CheckpointError(why if company.size == 1 else f"rank {rank}: {why}")
+            raise CheckpointError(why if participants.size == 1 else f"rank {rank}: {why}")
     # Only ranks that see something count: a rank without the folder gets its data from the others.
-    pins = {pin: rank for rank, (_, pin, count, _) in reversed(list(enumerate(told))) if pin or count}
-    if len(pins) > 1:
-        listed = "; ".join(f"rank {rank}: {pin or 'a folder of checkpoints'}" for pin, rank in list(pins.items())[:4])
+    pinned_names = {
+        pinned: rank for rank, (_, pinned, count, _) in reversed(list(enumerate(summaries))) if pinned or count
+    }
+    if len(pinned_names) > 1:
+        listed = "; ".join(
+            f"rank {rank}: {pinned or 'a folder of checkpoints'}" for pinned, rank in list(pinned_names.items())[:4]
+        )
         raise CheckpointError(f"the ranks have requested different checkpoints ({listed})")
-    digests = [digest for digest, _, _, _ in told]
-    is_first = digests.index(digests[company.rank]) == company.rank
-    reports = company.exchange(view.entries if is_first else None, list[CheckpointEntry] | None)
+    digests = [digest for digest, _, _, _ in summaries]
+    is_first = digests.index(digests[participants.rank]) == participants.rank
+    reports = participants.exchange(listing.entries if is_first else None, list[CheckpointEntry] | None)
     # A rank that sees nothing must treat the checkpoint as named, too, because all ranks take the same branches.
-    view.pin = next(iter(pins), "")
-    return view, {rank: entries for rank, entries in enumerate(reports) if entries}
+    listing.pinned = next(iter(pinned_names), "")
+    return listing, {rank: entries for rank, entries in enumerate(reports) if entries}
 
 
 def by_step(reports: dict[int, list[CheckpointEntry]], step: int | None) -> Iterator[list[CheckpointCandidate]]:

@@ -19,28 +19,28 @@ from torch import Tensor
 from allranks._base.errors import CheckpointError
 from allranks._call.bytes import in_huge_pages, view_of
 from allranks.checkpoint import folders, parts
-from allranks.checkpoint.background import company_apart
-from allranks.checkpoint.choosing import Chosen, agreed
-from allranks.checkpoint.company import Company, together
-from allranks.checkpoint.fetching import Rounds
-from allranks.checkpoint.filling import Filling
+from allranks.checkpoint.background import duplicate_participants
 from allranks.checkpoint.manifest import MANIFEST, Manifest, Piece, Saved, dtype_of
-from allranks.checkpoint.offers import local_part
+from allranks.checkpoint.part_descriptions import local_part
+from allranks.checkpoint.participants import Participants, run_on_all_ranks
+from allranks.checkpoint.remote_files import TransferRounds
+from allranks.checkpoint.restoring import StateRestorer
+from allranks.checkpoint.selection import SelectedCheckpoint, select_checkpoint
 from allranks.checkpoint.values import Shard, Tree, unflatten
 
-__all__ = ["BlockReader", "load_folder", "load_here"]
+__all__ = ["BlockReader", "load_folder", "load_as_rank"]
 
 _CHUNK = 64 << 20  # bytes per read if the data is copied to its destination
 
 
-def load_folder(path: folders.PathLike, into: Any, step: int | None, company: Company) -> Any:
+def load_folder(path: folders.PathLike, into: Any, step: int | None, participants: Participants) -> Any:
     """Read a checkpoint. All ranks call it.
 
     Args:
         path: A checkpoint, or a folder of checkpoints.
         into: The state to fill. None: create a new one.
         step: For a folder: the step to load. None: the newest.
-        company: The ranks.
+        participants: The ranks.
 
     Returns:
         The state: ``into``, or the new one.
@@ -50,47 +50,49 @@ def load_folder(path: folders.PathLike, into: Any, step: int | None, company: Co
         CheckpointError: There is no checkpoint, it is damaged, or a file cannot be read. On all ranks.
     """
     try:
-        chosen = agreed(path, step, company)
+        selected = select_checkpoint(path, step, participants)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.load: {error}") from error.__cause__
     try:
-        return _load(chosen, into, company)
+        return _load(selected, into, participants)
     except CheckpointError as error:
-        if chosen.named:
-            raise CheckpointError(f"{error}\n  {_remedy(chosen)}") from error.__cause__
+        if selected.named:
+            raise CheckpointError(f"{error}\n  {_check_hint(selected)}") from error.__cause__
         damaged = error
     try:  # `into` may be partially filled: an older checkpoint fills all of it
-        older = agreed(path, None, company, verified=True)
+        older = select_checkpoint(path, None, participants, verified=True)
     except CheckpointError:
         # Report the damage of this one, the newest.
         raise CheckpointError(f"{damaged}\n  No checkpoint in {path} is intact.") from damaged.__cause__
-    if older.folder == chosen.folder:
+    if older.folder == selected.folder:
         raise damaged  # every byte is intact, so another checkpoint would fail in the same way
-    return _load(older, into, company)
+    return _load(older, into, participants)
 
 
-def _remedy(chosen: Chosen) -> str:
+def _check_hint(selected: SelectedCheckpoint) -> str:
     # Not every failure is damage: memory may be short, or a load_state_dict may reject the state. So it suggests a
     # check, and no removal.
     return (
-        f"To check this checkpoint, run: allranks checkpoint verify {chosen.folder}\n"
+        f"To check this checkpoint, run: allranks checkpoint verify {selected.folder}\n"
         "  To find the newest intact one, call checkpoint.latest(folder, verify=True)."
     )
 
 
-def _load(chosen: Chosen, into: Any, company: Company) -> Any:
-    if chosen.is_everywhere(company.size):
-        with BlockReader(chosen, company.rank) as reader:
+def _load(selected: SelectedCheckpoint, into: Any, participants: Participants) -> Any:
+    if selected.is_everywhere(participants.size):
+        with BlockReader(selected, participants.rank) as reader:
             # No rank changes its state before all ranks are prepared.
-            filling = together(company, lambda: _prepared(reader, into, company.rank))
-            return together(company, filling.finish)
+            restorer = run_on_all_ranks(participants, lambda: _prepared(reader, into, participants.rank))
+            return run_on_all_ranks(participants, restorer.finish)
     # A separate group, so that the exchanges do not mix with calls of the program.
-    rounds = Rounds(chosen, company_apart(company))
-    with BlockReader(chosen, company.rank, rounds) as reader:
-        filling = together(company, lambda: Filling(reader, into, reader.manifest.tree(company.rank)))
+    rounds = TransferRounds(selected, duplicate_participants(participants))
+    with BlockReader(selected, participants.rank, rounds) as reader:
+        restorer = run_on_all_ranks(
+            participants, lambda: StateRestorer(reader, into, reader.manifest.tree(participants.rank))
+        )
         try:
-            filling.build()
-            state = filling.finish()
+            restorer.build()
+            state = restorer.finish()
         except Exception as error:
             # The other ranks wait in their rounds for this rank, so send them the error.
             rounds.finish(error)
@@ -99,23 +101,25 @@ def _load(chosen: Chosen, into: Any, company: Company) -> Any:
         return state
 
 
-def load_here(chosen: Chosen, into: Any, rank: int, progress: Callable[[int], object] | None = None) -> Any:
+def load_as_rank(
+    selected: SelectedCheckpoint, into: Any, rank: int, progress: Callable[[int], object] | None = None
+) -> Any:
     """Read a checkpoint as one rank, whose files are all in visible folders. ``progress``: see ``BlockReader``."""
-    with BlockReader(chosen, rank, progress=progress) as reader:
+    with BlockReader(selected, rank, progress=progress) as reader:
         return _prepared(reader, into, rank).finish()
 
 
-def _prepared(reader: BlockReader, into: Any, rank: int) -> Filling:
-    filling = Filling(reader, into, reader.manifest.tree(rank))
-    filling.build()
-    return filling
+def _prepared(reader: BlockReader, into: Any, rank: int) -> StateRestorer:
+    restorer = StateRestorer(reader, into, reader.manifest.tree(rank))
+    restorer.build()
+    return restorer
 
 
 class BlockReader:
     """A checkpoint that is being read. Its files are opened when they are needed.
 
     Args:
-        chosen: The checkpoint.
+        selected: The checkpoint.
         rank: Rank whose state is read.
         rounds: Provides the files that this rank does not see.
         progress: Receives the number of bytes of each read.
@@ -123,18 +127,18 @@ class BlockReader:
 
     def __init__(
         self,
-        chosen: Chosen,
+        selected: SelectedCheckpoint,
         rank: int,
-        rounds: Rounds | None = None,
+        rounds: TransferRounds | None = None,
         progress: Callable[[int], object] | None = None,
     ) -> None:
         self._progress = progress
-        self._folder, self._here, self._rounds = chosen.folder, chosen.here, rounds
-        self.manifest: Manifest = chosen.manifest
+        self._folder, self._local_folders, self._rounds = selected.folder, selected.local_folders, rounds
+        self.manifest: Manifest = selected.manifest
         self._tensors = self.manifest.tensors_of(rank)
         self._open = contextlib.ExitStack()
         self._files: dict[int, parts.Source] = {}
-        self._made: dict[str, Tensor] = {}
+        self._built_tensors: dict[str, Tensor] = {}
 
     @property
     def where(self) -> str:
@@ -159,12 +163,12 @@ class BlockReader:
 
     def tensor(self, name: str, like: Any = None) -> Tensor:
         """Return a new CPU tensor, or a DTensor with the layout of `like`. The same name returns the same object."""
-        if name not in self._made:
+        if name not in self._built_tensors:
             saved = self.find(name)
             made = self._empty(saved, like)
             self.read(saved, made)
-            self._made[name] = made
-        return self._made[name]
+            self._built_tensors[name] = made
+        return self._built_tensors[name]
 
     def _empty(self, saved: Saved, like: Any) -> Tensor:
         dtype = dtype_of(saved.dtype)
@@ -195,7 +199,7 @@ class BlockReader:
     def open_box(self, saved: Saved, offsets: tuple[int, ...], shape: tuple[int, ...]) -> None:
         """Open the files of the part of a tensor that begins at ``offsets``."""
         for piece in saved.pieces:
-            if _common(piece, offsets, shape) is not None:
+            if _intersection(piece, offsets, shape) is not None:
                 self._file(piece.file)
 
     def read(self, saved: Saved, into: Tensor | Shard) -> None:
@@ -206,9 +210,9 @@ class BlockReader:
                 self._read_piece(saved, piece, part, offsets)
 
     def _read_piece(self, saved: Saved, piece: Piece, part: Tensor, offsets: tuple[int, ...]) -> None:
-        if (common := _common(piece, offsets, tuple(part.shape))) is None:
+        if (intersection := _intersection(piece, offsets, tuple(part.shape))) is None:
             return
-        low, high = common
+        low, high = intersection
         dtype = dtype_of(saved.dtype)
         target = part[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
         # A tensor without dimensions counts as one row.
@@ -239,17 +243,17 @@ class BlockReader:
     def _file(self, number: int) -> parts.Source:
         if number not in self._files:
             file = self.manifest.files[number]
-            if file.share in self._here:
-                self._files[number] = self._open.enter_context(parts.open_part(self._here[file.share], file))
+            if file.share in self._local_folders:
+                self._files[number] = self._open.enter_context(parts.open_part(self._local_folders[file.share], file))
             else:
                 assert self._rounds is not None
                 self._files[number] = self._rounds.file(number)
             if self._progress is not None:
-                self._files[number] = _Told(self._files[number], self._progress)
+                self._files[number] = _ReportingSource(self._files[number], self._progress)
         return self._files[number]
 
 
-class _Told:
+class _ReportingSource:
     """A ``parts.Source`` that reports how many bytes are read."""
 
     def __init__(self, source: parts.Source, progress: Callable[[int], object]) -> None:
@@ -257,9 +261,9 @@ class _Told:
 
     def read(self, where: int, view: memoryview, ahead: int) -> int:
         """See ``parts.Source``."""
-        found = self._source.read(where, view, ahead)
+        digest = self._source.read(where, view, ahead)
         self._progress(len(view))
-        return found
+        return digest
 
 
 def _is_like(saved: Saved, like: Any) -> bool:
@@ -267,7 +271,7 @@ def _is_like(saved: Saved, like: Any) -> bool:
     return like is not None and tuple(like.shape) == saved.shape
 
 
-def _common(piece: Piece, offsets: tuple[int, ...], shape: tuple[int, ...]) -> tuple[list[int], list[int]] | None:
+def _intersection(piece: Piece, offsets: tuple[int, ...], shape: tuple[int, ...]) -> tuple[list[int], list[int]] | None:
     """Return the begin and end of the intersection of a piece and a part; None if it is empty."""
     low = [max(a, b) for a, b in zip(piece.offsets, offsets, strict=True)]
     high = [min(a + n, b + m) for a, n, b, m in zip(piece.offsets, piece.shape, offsets, shape, strict=True)]

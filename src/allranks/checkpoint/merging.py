@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from allranks._base.errors import CheckpointError, UsageError, rank_list, spans
-from allranks.checkpoint import folders, owners
-from allranks.checkpoint.inventory import CheckpointCandidate, by_step, look
+from allranks.checkpoint import folder_claims, folders
+from allranks.checkpoint.inventory import CheckpointCandidate, by_step, list_path
 from allranks.checkpoint.manifest import WHOLE_FORMAT, Manifest, load_manifest
 from allranks.checkpoint.verifying import check_files
 
@@ -60,14 +60,14 @@ def merge_shares(
         progress: Receives the current action, the bytes done, and the total. Each byte counts twice: it is copied or
             linked, and read.
     """
-    candidate, places = _candidate([Path(source) for source in sources], step)
-    manifests = _manifests(candidate, places)
+    candidate, share_folders = _find_complete([Path(source) for source in sources], step)
+    manifests = _manifests(candidate, share_folders)
     target = Path(os.path.realpath(into))
     with contextlib.ExitStack() as held:
-        held.enter_context(folders.holding(target, owners.run_id(), stays=False))
-        if there := [one.path for one in folders.find(target) if one.step == candidate.step and one.share is None]:
+        held.enter_context(folders.hold_folder(target, folder_claims.run_id(), stays=False))
+        if existing := [one.path for one in folders.find(target) if one.step == candidate.step and one.share is None]:
             raise UsageError(
-                f"checkpoint.merge: a checkpoint of step {candidate.step} already exists: {there[0]}\n"
+                f"checkpoint.merge: a checkpoint of step {candidate.step} already exists: {existing[0]}\n"
                 "  Remove it, or merge into another folder."
             )
         partial = folders.new_partial(target, candidate.step)
@@ -76,11 +76,11 @@ def merge_shares(
         first = manifests[1]
         files = tuple(msgspec.structs.replace(file, share=0) for file in first.files)
         merged = msgspec.structs.replace(first, format=WHOLE_FORMAT, files=files, share=None)
-        taken = 0
+        copied_bytes = 0
         for file in first.files:
-            progress("copying", taken, 2 * merged.nbytes)
-            _take(places[file.share] / file.name, partial / file.name)
-            taken += file.nbytes
+            progress("copying", copied_bytes, 2 * merged.nbytes)
+            _link_or_copy(share_folders[file.share] / file.name, partial / file.name)
+            copied_bytes += file.nbytes
         if problems := check_files(partial, merged, lambda done, total: progress("reading", total + done, 2 * total)):
             raise CheckpointError(f"checkpoint.merge: step {candidate.step}: {problems[0]}")
         # The names of the files must be on the disk before the manifest that lists them.
@@ -88,57 +88,63 @@ def merge_shares(
         return folders.complete(partial, merged)
 
 
-def _candidate(sources: Sequence[Path], step: int | None) -> tuple[CheckpointCandidate, dict[int, Path]]:
+def _find_complete(sources: Sequence[Path], step: int | None) -> tuple[CheckpointCandidate, dict[int, Path]]:
     """Return the save whose shares all exist, and the path of each share."""
-    views = []
+    listings = []
     for source in sources:
         if not source.is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source))
-        views.append(look(source))
-    if len(pins := {view.pin for view in views if view.pin}) > 1:
+        listings.append(list_path(source))
+    if len(pinned_names := {listing.pinned for listing in listings if listing.pinned}) > 1:
         raise UsageError(f"checkpoint.merge: the paths are shares of different saves: {', '.join(map(str, sources))}")
-    only = next(iter(pins), "")
+    pinned_name = next(iter(pinned_names), "")
     reports = {
-        number: [one for one in view.entries if one.share is not None and (not only or only == f"save {one.share.id}")]
-        for number, view in enumerate(views)
+        number: [
+            one
+            for one in listing.entries
+            if one.share is not None and (not pinned_name or pinned_name == f"save {one.share.id}")
+        ]
+        for number, listing in enumerate(listings)
     }
     candidates = [each for of_step in by_step(reports, step) for each in of_step]
     if not candidates:
         of_step = "" if step is None else f" of step {step}"
         raise UsageError(f"checkpoint.merge: there is no share{of_step} in {', '.join(map(str, sources))}")
     newest = [each for each in candidates if each.step == candidates[0].step]
-    whole = [each for each in newest if not each.missing]
-    if not whole:
+    complete = [each for each in newest if not each.missing]
+    if not complete:
         older = next((each.step for each in candidates if not each.missing), None)
-        raise CheckpointError(_words(newest[0], [view.folder for view in views], older))
-    found = [(each, {n: views[each.reporters[n]].folder / name for n, name in each.names.items()}) for each in whole]
+        raise CheckpointError(_describe_missing(newest[0], [listing.folder for listing in listings], older))
+    found = [
+        (each, {n: listings[each.reporters[n]].folder / name for n, name in each.names.items()}) for each in complete
+    ]
     return max(found, key=lambda each: load_manifest(each[1][1]).when)  # a step may have been saved twice
 
 
-def _words(candidate: CheckpointCandidate, places: Sequence[Path], older: int | None) -> str:
+def _describe_missing(candidate: CheckpointCandidate, share_folders: Sequence[Path], older: int | None) -> str:
     """Describe the missing shares, their writers, and an older step with all its shares."""
     number, name = next(iter(candidate.names.items()))
-    manifest = load_manifest(places[candidate.reporters[number]] / name, sizes=False)
+    manifest = load_manifest(share_folders[candidate.reporters[number]] / name, sizes=False)
     lost = ["share " if len(candidate.missing) == 1 else "shares ", spans(candidate.missing, ", ")]
     ranks = sorted({file.rank for file in manifest.files if file.share in candidate.missing})
     hosts = ", ".join(dict.fromkeys(manifest.writers[rank].host for rank in ranks))
     written = f" (written by {rank_list(ranks)} on {hosts})" if ranks else ""
     return (
-        f"checkpoint.merge: step {candidate.step} is incomplete in {', '.join(map(str, places))}; missing:"
+        f"checkpoint.merge: step {candidate.step} is incomplete in {', '.join(map(str, share_folders))}; missing:"
         f" {''.join(lost)} of {candidate.count}{written}"
         + ("" if older is None else f".\n  All shares of step {older} exist. To merge it, pass step={older}.")
     )
 
 
-def _manifests(candidate: CheckpointCandidate, places: dict[int, Path]) -> dict[int, Manifest]:
-    found = {number: load_manifest(path) for number, path in places.items()}
+def _manifests(candidate: CheckpointCandidate, share_folders: dict[int, Path]) -> dict[int, Manifest]:
+    found = {number: load_manifest(path) for number, path in share_folders.items()}
     if len({manifest.identity() for manifest in found.values()}) > 1:
-        listed = ", ".join(map(str, places.values()))
+        listed = ", ".join(map(str, share_folders.values()))
         raise CheckpointError(f"checkpoint.merge: the shares belong to different saves: {listed}")
     return found
 
 
-def _take(source: Path, target: Path) -> None:
+def _link_or_copy(source: Path, target: Path) -> None:
     """Link or copy a file, and wait until it is on the disk."""
     try:
         os.link(source, target)

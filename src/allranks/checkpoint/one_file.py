@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from allranks._base.errors import CheckpointError, UsageError
 from allranks._call.bytes import in_huge_pages, view_of
 from allranks.checkpoint import single_file
-from allranks.checkpoint.filling import Filling
 from allranks.checkpoint.folders import PathLike
 from allranks.checkpoint.manifest import Saved, dtype_of
-from allranks.checkpoint.offers import local_part
-from allranks.checkpoint.parts import KINDS, OTHERS
+from allranks.checkpoint.part_descriptions import local_part
+from allranks.checkpoint.parts import DTYPES_KEY, SAFETENSORS_DTYPES
+from allranks.checkpoint.restoring import StateRestorer
 from allranks.checkpoint.values import Shard, Tree, bare, flatten, unflatten
 
 __all__ = ["load_file"]
 
 _LONGEST = 100 << 20  # maximum bytes of a header, as in safetensors
 _DTYPES = {
-    **{kind: dtype for dtype, kind in KINDS.items()},
+    **{kind: dtype for dtype, kind in SAFETENSORS_DTYPES.items()},
     "C64": "complex64",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
@@ -54,13 +54,13 @@ def load_file(path: PathLike, map_location: Any, weights_only: bool, into: Any) 
 
 
 def _filled(source: _Source, into: Any, tree: Tree) -> Any:
-    filling = Filling(source, into, tree)
-    filling.build()
-    return filling.finish()
+    restorer = StateRestorer(source, into, tree)
+    restorer.build()
+    return restorer.finish()
 
 
 class _Source:
-    """Named tensors that fill a state: a ``filling.Readable``."""
+    """Named tensors that fill a state: a ``restoring.StateSource``."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -79,7 +79,7 @@ class _Source:
     def build(self, tree: Tree, like: Mapping[str, Any] | None = None) -> Any:
         """See ``loading.BlockReader``."""
 
-        def made(name: str) -> Tensor:
+        def create(name: str) -> Tensor:
             whole, model = self.tensor(name), None if like is None else like.get(name)
             if model is None or model.shape != whole.shape:
                 return whole.clone()
@@ -87,7 +87,7 @@ class _Source:
             self.read(self.find(name), part)
             return part
 
-        return unflatten(tree, made)
+        return unflatten(tree, create)
 
     def read(self, saved: Saved, into: Tensor | Shard) -> None:
         """See ``loading.BlockReader``."""
@@ -214,7 +214,7 @@ def _head_of(file: BinaryIO, where: str) -> tuple[int, dict[str, tuple[Saved, in
         # Raw, because the type of "__metadata__" differs from that of the tensors.
         raw = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
         about = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=dict[str, str])
-        others = msgspec.json.decode(about.get(OTHERS, "{}"), type=dict[str, tuple[str, tuple[int, ...]]])
+        others = msgspec.json.decode(about.get(DTYPES_KEY, "{}"), type=dict[str, tuple[str, tuple[int, ...]]])
         entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{where} is a damaged safetensors file: {error}") from error

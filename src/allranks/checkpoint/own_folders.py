@@ -14,22 +14,24 @@ from typing import Protocol
 
 from allranks._base.errors import CheckpointError, rank_list
 from allranks.checkpoint import folders
-from allranks.checkpoint.company import Company
+from allranks.checkpoint.participants import Participants
 
-__all__ = ["leaders_of", "numbers_of"]
+__all__ = ["leaders_of", "share_numbers_of"]
 
 
 class FolderVote(Protocol):
     """Run an action on all ranks. The failure of one rank is raised on all ranks; see ``saving``."""
 
-    def __call__(self, company: Company, act: Callable[[], None]) -> list[None]: ...
+    def __call__(self, participants: Participants, action: Callable[[], None]) -> list[None]: ...
 
 
-def leaders_of(company: Company, folder: Path, partial: str, vote: FolderVote, held: contextlib.ExitStack) -> list[int]:
+def leaders_of(
+    participants: Participants, folder: Path, partial: str, vote: FolderVote, held: contextlib.ExitStack
+) -> list[int]:
     """Return for each rank the first rank that sees the same folder. All ranks call it.
 
     Args:
-        company: The ranks.
+        participants: The ranks.
         folder: Folder of this rank.
         partial: Name of the folder that rank 0 has created in its folder.
         vote: See ``FolderVote``.
@@ -39,31 +41,31 @@ def leaders_of(company: Company, folder: Path, partial: str, vote: FolderVote, h
         CheckpointError: A folder cannot be written to. Or the result is inconsistent: for example, rank 1 sees the
             folders of ranks 0 and 2, and these do not see each other's.
     """
-    sees_first = company.exchange((folder / partial).is_dir(), bool)
+    sees_first = participants.exchange((folder / partial).is_dir(), bool)
     missing = [rank for rank, sees in enumerate(sees_first) if not sees]
     if not missing:
-        return [0] * company.size
+        return [0] * participants.size
 
     def mark() -> None:
-        if company.rank in missing:
-            held.callback(folders.mark(folder, partial, company.rank).unlink, missing_ok=True)
+        if participants.rank in missing:
+            held.callback(folders.create_marker(folder, partial, participants.rank).unlink, missing_ok=True)
 
     # All markers must exist before any rank looks for them.
-    vote(company, mark)
-    seen = [rank for rank in missing if folders.marked(folder, partial, rank)]
-    mine = (0 if sees_first[company.rank] else min(seen, default=company.rank), seen)
-    found = company.exchange(mine, tuple[int, list[int]])
-    leaders = [leader for leader, _ in found]
+    vote(participants, mark)
+    seen = [rank for rank in missing if folders.has_marker(folder, partial, rank)]
+    own_view = (0 if sees_first[participants.rank] else min(seen, default=participants.rank), seen)
+    views = participants.exchange(own_view, tuple[int, list[int]])
+    leaders = [leader for leader, _ in views]
 
     def check() -> None:
-        expected = [rank for rank in missing if leaders[rank] == leaders[company.rank]]
-        if seen != expected or (leaders[company.rank] == 0) != sees_first[company.rank]:
+        expected = [rank for rank in missing if leaders[rank] == leaders[participants.rank]]
+        if seen != expected or (leaders[participants.rank] == 0) != sees_first[participants.rank]:
             raise CheckpointError(
-                f"cannot determine which ranks share the folder {folder}: rank {company.rank} sees the marker files of"
-                f" {_listed(seen)}; expected those of {_listed(expected)}"
+                f"cannot determine which ranks share the folder {folder}: rank {participants.rank} sees the marker"
+                f" files of {_listed(seen)}; expected those of {_listed(expected)}"
             )
 
-    vote(company, check)
+    vote(participants, check)
     return leaders
 
 
@@ -71,7 +73,7 @@ def _listed(ranks: Sequence[int]) -> str:
     return rank_list(list(ranks)) if ranks else "no rank"
 
 
-def numbers_of(leaders: Sequence[int]) -> list[int]:
+def share_numbers_of(leaders: Sequence[int]) -> list[int]:
     """Return the share number of each rank, from 1. All are 0 if there is one folder."""
     distinct = sorted(set(leaders))
     return [0] * len(leaders) if len(distinct) == 1 else [1 + distinct.index(leader) for leader in leaders]

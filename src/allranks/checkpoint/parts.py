@@ -25,14 +25,14 @@ import torch
 import xxhash
 
 from allranks._base.errors import CheckpointError
-from allranks.checkpoint.company import in_words
 from allranks.checkpoint.folders import write_all
-from allranks.checkpoint.layout import LINE, SaveJob
+from allranks.checkpoint.layout import CACHE_LINE_BYTES, SaveJob
 from allranks.checkpoint.manifest import BLOCK, Manifest, ManifestFile, Piece, Saved, dtype_of, size_problem
+from allranks.checkpoint.participants import error_text
 
-__all__ = ["KINDS", "OTHERS", "LocalFile", "Source", "open_part", "read_rows", "write_part"]
+__all__ = ["SAFETENSORS_DTYPES", "DTYPES_KEY", "LocalFile", "Source", "open_part", "read_rows", "write_part"]
 
-KINDS = {
+SAFETENSORS_DTYPES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -51,16 +51,16 @@ KINDS = {
 }
 """Names in safetensors. Tensors of other dtypes are stored as bytes, and the manifest has their dtype."""
 
-OTHERS = "dtypes"
+DTYPES_KEY = "dtypes"
 """Key in the metadata of a file: the dtype and shape of the tensors that are stored as bytes."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 # Errors of a full disk, an exceeded quota or size limit. Other errors of fallocate are ignored.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_STEP = 1 << 20  # bytes per read
+_NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_READ_BYTES = 1 << 20  # bytes per read
 _READERS = 2  # threads: hashing takes about half as long as reading from the page cache
-_MANY_BLOCKS = 3  # minimum for two threads: starting them takes 0.1 ms, reading a block 1 ms
+_MIN_THREADED_BLOCKS = 3  # minimum for two threads: starting them takes 0.1 ms, reading a block 1 ms
 _HEAD_SIZE = 8  # bytes of the length of the JSON header, little-endian
 
 
@@ -84,27 +84,27 @@ def write_part(
     """
     head = _head_of(jobs, step, rank)
     name = f"part-{rank:05}.safetensors"
-    hashes, at = [], len(head)
+    hashes, position = [], len(head)
     # Exclusive: the file of another rank or save must never be overwritten.
     with open(folder / name, "xb", buffering=0) as file:
         fd = file.fileno()
-        _reserve(fd, at + sum(job.offer.nbytes for job in jobs))
+        _reserve(fd, position + sum(job.description.nbytes for job in jobs))
         write_all(fd, memoryview(head))
         for view in views:
-            found = array.array("Q")
+            block_hashes = array.array("Q")
             for begin in range(0, len(view), BLOCK):
                 block = view[begin : begin + BLOCK]
-                found.append(xxhash.xxh3_64_intdigest(block))
+                block_hashes.append(xxhash.xxh3_64_intdigest(block))
                 write_all(fd, block)
                 # Start the write to the disk now, so that the fsync at the end has little left to wait for.
-                _libc.sync_file_range(fd, ctypes.c_int64(at), ctypes.c_int64(len(block)), _BEGIN_WRITING)
-                at += len(block)
+                _libc.sync_file_range(fd, ctypes.c_int64(position), ctypes.c_int64(len(block)), _BEGIN_WRITING)
+                position += len(block)
             # Hashes are little-endian in every manifest.
             if sys.byteorder == "big":
-                found.byteswap()
-            hashes.append(found.tobytes())
+                block_hashes.byteswap()
+            hashes.append(block_hashes.tobytes())
         os.fsync(fd)
-    return ManifestFile(name, at, len(head), xxhash.xxh3_64_hexdigest(head), rank), hashes
+    return ManifestFile(name, position, len(head), xxhash.xxh3_64_hexdigest(head), rank), hashes
 
 
 def _head_of(jobs: Sequence[SaveJob], step: int, rank: int) -> bytes:
@@ -113,28 +113,28 @@ def _head_of(jobs: Sequence[SaveJob], step: int, rank: int) -> bytes:
     entries: dict[str, object] = {"__metadata__": about}
     others: dict[str, tuple[str, tuple[int, ...]]] = {}
     for job in jobs:
-        offer = job.offer
-        kind, key = KINDS.get(offer.dtype), job.key
+        description = job.description
+        kind, key = SAFETENSORS_DTYPES.get(description.dtype), job.key
         while key in entries:  # a tensor named "__metadata__", or "x#3" next to the key of rank 3's "x"
             key += "~"
         if kind is None:
-            others[key] = (offer.dtype, offer.part)
+            others[key] = (description.dtype, description.part)
         entries[key] = {
             "dtype": kind or "U8",
-            "shape": list(offer.part) if kind else [offer.nbytes],
-            "data_offsets": [job.begin, job.begin + offer.nbytes],
+            "shape": list(description.part) if kind else [description.nbytes],
+            "data_offsets": [job.begin, job.begin + description.nbytes],
         }
     if others:
-        about[OTHERS] = msgspec.json.encode(others).decode()
+        about[DTYPES_KEY] = msgspec.json.encode(others).decode()
     text = msgspec.json.encode(entries)
     # The tensors then begin at a cache line, as in memory: a load of 100 MB took 10.5 ms instead of 14.7 ms.
-    text += b" " * (-(_HEAD_SIZE + len(text)) % LINE)
+    text += b" " * (-(_HEAD_SIZE + len(text)) % CACHE_LINE_BYTES)
     return len(text).to_bytes(_HEAD_SIZE, "little") + text
 
 
 def _reserve(fd: int, nbytes: int) -> None:
     """Reserve disk space, if the file system supports it, so that a full disk is detected before the write."""
-    if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) and ctypes.get_errno() in _FULL:
+    if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) and ctypes.get_errno() in _NO_SPACE_ERRORS:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
@@ -169,7 +169,7 @@ class LocalFile:
         done, found = 0, xxhash.xxh3_64()
         while done < len(view):
             # preadv with a position: two threads read the same descriptor without sharing a file offset.
-            got = os.preadv(self.fd, [view[done : done + _STEP]], where + done)
+            got = os.preadv(self.fd, [view[done : done + _READ_BYTES]], where + done)
             if not got:
                 return -1
             found.update(view[done : done + got])
@@ -232,13 +232,13 @@ def read_rows(
         inside = first >= begin and last <= end
         view = into[first - begin : last - begin] if inside else memoryview(bytearray(last - first))
         blocks.append((piece.begin + first, view))
-    with contextlib.closing(_read_blocks(source, blocks, ahead)) as found:
+    with contextlib.closing(_read_blocks(source, blocks, ahead)) as digests:
         for number, (_, view) in zip(numbers, blocks, strict=True):
             first, last = number * block, number * block + len(view)
             try:
-                is_right = next(found) == int.from_bytes(hashes[8 * number : 8 * number + 8], "little")
+                is_right = next(digests) == int.from_bytes(hashes[8 * number : 8 * number + 8], "little")
             except OSError as error:
-                raise damaged(manifest, saved, piece, first, last, in_words(error)) from error
+                raise damaged(manifest, saved, piece, first, last, error_text(error)) from error
             if not is_right:
                 raise damaged(manifest, saved, piece, first, last)
             if first < begin or last > end:
@@ -261,18 +261,18 @@ def _read_blocks(source: Source, blocks: Sequence[tuple[int, memoryview]], ahead
         return source.read(*block, ahead)
 
     # A remote file uses the rounds of all ranks, which one thread must run in order.
-    is_worthwhile = isinstance(source, LocalFile) and len(blocks) >= _MANY_BLOCKS
+    is_worthwhile = isinstance(source, LocalFile) and len(blocks) >= _MIN_THREADED_BLOCKS
     if not is_worthwhile or torch.get_num_threads() < _READERS:
         yield from map(read, blocks)
         return
     threads = ThreadPoolExecutor(_READERS, "allranks-checkpoint-read")
     try:
-        found = threads.map(read, blocks)
+        digests = threads.map(read, blocks)
     except RuntimeError:  # the system permits no further thread
         threads.shutdown(cancel_futures=True)
-        found = map(read, blocks)
+        digests = map(read, blocks)
     try:
-        yield from found
+        yield from digests
     finally:
         # Wait also after an error: the caller may free the memory that the threads write.
         threads.shutdown(cancel_futures=True)
@@ -286,11 +286,11 @@ def damaged(manifest: Manifest, saved: Saved, piece: Piece, begin: int, end: int
     """Return the error for bytes that are damaged or unreadable. It names the file, the tensor, and the rank."""
     file = manifest.files[piece.file]
     writer = manifest.writers[file.rank] if 0 <= file.rank < len(manifest.writers) else None
-    who = f"rank {file.rank}" + (f" ({writer.host}, pid {writer.pid})" if writer else "")
+    writer_name = f"rank {file.rank}" + (f" ({writer.host}, pid {writer.pid})" if writer else "")
     where = f"bytes {piece.begin + begin} to {piece.begin + end}"
     what = (
         f"cannot be read in {where} ({why})"
         if why
         else f"is damaged in {where} (the data differs from what was written)"
     )
-    return CheckpointError(f"step {manifest.step}: {file.name} {what}: tensor {saved.name!r}, written by {who}")
+    return CheckpointError(f"step {manifest.step}: {file.name} {what}: tensor {saved.name!r}, written by {writer_name}")

@@ -23,8 +23,8 @@ from allranks import __version__
 from allranks._base.errors import AllranksError, CheckpointError, UsageError, rank_list
 from allranks._call import callsite
 from allranks.checkpoint import folders, own_folders, parts
-from allranks.checkpoint.company import Company, company_of, in_words, this_process
-from allranks.checkpoint.layout import Offer, SavePlan, make_plan
+from allranks.checkpoint.folder_claims import agree_on_run_id, agreed_run_id, run_id
+from allranks.checkpoint.layout import PartDescription, SavePlan, make_plan
 from allranks.checkpoint.manifest import (
     BLOCK,
     SHARED_FORMAT,
@@ -36,11 +36,20 @@ from allranks.checkpoint.manifest import (
     Saved,
     Writer,
 )
-from allranks.checkpoint.offers import Compared, offer_of, views_of
-from allranks.checkpoint.owners import adopt_run, decided_run, run_id
+from allranks.checkpoint.part_descriptions import ComparisonRules, describe_part, views_of
+from allranks.checkpoint.participants import Participants, error_text, participants_of, this_process
 from allranks.checkpoint.values import Flat, Tree, flatten
 
-__all__ = ["SaveCall", "Gathered", "check_numbers", "described", "gather", "new_manifest", "not_saved", "save"]
+__all__ = [
+    "SaveCall",
+    "Gathered",
+    "check_numbers",
+    "failure_text",
+    "gather",
+    "new_manifest",
+    "save_failed_error",
+    "save",
+]
 
 _T = TypeVar("_T")
 _warned: set[Path] = set()
@@ -79,11 +88,13 @@ def save(
     """Write a checkpoint of the state of all ranks. All ranks call it; see ``allranks.checkpoint.save``."""
     call = SaveCall(folder, step, keep, keep_every, group)
     gathered = gather(call, state, own, alike)
-    return call.write(gathered, call.company, views_of(gathered.plan.files.get(call.company.rank, []), gathered.flat))
+    return call.write(
+        gathered, call.participants, views_of(gathered.plan.files.get(call.participants.rank, []), gathered.flat)
+    )
 
 
 @dataclass
-class _Opened:
+class _OpenSave:
     """A save that has begun.
 
     Attributes:
@@ -106,7 +117,7 @@ class _Opened:
         return len(set(self.leaders))
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _VoteResult(msgspec.Struct, frozen=True):
     """Result of an action on one rank.
 
     Attributes:
@@ -132,14 +143,14 @@ class SaveCall:
         # Resolve now: the working directory may change while a save runs in the background.
         self.folder = Path(os.path.realpath(folder))
         self.step, self.keep, self.keep_every = step, keep, keep_every
-        self.company = company_of(group)
+        self.participants = participants_of(group)
         self._trouble: BaseException | None = None
-        self._held: folders.Held | None = None  # on the first rank that sees a folder
+        self._held: folders.HeldFolder | None = None  # on the first rank that sees a folder
 
     def write(
         self,
         gathered: Gathered,
-        company: Company,
+        participants: Participants,
         views: Sequence[memoryview],
         failure: BaseException | None = None,
     ) -> Path:
@@ -147,7 +158,7 @@ class SaveCall:
 
         Args:
             gathered: The data to write.
-            company: The ranks.
+            participants: The ranks.
             views: Bytes that this rank writes.
             failure: Failure of this rank before this call. It fails the save on all ranks.
         """
@@ -159,45 +170,45 @@ class SaveCall:
         with contextlib.ExitStack() as held:
             # Before the folder is opened: a failed copy then leaves nothing on the disk.
             if gathered.is_copied:
-                self._vote(company, begin)
-            opened = self._open(held, company)
-            jobs = gathered.plan.files.get(company.rank, [])
+                self._vote(participants, begin)
+            opened = self._open(held, participants)
+            jobs = gathered.plan.files.get(participants.rank, [])
 
             def written() -> tuple[ManifestFile, list[bytes]] | None:
                 partial = self.folder / opened.partial
-                return parts.write_part(partial, jobs, self.step, company.rank, views) if jobs else None
+                return parts.write_part(partial, jobs, self.step, participants.rank, views) if jobs else None
 
             # After this vote, the bytes of all ranks are on their disks.
-            records = self._vote(company, written, tuple[ManifestFile, list[bytes]] | None)
-            return self._finish(company, opened, self._manifest(gathered, records, opened))
+            records = self._vote(participants, written, tuple[ManifestFile, list[bytes]] | None)
+            return self._finish(participants, opened, self._manifest(gathered, records, opened))
 
-    def _open(self, held: contextlib.ExitStack, company: Company) -> _Opened:
+    def _open(self, held: contextlib.ExitStack, participants: Participants) -> _OpenSave:
         """Take the lock and create the partial folder, on rank 0 and on the first rank of each other folder."""
 
         def open_own() -> None:
             # Rank 0 has already opened its folder.
-            if 0 < company.rank == leaders[company.rank]:
+            if 0 < participants.rank == leaders[participants.rank]:
                 open_here(name)
 
         def open_here(name: str = "") -> tuple[str, str, float]:
-            self._held = held.enter_context(folders.holding(self.folder, run_id()))
+            self._held = held.enter_context(folders.hold_folder(self.folder, run_id()))
             partial = folders.new_partial(self.folder, self.step, name)
             held.callback(shutil.rmtree, partial, ignore_errors=True)  # a complete checkpoint has another name
             return partial.name, run_id(), time.time()
 
         def open_first() -> tuple[str, str, float]:
-            return ("", "", 0.0) if company.rank else open_here()
+            return ("", "", 0.0) if participants.rank else open_here()
 
-        name, run, when = self._vote(company, open_first, tuple[str, str, float])[0]
-        leaders = own_folders.leaders_of(company, self.folder, name, self._vote, held)
-        opened = _Opened(name, run, when, leaders, own_folders.numbers_of(leaders))
+        name, run, when = self._vote(participants, open_first, tuple[str, str, float])[0]
+        leaders = own_folders.leaders_of(participants, self.folder, name, self._vote, held)
+        opened = _OpenSave(name, run, when, leaders, own_folders.share_numbers_of(leaders))
         if opened.count > 1:
-            self._vote(company, open_own)
-            if company.rank == 0:
+            self._vote(participants, open_own)
+            if participants.rank == 0:
                 self._warn(opened)
         return opened
 
-    def _warn(self, opened: _Opened) -> None:
+    def _warn(self, opened: _OpenSave) -> None:
         """Warn once per folder: a disk that one host has not mounted has the same symptom."""
         if self.folder in _warned:
             return
@@ -209,12 +220,12 @@ class SaveCall:
             " share of the checkpoint, and all shares are needed to load it"
         )
 
-    def _finish(self, company: Company, opened: _Opened, manifest: Manifest) -> Path:
+    def _finish(self, participants: Participants, opened: _OpenSave, manifest: Manifest) -> Path:
         """Complete the checkpoint.
 
         If the exchange of the final vote fails, nothing is undone, because another rank may have received all votes.
         """
-        partial, leads = self.folder / opened.partial, opened.leaders[company.rank] == company.rank
+        partial, leads = self.folder / opened.partial, opened.leaders[participants.rank] == participants.rank
 
         def commit() -> tuple[str, list[str]]:
             if not leads:
@@ -226,55 +237,59 @@ class SaveCall:
             return path.name, self._tidy(path) if opened.count == 1 else []
 
         if opened.count == 1:
-            found = self._vote(company, commit, tuple[str, list[str]])
-            own, remarks = self.folder / found[0][0], found[0][1]
+            outcomes = self._vote(participants, commit, tuple[str, list[str]])
+            checkpoint, remarks = self.folder / outcomes[0][0], outcomes[0][1]
         else:
-            answers = self._poll(company, commit)
-            own = self.folder / folders.new_name(self.folder, manifest)
+            results = self._poll(participants, commit)
+            checkpoint = self.folder / folders.new_name(self.folder, manifest)
             # All ranks have received the failure, so no rank has reported the checkpoint as saved.
-            if any(answer.failure for answer in answers):
+            if any(result.failure for result in results):
                 if leads:
                     with contextlib.suppress(OSError):  # a share without the other shares is not loaded
-                        folders.remove(own)
-                self._raise(answers)
-            remarks = self._vote(company, lambda: self._tidy(own) if leads else [], list[str])[company.rank]
+                        folders.remove(checkpoint)
+                self._raise(results)
+            remarks = self._vote(participants, lambda: self._tidy(checkpoint) if leads else [], list[str])[
+                participants.rank
+            ]
         if leads:
-            folders.tell(f"checkpoint.save: step {self.step} is complete in {own}", remarks)
-        return own
+            folders.warn_of_remarks(f"checkpoint.save: step {self.step} is complete in {checkpoint}", remarks)
+        return checkpoint
 
-    def _tidy(self, own: Path) -> list[str]:
+    def _tidy(self, checkpoint: Path) -> list[str]:
         """Remove old checkpoints. Return those that could not be removed, which does not make the save fail."""
         assert self._held is not None
-        return self._held.remarks + folders.tidy(own, self.keep, self.keep_every, self._held.run)
+        return self._held.remarks + folders.tidy(checkpoint, self.keep, self.keep_every, self._held.run)
 
-    def _vote(self, company: Company, act: Callable[[], _T], kind: Any = None) -> list[_T]:
+    def _vote(self, participants: Participants, action: Callable[[], _T], kind: Any = None) -> list[_T]:
         """Run an action on all ranks, and return each result, of type `kind`. A failure on one is raised on all."""
-        answers = self._poll(company, act)
-        if any(answer.failure for answer in answers):
-            self._raise(answers)
+        results = self._poll(participants, action)
+        if any(result.failure for result in results):
+            self._raise(results)
         decode = msgspec.msgpack.Decoder(kind).decode
-        return [decode(answer.outcome) for answer in answers]
+        return [decode(result.outcome) for result in results]
 
-    def _poll(self, company: Company, act: Callable[[], Any]) -> list[_Answer]:
+    def _poll(self, participants: Participants, action: Callable[[], Any]) -> list[_VoteResult]:
         """Run an action on all ranks. Return the success or failure of each."""
         try:
-            answer = _Answer(msgspec.msgpack.encode(act()), "", False, this_process())
+            result = _VoteResult(msgspec.msgpack.encode(action()), "", False, this_process())
         except Exception as error:  # noqa: BLE001 - reported to all ranks
             # Kept on this rank for the traceback: the other ranks receive only the text.
             self._trouble = error
-            answer = _Answer(b"", described(error), isinstance(error, UsageError), this_process())
-        return company.exchange(answer, _Answer)
+            result = _VoteResult(b"", failure_text(error), isinstance(error, UsageError), this_process())
+        return participants.exchange(result, _VoteResult)
 
-    def _raise(self, answers: Sequence[_Answer]) -> NoReturn:
+    def _raise(self, results: Sequence[_VoteResult]) -> NoReturn:
         trouble, self._trouble = self._trouble, None
-        failed = [rank for rank, answer in enumerate(answers) if answer.failure]
-        first = answers[failed[0]]
+        failed = [rank for rank, result in enumerate(results) if result.failure]
+        first = results[failed[0]]
         if first.is_usage:
             raise UsageError(first.failure) from trouble
-        raise not_saved("checkpoint.save", self.step, self.folder, failed, first.process, first.failure) from trouble
+        raise save_failed_error(
+            "checkpoint.save", self.step, self.folder, failed, first.process, first.failure
+        ) from trouble
 
     def _manifest(
-        self, gathered: Gathered, records: Sequence[tuple[ManifestFile, list[bytes]] | None], opened: _Opened
+        self, gathered: Gathered, records: Sequence[tuple[ManifestFile, list[bytes]] | None], opened: _OpenSave
     ) -> Manifest:
         """Return the manifest, which is the same on all ranks, except for the number of the share."""
         numbers: dict[int, int] = {}
@@ -284,26 +299,34 @@ class SaveCall:
                 numbers[rank] = len(files)
                 files.append(msgspec.structs.replace(record[0], share=opened.numbers[rank]))
         pieces: dict[tuple[str, tuple[int, ...]], list[Piece]] = {}
-        offers: dict[tuple[str, tuple[int, ...]], Offer] = {}
+        descriptions: dict[tuple[str, tuple[int, ...]], PartDescription] = {}
         for rank, jobs in gathered.plan.files.items():
             record = records[rank]
             assert record is not None
             for job, hashes in zip(jobs, record[1], strict=True):
-                offer, key = job.offer, (job.offer.name, job.ranks)
-                offers[key] = offer
+                description, key = job.description, (job.description.name, job.ranks)
+                descriptions[key] = description
                 begin = files[numbers[rank]].head + job.begin
-                pieces.setdefault(key, []).append(Piece(numbers[rank], begin, offer.offsets, offer.part, hashes))
+                pieces.setdefault(key, []).append(
+                    Piece(numbers[rank], begin, description.offsets, description.part, hashes)
+                )
         saved = [
-            Saved(name, offers[name, ranks].dtype, offers[name, ranks].shape, tuple(pieces[name, ranks]), ranks)
+            Saved(
+                name,
+                descriptions[name, ranks].dtype,
+                descriptions[name, ranks].shape,
+                tuple(pieces[name, ranks]),
+                ranks,
+            )
             for name, ranks in sorted(pieces)
         ]
-        trees, whose = gathered.trees
-        writers = [Writer(host, pid, tree) for (host, pid), tree in zip(gathered.processes, whose, strict=True)]
+        trees, tree_indices = gathered.trees
+        writers = [Writer(host, pid, tree) for (host, pid), tree in zip(gathered.processes, tree_indices, strict=True)]
         manifest = new_manifest(self.step, writers, files, saved, trees)
         if opened.count == 1:
             return manifest
         # The manifests of all shares must be equal, so the time and the name of the job are those of rank 0.
-        share = FileShare(folders.id_of(opened.partial), opened.numbers[self.company.rank], opened.count)
+        share = FileShare(folders.id_of(opened.partial), opened.numbers[self.participants.rank], opened.count)
         return msgspec.structs.replace(manifest, format=SHARED_FORMAT, run=opened.run, when=opened.when, share=share)
 
 
@@ -326,7 +349,7 @@ def new_manifest(
     )  # fmt: skip
 
 
-def not_saved(
+def save_failed_error(
     call: str, step: int, folder: Path, ranks: Sequence[int], process: tuple[str, int], failure: str
 ) -> CheckpointError:
     """Return the error of a save that has failed on some ranks. The process is that of the first failed rank."""
@@ -336,12 +359,12 @@ def not_saved(
     )
 
 
-def described(error: BaseException) -> str:
+def failure_text(error: BaseException) -> str:
     """Return the text of an error, for a message."""
     if isinstance(error, OSError) and error.errno is not None:
         where = f": {error.filename}" if error.filename else ""
-        return in_words(OSError(f"{error.strerror or errno.errorcode.get(error.errno, error.errno)}{where}"))
-    return in_words(error) if isinstance(error, AllranksError) else f"{type(error).__name__}: {in_words(error)}"
+        return error_text(OSError(f"{error.strerror or errno.errorcode.get(error.errno, error.errno)}{where}"))
+    return error_text(error) if isinstance(error, AllranksError) else f"{type(error).__name__}: {error_text(error)}"
 
 
 # Exchange of the states.
@@ -349,27 +372,32 @@ def described(error: BaseException) -> str:
 
 def gather(call: SaveCall, state: object, own: Sequence[str], alike: Sequence[str]) -> Gathered:
     """Exchange the state of all ranks, and plan the writes of each rank. All ranks call it."""
-    company = call.company
+    participants = call.participants
     flat: Flat | None = None
 
-    compared = Compared(own, alike, company.size)
+    rules = ComparisonRules(own, alike, participants.size)
 
-    def mine() -> tuple[Tree, list[Offer], tuple[str, int], tuple[str, str]]:
+    def describe_state() -> tuple[Tree, list[PartDescription], tuple[str, int], tuple[str, str]]:
         nonlocal flat
         flat = flatten(state)
-        offers = [offer_of(name, value, compared) for name, value in flat.tensors.items()]
-        return flat.tree, offers, this_process(), (decided_run(), run_id())
+        descriptions = [describe_part(name, value, rules) for name, value in flat.tensors.items()]
+        return flat.tree, descriptions, this_process(), (agreed_run_id(), run_id())
 
-    found = call._vote(company, mine, tuple[Any, list[Offer], tuple[str, int], tuple[str, str]])
+    states = call._vote(
+        participants, describe_state, tuple[Any, list[PartDescription], tuple[str, int], tuple[str, str]]
+    )
     assert flat is not None
     # Before the manifest and the lock, which contain the name.
-    adopt_run([names for *_, names in found])
+    agree_on_run_id([names for *_, names in states])
     trees: list[Tree] = []
-    whose = []
-    for tree, *_ in found:
+    tree_indices = []
+    for tree, *_ in states:
         if tree not in trees:
             trees.append(tree)
-        whose.append(trees.index(tree))
+        tree_indices.append(trees.index(tree))
     return Gathered(
-        make_plan([offers for _, offers, *_ in found]), flat, (trees, whose), [process for _, _, process, _ in found]
+        make_plan([descriptions for _, descriptions, *_ in states]),
+        flat,
+        (trees, tree_indices),
+        [process for _, _, process, _ in states],
     )

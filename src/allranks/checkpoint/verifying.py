@@ -11,8 +11,8 @@ import xxhash
 
 from allranks._base.errors import CheckpointError
 from allranks.checkpoint import folders, parts
-from allranks.checkpoint.company import in_words
 from allranks.checkpoint.manifest import Manifest, ManifestFile, Piece, Saved, dtype_of, load_manifest
+from allranks.checkpoint.participants import error_text
 
 __all__ = ["check", "check_files", "verify"]
 
@@ -88,7 +88,7 @@ def _head_problem(source: parts.LocalFile, file: ManifestFile) -> str:
         for begin in range(0, file.head, _STEP):
             found.update(os.pread(source.fd, min(_STEP, file.head - begin), begin))
     except OSError as error:
-        return f"{head} cannot be read: {in_words(error)}; rank {file.rank} wrote it"
+        return f"{head} cannot be read: {error_text(error)}; rank {file.rank} wrote it"
     return "" if found.hexdigest() == file.hash else f"{head} differs from what rank {file.rank} wrote"
 
 

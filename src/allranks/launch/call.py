@@ -24,7 +24,7 @@ from allranks._cluster.hostlist import Slots, parse_hosts
 from allranks._cluster.schedulers.interface import RemoteCommand
 from allranks._cluster.schedulers.ssh import SSH
 from allranks.launch.arguments.layout import share_out
-from allranks.launch.jobs.spread import SpreadJob
+from allranks.launch.jobs.multi_host import MultiHostJob
 from allranks.launch.ranks.function import name_of, pack, unpack_error, unpack_result
 from allranks.launch.reporter import Reporter
 from allranks.launch.spec.options import Bind, Display, Options, Show
@@ -138,9 +138,9 @@ def run(
     if options.per_host is None:
         counts = share_out(used, n, None)
         used = tuple(host for host, count in zip(used, counts, strict=True) if count)
-    job = SpreadJob(options, len(used), len(used), streams=output_streams(), until=until, progress=progress)
+    job = MultiHostJob(options, len(used), len(used), streams=output_streams(), until=until, progress=progress)
     try:
-        job.open_by(command or SSH, used)
+        job.start_agents(command or SSH, used)
         code = job.run()
     except ConfigError as error:
         if until is not None and time.monotonic() >= until:
@@ -151,22 +151,22 @@ def run(
     return _outcome(job, code, timeout)
 
 
-def _outcome(job: SpreadJob, code: int, timeout: float | None) -> list[Any]:
+def _outcome(job: MultiHostJob, code: int, timeout: float | None) -> list[Any]:
     """Return the results, by rank, or raise the error of the job."""
     loop, name = job.loop, job.options.target.name
     assert loop is not None
-    # Before ``caught`` and ``signalled``: the timeout itself stops the ranks by SIGINT.
+    # Before ``last_signal`` and ``signalled``: the timeout itself stops the ranks by SIGINT.
     if loop.late:
         places = "".join(f"\n  {rank_list(ranks)}: at {where}" for where, ranks in loop.places.items())
         raise TimeoutError(f"{name} did not return on all ranks within {timeout:g} s{places}")
-    if loop.caught is not None:
-        signal.raise_signal(loop.caught)  # for the previous handler; this usually does not return
+    if loop.last_signal is not None:
+        signal.raise_signal(loop.last_signal)  # for the previous handler; this usually does not return
     if loop.signalled == signal.SIGPIPE:
         raise BrokenPipeError(f"{name}: the reader of the ranks' output has closed it")
     if loop.signalled is not None:
         raise KeyboardInterrupt(f"{name} was stopped by {signal.Signals(loop.signalled).name}")
     if (cause := loop.cause) is not None:
-        lines = loop.last_words.decode(errors="replace").split("\n")
+        lines = loop.summary.decode(errors="replace").split("\n")
         reason = RankError("\n".join(line.removeprefix(job.options.reporter.line("")) for line in lines), cause.rank)
         error = unpack_error(cause.report.error) if cause.report is not None else None
         if error is None:

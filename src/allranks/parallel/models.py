@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from allranks._api import objects
 from allranks._base.errors import MismatchError, rank_list
-from allranks._elastic.replay import brought_by_the_state
+from allranks._elastic.replay import included_in_state
 from allranks._group.process_group import ProcessGroup
 from allranks.parallel.buckets import ALONE_BYTES
 
@@ -53,7 +53,7 @@ def _broadcast_bytes(tensor: Tensor, group: ProcessGroup, source: int) -> None:
     # Send bytes: a broadcast does no arithmetic, so any dtype can be sent.
     # A process that replaces a lost rank receives the model with the training state, so the replay log need not keep
     # it.
-    with brought_by_the_state():
+    with included_in_state():
         group.broadcast(tensor.view(-1).view(torch.uint8), source)
 
 

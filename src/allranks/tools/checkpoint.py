@@ -36,11 +36,11 @@ from allranks._base.exit_codes import FOUND, USAGE
 from allranks._base.files import plain_file
 from allranks._call.bytes import view_of
 from allranks.checkpoint import folders, parts, single_file
-from allranks.checkpoint.choosing import only_here
-from allranks.checkpoint.layout import Offer, SaveJob, place
-from allranks.checkpoint.loading import BlockReader, load_here
+from allranks.checkpoint.layout import PartDescription, SaveJob, set_positions
+from allranks.checkpoint.loading import BlockReader, load_as_rank
 from allranks.checkpoint.manifest import Manifest, Saved, dtype_of, load_manifest
 from allranks.checkpoint.merging import merge_shares
+from allranks.checkpoint.selection import select_local_checkpoint
 from allranks.checkpoint.verifying import check
 from allranks.tools.progress import LoopBar
 
@@ -146,12 +146,12 @@ def _parser() -> ArgumentParser:
         if name not in ("list", "diff"):
             add.add_argument("--step", type=int, metavar="N", help="step to use in a folder (default: the newest)")
         if name in ("diff", "export", "show"):
-            whose = (
+            rank_help = (
                 "show the tensors and values of this rank (default: all tensors, and the values of rank 0)"
                 if name == "show"
                 else "rank whose state is used (default: 0)"
             )
-            add.add_argument("--rank", type=int, default=None if name == "show" else 0, metavar="R", help=whose)
+            add.add_argument("--rank", type=int, default=None if name == "show" else 0, metavar="R", help=rank_help)
         add.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -210,7 +210,9 @@ def _size(nbytes: int) -> str:
 
 def _show(options: argparse.Namespace) -> int:
     is_there = options.path.exists()
-    folder = _path_of(options.path, options.step) if is_there else only_here(options.path, options.step).folder
+    folder = (
+        _path_of(options.path, options.step) if is_there else select_local_checkpoint(options.path, options.step).folder
+    )
     manifest = load_manifest(folder)
     rank = _rank(options.rank, manifest)
     shown_tensors = manifest.tensors if options.rank is None else manifest.tensors_of(rank).values()
@@ -234,15 +236,16 @@ def _show(options: argparse.Namespace) -> int:
     put(f"{folder}\n")
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.when))
     hosts = ", ".join(entry["hosts"])
-    who = f"{entry['ranks']} ranks on {hosts}, run {entry['run']}"
+    writers_text = f"{entry['ranks']} ranks on {hosts}, run {entry['run']}"
     share = f"{_share(entry)}: {_size(manifest.nbytes)} in this folder" if manifest.share else _size(manifest.nbytes)
-    put(f"step {manifest.step}, {when}, {share}, {who}\n\n")
+    put(f"step {manifest.step}, {when}, {share}, {writers_text}\n\n")
     width = max((len(tensor["name"]) for tensor in tensors), default=0)
     for tensor in tensors:
-        whose = f"  of {rank_list(tensor['ranks'])}" if tensor["ranks"] else ""
+        ranks_text = f"  of {rank_list(tensor['ranks'])}" if tensor["ranks"] else ""
         pieces = f"  in {tensor['parts']} parts" if tensor["parts"] > 1 else ""
         shape = str(tensor["shape"])
-        put(f"{tensor['name']:{width}}  {tensor['dtype']:9}  {shape:16}  {_size(tensor['nbytes']):>8}{pieces}{whose}\n")
+        nbytes = _size(tensor["nbytes"])
+        put(f"{tensor['name']:{width}}  {tensor['dtype']:9}  {shape:16}  {nbytes:>8}{pieces}{ranks_text}\n")
     put("\n" if values and tensors else "")
     for name, value in values.items():
         put(f"{name} = {value}\n")
@@ -296,26 +299,26 @@ def _short(value: Any) -> str:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    there = folders.find(options.path) if options.all else []
-    paths = [one.path for one in there] if options.all else [_path_of(options.path, options.step)]
+    entries = folders.find(options.path) if options.all else []
+    paths = [one.path for one in entries] if options.all else [_path_of(options.path, options.step)]
     sizes = {path: _nbytes(path) for path in paths}
     with LoopBar(_NAME) as bar:
         before = 0
 
-        def look(path: Path) -> list[str]:
+        def verify_one(path: Path) -> list[str]:
             nonlocal before
             problems = check(path, lambda done, of: bar.at(f"reading {path.name}", before + done, sum(sizes.values())))
             before += sizes[path]
             return problems
 
-        found = {str(path): look(path) for path in paths}
+        problems_by_path = {str(path): verify_one(path) for path in paths}
     if options.json:
-        put(json.dumps(found, indent=1) + "\n")
+        put(json.dumps(problems_by_path, indent=1) + "\n")
     else:
-        for path, problems in found.items():
+        for path, problems in problems_by_path.items():
             put(f"{path}: {_verdict(Path(path))}\n" if not problems else "")
             put("".join(f"{path}: {problem}\n" for problem in problems))
-    return FOUND if any(found.values()) else 0
+    return FOUND if any(problems_by_path.values()) else 0
 
 
 def _nbytes(path: Path) -> int:
@@ -341,7 +344,7 @@ def _path_of(path: Path, step: int | None) -> Path:
     if not folders.is_folder_of_checkpoints(path):
         return path
     named = [one.path for one in folders.find(path) if step in (None, one.step)]
-    return named[0] if named else only_here(path, step).folder
+    return named[0] if named else select_local_checkpoint(path, step).folder
 
 
 # diff.
@@ -350,17 +353,17 @@ def _path_of(path: Path, step: int | None) -> Path:
 def _diff(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(LoopBar(_NAME))
-        chosen = [only_here(path) for path in (options.path, options.other)]
+        chosen = [select_local_checkpoint(path) for path in (options.path, options.other)]
         count = _counted(bar, "reading both", sum(_tensor_bytes(each.manifest, options.rank) for each in chosen))
         one, other = (stack.enter_context(BlockReader(each, options.rank, progress=count)) for each in chosen)
-        mine, theirs = (reader.manifest.tensors_of(options.rank) for reader in (one, other))
+        left_tensors, right_tensors = (reader.manifest.tensors_of(options.rank) for reader in (one, other))
         lines = []
-        for name in sorted({*mine, *theirs}):
-            if name not in theirs:
+        for name in sorted({*left_tensors, *right_tensors}):
+            if name not in right_tensors:
                 lines.append(f"{name}: only in {options.path}")
-            elif name not in mine:
+            elif name not in left_tensors:
                 lines.append(f"{name}: only in {options.other}")
-            elif difference := _difference(one, mine[name], other, theirs[name]):
+            elif difference := _difference(one, left_tensors[name], other, right_tensors[name]):
                 lines.append(f"{name}: {difference}")
         left, right = (dict(_values(reader.manifest.tree(options.rank), "")) for reader in (one, other))
         for name in sorted({*left, *right}):
@@ -388,10 +391,10 @@ def _counted(bar: LoopBar, words: str, total: int) -> Callable[[int], None]:
     return count
 
 
-def _difference(one: BlockReader, mine: Saved, other: BlockReader, theirs: Saved) -> str:
-    if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
-        return f"{mine.dtype} {list(mine.shape)} and {theirs.dtype} {list(theirs.shape)}"
-    left, right = _read(one, mine), _read(other, theirs)
+def _difference(one: BlockReader, left_saved: Saved, other: BlockReader, right_saved: Saved) -> str:
+    if (left_saved.dtype, left_saved.shape) != (right_saved.dtype, right_saved.shape):
+        return f"{left_saved.dtype} {list(left_saved.shape)} and {right_saved.dtype} {list(right_saved.shape)}"
+    left, right = _read(one, left_saved), _read(other, right_saved)
     # Tensors with equal bytes do not differ, even if they contain NaNs, which are not equal as numbers.
     if not left.numel() or bytes(view_of(left)) == bytes(view_of(right)):
         return ""
@@ -413,7 +416,7 @@ def _read(reader: BlockReader, saved: Saved) -> Tensor:
 
 
 def _export(options: argparse.Namespace) -> int:
-    chosen, file = only_here(options.path, options.step), options.file
+    chosen, file = select_local_checkpoint(options.path, options.step), options.file
     # lexists: a dangling link counts as an existing file, because writing would create its target.
     if os.path.lexists(file) and not options.force:
         raise CheckpointError(f"{file} already exists.\n  Pass --force to overwrite it.")
@@ -431,7 +434,7 @@ def _export(options: argparse.Namespace) -> int:
             with BlockReader(chosen, options.rank, progress=count) as reader:
                 _write_safetensors(file, reader, list(reader.manifest.tensors_of(options.rank).values()))
         else:
-            state = load_here(chosen, None, options.rank, count)
+            state = load_as_rank(chosen, None, options.rank, count)
             bar.at(f"writing {file.name}", total, None)
             single_file.save(state, file)
     tensors, nbytes = len(chosen.manifest.tensors_of(options.rank)), os.path.getsize(file)
@@ -454,13 +457,15 @@ def _write_safetensors(file: Path, reader: BlockReader, tensors: Sequence[Saved]
     for saved in tensors:
         nothing = (0,) * len(saved.shape)
         size = dtype_of(saved.dtype).itemsize
-        jobs.append(SaveJob(Offer(saved.name, saved.dtype, size, saved.shape, nothing, saved.shape, 0), (), (0,)))
-    place(jobs)
+        jobs.append(
+            SaveJob(PartDescription(saved.name, saved.dtype, size, saved.shape, nothing, saved.shape, 0), (), (0,))
+        )
+    set_positions(jobs)
     by_name = {saved.name: saved for saved in tensors}
 
     def views() -> Iterator[memoryview]:
         for job in jobs:
-            tensor = _read(reader, by_name[job.offer.name])
+            tensor = _read(reader, by_name[job.description.name])
             yield view_of(tensor) if tensor.numel() else memoryview(b"")
 
     folder = Path(tempfile.mkdtemp(prefix=f".{file.name}.", dir=file.absolute().parent))

@@ -6,10 +6,10 @@ import importlib.util
 import os
 from pathlib import Path
 
-__all__ = ["why_not"]
+__all__ = ["output_problem"]
 
 
-def why_not(report: Path | None, picture: Path | None) -> str:
+def output_problem(report: Path | None, picture: Path | None) -> str:
     """Return why a file cannot be written; "" if all files can be written.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["READING", "Conditions", "Window", "before", "judge"]
+__all__ = ["READING", "Conditions", "MeasurementWindow", "current_conditions", "noise_reasons"]
 
 _USER, _IDLE, _IOWAIT, _STEAL, _GUEST = 0, 3, 4, 7, 8  # columns of /proc/stat
 _BUSY = 0.1  # share of the CPUs that other processes use
@@ -45,7 +45,7 @@ class Conditions:
     steal: float | None = None
 
 
-def before() -> Conditions:
+def current_conditions() -> Conditions:
     """Return the conditions that are known before a measurement."""
     pressure, governor = Path("/proc/pressure/cpu"), _CPUFREQ / "scaling_governor"
     waited = None
@@ -63,11 +63,11 @@ def before() -> Conditions:
     )
 
 
-class Window:
+class MeasurementWindow:
     """A measurement interval that starts when the object is created."""
 
     def __init__(self) -> None:
-        self._before = before()
+        self._before = current_conditions()
         self._cpus = os.sched_getaffinity(0)
         self._began = time.monotonic()
         self._ticks = _ticks(self._cpus)
@@ -87,7 +87,7 @@ class Window:
         )
 
 
-def judge(found: Conditions) -> list[str]:
+def noise_reasons(found: Conditions) -> list[str]:
     """Return the reasons why the machine is not quiet; empty if it is quiet."""
     why = []
     if found.busy is None:

@@ -101,8 +101,8 @@ def _overview(answer: JobAnswer, calls: int) -> list[str]:
     where = f" on {hosts} hosts" if hosts > 1 else ""
     lines = [f"job {answer.launcher}: {answer.command}; {answer.size} ranks{where}, for {_time(answer.seconds)}", ""]
     lines += table(answer)
-    said = diagnose(answer.states).lines(dict(enumerate(answer.hosts)), answer.places)
-    lines += ["", *said] if said else []
+    diagnosis_lines = diagnose(answer.states).lines(dict(enumerate(answer.hosts)), answer.places)
+    lines += ["", *diagnosis_lines] if diagnosis_lines else []
     for state in answer.states if calls else ():
         lines += ["", f"rank {state.rank}:"]
         for call in state.recent:

@@ -17,7 +17,7 @@ from allranks._trace.chrome import other_data, read_profile
 from allranks._trace.files import open_trace, trace_files
 from allranks._trace.matching import read_process
 from allranks._trace.timeline import Clock, Timeline, read
-from allranks.tools.outputs import why_not
+from allranks.tools.outputs import output_problem
 from allranks.tools.progress import TerminalProgress
 
 __all__ = ["flight", "record", "timeline"]
@@ -184,7 +184,7 @@ def _is_json(file: Path) -> bool:
 def _check_outputs(files: Sequence[Path]) -> None:
     for file in files:
         drawn = not _is_json(file) and file.suffix != ".html"
-        if why := why_not(None if drawn else file, file if drawn else None):
+        if why := output_problem(None if drawn else file, file if drawn else None):
             raise ConfigError(why.replace("--plot", "-o"))
 
 

@@ -5,7 +5,7 @@ covers the following state. Each line names the module that restores it.
 
 - Parts of the State: parameters, buffers, gradients, optimizer states, plain values: ``coverage``.
 - Variables that the loop carries from one step to the next: ``variables``.
-- Values that differ between ranks (``own``, diverged buffers and variables): ``buddies``. A backup rank stores them.
+- Values that differ between ranks (``own``, diverged buffers and variables): ``backups``. A backup rank stores them.
 - Random numbers: ``seeds``. They follow from the position of the step.
 - The position in the data: ``batches``, with a DistributedSampler, or a source that can be iterated again.
 - Results of calls before the loop: ``_elastic/replay``.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 from allranks._elastic.training import variables
-from allranks._elastic.training.coverage import digest, plain_of
+from allranks._elastic.training.coverage import digest, plain_values
 from allranks._elastic.training.reachable import PLAIN, Boundary, Reached, is_user_module, reach
 
 __all__ = ["Audit", "loop_frame", "program_frames", "surroundings"]
@@ -121,7 +121,7 @@ class Audit:
         reached = self._reach(frames)
         found = {path: digest(t) for path, t in reached.tensors.items() if t.nbytes <= _LARGE and not t.is_meta}
         found |= {path: digest(array) for path, array in reached.arrays.items() if array.nbytes <= _LARGE}
-        found |= {path: digest(plain_of(container)) for path, container in reached.containers.items()}
+        found |= {path: digest(plain_values(container)) for path, container in reached.containers.items()}
         # A variable that the loop assigns references another object in each step.
         skip = self._names | variables.LoopVariables(frames).rebound
         return {path: value for path, value in found.items() if _root(path) not in skip}

@@ -30,7 +30,7 @@ class Batches:
         position: Position,
         seeds: Seeds,
         restore: Callable[[], None],
-        places: Set[tuple[int, int]],
+        ranks_and_sizes: Set[tuple[int, int]],
     ) -> None:
         """
         Args:
@@ -40,18 +40,18 @@ class Batches:
             seeds: Seeds of the random number generators.
             restore: Restores, once, the generator states of a checkpoint. At the start of a section it is called before
                 the iterator is created, which draws random numbers. Otherwise it is called afterwards.
-            places: All pairs of rank and world size that this process has had. A sampler with another pair does not
-                distribute samples to all ranks.
+            ranks_and_sizes: All pairs of rank and world size that this process has had. A sampler with another pair
+                does not distribute samples to all ranks.
         """
         self._source = source
         self._restore = restore
         self._world = world
         self._position = position
         self._seeds = seeds
-        self._sampler = _sampler_of(source, places)
+        self._sampler = _sampler_of(source, ranks_and_sizes)
         self._iterator: Iterator[Any] | None = None
         self._ready = False
-        self._kept: _LoadedBatch | None = None
+        self._loaded: _LoadedBatch | None = None
         self._changed: list[Tensor] = []  # changed tensors of a batch that is loaded again
         self.batch: Any = None
         seeds.adopt(loader_generators(source))
@@ -67,14 +67,14 @@ class Batches:
             if not self._next(self._position.index):
                 return False
             self._ready = True
-            self._check_loaded_again()
+            self._check_reloaded()
             # These sources return the same objects again, with the changes of the step. Their tensors are therefore
             # copied.
             holds = self._iterator is self._source or isinstance(self._source, (list, tuple, deque))
-            self._kept = _LoadedBatch(self.batch, holds)
+            self._loaded = _LoadedBatch(self.batch, holds)
         return True
 
-    def _check_loaded_again(self) -> None:
+    def _check_reloaded(self) -> None:
         """Reject a reloaded batch that still contains the changes of the undone step.
 
         Raises:
@@ -93,19 +93,19 @@ class Batches:
                 " x.sub_(mean)), or pass a list of batches, which State copies"
             )
 
-    def take(self) -> None:
+    def advance(self) -> None:
         """Advance past the batch of the completed step."""
-        self._ready, self._kept = False, None
+        self._ready, self._loaded = False, None
         size = getattr(self._source, "batch_size", None)
         self._position.samples += (size or 0) * self._world.size()
 
-    def take_back(self) -> None:
+    def prepare_repeat(self) -> None:
         """Prepare to repeat the step: restore its batch, or load it again if that is impossible."""
-        if self._kept is not None and not self._kept.restore():
-            self._changed = self._kept.changed()
-            self.begin_again()
+        if self._loaded is not None and not self._loaded.restore():
+            self._changed = self._loaded.changed()
+            self.reload()
 
-    def begin_again(self) -> None:
+    def reload(self) -> None:
         """Load the batch of the current step again, because the position or the batch has changed.
 
         Raises:
@@ -117,39 +117,39 @@ class Batches:
                 f"State.steps: a {type(self._source).__name__} can be iterated only once, but its batches are needed"
                 " again after a loss.\n  Pass a DataLoader, a list, or an object whose __iter__ starts over"
             )
-        self._iterator, self._ready, self._kept = None, False, None
+        self._iterator, self._ready, self._loaded = None, False, None
 
-    def deal_anew(self) -> None:
+    def redistribute(self) -> None:
         """Distribute the rest of the epoch over the new set of ranks."""
         if self._sampler is not None:
-            self.begin_again()
+            self.reload()
 
     def _next(self, index: int) -> bool:
         assert self._iterator is not None
         if not isinstance(self._source, int):
             # Augmentation in the data set draws from the generators of this process.
-            self._seeds.sow(self._world.rank(), "batch", *self._position.section_key, index)
+            self._seeds.seed_generators(self._world.rank(), "batch", *self._position.section_key, index)
         try:
             self.batch = next(self._iterator)
         except StopIteration:
             return False
         return True
 
-    def _sow_for_sampler(self) -> None:
-        self._seeds.sow(self._world.rank(), "sampler", *self._position.section_key)
+    def _seed_sampler(self) -> None:
+        self._seeds.seed_generators(self._world.rank(), "sampler", *self._position.section_key)
 
     def _begin(self) -> Iterator[Any]:
         position, source = self._position, self._source
         if isinstance(source, int):
             return iter(range(position.index, source))
         # Creating an iterator draws random numbers: samplers shuffle, and a DataLoader draws a base seed.
-        self._seeds.sow(self._world.rank(), "section", *position.section_key)
+        self._seeds.seed_generators(self._world.rank(), "section", *position.section_key)
         if self._sampler is not None:
             # A DistributedSampler skips completed samples by index, so no batch is loaded only to be discarded.
             self._sampler.deal(position.samples, self._world.rank(), self._world.size())
         if isinstance(source, DataLoader) and source.num_workers and self._seeds.enabled:
             seed = self._seeds.of_section(self._world.rank(), position.section_key)
-            self._iterator = seeded_iterator(source, seed, self._sow_for_sampler)
+            self._iterator = seeded_iterator(source, seed, self._seed_sampler)
         else:
             self._iterator = iter(source)
         if self._sampler is None:
@@ -223,9 +223,9 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
-def _sampler_of(source: Any, places: Set[tuple[int, int]]) -> DistributedSampler[Any] | None:
+def _sampler_of(source: Any, ranks_and_sizes: Set[tuple[int, int]]) -> DistributedSampler[Any] | None:
     """Return the sampler of a DataLoader if it can distribute the rest of an epoch over all ranks."""
     if not isinstance(getattr(source, "batch_size", None), int) or not isinstance(source, Sized):
         return None
     sampler = adopt(getattr(source, "sampler", None))
-    return sampler if sampler is not None and (sampler.rank, sampler.num_replicas) in places else None
+    return sampler if sampler is not None and (sampler.rank, sampler.num_replicas) in ranks_and_sizes else None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from allranks._call.bytes import view_of
 from allranks._elastic.training import fully_sharded
-from allranks._elastic.training.buddies import unpack
+from allranks._elastic.training.backups import unpack
 from allranks._elastic.training.handover import assign
 from allranks._elastic.training.reachable import PLAIN, Boundary, Reached, is_plain, reach
 from allranks._elastic.training.shards import Parts, is_dtensor, local_of, shard_of
@@ -26,7 +26,7 @@ from allranks._elastic.training.shards import Parts, is_dtensor, local_of, shard
 if TYPE_CHECKING:
     from allranks._elastic.training.step_plan import StepPlan
 
-__all__ = ["Coverage", "Undo", "digest", "plain_of"]
+__all__ = ["Coverage", "Undo", "digest", "plain_values"]
 
 _version = operator.attrgetter("_version")  # 35 ns per tensor
 
@@ -101,7 +101,7 @@ class Coverage:
         }
         found |= {name: digest(array) for name, array in reached.arrays.items() if _root(name) not in described}
         found |= {
-            f"{name}{{}}": digest(plain_of(container))
+            f"{name}{{}}": digest(plain_values(container))
             for name, container in reached.containers.items()
             if self.is_light(name) and _root(name) not in described
         }
@@ -144,7 +144,7 @@ class Coverage:
                 found.containers |= {f"{name}.param_groups[{n}]": group for n, group in enumerate(part.param_groups)}
         return found
 
-    def keep_light(self) -> Callable[[], None]:
+    def copy_light(self) -> Callable[[], None]:
         """Copy these values. Return a function that restores them."""
         found = self.light()
         containers = [(each, each.copy()) for each in found.containers.values()]
@@ -182,13 +182,13 @@ class Coverage:
             found |= {f"grad({n})": p.grad.detach() for n, p in self.parameters().items() if p.grad is not None}
         return found
 
-    def set_extras(self, came: Mapping[str, Tensor]) -> None:
+    def set_extras(self, received: Mapping[str, Tensor]) -> None:
         """Assign received buffers and gradients."""
-        for name in self.buffers.keys() & came.keys():
+        for name in self.buffers.keys() & received.keys():
             owner, key = self.buffers[name]
-            owner._buffers[key] = assign(owner._buffers.get(key), came[name])
+            owner._buffers[key] = assign(owner._buffers.get(key), received[name])
         for name, parameter in self.parameters().items():
-            grad = came.get(f"grad({name})")
+            grad = received.get(f"grad({name})")
             # The sender has no gradient here. The next backward would add to a leftover one.
             parameter.grad = None if grad is None else grad.to(parameter.device)
 
@@ -214,10 +214,10 @@ class Coverage:
             if isinstance(owner, (nn.Module, torch.optim.Optimizer))
         }
 
-    def set_attributes(self, came: Mapping[str, Mapping[str, Any]]) -> None:
+    def set_attributes(self, received: Mapping[str, Mapping[str, Any]]) -> None:
         """Set these attributes."""
         owners = self.reached().owners
-        for path, values in came.items():
+        for path, values in received.items():
             if path in owners:
                 vars(owners[path]).update(values)
 
@@ -227,7 +227,7 @@ def _root(path: str) -> str:
     return path.split(".", 1)[0].split("[", 1)[0]
 
 
-def plain_of(container: Any) -> Any:
+def plain_values(container: Any) -> Any:
     """Return the plain values in a container."""
     if isinstance(container, dict):
         return {key: value for key, value in container.items() if is_plain(value)}
@@ -269,17 +269,17 @@ class Undo:
         self._versions: list[int] = []
         self.nbytes = 0
 
-    def keep_all(self, reached: Reached) -> None:
+    def save_all(self, reached: Reached) -> None:
         """Copy everything, for a step that may change anything."""
         # Everything is copied, so no version has to be compared.
         self._versions = []
         self._containers = [(each, each.copy()) for each in reached.containers.values()]
         self._arrays = [(each, each.copy()) for each in reached.arrays.values()]
         self._flags = self._coverage.flags()
-        self._keep_tensors(reached.tensors.values())
-        self._keep_grads()
+        self._save_tensors(reached.tensors.values())
+        self._save_grads()
 
-    def keep(self, plan: StepPlan) -> None:
+    def save(self, plan: StepPlan) -> None:
         """Copy the values that a step changes before its commit, for a step that is committed early.
 
         After a loss, the version counters of all other tensors reveal whether the step has changed more than planned.
@@ -294,10 +294,10 @@ class Undo:
         self._arrays = [(each, each.copy()) for each in light.arrays.values()]
         # Tensors that the program has added since the plan was applied have no watched version, so copy them.
         new = [tensor for tensor in light.tensors.values() if id(tensor) not in self._known]
-        self._keep_tensors([*self._chosen, *new])
+        self._save_tensors([*self._chosen, *new])
         self._grads = None
         if plan.grads:
-            self._keep_grads()
+            self._save_grads()
 
     def _watch(self, plan: StepPlan) -> None:
         self._plan = plan
@@ -312,18 +312,18 @@ class Undo:
         light = self._coverage.is_light
         self._modules = [each for p, each in reached.containers.items() if not light(p)] if plan.modules else []
 
-    def forget_plan(self) -> None:
+    def discard_plan(self) -> None:
         """Choose the tensors again at the next step, because the plan or the objects in the parts have changed."""
         self._plan = None
 
-    def _keep_tensors(self, tensors: Collection[Tensor]) -> None:
+    def _save_tensors(self, tensors: Collection[Tensor]) -> None:
         self._saved = []
         if tensors:
             with torch.no_grad():
                 self._saved = [_Saved(local := local_of(tensor), local.clone()) for tensor in tensors]
         self.nbytes = sum(saved.copy.nbytes for saved in self._saved)
 
-    def _keep_grads(self) -> None:
+    def _save_grads(self) -> None:
         self._grads = []
         for parameter in self._coverage.parameters().values():
             grad = parameter.grad
@@ -333,7 +333,7 @@ class Undo:
         """Remove the pending calls of modules. A loss has interrupted them."""
         fully_sharded.reset(self._coverage.modules)
 
-    def take_back(self) -> list[str]:
+    def restore(self) -> list[str]:
         """Restore the values that the step has changed.
 
         Returns:

@@ -70,46 +70,46 @@ class Disk:
     """Saves and loads the state of a training. All ranks call each method, except those "on this rank"."""
 
     def __init__(
-        self, world: ProcessGroup, wanted: Checkpoints, parts: Parts, own: Sequence[Tensor], random: bool
+        self, world: ProcessGroup, settings: Checkpoints, parts: Parts, own: Sequence[Tensor], random: bool
     ) -> None:
         """
         Args:
             world: The process group of all ranks.
-            wanted: Directory and frequency of checkpoints.
+            settings: Directory and frequency of checkpoints.
             parts: Parts of the state.
             own: Tensors whose values differ between ranks.
             random: Include the states of the generators.
         """
         self._world = world
-        self._wanted = wanted
+        self._settings = settings
         # The state of a generator follows from the position, and a checkpoint cannot contain a generator.
         self._tree: dict[str, Any] = {n: _part(n, part) for n, part in parts.items() if not is_generator(part)}
         self._own = list(own)
         self._random = random
         self._saving: Saving | None = None
-        self._cut_off = False
-        flatten(self._whole(Position(), 0))  # raises now, not at the first save, if a value cannot be saved
+        self._interrupted = False
+        flatten(self._checkpoint_tree(Position(), 0))  # raises now, not at the first save, if a value cannot be saved
 
     def is_due(self, position: Position, ends: bool) -> bool:
         """Return whether a checkpoint must be written now."""
         if position.saved < 0:
             return True
-        since, every = position.done - position.saved, self._wanted.every
+        since, every = position.done - position.saved, self._settings.every
         return since > 0 and (ends or (every is not None and since >= every))
 
     def save(self, position: Position, seed: int) -> None:
         """Copy this rank's share of the checkpoint, and write it in the background."""
         # One save at a time: a failed save must be reported before the next one replaces its handle.
         self.settle()
-        self._cut_off = False
-        wanted, tree = self._wanted, self._whole(position, seed)
-        with self._told():
+        self._interrupted = False
+        settings, tree = self._settings, self._checkpoint_tree(position, seed)
+        with self._apply_on_error():
             self._saving = save_async(
                 tree,
-                wanted.folder,
+                settings.folder,
                 step=position.done,
-                keep=wanted.keep,
-                keep_every=wanted.keep_every,
+                keep=settings.keep,
+                keep_every=settings.keep_every,
                 # These tensors differ between ranks by definition, so each rank's are saved.
                 own=["own"],
                 group=self._world,
@@ -125,13 +125,13 @@ class Disk:
             CheckpointError: It could not be written, and ``on_error`` is ``"raise"``.
         """
         error, self._saving = self._error(), None
-        # Remember it: the handle is dropped here, and `was_cut_off` is queried only after the recovery.
-        self._cut_off = self._cut_off or isinstance(error, LOSSES)
+        # Remember it: the handle is dropped here, and `was_interrupted` is queried only after the recovery.
+        self._interrupted = self._interrupted or isinstance(error, LOSSES)
         # A loss is not a failure of the disk. The ranks write the checkpoint again after the recovery.
         if error is not None and not isinstance(error, LOSSES):
-            with self._told():
+            with self._apply_on_error():
                 raise error
-        return not self._cut_off
+        return not self._interrupted
 
     @property
     def is_writing(self) -> bool:
@@ -146,9 +146,9 @@ class Disk:
         return ended and not isinstance(self._error(), (*LOSSES, type(None)))
 
     @property
-    def was_cut_off(self) -> bool:
+    def was_interrupted(self) -> bool:
         """Whether a loss has interrupted the last save, on this rank. Waits until the save has ended."""
-        return self._cut_off or isinstance(self._error(), LOSSES)
+        return self._interrupted or isinstance(self._error(), LOSSES)
 
     def _error(self) -> Exception | None:
         if self._saving is not None:
@@ -168,28 +168,28 @@ class Disk:
         Raises:
             CheckpointError: A rank cannot load it. Raised on every rank.
         """
-        folder, world = self._wanted.folder, self._world
-        newest = _agreed(world, lambda: latest(folder, group=world))[world.rank()]
+        folder, world = self._settings.folder, self._world
+        newest = _run_on_all_ranks(world, lambda: latest(folder, group=world))[world.rank()]
         if newest is None:
             return None
         try:
             return self._load(newest)
         except CheckpointError:
             # The newest checkpoint may be damaged. verify=True finds the newest one whose content is intact.
-            whole = _agreed(world, lambda: latest(folder, group=world, verify=True))[world.rank()]
+            intact = _run_on_all_ranks(world, lambda: latest(folder, group=world, verify=True))[world.rank()]
             # The newest checkpoint is intact, so the failure has another cause.
-            if whole is None or whole.path == newest.path:
+            if intact is None or intact.path == newest.path:
                 raise
-            return self._load(whole)
+            return self._load(intact)
 
     def _load(self, newest: Info) -> tuple[Position, int, dict[str, Any] | None]:
         world = self._world
-        tree = {**self._whole(Position(), 0), "position": {}}
+        tree = {**self._checkpoint_tree(Position(), 0), "position": {}}
         if self._random:
             tree["random"] = {}
         if world.rank() >= newest.ranks:  # a rank that did not exist at the save must not take rank 0's tensors
             del tree["own"]["tensors"]
-        _agreed(world, lambda: load(newest, into=tree, group=world) and None)
+        _run_on_all_ranks(world, lambda: load(newest, into=tree, group=world) and None)
         where = tree["position"]
         position = Position(**{"loop": int(where["epoch"] >= 0), **where})  # before 0.4 a position had no loop
         # The state is that of the checkpoint, so the next one is due only after `every` more steps.
@@ -197,25 +197,25 @@ class Disk:
         return position, int(tree["seed"]), tree.get("random")
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _apply_on_error(self) -> Iterator[None]:
         """Raise a checkpoint error, or turn it into a warning, according to ``on_error``."""
         try:
             yield
         except CheckpointError as error:
-            if self._wanted.on_error == "raise":
+            if self._settings.on_error == "raise":
                 raise
             # All ranks have the same error. One warning is enough.
             if self._world.rank() == 0:
                 callsite.warn(f"State: the training continues without this checkpoint. {error}")
 
-    def _whole(self, position: Position, seed: int) -> dict[str, Any]:
+    def _checkpoint_tree(self, position: Position, seed: int) -> dict[str, Any]:
         where = {name: value for name, value in asdict(position).items() if name not in _OF_THE_JOB}
-        whole: dict[str, Any] = {"parts": self._tree, "position": where}
-        whole["own"] = {"tensors": self._own}
-        whole["seed"] = str(seed)  # a string, because the seed may have 64 bits and a sign
+        tree: dict[str, Any] = {"parts": self._tree, "position": where}
+        tree["own"] = {"tensors": self._own}
+        tree["seed"] = str(seed)  # a string, because the seed may have 64 bits and a sign
         if self._random:
-            whole["random"] = RandomState()
-        return whole
+            tree["random"] = RandomState()
+        return tree
 
 
 class _Dict:
@@ -227,14 +227,14 @@ class _Dict:
     def state_dict(self) -> dict[Any, Any]:
         return self._values
 
-    def load_state_dict(self, came: dict[Any, Any]) -> None:
-        for key, value in came.items():
+    def load_state_dict(self, loaded: dict[Any, Any]) -> None:
+        for key, value in loaded.items():
             old = self._values.get(key)
             if isinstance(old, Tensor) and isinstance(value, Tensor):
-                came[key] = value.to(old.device)
+                loaded[key] = value.to(old.device)
         # Keep the dict object, because the program references it.
         self._values.clear()
-        self._values.update(came)
+        self._values.update(loaded)
 
 
 def _part(name: str, part: Any) -> Any:
@@ -248,7 +248,7 @@ def _part(name: str, part: Any) -> Any:
     return _Dict(part)
 
 
-def _agreed(world: ProcessGroup, act: Callable[[], Any]) -> list[Any]:
+def _run_on_all_ranks(world: ProcessGroup, action: Callable[[], Any]) -> list[Any]:
     """Run a function on each rank, and return the results of all ranks.
 
     Raises:
@@ -256,16 +256,16 @@ def _agreed(world: ProcessGroup, act: Callable[[], Any]) -> list[Any]:
     """
     outcome, why = None, ""
     try:
-        outcome = act()
+        outcome = action()
     # The caller recovers from a loss. As an outcome of this rank, it would look like a damaged checkpoint.
     except LOSSES:
         raise
     except (AllranksError, OSError) as error:
         why = str(error)
-    found: list[Any] = [None] * world.size()
+    outcomes: list[Any] = [None] * world.size()
     # All ranks exchange the outcome, so that no rank continues while another one raises.
-    objects.all_gather_object(found, (outcome, why), world)
-    for rank, (_, why) in enumerate(found):
+    objects.all_gather_object(outcomes, (outcome, why), world)
+    for rank, (_, why) in enumerate(outcomes):
         if why:
             raise CheckpointError(f"State: rank {rank} cannot continue from a checkpoint: {why}")
-    return [outcome for outcome, _ in found]
+    return [outcome for outcome, _ in outcomes]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Donors", "assign", "attributes_of", "check_own", "check_part", "receive", "send"]
 
-_PLACE = "tensor"  # in a structure: placeholder of the next tensor
+_PLACEHOLDER = "tensor"  # in a structure: placeholder of the next tensor
 
 
 def check_part(name: str, part: object) -> None:
@@ -87,10 +87,10 @@ class Donors(NamedTuple):
         return [self.first if layout is None else known[layout[:4]] for layout in layouts]
 
     def _holder(self, layout: Layout) -> int | None:
-        left = [rank for rank in self.full if layout.same(rank, self.to)]
-        if self.first in left:
+        holders = [rank for rank in self.full if layout.same(rank, self.to)]
+        if self.first in holders:
             return self.first
-        return self._nearest(left) if left else None
+        return self._nearest(holders) if holders else None
 
     def _nearest(self, ranks: Sequence[int]) -> int:
         near = [rank for rank in ranks if self.machines[rank] == self.machines[self.to]] or ranks
@@ -115,19 +115,19 @@ def send(parts: Parts, head: object, group: ProcessGroup, donors: Donors) -> Non
     if me != donors.first and not donors.sharded:
         return
     packed = {name: _Packed.of(part) for name, part in parts.items()}
-    givers = donors.of([layout for each in packed.values() for layout in each.layouts])
+    senders = donors.of([layout for each in packed.values() for layout in each.layouts])
     names = [f"{name}.{path}" for name, each in packed.items() for path in each.paths]
-    lost = [name for name, giver in zip(names, givers, strict=True) if giver is None]
+    lost = [name for name, sender in zip(names, senders, strict=True) if sender is None]
     # The receiver gets the error instead of the state, so that it raises the same error as the senders.
     message = _lost(donors.to, lost) if lost else [(name, each.structure, each.shapes) for name, each in packed.items()]
     tensors = [tensor for each in packed.values() for tensor in each.tensors]
-    mine = [tensor for tensor, giver in zip(tensors, givers, strict=True) if giver == me]
+    own_tensors = [tensor for tensor, sender in zip(tensors, senders, strict=True) if sender == me]
     # If a shard is lost, only the donor sends, because the receiver stops after its first message.
-    if me == donors.first or (mine and not lost):
+    if me == donors.first or (own_tensors and not lost):
         objects.send_object_list([head, message], donors.to, group)
     if isinstance(message, str):
         raise StateLostError(message)
-    for tensor in mine:
+    for tensor in own_tensors:
         if tensor.numel():
             group.send(tensor.contiguous(), donors.to)
 
@@ -147,17 +147,17 @@ def receive(parts: Parts, group: ProcessGroup, donors: Donors) -> Any:
         )
     incoming = [_Incoming.of(parts[name], structure, donors) for name, structure, _ in described]
     # Senders run in parallel, but the receiver reads from one after the other: first the donor, then by rank.
-    others = {giver for each in incoming for giver in each.givers if giver is not None} - {donors.first}
-    for giver in (donors.first, *sorted(others)):
-        if giver != donors.first:
+    others = {sender for each in incoming for sender in each.senders if sender is not None} - {donors.first}
+    for sender in (donors.first, *sorted(others)):
+        if sender != donors.first:
             # The shapes of shards can differ between donors, so each one describes its own.
-            _, described = _receive_described(group, giver)
+            _, described = _receive_described(group, sender)
         for each, (_, _, shapes) in zip(incoming, described, strict=True):
-            each.receive(group, giver, shapes)
+            each.receive(group, sender, shapes)
     # The meshes of this process: a mesh holds process groups, which cannot be sent.
     meshes = meshes_in(parts) if donors.sharded else {}
     for each in incoming:
-        each.put(meshes)
+        each.store(meshes)
     return head
 
 
@@ -215,14 +215,14 @@ class _Incoming(NamedTuple):
     Attributes:
         part: The part.
         structure: Structure of the incoming state.
-        givers: The sending rank of each tensor.
+        senders: The sending rank of each tensor.
         own: The current content of the part, if tensors are received into it. Otherwise None.
         tensors: The received tensors, by number.
     """
 
     part: Any
     structure: Any
-    givers: list[int | None]
+    senders: list[int | None]
     own: _Packed | None
     tensors: dict[int, Tensor]
 
@@ -233,10 +233,10 @@ class _Incoming(NamedTuple):
         in_place = isinstance(part, (Tensor, nn.Module)) and own.structure == structure
         return cls(part, structure, donors.of(list(_layouts(structure))), own if in_place else None, {})
 
-    def receive(self, group: ProcessGroup, giver: int, shapes: Sequence[Any]) -> None:
+    def receive(self, group: ProcessGroup, sender: int, shapes: Sequence[Any]) -> None:
         """Receive the tensors that one rank sends."""
         for number, (shape, dtype) in enumerate(shapes):
-            if self.givers[number] != giver:
+            if self.senders[number] != sender:
                 continue
             if self.own is not None and self.own.shapes[number] == (shape, dtype):
                 tensor = self.own.tensors[number]
@@ -244,19 +244,19 @@ class _Incoming(NamedTuple):
                 tensor = in_huge_pages(torch.empty(shape, dtype=dtype, device="cpu"))
             self.tensors[number] = tensor
             if tensor.numel() and tensor.is_contiguous():
-                group.recv(tensor, giver)
+                group.recv(tensor, sender)
             elif tensor.numel():
                 # A receive needs contiguous memory, and the part may be a strided view.
-                group.recv(come := torch.empty_like(tensor, memory_format=torch.contiguous_format), giver)
-                tensor.copy_(come)
+                group.recv(buffer := torch.empty_like(tensor, memory_format=torch.contiguous_format), sender)
+                tensor.copy_(buffer)
 
-    def put(self, meshes: Mapping[Any, Any]) -> None:
+    def store(self, meshes: Mapping[Any, Any]) -> None:
         """Put the received tensors into the part, unless they were received in place."""
-        came = [self.tensors[number] for number in range(len(self.givers))]
+        received = [self.tensors[number] for number in range(len(self.senders))]
         # Received in place: load_state_dict would only copy each tensor onto itself.
-        if self.own is not None and all(a is b for a, b in zip(came, self.own.tensors, strict=True)):
+        if self.own is not None and all(a is b for a, b in zip(received, self.own.tensors, strict=True)):
             return
-        state = _unpack(self.structure, iter(came), meshes)
+        state = _unpack(self.structure, iter(received), meshes)
         if isinstance(self.part, Tensor):
             with torch.no_grad():
                 self.part.copy_(state)
@@ -337,7 +337,7 @@ def _state_of(part: Any) -> Any:
 def _pack(value: Any, found: list[tuple[str, Tensor]], path: str) -> Any:
     """Return the value with placeholders for its tensors, which are appended to ``found`` in order."""
     if isinstance(value, Tensor):
-        return _place(value, found, path)
+        return _take_out(value, found, path)
     # Exact types only: a subclass may have more state than its items.
     if type(value) in (dict, OrderedDict):
         return {"dict": [(key, _pack(each, found, _join(path, key))) for key, each in value.items()]}
@@ -347,32 +347,32 @@ def _pack(value: Any, found: list[tuple[str, Tensor]], path: str) -> Any:
         return {"value": value}
     # Pickle rebuilds all other values (a namedtuple, a Counter, an object of the program).
     places: list[Any] = []
-    pickler = _StatePickler(buffer := io.BytesIO(), lambda tensor: places.append(_place(tensor, found, path)))
+    pickler = _StatePickler(buffer := io.BytesIO(), lambda tensor: places.append(_take_out(tensor, found, path)))
     pickler.dump(value)
     return {"pickled": (buffer.getvalue(), places)}
 
 
-def _place(tensor: Tensor, found: list[tuple[str, Tensor]], path: str) -> Any:
+def _take_out(tensor: Tensor, found: list[tuple[str, Tensor]], path: str) -> Any:
     found.append((path, tensor))
-    return (_PLACE, str(tensor.device), layout_of(tensor))
+    return (_PLACEHOLDER, str(tensor.device), layout_of(tensor))
 
 
 class _StatePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles an object without its tensors, which are sent separately."""
 
-    def __init__(self, file: io.BytesIO, take: Callable[[Tensor], None]) -> None:
+    def __init__(self, file: io.BytesIO, add_tensor: Callable[[Tensor], None]) -> None:
         super().__init__(file)
-        self._take = take
-        self._taken: dict[int, int] = {}
+        self._add_tensor = add_tensor
+        self._numbers: dict[int, int] = {}
 
     def persistent_id(self, value: object) -> int | None:
         if not isinstance(value, Tensor):
             return None
         # A tensor that is referenced twice must be one tensor after unpickling, too.
-        if id(value) not in self._taken:
-            self._taken[id(value)] = len(self._taken)
-            self._take(value)
-        return self._taken[id(value)]
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._numbers)
+            self._add_tensor(value)
+        return self._numbers[id(value)]
 
 
 class _Unpickler(pickle.Unpickler):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from allranks._elastic.training.coverage import Coverage, digest, plain_of
+from allranks._elastic.training.coverage import Coverage, digest, plain_values
 from allranks._elastic.training.reachable import Reached
 from allranks._elastic.training.shards import shard_of
 from allranks._elastic.training.step_plan import StepPlan
@@ -146,7 +146,7 @@ def _digests(coverage: Coverage, reached: Reached) -> dict[str, int]:
     """Return hashes of all tensors, arrays, and containers of plain values, by name."""
     found = {f"{name}{shard_of(tensor)}": digest(tensor) for name, tensor in reached.tensors.items()}
     found |= {name: digest(array) for name, array in reached.arrays.items()}
-    found |= {f"{name}{{}}": digest(plain_of(container)) for name, container in reached.containers.items()}
+    found |= {f"{name}{{}}": digest(plain_values(container)) for name, container in reached.containers.items()}
     found |= coverage.described()
     # The name of a shard identifies it, so only equal shards are compared between ranks.
     found |= {f"grad({n}){shard_of(p)}": digest(p.grad) for n, p in coverage.parameters().items() if p.grad is not None}

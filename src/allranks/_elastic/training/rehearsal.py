@@ -126,7 +126,7 @@ class Rehearsal:
         if step.is_last:  # the empty step at the end of a loop
             return
         # A process that lacks results of this step receives the state again, so its values mean nothing now.
-        if not self._state._lacks:
+        if not self._state._lacks_state:
             self._record(step)
         self.at("after the step")
 
@@ -148,7 +148,7 @@ class Rehearsal:
         state = self._state
         if not state._coverage.optimizers:
             return state._position.section > 0
-        return self._has_trained and not state._plans[step.place].boundaries
+        return self._has_trained and not state._plans[step.location].boundaries
 
     def _after_forward(self, _module: object, _inputs: object, output: Any) -> None:
         if self._phase == "forward":

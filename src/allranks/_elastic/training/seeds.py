@@ -65,7 +65,7 @@ class Seeds:
         """Return the seed from which the seeds of a section's batches follow."""
         return _digest(self.base, "batches", *position)
 
-    def sow(self, *position: object) -> None:
+    def seed_generators(self, *position: object) -> None:
         """Seed all generators.
 
         Args:
@@ -122,7 +122,9 @@ def loader_generators(source: Any) -> dict[str, Any]:
     return found
 
 
-def seeded_iterator(loader: DataLoader[Any], seed_of_section: int, sow: Callable[[], None]) -> Iterator[Any]:
+def seeded_iterator(
+    loader: DataLoader[Any], seed_of_section: int, seed_generators: Callable[[], None]
+) -> Iterator[Any]:
     """Return an iterator of a DataLoader with workers that seeds the generators for each batch.
 
     The seed of a batch follows from the section and the indices of its samples. It does not depend on the worker, or on
@@ -131,8 +133,8 @@ def seeded_iterator(loader: DataLoader[Any], seed_of_section: int, sow: Callable
     Args:
         loader: The loader.
         seed_of_section: The seed from which the seeds of batches follow.
-        sow: Called before the sampler draws. Before that point, a DataLoader that keeps its workers has drawn other
-            numbers than one that starts them.
+        seed_generators: Called before the sampler draws. Before that point, a DataLoader that keeps its workers has
+            drawn other numbers than one that starts them.
 
     Raises:
         UsageError: The workers outlive the section, and cannot receive its seed.
@@ -155,8 +157,8 @@ def seeded_iterator(loader: DataLoader[Any], seed_of_section: int, sow: Callable
         if batches is not None and mapped:
             # Persistent workers keep the iterator and its sampler, so a new batch_sampler would have no effect.
             if persistent and isinstance(getattr(loader._iterator, "_index_sampler", None), _SeededIndices):
-                loader._iterator._index_sampler.renew(seed_of_section, sow)  # type: ignore[union-attr]
-            attributes["batch_sampler"] = _SeededIndices(batches, seed_of_section, sow)
+                loader._iterator._index_sampler.renew(seed_of_section, seed_generators)  # type: ignore[union-attr]
+            attributes["batch_sampler"] = _SeededIndices(batches, seed_of_section, seed_generators)
         return iter(loader)
     finally:
         loader.worker_init_fn = init
@@ -177,16 +179,16 @@ class _Indices(list[Any]):
 class _SeededIndices:
     """A batch sampler whose batches transfer the seed of the current section to the workers."""
 
-    def __init__(self, batches: Any, seed: int, sow: Callable[[], None]) -> None:
+    def __init__(self, batches: Any, seed: int, seed_generators: Callable[[], None]) -> None:
         self._batches = batches
-        self.renew(seed, sow)
+        self.renew(seed, seed_generators)
 
-    def renew(self, seed: int, sow: Callable[[], None]) -> None:
+    def renew(self, seed: int, seed_generators: Callable[[], None]) -> None:
         """Set the seed of a new section."""
-        self.seed, self._sow = seed, sow
+        self.seed, self._seed_sampler = seed, seed_generators
 
     def __iter__(self) -> Iterator[_Indices]:
-        self._sow()
+        self._seed_sampler()
         for indices in self._batches:
             yield _Indices(indices, self.seed)
 

@@ -3,7 +3,7 @@
 The class is in four files, each of which uses only those before it: `step_values` (the values that a step changes),
 `state_recovery` (a loss and the transfer of the state), `step_commit` (one step), and this file (epochs and sections).
 
-`coverage` finds what a State covers, `buddies` stores values that only one rank has, and `audit` rejects uncovered
+`coverage` finds what a State covers, `backups` stores values that only one rank has, and `audit` rejects uncovered
 state. Random numbers are not restored: they follow from the position of the step (`seeds`).
 """
 
@@ -131,7 +131,7 @@ class State(StepCommit):
         wrappers = [part for part in parts.values() if isinstance(part, WRAPPERS)]
         plain = {name: _unwrapped(part) for name, part in parts.items()}
         super().__init__(plain, own, local, wrappers, Seeds(reseed), inherit, checkpoints, leave_on)
-        self._places = {self._place}
+        self._ranks_and_sizes = {self._rank_and_size}
         # Position of the program. In a replacement process it is behind the position of the training.
         self._loop, self._epoch, self._section = 0, -1, 0
         self._abandoned = False
@@ -166,7 +166,7 @@ class State(StepCommit):
             while position.loop == loop and position.epoch < count:
                 self._epoch, self._section = position.epoch, 0
                 # Random numbers that the program draws before the first step of an epoch also follow from the epoch.
-                self._seeds.sow(self._world.rank(), "epoch", loop, self._epoch)
+                self._seeds.seed_generators(self._world.rank(), "epoch", loop, self._epoch)
                 yield self._epoch
                 self._end_step(self._step, self._batches)
                 self._check_abandoned()
@@ -184,12 +184,12 @@ class State(StepCommit):
 
     def _end_loop(self, count: int) -> None:
         """Run the empty last step of a loop of epochs."""
-        self._epoch, self._section, self._ends = count, 0, True
-        self._write_checkpoint(at_once=True)
+        self._epoch, self._section, self._in_last_step = count, 0, True
+        self._write_checkpoint(write_now=True)
         for step in self.steps(1):  # no rank leaves the loop while another rank may still need its state
             with step:
                 pass
-        self._ends = False
+        self._in_last_step = False
         self._position.epoch = max(self._position.epoch, count)
         self._announce(OVER, b"1")
 
@@ -238,20 +238,20 @@ class State(StepCommit):
         # The program has reached a new section. Otherwise the section continues at the position's index.
         if key > position.section_key:
             position.move(self._loop, self._epoch if self._loop % 2 else position.epoch, section)
-        self._places.add(self._place)
-        batches = Batches(source, self._world, position, self._seeds, self._restore, self._places)
+        self._ranks_and_sizes.add(self._rank_and_size)
+        batches = Batches(source, self._world, position, self._seeds, self._restore_generators, self._ranks_and_sizes)
         yield from self._run_section(batches, key)
         # A replacement process that has skipped the section must continue with the same random numbers.
-        self._seeds.sow(self._world.rank(), "after", *key)
+        self._seeds.seed_generators(self._world.rank(), "after", *key)
         if self._is_in(key):
             position.move(position.loop, position.epoch, section + 1)
-        if self._rehearsal is not None and not self._loop % 2 and not self._ends and self._rehearsal.is_over:
+        if self._rehearsal is not None and not self._loop % 2 and not self._in_last_step and self._rehearsal.is_over:
             self._end_rehearsal()
 
     def _end_rehearsal(self) -> None:
         """End the rehearsal of a program that trains without a loop of epochs, on all ranks."""
-        self._ends = True
-        self._write_checkpoint(at_once=True)
+        self._in_last_step = True
+        self._write_checkpoint(write_now=True)
         for step in self.steps(1):
             with step:
                 pass
@@ -263,34 +263,34 @@ class State(StepCommit):
         return self._position.section_key == key
 
     def _run_section(self, batches: Batches, key: tuple[int, int, int]) -> Iterator[Step]:
-        place = self._place
+        rank_and_size = self._rank_and_size
         # The program may have assigned variables since the last section, so the copies are outdated.
-        self._batches, self._kept_at = batches, ""
+        self._batches, self._copied_at = batches, ""
         try:
             while True:
                 self._write_checkpoint()
                 # The process has waited for its replica, and the others have trained on: its loaded batch is outdated.
-                if self._returned:
-                    self._returned = False
-                    batches.begin_again()
+                if self._rejoined:
+                    self._rejoined = False
+                    batches.reload()
                 if not self._is_in(key):
                     return
-                if self._rehearsal is not None and not self._ends and self._rehearsal.ends_section():
+                if self._rehearsal is not None and not self._in_last_step and self._rehearsal.ends_section():
                     return
-                if self._place != place:
-                    place = self._place
-                    self._places.add(place)
-                    batches.deal_anew()
+                if self._rank_and_size != rank_and_size:
+                    rank_and_size = self._rank_and_size
+                    self._ranks_and_sizes.add(rank_and_size)
+                    batches.redistribute()
                 if self._pending_values:  # also if no step remains: the program may read them after the loop
                     self._fill_variables(loop_frame())
                 if not batches.prepare():
                     return
-                if self._rehearsal is not None and not self._ends:
+                if self._rehearsal is not None and not self._in_last_step:
                     self._rehearsal.at("loading")
                 step = Step(self, batches.batch, self._position.index)
                 try:
                     # Before the step is yielded: these calls are outside of `with`, so a loss in them is handled here.
-                    self._meet_at(step)
+                    self._prepare_step(step)
                 except (*LOSSES, Undone):
                     self._recover()
                     continue
@@ -309,13 +309,13 @@ class State(StepCommit):
                     # Before `_recover`, which reports whether any rank has unsent values.
                     self._find_unsent()
                     # After the copies of the variables: this call can end the process, or mark the step as broken.
-                    self._follow(step)
+                    self._apply_outcome(step)
                 if step.broken:
                     self._recover()
                 step.forget()
         # The program has left the loop by `break` or `return`. After an undone step, this would lose a step silently.
         except GeneratorExit:
-            if self._undone is not None:
+            if self._undone_step is not None:
                 self._abandoned = True
                 atexit.register(self._end_abandoned)
             raise
@@ -334,10 +334,10 @@ class State(StepCommit):
             return
         self._step = None
         if step.committed:
-            batches.take()
+            batches.advance()
             self._position.index += 1
             # The empty last step of a loop is not a step of the program.
-            self._position.done += not self._ends
+            self._position.done += not self._in_last_step
 
     def _check_used(self, step: Step, batches: Batches) -> None:
         """Raise if the program has not used a step correctly."""
@@ -364,7 +364,7 @@ class State(StepCommit):
             os._exit(1)
 
     @property
-    def _place(self) -> tuple[int, int]:
+    def _rank_and_size(self) -> tuple[int, int]:
         return self._world.rank(), self._world.size()
 
 

@@ -53,7 +53,7 @@ __all__ = ["StateRecovery"]
 # Per process: a second State in another part of the program must be detected, too.
 _loops_entered = itertools.count()
 _EXTRAS = "(buffers and gradients)"  # an additional part that is transferred with those of the program
-_VAIN = 5  # attempts to connect all groups before the error is raised
+_MAX_CONNECT_ATTEMPTS = 5  # attempts to connect all groups before the error is raised
 
 
 class StateRecovery(StepValues):
@@ -79,24 +79,24 @@ class StateRecovery(StepValues):
         self._replicas = Replicas(self.parts, modules, self._world) if self._sharded else None
         if self._sharded:
             self._warn_of_shards()
-        self._torchs: list[Any] = []
+        self._torch_ddp_wrappers: list[Any] = []
         self._seeds = seeds
         self._disk: Disk | None = None
         self._generators: dict[str, Any] | None = None  # states of generators in the checkpoint that was loaded
         self._batches: Batches | None = None
-        self._undone: Step | None = None  # must be repeated
+        self._undone_step: Step | None = None  # must be repeated
         self._entered = self._recovered = self._leaves = False
-        self._lacks = False  # this process needs the state of another one
-        self._why_lacks = ""
-        self._late = False  # on all ranks, because a step has made calls after its commit
+        self._lacks_state = False  # this process needs the state of another one
+        self._why_state_is_lacking = ""
+        self._commits_late = False  # on all ranks, because a step has made calls after its commit
         self._differing: set[str] = set()  # names whose values have diverged between ranks, until the next commit
-        self._verifies = self._received = False
+        self._verify_next = self._received = False
         self._verify_every = 0
-        self._arrived: Callable[[], None] | None = None  # restores values as the other ranks have sent them
+        self._restore_received: Callable[[], None] | None = None  # restores values as the other ranks have sent them
         self._inherit = inherit
         self._inherited: set[int] = set()  # rank slots, since the last commit
         self._first_own = [tensor.clone() for tensor in own]
-        self._aside = self._was_aside = self._returned = False
+        self._waits_for_replica = self._waited_for_replica = self._rejoined = False
         self.replaced = self.lost = self.joined = 0
         self._not_counted = ChangeCounts()  # part of the group history's count that State does not report
 
@@ -137,19 +137,19 @@ class StateRecovery(StepValues):
             # Losses before the loop belong to other calls, and do not count for State.
             self._not_counted = history.counts
             if self._replicas is not None:
-                history.replica, history.on_waiting = self._replicas.size, self._wait_aside
-        # Before `_meet`, whose recovery may have to renew these wrappers.
-        self._look_around()
+                history.replica, history.on_waiting = self._replicas.size, self._wait_for_replica
+        # Before `_join_loop_group`, whose recovery may have to renew these wrappers.
+        self._find_surroundings()
         self._note_covered()
-        there = variables.LoopVariables(program_frames(loop_frame()))
-        self._at_entry = {n: v for n, v in there.read(there.within).items() if variables.is_plain(v)}
+        loop_variables = variables.LoopVariables(program_frames(loop_frame()))
+        self._at_entry = {n: v for n, v in loop_variables.read(loop_variables.within).items() if variables.is_plain(v)}
         self._at_entry_by_name = {key.rpartition(".")[2]: value for key, value in self._at_entry.items()}
-        self._meet()
+        self._join_loop_group()
         # A replacement process receives the position, so it does not load a checkpoint itself.
         while not self._position.loaded:
             self._load()
 
-    def _look_around(self) -> None:
+    def _find_surroundings(self) -> None:
         """Find objects around the parts: wrappers of their modules, and random number generators."""
         covered = {id(module) for part in self._coverage.modules for module in part.modules()}
         found = surroundings(loop_frame(), self._local)
@@ -157,7 +157,7 @@ class StateRecovery(StepValues):
             if id(wrapper.module) in covered and not any(wrapper is each for each in self._wrappers):
                 self._wrappers.append(wrapper)
         self._coverage.set_wrappers(self._wrappers)
-        self._torchs = [each for each in self._wrappers if isinstance(each, TORCHS_DDP)]
+        self._torch_ddp_wrappers = [each for each in self._wrappers if isinstance(each, TORCHS_DDP)]
         for wrapper in self._wrappers:
             torchs_ddp.check("model", wrapper)
         self._seeds.adopt({**self._coverage.reached().generators, **found.generators})
@@ -178,7 +178,7 @@ class StateRecovery(StepValues):
             self._seeds.agreed = True
         self._position.loaded = True
 
-    def _meet(self) -> None:
+    def _join_loop_group(self) -> None:
         """Switch from the replay log to the group of the loop, and receive the state if this process lacks it."""
         replay, decision = self._world.engine, self._world.entered
         # Not an elastic job: the world has no replay log.
@@ -186,15 +186,15 @@ class StateRecovery(StepValues):
             return
         # A replacement process has no connection yet. The recovery connects it and requests the state.
         if replay.engine is None:
-            self._lacks = True
+            self._lacks_state = True
             self._recover()
             return
         self._world.use(replay.engine)
         early, history = early_groups_of(self._world), self._world.history
         assert early is not None
         assert history is not None
-        lacks = replay.lacks or early.lacks
-        self._lacks = lacks or decision is not None
+        lacks = replay.lacks_results or early.lacks_results
+        self._lacks_state = lacks or decision is not None
         try:
             # No loss has occurred before the loop, so the groups are still connected.
             if history.generation == 1:
@@ -203,7 +203,7 @@ class StateRecovery(StepValues):
                 self._recovered = True
                 renew_groups()
             if decision is not None:
-                self._hand_over(*_full_and_empty(decision))
+                self._transfer_state(*_split_by_state(decision))
             else:
                 self._complete(lacks)
         except (*LOSSES, Undone, JoinError):
@@ -213,9 +213,9 @@ class StateRecovery(StepValues):
         """Send the state to ranks that have replayed only part of the calls before the loop."""
         flags = torch.zeros(self._world.size(), dtype=torch.uint8, device="cpu")
         self._world.all_gather(flags, torch.tensor([lacks], dtype=torch.uint8, device="cpu"))
-        empty = flags.nonzero().flatten().tolist()
-        if empty:
-            self._hand_over([rank for rank in range(len(flags)) if rank not in empty], empty)
+        without_state = flags.nonzero().flatten().tolist()
+        if without_state:
+            self._transfer_state([rank for rank in range(len(flags)) if rank not in without_state], without_state)
 
     def _recover(self) -> None:
         """Continue with the remaining ranks, and with the processes that have replaced lost ranks.
@@ -223,28 +223,28 @@ class StateRecovery(StepValues):
         Like a step, this is complete when all ranks agree: no rank begins a step while another still waits for its
         state.
         """
-        vain = 0
-        self._kept_at = ""
+        failed_attempts = 0
+        self._copied_at = ""
         self._differing.clear()
-        if self._undone is not None:
-            self._take_back(self._undone)  # once more: the program has run code after the step
-            self._undone = None
+        if self._undone_step is not None:
+            self._restore_undone_step(self._undone_step)  # once more: the program has run code after the step
+            self._undone_step = None
         while True:
             before = self._world.size()
             # The proposals report which ranks have the state, so no further exchange is needed after the decision.
-            progress = NEWCOMER if self._lacks else self._position.done
+            progress = NEWCOMER if self._lacks_state else self._position.done
             abort_groups()  # a rank that waits there for the lost rank must also reach advance()
             successor = advance(self._world, progress=progress, replaces=True)
-            self._aside = False
-            full, empty = _full_and_empty(successor.decision)
-            if not full or (self._lacks and successor.rank in full):
+            self._waits_for_replica = False
+            with_state, without_state = _split_by_state(successor.decision)
+            if not with_state or (self._lacks_state and successor.rank in with_state):
                 # In the second case, the ranks decided on the loss before this rank detected that it cannot undo the
                 # step.
-                raise self._nobody_left()
+                raise self._state_lost_error()
             if self._replicas is not None and not self._replicas.obstacle:
                 self._replicas.check(successor.decision.proposals)
                 self._replicas.renumber(self._world)
-            if not self._lacks:
+            if not self._lacks_state:
                 self._check_ranks(before)
                 self._undo.clear()
                 for wrapper in self._wrappers:
@@ -253,58 +253,63 @@ class StateRecovery(StepValues):
                     else:
                         wrapper.renew()
                 self._count()
-            self._lacks = self._lacks or successor.rank in empty  # it has waited for its replica
+            self._lacks_state = self._lacks_state or successor.rank in without_state  # it has waited for its replica
             if before == 1 < self._world.size():
                 for plan in self._plans.values():
                     plan.steps = plan.boundaries = 0  # a single rank has not learned which values differ between ranks
-            self._verifies = True
+            self._verify_next = True
             try:
                 # After the world, because the groups connect through it.
                 renew_groups()
                 if self._replicas is not None and not self._replicas.obstacle:
                     self._replicas.check_groups()
-                self._hand_over(full, empty)
+                self._transfer_state(with_state, without_state)
             # Another rank was lost during the recovery: start again with the next generation.
             except (*LOSSES, Undone):
                 continue
             except JoinError:  # from members of a group, one of which may be lost
-                vain += 1
-                if vain == _VAIN:
+                failed_attempts += 1
+                if failed_attempts == _MAX_CONNECT_ATTEMPTS:
                     raise
                 continue
             self._recovered = True
             return
 
-    def _take_back(self, step: Step) -> None:
+    def _restore_undone_step(self, step: Step) -> None:
         """Restore the values that an undone step has changed.
 
         Called again immediately before the step is repeated, because code after the step has run in between.
         """
         if step.frame is None or step.is_last:
             return
-        changed = self._undo.take_back()
+        changed = self._undo.restore()
         self._sent.clear()  # the version counters have changed
         if changed:
-            self._lacks = True
-            self._why_lacks = (
+            self._lacks_state = True
+            self._why_state_is_lacking = (
                 f"{changed[0]} was changed before the commit of a step, but not in the first steps, so no copy of"
                 " it exists"
             )
-        elif step.went_on and step.learning is None and not step.is_copied and (unseen := self._unseen(step)):
-            self._lacks = True
-            self._why_lacks = (
+        elif (
+            step.continued_after_loss
+            and step.learning is None
+            and not step.is_copied
+            and (unseen := self._unseen(step))
+        ):
+            self._lacks_state = True
+            self._why_state_is_lacking = (
                 "the program caught the error of a call that a loss had interrupted, and continued. The step may have"
                 f" changed {unseen.removesuffix('{}')}, of which no copy exists"
             )
-        step.variables.write({n: assign(old, copy) for n, (old, copy) in self._begin_values[step.place].items()})
+        step.variables.write({n: assign(old, copy) for n, (old, copy) in self._begin_values[step.location].items()})
         if self._batches is not None:
-            self._batches.take_back()
+            self._batches.prepare_repeat()
 
     def _check_ranks(self, size: int) -> None:
         """Raise if the number of ranks has changed and a part requires a fixed number."""
         if self._world.size() == size:
             return
-        for wrapper in self._torchs:
+        for wrapper in self._torch_ddp_wrappers:
             torchs_ddp.check_renumbered(wrapper, self._world)
         if self._replicas is not None and self._replicas.obstacle:
             raise UsageError(
@@ -313,9 +318,9 @@ class StateRecovery(StepValues):
                 "  Let the launcher replace lost ranks (allranks run --elastic, --respawns)"
             )
 
-    def _wait_aside(self) -> None:
+    def _wait_for_replica(self) -> None:
         """Wait until other ranks complete this rank's replica again. Until then this process has no state."""
-        self._aside = self._was_aside = self._returned = True
+        self._waits_for_replica = self._waited_for_replica = self._rejoined = True
         if self._disk is not None:
             self._disk.settle()  # a save that the loss has interrupted is not a failure of this process
         # This process executes no further step after which it could leave, and no rank needs its state.
@@ -329,19 +334,19 @@ class StateRecovery(StepValues):
             " replaced it. This rank continues when a replacement process joins"
         )
 
-    def _nobody_left(self) -> AllranksError:
+    def _state_lost_error(self) -> AllranksError:
         history = self._world.history
         assert history is not None
         # If the others have completed the training, this process has nothing to do and has not failed.
         if history.membership.read(OVER) or history.others_have_ended():
             # It was a member and did its part, so it exits with code 0. A newcomer raises ExcludedError.
-            if self._was_aside:
+            if self._waited_for_replica:
                 destroy_process_group()
                 raise SystemExit(0)
             return ExcludedError(
                 f"rank {history.slot} cannot replace a lost rank: the training finished before this process could join"
             )
-        why = self._why_lacks or "all ranks that had the state of the training are lost"
+        why = self._why_state_is_lacking or "all ranks that had the state of the training are lost"
         return StateLostError(
             f"rank {history.slot}: {why}.\n  Restart the job from a checkpoint (automatic with allranks run --restarts)"
         )
@@ -353,55 +358,60 @@ class StateRecovery(StepValues):
         counted = history.counts - self._not_counted
         self.replaced, self.lost, self.joined = counted.replaced, counted.lost, counted.joined
 
-    def _follow_count(self, counted: ChangeCounts) -> None:
+    def _continue_counts(self, counted: ChangeCounts) -> None:
         """Continue from the counts of a rank in the same generation."""
         history = self._world.history
         assert history is not None
         self._not_counted = history.counts - counted
         self._count()
 
-    def _hand_over(self, full: list[int], empty: list[int]) -> None:
+    def _transfer_state(self, with_state: list[int], without_state: list[int]) -> None:
         """Send the state to the ranks that have none. This is complete when all ranks agree."""
-        if not full:
-            raise self._nobody_left()
+        if not with_state:
+            raise self._state_lost_error()
         world, slots = self._world, self._slots()
         me, machines = world.rank(), [member.machine for member in world.members]
-        came: dict[str, Tensor] = {}
+        received: dict[str, Tensor] = {}
         # Before the transfer: the plans determine which values the ranks exchange below.
-        self._share_plans(full[0])
-        if empty and self._unsent_anywhere():
+        self._share_plans(with_state[0])
+        if without_state and self._unsent_anywhere():
             raise StateLostError(
                 f"State: {self._unsent or 'a tensor'} differs between ranks and was changed after the commit of a step,"
                 " so no rank has the value of the lost rank. The first steps did not contain such a change.\n"
                 "  Restart the job from a checkpoint (automatic with allranks run --restarts)"
             )
         # All ranks iterate in the same order, so that each send meets its receive.
-        for rank in empty:
-            donors = handover.Donors(rank, full, machines, self._sharded)
+        for rank in without_state:
+            donors = handover.Donors(rank, with_state, machines, self._sharded)
             if me == rank:
-                came = self._receive(donors)
+                received = self._receive(donors)
                 continue
-            kept_by = self._buddies.keeper_of(slots[rank])
-            keeper = slots.index(kept_by) if kept_by in slots and slots.index(kept_by) in full else None
-            if kept_by is not None and keeper is None:
-                self._miss(slots[rank], kept_by, first=me == full[0])
-            if me in full:
-                self._send(donors, keeper)
-            if me == keeper:
-                objects.send_object_list([self._buddies.kept], rank, world)
-        gone = self._take_over(slots, full)
-        self._lacks, self._why_lacks = False, ""
-        renewed = bool(empty or gone) and self._keeps_own
+            backup_slot = self._backups.backup_slot_of(slots[rank])
+            backup_rank = (
+                slots.index(backup_slot) if backup_slot in slots and slots.index(backup_slot) in with_state else None
+            )
+            if backup_slot is not None and backup_rank is None:
+                self._handle_lost_backup(slots[rank], backup_slot, first=me == with_state[0])
+            if me in with_state:
+                self._send(donors, backup_rank)
+            if me == backup_rank:
+                objects.send_object_list([self._backups.protected_values], rank, world)
+        has_lost_slots = self._inherit_own_tensors(slots, with_state)
+        self._lacks_state, self._why_state_is_lacking = False, ""
+        renewed = bool(without_state or has_lost_slots) and self._keeps_own
         if renewed:  # a new process stores no backup yet; all values are as of the last commit
-            self._buddies.forget()
+            self._backups.discard_pending()
             self._sent.clear()
             self._unsent = ""
-            mine = {**self._all_own(), **{n: t for n, t in came.items() if n.startswith(("variables(", "grad"))}}
-            self._buddies.exchange(world, mine)
+            own_values = {
+                **self._all_own(),
+                **{n: t for n, t in received.items() if n.startswith(("variables(", "grad"))},
+            }
+            self._backups.exchange(world, own_values)
         self._agree(ALL)
         # Only after the agreement: an exchange that a loss has interrupted must not replace the old backups.
         if renewed:
-            self._buddies.commit(world, slots)
+            self._backups.commit(world, slots)
             self._inherited.clear()
 
     def _unsent_anywhere(self) -> bool:
@@ -412,29 +422,29 @@ class StateRecovery(StepValues):
 
     def _share_plans(self, source: int) -> None:
         """Distribute one rank's plans to all ranks, because a loss may have interrupted them at different moments."""
-        buddies, seeds = self._buddies, self._seeds
-        mine = (self._plans, self._late, self._verify_every, seeds.base if seeds.agreed else None)
-        message: list[Any] = [mine, (buddies.ring, buddies.step)]
+        backups, seeds = self._backups, self._seeds
+        own_plans = (self._plans, self._commits_late, self._verify_every, seeds.base if seeds.agreed else None)
+        message: list[Any] = [own_plans, (backups.ring, backups.distance)]
         objects.broadcast_object_list(message, source, self._world)
-        self._plans, self._late, self._verify_every, base = message[0]
-        buddies.ring, buddies.step = message[1]  # all ranks must agree on the backup ranks
+        self._plans, self._commits_late, self._verify_every, base = message[0]
+        backups.ring, backups.distance = message[1]  # all ranks must agree on the backup ranks
         if base is not None:
             self._seeds.base, self._seeds.agreed = base, True
         for plan in self._plans.values():
-            plan.met = False  # a replacement process may have computed other values
-        self._undo.forget_plan()
+            plan.variables_compared = False  # a replacement process may have computed other values
+        self._undo.discard_plan()
 
-    def _send(self, donors: handover.Donors, keeper: int | None) -> None:
+    def _send(self, donors: handover.Donors, backup_rank: int | None) -> None:
         """Send a rank the state that all ranks have in common."""
         shared = {
             "position": self._position,
             "counts": (self.replaced, self.lost, self.joined),
-            "keeper": keeper,
+            "keeper": backup_rank,
             "variables": {
-                place: {name: copy for name, (_, copy) in values.items()}
-                for place, values in self._begin_values.items()
+                location: {name: copy for name, (_, copy) in values.items()}
+                for location, values in self._begin_values.items()
             },
-            "reset": {place: self._reset_names(place) for place in self._begin_values},
+            "reset": {location: self._reset_names(location) for location in self._begin_values},
             "flags": self._coverage.flags(),
             "attributes": self._coverage.attributes(),
         }
@@ -445,7 +455,7 @@ class StateRecovery(StepValues):
         world, extras = self._world, self._coverage.extras(False)
         shared = handover.receive({**self.parts, _EXTRAS: extras}, world, donors)
         self._position.take(shared["position"])
-        self._follow_count(ChangeCounts(*shared["counts"]))
+        self._continue_counts(ChangeCounts(*shared["counts"]))
         self._coverage.set_extras(extras)
         self._coverage.set_attributes(shared["attributes"])
         self._coverage.set_flags(shared["flags"])
@@ -453,53 +463,53 @@ class StateRecovery(StepValues):
         self._received = True
         # Before its first step, a replacement process runs the code at the start of an epoch, such as
         # `scheduler.step()`. The other ranks have already run it, so its effect must be undone.
-        self._arrived = self._coverage.keep_light()
+        self._restore_received = self._coverage.copy_light()
         self._last_variables, self._sent_variables = {}, {}
         if shared["keeper"] is None:
             return {}
         message: list[Any] = [None]
         objects.recv_object_list(message, shared["keeper"], world)
-        kept: dict[str, Tensor] = {n: tensor for n, tensor in message[0].items() if self._belongs_to_rank(n)}
-        self._coverage.set_own(kept)
-        self._pending_kept = {name: value for name, value in kept.items() if name.startswith("variables(")}
+        own_values: dict[str, Tensor] = {n: tensor for n, tensor in message[0].items() if self._belongs_to_rank(n)}
+        self._coverage.set_own(own_values)
+        self._pending_backup = {name: value for name, value in own_values.items() if name.startswith("variables(")}
         # This process has its predecessor's backup rank. Without this copy, a variable that the backup rank has but
         # this process lacks would not be reported as reset.
-        self._last_variables = dict(self._pending_kept)
-        self._sent_variables = {name: digest(value) for name, value in latest(self._pending_kept).items()}
-        return kept
+        self._last_variables = dict(self._pending_backup)
+        self._sent_variables = {name: digest(value) for name, value in latest(self._pending_backup).items()}
+        return own_values
 
-    def _take_over(self, slots: list[int], full: list[int]) -> bool:
+    def _inherit_own_tensors(self, slots: list[int], with_state: list[int]) -> bool:
         """Pass the ``own`` tensors of permanently lost ranks to the program. Return whether such ranks exist.
 
         Raises:
             StateLostError: No remaining rank has them, and the program has passed ``inherit``.
         """
-        buddies = self._buddies
-        gone = [slot for slot in buddies.ring if slot not in slots] if self._own else []
-        for slot in gone:
-            keeper = buddies.keeper_of(slot)
-            if keeper not in [slots[rank] for rank in full]:
+        backups = self._backups
+        lost_slots = [slot for slot in backups.ring if slot not in slots] if self._own else []
+        for slot in lost_slots:
+            backup_slot = backups.backup_slot_of(slot)
+            if backup_slot not in [slots[rank] for rank in with_state]:
                 if self._inherit is not None:
-                    raise self._unkept(slot, keeper)
-            elif keeper == slots[self._world.rank()] and slot not in self._inherited:
+                    raise self._backup_lost_error(slot, backup_slot)
+            elif backup_slot == slots[self._world.rank()] and slot not in self._inherited:
                 # Recorded before the call: if the recovery starts again, `inherit` must not be called twice.
                 self._inherited.add(slot)
                 if self._inherit is not None:
-                    self._inherit(buddies.kept_own(self._own))
+                    self._inherit(backups.protected_own_tensors(self._own))
                 else:
                     callsite.warn(
                         f"State: rank {slot} is lost and not replaced, and its tensors (own=) are dropped. To receive"
                         " them, pass State(inherit=...)"
                     )
-        return bool(gone)
+        return bool(lost_slots)
 
-    def _unkept(self, slot: int, keeper: int | None, what: str = "tensors (own=)") -> StateLostError:
+    def _backup_lost_error(self, slot: int, backup_slot: int | None, what: str = "tensors (own=)") -> StateLostError:
         return StateLostError(
-            f"State: rank {slot} is lost together with rank {keeper}, which stored its {what}. No rank has them.\n"
+            f"State: rank {slot} is lost together with rank {backup_slot}, which stored its {what}. No rank has them.\n"
             "  Restart the job from a checkpoint (automatic with allranks run --restarts)"
         )
 
-    def _miss(self, slot: int, keeper: int, first: bool) -> None:
+    def _handle_lost_backup(self, slot: int, backup_slot: int, first: bool) -> None:
         """Handle the loss of a rank together with its backup rank.
 
         Raises:
@@ -508,14 +518,14 @@ class StateRecovery(StepValues):
         plans = self._plans.values()
         # These values contribute to the result, so continuing without them would give another one.
         if self._own:
-            raise self._unkept(slot, keeper)
+            raise self._backup_lost_error(slot, backup_slot)
         if any(plan.variables or plan.own_grads for plan in plans):
-            raise self._unkept(slot, keeper, "variables and gradients")
+            raise self._backup_lost_error(slot, backup_slot, "variables and gradients")
         if first and any(plan.own for plan in plans):
             callsite.warn(
-                f"State: rank {slot} is lost together with rank {keeper}, which stored its buffers. The replacement"
-                " process receives the buffers of another rank, so the result is not bit-identical to that of an"
-                " undisturbed run"
+                f"State: rank {slot} is lost together with rank {backup_slot}, which stored its buffers. The"
+                " replacement process receives the buffers of another rank, so the result is not bit-identical to that"
+                " of an undisturbed run"
             )
 
     def _warn_of_shards(self) -> None:
@@ -533,7 +543,7 @@ class StateRecovery(StepValues):
                 return
 
 
-def _full_and_empty(decision: Decision) -> tuple[list[int], list[int]]:
+def _split_by_state(decision: Decision) -> tuple[list[int], list[int]]:
     """Return the ranks that have the state of the training, and those that have none."""
-    full = [rank for rank, proposal in enumerate(decision.proposals) if proposal.progress >= 0]
-    return full, [rank for rank in range(len(decision.proposals)) if rank not in full]
+    with_state = [rank for rank, proposal in enumerate(decision.proposals) if proposal.progress >= 0]
+    return with_state, [rank for rank in range(len(decision.proposals)) if rank not in with_state]

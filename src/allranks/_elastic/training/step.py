@@ -44,10 +44,10 @@ class StepOwner(Protocol):
     """The part of a State that its steps use."""
 
     def _begin(self, step: Step) -> None: ...
-    def _commit_by_hand(self, step: Step) -> None: ...
+    def _commit_explicitly(self, step: Step) -> None: ...
     def _finish(self, step: Step) -> None: ...
-    def _left(self, step: Step) -> None: ...
-    def _cut_off(self, step: Step) -> None: ...
+    def _on_step_completed(self, step: Step) -> None: ...
+    def _mark_interrupted(self, step: Step) -> None: ...
     def _undo_step(self, step: Step) -> None: ...
 
 
@@ -67,8 +67,8 @@ class Step:
         self.committed = False
         self.entered = self.running = self.broken = self.leaves = False
         self.is_copied = False  # everything that it may change
-        self.went_on = False  # after a call that a loss has interrupted
-        self.place = ""
+        self.continued_after_loss = False  # after a call that a loss has interrupted
+        self.location = ""
         self.frame: FrameType | None = None
         self.variables = NO_VARIABLES
         self.learning: Learning | None = None
@@ -91,7 +91,7 @@ class Step:
         end.
         """
         if not self.committed:
-            self._state._commit_by_hand(self)
+            self._state._commit_explicitly(self)
 
     def __enter__(self) -> Step:
         self.entered = self.running = True
@@ -112,14 +112,14 @@ class Step:
             if self.learning is not None:
                 self.learning.close()
         if error is None:
-            self._state._left(self)
+            self._state._on_step_completed(self)
             return True
         if not self._is_loss(error):
             return False
         self.broken = True
         # The other ranks count the step as complete, so undoing it here would make the ranks differ.
         if self.committed:
-            self._state._cut_off(self)
+            self._state._mark_interrupted(self)
         else:
             self.index = _UNDONE_INDEX
             self._state._undo_step(self)

@@ -58,14 +58,14 @@ from allranks._elastic.training.step import (
     Undone,
 )
 from allranks._elastic.training.step_plan import StepPlan
-from allranks._elastic.training.step_values import VARIABLE, copied, place_of, version
+from allranks._elastic.training.step_values import VARIABLE, copied, location_of, version
 from allranks.checkpoint import RandomState
 
 __all__ = ["StepCommit"]
 
-_LOOK_S = 0.25  # seconds between two checks for processes that wait to join; one check is a request of 0.1 ms
-_TOGETHER_S = 5.0  # seconds after a signal in which the other ranks may receive it, too
-_VERIFY_LEAST = 50  # minimum number of steps between two comparisons of the ranks
+_JOIN_POLL_S = 0.25  # seconds between two checks for processes that wait to join; one check is a request of 0.1 ms
+_SIGNAL_WINDOW_S = 5.0  # seconds after a signal in which the other ranks may receive it, too
+_MIN_VERIFY_STEPS = 50  # minimum number of steps between two comparisons of the ranks
 
 
 class StepCommit(StateRecovery):
@@ -93,7 +93,7 @@ class StepCommit(StateRecovery):
         self._position.loaded = checkpoints is None
         if checkpoints is not None:
             self._disk = Disk(self._world, checkpoints, self.parts, own, not seeds.enabled)
-        self._ends = False  # the empty last step of a loop runs
+        self._in_last_step = False  # the empty last step of a loop runs
         self._step: Step | None = None
         self._audits: dict[str, Audit] = {}
         self._complaints: list[str] = []  # for the next learning step, which reports them to all ranks
@@ -101,35 +101,35 @@ class StepCommit(StateRecovery):
         self._verified_at = 0
         self._began_at = 0.0
         self.observing_s = 0.0
-        self._noticed_at = 0.0
+        self._signaled_at = 0.0
         self._outcome = STAYS
         self._announced = self._warned = False
-        self._look_at = 0.0
+        self._next_join_poll_at = 0.0
         for number in leave_on:
-            signal.signal(number, self._take_notice)
+            signal.signal(number, self._on_leave_signal)
         for part in self._coverage.optimizers:
             # A pre-hook: the commit must precede the update of the parameters, which is not undone.
             part.register_step_pre_hook(self._before_optimizer)
         if self._rehearsal is not None:
             self._rehearsal.watch(self._coverage.optimizers)
 
-    def _left(self, step: Step) -> None:
+    def _on_step_completed(self, step: Step) -> None:
         if self._rehearsal is not None:
             self._rehearsal.finish(step)
 
     def _undo_step(self, step: Step) -> None:
-        self._undone = step
-        self._take_back(step)
+        self._undone_step = step
+        self._restore_undone_step(step)
 
-    def _meet_at(self, step: Step) -> None:
+    def _prepare_step(self, step: Step) -> None:
         """Restore the variables and compare the ranks' states before the program receives a step.
 
         Raises:
             StateLostError: The states differ. Raised on every rank.
         """
-        step.is_last = self._ends
+        step.is_last = self._in_last_step
         frame = step.frame = loop_frame()
-        step.place = place_of(frame)
+        step.location = location_of(frame)
         if self._loop_variables.is_of(frame):
             step.variables = self._loop_variables
         else:
@@ -137,25 +137,25 @@ class StepCommit(StateRecovery):
             # A generator of the program is closed when its last reference disappears. A reference to its frame would
             # prevent that.
             self._loop_variables = step.variables if variables.is_plain_function(frame) else NO_VARIABLES
-        if self._arrived is not None:
-            self._arrived()
-            self._arrived, self._kept_at = None, ""
-        plan = self._plans.setdefault(step.place, StepPlan())
-        if not plan.met:
+        if self._restore_received is not None:
+            self._restore_received()
+            self._restore_received, self._copied_at = None, ""
+        plan = self._plans.setdefault(step.location, StepPlan())
+        if not plan.variables_compared:
             # If a rank is lost in the comparison below, the replacement process receives these values.
             own = {name for each in self._plans.values() for name in each.variables}
-            self._begin_values[step.place] = {
+            self._begin_values[step.location] = {
                 name: (value, copied(value)) for name, value in self._variables_now(step).items() if name not in own
             }
-            self._meet_variables(step, plan)
-            self._kept_at = ""
+            self._compare_variables(step, plan)
+            self._copied_at = ""
         self._received = False
-        if self._kept_at != step.place:
+        if self._copied_at != step.location:
             self._keep_variables(step)
         self._find_unsent()
         self._verify(step)
 
-    def _meet_variables(self, step: Step, plan: StepPlan) -> None:
+    def _compare_variables(self, step: Step, plan: StepPlan) -> None:
         """Compare, before the first step of a loop, the variables that the loop does not assign.
 
         A process that has just replaced a lost rank may have computed them from results that it does not have:
@@ -166,27 +166,27 @@ class StepCommit(StateRecovery):
         """
         known = {name for each in self._plans.values() for name in each.varying}
         common = {name for each in self._plans.values() for name in each.common} - known
-        kept = step.variables.within - step.variables.assigned
-        mine = self._computed(self._without_covered(step.variables.read(kept)))
+        unassigned = step.variables.within - step.variables.assigned
+        own_values = self._computed(self._without_covered(step.variables.read(unassigned)))
         reports: list[Any] = [None] * self._world.size()
-        objects.all_gather_object(reports, (self._received, mine), self._world)
+        objects.all_gather_object(reports, (self._received, own_values), self._world)
         full = [found for received, found in reports if not received] or [found for _, found in reports]
         for name in sorted(set().union(*(found for _, found in reports))):
-            theirs = {digest(found[name]) for found in full if name in found}
+            digests = {digest(found[name]) for found in full if name in found}
             # A replacement process that has not computed it has skipped the loop that computes it.
-            lacked = bool(theirs) and any(received and name not in found for received, found in reports)
-            if not lacked and len({digest(found[name]) for _, found in reports if name in found}) == 1:
+            is_lacking = bool(digests) and any(received and name not in found for received, found in reports)
+            if not is_lacking and len({digest(found[name]) for _, found in reports if name in found}) == 1:
                 plan.common.add(name)
-            elif len(full) == len(reports) or (not lacked and (len(theirs) > 1 or name in known)):
+            elif len(full) == len(reports) or (not is_lacking and (len(digests) > 1 or name in known)):
                 plan.varying.add(name)
-            elif len(theirs) == 1 and (len(full) > 1 or name in common):
+            elif len(digests) == 1 and (len(full) > 1 or name in common):
                 step.variables.write({name: next(found[name] for found in full if name in found)})
             else:
                 raise StateLostError(
                     f"State: the variable {name} has a different value in the replacement process than on the other"
                     " ranks, and the correct value cannot be determined.\n  Keep it in a part of the State"
                 )
-        plan.met = True
+        plan.variables_compared = True
 
     def _verify(self, step: Step) -> None:
         """Compare the values that must be equal on all ranks: after a recovery, and periodically.
@@ -197,28 +197,28 @@ class StepCommit(StateRecovery):
         done, every = self._position.done, self._verify_every
         # A repeated step has the same number of completed steps, and is not compared again.
         is_due = every and done and done % every == 0 and done != self._verified_at
-        everything, begins = self._verifies or is_due, self._position.index == 0
-        if not everything and not begins:
+        compares_all, is_section_start = self._verify_next or is_due, self._position.index == 0
+        if not compares_all and not is_section_start:
             return
-        after_recovery, self._verifies, self._verified_at = self._verifies, False, done
+        after_recovery, self._verify_next, self._verified_at = self._verify_next, False, done
         world = self._world
         own = {name for plan in self._plans.values() for name in plan.own}
-        mine = {"position": digest(repr(self._position.section_key) + repr((self._position.index, done)))}
-        mine |= self._variable_digests(step)
-        if everything:
-            mine |= {name: found for name, found in self._coverage.common().items() if name not in own}
+        digests = {"position": digest(repr(self._position.section_key) + repr((self._position.index, done)))}
+        digests |= self._variable_digests(step)
+        if compares_all:
+            digests |= {name: found for name, found in self._coverage.common().items() if name not in own}
         if after_recovery:
-            mine |= self._around(step)
+            digests |= self._around(step)
         # A fast comparison of one hash per rank. The names of shards differ between ranks, so it is not possible for
         # a sharded state. The shift makes an unsigned 64-bit hash fit into int64.
-        if not self._sharded or not everything:
-            total = torch.tensor([digest(sorted(mine.items())) >> 1], device="cpu")
+        if not self._sharded or not compares_all:
+            total = torch.tensor([digest(sorted(digests.items())) >> 1], device="cpu")
             totals = torch.empty(world.size(), dtype=torch.int64, device="cpu")
             world.all_gather(totals, total)
             if bool((totals == totals[0]).all()):
                 return
         gathered: list[Any] = [None] * world.size()
-        objects.all_gather_object(gathered, mine, world)
+        objects.all_gather_object(gathered, digests, world)
         names = sorted(set().union(*gathered))
         differ = [name for name in names if len({each[name] for each in gathered if name in each}) > 1]
         if not after_recovery:  # diverged buffers and variables: backup ranks store them from now on
@@ -238,25 +238,25 @@ class StepCommit(StateRecovery):
         """Copy the values that the step may change, and seed the generators."""
         step.losses = losses_seen()
         # The empty last step changes nothing.
-        if self._ends:
+        if self._in_last_step:
             return
-        plan, frame = self._plans[step.place], step.frame
+        plan, frame = self._plans[step.location], step.frame
         assert frame is not None
         if plan.learns:
             began = time.perf_counter()
             self._note_covered()
             reached = self._coverage.reached()
-            if plan.audits and self._audits_steps and step.place not in self._audits:
-                self._audits[step.place] = Audit(step.variables.frames, self._covered(), self._local)
-            self._undo.keep_all(reached)
+            if plan.audits and self._audits_steps and step.location not in self._audits:
+                self._audits[step.location] = Audit(step.variables.frames, self._covered(), self._local)
+            self._undo.save_all(reached)
             step.learning = Learning(self._coverage, reached)
             self.observing_s += time.perf_counter() - began
-        elif plan.late or self._late:
+        elif plan.late or self._commits_late:
             step.is_copied = True
-            self._undo.keep_all(self._coverage.reached())
+            self._undo.save_all(self._coverage.reached())
         else:
-            self._undo.keep(plan)
-        self._seeds.sow(self._world.rank(), "step", *self._position.section_key, self._position.index)
+            self._undo.save(plan)
+        self._seeds.seed_generators(self._world.rank(), "step", *self._position.section_key, self._position.index)
         self._began_at = time.perf_counter()
         if self._rehearsal is not None:
             self._rehearsal.begin(step)
@@ -271,10 +271,10 @@ class StepCommit(StateRecovery):
             began = time.perf_counter()
             step.learning.at_boundary(calls_made(), self._variables_now(step))
             self.observing_s += time.perf_counter() - began
-        elif not (self._plans[step.place].late or self._late):
+        elif not (self._plans[step.location].late or self._commits_late):
             self._commit_early()
 
-    def _commit_by_hand(self, step: Step) -> None:
+    def _commit_explicitly(self, step: Step) -> None:
         if step.learning is not None:
             self._learn(step)
         self._commit_early()
@@ -298,28 +298,28 @@ class StepCommit(StateRecovery):
         if losses_seen() != step.losses:
             # The program may have caught the error. The interrupted call is still incomplete.
             self._agree(UNDONE)
-        plan = self._plans[step.place]
+        plan = self._plans[step.location]
         differing = {name.removeprefix(VARIABLE) for name in self._differing}
         exchanges = not step.is_last and (plan.learns or plan.exchanges or bool(differing))
         step.leaves, outcome = self._leaves, SENDS
         if exchanges:
             own = self._own_values(step, differing)
-            # SENDS is below the votes of `_wish`, so one rank with new values makes all ranks exchange.
+            # SENDS is below the votes of `_choose_vote`, so one rank with new values makes all ranks exchange.
             if not (plan.sends_always or self._own or differing):
-                outcome = self._agree(SENDS if own else self._wish())
+                outcome = self._agree(SENDS if own else self._choose_vote())
                 exchanges = outcome == SENDS
         if exchanges:
-            self._buddies.exchange(world, own)
+            self._backups.exchange(world, own)
         # Query the signal again: it may have arrived during the exchange.
         if outcome == SENDS:
             step.leaves = self._leaves
-            outcome = self._agree(self._wish())
+            outcome = self._agree(self._choose_vote())
         self._outcome = outcome
         step.committed = True
         if step.base is not None:
             self._seeds.base, self._seeds.agreed = step.base, True
         if exchanges:
-            self._buddies.commit(world, self._slots())
+            self._backups.commit(world, self._slots())
             # The versions as of the commit, so that `_find_unsent` detects later changes.
             self._sent |= {n: version(t) for n, t in own.items() if self._keeps_version(n)}
             self._unsent = ""
@@ -331,35 +331,35 @@ class StepCommit(StateRecovery):
             plan.variables |= differing - self._coverage.buffers.keys()
             self._differing.clear()
         if self._outcome == LATE:
-            self._late = True
+            self._commits_late = True
         # A loss has interrupted the agreement, but its outcome was that the step is complete.
         if history is not None and history.decided is not None:
             step.broken = True  # the group is broken, but the step is complete
         step.losses = losses_seen()
 
-    def _wish(self) -> int:
+    def _choose_vote(self) -> int:
         # The checks are in the order of the votes: the lowest vote of all ranks decides.
         if self._leaves:
             return LEAVES
         if self._disk is not None and self._disk.has_failed:
             return UNSAVED
-        if self._somebody_comes():
+        if self._processes_can_join():
             return CHANGES
-        return LATE if self._wants_late and not self._late else STAYS
+        return LATE if self._needs_late_commit and not self._commits_late else STAYS
 
-    def _somebody_comes(self) -> bool:
+    def _processes_can_join(self) -> bool:
         """Return whether processes wait to join, and can. Rank 0 polls periodically."""
         history, now = self._world.history, time.monotonic()
         # Only rank 0 polls, so the load on the store does not grow with the number of ranks.
-        if self._world.rank() or history is None or not history.membership.launched or now < self._look_at:
+        if self._world.rank() or history is None or not history.membership.launched or now < self._next_join_poll_at:
             return False
-        self._look_at = now + _LOOK_S
+        self._next_join_poll_at = now + _JOIN_POLL_S
         if self._position.done and not self._announced:
             # Only after the first commit: all ranks have then entered the loop, so their replay logs are complete.
             history.membership.write(LOOP, b"%d" % history.replica)
             self._announced = True
-        # During a save, a change of ranks would stop the training until the save is complete (`_follow`).
-        if not history.somebody_waits() or (self._disk is not None and self._disk.is_writing):
+        # During a save, a change of ranks would stop the training until the save is complete (`_apply_outcome`).
+        if not history.has_waiting_processes() or (self._disk is not None and self._disk.is_writing):
             return False
         obstacle = "" if self._replicas is None else self._replicas.obstacle
         what = f"a sharded model ({obstacle})" if obstacle else "groups other than the world" if open_groups() else ""
@@ -379,12 +379,12 @@ class StepCommit(StateRecovery):
         """
         if step.committed:
             if calls_made() != step.calls:
-                self._wants_late = True  # a loss in those calls would have interrupted the rest of the step
+                self._needs_late_commit = True  # a loss in those calls would have interrupted the rest of the step
             if losses_seen() != step.losses:
-                self._cut_off(step)  # the program has caught the error
+                self._mark_interrupted(step)  # the program has caught the error
             self._check_what_follows(step)
             return
-        step.went_on = losses_seen() != step.losses
+        step.continued_after_loss = losses_seen() != step.losses
         if step.learning is not None:
             self._learn(step)
         self._commit()
@@ -393,7 +393,7 @@ class StepCommit(StateRecovery):
         """Report values that change after ``step.commit()``, which no other rank stores. Only in a learning step."""
         if not step.at_commit:
             return
-        plan, now = self._plans[step.place], self._own_digests(step)
+        plan, now = self._plans[step.location], self._own_digests(step)
         for name in sorted(plan.variables | plan.own):
             if now.get(name) != step.at_commit.get(name):
                 self._complaints.append(
@@ -404,18 +404,18 @@ class StepCommit(StateRecovery):
     def _learn(self, step: Step) -> None:
         assert step.learning is not None
         assert step.frame is not None
-        plan = self._plans[step.place]
+        plan = self._plans[step.location]
         began = time.perf_counter()
         body_s = began - self._began_at
         complaints, self._complaints = self._complaints, []
-        audit = self._audits.get(step.place)
+        audit = self._audits.get(step.location)
         if plan.audits and audit is not None:
             complaints += audit.complaints(step.variables.frames, step)
         report = step.learning.report(calls_made(), self._variables_now(step), complaints)
         # Choose an interval at which comparing the ranks takes less than 0.5 % of the time.
         report["base"] = self._seeds.base
         report["around"] = {} if not plan.audits or audit is None else audit.around(step.variables.frames)
-        report["every"] = min(int(step.learning.seconds / (0.005 * max(body_s, 1e-6))) + _VERIFY_LEAST, 1 << 20)
+        report["every"] = min(int(step.learning.seconds / (0.005 * max(body_s, 1e-6))) + _MIN_VERIFY_STEPS, 1 << 20)
         reports: list[Any] = [None] * self._world.size()
         if losses_seen() != step.losses:
             raise Undone
@@ -428,17 +428,17 @@ class StepCommit(StateRecovery):
         if complaints and self._audits_steps:
             raise UsageError(_refusal(complaints))
         if not plan.audits:
-            self._audits.pop(step.place, None)  # it references the values of the variables in the first step
+            self._audits.pop(step.location, None)  # it references the values of the variables in the first step
         if not plan.learns:
-            self._settle(step)
+            self._apply_plan(step)
 
-    def _settle(self, step: Step) -> None:
+    def _apply_plan(self, step: Step) -> None:
         """Apply the complete plan of a place."""
-        plan = self._plans[step.place]
-        self._undo.forget_plan()
+        plan = self._plans[step.location]
+        self._undo.discard_plan()
         if plan.late and self._world.rank() == 0 and self._audits_steps:
             callsite.warn(
-                f"State: steps at {step.place} {plan.why_late}. Each is therefore committed at its end, and State"
+                f"State: steps at {step.location} {plan.why_late}. Each is therefore committed at its end, and State"
                 f" copies {_size(self._undo.nbytes)} in each. To avoid this, do that before the first optimizer.step();"
                 " see docs/resilience.md#what-a-step-is"
             )
@@ -448,33 +448,33 @@ class StepCommit(StateRecovery):
         """Whether recovery from a loss is possible. Only then must a program observe the limits of State's coverage."""
         return self._world.history is not None or self._disk is not None
 
-    def _cut_off(self, step: Step) -> None:
+    def _mark_interrupted(self, step: Step) -> None:
         """Record that a loss has interrupted a step after its commit, so this rank lacks results of the step."""
         step.broken = True
-        self._lacks = True
-        self._why_lacks = (
+        self._lacks_state = True
+        self._why_state_is_lacking = (
             f"a loss interrupted step {step.index} of this section after its commit, in a call after optimizer.step()"
             " or step.commit()"
         )
 
-    def _follow(self, step: Step) -> None:
+    def _apply_outcome(self, step: Step) -> None:
         """Perform the action on which the ranks have agreed at the commit of a step."""
         if self._outcome in (STAYS, LATE):
             return
         if self._outcome == LEAVES:
-            self._wait_for_others(step)
+            self._delay_leaving(step)
         if self._disk is not None:
             # The group changes next, which would interrupt a save in progress.
             self._disk.settle()
             if self._outcome == LEAVES:
-                self._write_last(step)
+                self._write_final_checkpoint(step)
         if step.leaves:
             destroy_process_group()
             raise SystemExit(0)
         # The next generation is connected like after a loss, but no step is undone.
         step.broken = step.broken or self._outcome in (LEAVES, CHANGES)
 
-    def _wait_for_others(self, step: Step) -> None:
+    def _delay_leaving(self, step: Step) -> None:
         """Delay the leaving of a rank by one step if necessary, unless all ranks leave now.
 
         The rank stays if its protected rank leaves in the same step, because it stores that rank's tensors. It also
@@ -489,20 +489,20 @@ class StepCommit(StateRecovery):
             return
         if not step.leaves or leave.all():
             return
-        slots, buddies = self._slots(), self._buddies
-        ward = buddies.ward_of(slots[self._world.rank()]) if slots and self._own else None
-        is_new = time.monotonic() < self._noticed_at + _TOGETHER_S
-        too_few = is_new and int((leave == 0).sum()) < self._least()
-        if too_few or (ward in slots and leave[slots.index(ward)]):
+        slots, backups = self._slots(), self._backups
+        protected = backups.protected_slot_of(slots[self._world.rank()]) if slots and self._own else None
+        is_new = time.monotonic() < self._signaled_at + _SIGNAL_WINDOW_S
+        too_few = is_new and int((leave == 0).sum()) < self._min_ranks()
+        if too_few or (protected in slots and leave[slots.index(protected)]):
             step.leaves = False
 
-    def _least(self) -> int:
+    def _min_ranks(self) -> int:
         """Return the minimum number of ranks with which the job continues."""
         history = self._world.history
         table = history.membership.table() if history is not None and history.membership.launched else None
         return 0 if table is None else table.least
 
-    def _write_last(self, step: Step) -> None:
+    def _write_final_checkpoint(self, step: Step) -> None:
         """Write a checkpoint if all ranks leave, because no remaining rank has the state."""
         assert self._disk is not None
         try:
@@ -514,13 +514,13 @@ class StepCommit(StateRecovery):
             step.leaves, step.broken = False, True  # it leaves after the next step
         elif outcome == ALL:
             self._position.saved = -1
-            self._write_checkpoint(at_once=True)
+            self._write_checkpoint(write_now=True)
 
-    def _write_checkpoint(self, at_once: bool = False) -> None:
+    def _write_checkpoint(self, write_now: bool = False) -> None:
         """Start a checkpoint if one is due. Like a step, it is complete when all ranks agree.
 
         Args:
-            at_once: If steps are not on the disk yet, write a checkpoint even if none is due, and wait until it is
+            write_now: If steps are not on the disk yet, write a checkpoint even if none is due, and wait until it is
                 complete.
         """
         disk, position = self._disk, self._position
@@ -529,30 +529,30 @@ class StepCommit(StateRecovery):
             try:
                 if self._recovered:
                     # The loss may have interrupted the save on some ranks only. All ranks then write it again.
-                    if self._agree(SOME if disk.was_cut_off else ALL) == SOME:
+                    if self._agree(SOME if disk.was_interrupted else ALL) == SOME:
                         position.saved = -1
                     self._recovered = False
-                is_due = disk.is_due(position, at_once)
+                is_due = disk.is_due(position, write_now)
                 if is_due:
                     disk.save(position, self._seeds.base)
                     if self._rehearsal is not None:
                         self._rehearsal.at("checkpoint")
-                if is_due or at_once:
-                    whole = not at_once or disk.settle()
-                    self._agree(ALL if whole else UNDONE)
+                if is_due or write_now:
+                    is_complete = not write_now or disk.settle()
+                    self._agree(ALL if is_complete else UNDONE)
                     position.saved = position.done
                 return
             except (*LOSSES, JoinError, Undone):
                 self._recover()
 
-    def _take_notice(self, number: int, _: object) -> None:
+    def _on_leave_signal(self, number: int, _: object) -> None:
         # Only record the signal: the current step must be completed first.
         self._leaves = True
-        self._noticed_at = time.monotonic()
-        if self._aside:  # a waiting process executes no step after which it could leave
+        self._signaled_at = time.monotonic()
+        if self._waits_for_replica:  # a waiting process executes no step after which it could leave
             raise SystemExit(0)
 
-    def _restore(self) -> None:
+    def _restore_generators(self) -> None:
         """Set the generators to their state in the checkpoint from which this job started."""
         if self._generators is not None:
             RandomState().load_state_dict(self._generators)

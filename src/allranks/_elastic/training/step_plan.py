@@ -31,7 +31,7 @@ class StepPlan:
         variables: Names of variables that the loop assigns and whose values differ between ranks.
         known: Names of all variables that the ranks have compared when a step ended. Other variables may remain from a
             step that was undone: ``if warm: scale = f(x)`` assigns one that the next step assigns again.
-        met: The ranks have compared the variables that the loop does not assign.
+        variables_compared: The ranks have compared the variables that the loop does not assign.
         common: Names of those variables that are the same on all ranks.
         varying: Names of those variables that differ between ranks, such as the rank.
     """
@@ -50,7 +50,7 @@ class StepPlan:
     around: set[str] = field(default_factory=set)
     variables: set[str] = field(default_factory=set)
     known: set[str] = field(default_factory=set)
-    met: bool = False
+    variables_compared: bool = False
     common: set[str] = field(default_factory=set)
     varying: set[str] = field(default_factory=set)
 

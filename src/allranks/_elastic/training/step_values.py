@@ -15,7 +15,7 @@ from allranks._api.world import (
 )
 from allranks._elastic.training import variables
 from allranks._elastic.training.audit import Audit, program_frames
-from allranks._elastic.training.buddies import Buddies, pack, unpack
+from allranks._elastic.training.backups import Backups, pack, unpack
 from allranks._elastic.training.coverage import Coverage, Undo, digest
 from allranks._elastic.training.handover import assign
 from allranks._elastic.training.position import Position
@@ -25,7 +25,7 @@ from allranks._elastic.training.step import (
 )
 from allranks._elastic.training.step_plan import StepPlan
 
-__all__ = ["VARIABLE", "StepValues", "copied", "latest", "place_of", "version"]
+__all__ = ["VARIABLE", "StepValues", "copied", "latest", "location_of", "version"]
 
 _NOTHING = object()
 VARIABLE = "variable "  # prefix of a variable's name in comparisons
@@ -57,14 +57,14 @@ class StepValues:
         self._at_entry_by_name: dict[str, Any] = {}  # the same, without the names of functions
         # The variables of a place at the start of its last step, each with a copy of its value.
         self._begin_values: dict[str, dict[str, tuple[Any, Any]]] = {}
-        self._kept_at = ""  # the place whose variables are copied; "" if the program may have changed them since
+        self._copied_at = ""  # the place whose variables are copied; "" if the program may have changed them since
         self._pending_values: dict[str, dict[str, Any]] = {}  # received, for the first step at each place
-        self._pending_kept: dict[str, Tensor] = {}
+        self._pending_backup: dict[str, Tensor] = {}
         self._reset: dict[str, set[str]] = {}  # variables that the program has reset since the last commit
-        self._buddies = Buddies()
+        self._backups = Backups()
         self._sent: dict[str, int] = {}  # version counters of the tensors that the backup rank has
         self._unsent = ""  # changed after it was sent, although the first steps did not show such a change
-        self._wants_late = False  # this rank needs commits at the end of steps from now on
+        self._needs_late_commit = False  # this rank needs commits at the end of steps from now on
         self._last_variables: dict[str, Tensor] = {}  # packed variables that the backup rank has, by place
         self._sent_variables: dict[str, int] = {}  # their hashes
 
@@ -110,14 +110,14 @@ class StepValues:
             after: Also return variables that only the program after the loop reads, and variables that the loop does
                 not assign and that are the same on all ranks. Copies of tensors are detached from their computation.
         """
-        there, varying = step.variables, self._plans[step.place].varying
+        loop_variables, varying = step.variables, self._plans[step.location].varying
         found: dict[str, Any] = {}
-        for name, value in self._without_covered(there.read_all()).items():
-            if name in there.assigned:
+        for name, value in self._without_covered(loop_variables.read_all()).items():
+            if name in loop_variables.assigned:
                 chosen = variables.can_be_carried(value)
             elif not after:
                 chosen = False
-            elif name in there.after:
+            elif name in loop_variables.after:
                 chosen = variables.can_be_carried(value) or type(value) is Tensor
             else:
                 chosen = name not in varying and self._is_computed(name, value)
@@ -127,42 +127,42 @@ class StepValues:
 
     def _keep_variables(self, step: Step) -> None:
         """Copy the variables that the loop carries, in the state in which the next step finds them."""
-        self._begin_values[step.place] = {
+        self._begin_values[step.location] = {
             name: (value, copied(value)) for name, value in self._variables_now(step, after=True).items()
         }
-        self._kept_at = step.place
+        self._copied_at = step.location
 
     def _fill_variables(self, frame: FrameType) -> None:
         """Assign the received values to the variables of a loop."""
-        place = place_of(frame)
-        values, kept = self._pending_values.get(place), latest(self._pending_kept)
-        self._kept_at = ""
-        self._pending_values, self._pending_kept = {}, {}  # those of other places are older
+        location = location_of(frame)
+        values, backup = self._pending_values.get(location), latest(self._pending_backup)
+        self._copied_at = ""
+        self._pending_values, self._pending_backup = {}, {}  # those of other places are older
         if values is None:
             return
         # The rank's own variables come from its backup rank, unless the program has reset them. Until the steps at a
         # place have shown which variables these are, the backup rank has all of them.
-        mine = {name for plan in self._plans.values() for name in (kept if plan.learns else plan.variables)}
-        mine -= self._reset.get(place, set())
-        values |= {n: v for n, v in kept.items() if n in values and n in mine}
-        there = variables.LoopVariables(program_frames(frame))
-        old = there.read(values)
-        there.write({name: assign(old.get(name), value) for name, value in values.items()})
+        own_names = {name for plan in self._plans.values() for name in (backup if plan.learns else plan.variables)}
+        own_names -= self._reset.get(location, set())
+        values |= {n: v for n, v in backup.items() if n in values and n in own_names}
+        loop_variables = variables.LoopVariables(program_frames(frame))
+        old = loop_variables.read(values)
+        loop_variables.write({name: assign(old.get(name), value) for name, value in values.items()})
 
     def _variable_digests(self, step: Step) -> dict[str, int]:
         """Return hashes of the variables that ranks have in common when a step begins."""
-        plans, reset = self._plans.values(), self._reset_names(step.place)
+        plans, reset = self._plans.values(), self._reset_names(step.location)
         known = {name for plan in plans for name in plan.known}  # a variable has one name at all places of a function
         own = {name for plan in plans for name in plan.variables} - reset
         return {
             f"{VARIABLE}{name}": digest(value)
-            for name, (_, value) in self._begin_values[step.place].items()
+            for name, (_, value) in self._begin_values[step.location].items()
             if name in known and name in step.variables.within and name not in own
         }
 
-    def _reset_names(self, place: str) -> set[str]:
+    def _reset_names(self, location: str) -> set[str]:
         """Return this rank's variables that differ from its backup rank's, because the program has reset them."""
-        begin = self._begin_values.get(place, {})
+        begin = self._begin_values.get(location, {})
         return {name for name, sent in self._sent_variables.items() if name in begin and digest(begin[name][1]) != sent}
 
     def _own_values(self, step: Step, differing: Set[str]) -> dict[str, Tensor]:
@@ -172,7 +172,7 @@ class StepValues:
             step: The current step.
             differing: Buffers and variables that belong to these values from this step on.
         """
-        plan = self._plans[step.place]
+        plan = self._plans[step.location]
         changing = {name for each in self._plans.values() for name in each.changing}
         found = {
             name: tensor
@@ -188,7 +188,7 @@ class StepValues:
             step.sent = {name: digest(value) for name, value in chosen.items()}
             # If no variable has changed, nothing is sent: a step takes 90 us instead of 460 us (2 ranks).
             if any(self._sent_variables.get(name) != now for name, now in step.sent.items()):
-                found[f"variables({step.place})"] = pack(
+                found[f"variables({step.location})"] = pack(
                     (self._position.done, {name: copied(value) for name, value in chosen.items()})
                 )
         return found
@@ -232,12 +232,12 @@ class StepValues:
         for name in names:
             tensor = self._coverage.buffer(name) if name in self._coverage.buffers else self._own_named(name)
             if tensor is not None and version(tensor) != self._sent[name]:
-                self._unsent, self._wants_late = name, True
+                self._unsent, self._needs_late_commit = name, True
                 return
 
     def _unseen(self, step: Step) -> str:
         """Return the name of a value that the program changes after the commit without a copy or a version counter."""
-        plan = self._plans[step.place]
+        plan = self._plans[step.location]
         unseen = {n for n in plan.unseen - plan.saved if not (plan.modules and n.endswith("{}"))}
         return min(unseen, default="")
 
@@ -283,9 +283,9 @@ def latest(packed: Mapping[str, Tensor]) -> dict[str, Any]:
     return found
 
 
-def place_of(frame: FrameType) -> str:
+def location_of(frame: FrameType) -> str:
     """Return the name of a place in the program. It is the same in all processes."""
-    return _place(frame.f_code.co_filename, frame.f_lineno)
+    return _location(frame.f_code.co_filename, frame.f_lineno)
 
 
 @functools.cache  # of a program's variables
@@ -311,5 +311,5 @@ def version(tensor: Tensor) -> int:
 
 
 @functools.cache  # of a program's loops
-def _place(file: str, line: int) -> str:
+def _location(file: str, line: int) -> str:
     return f"{os.path.basename(file)}:{line}"

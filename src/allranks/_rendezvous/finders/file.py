@@ -27,7 +27,7 @@ from allranks._store import StoreServer
 
 __all__ = ["FILE"]
 
-_LOOK_S = 0.1  # seconds between two checks for the request of another host
+_POLL_S = 0.1  # seconds between two checks for the request of another host
 
 
 class FileFinder(ServedFinder):
@@ -39,10 +39,10 @@ class FileFinder(ServedFinder):
         super().__init__(request, job)
         self._attempts = itertools.count()
         self._written: Path | None = None
-        self._was_there = False
+        self._had_empty_file = False
         self._watcher: threading.Thread | None = None
-        self._asked: Path | None = None
-        self._over = threading.Event()
+        self._request_file: Path | None = None
+        self._stop = threading.Event()
 
     def open(self, me: Member) -> None:
         path = self._path = _path_of(self.request)
@@ -90,11 +90,11 @@ class FileFinder(ServedFinder):
         super().close(linger_s)
 
     def _await_other_hosts(self, server: StoreServer, endpoint: Endpoint) -> None:
-        self._asked = _request_for_port(self._path, endpoint.token)
-        while not self._over.wait(_LOOK_S):
+        self._request_file = _request_for_port(self._path, endpoint.token)
+        while not self._stop.wait(_POLL_S):
             try:
                 # The folder is listed, because over NFS the lookup of a name that was missing a moment ago is cached.
-                if self._asked.name not in os.listdir(self._path.parent):
+                if self._request_file.name not in os.listdir(self._path.parent):
                     continue
             except OSError:  # a network file system can be unavailable for a moment
                 continue
@@ -113,7 +113,7 @@ class FileFinder(ServedFinder):
         draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
             if self._written is None:
-                self._was_there = path.exists() and path.stat().st_size == 0
+                self._had_empty_file = path.exists() and path.stat().st_size == 0
             # Only this user may read the file, because it contains the secret of the store.
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(msgspec.json.encode(endpoint))
@@ -124,12 +124,12 @@ class FileFinder(ServedFinder):
             raise ConfigError(f"file://{path}: cannot be written: {reason(error)}.") from None
 
     def _remove(self) -> None:
-        self._over.set()
+        self._stop.set()
         if self._watcher is not None:
             # Before the files are removed: otherwise the thread could write one of them again.
             self._watcher.join()
-        if self._asked is not None:
-            self._asked.unlink(missing_ok=True)
+        if self._request_file is not None:
+            self._request_file.unlink(missing_ok=True)
         path, self._written = self._written, None
         if path is None or self.server is None:
             return
@@ -139,7 +139,7 @@ class FileFinder(ServedFinder):
                 return
             # The file was empty, for example created by tempfile. Its owner expects it to exist afterwards, so it is
             # not deleted.
-            if self._was_there:
+            if self._had_empty_file:
                 os.truncate(path, 0)
             else:
                 path.unlink()

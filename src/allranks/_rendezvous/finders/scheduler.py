@@ -25,13 +25,13 @@ from allranks._rendezvous.finders.interface import Finder, NotYet, Request, Serv
 from allranks._rendezvous.finders.port import address_of
 from allranks._rendezvous.finders.store import GivenStoreFinder
 from allranks._rendezvous.join_protocol import Member
-from allranks._rendezvous.pmi import PmiBoard, mpi_runs
+from allranks._rendezvous.pmi import PmiBroadcast, mpi_runs
 from allranks._rendezvous.pmix import host_of_rank_0
 from allranks._store import HashStore, Store, StoreClient, StoreServer
 
 __all__ = ["find_by_context"]
 
-_BOARD_S = 1.0  # seconds to wait for PMI before the state machine checks the time again
+_BROADCAST_READ_S = 1.0  # seconds to wait for PMI before the state machine checks the time again
 _PROBE_S = 3.0  # seconds to connect to one port
 
 
@@ -153,7 +153,7 @@ class _PmiFinder(_SchedulerFinder):
         self._attempts = itertools.count()
 
     def open(self, me: Member) -> None:
-        self._board = PmiBoard(self._fd)
+        self._broadcast = PmiBroadcast(self._fd)
         self.where = "rank 0 (which posts its address over PMI)"
         self.secret = secrets.token_hex(32).encode()
         super().open(me)
@@ -163,7 +163,7 @@ class _PmiFinder(_SchedulerFinder):
             far = tuple(self.server.listen_to_other_hosts()) if elsewhere else ()
             endpoint = Endpoint(self.server.address, self.secret.decode(), me.host, me.machine, far)
             # As hex digits, because a PMI value must contain neither spaces nor line ends.
-            self._board.post(msgspec.json.encode(endpoint).hex())
+            self._broadcast.publish(msgspec.json.encode(endpoint).hex())
 
     def serve(self) -> StoreServer:
         return StoreServer.unix(self.secret)
@@ -173,7 +173,7 @@ class _PmiFinder(_SchedulerFinder):
         return self.dial(self.locate(), self.secret)
 
     def locate(self) -> str:
-        text = self._board.read(min(_BOARD_S, max(self.request.left_s(), 0.0)))
+        text = self._broadcast.read(min(_BROADCAST_READ_S, max(self.request.left_s(), 0.0)))
         if text is None:
             raise NotYet("not all ranks have connected to the PMI server yet")
         endpoint = msgspec.json.decode(bytes.fromhex(text), type=Endpoint)

@@ -18,7 +18,7 @@ from allranks._store import ForeignStore, Store
 __all__ = ["GivenStoreFinder", "Handler", "HandlerFinder"]
 
 
-_kept: dict[str, Any] = {}
+_handler_stores: dict[str, Any] = {}
 """The store of the last rendezvous, by scheme. The other ranks may still need a server in it after this rank joined."""
 
 
@@ -60,7 +60,7 @@ class HandlerFinder(GivenStoreFinder):
                 )
         job = read_env(rank, world_size, request.environ, by_env=False)
         super().__init__(request, job, store, f"the store of {scheme}://")
-        _kept[scheme] = store
+        _handler_stores[scheme] = store
 
     def close(self, linger_s: float) -> None:
         super().close(linger_s)

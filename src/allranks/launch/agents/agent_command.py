@@ -15,7 +15,7 @@ from allranks._cluster.schedulers import SCHEDULERS
 from allranks._cluster.schedulers.interface import RemoteCommand
 from allranks.launch.spec.options import given
 
-__all__ = ["CONNECTED", "HERE", "agent_words", "carried", "explain", "last_message"]
+__all__ = ["CONNECTED", "HERE", "agent_words", "exported_environ", "explain", "last_message"]
 
 HERE = RemoteCommand("agent")
 """The agent's command itself, on this host."""
@@ -23,8 +23,8 @@ CONNECTED = RemoteCommand("dial")
 """No command of this launcher: the agent of another launcher, or one that a user started, has connected."""
 
 # Variables that make programs on other hosts behave as on this host, and variables that tune engines.
-_CARRIED = ("ALLRANKS_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "UCX_", "PYTHON", "CUDA_LAUNCH_BLOCKING")
-_NOT_CARRIED = ("ALLRANKS_SECRET", "ALLRANKS_STORE", "PYTHONHOME")
+_EXPORTED = ("ALLRANKS_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "UCX_", "PYTHON", "CUDA_LAUNCH_BLOCKING")
+_NOT_EXPORTED = ("ALLRANKS_SECRET", "ALLRANKS_STORE", "PYTHONHOME")
 
 _PER_TASK = tuple(name for scheduler in SCHEDULERS for name in scheduler.carries)
 
@@ -42,14 +42,14 @@ def agent_words(python: str, flags: Sequence[str] = (), dial: str = "", count_gp
     return [python, *flags, "-m", "allranks.launch.agents.serve", *words]
 
 
-def carried(environ: Mapping[str, str], wanted: Sequence[str]) -> dict[str, str]:
+def exported_environ(environ: Mapping[str, str], wanted: Sequence[str]) -> dict[str, str]:
     """Return the variables for ranks of other hosts.
 
     Args:
         environ: the launcher's environment.
         wanted: ``-x``: NAME, NAME=VALUE, or a pattern such as ``WANDB_*``.
     """
-    found = {n: v for n, v in environ.items() if n.startswith((*_CARRIED, *_PER_TASK)) and n not in _NOT_CARRIED}
+    found = {n: v for n, v in environ.items() if n.startswith((*_EXPORTED, *_PER_TASK)) and n not in _NOT_EXPORTED}
     for word in wanted:
         if "=" not in word:
             pattern = re.compile(".*".join(map(re.escape, word.split("*"))) + r"\Z")

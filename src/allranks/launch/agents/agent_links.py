@@ -15,7 +15,7 @@ import msgspec
 from allranks._net.listener import Listener
 from allranks._net.sockets import keep_alive
 from allranks.launch.agents.agent_command import CONNECTED, explain, last_message
-from allranks.launch.agents.hosts import Host, SharedStarter, ending, like, same_name
+from allranks.launch.agents.hosts import Host, SharedStarter, exit_text, same_name, with_place
 from allranks.launch.agents.link import Garbled, LinkLost, to_agent
 from allranks.launch.reporter import Reporter
 from allranks.launch.spec.events import (
@@ -74,22 +74,22 @@ class AgentLinks:
         self._listener = listener
         # Agents that have connected or are retried, and are not among the hosts yet.
         self._callers: list[Host] = []
-        self._absent: dict[str, Callable[[], Host]] = {}  # commands that restart lost agents
-        self._try_at = 0.0
-        self._vet: Callable[[Host], str] | None = None
-        self._welcome: Callable[[Host], Prepare] | None = None
+        self._restart_commands: dict[str, Callable[[], Host]] = {}  # commands that restart lost agents
+        self._next_retry_at = 0.0
+        self._check_caller: Callable[[Host], str] | None = None
+        self._admit_caller: Callable[[Host], Prepare] | None = None
         self._listener_closed = False
         self._selector = selectors.DefaultSelector()
         self._wake_read_fd, self.wake = os.pipe()
         os.set_blocking(self._wake_read_fd, False)
         os.set_blocking(self.wake, False)
         self._events: list[Event] = []
-        self._asking: list[Host] = []
+        self._requesting_hosts: list[Host] = []
         self._writable: set[int] = set()
         self._reading = True
         self._selector.register(self._wake_read_fd, selectors.EVENT_READ, lambda: os.read(self._wake_read_fd, _CHUNK))
         if listener is not None:
-            self._selector.register(listener.wake, selectors.EVENT_READ, self._let_in)
+            self._selector.register(listener.wake, selectors.EVENT_READ, self._accept_agents)
 
     def _turn(self, timeout_s: float | None) -> None:
         for host in (*self.hosts, *self._callers):
@@ -109,7 +109,7 @@ class AgentLinks:
         # A flush that would block returns immediately, so it needs no check for writability.
         for host in (*self.hosts, *self._callers):
             if host.link is not None and host.link.backlog:
-                self._try(host, host.link.flush)
+                self._attempt_send(host, host.link.flush)
 
     def _attach(self, host: Host) -> None:
         assert host.link is not None
@@ -126,7 +126,7 @@ class AgentLinks:
                     self._selector.unregister(fd)
             link.close()
 
-    def _let_in(self) -> None:
+    def _accept_agents(self) -> None:
         assert self._listener is not None
         for sock in self._listener.take():
             # Other jobs do not take silence for a loss: a laptop that sleeps must not end its job (decision 057).
@@ -185,24 +185,24 @@ class AgentLinks:
     def _send(self, host: Host, command: Command) -> None:
         if host.link is not None:
             link = host.link
-            self._try(host, lambda: link.send(command))
+            self._attempt_send(host, lambda: link.send(command))
 
-    def _try(self, host: Host, act: Callable[[], object]) -> None:
+    def _attempt_send(self, host: Host, action: Callable[[], object]) -> None:
         try:
-            act()
+            action()
         except LinkLost as lost:
-            self._lost(host, lost)
+            self._on_link_lost(host, lost)
 
     def _receive(self, host: Host) -> None:
         try:
             messages = host.link.receive() if host.link is not None else []
         except LinkLost as lost:
-            self._lost(host, lost)
+            self._on_link_lost(host, lost)
             return
         for message in messages:
-            self._take(host, message)
+            self._handle_message(host, message)
 
-    def _take(self, host: Host, message: Message) -> None:
+    def _handle_message(self, host: Host, message: Message) -> None:
         match message:
             case AgentHello():
                 host.hello = message
@@ -210,20 +210,20 @@ class AgentLinks:
                 if host.link is not None:
                     # It is an agent and not the text of a shell, so large messages are allowed.
                     host.link.trust()
-                self._recognise(host)
+                self._match_caller(host)
             case AgentReady() | Unable() | Finished():
                 host.answer = message
                 if isinstance(message, AgentReady):
                     host.update_clock(message.now)
                     host.addresses = message.addresses
-                    if host.coming:
-                        self._events.append(HostJoined(host.name, host.coming))
-                        host.coming = 0
-                elif isinstance(message, Unable) and host.coming:
+                    if host.joining_ranks:
+                        self._events.append(HostJoined(host.name, host.joining_ranks))
+                        host.joining_ranks = 0
+                elif isinstance(message, Unable) and host.joining_ranks:
                     self._events.append(HostMessage(host.name, f"cannot join the job: {message.why}".encode()))
-                    self.turn_away(host, message.why)
+                    self.refuse_caller(host, message.why)
                 elif isinstance(message, Unable) and (host.running or host.starting):
-                    self._lose(host, f"{host.name}: {message.why}")
+                    self._mark_lost(host, f"{host.name}: {message.why}")
             case RankFailed(rank, pid, report):
                 at = report.at + host.offset if report.at else time.monotonic()
                 # The clock offset is an estimate; a time in the future would delay the choice of the cause.
@@ -239,7 +239,7 @@ class AgentLinks:
                 host.starting.discard(message.rank)
                 self._events.append(message)
             case Asked():
-                self._asking.append(host)
+                self._requesting_hosts.append(host)
                 self._events.append(message)
             case _:
                 self._events.append(message)
@@ -250,7 +250,7 @@ class AgentLinks:
                 if 0 in host.ranks:
                     self._send(host, ended)
 
-    def _recognise(self, caller: Host) -> None:
+    def _match_caller(self, caller: Host) -> None:
         """Give the link of a connected agent to the expected host with its name."""
         assert caller.hello is not None
         if caller not in self._callers:
@@ -266,12 +266,12 @@ class AgentLinks:
                 return
         caller.name = name
 
-    def _lost(self, host: Host, lost: LinkLost) -> None:
+    def _on_link_lost(self, host: Host, lost: LinkLost) -> None:
         # A failed send and the end of the stream may report the same loss.
         if host.link is None:
             return
         if host.process is None:
-            self._lose(host, f"{host.name}: lost the connection to its agent ({lost})")
+            self._mark_lost(host, f"{host.name}: lost the connection to its agent ({lost})")
             return
         self._detach(host)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -279,24 +279,24 @@ class AgentLinks:
         self._read_all_stderr()
         code = host.process.poll()
         if isinstance(lost, Garbled):
-            self._lose(
+            self._mark_lost(
                 host,
                 f"{host.name}: {lost}.\n  Disable all output of the shell's startup files on that host (.bashrc, a"
                 " banner) for non-interactive shells.",
             )
             return
         if host.hello is None:
-            self._lose(
+            self._mark_lost(
                 host, explain(host.command, host.name, host.python, code, host.stderr_text.decode(errors="replace"))
             )
             return
         what = f"lost the connection to its agent ({lost})"
         if code is not None:
-            what = f"its agent has terminated ({host.command.name}: {ending(code)})"
+            what = f"its agent has terminated ({host.command.name}: {exit_text(code)})"
         last = last_message(host.stderr_text.decode(errors="replace"))
-        self._lose(host, ": ".join(filter(None, [f"{host.name}: {what}", last])))
+        self._mark_lost(host, ": ".join(filter(None, [f"{host.name}: {what}", last])))
 
-    def _lose(self, host: Host, why: str) -> None:
+    def _mark_lost(self, host: Host, why: str) -> None:
         self._detach(host)
         if host in self._callers:
             self._callers.remove(host)
@@ -305,15 +305,15 @@ class AgentLinks:
         host.why = why
         host.answer = None
         if host.running or host.starting or (host.started is not None and not host.started.count):
-            self._lose_ranks(host)
+            self._report_lost_ranks(host)
 
-    def _lose_ranks(self, host: Host) -> None:
+    def _report_lost_ranks(self, host: Host) -> None:
         """Report the ranks of a host as lost: none for a spare host."""
-        gone = sorted(host.running | host.starting)
-        self._events.append(HostLost(host.name, tuple(gone), host.why))
-        if self._welcome is not None and host.start_again is not None:
+        lost_ranks = sorted(host.running | host.starting)
+        self._events.append(HostLost(host.name, tuple(lost_ranks), host.why))
+        if self._admit_caller is not None and host.restart is not None:
             self._retry(host)
-        for rank in gone:
+        for rank in lost_ranks:
             # The master waits for the exits of its workers, and none will be reported for these.
             self._forward_to_master(Ended(rank, 0, host.why))
         host.running.clear()
@@ -321,21 +321,21 @@ class AgentLinks:
 
     def _retry(self, host: Host) -> None:
         """Restart its agent from time to time, until one starts."""
-        if host.start_again is not None:
-            again, place, slots = host.start_again, host.place, host.slots
-            self._absent[host.name] = lambda: like(again(), place, slots)
+        if host.restart is not None:
+            restart, place, slots = host.restart, host.place, host.slots
+            self._restart_commands[host.name] = lambda: with_place(restart(), place, slots)
 
-    def turn_away(self, host: Host, why: str) -> None:
+    def refuse_caller(self, host: Host, why: str) -> None:
         """Refuse a caller."""
         self._send(host, EndAgent(2, self._reporter.line(f"error: host 0 refused this host: {why}").encode()))
-        self.forget(host)
+        self.remove(host)
 
-    def forget(self, host: Host) -> None:
+    def remove(self, host: Host) -> None:
         """Remove a host or a caller, and do not retry it."""
         for hosts in (self.hosts, self._callers):
             if host in hosts:  # a caller may have been removed while the message was sent
                 hosts.remove(host)
-        self._absent.pop(host.name, None)
+        self._restart_commands.pop(host.name, None)
         self._detach(host)
         if host.process is not None:
             self._reap(host.process)
@@ -361,8 +361,8 @@ class AgentLinks:
         processes = [h.process for h in (*self.hosts, *self._callers) if h.process is not None]
         processes += [starter.process for starter in self._starters]
         until = time.monotonic() + _END_S
-        everybody = (*self.hosts, *self._callers)
-        while any(h.link is not None and h.link.backlog for h in everybody) and time.monotonic() < until:
+        all_hosts = (*self.hosts, *self._callers)
+        while any(h.link is not None and h.link.backlog for h in all_hosts) and time.monotonic() < until:
             self._turn(0.05)  # sends the last messages
         # An agent exits when its link closes, so all links close before the wait.
         for host in (*self.hosts, *self._callers):

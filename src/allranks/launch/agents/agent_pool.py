@@ -75,7 +75,7 @@ class AgentPool(HostAdmission):
         new.starting, new.started = set(starts), command
         # The spare host was lost after the policy had chosen it.
         if new.link is None:
-            self._lose_ranks(new)
+            self._report_lost_ranks(new)
         self._send(new, command)
 
     def _new_ranks(self, new: Host, starts: Collection[int]) -> StartRanks:
@@ -107,14 +107,14 @@ class AgentPool(HostAdmission):
 
     def poll(self, timeout_s: float | None) -> list[Event]:
         """Wait for events, for ``wake``, or for the time to pass."""
-        if self._vet is not None and self._absent:
+        if self._check_caller is not None and self._restart_commands:
             timeout_s = min(AGAIN_S if timeout_s is None else timeout_s, AGAIN_S)
-            self.try_again()
+            self.retry_lost()
         # Commands may have caused events, for example the loss of a host.
         if not self._events:
             self._turn(timeout_s)
-        if self._vet is not None and self.callers:
-            self._report(self._vet)
+        if self._check_caller is not None and self.callers:
+            self._report(self._check_caller)
         events, self._events = self._events, []
         return events
 
@@ -147,9 +147,9 @@ class AgentPool(HostAdmission):
 
     def answer(self, answer: bytes) -> None:
         """Answer the hosts that have requested the state of the ranks."""
-        for host in self._asking:
+        for host in self._requesting_hosts:
             self._send(host, Answered(answer))
-        self._asking.clear()
+        self._requesting_hosts.clear()
 
     def watch(self, fd: int) -> None:
         """Make ``poll`` return also if this descriptor is readable."""
@@ -197,7 +197,7 @@ class AgentPool(HostAdmission):
             self._turn(left)
         for host in self.hosts:
             if host.link is not None and not isinstance(host.answer, Finished):
-                self._lose(host, f"{host.name}: its agent did not reply within {_FINISH_S:g} s")
+                self._mark_lost(host, f"{host.name}: its agent did not reply within {_FINISH_S:g} s")
             host.running.clear()
         self._reading = True
         events, self._events = self._events, []

@@ -54,8 +54,8 @@ class HostAdmission(AgentLinks):
         link = to_agent(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno()))
         process.stdin.close()
         process.stdout.close()
-        again = partial(self._call, name, command, words, python, environ)
-        host = Host(name, command, python, process, link, start_again=again)
+        restart = partial(self._call, name, command, words, python, environ)
+        host = Host(name, command, python, process, link, restart=restart)
         self._attach(host)
         self._watch_stderr(host, process)
         return host
@@ -70,12 +70,12 @@ class HostAdmission(AgentLinks):
         self._starters.append(starter)
         self._watch_stderr(starter, starter.process)
 
-    def expect(self, names: Iterable[str], command: RemoteCommand) -> None:
+    def add_expected(self, names: Iterable[str], command: RemoteCommand) -> None:
         """Add hosts whose agents will connect under these names."""
         self.hosts += [Host(name, command) for name in names]
 
     @property
-    def by_callers(self) -> bool:
+    def hosts_connect(self) -> bool:
         """Whether hosts connect by themselves."""
         return self._listener is not None and not self._starters
 
@@ -107,9 +107,9 @@ class HostAdmission(AgentLinks):
             ConfigError: a host is not available, or the time is over.
         """
         while not enough():
-            gone = [host for host in self.hosts if host.why]
-            if gone:
-                self._settle(gone)
+            lost_hosts = [host for host in self.hosts if host.why]
+            if lost_hosts:
+                self._await_further_losses(lost_hosts)
                 raise ConfigError("\n".join(dict.fromkeys(host.why for host in self.hosts if host.why)))
             for starter in self._starters:
                 if (code := starter.process.poll()) is not None:
@@ -121,17 +121,17 @@ class HostAdmission(AgentLinks):
                     )
             left = until - time.monotonic()
             if left <= 0:
-                raise ConfigError(self._who_is_missing() if missing is None else missing())
+                raise ConfigError(self._missing_hosts_text() if missing is None else missing())
             # At most 0.5 s: the exit of a shared starter, and the deadlines in ``enough``, cause no event.
             self._turn(min(left, 0.5))
 
-    def _settle(self, gone: list[Host]) -> None:
+    def _await_further_losses(self, lost_hosts: list[Host]) -> None:
         """Wait a moment for other hosts to fail too, so that one message names all."""
         until = time.monotonic() + GONE_S
         while (left := until - time.monotonic()) > 0 and any(h.hello is None and not h.why for h in self.hosts):
             self._turn(left)
 
-    def _who_is_missing(self) -> str:
+    def _missing_hosts_text(self) -> str:
         missing = [host.name for host in self.hosts if host.hello is None or host.link is None]
         written = " | ".join(
             starter.stderr_text.decode(errors="replace").strip() for starter in self._starters if starter.stderr_text
@@ -141,7 +141,7 @@ class HostAdmission(AgentLinks):
             words += f" {refused}"
         return words + (f"; {written}" if written else "") + ".\n  To wait longer, use --join-timeout."
 
-    def greeted(self) -> bool:
+    def all_identified(self) -> bool:
         """Return whether the agents of all hosts have identified themselves.
 
         Raises:
@@ -153,33 +153,34 @@ class HostAdmission(AgentLinks):
         return all(host.hello is not None for host in self.hosts)
 
     def report_callers(
-        self, vet: Callable[[Host], str] | None, welcome: Callable[[Host], Prepare] | None = None
+        self, check_caller: Callable[[Host], str] | None, admit_caller: Callable[[Host], Prepare] | None = None
     ) -> None:
         """Make ``poll`` report hosts that could take part.
 
         Args:
-            vet: returns why a caller may not take part, "" if it may; None: do not report callers.
-            welcome: admits a caller to a running round, and returns its ``Prepare`` command. The caller is reported
-                when it is ready. None: the first callers are reported immediately, and wait for the next round.
+            check_caller: returns why a caller may not take part, "" if it may; None: do not report callers.
+            admit_caller: admits a caller to a running round, and returns its ``Prepare`` command. The caller is
+                reported when it is ready. None: the first callers are reported immediately, and wait for the next
+                round.
         """
-        self._vet, self._welcome = vet, welcome
+        self._check_caller, self._admit_caller = check_caller, admit_caller
 
-    def _report(self, vet: Callable[[Host], str]) -> None:
+    def _report(self, check_caller: Callable[[Host], str]) -> None:
         for caller in self.callers:
-            if why := vet(caller):
-                self.turn_away(caller, why)
-            elif self._welcome is not None:
-                command = self._welcome(caller)
-                caller.coming = command.nproc
+            if why := check_caller(caller):
+                self.refuse_caller(caller, why)
+            elif self._admit_caller is not None:
+                command = self._admit_caller(caller)
+                caller.joining_ranks = command.nproc
                 self._send(caller, command)
-        if self.callers:  # without ``welcome``, they wait for the next round
-            self._vet = None
+        if self.callers:  # without ``admit_caller``, they wait for the next round
+            self._check_caller = None
             self._events.append(HostJoined(", ".join(host.name for host in self.callers)))
 
     def admit(self, host: Host) -> None:
         """Move a caller to the hosts."""
         self._callers.remove(host)
-        self._absent.pop(host.name, None)
+        self._restart_commands.pop(host.name, None)
         self.hosts.append(host)
         self.hosts.sort(key=lambda host: host.place)
 
@@ -188,7 +189,7 @@ class HostAdmission(AgentLinks):
 
         Args:
             host: a lost host.
-            try_again: check from time to time whether it is available again.
+            retry_lost: check from time to time whether it is available again.
         """
         self.hosts.remove(host)
         self._detach(host)
@@ -198,22 +199,22 @@ class HostAdmission(AgentLinks):
             if try_again and not any(other.name == host.name and not other.why for other in self.hosts):
                 self._retry(host)
 
-    def try_again(self) -> None:
+    def retry_lost(self) -> None:
         """Restart lost agents, at most every 3 s."""
-        if time.monotonic() < self._try_at:
+        if time.monotonic() < self._next_retry_at:
             return
-        self._try_at = time.monotonic() + AGAIN_S
+        self._next_retry_at = time.monotonic() + AGAIN_S
         trying = {host.name for host in self._callers}
-        for name, again in self._absent.items():
+        for name, restart in self._restart_commands.items():
             if name not in trying:
                 # the command is missing, for example together with its network file system
                 with contextlib.suppress(ConfigError):
-                    self._callers.append(again())
+                    self._callers.append(restart())
 
     @property
     def may_grow(self) -> bool:
         """Whether hosts can join, or return."""
-        return self.by_callers or bool(self._absent or self._callers)
+        return self.hosts_connect or bool(self._restart_commands or self._callers)
 
     def prepare(self, commands: Sequence[Prepare], until: float) -> list[AgentReady]:
         """Make all hosts prepare everything that precedes the start of ranks. Return their replies, by host.

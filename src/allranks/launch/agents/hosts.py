@@ -22,7 +22,7 @@ from allranks.launch.spec.messages import (
     Unable,
 )
 
-__all__ = ["Host", "SharedStarter", "ending", "like", "same_name", "start_process", "wrong_version"]
+__all__ = ["Host", "SharedStarter", "exit_text", "with_place", "same_name", "start_process", "wrong_version"]
 
 
 # eq=False keeps the hash by identity: hosts are members of sets and keys of dictionaries.
@@ -42,7 +42,7 @@ class Host:
         ranks: its ranks in this round.
         running: those of its ranks whose process has not exited.
         starting: those of its ranks that are being restarted.
-        coming: number of ranks that it is preparing for, while a round continues without it.
+        joining_ranks: number of ranks that it is preparing for, while a round continues without it.
         addresses: its addresses for other hosts, as its agent has reported them.
         started: the last command to start ranks there; None if none was sent.
         offset: seconds to add to its clock to get this host's clock.
@@ -59,11 +59,11 @@ class Host:
     ranks: range = range(0)
     running: set[int] = field(default_factory=set)
     starting: set[int] = field(default_factory=set)
-    coming: int = 0
+    joining_ranks: int = 0
     addresses: tuple[str, ...] = ()
     started: StartRanks | None = None
     offset: float = math.inf
-    start_again: Callable[[], Host] | None = None
+    restart: Callable[[], Host] | None = None
     answer: AgentReady | Unable | Finished | None = None
     why: str = ""  # not empty: the host is lost, for this reason
     stderr_text: bytearray = field(default_factory=bytearray)
@@ -112,16 +112,16 @@ def wrong_version(host: Host) -> str:
     """Return a message if a host has another version of allranks than this one; "" if it has the same."""
     if host.hello is None or host.hello.version == __version__:
         return ""
-    theirs = f"allranks {host.hello.version} (python {host.hello.python})"
-    return f"{theirs} differs from host 0's allranks {__version__}; install the same version on all hosts"
+    host_version = f"allranks {host.hello.version} (python {host.hello.python})"
+    return f"{host_version} differs from host 0's allranks {__version__}; install the same version on all hosts"
 
 
-def like(host: Host, place: int, slots: int | None) -> Host:
+def with_place(host: Host, place: int, slots: int | None) -> Host:
     host.place, host.slots = place, slots
     return host
 
 
-def ending(code: int) -> str:
+def exit_text(code: int) -> str:
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 

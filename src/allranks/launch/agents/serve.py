@@ -68,7 +68,7 @@ __all__ = ["AgentServer", "hello", "main"]
 
 _BACKLOG = 1 << 20  # bytes; more output waits in the ranks' pipes, and the ranks block when these are full
 _STRAGGLERS_S = 0.5  # seconds for processes that ranks left behind to close their pipes
-_SIGN_S = 1.0  # seconds between two signs that ranks write, if this process shows their output
+_ACTIVITY_S = 1.0  # seconds between two signs that ranks write, if this process shows their output
 _DRAIN_S = 1.0  # seconds that the reader of this process's output has at the end
 _DIAL_S = 10.0  # seconds; the launcher listened before it started this process
 _REACH_S = 3.0  # seconds to connect to the store at one address
@@ -105,7 +105,7 @@ class AgentServer:
     ) -> None:
         self._link = link
         self._key = key
-        self._own = own
+        self._own_options = own
         self._show = show
         self._reporter = reporter or Reporter()
         self._screen: Screen | None = None
@@ -117,7 +117,7 @@ class AgentServer:
         self._received: deque[int] = deque()
         self._inquiries: Inquiries | None = None
         self._reading = True
-        self._next_sign = 0.0
+        self._next_activity_at = 0.0
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # before any signal is blocked
 
     def run(self, first: AgentHello) -> EndAgent | Rank:
@@ -143,12 +143,12 @@ class AgentServer:
                     case EndAgent() as command:
                         return command
                     case Finish():  # of a round that could not start here
-                        self._clear()
+                        self._end_round()
                         self._link.send(Finished())
         # A forked rank has copies of all this, which belong to the agent.
         finally:
             if rank is None:
-                self._clear()
+                self._end_round()
                 self._link.close()
 
     def _next(self) -> Command:
@@ -158,10 +158,10 @@ class AgentServer:
         return self._commands.popleft()
 
     def _prepare(self, command: Prepare) -> None:
-        self._clear()
+        self._end_round()
         if not command.secret:
             command = msgspec.structs.replace(command, secret=store_secret(self._key, command.salt))
-        if (own := self._own) is not None:
+        if (own := self._own_options) is not None:
             command = msgspec.structs.replace(
                 command,
                 ranks=dataclasses.replace(own.ranks, elastic=command.ranks.elastic),
@@ -179,39 +179,39 @@ class AgentServer:
             _activate()
             # After the folder and PATH are set, because the target is searched there.
             check(ranks.target)
-            self._host_round = here = HostRound(ranks, command.nproc, open_store=_store_of(command))
+            self._host_round = host_round = HostRound(ranks, command.nproc, open_store=_store_of(command))
             addresses = published_addresses() if ranks.elastic is not None else ()
-            here.preload(_masters(command))
-            self._prepared = msgspec.structs.replace(command, ranks=here.ranks)
+            host_round.preload(_masters(command))
+            self._prepared = msgspec.structs.replace(command, ranks=host_round.ranks)
         except ConfigError as error:
-            self._clear()
+            self._end_round()
             self._link.send(Unable(str(error)))
             return
-        server = here.server
+        server = host_round.server
         stores = (server.published() or (server.here,)) if server is not None and command.spans else ()
         port = free_port() if server is not None or addresses else 0
         self._link.send(AgentReady(stores, port, time.monotonic(), addresses))
 
     def _start(self, command: StartRanks) -> Rank | None:
-        prepared, here = self._prepared, self._host_round
+        prepared, host_round = self._prepared, self._host_round
         assert prepared is not None
-        assert here is not None
+        assert host_round is not None
         try:
-            environ = self._environ(here, prepared, command)
+            environ = self._environ(host_round, prepared, command)
         except ConfigError as error:
             self._link.send(Unable(str(error)))
             return None
         screen = self._show(command) if self._show is not None else None
         stdio = command.stdio if screen is None else screen.stdio()
         plan = RankPlan(
-            *(command.count, here.ranks, environ, stdio, command.first, here.cpu_places),
+            *(command.count, host_round.ranks, environ, stdio, command.first, host_round.cpu_places),
             role_first=command.role_first,
             starts=command.starts,
         )
         # Blocked until ``_watch`` has installed its handlers, so that no signal is lost while the ranks start.
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         try:
-            agent = here.start(plan, self._mask)
+            agent = host_round.start(plan, self._mask)
         except ConfigError as error:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
             self._link.send(Unable(str(error)))
@@ -221,16 +221,16 @@ class AgentServer:
         self._agent, self._screen = agent, screen
         if screen is not None:
             screen.open()
-        if here.server is not None:
+        if host_round.server is not None:
             # The server is a thread, so it starts after the last fork.
-            here.server.start()
+            host_round.server.start()
         for started in command.starts:
             self._link.send(RankRestarted(started))
         self._watch(agent, prepared.ranks.signals)
         return None
 
-    def _environ(self, here: HostRound, prepared: Prepare, command: StartRanks) -> dict[str, str]:
-        server = here.server
+    def _environ(self, host_round: HostRound, prepared: Prepare, command: StartRanks) -> dict[str, str]:
+        server = host_round.server
         share = JobShare(
             command.count,
             command.world_size,
@@ -245,18 +245,18 @@ class AgentServer:
             elastic=prepared.ranks.elastic is not None,
         )
         if server is None and not command.stores:  # the ranks use another store, whose address they have
-            return here.environ(share, "", ("", 0))
+            return host_round.environ(share, "", ("", 0))
         if not prepared.spans:
             assert server is not None
-            return here.environ(share, server.here, ("127.0.0.1", command.port))
+            return host_round.environ(share, server.here, ("127.0.0.1", command.port))
         if server is not None:
             own = _host_of(command.stores[0])
             store, host = server.here, own
         else:
             where = "launcher" if command.leader else "host of rank 0"
-            store, own = _reach(command.stores, prepared.secret, where)
+            store, own = _find_reachable_store(command.stores, prepared.secret, where)
             host = nearest_first(command.leader)[0] if command.leader else _host_of(store)
-        environ = here.environ(share, store, (prepared.master or host, command.port))
+        environ = host_round.environ(share, store, (prepared.master or host, command.port))
         environ["ALLRANKS_SECRET"] = prepared.secret.decode()
         environ.pop("ALLRANKS_INSECURE", None)  # this job has a secret, even if its user has none
         # otherwise engines use the address of the host's own name, which is often 127.0.1.1
@@ -277,7 +277,7 @@ class AgentServer:
                 while not self._commands or not isinstance(self._commands[0], Finish | EndAgent | Prepare):
                     due = self._screen.due() if self._screen is not None else None
                     self._relay(agent, agent.poll(None if due is None else max(0.0, due - time.monotonic())))
-                    self._obey(agent)
+                    self._execute_commands(agent)
                 # EndAgent and Prepare stay in the queue, for ``run``.
                 if isinstance(finish := self._commands[0], Finish):
                     self._commands.popleft()
@@ -285,16 +285,16 @@ class AgentServer:
                 # No rank exists between rounds, so these signals wait for the ranks of the next one.
                 signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
         finally:
-            self._clear()
+            self._end_round()
 
     def _relay(self, agent: Agent, events: list[Event]) -> None:
         screen = self._screen
         for event in events:
             if screen is not None and isinstance(event, Output):
                 screen.take(event)
-                if time.monotonic() < self._next_sign:
+                if time.monotonic() < self._next_activity_at:
                     continue
-                self._next_sign = time.monotonic() + _SIGN_S
+                self._next_activity_at = time.monotonic() + _ACTIVITY_S
                 # an empty output: the launcher must know that ranks write (idle timeout)
                 event = Output(event.rank, event.stream, b"")
             if screen is not None and isinstance(event, Exited):
@@ -316,7 +316,7 @@ class AgentServer:
             for name, error in screen.flush():
                 self._reporter.through(screen.note).report(f"cannot write to {name}: {error.strerror}")
 
-    def _obey(self, agent: Agent) -> None:
+    def _execute_commands(self, agent: Agent) -> None:
         self._link.flush()
         self._commands += self._link.receive()
         while self._commands:
@@ -326,7 +326,7 @@ class AgentServer:
                 case RestartRank() as command:
                     agent.restart(command)
                 case Ended() as ended:
-                    self._keep(ended)
+                    self._store_exit(ended)
                 case RequestStacks(ranks):
                     agent.dump(ranks)
                 case Answered(answer):
@@ -346,7 +346,7 @@ class AgentServer:
         agent.watch_writable(blocked | ({self._link.write_fd} if self._link.backlog else set()))
         agent.read_output(self._reading and max(backlog, self._link.backlog) < _BACKLOG)
 
-    def _keep(self, ended: Ended) -> None:
+    def _store_exit(self, ended: Ended) -> None:
         """Write the exit status into the store, where the master reads it. The master is a rank of this host."""
         assert self._host_round is not None
         assert self._prepared is not None
@@ -369,9 +369,9 @@ class AgentServer:
         self._relay(agent, agent.finish(patience_s))
         self._link.send(Finished())
 
-    def _clear(self) -> None:
+    def _end_round(self) -> None:
         """Free the resources of a round."""
-        agent, here, screen, store = self._agent, self._host_round, self._screen, self._store
+        agent, host_round, screen, store = self._agent, self._host_round, self._screen, self._store
         # Cleared first, so that an error below does not make a second call close them again.
         self._agent = self._host_round = self._screen = self._store = None
         if self._inquiries is not None:
@@ -381,8 +381,8 @@ class AgentServer:
             store.close()
         if agent is not None:
             agent.close()
-        if here is not None:
-            here.close()
+        if host_round is not None:
+            host_round.close()
         if screen is not None:
             _drain(screen)
             screen.close()
@@ -436,7 +436,7 @@ def _host_of(address: str) -> str:
     return split_host_port(address.removeprefix("tcp:"), "the store's address")[0]
 
 
-def _reach(stores: Sequence[str], secret: bytes, where: str) -> tuple[str, str]:
+def _find_reachable_store(stores: Sequence[str], secret: bytes, where: str) -> tuple[str, str]:
     """Return the first address at which the store answers, and this host's own address on the route to it."""
     by_host = {_host_of(store): store for store in stores}
     tried = []

@@ -16,7 +16,7 @@ from allranks._base.console import ArgumentParser
 from allranks._base.errors import ConfigError
 from allranks._base.files import read_text
 from allranks._cluster.hostlist import Slots, parse_hostfile, parse_hosts
-from allranks.launch.arguments.meeting import MeetingOptions, add_meeting, read_meeting
+from allranks.launch.arguments.rendezvous import RendezvousOptions, add_rendezvous, read_rendezvous
 from allranks.launch.reporter import Reporter
 from allranks.launch.spec import values
 from allranks.launch.spec.declared import add_options, declarations, values_of
@@ -84,9 +84,9 @@ def parse(argv: Sequence[str], program: str = "allranks run") -> Options:
     """
     args = _parser().parse_args(argv)
     target = read_target(args.target, args.module, program, args.mode)
-    meeting = read_meeting(args)
+    rendezvous = read_rendezvous(args)
     hosts = _hosts(args.hosts, args.hostfile)
-    _refuse_contradictions(args, meeting, bool(hosts))
+    _refuse_contradictions(args, rendezvous, bool(hosts))
     _check_elastic(args)
     given = values_of(Options, args) | {
         "target": target,
@@ -94,20 +94,20 @@ def parse(argv: Sequence[str], program: str = "allranks run") -> Options:
         "per_host": args.per_host if isinstance(args.nproc, int) or args.nproc is None else args.nproc,
         "hosts": hosts,
         "nodes": args.nodes,
-        "leader": meeting.leader,
-        "leads": meeting.leads,
-        "run": meeting.run,
+        "leader": rendezvous.leader,
+        "leads": rendezvous.leads,
+        "run": rendezvous.run,
         "display": Display(**values_of(Display, args)),
-        "last_call_s": 10.0 if meeting.last_call_s is None else meeting.last_call_s,
+        "last_call_s": 10.0 if rendezvous.last_call_s is None else rendezvous.last_call_s,
         "reporter": Reporter(program, args.quiet, args.verbose),
         "statistics": args.stats or args.metrics is not None,
         "rehearse": _rehearsed(args, argv),
     }
     if args.standalone:
         given["env"] = "local"
-    if meeting.join_timeout_s is not None:
-        given["join_timeout_s"] = meeting.join_timeout_s
-    given["iface"] = args.iface or meeting.own
+    if rendezvous.join_timeout_s is not None:
+        given["join_timeout_s"] = rendezvous.join_timeout_s
+    given["iface"] = args.iface or rendezvous.own
     return Options(**given)
 
 
@@ -153,7 +153,7 @@ def _rehearsed(args: argparse.Namespace, argv: Sequence[str]) -> tuple[str, ...]
     return *own, "--restarts", "0", "--show", "all", *argv[end:]
 
 
-def _refuse_contradictions(args: argparse.Namespace, meeting: MeetingOptions, listed: bool) -> None:
+def _refuse_contradictions(args: argparse.Namespace, rendezvous: RendezvousOptions, listed: bool) -> None:
     """Check for options that contradict each other about the hosts of the job.
 
     Raises:
@@ -167,7 +167,7 @@ def _refuse_contradictions(args: argparse.Namespace, meeting: MeetingOptions, li
         raise ConfigError("--standalone runs the job on this host, but --hosts or --hostfile lists hosts")
     for given, option in (
         (args.node is not None, "--node-rank"),
-        (meeting.leader is not None, "--rdzv-endpoint" if args.rdzv_endpoint else "--master-addr and --master-port"),
+        (rendezvous.leader is not None, "--rdzv-endpoint" if args.rdzv_endpoint else "--master-addr and --master-port"),
     ):
         if given:
             raise ConfigError(
@@ -200,7 +200,7 @@ def _add_hosts(add: Callable[..., Any]) -> None:
         shown = "number of hosts; MIN:MAX: continue with fewer, and add hosts that return"
         add(name, dest="nodes", type=values.host_count, metavar="MIN[:MAX]", help=shown if name == "-N" else _HIDE)
     add_options(add, Options, ("node",))
-    add_meeting(add)
+    add_rendezvous(add)
 
 
 def _add_program(add: Callable[..., Any]) -> None:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from allranks._base.errors import ConfigError
 from allranks._cluster.host import visible_gpus
-from allranks.launch.arguments.meeting import C10D_PORT
 from allranks.launch.arguments.options import Parser, parse
+from allranks.launch.arguments.rendezvous import C10D_PORT
 from allranks.launch.ranks.environ import free_port
 from allranks.launch.spec.options import Options
 from allranks.launch.spec.target import find, set_first_path
@@ -197,7 +197,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str], *, for_launch: bool = 
     """
     asked = parse_torchruns(argv, environ, for_launch=for_launch)
     _refuse(asked)
-    words = ["--env", "local", *_meeting(asked, for_launch), *_ranks(asked), *_output(asked)]
+    words = ["--env", "local", *_rendezvous_words(asked, for_launch), *_ranks(asked), *_output(asked)]
     grace = asked.shutdown_timeout
     words += ["--grace", environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE_S) if grace is None else str(grace)]
     local_rank = [f"{_spelling(asked)}=${{local_rank}}"] if for_launch and not asked.use_env else []
@@ -229,7 +229,7 @@ def _refuse(asked: argparse.Namespace) -> None:
         )
 
 
-def _meeting(asked: argparse.Namespace, for_launch: bool) -> list[str]:
+def _rendezvous_words(asked: argparse.Namespace, for_launch: bool) -> list[str]:
     """Return the words for the hosts of the job, and for their rendezvous."""
     words = ["--nnodes", asked.nnodes]
     if asked.standalone:

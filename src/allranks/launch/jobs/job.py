@@ -26,8 +26,8 @@ from allranks._cluster.schedulers.ssh import SSH
 from allranks._net.secret import load_secret
 from allranks.launch.arguments.layout import describe_plan, share_out
 from allranks.launch.jobs.local import run_here
+from allranks.launch.jobs.multi_host import is_this_host, join_leader, lead, run_on_hosts
 from allranks.launch.jobs.rehearsal import rehearse
-from allranks.launch.jobs.spread import is_here, join_leader, lead, run_there
 from allranks.launch.ranks.placement import cpu_places_of, describe
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.spec.declared import declarations, option_name
@@ -109,7 +109,7 @@ def _check_single_host(options: Options) -> None:
     nodes = options.nodes[1] if options.nodes is not None else place.nodes if place.role == "node" else 1
     if (
         len(listed) > 1
-        or any(not is_here(host.name) for host in listed)
+        or any(not is_this_host(host.name) for host in listed)
         or (nodes or 1) > 1
         or options.node is not None
     ):
@@ -140,10 +140,10 @@ def _launch(options: Options, place: LaunchContext) -> int | Rank:
         if not hosts:
             raise ConfigError(f"the allocation of {place.kind} does not list its hosts.\n  Specify them with --hosts.")
         options.reporter.detail(f"hosts: {', '.join(map(str, hosts))}, by {command.name}")
-        if not (len(hosts) == 1 and is_here(hosts[0].name)):
+        if not (len(hosts) == 1 and is_this_host(hosts[0].name)):
             _refuse_stdin(options)
             with interruptible():
-                return run_there(options, hosts, command)
+                return run_on_hosts(options, hosts, command)
         return _run_here(options, hosts[0])
     nodes = options.nodes or ((place.nodes, place.nodes) if place.role == "node" and place.nodes else None)
     _check_number(options, nodes)
@@ -174,7 +174,7 @@ def _check_number(options: Options, nodes: tuple[int, int] | None) -> None:
         ConfigError: the number is missing or too small. Without it, each host would run a job of one host.
     """
     leader = options.leader[0] if options.leader is not None else ""
-    if nodes is None and (options.node is not None or (leader and not is_here(leader))):
+    if nodes is None and (options.node is not None or (leader and not is_this_host(leader))):
         reason = f"--node-rank {options.node}" if options.node is not None else f"host 0 is {leader}, another host"
         raise ConfigError(f"{reason}: the job has several hosts, but their number is missing.\n  Specify it with -N.")
     if nodes is not None and options.node is not None and options.node >= nodes[1]:
@@ -229,7 +229,7 @@ def _run_among(options: Options, place: LaunchContext, nodes: tuple[int, int]) -
         f"hosts: {nodes[1]}, rendezvous on {name or 'this host'}, port {', '.join(map(str, ports))}"
     )
     sure = node == 0 or (node is None and options.leads is True)
-    if sure or (node is None and options.leads is None and is_here(name)):
+    if sure or (node is None and options.leads is None and is_this_host(name)):
         try:
             return lead(options, nodes, options.leader[0] if options.leader else "", ports, secret)
         except OSError as error:

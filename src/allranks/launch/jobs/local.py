@@ -155,7 +155,7 @@ def _prepare(options: Options, share: JobShare) -> _Round | Rank:
         )
     if options.elastic is not None:
         # Before the ranks start, because they read the table.
-        here.server.put(TABLE_KEY, first_table(range(nproc), options.elastic[0]).encode())
+        here.server.set_locally(TABLE_KEY, first_table(range(nproc), options.elastic[0]).encode())
     # The signals stay blocked until the loop has installed its handlers, so none is lost while the ranks start.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals, *SIGNALS))
     plan = RankPlan(nproc, here.ranks, environ, screen.stdio(), cpu_places=here.cpu_places)

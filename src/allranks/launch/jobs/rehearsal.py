@@ -216,11 +216,11 @@ class _Varying:
     local: frozenset[str]
 
 
-def _varying(first: _Run, again: _Run) -> _Varying:
+def _varying(first: _Run, second: _Run) -> _Varying:
     values, local = set[str](), set[str]()
-    for key in first.records.keys() & again.records.keys():
-        values |= _differing(first.records[key]["digests"], again.records[key]["digests"])
-        local |= _differing(first.records[key]["local"], again.records[key]["local"])
+    for key in first.records.keys() & second.records.keys():
+        values |= _differing(first.records[key]["digests"], second.records[key]["digests"])
+        local |= _differing(first.records[key]["local"], second.records[key]["local"])
     trained = next(iter(first.records.values()))["trained"]
     return _Varying(frozenset(values), [name for name in trained if name in values], frozenset(local))
 

@@ -22,7 +22,7 @@ from itertools import islice
 
 from allranks.launch.output.lines import Renderer
 
-__all__ = ["WINDOW_S", "Collapse", "Through"]
+__all__ = ["WINDOW_S", "Collapse", "PassThrough"]
 
 WINDOW_S = 0.1  # seconds that a line waits at most
 _LIMIT = 1 << 16  # bytes; longer lines do not wait
@@ -42,7 +42,7 @@ class _WaitingLine:
 
 
 @dataclass
-class _Rest:
+class _PartialLine:
     """The unterminated line of a rank.
 
     Attributes:
@@ -56,7 +56,7 @@ class _Rest:
     last: int = -1
 
 
-class Through:
+class PassThrough:
     """Connects ranks with a renderer, and passes everything through.
 
     Args:
@@ -96,7 +96,7 @@ class Through:
         return self.renderer.note(self.renderer.stamp + self._names(ranks) + line)
 
 
-class Collapse(Through):
+class Collapse(PassThrough):
     """Makes lines wait for the same line of other ranks.
 
     Args:
@@ -115,7 +115,7 @@ class Collapse(Through):
     ) -> None:
         super().__init__(renderer, names)
         self._window_s = window_s
-        self._rests = {rank: _Rest() for rank in ranks}
+        self._partial_lines = {rank: _PartialLine() for rank in ranks}
         self._since: dict[int, float] = {}  # rank -> time since which its text waits, oldest first
         self._waiting: deque[_WaitingLine] = deque()
         self._alike: dict[bytes, list[int]] = {}  # line -> numbers of its entries in _waiting, ascending
@@ -123,71 +123,71 @@ class Collapse(Through):
         self._count = 0
 
     def feed(self, rank: int, data: bytes, now: float) -> bytes:
-        """See ``Through``."""
-        rest = self._rests[rank]
+        """See ``PassThrough``."""
+        partial = self._partial_lines[rank]
         since = self._since.get(rank, now)
-        text = self._take(rank) + data
+        text = self._take_partial(rank) + data
         if _MOVES.search(text) or (text.find(b"\n", 0, _LIMIT) < 0 and len(text) > _LIMIT):
-            return self._pass(rank, text) + self.tick(now)
+            return self._pass_through(rank, text) + self.tick(now)
         out = b""
-        if rest.passing:
+        if partial.passing:
             end = text.find(b"\n") + 1 or len(text)
-            out = self._pass(rank, text[:end])
+            out = self._pass_through(rank, text[:end])
             text = text[end:]
-        *lines, rest.text = text.split(b"\n")
+        *lines, partial.text = text.split(b"\n")
         for line in lines:
-            self._say(rank, line, now)
-        if rest.text:
+            self._add_line(rank, line, now)
+        if partial.text:
             # A continued text keeps its time, so that no part of it waits longer than the window.
             self._since[rank] = now if lines else since
         return out + self.tick(now)
 
     def line(self, rank: int, line: bytes, now: float) -> bytes:
-        """See ``Through``."""
-        self._say(rank, line, now)
+        """See ``PassThrough``."""
+        self._add_line(rank, line, now)
         return self.tick(now)
 
     def end(self, rank: int, now: float) -> bytes:
-        """See ``Through``."""
-        if text := self._take(rank):
-            self._say(rank, text, now)
-        self._rests[rank].passing = False
+        """See ``PassThrough``."""
+        if text := self._take_partial(rank):
+            self._add_line(rank, text, now)
+        self._partial_lines[rank].passing = False
         return self.renderer.end(rank) + self.tick(now)
 
     def due(self) -> float | None:
-        """See ``Through``."""
+        """See ``PassThrough``."""
         times = [waiting.at for waiting in islice(self._waiting, 1)] + list(islice(self._since.values(), 1))
         return min(times) + self._window_s if times else None
 
     def tick(self, now: float) -> bytes:
-        """See ``Through``."""
+        """See ``PassThrough``."""
         out = bytearray()
         while self._waiting:
             first = self._waiting[0]
-            if first.at + self._window_s > now and len(first.ranks) < len(self._rests):
+            if first.at + self._window_s > now and len(first.ranks) < len(self._partial_lines):
                 break
             out += self._show()
         for rank in [rank for rank, at in self._since.items() if at + self._window_s <= now]:
-            out += self._pass(rank, self._take(rank))
+            out += self._pass_through(rank, self._take_partial(rank))
         return bytes(out)
 
-    def _take(self, rank: int) -> bytes:
+    def _take_partial(self, rank: int) -> bytes:
         self._since.pop(rank, None)
-        text, self._rests[rank].text = self._rests[rank].text, b""
+        text, self._partial_lines[rank].text = self._partial_lines[rank].text, b""
         return text
 
-    def _say(self, rank: int, line: bytes, now: float) -> None:
-        rest = self._rests[rank]
+    def _add_line(self, rank: int, line: bytes, now: float) -> None:
+        partial = self._partial_lines[rank]
         alike = self._alike.setdefault(line, [])
-        place = bisect_right(alike, rest.last)  # not before the last line of this rank
+        place = bisect_right(alike, partial.last)  # not before the last line of this rank
         if place == len(alike):
             waiting = _WaitingLine(self._count, line, now, self.renderer.stamp, [])
             self._count += 1
             self._waiting.append(waiting)
             self._by_number[waiting.number] = waiting
             alike.append(waiting.number)
-        rest.last = alike[place]
-        self._by_number[rest.last].ranks.append(rank)
+        partial.last = alike[place]
+        self._by_number[partial.last].ranks.append(rank)
 
     def _show(self) -> bytes:
         """Remove the first waiting line, and return the bytes that show it."""
@@ -200,20 +200,20 @@ class Collapse(Through):
         # The line shows the time when it was first written, not when it is printed.
         stamp, self.renderer.stamp = self.renderer.stamp, waiting.stamp
         # ``feed`` would append to an unterminated line of this rank that the renderer already holds.
-        if len(waiting.ranks) == 1 and not self._rests[waiting.ranks[0]].passing:
+        if len(waiting.ranks) == 1 and not self._partial_lines[waiting.ranks[0]].passing:
             out = self.renderer.feed(waiting.ranks[0], waiting.line + b"\n")
         else:
             out = self._show_line(sorted(waiting.ranks), waiting.line)
         self.renderer.stamp = stamp
         return out
 
-    def _pass(self, rank: int, text: bytes) -> bytes:
+    def _pass_through(self, rank: int, text: bytes) -> bytes:
         """Pass text to the renderer, after the earlier output of its rank."""
-        rest = self._rests[rank]
+        partial = self._partial_lines[rank]
         out = bytearray()
         # Earlier lines of this rank must be printed first, and with them all lines before these.
-        while self._waiting and self._waiting[0].number <= rest.last:
+        while self._waiting and self._waiting[0].number <= partial.last:
             out += self._show()
         out += self.renderer.feed(rank, text)
-        rest.passing = not text.endswith(b"\n")
+        partial.passing = not text.endswith(b"\n")
         return bytes(out)

@@ -202,11 +202,11 @@ class Live:
         line.held = partial.group() if partial else b""
         data = data[: len(data) - len(line.held)]
         if self._owner not in (None, rank):
-            return self._behind(rank, data)
+            return self._feed_other(rank, data)
         out = self._show(rank) if self._owner is None else b""
-        out += self._take(rank, data, drawn=True)
+        out += self._advance_line(rank, data, drawn=True)
         if not line.open:
-            out += self._wipe() + self._show_lowest()
+            out += self._clear_row() + self._show_lowest()
         return out
 
     def end(self, rank: int) -> bytes:
@@ -214,7 +214,7 @@ class Live:
         line = self._lines[rank]
         last = self._name(rank) + bytes(line.text) + b"\n" if line.open else b""
         if self._owner == rank:
-            out = self._wipe() + last
+            out = self._clear_row() + last
             line.restart()
             out += self._show_lowest()
         else:
@@ -228,28 +228,28 @@ class Live:
 
     def note(self, text: bytes) -> bytes:
         """See ``Renderer``."""
-        return self._aside(text + b"\n", self._owner)
+        return self._print_above(text + b"\n", self._owner)
 
     def _name(self, rank: int) -> bytes:
         return self.stamp + self._prefixes[rank]
 
-    def _behind(self, rank: int, data: bytes) -> bytes:
+    def _feed_other(self, rank: int, data: bytes) -> bytes:
         """Process output of a rank while another rank owns the bottom row."""
-        lines = self._take(rank, data, drawn=False)
+        lines = self._advance_line(rank, data, drawn=False)
         assert self._owner is not None
         takes_over = self._order(rank) < self._order(self._owner) and self._lines[rank].open
         if not lines and not takes_over:
             return b""
-        return self._aside(lines, rank if takes_over else self._owner)
+        return self._print_above(lines, rank if takes_over else self._owner)
 
-    def _aside(self, lines: bytes, owner: int | None) -> bytes:
+    def _print_above(self, lines: bytes, owner: int | None) -> bytes:
         """Print complete lines above the bottom row, which ``owner`` then owns."""
-        out = self._wipe() + lines
+        out = self._clear_row() + lines
         # The rows above now show lines of others, so the owner must not move up.
         self._above = 0
         return out if owner is None else out + self._show(owner)
 
-    def _take(self, rank: int, data: bytes, drawn: bool) -> bytes:
+    def _advance_line(self, rank: int, data: bytes, drawn: bool) -> bytes:
         """Advance a rank's line. Return everything that the rank draws, or the lines that it has completed."""
         line, prefix, out = self._lines[rank], self._name(rank), bytearray()
         for match in _TOKEN.finditer(data):
@@ -319,7 +319,7 @@ class Live:
     def _order(self, rank: int) -> tuple[bool, int]:
         return rank != self._first, rank
 
-    def _wipe(self) -> bytes:
+    def _clear_row(self) -> bytes:
         """Clear the bottom row, which no rank owns then."""
         if self._owner is None:
             return b""

@@ -14,10 +14,10 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TextIO
 
-from allranks.launch.output.collapse import Collapse, Through
+from allranks.launch.output.collapse import Collapse, PassThrough
 from allranks.launch.output.lines import Live, Names, Plain
 from allranks.launch.output.logs import Logs
-from allranks.launch.output.outlet import Outlet, TextOutlet
+from allranks.launch.output.nonblocking import NonblockingOutput, TextOutput
 from allranks.launch.spec.events import Output
 from allranks.launch.spec.options import Display
 from allranks.launch.spec.stdio import Stdio
@@ -92,23 +92,23 @@ class Screen:
         # Two channels would lose the order in which a rank wrote to stdout and stderr.
         self._merged = streams is None and os.path.sameopenfile(1, 2)
         # With ``--show 0`` only one rank is shown, which needs no prefix: its output passes unchanged.
-        alone = display.show == "0"
+        single_rank_shown = display.show == "0"
         self._hosts = None if hosts is None else list(hosts)  # changes when ranks move
         names = Names(world_size or len(self.ranks), self._hosts)
         self._names = names
-        self._prefix_width = (0 if alone else names.width) + len(self._stamp())
+        self._prefix_width = (0 if single_rank_shown else names.width) + len(self._stamp())
         collapse = {"auto": len(self._shown) >= _MANY, "always": len(self._shown) > 1, "never": False}[display.collapse]
-        self._collapsers: dict[int, Through] = {}
+        self._collapsers: dict[int, PassThrough] = {}
         self._prefixes: list[tuple[Names, dict[int, bytes]]] = []
         for fd in (1,) if self._merged else (1, 2):
             names = replace(names, colour=colour and os.isatty(fd))
-            prefixes = dict.fromkeys(self.ranks, b"") if alone else names.each(self.ranks)
-            self._prefixes += [] if alone else [(names, prefixes)]
+            prefixes = dict.fromkeys(self.ranks, b"") if single_rank_shown else names.each(self.ranks)
+            self._prefixes += [] if single_rank_shown else [(names, prefixes)]
             prefixes[BAR] = b""
             renderer = Live(prefixes, _window(fd)[1], stdin) if self._live(fd) else Plain(prefixes)
-            of = (lambda ranks: b"") if alone else names.of
-            self._collapsers[fd] = Collapse(renderer, of, self._shown) if collapse else Through(renderer, of)
-        self._outlets: dict[int, Outlet | TextOutlet] = {}
+            of = (lambda ranks: b"") if single_rank_shown else names.of
+            self._collapsers[fd] = Collapse(renderer, of, self._shown) if collapse else PassThrough(renderer, of)
+        self._outputs: dict[int, NonblockingOutput | TextOutput] = {}
         self._tails: dict[int, deque[bytes]] = {rank: deque(maxlen=_TAIL_LINES) for rank, _ in self._hidden_streams}
         self._bare = {stream: Plain(dict.fromkeys(self.ranks, b"")) for stream in (1, 2)}  # lines for files and tails
         # stderr with its own channel that goes to the same file as stdout
@@ -126,7 +126,9 @@ class Screen:
     def open(self) -> None:
         """Open the outlets. Call it after the fork of the ranks, so that no rank keeps the reader waiting."""
         streams = self._streams
-        self._outlets = {fd: Outlet(fd) if streams is None else TextOutlet(streams[fd - 1]) for fd in self._collapsers}
+        self._outputs = {
+            fd: NonblockingOutput(fd) if streams is None else TextOutput(streams[fd - 1]) for fd in self._collapsers
+        }
 
     def stdio(self) -> tuple[Stdio, ...]:
         """Return the settings of the ranks' streams, which make the ranks behave as if they wrote here directly."""
@@ -139,13 +141,13 @@ class Screen:
         out_tty, err_tty = (
             self._live(fd) and not in_files[fd - 1] and (rank, fd) not in self._hidden_streams for fd in (1, 2)
         )
-        mine = rank == self._stdin
+        has_stdin = rank == self._stdin
         out_direct, err_direct = (
-            self._direct and mine and (rank, fd) not in self._hidden_streams and _is_stdin(fd) for fd in (1, 2)
+            self._direct and has_stdin and (rank, fd) not in self._hidden_streams and _is_stdin(fd) for fd in (1, 2)
         )
         return Stdio(
-            mine,
-            mine and self._terminal,
+            has_stdin,
+            has_stdin and self._terminal,
             out_direct,
             err_direct,
             out_tty and not out_direct,
@@ -257,10 +259,10 @@ class Screen:
         """
         lost = self.logs.flush()
         now = time.monotonic()
-        for fd, outlet in self._outlets.items():
+        for fd, output in self._outputs.items():
             self._put(fd, self._collapsers[fd].tick(now))
             try:
-                outlet.flush()
+                output.flush()
             except OSError as error:
                 lost.append(("stdout" if fd == 1 else "stderr", error))
         return lost
@@ -268,21 +270,21 @@ class Screen:
     @property
     def blocked(self) -> set[int]:
         """Descriptors that must become writable before ``flush`` can continue."""
-        return {outlet.fd for outlet in self._outlets.values() if outlet.backlog}
+        return {output.fd for output in self._outputs.values() if output.backlog}
 
     @property
     def backlog(self) -> int:
         """Number of bytes that cannot be written before earlier ones are read."""
-        return sum(outlet.backlog for outlet in self._outlets.values())
+        return sum(output.backlog for output in self._outputs.values())
 
     def close(self) -> None:
         """Drop the bytes that are not written, and close the log files."""
-        for outlet in self._outlets.values():
-            outlet.close()
+        for output in self._outputs.values():
+            output.close()
         self.logs.close()
 
     def _put(self, fd: int, data: bytes) -> None:
-        self._outlets[fd].put(data)
+        self._outputs[fd].put(data)
 
     def _put_apart(self, rank: int, lines: bytes, now: float) -> None:
         for line in lines.split(b"\n")[:-1]:

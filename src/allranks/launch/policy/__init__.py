@@ -4,6 +4,6 @@
 - root_cause: selects the failure that caused the others.  stack_request: requested stacks of ranks.
 - interface: the events that ``round`` receives, besides those of ``spec/events``, and the actions that it returns.
 
-``runtime/loop``, ``jobs/local`` and ``jobs/spread`` perform the actions. ``tests/launch/job_simulation.py`` runs this
-loop on simulated hosts.
+``runtime/loop``, ``jobs/local`` and ``jobs/multi_host`` perform the actions. ``tests/launch/job_simulation.py`` runs
+this loop on simulated hosts.
 """

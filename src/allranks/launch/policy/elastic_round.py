@@ -35,7 +35,7 @@ class ElasticRound(RoundState):
     def _take_elastic_report(self, event: RankFailed, slots: RankSlots[Failure]) -> None:
         """Process a failure report. The decision follows when the process has exited, unless the failure is an echo."""
         failure = self._on_host(Failure(event.rank, event.pid, event.report.code, event.report.at, event.report))
-        if self._is_doomed():
+        if self._has_cause():
             self._root_cause.add(failure)
         elif _has_no_state(failure):
             self._root_cause.add(failure)
@@ -61,24 +61,24 @@ class ElasticRound(RoundState):
             self._take_cause(failure)
             return
         # A new process needs the state of a rank that runs and has not failed itself.
-        again = bool(self.running.difference(self._reports)) and not excluded and slots.may_start(rank)
-        slots.lose(failure, again)
+        restarts = bool(self.running.difference(self._reports)) and not excluded and slots.may_start(rank)
+        slots.lose(failure, restarts)
         # Published before the restart, so that the other ranks see the loss first.
         self._publish()
-        if not (again or self._may_go_on(slots)):
+        if not (restarts or self._can_continue(slots)):
             self._root_cause.add(failure)
-            self._tell_starting(slots)
+            self._report_lost_starting(slots)
         elif excluded:
-            self._go_on(f"rank {rank} exited because the other ranks had continued without it", slots)
+            self._report_continuation(f"rank {rank} exited because the other ranks had continued without it", slots)
         else:
             if reported is not None and reported.report is not None:
                 self._actions.append(PrintReport(rank, reported.report.text))
-            if again:
+            if restarts:
                 how_often = f"{slots.respawned(rank)} of {slots.respawns}"
                 self._print(f"{failure}; restarted ({how_often})", Level.REMARK)
                 self._actions.append(RestartRank(rank, {START: str(slots.start_of(rank))}))
             else:
-                self._go_on(str(failure), slots)
+                self._report_continuation(str(failure), slots)
         self._give_up_starting(slots)
 
     def _take_elastic_loss(self, event: HostLost, slots: RankSlots[Failure]) -> None:
@@ -112,11 +112,11 @@ class ElasticRound(RoundState):
             self._print(consequence(event.why, f"{rank_list(ranks)} {verb} started on {spare}"), Level.REMARK)
             starts = {rank: slots.start_of(rank) for rank in ranks}
             self._actions.append(StartElsewhere(event.host, spare, starts))
-        elif self._may_go_on(slots):
-            self._go_on(consequence(event.why, f"{rank_list(ranks)} terminated with it"), slots)
+        elif self._can_continue(slots):
+            self._report_continuation(consequence(event.why, f"{rank_list(ranks)} terminated with it"), slots)
         else:
             self._root_cause.add(losses[0])
-            self._tell_starting(slots)
+            self._report_lost_starting(slots)
         self._give_up_starting(slots)
 
     def _take_elastic_end(self, rank: int, slots: RankSlots[Failure]) -> None:
@@ -138,7 +138,7 @@ class ElasticRound(RoundState):
         self._hosts += [""] * (max(starts) + 1 - len(self._hosts))
         for rank in starts:
             self._hosts[rank] = event.host
-        self._all |= starts.keys()
+        self._all_ranks |= starts.keys()
         verb = "joins" if len(starts) == 1 else "join"
         self._print(f"{event.host} has joined; {rank_list(list(starts))} {verb} the other ranks", Level.REMARK)
         self._actions.append(StartElsewhere(lost, event.host, starts))
@@ -156,21 +156,21 @@ class ElasticRound(RoundState):
             return
         for rank in starting:
             slots.lose(slots.losses[rank], again=False)
-        self._tell_starting(slots, starting)
+        self._report_lost_starting(slots, starting)
         self._publish()
-        if not self._may_go_on(slots):
+        if not self._can_continue(slots):
             self._root_cause.add(slots.losses[starting[0]])
 
-    def _tell_starting(self, slots: RankSlots[Failure], starting: Sequence[int] = ()) -> None:
+    def _report_lost_starting(self, slots: RankSlots[Failure], starting: Sequence[int] = ()) -> None:
         """Print that ranks which are being started cannot continue, if no rank is left that has the state."""
         starting = starting or slots.starting
         if starting and not self._exited and not self.running.difference(self._reports):
             self._print(f"no remaining rank has the state of the program; {rank_list(starting)} cannot continue")
 
-    def _may_go_on(self, slots: RankSlots[Failure]) -> bool:
+    def _can_continue(self, slots: RankSlots[Failure]) -> bool:
         return slots.is_enough() and bool(self.running or self._exited)
 
-    def _go_on(self, what: str, slots: RankSlots[Failure]) -> None:
+    def _report_continuation(self, what: str, slots: RankSlots[Failure]) -> None:
         left = f"the other ranks continue ({slots.left} of at least {slots.table.least})"
         self._print(consequence(what, left), Level.REMARK)
 

@@ -35,7 +35,7 @@ __all__ = [
     "OutputLost",
     "OutputWritten",
     "Print",
-    "PrintNotice",
+    "PrintWaitReport",
     "PrintReport",
     "PrintStacks",
     "PublishSlots",
@@ -47,7 +47,7 @@ __all__ = [
     "SignalRanks",
     "SignalReceived",
     "StartElsewhere",
-    "StatesAsked",
+    "StatesRequested",
     "StopLauncher",
     "TerminalLent",
     "TimePassed",
@@ -132,7 +132,7 @@ class OutputWritten:
 
 
 @dataclass(frozen=True)
-class StatesAsked:
+class StatesRequested:
     """A command requests the state of the ranks. Answered by ``AnswerStates``.
 
     Attributes:
@@ -157,7 +157,7 @@ Event: TypeAlias = (
     | OutputClosed
     | RanksFinished
     | OutputWritten
-    | StatesAsked
+    | StatesRequested
     | events.Event
 )
 
@@ -197,7 +197,7 @@ class PrintStacks:
 
 
 @dataclass(frozen=True)
-class PrintNotice:
+class PrintWaitReport:
     """Print a wait report. ``stacks``: the stacks of the late ranks that have arrived."""
 
     diagnosis: Diagnosis
@@ -361,7 +361,7 @@ Action: TypeAlias = (
     Print
     | PrintReport
     | PrintStacks
-    | PrintNotice
+    | PrintWaitReport
     | AnswerStates
     | SignalRanks
     | DumpStacks

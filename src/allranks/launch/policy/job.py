@@ -1,6 +1,6 @@
 """The rounds of a job as a pure state machine: whether it restarts after a round, and on how many hosts.
 
-Like ``round``, it has no clock and no process. ``jobs/local`` and ``jobs/spread`` perform its actions.
+Like ``round``, it has no clock and no process. ``jobs/local`` and ``jobs/multi_host`` perform its actions.
 """
 
 from __future__ import annotations

@@ -54,14 +54,14 @@ class Failure:
     def __str__(self) -> str:
         if self.lost:
             return self.lost
-        who = f"rank {self.rank} ({f'host {self.host}, ' if self.host else ''}pid {self.pid})"
+        rank_text = f"rank {self.rank} ({f'host {self.host}, ' if self.host else ''}pid {self.pid})"
         if self.status >= 0:
-            return f"{who} exited with code {self.status}"
+            return f"{rank_text} exited with code {self.status}"
         try:
             name = signal.Signals(-self.status).name
         except ValueError:  # real-time signals between SIGRTMIN and SIGRTMAX have no name
             name = f"signal {-self.status}"
-        return f"{who} was killed by {name}"
+        return f"{rank_text} was killed by {name}"
 
 
 class RootCause:

@@ -52,7 +52,7 @@ from allranks.launch.policy.interface import (
     RanksStarted,
     ReaderChanged,
     SignalReceived,
-    StatesAsked,
+    StatesRequested,
     TerminalLent,
     TimePassed,
 )
@@ -98,7 +98,7 @@ class Round(ElasticRound):
         times = [
             self._hint_at,
             self._request.ends_at() if self._request is not None else None,
-            self._notices.deadline(),
+            self._wait_reports.deadline(),
             self._inquiry.deadline() if self._inquiry is not None else None,
         ]
         if self.phase is Phase.CLOSING:
@@ -122,7 +122,7 @@ class Round(ElasticRound):
         match event:
             case RanksStarted(ranks):
                 self.running = set(ranks)
-                self._all = frozenset(ranks)
+                self._all_ranks = frozenset(ranks)
                 self._print(f"{rank_list(sorted(self.running))} started", Level.DETAIL)
                 if self.rules.elastic is not None:
                     self._slots = RankSlots(self.rules.elastic, ranks)
@@ -140,7 +140,7 @@ class Round(ElasticRound):
                 # This makes the round ``stopping``, so the exits that follow are no failures.
                 self._kill_at = self._stopped_at = now
                 self._kill("")
-            case LongWait() | StatesAsked() | RankState() | Stacks():
+            case LongWait() | StatesRequested() | RankState() | Stacks():
                 self._take_state(event)
             case RankFailed():
                 self._take_report(event)
@@ -271,14 +271,14 @@ class Round(ElasticRound):
             self._signal(number, self.running, alone=True)
             return
         # While the output drains, any signal ends the wait for its reader.
-        self._asked_again = True
+        self._second_signal = True
         if not self.stopping and number == signal.SIGINT:
             self._interrupt()
         elif not self.stopping:
             self.signalled = number
             self._stopped_at = self._now
             self._stop_number = number
-            self._ask_for_stacks(DUMP_S, Purpose.STOP_BY_SIGNAL)
+            self._request_stacks(DUMP_S, Purpose.STOP_BY_SIGNAL)
             # Set before the ranks are signaled: the round is ``stopping`` while it waits for the stacks.
             self._kill_at = self._now + DUMP_S + self.rules.grace_s
         elif number == signal.SIGINT:  # batch systems and closed terminals repeat the other signals themselves
@@ -319,7 +319,7 @@ class Round(ElasticRound):
     def _check_deadlines(self) -> None:
         now = self._now
         if self.phase is Phase.DRAINING:
-            if self._asked_again or (self.stopping and now >= self._phase_ends_at):
+            if self._second_signal or (self.stopping and now >= self._phase_ends_at):
                 self._end()
             return
         if not self.stopping:
@@ -328,10 +328,10 @@ class Round(ElasticRound):
         if not self.stopping and settles_at is not None and now >= settles_at:
             self.cause = self._root_cause.select()
             # Before any signal, so that the states show what led to the failure.
-            self._actions.append(InspectRanks(tuple(sorted(self._all)), LAST_CALLS))
+            self._actions.append(InspectRanks(tuple(sorted(self._all_ranks)), LAST_CALLS))
             if self._others_were_late(self.cause):
                 self._stopped_at = now
-                self._ask_for_stacks(DUMP_S, Purpose.STOP_AFTER_FAILURE)
+                self._request_stacks(DUMP_S, Purpose.STOP_AFTER_FAILURE)
                 self._kill_at = now + DUMP_S + self.rules.grace_s
             else:
                 self._stop(signal.SIGTERM, self._without_cause(self.cause))
@@ -347,9 +347,9 @@ class Round(ElasticRound):
             elif self._answered.purpose is Purpose.STOP_IDLE:
                 self._stop_idle(self._answered)
         if self.stopping or self._request is not None:
-            self._notices.forget()
-        self._actions += self._notices.check(self.running, self._borrower, now)
-        self._answer()
+            self._wait_reports.forget()
+        self._actions += self._wait_reports.check(self.running, self._borrower, now)
+        self._answer_inquiry()
         self._check_waiting()
         if self._kill_at is not None and now >= self._kill_at and self._killed_at is None and self.running:
             self._kill(f"did not exit within {self.rules.grace_s:g} s")
@@ -367,7 +367,7 @@ class Round(ElasticRound):
         idles = not stopping and self._request is None and self.phase is Phase.RUNNING
         if idles and self._idle_at is not None and now >= self._idle_at:
             self._idle_at = None
-            self._ask_for_stacks(IDLE_DUMP_S, Purpose.STOP_IDLE)
+            self._request_stacks(IDLE_DUMP_S, Purpose.STOP_IDLE)
         if not stopping and self._linger_at is not None and now >= self._linger_at:
             # Once per round, not at every later deadline.
             self._linger_at = None
@@ -391,38 +391,38 @@ class Round(ElasticRound):
         return not self.running and (self.rules.master != -1 or self.stopping)
 
     def _restart_idle_time(self) -> None:
-        if self.rules.idle_s is not None and self._request is None and not self._idled:
+        if self.rules.idle_s is not None and self._request is None and not self._stopped_idle:
             self._idle_at = self._now + self.rules.idle_s
 
-    def _take_state(self, event: LongWait | StatesAsked | RankState | Stacks) -> None:
+    def _take_state(self, event: LongWait | StatesRequested | RankState | Stacks) -> None:
         match event:
             case LongWait():
                 if not self.stopping and self._request is None and self.phase is Phase.RUNNING:
-                    self._actions += self._notices.take_wait(event, sorted(self._all), self._now)
-            case StatesAsked(recent, stacks):
-                self._ask(recent, stacks)
+                    self._actions += self._wait_reports.take_wait(event, sorted(self._all_ranks), self._now)
+            case StatesRequested(recent, stacks):
+                self._start_inquiry(recent, stacks)
             case RankState():
                 if self.cause is not None:
                     # The first state counts: later ones show ranks that are being stopped.
                     self._last_states.setdefault(event.rank, event)
-                self._notices.take_state(event)
+                self._wait_reports.take_state(event)
                 if self._inquiry is not None:
                     self._inquiry.take_state(event)
             case Stacks():
-                self._notices.take_stacks(event, self._now)
+                self._wait_reports.take_stacks(event, self._now)
                 if self._inquiry is not None:
                     self._inquiry.take_stacks(event, self._now)
                 # stacks that arrive after the deadline still help
                 if (request := self._request or self._answered) is not None:
                     request.add(event, self._now)
 
-    def _ask(self, recent: int, stacks: bool) -> None:
+    def _start_inquiry(self, recent: int, stacks: bool) -> None:
         if self._inquiry is not None:  # the pending request also answers this one
             return
-        self._inquiry = Inquiry(sorted(self._all), recent, _in_no_call if stacks else _nobody, self._now)
+        self._inquiry = Inquiry(sorted(self._all_ranks), recent, _in_no_call if stacks else _no_ranks, self._now)
         self._actions += self._inquiry.begin()
 
-    def _answer(self) -> None:
+    def _answer_inquiry(self) -> None:
         if (inquiry := self._inquiry) is None:
             return
         self._actions += inquiry.check(self.running, self._now)
@@ -432,7 +432,7 @@ class Round(ElasticRound):
             self._actions.append(AnswerStates(states, dict(inquiry.stacks), dict(inquiry.reasons)))
 
     def _stop_idle(self, answered: StackRequest) -> None:
-        self._idled = True
+        self._stopped_idle = True
         idle = f"no rank has written anything for {self.rules.idle_s:g} s"
         self._print(f"{idle} (--idle-timeout); stacks of all ranks:")
         self._actions.append(PrintStacks(dict(answered.texts)))
@@ -444,18 +444,18 @@ class Round(ElasticRound):
         self._stop(signal.SIGTERM, self.running)
 
     def _conclude(self) -> None:
-        self._outcome = self._judge()
+        self._outcome = self._determine_outcome()
         self.failed = self._outcome.ending in (Ending.FAILED, Ending.IDLE)
         self.phase = Phase.DRAINING
         # Signals that stopped the round must not end the output, too.
-        self._asked_again = False
+        self._second_signal = False
         # After a failure, output is written for the grace time; after a signal, for ``DRAIN_S`` only.
         self._phase_ends_at = self._now + DRAIN_S
         if self._kill_at is not None and self.signalled is None:
             self._phase_ends_at = max(self._phase_ends_at, self._kill_at)
         self._actions.append(Conclude(self._outcome))
 
-    def _judge(self) -> Outcome:
+    def _determine_outcome(self) -> Outcome:
         failures = sorted(self._root_cause.failures.values(), key=lambda failure: failure.rank)
         stacks = self._answered.texts if self._answered is not None else {}
         # A signal precedes failures: once the ranks are signaled, failures are consequences.
@@ -464,7 +464,7 @@ class Round(ElasticRound):
             return self._result(Ending.SIGNALLED, self._own_code(), failures, places)
         if self.joined:  # failures are reports of ranks that were requested to exit
             return self._result(Ending.JOINED, 0, failures)
-        if self._idled:
+        if self._stopped_idle:
             return self._result(Ending.IDLE, IDLE, failures, {rank: stacks[rank] for rank in sorted(stacks)})
         # echoes, and all ranks had exited before they settled
         if self.cause is None and failures and not self._output_lost:
@@ -511,7 +511,7 @@ def _in_no_call(states: Mapping[int, RankState]) -> list[int]:
     return [rank for rank, state in states.items() if state.waiting is None]
 
 
-def _nobody(states: Mapping[int, RankState]) -> list[int]:
+def _no_ranks(states: Mapping[int, RankState]) -> list[int]:
     return []
 
 

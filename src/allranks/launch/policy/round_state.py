@@ -23,9 +23,9 @@ from allranks.launch.policy.interface import (
     SignalRanks,
     StopLauncher,
 )
-from allranks.launch.policy.notices import Notices
 from allranks.launch.policy.root_cause import Failure, RootCause
 from allranks.launch.policy.stack_request import Purpose, StackRequest
+from allranks.launch.policy.wait_reports import WaitReports
 from allranks.launch.spec.events import (
     RankState,
 )
@@ -111,13 +111,13 @@ class RoundState:
         self._killed_at: float | None = None
         self._exited: list[int] = []  # with code 0, before any failure
         self._output_lost = False
-        self._asked_again = False  # by a signal, while the output is drained
+        self._second_signal = False  # by a signal, while the output is drained
         self._linger_at: float | None = None
         self._hint_at: float | None = None
         self._idle_at: float | None = None
-        self._idled = False
-        self._all: frozenset[int] = frozenset()
-        self._notices = Notices()
+        self._stopped_idle = False
+        self._all_ranks: frozenset[int] = frozenset()
+        self._wait_reports = WaitReports()
         self._inquiry: Inquiry | None = None  # of another command
         self._last_states: dict[int, RankState] = {}  # states of ranks when the cause was clear
         self._request: StackRequest | None = None
@@ -156,7 +156,7 @@ class RoundState:
         """Return whether the other ranks continue without this rank."""
         return self.rules.master is not None and rank != self.rules.master
 
-    def _is_doomed(self) -> bool:
+    def _has_cause(self) -> bool:
         """Return whether the cause of the end is known, and will be selected at the next ``TimePassed``."""
         return any(not failure.echo for failure in self._root_cause.failures.values())
 
@@ -168,12 +168,12 @@ class RoundState:
 
     def _without_cause(self, cause: Failure) -> set[int]:
         """Return the ranks to signal: every running rank except the failed one, unless it has been restarted."""
-        again = self._slots is not None and cause.rank in self._slots.losses
-        return self.running if again else self.running - {cause.rank}
+        is_restarted = self._slots is not None and cause.rank in self._slots.losses
+        return self.running if is_restarted else self.running - {cause.rank}
 
     def _take_cause(self, loss: Failure) -> None:
         """Process a loss after failures that may be its echoes."""
-        if self._is_doomed():
+        if self._has_cause():
             self._root_cause.add(loss)
         else:
             self._stop_for_echo(self._root_cause.select(), loss)
@@ -191,7 +191,7 @@ class RoundState:
         """Stop the round by SIGINT, so that a rank that runs python reports the line where it was."""
         self.signalled = signal.SIGINT
         self._stop(signal.SIGINT, self.running.difference(spared))
-        self._ask_for_stacks(DUMP_S, Purpose.NOTHING)
+        self._request_stacks(DUMP_S, Purpose.NOTHING)
         self._hint_at = self._now + HINT_S
 
     def _stop(self, number: int, ranks: Iterable[int]) -> None:
@@ -229,7 +229,7 @@ class RoundState:
             patience_s = max(patience_s, self._kill_at - self._now)
         self._actions.append(FinishRanks(patience_s))
 
-    def _ask_for_stacks(self, wait_s: float, purpose: Purpose) -> None:
+    def _request_stacks(self, wait_s: float, purpose: Purpose) -> None:
         """Request the stacks of all ranks, before another action changes them."""
         self._request = StackRequest(set(self.running), self._now + wait_s, purpose, last=self._now)
         if self.running:

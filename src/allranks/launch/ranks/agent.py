@@ -31,7 +31,7 @@ from allranks.launch.ranks.environ import place_environ
 from allranks.launch.ranks.pipes import Pipes
 from allranks.launch.ranks.preload import preload_for_elastic_ranks
 from allranks.launch.ranks.rank import Rank, become_rank
-from allranks.launch.ranks.rank_processes import CHUNK, LOOK_S, RankPlan, RankProcess, RankProcesses, StartInfo
+from allranks.launch.ranks.rank_processes import CHUNK, POLL_S, RankPlan, RankProcess, RankProcesses, StartInfo
 from allranks.launch.ranks.recording import RankRecording
 from allranks.launch.ranks.template import PATIENCE_S, NewRank, RankTemplate
 from allranks.launch.spec.events import (
@@ -46,10 +46,10 @@ from allranks.launch.spec.events import (
 
 __all__ = ["Agent", "RankPlan"]
 
-_ASK_S = 0.02  # seconds between two checks for exits of ranks that have no pidfd
+_EXIT_POLL_S = 0.02  # seconds between two checks for exits of ranks that have no pidfd
 _OF_PYTHON = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")  # these exit by themselves
-_LEAVING_S = 0.5  # seconds for processes that a rank left behind, before they receive SIGTERM
-_LOOK_AGAIN_S = 0.02  # seconds; no descriptor reports that the members of a group have exited
+_LEFT_BEHIND_S = 0.5  # seconds for processes that a rank left behind, before they receive SIGTERM
+_GROUP_POLL_S = 0.02  # seconds; no descriptor reports that the members of a group have exited
 
 
 class Agent(RankProcesses):
@@ -83,7 +83,7 @@ class Agent(RankProcesses):
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # otherwise each rank would write the buffered output again
-        if self._forks and self._replaces:
+        if self._uses_fork and self._restarts_ranks:
             # Before the pipes of ranks exist, so that the template holds none of them open.
             made = RankTemplate.fork(self._enter_template)
             if isinstance(made, NewRank):
@@ -119,12 +119,12 @@ class Agent(RankProcesses):
         return None
 
     @property
-    def _replaces(self) -> bool:
+    def _restarts_ranks(self) -> bool:
         """Whether single ranks are restarted."""
         return self._plan.ranks.elastic is not None or self._plan.ranks.target.has_workers
 
     @property
-    def _forks(self) -> bool:
+    def _uses_fork(self) -> bool:
         return self._plan.ranks.start == "fork" and self._plan.ranks.target.is_python
 
     def _enter_template(self) -> Iterator[None]:
@@ -173,8 +173,8 @@ class Agent(RankProcesses):
             recording = self._recording()
             pipes = Pipes.open(self._plan.stdio[wanted.rank - self._plan.first])
             start = StartInfo(wanted, pipes, recording, time.monotonic())
-            if self._template is not None and self._template.ask(wanted, start.pipes, start.recording.path):
-                self._awaited.append(start)
+            if self._template is not None and self._template.request_process(wanted, start.pipes, start.recording.path):
+                self._starting.append(start)
             else:
                 self._execute(start)
         except OSError as error:
@@ -184,7 +184,7 @@ class Agent(RankProcesses):
                 pipes.close_rank_ends()
                 for fd in pipes.own_fds():
                     os.close(fd)
-            self._due += _unable(wanted.rank, error)
+            self._pending_events += _restart_failed(wanted.rank, error)
 
     def _execute(self, start: StartInfo) -> None:
         """Start a rank in a fresh interpreter."""
@@ -202,37 +202,37 @@ class Agent(RankProcesses):
             finally:
                 traceback.print_exc()
                 os._exit(1)
-        self._add(start, pid, self._due)
+        self._add(start, pid, self._pending_events)
 
     def _add(self, start: StartInfo, pid: int, events: list[Event]) -> None:
         start.pipes.close_rank_ends()
         process = RankProcess(start.wanted.rank, pid, _pidfd(pid), start.pipes, start.recording)
         self._processes.append(process)
-        self._attend(process)
+        self._watch_process(process)
         events.append(RankRestarted(process.rank))
 
-    def _take_new(self, events: list[Event]) -> None:
+    def _handle_template_reply(self, events: list[Event]) -> None:
         """Process a reply of the template: it has forked a process, or is lost."""
         assert self._template is not None
         pid = self._template.take()
         if pid is None:
-            self._do_without_template(events)
+            self._abandon_template(events)
             return
-        start = self._awaited.popleft()
+        start = self._starting.popleft()
         if pid:
             self._add(start, pid, events)
         # The gate opens only after the pid is registered, so no rank runs unknown to this agent.
         self._template.open_gate(bool(pid))
         if not pid:
-            self._execute_or_tell(start, events)
+            self._execute_or_report(start, events)
 
-    def _do_without_template(self, events: list[Event]) -> None:
+    def _abandon_template(self, events: list[Event]) -> None:
         # This closes the gates, so a process that was forked already exits before it becomes a second rank.
         self._close_template()
-        while self._awaited:
-            self._execute_or_tell(self._awaited.popleft(), events)
+        while self._starting:
+            self._execute_or_report(self._starting.popleft(), events)
 
-    def _execute_or_tell(self, start: StartInfo, events: list[Event]) -> None:
+    def _execute_or_report(self, start: StartInfo, events: list[Event]) -> None:
         # The round ended while the request was pending.
         if self._finished:
             start.pipes.close_rank_ends()
@@ -243,7 +243,7 @@ class Agent(RankProcesses):
         try:
             self._execute(start)
         except OSError as error:
-            events += _unable(start.wanted.rank, error)
+            events += _restart_failed(start.wanted.rank, error)
 
     def _close_template(self) -> None:
         assert self._template is not None
@@ -292,7 +292,7 @@ class Agent(RankProcesses):
         environ[SEAL] = seal(environ, os.getpid())
         if fresh and plan.ranks.target.is_python:
             rank.execute(environ, fresh=True)
-        elif self._forks:
+        elif self._uses_fork:
             rank.adopt(environ)
         else:
             rank.execute(environ, fresh=plan.ranks.target.is_python)
@@ -302,27 +302,27 @@ class Agent(RankProcesses):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_read_fd, selectors.EVENT_READ, partial(self._awake))
         for process in self._processes:
-            self._attend(process)
+            self._watch_process(process)
         if self._template is not None:
-            self._selector.register(self._template.fd, selectors.EVENT_READ, partial(self._take_new))
+            self._selector.register(self._template.fd, selectors.EVENT_READ, partial(self._handle_template_reply))
 
     def poll(self, timeout_s: float | None) -> list[Event]:
         """Wait for events, for ``wake``, or for the time to pass."""
         assert self._selector is not None
-        self._look_for_long_waits()
+        self._check_long_waits()
         self._measure()
         # A stopped template sends no event, so only the time shows that it is lost.
-        if self._awaited:
+        if self._starting:
             timeout_s = PATIENCE_S if timeout_s is None else min(timeout_s, PATIENCE_S)
-            if time.monotonic() > self._awaited[0].at + PATIENCE_S:
-                self._do_without_template(self._due)
-        events, self._due = self._due, []
+            if time.monotonic() > self._starting[0].at + PATIENCE_S:
+                self._abandon_template(self._pending_events)
+        events, self._pending_events = self._pending_events, []
         if (self._plan.ranks.notice_s > 0 or self._plan.ranks.statistics) and self.running:
-            timeout_s = LOOK_S if timeout_s is None else min(timeout_s, LOOK_S)
+            timeout_s = POLL_S if timeout_s is None else min(timeout_s, POLL_S)
         # Without a pidfd, no descriptor reports the exit.
-        asks = [process for process in self._processes if process.pidfd < 0 and not process.exited]
-        if asks:
-            timeout_s = _ASK_S if timeout_s is None else min(timeout_s, _ASK_S)
+        polled = [process for process in self._processes if process.pidfd < 0 and not process.exited]
+        if polled:
+            timeout_s = _EXIT_POLL_S if timeout_s is None else min(timeout_s, _EXIT_POLL_S)
         # Pending events are returned with those that are ready now, without a wait.
         for key, _ in self._selector.select(0 if events else timeout_s):
             # An earlier handler in this loop, for a rank's exit, may have read this descriptor to its end and closed
@@ -330,7 +330,7 @@ class Agent(RankProcesses):
             if key.fd in self._selector.get_map():
                 handle: Callable[[list[Event]], object] = key.data
                 handle(events)
-        for process in asks:
+        for process in polled:
             self._read_exit(process, events)
         return events
 
@@ -352,8 +352,8 @@ class Agent(RankProcesses):
             return events
         self._finished = True
         # A requested process may exist already; it is killed with the others below.
-        while self._awaited:
-            self._take_new(events)
+        while self._starting:
+            self._handle_template_reply(events)
         if self._template is not None:
             self._close_template()
         self._end_left_behind(patience_s, events)
@@ -394,10 +394,10 @@ class Agent(RankProcesses):
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read_fd, CHUNK)  # only a later wake ends the wait
         begin = time.monotonic()
-        until, told = begin + patience_s, False
+        until, reported = begin + patience_s, False
         while left := [(process, pids) for process in ended if (pids := _members(process.pid))]:
-            if not told and time.monotonic() >= begin + min(_LEAVING_S, patience_s):
-                told = True
+            if not reported and time.monotonic() >= begin + min(_LEFT_BEHIND_S, patience_s):
+                reported = True
                 for process, pids in left:
                     if process.asked:
                         continue
@@ -405,7 +405,7 @@ class Agent(RankProcesses):
                         events.append(LeftBehind(process.rank, what))
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGTERM)
-            if time.monotonic() >= until or select.select([self._wake_read_fd], [], [], _LOOK_AGAIN_S)[0]:
+            if time.monotonic() >= until or select.select([self._wake_read_fd], [], [], _GROUP_POLL_S)[0]:
                 for process, _ in left:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
@@ -441,7 +441,7 @@ class Agent(RankProcesses):
             self.restart(self._to_restart.pop(process.rank))
 
 
-def _unable(rank: int, error: OSError) -> list[Event]:
+def _restart_failed(rank: int, error: OSError) -> list[Event]:
     """Return the events for a rank that cannot be restarted."""
     text = f"cannot restart rank {rank}: {error.strerror}\n"
     return [RankFailed(rank, 0, FailureReport(126, text=text, at=time.monotonic())), Exited(rank, 0, 126)]

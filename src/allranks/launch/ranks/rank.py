@@ -250,18 +250,20 @@ class Rank:
 
     def _failed(self, error: BaseException) -> None:
         # A child that the program forked also gets here; its failure is not the rank's.
-        ours = os.getpid() == self.pid
+        in_rank_process = os.getpid() == self.pid
         hook, trace = sys.excepthook, _own_frames(error.__traceback__)
         if hint := _needs_stdin(error, self.target.kind):
             shown: BaseException = UsageError(hint)
             error.__traceback__ = trace = _without_debugger(trace)
         else:
             shown = error
-        torchs = getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d"  # its hook only adds a prefix
-        plain = torchs or hook is sys.__excepthook__
-        printed = ours and plain  # the agent prints the error
+        is_torch_hook = (
+            getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d"
+        )  # its hook only adds a prefix
+        plain = is_torch_hook or hook is sys.__excepthook__
+        printed = in_rank_process and plain  # the agent prints the error
         # Code 0: the program called ``sys.exit(0)``, which is no failure.
-        if ours and (report := _report(shown, trace, with_text=plain)).code:
+        if in_rank_process and (report := _report(shown, trace, with_text=plain)).code:
             if self.target.kind == "function":
                 from allranks.launch.ranks import function
 
@@ -440,9 +442,9 @@ def _trim(error: BaseException, summary: traceback.TracebackException) -> None:
             continue
         seen.add(id(part))
         stack = part.stack
-        ours = next((n for n, frame in enumerate(reversed(stack)) if not frame.filename.startswith(_PACKAGE)), 0)
-        if ours and (isinstance(current, AllranksError) or _is_raised(current.__traceback__)):
-            del stack[-ours:]
+        own_frames = next((n for n, frame in enumerate(reversed(stack)) if not frame.filename.startswith(_PACKAGE)), 0)
+        if own_frames and (isinstance(current, AllranksError) or _is_raised(current.__traceback__)):
+            del stack[-own_frames:]
         for link in ("__cause__", "__context__"):
             other, other_summary = getattr(current, link), getattr(part, link)
             if other is not None and other_summary is not None:

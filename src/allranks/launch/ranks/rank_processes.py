@@ -39,11 +39,11 @@ from allranks.launch.spec.events import (
 from allranks.launch.spec.options import STATISTICS_S, RankOptions
 from allranks.launch.spec.stdio import Stdio
 
-__all__ = ["CHUNK", "LOOK_S", "RankPlan", "RankProcesses", "RankProcess", "StartInfo"]
+__all__ = ["CHUNK", "POLL_S", "RankPlan", "RankProcesses", "RankProcess", "StartInfo"]
 
 # bytes; the capacity of a pipe on Linux (pipe(7)), so that one read usually empties it.
 CHUNK = 1 << 16
-LOOK_S = 1.0  # seconds between two checks for long waits
+POLL_S = 1.0  # seconds between two checks for long waits
 # bytes; more than a pipe holds: all that an exited rank wrote, but not the endless output of a child of it.
 _LAST_BYTES = 1 << 17
 
@@ -121,12 +121,12 @@ class RankProcesses:
         self._writable: set[int] = set()
         self._reading = True
         self._finished = False
-        self._due: list[Event] = []  # for the next poll
+        self._pending_events: list[Event] = []  # for the next poll
         self._to_restart: dict[int, RestartRank] = {}  # requests that wait for the exit of the old process
         self._limits: tuple[Set[int], tuple[int, int]] = set(), (0, 0)
         self._template: RankTemplate | None = None
-        self._awaited: deque[StartInfo] = deque()  # requests to the template
-        self._look_at = 0.0
+        self._starting: deque[StartInfo] = deque()  # requests to the template
+        self._next_wait_check_at = 0.0
         self._measure_at = 0.0
 
     @property
@@ -139,7 +139,7 @@ class RankProcesses:
         """True if a process may still write: a rank, or one that it left behind."""
         return any(fd in self._open for process in self._processes for fd in process.pipes.read_fds.values())
 
-    def _attend(self, process: RankProcess) -> None:
+    def _watch_process(self, process: RankProcess) -> None:
         assert self._selector is not None
         self._open |= {*process.pipes.own_fds()}
         self._watch_output(process)
@@ -324,8 +324,8 @@ class RankProcesses:
             if process.rank not in ranks or process.exited:
                 continue
             stacks = process.pipes.stacks_read_fd
-            if why := _why_mute(process.pid, stacks if stacks in self._open else -1):
-                self._due.append(Stacks(process.rank, why=why))
+            if why := _no_stacks_reason(process.pid, stacks if stacks in self._open else -1):
+                self._pending_events.append(Stacks(process.rank, why=why))
             else:
                 os.kill(process.pid, DUMP)
 
@@ -334,7 +334,9 @@ class RankProcesses:
         newest = {process.rank: process for process in self._processes}
         for rank in ranks:
             if (process := newest.get(rank)) is not None:
-                self._due.append(rank_state(rank, process.pid, process.recording.reader(), recent, process.exited))
+                self._pending_events.append(
+                    rank_state(rank, process.pid, process.recording.reader(), recent, process.exited)
+                )
 
     def _measure(self) -> None:
         now = time.monotonic()
@@ -342,22 +344,22 @@ class RankProcesses:
             self._measure_at = now + STATISTICS_S
             for process in self._processes:
                 if not process.exited:
-                    self._report_calls(process, self._due)
+                    self._report_calls(process, self._pending_events)
 
     def _report_calls(self, process: RankProcess, events: list[Event]) -> None:
         """Report the durations of a rank's calls, if it has created a group."""
         if (reader := process.recording.reader()) is not None:
             events.append(rank_stats(process.rank, reader, time.monotonic_ns()))
 
-    def _look_for_long_waits(self) -> None:
+    def _check_long_waits(self) -> None:
         first_s, now = self._plan.ranks.notice_s, time.monotonic()
-        if first_s <= 0 or now < self._look_at:
+        if first_s <= 0 or now < self._next_wait_check_at:
             return
-        self._look_at = now + LOOK_S
+        self._next_wait_check_at = now + POLL_S
         for process in self._processes:
             if not process.exited and (found := process.recording.long_wait(first_s)) is not None:
                 call, limit_s = found
-                self._due.append(LongWait(process.rank, call.index, limit_s))
+                self._pending_events.append(LongWait(process.rank, call.index, limit_s))
 
     def _reap(self, process: RankProcess) -> None:
         """Reap an exited rank and kill its group, which may hold a GPU, port or lock that its next process needs."""
@@ -376,7 +378,7 @@ class RankProcesses:
         raise NotImplementedError
 
 
-def _why_mute(pid: int, stacks: int) -> str:
+def _no_stacks_reason(pid: int, stacks: int) -> str:
     """Return why a process cannot report its stacks; "" if it can.
 
     Args:

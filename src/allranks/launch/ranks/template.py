@@ -88,26 +88,26 @@ class RankTemplate:
             OSError: a process or socket could not be created.
         """
         # SOCK_SEQPACKET keeps the boundaries of messages; an empty message is the end of the other side.
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
         pid = os.fork()
         if pid:
-            theirs.close()
+            child_end.close()
             # ``take`` must not wait forever for a template that is stopped.
-            ours.settimeout(PATIENCE_S)
-            return cls(pid, ours)
+            own_end.settimeout(PATIENCE_S)
+            return cls(pid, own_end)
         try:
-            ours.close()
+            own_end.close()
             # signals that are sent to all processes must not stop the template
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             die_with(parent)
-            new = _serve(theirs, prepare())
+            new = _serve(child_end, prepare())
         except BaseException:  # noqa: BLE001 - it must not propagate into the agent's code; the agent detects the exit
             traceback.print_exc()
             os._exit(1)
         return new
 
-    def ask(self, wanted: RestartRank, pipes: Pipes, memory: str) -> bool:
+    def request_process(self, wanted: RestartRank, pipes: Pipes, memory: str) -> bool:
         """Request a process, which ``take`` returns. Return False if the template is lost."""
         gate, opener = os.pipe()
         merged = pipes.out == pipes.err

@@ -49,9 +49,9 @@ from allranks.launch.policy.interface import (
     OutputLost,
     OutputWritten,
     Print,
-    PrintNotice,
     PrintReport,
     PrintStacks,
+    PrintWaitReport,
     PublishSlots,
     RanksFinished,
     RanksStarted,
@@ -60,7 +60,7 @@ from allranks.launch.policy.interface import (
     SignalRanks,
     SignalReceived,
     StartElsewhere,
-    StatesAsked,
+    StatesRequested,
     StopLauncher,
     TerminalLent,
     TimePassed,
@@ -71,8 +71,8 @@ from allranks.launch.reporter import Reporter
 from allranks.launch.runtime.agents import Agents
 from allranks.launch.runtime.job_control import SIGNALS, JobControl
 from allranks.launch.runtime.last_calls import describe_calls, differ, report, write_report
-from allranks.launch.runtime.last_words import describe_failure, describe_idle, describe_interrupt, lines_of
 from allranks.launch.runtime.statistics import Statistics
+from allranks.launch.runtime.summaries import describe_failure, describe_idle, describe_interrupt, ranks_by_line
 from allranks.launch.signals import FORWARDED, handled
 from allranks.launch.spec.events import (
     Asked,
@@ -166,16 +166,16 @@ class RoundLoop:
         ended: How the last process of each rank exited: the status, as in ``Exited``, or why its host was lost.
         restarts: How often each rank has been restarted.
         results: Return values of ranks that ran a function, pickled.
-        caught: The last signal that this process received; None if it received none.
-        last_words: After `run`: the printed result of the round.
+        last_signal: The last signal that this process received; None if it received none.
+        summary: After `run`: the printed result of the round.
     """
 
     def __init__(self, spec: RoundSpec, ports: Ports) -> None:
         self.ended: dict[int, int | str] = {}
         self.restarts: dict[int, int] = {}
         self.results: dict[int, bytearray] = {}
-        self.caught: int | None = None
-        self.last_words = b""
+        self.last_signal: int | None = None
+        self.summary = b""
         self._spec = spec
         self._round = Round(spec.rules)
         self._store = ports.store
@@ -226,7 +226,7 @@ class RoundLoop:
     @property
     def places(self) -> dict[str, list[int]]:
         """The source lines of ranks when a signal stopped them: line -> ranks."""
-        places = lines_of(self._outcome.stacks)
+        places = ranks_by_line(self._outcome.stacks)
         for failure in self._outcome.failures:
             if failure.report is not None and failure.report.interrupted and failure.report.where:
                 places.setdefault(failure.report.where, []).append(failure.rank)
@@ -271,7 +271,7 @@ class RoundLoop:
         # Only recorded, because python runs this handler between any two instructions of the loop.
         self._signals.append(number)
         if number in FORWARDED:
-            self.caught = number
+            self.last_signal = number
 
     def _timeout_s(self) -> float | None:
         times = [self._round.deadline()]
@@ -290,7 +290,7 @@ class RoundLoop:
             self._take(event)
         self._statistics.write_if_due()
         for question in self._inquiries.take():
-            self._pass(StatesAsked(question.recent, question.stacks))
+            self._pass(StatesRequested(question.recent, question.stacks))
         while self._requests and isinstance(self._requests[0], RestartRank):
             self._pass(self._requests.popleft())
         # Before the signals: a cause that has settled is selected before a signal stops the round.
@@ -347,7 +347,7 @@ class RoundLoop:
                     self._bar.take(event)
                 return
             case Asked(recent, wanted):
-                self._pass(StatesAsked(recent, wanted))
+                self._pass(StatesRequested(recent, wanted))
                 return
             case StopRequested(number):  # queued like a local signal: failures of this turn precede it
                 self._signals.append(number)
@@ -406,7 +406,7 @@ class RoundLoop:
                 readable = {rank: text.decode(errors="replace") for rank, text in texts.items()}
                 for ranks, lines in stacks.render(readable):
                     self._screen.print_lines(ranks, [line.encode() for line in lines])
-            case PrintNotice(diagnosis, texts):
+            case PrintWaitReport(diagnosis, texts):
                 places = {rank: stacks.main_place(text.decode(errors="replace")) for rank, text in texts.items()}
                 for line in diagnosis.lines(dict(enumerate(self._round.hosts)), places):
                     self._reporter.report(line)
@@ -425,7 +425,7 @@ class RoundLoop:
                 self._agents.start_elsewhere(lost, spare, starts)
             case PublishSlots(slots):
                 assert self._store is not None
-                self._store.put(TABLE_KEY, slots.encode())
+                self._store.set_locally(TABLE_KEY, slots.encode())
             case LendTerminal(rank):
                 self._answers.append(TerminalLent(self._control is not None and self._control.lend(rank)))
             case ReclaimTerminal(_, restore):
@@ -453,10 +453,10 @@ class RoundLoop:
         if outcome.ending is not Ending.FAILED or not any(state.last is not None for state in outcome.states):
             return
         hosts = self._round.hosts
-        said = describe_calls(outcome, hosts)
-        for line in said:
+        call_lines = describe_calls(outcome, hosts)
+        for line in call_lines:
             self._reporter.remark(line)
-        if said or differ(outcome):
+        if call_lines or differ(outcome):
             path = write_report(report(outcome, hosts, self._command), self._screen.logs.folder, os.environ)
             if path is not None:
                 self._reporter.remark(f"the last calls of all ranks are in {path}")
@@ -493,16 +493,16 @@ class RoundLoop:
             # A program that SIGPIPE ends prints nothing either.
             if self._spec.prints and outcome.signal != signal.SIGPIPE:
                 name = signal.Signals(outcome.signal).name
-                places = lines_of(outcome.stacks)
+                places = ranks_by_line(outcome.stacks)
                 self._screen.note(describe_interrupt(name, outcome.failures, self._reporter, places))
             return
         if outcome.ending is Ending.IDLE:
-            self.last_words = describe_idle(outcome, self._round.rules.idle_s or 0.0, self._reporter)
+            self.summary = describe_idle(outcome, self._round.rules.idle_s or 0.0, self._reporter)
             shown = True
         elif outcome.cause is not None and outcome.ending is Ending.FAILED:
             # An agent that shows its own ranks has sent the hidden lines with the exit.
             tail = self._screen.tail(outcome.cause.rank) or self._tails.get(outcome.cause.rank, ())
-            self.last_words = describe_failure(outcome.cause, outcome.before, tail, self._reporter, outcome.exited)
-        if self.last_words and shown:
-            self._screen.note(self.last_words)
+            self.summary = describe_failure(outcome.cause, outcome.before, tail, self._reporter, outcome.exited)
+        if self.summary and shown:
+            self._screen.note(self.summary)
             self._report_calls(outcome)

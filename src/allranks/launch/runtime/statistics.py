@@ -55,8 +55,8 @@ class Statistics:
         self._write()
         found = JobStats(self._ranks.values())
         if not self._table:
-            told = found.warnings() if found.seconds >= _LONG_S and not self._reporter.quiet else []
-            return "\n".join(map(self._reporter.line, told)).encode()
+            warnings = found.warnings() if found.seconds >= _LONG_S and not self._reporter.quiet else []
+            return "\n".join(map(self._reporter.line, warnings)).encode()
         first, *lines = found.lines()
         text = [self._reporter.line(first)]
         text += [line if line.startswith(" ") else self._reporter.line(line) for line in lines]

@@ -85,23 +85,25 @@ class GroupRegistry:
         # Waits for members that have not published their identity yet.
         packed = self._store.multi_get(keys, timeout_s)
         members = [msgspec.msgpack.decode(one, type=Member) for one in packed]
-        mine = ranks.index(self._me.rank)
+        group_rank = ranks.index(self._me.rank)
 
         def exchange(record: bytes) -> list[bytes]:
-            return self._exchange(name, ranks, mine, record, timeout_s)
+            return self._exchange(name, ranks, group_rank, record, timeout_s)
 
-        engine = make_engine("native", mine, members, exchange, name, timeout_s)
-        made = ProcessGroup(engine, name, mine, members, timeout_s)
+        engine = make_engine("native", group_rank, members, exchange, name, timeout_s)
+        made = ProcessGroup(engine, name, group_rank, members, timeout_s)
         self._groups.add(made)
         made.closing = lambda: self._groups.discard(made)
         return made
 
-    def _exchange(self, name: str, ranks: Sequence[int], mine: int, record: bytes, timeout_s: float) -> list[bytes]:
+    def _exchange(
+        self, name: str, ranks: Sequence[int], group_rank: int, record: bytes, timeout_s: float
+    ) -> list[bytes]:
         store, place = self._store, f"group/{name}"
         records = [f"{place}/{number}" for number in range(len(ranks))]
         # The order matters. A rank lost after this write is found by `lose` under making/, and a rank lost before it is
         # found below under lost/.
-        store.multi_set([f"making/{name}", records[mine]], [msgspec.msgpack.encode(ranks), record])
+        store.multi_set([f"making/{name}", records[group_rank]], [msgspec.msgpack.encode(ranks), record])
         for rank, why in zip(ranks, store.peek([f"lost/{rank}" for rank in ranks]), strict=True):
             if why is not None:
                 self._settle(f"{place}/verdict", _GroupVerdict(lost=rank, why=why.decode()))

@@ -18,7 +18,7 @@ from allranks._base.errors import ConfigError, TimeoutError
 from allranks._cluster.hostlist import Slots
 from allranks._cluster.schedulers.ssh import SSH
 from allranks.launch.call import output_streams
-from allranks.launch.jobs.spread import SpreadJob
+from allranks.launch.jobs.multi_host import MultiHostJob
 from allranks.launch.reporter import Reporter
 from allranks.launch.spec.events import RestartRank
 from allranks.launch.spec.options import Options
@@ -60,7 +60,7 @@ class WorkerPool:
             reporter=Reporter("init_master_worker", quiet=True),
             signals=(),
         )
-        self._job = SpreadJob(options, len(hosts), len(hosts), streams=output_streams(), first=1)
+        self._job = MultiHostJob(options, len(hosts), len(hosts), streams=output_streams(), first=1)
         # A daemon thread, because Python joins other threads before it calls functions registered with atexit.
         self._thread = threading.Thread(target=self._run, name="allranks-workers", daemon=True)
 
@@ -71,7 +71,7 @@ class WorkerPool:
             ConfigError: A host cannot be reached.
         """
         try:
-            self._job.open_by(SSH, self._hosts)
+            self._job.start_agents(SSH, self._hosts)
         except BaseException:
             self._job.close()
             raise

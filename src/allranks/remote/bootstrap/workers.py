@@ -34,7 +34,7 @@ from allranks._net.secret import load_secret, store_secret
 from allranks._rendezvous import rendezvous
 from allranks._rendezvous.rendezvous import Member, this_member
 from allranks._store import StoreClient, StoreServer
-from allranks.launch.jobs.spread import is_here
+from allranks.launch.jobs.multi_host import is_this_host
 from allranks.launch.ranks.rank import this_rank
 from allranks.launch.spec.events import RestartRank
 from allranks.launch.spec.messages import Ended
@@ -373,7 +373,7 @@ def _start_workers(hosts: Sequence[Slots], timeout_s: float, device: str, thread
     size = 1 + sum(1 if host.count is None else host.count for host in hosts)
     if size == 1:
         raise UsageError("init_master_worker: hosts= has no slot for a worker")
-    far = not all(is_here(host.name) for host in hosts)
+    far = not all(is_this_host(host.name) for host in hosts)
     server = MasterServer(this_member(0, size), far)
     environ = {MASTER: msgspec.json.encode(server.endpoint).decode()}
     if far:

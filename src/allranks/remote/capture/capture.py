@@ -26,8 +26,8 @@ from allranks._base.errors import UsageError
 from allranks._base.public import publish
 from allranks.remote.capture.recording import RecordedResult, Recorder, Recording, difference
 from allranks.remote.capture.replay import Replay
-from allranks.remote.capture.watch import Reach, random_state
-from allranks.remote.master.connections import WorkerGone
+from allranks.remote.capture.watch import ReachableValues, random_state
+from allranks.remote.master.connections import LostWorkerCalls
 from allranks.remote.torch_device.call_site import line_of
 from allranks.remote.torch_device.devices import CURRENT
 from allranks.remote.torch_device.handle import DeviceTarget, Driver
@@ -38,19 +38,19 @@ __all__ = ["Captured", "capture"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ATTEMPTS = 4  # calls that may differ before an error states that the step does not repeat
-_PATIENCE = 8  # calls in a row after a change, which are not replayed, before a warning
-_OBJECTS = 8  # objects for which the captured method is kept
-_FORGIVEN = 1  # times that tensors which must outlive the step may be dropped
+_MAX_RECORDED_CALLS = 4  # calls that may differ before an error states that the step does not repeat
+_MAX_CHANGES = 8  # calls in a row after a change, which are not replayed, before a warning
+_MAX_OBJECTS = 8  # objects for which the captured method is kept
+_MAX_DROPPED_TENSORS = 1  # times that tensors which must outlive the step may be dropped
 
 
-def _is_same(watch: _core.Watch, seen: Any) -> bool:
+def _is_same(watch: _core.Watch, watched: Any) -> bool:
     with torch._C.DisableTorchFunctionSubclass():  # otherwise reading a gradient takes twice as long
-        return watch.same(seen)
+        return watch.same(watched)
 
 
 @dataclass
-class _Past:
+class _CallHistory:
     """The calls with one kind of arguments since the last replay.
 
     Attributes:
@@ -79,11 +79,11 @@ class Captured(Generic[P, R]):
         functools.update_wrapper(self, function)
         self._function = function
         self._name = getattr(function, "__qualname__", type(function).__name__)
-        self._most = max_recordings
+        self._max_recordings = max_recordings
         self._replays: dict[Any, list[Replay]] = {}  # by key; the first is the last one that was used
-        self._past: dict[Any, _Past] = {}
-        self._placed: set[Any] = set()  # keys of arguments whose offset in their storage matters, too
-        self._reach = Reach()
+        self._histories: dict[Any, _CallHistory] = {}
+        self._offset_keys: set[Any] = set()  # keys of arguments whose offset in their storage matters, too
+        self._reachable_values = ReachableValues()
         self._dropped = 0
         self._bound: OrderedDict[int, tuple[Any, Captured[..., Any]]] = OrderedDict()  # methods of objects, by id
 
@@ -98,8 +98,8 @@ class Captured(Generic[P, R]):
         if id(owner) not in self._bound:
             method = self._function.__get__(owner, kind)
             # With the owner, so that its id is not reused.
-            self._bound[id(owner)] = owner, Captured(method, self._most)
-            if len(self._bound) > _OBJECTS:
+            self._bound[id(owner)] = owner, Captured(method, self._max_recordings)
+            if len(self._bound) > _MAX_OBJECTS:
                 self._bound.popitem(last=False)[1][1].reset()
         self._bound.move_to_end(id(owner))
         return self._bound[id(owner)][1]
@@ -114,20 +114,20 @@ class Captured(Generic[P, R]):
             for each in replays:
                 each.close()
         self._replays.clear()
-        self._past.clear()
+        self._histories.clear()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         key: Any = None
         tensors: Sequence[Any] = args
-        seen: Any = self._function
+        watched: Any = self._function
         if not kwargs:  # fast path: no `tree_flatten`
             key = _key_of(args)
         if key is None:
-            key, tensors, seen = self._key(args, kwargs)
-        if placed := key in self._placed:
+            key, tensors, watched = self._key(args, kwargs)
+        if uses_offsets := key in self._offset_keys:
             key = (key, tuple([each._off for each in tensors]))
         for replay in self._replays.get(key, ()):
-            if not _is_same(replay.watch, seen):
+            if not _is_same(replay.watch, watched):
                 continue
             if replay.master.connections.recorder is not None:
                 replay.master.connections.recorder.refuse(f"the step calls {self._name}, which is also captured", True)
@@ -141,7 +141,7 @@ class Captured(Generic[P, R]):
             replay.stale = True
             if dropped is not None:
                 self._dropped += 1
-                if self._dropped > _FORGIVEN:
+                if self._dropped > _MAX_DROPPED_TENSORS:
                     self._drop_stale(key)
                     raise UsageError(
                         f"capture: {self._name} keeps a tensor, created at {line_of(dropped)}, that is deleted before"
@@ -151,9 +151,9 @@ class Captured(Generic[P, R]):
             break
         for replay in self._replays.get(key, ()):
             # A replay whose tensors have been replaced is dropped, so that it does not keep the old tensors alive.
-            replay.stale |= any(isinstance(each[1], torch.Tensor) for each in replay.watch.changes(seen))
+            replay.stale |= any(isinstance(each[1], torch.Tensor) for each in replay.watch.changes(watched))
         self._drop_stale(key)
-        return self._call_unreplayed(key, placed, tensors, seen, args, kwargs)
+        return self._call_unreplayed(key, uses_offsets, tensors, watched, args, kwargs)
 
     def _drop_stale(self, key: Any) -> None:
         for each in [each for each in self._replays.get(key, ()) if each.stale]:
@@ -167,15 +167,15 @@ class Captured(Generic[P, R]):
         for key in [each for each in self._replays if _is_lost(each)]:
             for replay in self._replays.pop(key):
                 replay.close()
-        for key in [each for each in self._past if _is_lost(each)]:
-            del self._past[key]
+        for key in [each for each in self._histories if _is_lost(each)]:
+            del self._histories[key]
 
     def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[RemoteTensor], Any]:
         """Return the key of a call's arguments, their tensors, and the values that the step can read."""
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, RemoteTensor)]
         parts: list[Any] = [spec, *_state(tensors)]
-        seen: list[Any] = [self._function]
+        watched: list[Any] = [self._function]
         first: dict[int, int] = {}
         for each in leaves:
             if isinstance(each, RemoteTensor):
@@ -191,43 +191,43 @@ class Captured(Generic[P, R]):
             else:
                 parts.append((type(each), each))
                 if not isinstance(each, int | str | None):
-                    seen.append(each)
+                    watched.append(each)
         try:
             hash(key := tuple(parts))
         except TypeError as error:
             raise UsageError(
                 f"capture: an argument of {self._name} cannot be compared between calls: {error}"
             ) from None
-        return key, tensors, seen if len(seen) > 1 else self._function
+        return key, tensors, watched if len(watched) > 1 else self._function
 
     def _call_unreplayed(
-        self, key: Any, placed: bool, tensors: Sequence[RemoteTensor], seen: Any, args: Any, kwargs: Any
+        self, key: Any, uses_offsets: bool, tensors: Sequence[RemoteTensor], watched: Any, args: Any, kwargs: Any
     ) -> R:
-        past = self._past.get(key)
-        if past is None:
+        history = self._histories.get(key)
+        if history is None:
             # Before the limit is checked: a job that loses many workers must not reach it with keys of lost workers.
             self._drop_lost()
-            if key not in self._replays and len(self._replays.keys() | self._past.keys()) >= self._most:
+            if key not in self._replays and len(self._replays.keys() | self._histories.keys()) >= self._max_recordings:
                 raise UsageError(
-                    f"capture: {self._name} was called with more than {self._most} kinds of arguments (shapes, dtypes,"
-                    " workers, other values).\n  Pad tensors to a few shapes, pass a changing number as a tensor on the"
-                    " worker, or raise max_recordings=."
+                    f"capture: {self._name} was called with more than {self._max_recordings} kinds of arguments"
+                    " (shapes, dtypes, workers, other values).\n  Pad tensors to a few shapes, pass a changing number"
+                    " as a tensor on the worker, or raise max_recordings=."
                 )
-            past = self._past[key] = _Past()
-        if past.unrecorded:
+            history = self._histories[key] = _CallHistory()
+        if history.unrecorded:
             return self._function(*args, **kwargs)
-        if past.watch is None or past.watch.same(seen):
-            return self._record(key, past, placed, tensors, seen, args, kwargs)
-        changes = past.watch.changes(seen)
+        if history.watch is None or history.watch.same(watched):
+            return self._record(key, history, uses_offsets, tensors, watched, args, kwargs)
+        changes = history.watch.changes(watched)
         # Calls before and after a change are not comparable, so two further calls must agree.
-        past.recording, past.calls, past.changes = None, 0, past.changes + 1
-        if past.changes == _PATIENCE:  # not `>=`: one warning is enough
-            self._warn(f"{_described(changes)} changes before each call", 4)
+        history.recording, history.calls, history.changes = None, 0, history.changes + 1
+        if history.changes == _MAX_CHANGES:  # not `>=`: one warning is enough
+            self._warn(f"{_describe_change(changes)} changes before each call", 4)
         try:
             return self._function(*args, **kwargs)
         finally:
             # After the call, so that only changes between two calls count.
-            past.watch = self._reach.watch(seen)
+            history.watch = self._reachable_values.watch(watched)
 
     def _warn(self, why: str, depth: int) -> None:
         warnings.warn(
@@ -239,13 +239,20 @@ class Captured(Generic[P, R]):
         )
 
     def _record(
-        self, key: Any, past: _Past, placed: bool, tensors: Sequence[RemoteTensor], seen: Any, args: Any, kwargs: Any
+        self,
+        key: Any,
+        history: _CallHistory,
+        uses_offsets: bool,
+        tensors: Sequence[RemoteTensor],
+        watched: Any,
+        args: Any,
+        kwargs: Any,
     ) -> R:
         master = _master_of(tensors)
         if master.connections.recorder is not None:
             master.connections.recorder.refuse(f"the step calls {self._name}, which is also captured", True)
-        watch = past.watch or self._reach.watch(seen)
-        drawn = random_state()
+        watch = history.watch or self._reachable_values.watch(watched)
+        random_before = random_state()
         with Recorder(master, self._name, tensors) as recorder:
             result = self._function(*args, **kwargs)
             recording = recorder.recording
@@ -256,42 +263,42 @@ class Captured(Generic[P, R]):
         for number, made in recording.made.items():
             if made() is not None and number not in returned:
                 recording.kept[number] = made
-        why = self._changed(recording, watch.changes(seen), drawn)
-        before, past.changes = past.recording, 0
-        if not watch.same(seen):
-            watch = self._reach.watch(seen)
-        if not placed and recording.is_placed(master):
-            self._placed.add(key)
-            del self._past[key]
-            # The next calls find `_placed` and use this key, so the history of the calls moves to it.
+        why = self._changed(recording, watch.changes(watched), random_before)
+        before, history.changes = history.recording, 0
+        if not watch.same(watched):
+            watch = self._reachable_values.watch(watched)
+        if not uses_offsets and recording.depends_on_offsets(master):
+            self._offset_keys.add(key)
+            del self._histories[key]
+            # The next calls find `_offset_keys` and use this key, so the history of the calls moves to it.
             key = (key, tuple([each._off for each in tensors]))
-            past = self._past.setdefault(key, past)
-        settled = before is not None and not before.unsettled and not recording.unsettled and not why
+            history = self._histories.setdefault(key, history)
+        settled = before is not None and not before.unreplayable and not recording.unreplayable and not why
         if settled and before is not None and before.same(recording):
-            del self._past[key]
+            del self._histories[key]
             replays = self._replays.setdefault(key, [])
             replays.insert(0, Replay(master, recording, watch))
-            for each in replays[self._most :]:
+            for each in replays[self._max_recordings :]:
                 each.close()
-            del replays[self._most :]
+            del replays[self._max_recordings :]
             return result
-        past.recording, past.watch, past.calls = recording, watch, past.calls + 1
-        if past.calls >= _ATTEMPTS and why:
-            past.unrecorded = True
-            past.recording = past.watch = None
+        history.recording, history.watch, history.calls = recording, watch, history.calls + 1
+        if history.calls >= _MAX_RECORDED_CALLS and why:
+            history.unrecorded = True
+            history.recording = history.watch = None
             self._warn(why, 4)
-        elif past.calls >= _ATTEMPTS:
-            del self._past[key]
+        elif history.calls >= _MAX_RECORDED_CALLS:
+            del self._histories[key]
             assert before is not None
             raise UsageError(
                 f"capture: {self._name} does not repeat the same operations: {difference(master, before, recording)}"
             )
         return result
 
-    def _changed(self, recording: Recording, changes: list[tuple[str, Any, Any]], drawn: Any) -> str:
+    def _changed(self, recording: Recording, changes: list[tuple[str, Any, Any]], random_before: Any) -> str:
         """Describe a change of values that the step reads, which a replay would not make; "" if there is none."""
-        if self._reach.iterators:
-            return f"it uses the iterator {self._reach.iterators[0]}, whose next value cannot be predicted"
+        if self._reachable_values.iterators:
+            return f"it uses the iterator {self._reachable_values.iterators[0]}, whose next value cannot be predicted"
         made = {id(each()) for each in recording.made.values()}
 
         def is_made(found: Any) -> bool:
@@ -302,8 +309,8 @@ class Captured(Generic[P, R]):
         changes = [each for each in changes if each[1] is None or not is_made(each[2])]
 
         if changes:
-            return f"it changes {_described(changes)} on each call"
-        return "" if drawn == random_state() else "it draws random numbers of the master on each call"
+            return f"it changes {_describe_change(changes)} on each call"
+        return "" if random_before == random_state() else "it draws random numbers of the master on each call"
 
     def _take_result(self, recorder: Recorder, result: Any) -> None:
         recording = recorder.recording
@@ -366,21 +373,21 @@ def _state(tensors: Sequence[RemoteTensor]) -> list[Any]:
 _SHORT = 60
 
 
-def _described(changes: list[tuple[str, Any, Any]]) -> str:
+def _describe_change(changes: list[tuple[str, Any, Any]]) -> str:
     """Describe one of several changes. A number is preferred."""
     numbers = [each for each in changes if isinstance(each[1], int | float | str) and type(each[2]) is type(each[1])]
     path, before, after = (numbers or changes)[0]
-    told = f" ({before!r}, then {after!r})"
-    told = told if numbers and len(told) < _SHORT and not path.endswith("_version") else ""
+    values_text = f" ({before!r}, then {after!r})"
+    values_text = values_text if numbers and len(values_text) < _SHORT and not path.endswith("_version") else ""
     path = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", path)
-    return re.sub(r"\.(?:_ref|_version)$", "", path) + told
+    return re.sub(r"\.(?:_ref|_version)$", "", path) + values_text
 
 
 def _is_lost(key: Any) -> bool:
     """Return whether a key contains a target with a worker that is lost or has been replaced."""
     if isinstance(key, tuple):
         return any(map(_is_lost, key))
-    return isinstance(key, DeviceTarget) and isinstance(key.calls, WorkerGone)
+    return isinstance(key, DeviceTarget) and isinstance(key.calls, LostWorkerCalls)
 
 
 def capture(function: Callable[P, R] | None = None, *, max_recordings: int = 8) -> Any:

@@ -40,7 +40,7 @@ class RecordedResult(NamedTuple):
 
     number: int
     place: DeviceTarget
-    looks: Signature
+    signature: Signature
     offset: int
 
 
@@ -60,7 +60,7 @@ class Recording:
     returned: list[RecordedResult | None] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)  # returned values other than tensors
     spec: Any = None
-    unsettled: str = ""  # the reason why this call cannot be replayed, although the next one may
+    unreplayable: str = ""  # the reason why this call cannot be replayed, although the next one may
 
     def same(self, other: Recording) -> bool:
         """Return whether another call has queued the same operations."""
@@ -73,7 +73,7 @@ class Recording:
             and self.spec == other.spec
         )
 
-    def is_placed(self, master: Driver) -> bool:
+    def depends_on_offsets(self, master: Driver) -> bool:
         """Return whether it depends on offsets in storages, which must then be the same in each call."""
         strided = {
             str(master.operators.templates[each.template][0]).partition("as_strided")[1] for each in self.entries
@@ -95,14 +95,14 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         self._master.connections.recorder = self
-        self._point(self.call)
+        self._redirect_calls(self.call)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._master.connections.recorder = None
-        self._point(self._master.connections.outbox.call)
+        self._redirect_calls(self._master.connections.outbox.call)
 
-    def _point(self, call: Callable[..., Any]) -> None:
+    def _redirect_calls(self, call: Callable[..., Any]) -> None:
         for place in self._places.values():
             # A place that is created later would not be recorded, so `DeviceTable` refuses a new group during a step.
             place.call = call
@@ -119,7 +119,7 @@ class Recorder:
             raise UsageError(
                 f"capture: {self._name}, at {line_of(here(2))}: {why}.\n  Do this outside of the captured step."
             )
-        self.recording.unsettled = why
+        self.recording.unreplayable = why
 
     def call(
         self, target: int, line: int, template: int, refs: Sequence[Any], outputs: int, values: bytes | None = None
@@ -164,8 +164,8 @@ class Recorder:
 
 def difference(master: Driver, before: Recording, after: Recording) -> str:
     """Describe the first difference between two calls."""
-    if after.unsettled or before.unsettled:
-        return f"{after.unsettled or before.unsettled}, on each call"
+    if after.unreplayable or before.unreplayable:
+        return f"{after.unreplayable or before.unreplayable}, on each call"
 
     def name(recording: Recording, at: int) -> str:
         op = master.operators.templates[recording.entries[at].template][0]

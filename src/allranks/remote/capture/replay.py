@@ -46,8 +46,8 @@ class Replay:
         self._parts: list[_ReplayPart] = []  # `__del__` reads it, even if a later line raises
         self.master = master
         self._recording = recording
-        # `Handle._leave` finds these references at the Ref, and calls their callback.
-        self._fixed = [weakref.ref(each, self._left) for each in recording.fixed.values()]
+        # `Handle._end_watch` finds these references at the Ref, and calls their callback.
+        self._fixed = [weakref.ref(each, self._mark_stale) for each in recording.fixed.values()]
         self._places = list({id(each.place): each.place for each in recording.returned if each is not None}.values())
         self._written, self._changed = self._find_written()
         self._parts = self._divide()
@@ -58,10 +58,10 @@ class Replay:
         )
         self._simple = only and self._part is not None and self._part.inputs == list(range(recording.inputs))
         self._ranks = {rank for part in self._parts for rank in self._ranks_of[part.target]}
-        # The calls of a lost worker are replaced (`WorkerGone`), so comparing their identity detects a loss.
+        # The calls of a lost worker are replaced (`LostWorkerCalls`), so comparing their identity detects a loss.
         self._known = [(place, place.calls) for rank in self._ranks for place in (master.devices.worker(rank),)]
 
-    def _left(self, watch: Any) -> None:
+    def _mark_stale(self, watch: Any) -> None:
         self.stale = True
 
     def dropped(self) -> int | None:
@@ -97,7 +97,7 @@ class Replay:
             found = self._call_parts(tensors, line)
         torch.autograd.graph.increment_version([*self._written, *(tensors[each] for each in self._changed)])
         leaves = [
-            other if each is None else make(each.place, each.looks, self._ref(each, found, tensors), each.offset)
+            other if each is None else make(each.place, each.signature, self._ref(each, found, tensors), each.offset)
             for each, other in zip(recording.returned, recording.leaves, strict=True)
         ]
         return leaves[0] if recording.spec is None else tree_unflatten(leaves, recording.spec)
@@ -134,12 +134,12 @@ class Replay:
         master, recording = self.master, self._recording
         ranks_of = {target: place.ranks for target, place in recording.places.items()}
         self._ranks_of = ranks_of
-        mine: dict[int, list[int]] = {}
+        entries_by_rank: dict[int, list[int]] = {}
         for index, entry in enumerate(recording.entries):
             for rank in ranks_of[entry.target]:
-                mine.setdefault(rank, []).append(index)
+                entries_by_rank.setdefault(rank, []).append(index)
         together: dict[tuple[int, ...], list[int]] = {}
-        for rank, indices in mine.items():
+        for rank, indices in entries_by_rank.items():
             together.setdefault(tuple(indices), []).append(rank)
         returned = {each.number for each in recording.returned if each is not None}
         parts = []

@@ -36,13 +36,15 @@ from allranks._call.bytes import bytes_of
 from allranks._call.callsite import is_program
 from allranks.remote.torch_device.tensor import RemoteTensor
 
-__all__ = ["Reach", "random_state"]
+__all__ = ["ReachableValues", "random_state"]
 
 Description = tuple[Any, ...]
 
-_MOST = 200_000  # maximum number of containers and objects
-_DEEPEST = 100  # maximum depth of nested values
-_SMALL = 1024  # maximum elements of a tensor of the master whose data is compared, in addition to its version
+_MAX_VALUES = 200_000  # maximum number of containers and objects
+_MAX_DEPTH = 100  # maximum depth of nested values
+_MAX_COMPARED_ELEMENTS = (
+    1024  # maximum elements of a tensor of the master whose data is compared, in addition to its version
+)
 _NOTHING: Description = ("is", ..., ())
 _ANY: Description = ("all", None, ())
 
@@ -77,20 +79,20 @@ def _reads(code: types.CodeType) -> _Reads:
     modules: set[Any] = set()
     attributes: set[Any] = set()
     texts: set[str] = set()
-    asking = computes = False
+    in_reader_call = computes = False
     for each in dis.get_instructions(code):
         if each.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
             variables.add(each.argval)
             # Until the next call instruction: an f-string in the arguments of getattr computes a name.
-            asking = each.argval in _READERS
+            in_reader_call = each.argval in _READERS
         elif each.opname == "IMPORT_NAME":
             modules.add(each.argval)
         elif each.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR", "IMPORT_FROM"):
             attributes.add(each.argval)
         elif each.opname.startswith(("FORMAT_", "BUILD_STRING")):
-            computes |= asking
+            computes |= in_reader_call
         elif each.opname.startswith("CALL"):
-            asking = False
+            in_reader_call = False
     if not _READERS.isdisjoint(variables | attributes):
         for each in code.co_consts:
             words: Any = each if isinstance(each, tuple) else (each,)
@@ -111,7 +113,7 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and value.isidentifier()
 
 
-class Reach:
+class ReachableValues:
     """The values that a function can read.
 
     Attributes:
@@ -124,7 +126,7 @@ class Reach:
         self._texts: set[str] = set()  # those attributes that the code may access by a string
         self._computing: set[types.CodeType] = set()  # code objects that compute names of attributes
         self._seen: dict[int, Any] = {}
-        self._above: set[int] = set()
+        self._ancestors: set[int] = set()
         self._label = ""
         self._count = 0
 
@@ -153,7 +155,7 @@ class Reach:
         if type(value) in _PLAIN:
             return ("is", value, ())
         number = id(value)
-        if number in self._above:  # a reference cycle of objects; not all of them support weak references
+        if number in self._ancestors:  # a reference cycle of objects; not all of them support weak references
             return _weakly(value) or _ANY
         if number in self._seen:
             # Its first occurrence is described completely, so further ones compare the identity only.
@@ -162,19 +164,19 @@ class Reach:
             if (known := _weakly(value)) is not None:
                 return known
         self._count += 1
-        if self._count > _MOST or len(self._above) > _DEEPEST:
+        if self._count > _MAX_VALUES or len(self._ancestors) > _MAX_DEPTH:
             raise UsageError(
                 f"capture: the step can read more values than can be compared on each call, the last one in"
                 f" {self._label}.\n  Pass the values that it needs as arguments."
             )
         self._seen[number] = value  # holds the value, so that its id is not reused
-        self._above.add(number)
+        self._ancestors.add(number)
         try:
-            return self._look(value)
+            return self._describe_contents(value)
         finally:
-            self._above.discard(number)
+            self._ancestors.discard(number)
 
-    def _look(self, value: Any) -> Description:
+    def _describe_contents(self, value: Any) -> Description:
         for kind, describe in _KINDS:
             if isinstance(value, kind):
                 return describe(self, value)
@@ -317,10 +319,10 @@ class Reach:
         """
         keys = sorted(name for name in names if name in found)
         if of is not None:
-            may_come = {name for name in (*self._names, "forward") if hasattr(of, name)}
+            may_appear = {name for name in (*self._names, "forward") if hasattr(of, name)}
             if _is_programs(of.__module__):
-                may_come |= self._texts
-            keys += sorted(may_come - set(keys))
+                may_appear |= self._texts
+            keys += sorted(may_appear - set(keys))
         described = []
         for name in keys:
             each = self._describe(found[name]) if name in found else _NOTHING
@@ -332,13 +334,13 @@ class Reach:
     def _dict(self, value: dict[Any, Any]) -> Description:
         keys = [key if type(key) in _PLAIN else None for key in value]
         parts: Description = ("dict", None, [self._describe(each) for each in value.values()], keys)
-        return self._with_own(value, parts)
+        return self._with_attributes(value, parts)
 
     def _items(self, value: Any) -> Description:
         parts: Description = ("items", None, [self._describe(each) for each in value])
-        return self._with_own(value, parts)
+        return self._with_attributes(value, parts)
 
-    def _with_own(self, value: Any, parts: Description) -> Description:
+    def _with_attributes(self, value: Any, parts: Description) -> Description:
         """Describe a container of a class that also has attributes."""
         if type(value) in _CONTAINERS or not _has_dict(value):
             return parts
@@ -367,7 +369,7 @@ class Reach:
     def _tensor(self, x: torch.Tensor) -> Description:
         """Describe the identity of a tensor, and its gradient.
 
-        A handle reports changes of its other properties when they are set (`Handle._leave`).
+        A handle reports changes of its other properties when they are set (`Handle._end_watch`).
         """
         parts: list[Description] = [("is", x, ())]
         if x.requires_grad and x.is_leaf:
@@ -383,7 +385,11 @@ class Reach:
                 parts.append(_attribute("_version", ("is", x._version, ())))
             # A change through `x.data` does not increase the version of `x`, so small tensors are compared by their
             # data.
-            if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.numel() <= _SMALL:
+            if (
+                type(x) in (torch.Tensor, torch.nn.Parameter)
+                and x.device.type == "cpu"
+                and x.numel() <= _MAX_COMPARED_ELEMENTS
+            ):
                 parts.append(("call", _data_of, (("is", _data_of(x), ()),)))
         return ("all", None, parts) if len(parts) > 1 else parts[0]
 
@@ -521,24 +527,24 @@ def _read_by(kinds: tuple[type, ...], named: frozenset[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-_KINDS: tuple[tuple[Any, Callable[[Reach, Any], Description]], ...] = (
-    ((int, float, complex, str, bytes, enum.Enum), Reach._plain),
-    (torch.Tensor, Reach._tensor),
-    (types.FunctionType, Reach._function),
-    (types.MethodType, Reach._method),
-    (functools.partial, Reach._partial),
-    (functools._lru_cache_wrapper, Reach._cached),
-    (property, Reach._property),
-    (types.BuiltinFunctionType, Reach._builtin),
-    (types.ModuleType, Reach._module),
-    (type, Reach._class),
-    (dict, Reach._dict),
-    (types.MappingProxyType, Reach._proxy),
-    ((list, tuple), Reach._items),
-    (collections.deque, Reach._deque),
-    ((set, frozenset), Reach._set),
-    ((bytearray, memoryview, array.array), Reach._bytes),
-    (torch.device, Reach._equal),
-    (torch.Generator, Reach._generator),
-    (random.Random, Reach._random),
+_KINDS: tuple[tuple[Any, Callable[[ReachableValues, Any], Description]], ...] = (
+    ((int, float, complex, str, bytes, enum.Enum), ReachableValues._plain),
+    (torch.Tensor, ReachableValues._tensor),
+    (types.FunctionType, ReachableValues._function),
+    (types.MethodType, ReachableValues._method),
+    (functools.partial, ReachableValues._partial),
+    (functools._lru_cache_wrapper, ReachableValues._cached),
+    (property, ReachableValues._property),
+    (types.BuiltinFunctionType, ReachableValues._builtin),
+    (types.ModuleType, ReachableValues._module),
+    (type, ReachableValues._class),
+    (dict, ReachableValues._dict),
+    (types.MappingProxyType, ReachableValues._proxy),
+    ((list, tuple), ReachableValues._items),
+    (collections.deque, ReachableValues._deque),
+    ((set, frozenset), ReachableValues._set),
+    ((bytearray, memoryview, array.array), ReachableValues._bytes),
+    (torch.device, ReachableValues._equal),
+    (torch.Generator, ReachableValues._generator),
+    (random.Random, ReachableValues._random),
 )

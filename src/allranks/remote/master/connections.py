@@ -43,17 +43,17 @@ if TYPE_CHECKING:
     from allranks.remote.bootstrap.endpoint import WorkerConnection
     from allranks.remote.bootstrap.workers import Workers
 
-__all__ = ["CPU", "Connections", "WorkerGone", "Inherited", "exclusive", "has_ended"]
+__all__ = ["CPU", "Connections", "LostWorkerCalls", "InheritedCalls", "exclusive", "has_ended"]
 
-_WITHOUT_EFFECT = (
+_OMITTABLE_COMMANDS = (
     "keep", "drop", "forget", "forget_generator", "unmark", "copied", "group", "ungroup", "kind",
 )  # fmt: skip
 """Commands that a captured step can omit."""
 
-_END_S = 0.2  # seconds to wait, when a process has ended, until its connection is closed
-_LOOK_S = 0.5  # seconds of one receive, after which a wait checks its time limit
-_CAUSE_S = 2.0  # seconds to wait, after a worker's fault that a loss has caused, until the loss is detected
-_OF_LOSSES = ("PeerLostError", "AbortedError")  # kinds of faults that a worker reports if a peer of it has died
+_CLOSE_WAIT_S = 0.2  # seconds to wait, when a process has ended, until its connection is closed
+_RECEIVE_S = 0.5  # seconds of one receive, after which a wait checks its time limit
+_LOSS_WAIT_S = 2.0  # seconds to wait, after a worker's fault that a loss has caused, until the loss is detected
+_LOSS_ERRORS = ("PeerLostError", "AbortedError")  # kinds of faults that a worker reports if a peer of it has died
 _CHUNK = 1 << 18  # bytes of one receive
 CPU = "Before the fork, fetch the tensors that the child needs with .cpu()."
 
@@ -61,14 +61,14 @@ _decode = msgspec.msgpack.Decoder(Answer).decode
 
 
 # `_core.dispatch` looks up calls only in exact dicts. It leaves a call on these subclasses to `run`, which calls `get`.
-class Inherited(dict[Any, Any]):
+class InheritedCalls(dict[Any, Any]):
     """Replaces the calls of the parent's workers in a forked child. Each look-up raises."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         raise refusal("a tensor on a worker", CPU)
 
 
-class WorkerGone(dict[Any, Any]):
+class LostWorkerCalls(dict[Any, Any]):
     """Replaces the calls of a lost worker. Every operation looks one up, and the look-up raises."""
 
     def __init__(self, why: str, rank: int, error: Callable[[int, str], WorkerLost] | None = None) -> None:
@@ -109,7 +109,8 @@ class Connections:
         self.outbox = _core.Outbox()
         self.by_rank: dict[int, WorkerConnection] = {}
         self.indices: dict[int, int] = {}
-        # Lock order: `lock`, `_guard`, `_losing`. `lock` is reentrant, because methods that hold it call each other.
+        # Lock order: `lock`, `_receive_lock`, `_loss_lock`. `lock` is reentrant, because methods that hold it call each
+        # other.
         self.lock = threading.RLock()
         self.recorder: Any = None
         self.lost: dict[int, str] = {}
@@ -117,21 +118,23 @@ class Connections:
         self.flags = flags.read()
         self.state = 0
         self.seed = torch.initial_seed()
-        self._own = threading.local()  # per thread: the last fault, and whether the thread must not replace workers
-        self._shown: dict[str, dict[Any, Any]] = {}  # the warnings that have been shown, by file
+        self._per_thread = (
+            threading.local()
+        )  # per thread: the last fault, and whether the thread must not replace workers
+        self._shown_warnings: dict[str, dict[Any, Any]] = {}  # the warnings that have been shown, by file
         self._states = {self.flags: 0}
         self.recover: Callable[[], WorkerLost | None] | None = None
         self.unrecovered: dict[int, str] = {}
         self._forks = forks()
-        self._losing = threading.RLock()
+        self._loss_lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._answers: dict[tuple[int, int], Answer] = {}
         self._received: dict[int, bytearray] = {}
         self._receiving: set[int] = set()  # the workers from which a thread is receiving now
         # Protects _answers, _received and _receiving; released while a thread waits for a worker.
-        self._guard = threading.RLock()
-        self._arrivals = threading.Condition(self._guard)
-        self._others = 0  # number of threads that wait for data that another thread receives
+        self._receive_lock = threading.RLock()
+        self._arrivals = threading.Condition(self._receive_lock)
+        self._waiting_threads = 0  # number of threads that wait for data that another thread receives
         self._raised: set[tuple[int, int]] = set()  # the faults for which an exception has been raised
         self._waits = LongWaits()
         self._interrupted: dict[int, float] = {}  # time at which Ctrl-C interrupted a wait for a worker, by rank
@@ -141,8 +144,8 @@ class Connections:
         """Add a worker, or replace a lost one."""
         # With a Python timeout the socket would be non-blocking, and SO_RCVTIMEO would have no effect.
         worker.socket.settimeout(None)
-        _set_receive_timeout(worker, _LOOK_S)
-        # From here on `lose` ignores reports about the previous process, because it compares the connection.
+        _set_receive_timeout(worker, _RECEIVE_S)
+        # From here on `mark_lost` ignores reports about the previous process, because it compares the connection.
         self.by_rank[worker.rank] = worker
         self.lost.pop(worker.rank, None)
         self._interrupted.pop(worker.rank, None)
@@ -180,13 +183,13 @@ class Connections:
 
     def command(self, place: DeviceTarget, name: str, /, **arguments: Any) -> None:
         """Queue a command that has no answer."""
-        if name not in _WITHOUT_EFFECT:
+        if name not in _OMITTABLE_COMMANDS:
             self.refuse_recording(f"the step sends workers the command {name!r}")
         self.put(place, Command(name, 0, arguments))
 
     def request(self, place: DeviceTarget, name: str, /, **arguments: Any) -> Any:
         """Queue a command for the first worker of a place, and wait for its answer."""
-        if name not in _WITHOUT_EFFECT:
+        if name not in _OMITTABLE_COMMANDS:
             self.refuse_recording(f"the step waits for a worker's answer to {name!r}")
         self.check(place)
         number, rank = self.next_number(), place.ranks[0]
@@ -209,19 +212,21 @@ class Connections:
         try:
             answer = self._wait(number, rank, what, timeout_s)
         except WorkerLost as lost:
-            # `_guard` is no longer held: `gone` may replace workers, which waits for answers.
-            raise self.gone(lost.rank, str(lost)) from None
+            # `_receive_lock` is no longer held: `loss_error` may replace workers, which waits for answers.
+            raise self.loss_error(lost.rank, str(lost)) from None
         if answer.warned or answer.printed:
-            self._pass_on(rank, answer)
+            self._show_output(rank, answer)
         if answer.fault is not None:
             # The result "now" means that the call itself has failed, and not a previous one that computed an operand.
-            self._own.poisoned = None if answer.result == "now" else answer.fault
+            self._per_thread.poisoned = None if answer.result == "now" else answer.fault
             # The next synchronization reports this fault again, and must not raise it a second time.
             self._raised.add((answer.fault.rank, answer.fault.serial))
-            raise self._cause(answer.fault, error_of(answer.fault, line_of(answer.fault.line), answer.result == "now"))
+            raise self._error_or_loss(
+                answer.fault, error_of(answer.fault, line_of(answer.fault.line), answer.result == "now")
+            )
         return answer.result
 
-    def _pass_on(self, rank: int, answer: Answer) -> None:
+    def _show_output(self, rank: int, answer: Answer) -> None:
         """Print the output of a user function, and issue the worker's warnings at their call sites.
 
         Raises:
@@ -233,13 +238,13 @@ class Connections:
             file, _, line = line_of(each.line).rpartition(":")
             warnings.warn_explicit(
                 f"worker {rank}: {each.text}", _category(each), file or "worker", int(line or 0),
-                registry=self._shown.setdefault(file, {}),
+                registry=self._shown_warnings.setdefault(file, {}),
             )  # fmt: skip
 
     @property
     def poisoned(self) -> wire.Fault | None:
         """The fault of this thread's last failed answer if it came from an operand, or None if it did not."""
-        found: wire.Fault | None = self._own.poisoned
+        found: wire.Fault | None = self._per_thread.poisoned
         return found
 
     def _wait(self, number: int, rank: int, what: str, timeout_s: float | None) -> Answer:
@@ -250,7 +255,7 @@ class Connections:
         if memory.records_in_file():
             recorded = self._waits.begin(rank, len(self.by_rank) + 1)
         try:
-            with self._guard:
+            with self._receive_lock:
                 # Another thread, or `_receive_while_full`, may have received the answer already.
                 self._decode_received(rank)
                 while (answer := self._answers.pop((rank, number), None)) is None:
@@ -259,7 +264,7 @@ class Connections:
                     elif time.monotonic() >= deadline:
                         raise self.unanswered(rank, timeout_s, what)
                     else:
-                        # The wait has lasted for `_LOOK_S` now. Shorter waits are not recorded, so they cost nothing.
+                        # The wait has lasted for `_RECEIVE_S`. Shorter waits are not recorded, so they cost nothing.
                         recorded = recorded or self._waits.begin(rank, len(self.by_rank) + 1)
                         self._warn_of_interrupted(rank)
         except KeyboardInterrupt:
@@ -274,7 +279,7 @@ class Connections:
 
     def take_answer(self, number: int, rank: int) -> Answer | None:
         """Return an answer if it has arrived. No thread may still be waiting for it."""
-        with self._guard:
+        with self._receive_lock:
             return self._answers.pop((rank, number), None)
 
     def wait_for_all(self, number: int, place: DeviceTarget, what: str) -> Any:
@@ -314,40 +319,40 @@ class Connections:
         """
         number = self.next_number()
         self.outbox.echo(place.target, number)
-        plain = wire.ECHOED.pack(0, number)
+        bare_echo = wire.ECHOED.pack(0, number)
         answers: list[Any] = []
         # In reverse order: when the last worker has answered, most others have too, and the master has slept until
         # then.
         for rank in reversed(place.ranks):
             # `_has_echoed` records no wait, so it is skipped if a file must contain all waits.
-            if memory.records_in_file() or not self._has_echoed(rank, plain):
+            if memory.records_in_file() or not self._has_echoed(rank, bare_echo):
                 answers += self.wait(number, rank, "synchronize") or []
         faults = [msgspec.convert(each, wire.Fault) for each in answers]
         new = [each for each in faults if (each.rank, each.serial) not in self._raised]
         # The worker has reported these faults now, and no later synchronization reports them again.
         self._raised -= {(each.rank, each.serial) for each in faults}
         if new:
-            raise self._cause(new[0], error_of(new[0], line_of(new[0].line), False, len(new) - 1))
+            raise self._error_or_loss(new[0], error_of(new[0], line_of(new[0].line), False, len(new) - 1))
 
-    def _has_echoed(self, rank: int, plain: bytes) -> bool:
+    def _has_echoed(self, rank: int, bare_echo: bytes) -> bool:
         """Receive once, and return whether the bytes are a bare echo, which most synchronizations receive."""
-        with self._guard:
+        with self._receive_lock:
             received = self._received[rank]
             # With earlier bytes, or another receiving thread, only `wait` can assign the answers to their requests.
             if received or rank in self._receiving:
                 return False
             try:
-                self._receive(self.by_rank[rank], _LOOK_S)
+                self._receive(self.by_rank[rank], _RECEIVE_S)
             except WorkerLost:
                 return False  # `wait` raises it next
-            if found := received == plain:
+            if found := received == bare_echo:
                 received.clear()
             return found
 
     def _receive(self, worker: WorkerConnection, seconds: float) -> bool:
-        """Wait for bytes from a worker, for `_LOOK_S` at most. Return whether any thread has received some.
+        """Wait for bytes from a worker, for `_RECEIVE_S` at most. Return whether any thread has received some.
 
-        The caller must hold `_guard`, which is released during the wait.
+        The caller must hold `_receive_lock`, which is released during the wait.
 
         Raises:
             WorkerLost: The worker is lost.
@@ -359,19 +364,19 @@ class Connections:
             raise WorkerLost(self.lost[rank], rank)
         if rank in self._receiving:
             # A second reader would take bytes from the middle of an answer, so this thread waits for the first one.
-            self._others += 1
+            self._waiting_threads += 1
             try:
-                return self._arrivals.wait(min(max(seconds, 0.0), _LOOK_S))
+                return self._arrivals.wait(min(max(seconds, 0.0), _RECEIVE_S))
             finally:
-                self._others -= 1
+                self._waiting_threads -= 1
         received = self._received[rank]
         # This costs a system call, so it is done only for the last receive before a deadline.
-        if seconds < _LOOK_S:
+        if seconds < _RECEIVE_S:
             _set_receive_timeout(worker, max(seconds, 1e-3))  # an SO_RCVTIMEO of 0 is no limit (socket(7))
         # Added before the lock is released, so that no second thread receives from this worker.
         self._receiving.add(rank)
         # Other threads can take answers, and receive from other workers, during the wait.
-        self._guard.release()
+        self._receive_lock.release()
         try:
             part = worker.socket.recv(_CHUNK)
         except BlockingIOError:  # EAGAIN: the receive timeout has passed
@@ -379,19 +384,19 @@ class Connections:
         except OSError:
             part = b""  # a connection that was reset has ended, too
         finally:
-            self._guard.acquire()
+            self._receive_lock.acquire()
             self._receiving.discard(rank)
             # A condition around each receive cost 17 us per synchronization of two workers (docs/decisions/131).
-            if self._others:
+            if self._waiting_threads:
                 self._arrivals.notify_all()
-            if seconds < _LOOK_S:
+            if seconds < _RECEIVE_S:
                 with contextlib.suppress(OSError):  # another thread has closed it
-                    _set_receive_timeout(worker, _LOOK_S)
+                    _set_receive_timeout(worker, _RECEIVE_S)
         # No bytes: the connection has ended. This is not a loss if the worker has been replaced since.
         if part:
             received += part
         elif self.by_rank[rank] is worker:
-            self.lose(rank)
+            self.mark_lost(rank)
         return bool(part)
 
     def unanswered(self, rank: int, timeout_s: float, what: str) -> TimeoutError:
@@ -436,7 +441,7 @@ class Connections:
         # The outbox calls this every 0.1 s while a call waits for space (core/python/bind_outbox.cc).
         full = [rank for rank, index in self.indices.items() if self.outbox.pending(index) and rank not in self.lost]
         for rank in full:
-            with self._guard, contextlib.suppress(BlockingIOError, OSError):
+            with self._receive_lock, contextlib.suppress(BlockingIOError, OSError):
                 # A thread that is receiving from this worker empties the socket itself.
                 while rank not in self._receiving:
                     part = self.by_rank[rank].socket.recv(_CHUNK, socket.MSG_DONTWAIT)
@@ -454,24 +459,24 @@ class Connections:
 
     # Lost workers, other processes and captured steps.
 
-    def lose(self, rank: int, how: str | None = None) -> None:
+    def mark_lost(self, rank: int, reason: str | None = None) -> None:
         """Mark a worker as lost, so that its handles, and its groups', raise `WorkerLost`. Any thread may call this."""
         worker = self.by_rank[rank]
-        # `how_ended` may wait for up to 1 s, so `_losing` is not held yet.
-        if how is None:
-            how = self.workers.how_ended(rank)
-        with self._losing:
+        # `how_ended` may wait for up to 1 s, so `_loss_lock` is not held yet.
+        if reason is None:
+            reason = self.workers.how_ended(rank)
+        with self._loss_lock:
             # Several threads may detect one loss, and the worker may have been replaced since.
             if rank in self.lost or self.by_rank[rank] is not worker or self.closed:
                 return
             self.lost[rank] = (
-                f"worker {rank} ({worker.host}, pid {worker.pid}) is lost{': ' + how if how else ''}.\n"
+                f"worker {rank} ({worker.host}, pid {worker.pid}) is lost{': ' + reason if reason else ''}.\n"
                 f"  Call mw.respawn({rank}) to replace it; the tensors on it are lost."
             )
             self.outbox.lose(self.indices[rank])
             self.on_lost(rank, self.lost[rank])
 
-    def gone(self, rank: int, why: str) -> WorkerLost:
+    def loss_error(self, rank: int, why: str) -> WorkerLost:
         """Return the exception for a lost worker that is needed. Replace it first, if the policy requires that."""
         # A replacement itself uses workers. A further loss in it must raise, and not start another replacement within
         # it.
@@ -487,30 +492,30 @@ class Connections:
     @contextlib.contextmanager
     def without_recovery(self) -> Iterator[None]:
         """Disable the replacement of lost workers in this thread, for calls that are not a step of the program."""
-        before, self._own.recovering = self._in_recovery, True
+        before, self._per_thread.recovering = self._in_recovery, True
         try:
             yield
         finally:
-            self._own.recovering = before
+            self._per_thread.recovering = before
 
     @property
     def _in_recovery(self) -> bool:
-        return getattr(self._own, "recovering", False)
+        return getattr(self._per_thread, "recovering", False)
 
-    def _cause(self, fault: wire.Fault, error: Exception) -> Exception:
+    def _error_or_loss(self, fault: wire.Fault, error: Exception) -> Exception:
         """Return the exception for a fault. If lost workers are replaced, this is the loss that caused the fault."""
         # If a worker dies while a link is created with it, the other worker may only detect that the exchange has
         # failed.
-        of_loss = fault.kind in _OF_LOSSES or fault.op == wire.LINKING
+        of_loss = fault.kind in _LOSS_ERRORS or fault.op == wire.LINKING
         if self.recover is None or self._in_recovery or not of_loss:
             return error
-        until = time.monotonic() + _CAUSE_S
+        until = time.monotonic() + _LOSS_WAIT_S
         while not self.lost and time.monotonic() < until:
-            time.sleep(_LOOK_S / 100)  # 5 ms
+            time.sleep(_RECEIVE_S / 100)  # 5 ms
         if not self.lost:
             return error
         rank = min(self.lost)
-        return self.gone(rank, self.lost[rank])
+        return self.loss_error(rank, self.lost[rank])
 
     def check(self, place: DeviceTarget) -> None:
         """Check that all workers of a place are available.
@@ -519,8 +524,8 @@ class Connections:
             WorkerLost: A worker of the place is lost.
         """
         self.check_open()
-        if isinstance(place.calls, WorkerGone):
-            raise self.gone(place.calls.rank, place.calls.why)
+        if isinstance(place.calls, LostWorkerCalls):
+            raise self.loss_error(place.calls.rank, place.calls.why)
         for rank in place.ranks:
             self.check_worker(rank)
 
@@ -532,12 +537,12 @@ class Connections:
         """
         # The outbox may have failed to send before another thread has detected the end of the connection.
         if rank not in self.lost and self.outbox.failure(self.indices[rank]):
-            self.lose(rank)
+            self.mark_lost(rank)
         if rank in self.lost:
-            raise self.gone(rank, self.lost[rank])
+            raise self.loss_error(rank, self.lost[rank])
         # The new worker is running, but its kept tensors have not been restored yet.
         if rank in self.unrecovered and not self._in_recovery:
-            raise self.gone(rank, self.unrecovered[rank])
+            raise self.loss_error(rank, self.unrecovered[rank])
 
     def check_process(self) -> None:
         """Check that this is the master's process.
@@ -565,7 +570,7 @@ class Connections:
 
     def close(self) -> None:
         """Close the outbox. The workers terminate with their connections, which `workers` closes."""
-        # First, because `lose` then ignores the connections that end during the shutdown.
+        # First, because `mark_lost` then ignores the connections that end during the shutdown.
         self.closed = True
         _core.while_waiting(None)  # the core holds one function for the whole process
         self.outbox.close()
@@ -608,7 +613,7 @@ def has_ended(sock: socket.socket) -> bool:
     """Return whether the other end of a connection is closed. Wait up to 0.2 s for that."""
     poll = select.poll()
     poll.register(sock, select.POLLRDHUP)  # reports the end even if answers are still unread
-    return bool(poll.poll(_END_S * 1e3))
+    return bool(poll.poll(_CLOSE_WAIT_S * 1e3))
 
 
 def _set_receive_timeout(worker: WorkerConnection, seconds: float) -> None:

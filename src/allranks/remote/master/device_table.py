@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from allranks._base.errors import UsageError
-from allranks.remote.master.connections import Connections, Inherited, WorkerGone
+from allranks.remote.master.connections import Connections, InheritedCalls, LostWorkerCalls
 from allranks.remote.torch_device.devices import end_device, index_is_free, make_device, places
 from allranks.remote.torch_device.handle import DeviceTarget, Driver
 
@@ -63,7 +63,7 @@ class DeviceTable:
         if len(ranks) == 1:
             return self._workers[ranks[0]]
         found = self.groups.get(ranks)
-        if found is None or isinstance(found.calls, WorkerGone):
+        if found is None or isinstance(found.calls, LostWorkerCalls):
             found = self._make(ranks, self._spare_index())
         return found
 
@@ -75,7 +75,7 @@ class DeviceTable:
     def everyone(self) -> DeviceTarget:
         """Return all workers that are not lost, as one target."""
         ranks = tuple(self.connections.ranks)
-        if self._everyone is None or self._everyone.ranks != ranks or isinstance(self._everyone.calls, WorkerGone):
+        if self._everyone is None or self._everyone.ranks != ranks or isinstance(self._everyone.calls, LostWorkerCalls):
             indices = [self.connections.indices[each] for each in ranks]
             # This target is only passed to the outbox and has no device, so its index has no meaning.
             self._everyone = DeviceTarget(self._master, _LAST_INDEX, ranks, self.connections.outbox.target(indices))
@@ -93,21 +93,21 @@ class DeviceTable:
     def use_state(self, state: int) -> None:
         """Select the calls that were learned under this state of torch's flags."""
         for each in self.all():
-            if not isinstance(each.calls, WorkerGone):  # otherwise a lost worker would no longer raise
-                each.calls = each.learnt.setdefault(state, {})
+            if not isinstance(each.calls, LostWorkerCalls):  # otherwise a lost worker would no longer raise
+                each.calls = each.calls_by_flags.setdefault(state, {})
 
     def forget_calls(self) -> None:
         """Forget all calls. The workers' templates are no longer used."""
         for each in self.all():
-            for calls in (each.calls, *each.learnt.values()):
+            for calls in (each.calls, *each.calls_by_flags.values()):
                 calls.clear()
 
-    def lose(self, rank: int, why: str) -> list[Link]:
+    def mark_lost(self, rank: int, why: str) -> list[Link]:
         """End the groups of a lost worker. Return the links that it was in, which end, too."""
         ended: list[Link] = []
         for each in self.all():
             if rank in each.ranks:
-                each.calls = WorkerGone(why, rank, self.connections.gone)
+                each.calls = LostWorkerCalls(why, rank, self.connections.loss_error)
                 self._gone.add(each)
                 # The worker's own device stays, so that its name leads to WorkerLost, not to an unknown device.
                 if each.index != rank:
@@ -117,16 +117,16 @@ class DeviceTable:
 
     def successor(self, old: DeviceTarget) -> DeviceTarget:
         """Return the target that replaces one with lost workers, with the same device if that is still free."""
-        if not isinstance(old.calls, WorkerGone):
+        if not isinstance(old.calls, LostWorkerCalls):
             return old
         if len(old.ranks) == 1:
             return self._workers[old.ranks[0]]
         found = self.groups.get(old.ranks)
-        if found is None or isinstance(found.calls, WorkerGone):
+        if found is None or isinstance(found.calls, LostWorkerCalls):
             found = self._make(old.ranks, old.index if index_is_free(old.index) else self._spare_index())
         return found
 
-    def revive(self) -> None:
+    def restore_groups(self) -> None:
         """Restore groups whose lost workers have all been replaced. Their tensors stay lost."""
         for old in list(self._gone):
             if not any(rank in self.connections.lost for rank in old.ranks):
@@ -137,13 +137,13 @@ class DeviceTable:
         """End all devices."""
         self._latest.clear()
         for each in self.all():
-            each.calls = WorkerGone("the workers have been shut down", 0)
+            each.calls = LostWorkerCalls("the workers have been shut down", 0)
             end_device(each.index)
 
     def abandon(self) -> None:
         """Refuse all calls. Used in a forked child, because the workers belong to the parent."""
         for each in self.all():
-            each.calls = Inherited()
+            each.calls = InheritedCalls()
 
     def _make(self, ranks: tuple[int, ...], index: int) -> DeviceTarget:
         self.connections.refuse_recording("the step creates a group")

@@ -55,8 +55,8 @@ class Future(concurrent.futures.Future[Any]):
         self._number = 0
         self._answer: Any = None
         self._error: BaseException | None = None
-        self._answered = self._made = False
-        self._asking = threading.Lock()  # held by the thread that waits for the answer
+        self._answered = self._is_built = False
+        self._request_lock = threading.Lock()  # held by the thread that waits for the answer
         self._watched = False
         self._waiters = _Waiters(self)
 
@@ -80,21 +80,21 @@ class Future(concurrent.futures.Future[Any]):
             TimeoutError: The time limit has passed. The caller may wait again.
         """
         self._place.master.connections.refuse_recording("the step waits for the result of a remote function")
-        self._settle(timeout)
-        with self._asking:
+        self._wait_for_answer(timeout)
+        with self._request_lock:
             # Under the lock, because two threads that request the result must not add the gradients twice.
-            if not self._made and self._error is None:
-                self._make()
+            if not self._is_built and self._error is None:
+                self._build_result()
         # The watcher's thread does not replace lost workers, so this thread does.
         if isinstance(self._error, WorkerLost) and self._watched:
-            raise self._place.master.connections.gone(self._error.rank, str(self._error))
+            raise self._place.master.connections.loss_error(self._error.rank, str(self._error))
         if self._error is not None:
             raise self._error
         return self._result
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the exception that `result` would raise, or None."""
-        self._settle(timeout)
+        self._wait_for_answer(timeout)
         try:
             self.result()
         except Exception as error:  # noqa: BLE001 - the caller requests the exception
@@ -106,7 +106,7 @@ class Future(concurrent.futures.Future[Any]):
         if not super().done() and not self._watched:
             # A watched future is completed by the watcher's thread, and needs no request here.
             with contextlib.suppress(TimeoutError):
-                self._settle(0.0)
+                self._wait_for_answer(0.0)
         return super().done()
 
     def running(self) -> bool:
@@ -128,7 +128,7 @@ class Future(concurrent.futures.Future[Any]):
             self._watched = True
             self._place.master.watch(self)
 
-    def _settle(self, timeout: float | None) -> None:
+    def _wait_for_answer(self, timeout: float | None) -> None:
         """Wait for the answer.
 
         Raises:
@@ -138,24 +138,24 @@ class Future(concurrent.futures.Future[Any]):
             return
         connections = self._place.master.connections
         began, patience = time.monotonic(), connections.timeout_s if timeout is None else timeout
-        if not self._asking.acquire(timeout=patience):
+        if not self._request_lock.acquire(timeout=patience):
             raise connections.unanswered(self._place.ranks[0], patience, _NAME)
         try:
             # Another thread has received the answer while this one waited for the lock.
             if self._answered:
                 return
-            self._ask(max(0.0, patience - (time.monotonic() - began)))
+            self._request_answer(max(0.0, patience - (time.monotonic() - began)))
         except TimeoutError:
             raise connections.unanswered(self._place.ranks[0], patience, _NAME) from None
         finally:
-            self._asking.release()
+            self._request_lock.release()
         # After the lock is released, because this runs callbacks, which request the result.
         if self._error is None:
             self.set_result(None)  # `result` computes the value from the answer
         else:
             self.set_exception(self._error)
 
-    def _ask(self, timeout: float) -> None:
+    def _request_answer(self, timeout: float) -> None:
         place, connections = self._place, self._place.master.connections
         try:
             connections.check(place)
@@ -170,11 +170,11 @@ class Future(concurrent.futures.Future[Any]):
             self._error = error
         self._answered = True
 
-    def _make(self) -> None:
+    def _build_result(self) -> None:
         """Build the result from the answer. This runs in the thread that requests it, because it adds gradients."""
         place, connections = self._place, self._place.master.connections
         metas, pickled, leaves = self._answer
-        self._made, self._answer = True, None
+        self._is_built, self._answer = True, None
         try:
             connections.check(place)
             sigs = [signature(wire.dtype_of(dtype), shape, strides, bits) for dtype, shape, strides, _, bits in metas]
@@ -206,7 +206,7 @@ class Future(concurrent.futures.Future[Any]):
         # The worker keeps the outcome of a call until it is requested or dropped.
         if not self._number:
             connections.command(self._place, "drop", call=self._call)
-        elif not self._made and self._error is None:
+        elif not self._is_built and self._error is None:
             connections.command(self._place, "keep", of=self._number, ids=None)
 
 
@@ -236,17 +236,17 @@ class Watcher:
         with self._lock:  # else two threads could start a second thread for one worker
             if rank not in self._queues:
                 self._queues[rank] = queue.SimpleQueue()
-                Daemon(target=self._work, args=(self._queues[rank],)).start()
+                Daemon(target=self._wait_for_answers, args=(self._queues[rank],)).start()
             self._queues[rank].put(future)
 
-    def _work(self, futures: queue.SimpleQueue[Future]) -> None:
+    def _wait_for_answers(self, futures: queue.SimpleQueue[Future]) -> None:
         while True:
             future = futures.get()
             while not future._answered:
                 connections = future._place.master.connections
                 # The time limit is meant for callers. This thread waits until the worker answers or is lost.
                 with contextlib.suppress(TimeoutError), connections.without_recovery():
-                    future._settle(None)
+                    future._wait_for_answer(None)
             del future  # otherwise this variable keeps the tensors of the last future alive
 
 
@@ -294,7 +294,7 @@ class RemoteFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pickled, tensors = _pickle((args, kwargs))
-        place = self._where([*tensors, *self._held])
+        place = self._choose_target([*tensors, *self._held])
         for what, those in (("an argument", tensors), ("a tensor that it holds", self._held)):
             for each in those:
                 if not set(place.ranks) <= set(each._place.ranks):
@@ -308,7 +308,7 @@ class RemoteFunction:
             if not self._master.connections.closed:
                 self._master.connections.command(place, "forget", function=self._number)
 
-    def _where(self, tensors: list[Handle]) -> DeviceTarget:
+    def _choose_target(self, tensors: list[Handle]) -> DeviceTarget:
         if self._on is not None:
             return _place_on(self._on)
         return tensors[0]._place if tensors else place_of(None)

@@ -18,7 +18,7 @@ from allranks._base.errors import UsageError
 from allranks._base.public import publish
 from allranks.remote.protocol.signature import signature
 from allranks.remote.torch_device.call_site import here
-from allranks.remote.torch_device.exchange import as_view, has_tangent, part, through, widen
+from allranks.remote.torch_device.exchange import apply_linear, as_view, has_tangent, part, zero_padded
 from allranks.remote.torch_device.handle import DeviceTarget, Handle, make
 from allranks.remote.torch_device.tensor import RemoteTensor
 
@@ -81,7 +81,7 @@ class Group:
         """
         self._share("scatter", tensor.shape, dim)
         if not isinstance(tensor, RemoteTensor):
-            made: RemoteTensor = through(partial(self._deal, dim), partial(self._collect, dim), tensor)
+            made: RemoteTensor = apply_linear(partial(self._deal, dim), partial(self._collect, dim), tensor)
             return made
         parts = zip(tensor.chunk(len(self.ranks), dim), self.ranks, strict=True)
         source = tensor._place.ranks
@@ -114,7 +114,7 @@ class Group:
                 {f"{x.dtype} {tuple(x.shape)}, strides {x.stride()}, offset {x.storage_offset()}" for x in handles}
             )
             raise UsageError(f"join: the tensors differ: {'; '.join(looks)}")
-        made: RemoteTensor = through(self._join, self._split, *handles)
+        made: RemoteTensor = apply_linear(self._join, self._split, *handles)
         if made.grad_fn is not None:
             made.grad_fn.register_prehook(partial(_see_unchanged, handles, [each._version for each in handles]))
         return made
@@ -124,7 +124,9 @@ class Group:
 
         Tensors without dimensions form a vector, here and in `all_gather`.
         """
-        made: torch.Tensor = through(partial(self._collect, dim), partial(self._deal, dim), _as_row(self._mine(tensor)))
+        made: torch.Tensor = apply_linear(
+            partial(self._collect, dim), partial(self._deal, dim), _as_row(self._mine(tensor))
+        )
         return made
 
     def all_reduce_(self, tensors: torch.Tensor | Iterable[torch.Tensor], op: str = "sum") -> None:
@@ -147,14 +149,16 @@ class Group:
 
         def add(*grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
             totals = self._copied("all_reduce", "SUM", grads)
-            return tuple(widen(self._place, src, part(each, src)) for each in totals)
+            return tuple(zero_padded(self._place, src, part(each, src)) for each in totals)
 
         self._together("broadcast", root, tensors, spread, add)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = 0) -> RemoteTensor:
         """Concatenate all workers' tensors along a dimension, on each worker."""
         row = _as_row(self._mine(tensor))
-        made: RemoteTensor = through(partial(self._all_gather, dim), partial(self._reduce_scatter, "SUM", dim), row)
+        made: RemoteTensor = apply_linear(
+            partial(self._all_gather, dim), partial(self._reduce_scatter, "SUM", dim), row
+        )
         return made
 
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", dim: int = 0) -> RemoteTensor:
@@ -166,7 +170,7 @@ class Group:
             raise _no_graph("reduce_scatter", op)
         # The transpose of an average also divides by the number of workers.
         share = len(self.ranks) if reduction == "AVG" else 1
-        made: RemoteTensor = through(
+        made: RemoteTensor = apply_linear(
             partial(self._reduce_scatter, reduction, dim), lambda grad: self._all_gather(dim, grad) / share, handle
         )
         return made
@@ -252,7 +256,7 @@ class Group:
         if seen:
             if back is None:
                 raise _no_graph(f"{name}_", argument.lower())
-            for handle, made in zip(seen, through(there, back, *seen), strict=True):
+            for handle, made in zip(seen, apply_linear(there, back, *seen), strict=True):
                 handle.copy_(made)
         rest = [each for each in handles if not any(each is one for one in seen)]  # `==` compares elements
         if rest:

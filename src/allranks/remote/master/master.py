@@ -24,10 +24,10 @@ from allranks.remote.master.connections import Connections, exclusive, has_ended
 from allranks.remote.master.device_table import DeviceTable
 from allranks.remote.master.functions import RemoteFunction, Watcher
 from allranks.remote.master.groups import Group
-from allranks.remote.master.keeping import Kept, NothingLeft
-from allranks.remote.master.losses import Losses, OnLost
 from allranks.remote.master.operator_cache import OperatorCache
+from allranks.remote.master.snapshots import Kept, SnapshotLost
 from allranks.remote.master.transfers import Transfers
+from allranks.remote.master.worker_losses import OnLost, WorkerLossPolicy
 
 if TYPE_CHECKING:
     from allranks.remote.bootstrap.endpoint import WorkerConnection
@@ -48,7 +48,7 @@ class Master:
         self.operators = OperatorCache(self.connections, self.devices)
         self.transfers = Transfers(self.connections, self.devices, self.operators)
         self.watch = Watcher().watch
-        self._losses = Losses(self.connections, self.devices, self._admit)
+        self._losses = WorkerLossPolicy(self.connections, self.devices, self._admit)
         self._recorded_in: Path | None = None
         # Creates the record now, so that the master's waits are recorded from here on. If a file is requested, workers
         # record, too.
@@ -56,8 +56,8 @@ class Master:
         memory.followers.append(self.record)
         for worker in workers.connections:
             self._admit(worker)
-        # Only after all workers are admitted, because `lose` looks up the connection by rank.
-        workers.on_lost = self.connections.lose
+        # Only after all workers are admitted, because `mark_lost` looks up the connection by rank.
+        workers.on_lost = self.connections.mark_lost
         follow(self)
 
     @exclusive
@@ -142,14 +142,14 @@ class Master:
             )
         if rank not in self.lost:
             # Before the process is killed, so that its handles report this reason and not signal 9.
-            connections.lose(rank, "respawn() replaces it")
+            connections.mark_lost(rank, "respawn() replaces it")
         # Held throughout: commands of other threads would see half of the replacement (docs/decisions/131).
         with connections.lock, connections.without_recovery():
             self._admit(connections.workers.respawn(rank))
             if self._losses.kept is not None and not self.lost:
                 try:
                     self._losses.restore()
-                except NothingLeft as nothing:
+                except SnapshotLost as nothing:
                     raise WorkerLost(str(nothing), rank) from None
 
     def on_lost(self, action: OnLost) -> None:
@@ -164,7 +164,7 @@ class Master:
         Raises:
             UsageError: The action is unknown.
         """
-        self._losses.choose(action)
+        self._losses.set_action(action)
 
     @exclusive
     def keep(self, *things: Any) -> Kept:
@@ -269,7 +269,7 @@ class Master:
             self.connections.command(place, "record", folder=str(self._recorded_in))
 
     def _lose(self, rank: int, why: str) -> None:
-        self.transfers.end(self.devices.lose(rank, why))
+        self.transfers.end(self.devices.mark_lost(rank, why))
 
     def __repr__(self) -> str:
         if self.closed:

@@ -18,19 +18,19 @@ from allranks.remote.master.device_table import DeviceTable
 from allranks.remote.protocol import wire
 from allranks.remote.protocol.arguments import Form, form_of, packed_as
 from allranks.remote.protocol.signature import (
-    OURS,
+    NO_FACTS,
     Signature,
     SignatureFacts,
-    believable,
     facts,
     flatten,
     indexes_by_mask,
     infer,
+    may_trust_meta,
     signature,
 )
 from allranks.remote.protocol.wire import Ask, Define
 from allranks.remote.torch_device.call_site import here
-from allranks.remote.torch_device.dispatch import apart, unshare
+from allranks.remote.torch_device.dispatch import different_devices_error, unshare
 from allranks.remote.torch_device.handle import AnsweredHandle, DeviceTarget, Handle, KnownCall, make, operands
 
 __all__ = ["OperatorCache"]
@@ -43,7 +43,7 @@ _TEMPLATES = 8192
 _KINDS = 1 << 16  # limit of `_trusted`, which is checked when the templates are forgotten
 # The results of these operators follow from their arguments alone. An upload consists of them, and must never wait for
 # a busy worker, not even on the first call.
-_CERTAIN = (torch.ops.aten.empty_strided.default, torch.ops.aten.copy_.default)
+_ALWAYS_INFERRED = (torch.ops.aten.empty_strided.default, torch.ops.aten.copy_.default)
 
 
 class OperatorCache:
@@ -112,38 +112,38 @@ class OperatorCache:
             return AnsweredHandle(about.python(*args, **kwargs))
         kind = (state, _kind(op, args, kwargs))
         # None: no worker has been asked yet. False: the meta kernel was wrong, or may be wrong for these operands.
-        trust = (op in _CERTAIN or self._trusted.get(kind)) if believable(about, args, kwargs) else False
+        trust = (op in _ALWAYS_INFERRED or self._trusted.get(kind)) if may_trust_meta(about, args, kwargs) else False
         if about.dynamic or indexes_by_mask(op, args):
             connections.refuse_recording(f"the shape or value that {about.name} returns depends on the data")
-            return AnsweredHandle(self._ask(about, args, kwargs, forms, named, place, refs, values)[0])
+            return AnsweredHandle(self._run_now(about, args, kwargs, forms, named, place, refs, values)[0])
         if about.checks:
             connections.refuse_recording(f"{about.name} raises an error that depends on the data")
-            return AnsweredHandle(self._ask(about, args, kwargs, forms, named, place, refs, values)[0])
-        foreseen = None
+            return AnsweredHandle(self._run_now(about, args, kwargs, forms, named, place, refs, values)[0])
+        inferred = None
         if trust is not False:
             try:
-                foreseen = _foresee(op, about, args, kwargs)
+                inferred = _infer_results(op, about, args, kwargs)
             except Exception:  # noqa: BLE001 - the worker reports the error, or executes the call nevertheless
                 trust = False
         if trust:
-            assert foreseen is not None
+            assert inferred is not None
             # Even with a trusted kernel, each worker compares the results of the template's first call
             # (docs/decisions/059).
-            return self.define(place, key, op, forms, named, values, *foreseen, False)
+            return self.define(place, key, op, forms, named, values, *inferred, False)
         try:
-            result, seen = self._ask(about, args, kwargs, forms, named, place, refs, values)
+            result, seen = self._run_now(about, args, kwargs, forms, named, place, refs, values)
         except RemoteError:
-            if (fault := connections.poisoned) is None or foreseen is None:
+            if (fault := connections.poisoned) is None or inferred is None:
                 raise
             # The result is poisoned like the operand. The error is reported only when the program uses the result.
             connections.forget_raised(fault)
             # Not stored in `_known`, because no worker has confirmed the results.
-            return self._describe(place, key, op, forms, named, values, *foreseen, True, guessed=True)
-        if foreseen is None:
+            return self._describe(place, key, op, forms, named, values, *inferred, True, guessed=True)
+        if inferred is None:
             # Does not overwrite True: the kernel may be right in general, and not be believable for these operands.
             self._trusted.setdefault(kind, False)
         else:
-            self._trusted[kind] = foreseen == seen
+            self._trusted[kind] = inferred == seen
         if seen is not None:
             checked = not self._trusted.get(kind, False)
             self._known[state, key] = (op, forms, named, values, *seen, checked)
@@ -195,7 +195,7 @@ class OperatorCache:
         # No two threads may use one number, and no thread may queue a call before its Define.
         with connections.lock:
             if (connections.state, key, guessed) not in self._shared:
-                about = OURS if isinstance(op, str) else facts(op)
+                about = NO_FACTS if isinstance(op, str) else facts(op)
                 outputs = sum(each is not None and each[0] == "new" for each in _entries(results))
                 made = KnownCall(self._number(), about, values, results, outputs, resized)
                 self.templates[made.number] = (op, args, kwargs, made)
@@ -231,7 +231,7 @@ class OperatorCache:
         self._next = wire.CALL + (0 if first_half else _TEMPLATES)
         self._end = self._next + _TEMPLATES
 
-    def _ask(
+    def _run_now(
         self,
         about: SignatureFacts,
         args: Any,
@@ -248,7 +248,7 @@ class OperatorCache:
         packed = struct.pack(f"<{packed_as(values)}", *values)
         for ref in refs:
             if ref.target != place.target:
-                raise apart(about.name, args, kwargs)
+                raise different_devices_error(about.name, args, kwargs)
         if about.writes and about.resizes:
             # Detached handles share one id, but the call reshapes only the handle that was passed.
             refs = unshare(operands(args, kwargs))
@@ -286,7 +286,9 @@ class OperatorCache:
         return call.build(place, made[0] if len(made) == 1 else made, args, kwargs), (results, resize)
 
 
-def _foresee(op: Any, about: SignatureFacts, args: Any, kwargs: Any) -> tuple[list[Any], list[tuple[int, Signature]]]:
+def _infer_results(
+    op: Any, about: SignatureFacts, args: Any, kwargs: Any
+) -> tuple[list[Any], list[tuple[int, Signature]]]:
     """Infer the results of an operator, and the operands that it reshapes, with torch's meta kernel."""
     result, after = infer(op, args, kwargs)
     metas = [
@@ -312,7 +314,7 @@ def _kind(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ..
     """
     sized = not operands(args, kwargs)  # integers define the size, as in arange
 
-    def look(value: Any) -> Any:
+    def property_of(value: Any) -> Any:
         if isinstance(value, Handle):
             return value._sig.kind
         if isinstance(value, list | tuple) and value and all(type(each) is bool for each in value):
@@ -321,7 +323,7 @@ def _kind(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ..
             return type(value)
         return type(value), value
 
-    return (op, *map(look, args), *((name, look(value)) for name, value in kwargs.items()))
+    return (op, *map(property_of, args), *((name, property_of(value)) for name, value in kwargs.items()))
 
 
 def _entries(results: list[Any]) -> list[Any]:

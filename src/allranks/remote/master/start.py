@@ -14,8 +14,8 @@ from allranks._base.timeouts import seconds_of
 from allranks.launch.ranks.rank import this_rank
 
 if TYPE_CHECKING:
-    from allranks.remote.master.keeping import Kept
     from allranks.remote.master.master import Master
+    from allranks.remote.master.snapshots import Kept
 
 __all__ = ["init_master_worker", "keep", "master_of_this_process", "shutdown"]
 

@@ -149,8 +149,8 @@ class Transfers:
         except BaseException as error:  # also Ctrl-C: the two ends are no longer at the same position of the stream
             self._unlink(place, (0, rank))
             if isinstance(error, PeerLostError) or rank in lost:
-                self.connections.lose(rank)
-                raise self.connections.gone(rank, lost[rank]) from None
+                self.connections.mark_lost(rank)
+                raise self.connections.loss_error(rank, lost[rank]) from None
             raise
 
     # Among workers.
@@ -233,8 +233,8 @@ class Transfers:
         try:
             return connections.workers.make_group(name, ranks, connections.timeout_s)
         except PeerLostError as error:
-            connections.lose(rank := ranks[error.rank])  # error.rank is the number in the group
-            raise connections.gone(rank, connections.lost[rank]) from None
+            connections.mark_lost(rank := ranks[error.rank])  # error.rank is the number in the group
+            raise connections.loss_error(rank, connections.lost[rank]) from None
 
     @exclusive
     def leave_ended(self) -> None:

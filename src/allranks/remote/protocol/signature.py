@@ -22,7 +22,7 @@ from allranks.remote.protocol import wire
 
 __all__ = [
     "AUTOCAST", "WHOLE", "SignatureFacts", "Signature",
-    "believable", "facts", "flatten", "indexes", "indexes_by_mask", "infer", "marked", "signature",
+    "may_trust_meta", "facts", "flatten", "indexes", "indexes_by_mask", "infer", "marked", "signature",
 ]  # fmt: skip
 
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ class SignatureFacts:
         positions: Positions of the positional arguments, by name.
         composite: It consists of other operators, which are queued instead.
         factory: Its operands only define the properties of the result.
-        believed: Its meta kernel may be trusted.
+        trusts_meta: Its meta kernel may be trusted.
         python: Its body, if it is an operator of ``torch.library.custom_op``. Workers only have torch's operators.
     """
 
@@ -117,11 +117,11 @@ class SignatureFacts:
     positions: dict[str, int]
     composite: bool = False
     factory: bool = False
-    believed: bool = True
+    trusts_meta: bool = True
     python: Any = None
 
 
-OURS = SignatureFacts("", frozenset(), False, (), False, False, False, False, False, {})
+NO_FACTS = SignatureFacts("", frozenset(), False, (), False, False, False, False, False, {})
 """The facts of operations that are not torch's."""
 
 _facts: dict[Any, SignatureFacts] = {}
@@ -132,7 +132,7 @@ WHOLE = {f"{each}.input" for each in ("lstm", "gru", "rnn_tanh", "rnn_relu")} | 
 }  # fmt: skip
 """Composite operators that are queued whole if autograd does not record them."""
 _SIZED_BY_NUMBERS = {"arange", "range"}
-_DISBELIEVED = {
+_WRONG_META_KERNELS = {
     "_batch_norm_with_update", "_embedding_bag", "_fft_c2c", "_fft_c2r", "_fft_r2c", "_linalg_eigh", "_linalg_slogdet",
     "_linalg_svd", "_native_batch_norm_legit", "linalg_eig", "linalg_lu_solve", "max_unpool2d", "native_batch_norm",
     "native_layer_norm", "nonzero_static",
@@ -187,7 +187,7 @@ def _read(op: Any) -> SignatureFacts:
         positions={a.name: i for i, a in enumerate(schema.arguments) if not a.kwarg_only},
         composite=_is_composite(op),
         factory=base.endswith("_like") or base.startswith("new_"),
-        believed=base.removesuffix("_") not in _DISBELIEVED,
+        trusts_meta=base.removesuffix("_") not in _WRONG_META_KERNELS,
         python=_body(schema.name),
     )
 
@@ -197,9 +197,9 @@ def _body(name: str) -> Any:
     return None if custom is None else custom._backend_fns.get("cpu") or custom._backend_fns.get(None)
 
 
-def believable(about: SignatureFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def may_trust_meta(about: SignatureFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Return whether a meta kernel that has agreed once with a worker is also right for these operands."""
-    return about.believed and not any(
+    return about.trusts_meta and not any(
         each._sig.odd for each in flatten([*args, *kwargs.values()]) if hasattr(each, "_sig")
     )
 

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from allranks.remote.protocol.signature import AUTOCAST
-from allranks.remote.torch_device.composites import COMPOSITES, KEPT, each_handle, operator, take_apart
+from allranks.remote.torch_device.composites import (
+    COMPOSITES,
+    PARAMETER_REPLACEMENTS,
+    decompose_on_worker,
+    each_handle,
+    operator,
+)
 from allranks.remote.torch_device.tensor import RemoteTensor
 
 __all__ = ["POLICIES", "register"]
@@ -124,14 +130,14 @@ def _clearing(clear: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(clear)
     def cleared() -> None:
         _casts.clear()
-        KEPT.clear()
+        PARAMETER_REPLACEMENTS.clear()
         clear()
 
     return cleared
 
 
 def _take_apart(op: Any, *args: Any, **kwargs: Any) -> Any:
-    return take_apart(op, args, kwargs)
+    return decompose_on_worker(op, args, kwargs)
 
 
 def _casting(name: str, policy: _Policy) -> Callable[..., Any]:

@@ -22,39 +22,44 @@ from allranks.remote.torch_device.dispatch import run, special
 from allranks.remote.torch_device.handle import DeviceTarget, make
 from allranks.remote.torch_device.tensor import RemoteTensor
 
-__all__ = ["COMPOSITES", "KEPT", "choose_by_kind", "each_handle", "operator", "take_apart"]
+__all__ = ["COMPOSITES", "PARAMETER_REPLACEMENTS", "choose_by_kind", "each_handle", "operator", "decompose_on_worker"]
 
 aten = torch.ops.aten
 
 
-class _Near(DeviceTarget):
+class _CpuTarget(DeviceTarget):
     """A place whose handles are CPU tensors to torch's C++."""
 
-    __slots__ = ("far",)
+    __slots__ = ("worker_target",)
 
-    def __init__(self, far: DeviceTarget) -> None:
-        self.far = far
-        self.master, self.index, self.ranks, self.target = far.master, far.index, far.ranks, far.target
-        self.device, self.lazy = far.device, torch.device("cpu")
+    def __init__(self, worker_target: DeviceTarget) -> None:
+        self.worker_target = worker_target
+        self.master, self.index, self.ranks, self.target = (
+            worker_target.master,
+            worker_target.index,
+            worker_target.ranks,
+            worker_target.target,
+        )
+        self.device, self.lazy = worker_target.device, torch.device("cpu")
 
-    kind = property(lambda self: self.far.kind)
-    calls = property(lambda self: self.far.calls)
-    call = property(lambda self: self.far.call)
+    kind = property(lambda self: self.worker_target.kind)
+    calls = property(lambda self: self.worker_target.calls)
+    call = property(lambda self: self.worker_target.call)
 
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
-KEPT: dict[int, tuple[Any, Any]] = {}
+PARAMETER_REPLACEMENTS: dict[int, tuple[Any, Any]] = {}
 """Replacements of parameters on the CPU, by the id of the parameter.
 
 They exist within the outermost `torch.autocast`. Each use of a parameter has the same replacement, so that its cast can
 be cached, see `autocast`."""
 
 
-def _nearer(far: DeviceTarget) -> _Near | None:
+def _cpu_target(worker_target: DeviceTarget) -> _CpuTarget | None:
     """Return the same place on the CPU, or None if the workers do not compute on CPUs."""
-    return _Near(far) if far.kind == "cpu" else None
+    return _CpuTarget(worker_target) if worker_target.kind == "cpu" else None
 
 
 def choose_by_kind() -> None:
@@ -71,46 +76,46 @@ def choose_by_kind() -> None:
     @functools.wraps(adjust)
     def adjusted(self: Any, *args: Any, device: torch.device | None = None, **kwargs: Any) -> Any:
         if device is not None and device.type == "worker":
-            device = torch.device("cpu" if _nearer(place_of(device)) is not None else "cuda")
+            device = torch.device("cpu" if _cpu_target(place_of(device)) is not None else "cuda")
         return adjust(self, *args, device=device, **kwargs)
 
     options._adjust = adjusted
 
 
-def _at(place: DeviceTarget, x: Any) -> Any:
+def _handle_on(place: DeviceTarget, x: Any) -> Any:
     return make(place, x._sig, x._ref, x._off)
 
 
-class _Approach(torch.autograd.Function):
+class _ToCpuHandle(torch.autograd.Function):
     """Converts a handle to one that is a CPU tensor to torch's C++."""
 
     @staticmethod
-    def forward(x: Any, near: _Near) -> Any:
-        return _at(near, x)
+    def forward(x: Any, cpu_target: _CpuTarget) -> Any:
+        return _handle_on(cpu_target, x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.near = inputs[1]
+        ctx.cpu_target = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return _Depart.apply(grad, ctx.near), None  # type: ignore[no-untyped-call]
+        return _FromCpuHandle.apply(grad, ctx.cpu_target), None  # type: ignore[no-untyped-call]
 
 
-class _Depart(torch.autograd.Function):
-    """The opposite of `_Approach`."""
+class _FromCpuHandle(torch.autograd.Function):
+    """The opposite of `_ToCpuHandle`."""
 
     @staticmethod
-    def forward(x: Any, near: _Near) -> Any:
-        return _at(near.far, x)
+    def forward(x: Any, cpu_target: _CpuTarget) -> Any:
+        return _handle_on(cpu_target.worker_target, x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.near = inputs[1]
+        ctx.cpu_target = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return _Approach.apply(grad, ctx.near), None  # type: ignore[no-untyped-call]
+        return _ToCpuHandle.apply(grad, ctx.cpu_target), None  # type: ignore[no-untyped-call]
 
 
 def each_handle(value: Any, change: Callable[[RemoteTensor], Any]) -> Any:
@@ -124,7 +129,7 @@ def each_handle(value: Any, change: Callable[[RemoteTensor], Any]) -> Any:
     return value
 
 
-def _as_there(op: Any) -> Callable[..., Any]:
+def _composite_kernel(op: Any) -> Callable[..., Any]:
     """Return the kernel that replaces a composite operator above autograd."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -135,34 +140,36 @@ def _as_there(op: Any) -> Callable[..., Any]:
         plain = not all(isinstance(each, RemoteTensor) for each in tensors)
         if not looked_at and not plain and forward_ad._current_level < 0:
             return run(op, args, kwargs)
-        return take_apart(op, args, kwargs)
+        return decompose_on_worker(op, args, kwargs)
 
     return kernel
 
 
-def take_apart(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def decompose_on_worker(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run the parts of an operator, and choose the parts that it would choose on the worker."""
     handle: Any = next(each for each in flatten([*args, *kwargs.values()]) if isinstance(each, RemoteTensor))
-    near = _nearer(handle._place)
-    if near is None:
+    cpu_target = _cpu_target(handle._place)
+    if cpu_target is None:
         return op.decompose(*args, **kwargs)
 
     cast = torch.is_autocast_enabled("worker") and torch.is_autocast_cache_enabled()
 
-    def there(x: Any) -> Any:
+    def to_cpu_handle(x: Any) -> Any:
         if not (cast and x.requires_grad and x.is_leaf):
-            return _Approach.apply(x, near)  # type: ignore[no-untyped-call]
-        if id(x) not in KEPT:
+            return _ToCpuHandle.apply(x, cpu_target)  # type: ignore[no-untyped-call]
+        if id(x) not in PARAMETER_REPLACEMENTS:
             # With the parameter, so that its id is not reused.
-            KEPT[id(x)] = (x, _Approach.apply(x, near))  # type: ignore[no-untyped-call]
-            KEPT[id(x)][1].is_parameter = True  # `autocast` caches its cast, although it is not a leaf
-        return KEPT[id(x)][1]
+            PARAMETER_REPLACEMENTS[id(x)] = (x, _ToCpuHandle.apply(x, cpu_target))  # type: ignore[no-untyped-call]
+            PARAMETER_REPLACEMENTS[id(x)][
+                1
+            ].is_parameter = True  # `autocast` caches its cast, although it is not a leaf
+        return PARAMETER_REPLACEMENTS[id(x)][1]
 
     with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):  # torch.autocast("cpu") does not apply to these handles
         # Not `decompose`, which prefers a Python decomposition into other operators, if one exists.
         key = _COMPOSITE if op.has_kernel_for_dispatch_key(_COMPOSITE) else torch._C.DispatchKey.CPU
-        result = op._op_dk(key, *each_handle(args, there), **each_handle(kwargs, there))
-    return each_handle(result, lambda x: _Depart.apply(x, near))  # type: ignore[no-untyped-call]
+        result = op._op_dk(key, *each_handle(args, to_cpu_handle), **each_handle(kwargs, to_cpu_handle))
+    return each_handle(result, lambda x: _FromCpuHandle.apply(x, cpu_target))  # type: ignore[no-untyped-call]
 
 
 def _dropout(x: Any, p: float, train: bool) -> Any:
@@ -206,7 +213,8 @@ def operator(name: str) -> Any:
 
 
 COMPOSITES: dict[str, Callable[..., Any]] = {
-    name: _as_there(operator(name)) for name in (*WHOLE, "lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data")
+    name: _composite_kernel(operator(name))
+    for name in (*WHOLE, "lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data")
 } | {
     "one_hot": _one_hot,
     "dropout": _dropout,

@@ -21,7 +21,7 @@ from allranks.remote.torch_device.call_site import here
 from allranks.remote.torch_device.devices import place_of
 from allranks.remote.torch_device.handle import DeviceTarget, Handle, KnownCall, operands
 
-__all__ = ["GENERATORS", "MARKS", "SPECIAL", "apart", "dispatch", "run", "special", "unshare"]
+__all__ = ["GENERATORS", "MARKS", "SPECIAL", "different_devices_error", "dispatch", "run", "special", "unshare"]
 
 _TRUE, _FALSE, _FLOAT, _INT, _DEVICE, _GENERATOR = object(), object(), object(), object(), object(), object()
 _MARK_OF = {INTEGER: _INT, FLOAT: _FLOAT}
@@ -68,7 +68,7 @@ The id is the key because the operator's own hash is a Python function. The oper
 reused."""
 
 
-class _Plain(Exception):
+class _MasterTensor(Exception):
     """An operand is not on a worker."""
 
 
@@ -99,7 +99,7 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Sign
             for name, value in kwargs.items():
                 key.append(name)
                 place = _scan(value, key, refs, values, place, name in known.numbers, known.floats_matter)
-    except (_Plain, _OnAnotherDevice) as way:
+    except (_MasterTensor, _OnAnotherDevice) as way:
         if any(map(_is_foreign, flatten([*args, *(kwargs or {}).values()]))):
             return NotImplemented  # torch then calls the `__torch_dispatch__` of the other class
         if known.composite:
@@ -109,7 +109,7 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Sign
         return run(op, *_lift(op, args, kwargs or {}))
     if place is None:
         raise NotImplementedError(f"{known.name}: no operand is on a worker")
-    call = place.calls.get(tuple(key))  # raises if a worker of the place is lost (`WorkerGone`)
+    call = place.calls.get(tuple(key))  # raises if a worker of the place is lost (`LostWorkerCalls`)
     if call is None:
         prepared = place.master.operators.prepare(op, args, kwargs or {}, tuple(key), place, refs, values)
         if not isinstance(prepared, KnownCall):
@@ -123,7 +123,7 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Sign
     except ValueError as error:
         if type(error) is not ValueError:
             raise
-        raise apart(known.name, args, kwargs or {}) from None
+        raise different_devices_error(known.name, args, kwargs or {}) from None
     return call.build(place, made, args, kwargs)
 
 
@@ -148,7 +148,7 @@ def _scan(
         for each in value:
             place = _scan(each, key, refs, values, place, is_number, floats_matter)
     elif code == TENSOR:
-        raise _Plain  # leaves `_scan` at any depth, and `run` lifts the operand
+        raise _MasterTensor  # leaves `_scan` at any depth, and `run` lifts the operand
     elif code == DEVICE:
         place = _scan_device(value, key, place)
         key.append(_DEVICE)
@@ -174,15 +174,15 @@ def _scan_device(device: torch.device, key: list[Any], place: DeviceTarget | Non
         if place is None or device != place.lazy:
             raise _OnAnotherDevice
         return place
-    there = place_of(device)
-    if place is not None and there.index != place.index:
+    target = place_of(device)
+    if place is not None and target.index != place.index:
         if _GENERATOR in key:
             raise UsageError(
-                f"expected a generator of {there.device}, not of {place.device}.\n  Create it with"
-                f" torch.Generator(device='{there.device}')."
+                f"expected a generator of {target.device}, not of {place.device}.\n  Create it with"
+                f" torch.Generator(device='{target.device}')."
             )
         raise _OnAnotherDevice
-    return place or there
+    return place or target
 
 
 def _scan_generator(value: torch.Generator, values: list[Any], place: DeviceTarget | None) -> DeviceTarget:
@@ -194,11 +194,11 @@ def _scan_generator(value: torch.Generator, values: list[Any], place: DeviceTarg
         raise UsageError(
             f"expected a generator of {device}, not of {of}.\n  Create it with torch.Generator(device='{device}')."
         )
-    there: DeviceTarget = generator._place
-    if place is not there:
-        there.master.connections.check(there)  # the previous worker of this index may have been lost
+    target: DeviceTarget = generator._place
+    if place is not target:
+        target.master.connections.check(target)  # the previous worker of this index may have been lost
     values.append(generator._number)
-    return place or there
+    return place or target
 
 
 def _make_elsewhere(op: Any, args: Any, kwargs: Any) -> Any:
@@ -208,14 +208,14 @@ def _make_elsewhere(op: Any, args: Any, kwargs: Any) -> Any:
     if not known.factory or device is None:
         raise NotImplementedError(f"{known.name}: the result cannot be on another device than the operands")
 
-    def there(value: Any) -> Any:
+    def similar_operand(value: Any) -> Any:
         if not isinstance(value, Handle):
             return value
         return torch.empty_strided(value._sig.shape, value._sig.strides, dtype=value.dtype, device=device)
 
     if device.type == "lazy":
         device = place_of(device).device
-    return op(*map(there, args), **{**kwargs, "device": device})
+    return op(*map(similar_operand, args), **{**kwargs, "device": device})
 
 
 def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -229,7 +229,7 @@ def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             place = place_of(each)
     if place is None:
         raise NotImplementedError(f"{facts(op).name}: no operand is on a worker")
-    there: DeviceTarget = place
+    target: DeviceTarget = place
     lenient = indexes(op)
     written = {each.name for each in op._schema.arguments if each.alias_info and each.alias_info.is_write}
 
@@ -241,10 +241,10 @@ def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     def lift(value: Any, lenient: bool, name: str) -> Any:
         if isinstance(value, torch.Tensor) and not isinstance(value, Handle):
             # A composite operator has created it next to handles that are CPU tensors to torch.
-            lenient |= value.device == there.lazy
+            lenient |= value.device == target.lazy
             if value.device.type == "cpu" and name not in written and (value.dim() == 0 or lenient):
-                return there.master.transfers.upload(there, value)
-            raise apart(facts(op).name, args, kwargs)
+                return target.master.transfers.upload(target, value)
+            raise different_devices_error(facts(op).name, args, kwargs)
         return value
 
     return (
@@ -253,7 +253,7 @@ def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     )
 
 
-def apart(name: str, args: Any, kwargs: Any) -> RuntimeError:
+def different_devices_error(name: str, args: Any, kwargs: Any) -> RuntimeError:
     found: list[str] = []
     for each in flatten([*args, *kwargs.values()]):
         if isinstance(each, Handle):
@@ -289,6 +289,6 @@ def unshare(given: Sequence[Handle]) -> list[Any]:
     for operand in given:
         if id(operand) not in own:
             own[id(operand)] = run(aten.alias.default, (operand,), None)._ref
-            operand._leave()
+            operand._end_watch()
             operand._ref = own[id(operand)]
     return [own[id(operand)] for operand in given]

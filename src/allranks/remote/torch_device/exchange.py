@@ -20,7 +20,7 @@ from allranks._base.errors import UsageError
 from allranks.remote.torch_device.dispatch import run, special
 from allranks.remote.torch_device.handle import DeviceTarget, Handle, make
 
-__all__ = ["as_view", "has_tangent", "part", "shard", "through", "total", "widen"]
+__all__ = ["as_view", "has_tangent", "part", "shard", "apply_linear", "total", "zero_padded"]
 
 aten = torch.ops.aten
 
@@ -29,33 +29,33 @@ class Exchange(torch.autograd.Function):
     """A linear map. Its backward is its transpose, again as such a map, so that higher derivatives exist."""
 
     @staticmethod
-    def forward(ctx: Any, there: Callable[..., Any], back: Callable[..., Any], *tensors: Any) -> Any:
-        ctx.there, ctx.back = there, back
-        return there(*tensors)
+    def forward(ctx: Any, linear_map: Callable[..., Any], transpose: Callable[..., Any], *tensors: Any) -> Any:
+        ctx.linear_map, ctx.transpose = linear_map, transpose
+        return linear_map(*tensors)
 
     @staticmethod
-    def jvp(ctx: Any, there: None, back: None, *tangents: Any) -> Any:
-        return through(ctx.there, ctx.back, *tangents)
+    def jvp(ctx: Any, linear_map: None, transpose: None, *tangents: Any) -> Any:
+        return apply_linear(ctx.linear_map, ctx.transpose, *tangents)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        made = through(ctx.back, ctx.there, *grads)
+        made = apply_linear(ctx.transpose, ctx.linear_map, *grads)
         return None, None, *(made if isinstance(made, tuple) else (made,))
 
 
-def through(there: Callable[..., Any], back: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+def apply_linear(linear_map: Callable[..., Any], transpose: Callable[..., Any], *tensors: torch.Tensor) -> Any:
     """Apply a linear map. Autograd records it if necessary.
 
     Args:
-        there: The map.
-        back: Its transpose.
+        linear_map: The map.
+        transpose: Its transpose.
         tensors: The arguments of the map.
     """
     followed = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
     if followed or forward_ad._current_level >= 0:
-        return Exchange.apply(there, back, *tensors)  # type: ignore[no-untyped-call]
+        return Exchange.apply(linear_map, transpose, *tensors)  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        return there(*tensors)
+        return linear_map(*tensors)
 
 
 def has_tangent(x: Handle) -> bool:
@@ -71,7 +71,9 @@ def shard(x: Handle, rank: int) -> Handle:
     """
     if rank not in x._place.ranks:
         raise UsageError(f"the tensor is on {x._place}, not on worker:{rank}")
-    made: Handle = through(lambda whole: as_view(whole, part(whole, rank)), partial(widen, x._place, rank), x)
+    made: Handle = apply_linear(
+        lambda whole: as_view(whole, part(whole, rank)), partial(zero_padded, x._place, rank), x
+    )
     return made
 
 
@@ -83,7 +85,7 @@ def part(x: Any, rank: int) -> Handle:
     return make(own, x._sig, master.connections.outbox.view(x._ref, own.target), x._off)
 
 
-def widen(place: DeviceTarget, rank: int, x: Handle) -> Handle:
+def zero_padded(place: DeviceTarget, rank: int, x: Handle) -> Handle:
     """Return a group's tensor that has one worker's tensor on this worker, and zeros on the others."""
     place.master.connections.check(place)
     made: Any = torch.zeros(x.shape, dtype=x.dtype, device=place.device)

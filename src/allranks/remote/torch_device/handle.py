@@ -47,7 +47,7 @@ class HandleConnections(Protocol):
     def request(self, place: DeviceTarget, name: str, /, **arguments: Any) -> Any: ...
     def wait(self, number: int, rank: int, what: str, timeout_s: float | None = None) -> Any: ...
     def unanswered(self, rank: int, timeout_s: float, what: str) -> Exception: ...
-    def gone(self, rank: int, why: str) -> Exception: ...
+    def loss_error(self, rank: int, why: str) -> Exception: ...
     def check(self, place: DeviceTarget) -> None: ...
     def check_process(self) -> None: ...
     def without_recovery(self) -> AbstractContextManager[None]: ...
@@ -119,15 +119,25 @@ class DeviceTarget:
         ranks: Its workers.
         target: The outbox's number for its workers.
         calls: The calls with templates on its workers, by key.
-        learnt: `calls` for each state of torch's flags, by the state's number.
+        calls_by_flags: `calls` for each state of torch's flags, by the state's number.
         call: Queues a call: the outbox's method, or the recorder's while a step is captured.
         links: Native groups that were created for it, by their ranks. They end with it.
         successor: The target of the group after a lost worker has been replaced; None before.
     """
 
     __slots__ = (
-        "__weakref__", "_kind",
-        "call", "calls", "device", "index", "lazy", "learnt", "links", "master", "ranks", "successor",
+        "__weakref__",
+        "_kind",
+        "call",
+        "calls",
+        "calls_by_flags",
+        "device",
+        "index",
+        "lazy",
+        "links",
+        "master",
+        "ranks",
+        "successor",
         "target",
     )  # fmt: skip
 
@@ -139,8 +149,8 @@ class DeviceTarget:
         self.lazy = torch.device("lazy", index)
         self.device = torch.device("worker", index)
         self.links: dict[tuple[int, ...], int] = {}
-        self.learnt: dict[int, dict[Any, KnownCall]] = {}
-        self.calls: dict[Any, KnownCall] = self.learnt.setdefault(master.connections.state, {})
+        self.calls_by_flags: dict[int, dict[Any, KnownCall]] = {}
+        self.calls: dict[Any, KnownCall] = self.calls_by_flags.setdefault(master.connections.state, {})
         self.call = master.connections.outbox.call
         self.successor: DeviceTarget | None = None
         self._kind = ""
@@ -158,7 +168,7 @@ class DeviceTarget:
 
 def _set_requires_grad(self: Handle, requires_grad: bool) -> None:
     if requires_grad != self.requires_grad:
-        self._leave()
+        self._end_watch()
     _requires_grad.__set__(self, requires_grad)
 
 
@@ -192,26 +202,26 @@ class Handle(torch.Tensor):
             )
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         # Before the new Ref is set, because this notifies the steps that use the old one.
-        self._leave()
+        self._end_watch()
         self._ref, self._sig, self._place, self._off = other._ref, other._sig, other._place, other._off
 
     requires_grad = property(_requires_grad.__get__, _set_requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> Handle:
         if requires_grad != self.requires_grad:
-            self._leave()
+            self._end_watch()
         super().requires_grad_(requires_grad)
         return self
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
-        self._leave()
+        self._end_watch()
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
-        self._leave()
+        self._end_watch()
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _leave(self) -> None:
+    def _end_watch(self) -> None:
         """Invalidate captured steps that use this handle, because it gets another Ref or another use in autograd."""
         for watch in weakref.getweakrefs(self._ref.whole):
             if watch.__callback__ is not None:  # those of `Replay`

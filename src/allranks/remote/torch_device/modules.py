@@ -39,7 +39,7 @@ def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
     _torch_swap(t1, t2)  # type: ignore[no-untyped-call]
     for each in (t1, t2):
         if isinstance(each, RemoteTensor):
-            each._leave()
+            each._end_watch()
 
 
 def apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:

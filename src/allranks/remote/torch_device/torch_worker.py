@@ -644,33 +644,33 @@ def register() -> None:
         torch.accelerator.max_memory_allocated = torch.accelerator.memory.max_memory_allocated = _max_memory_allocated
 
     torch.random.fork_rng = _fork_rng(torch.random.fork_rng)
-    torch.Stream = _also(torch.Stream, Stream)  # type: ignore[misc]
-    torch.Event = _also(torch.Event, Event, enable_timing=False)  # type: ignore[misc]
+    torch.Stream = _accepting_worker(torch.Stream, Stream)  # type: ignore[misc]
+    torch.Event = _accepting_worker(torch.Event, Event, enable_timing=False)  # type: ignore[misc]
 
 
 def _max_memory_allocated(device_index: Any = None, /) -> int:
     return max_memory_allocated(device_index)
 
 
-def _also(torchs: type, ours: type, **defaults: Any) -> Any:
+def _accepting_worker(torch_class: type, allranks_class: type, **defaults: Any) -> Any:
     """Return a class like torch's whose objects for workers are of another class. torch's own would do nothing."""
 
-    class Also(type(torchs)):  # type: ignore[misc]
+    class Also(type(torch_class)):  # type: ignore[misc]
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             if cls is made and not kwargs.keys() & {"stream_id", "device_index", "device_type"}:
                 device = args[0] if args else kwargs.get("device")
-                meant = torch.accelerator.current_accelerator() if device is None else torch.device(device)
-                if meant is not None and meant.type == "worker":
-                    return ours(*args, **{**defaults, **kwargs})
+                target_device = torch.accelerator.current_accelerator() if device is None else torch.device(device)
+                if target_device is not None and target_device.type == "worker":
+                    return allranks_class(*args, **{**defaults, **kwargs})
             return super().__call__(*args, **kwargs)
 
         def __instancecheck__(cls, each: Any) -> bool:
-            return isinstance(each, torchs) if cls is made else super().__instancecheck__(each)
+            return isinstance(each, torch_class) if cls is made else super().__instancecheck__(each)
 
         def __subclasscheck__(cls, each: Any) -> bool:
-            return issubclass(each, torchs) if cls is made else super().__subclasscheck__(each)
+            return issubclass(each, torch_class) if cls is made else super().__subclasscheck__(each)
 
-    made = Also(torchs.__name__, (torchs,), {"__module__": "torch", "__doc__": torchs.__doc__})
+    made = Also(torch_class.__name__, (torch_class,), {"__module__": "torch", "__doc__": torch_class.__doc__})
     return made
 
 

@@ -56,15 +56,15 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def upload(worker: WorkerState, data: memoryview, outputs: list[int], meta: wire.Meta, link: int) -> None:
     """Allocate memory for a large tensor of the master, and receive it after the answer. The master only sends then."""
     dtype, shape, strides = meta[:3]
-    made = in_huge_pages(torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype), device="cpu"))
-    there = made if worker.device.type == "cpu" else torch.empty_like(made, device=worker.device)
+    received = in_huge_pages(torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype), device="cpu"))
+    on_device = received if worker.device.type == "cpu" else torch.empty_like(received, device=worker.device)
 
-    def take() -> None:
-        worker.link(link).recv(_flat(made), 0)
-        worker.slots[outputs[0]] = there if there is made else there.copy_(made)
+    def receive() -> None:
+        worker.link(link).recv(_flat(received), 0)
+        worker.slots[outputs[0]] = on_device if on_device is received else on_device.copy_(received)
 
     worker.link(link)  # raises if the link could not be created
-    worker.afterwards = take
+    worker.afterwards = receive
 
 
 def spread(
@@ -85,7 +85,7 @@ def spread(
         made = held.clone()
     if link:
         group = worker.link(link)
-        _agree(group, held)
+        _raise_common_fault(group, held)
         group.broadcast(_flat(made), root)
     elif type(held) is Poison:
         raise Poisoned(held.fault)
@@ -408,7 +408,7 @@ def recv(worker: WorkerState, tensors: Sequence[Any], link: int, peer: int, meta
     return made if len(made) > 1 else made[0]
 
 
-def _agree(group: ProcessGroup, *held: Any) -> None:
+def _raise_common_fault(group: ProcessGroup, *held: Any) -> None:
     """Exchange the faults of poisoned tensors, and raise the first one on all members.
 
     Raises:
@@ -416,9 +416,9 @@ def _agree(group: ProcessGroup, *held: Any) -> None:
     """
     poison = next((each for each in held if type(each) is Poison), None)
     trouble = wire.pack_fault(poison.fault) if poison else b""
-    mine = torch.tensor([len(trouble)], device="cpu")
+    own_length = torch.tensor([len(trouble)], device="cpu")
     lengths = torch.empty(group.size(), dtype=torch.int64, device="cpu")
-    group.all_gather(lengths, mine)
+    group.all_gather(lengths, own_length)
     for rank, length in enumerate(lengths.tolist()):
         if length:
             packed = torch.frombuffer(bytearray(trouble), dtype=torch.uint8) if rank == group.rank() else (
@@ -428,17 +428,17 @@ def _agree(group: ProcessGroup, *held: Any) -> None:
             raise Poisoned(wire.unpack_fault(bytes_of(packed)))
 
 
-def _together(tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor], Any]) -> None:
+def _apply_concatenated(tensors: Sequence[torch.Tensor], apply_in_place: Callable[[torch.Tensor], Any]) -> None:
     """Apply an in-place operation on one tensor to many tensors. Those of one dtype are concatenated."""
     kinds: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault(tensor.dtype, []).append(tensor)
     for alike in kinds.values():
         if len(alike) == 1 and alike[0].is_contiguous():
-            move(alike[0])  # in place: saves two copies
+            apply_in_place(alike[0])  # in place: saves two copies
             continue
         whole = torch.cat([each.reshape(-1) for each in alike])
-        move(whole)
+        apply_in_place(whole)
         parts = torch.split_with_sizes(whole, [each.numel() for each in alike])
         for each, part in zip(alike, parts, strict=True):
             each.copy_(part.view(each.shape))
@@ -446,20 +446,20 @@ def _together(tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor], An
 
 def all_reduce(worker: WorkerState, tensors: Sequence[Any], link: int, op: str) -> None:
     group = worker.link(link)
-    _agree(group, *tensors)
-    _together(tensors, lambda tensor: group.all_reduce(tensor, getattr(ReduceOp, op)))
+    _raise_common_fault(group, *tensors)
+    _apply_concatenated(tensors, lambda tensor: group.all_reduce(tensor, getattr(ReduceOp, op)))
 
 
 def broadcast(worker: WorkerState, tensors: Sequence[Any], link: int, root: int) -> None:
     group = worker.link(link)
-    _agree(group, *tensors)
-    _together(tensors, lambda tensor: group.broadcast(tensor, root))
+    _raise_common_fault(group, *tensors)
+    _apply_concatenated(tensors, lambda tensor: group.broadcast(tensor, root))
 
 
 def all_gather(worker: WorkerState, tensors: Sequence[Any], link: int, dim: int) -> torch.Tensor:
     """Concatenate the members' tensors along a dimension."""
     group, (tensor,) = worker.link(link), tensors
-    _agree(group, tensor)
+    _raise_common_fault(group, tensor)
     parts = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(group.size())]
     group.all_gather(parts, tensor.contiguous())
     return torch.cat(parts, dim)
@@ -468,7 +468,7 @@ def all_gather(worker: WorkerState, tensors: Sequence[Any], link: int, dim: int)
 def reduce_scatter(worker: WorkerState, tensors: Sequence[Any], link: int, op: str, dim: int) -> torch.Tensor:
     """Return each member's part of the sum, along a dimension."""
     group, (tensor,) = worker.link(link), tensors
-    _agree(group, tensor)
+    _raise_common_fault(group, tensor)
     parts = [each.contiguous() for each in tensor.chunk(group.size(), dim)]
     made = torch.empty_like(parts[0])
     group.reduce_scatter(made, parts, getattr(ReduceOp, op))

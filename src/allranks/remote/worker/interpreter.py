@@ -47,10 +47,10 @@ __all__ = ["Interpreter", "serve"]
 
 _CHUNK = 1 << 18  # bytes of the receive buffer, which grows for larger messages
 _COUNTED = 64  # commands after which the count that other processes read is updated
-_WATCHED = {"mkldnn_rnn_layer"}
+_NEEDS_AUTOGRAD = {"mkldnn_rnn_layer"}
 
 
-def _said(value: Any) -> Any:
+def _encode_result(value: Any) -> Any:
     """Return the form in which a returned value of an operator is sent to the master."""
     if isinstance(value, torch.Tensor):
         return describe(value)
@@ -75,7 +75,7 @@ class Interpreter(WorkerState):
         """
         super().__init__(rank, device, context)
         self._send = send
-        self._mended = 0
+        self._converted_count = 0
         self._table: dict[int, CallTemplate] = {}
         self._recorded: RecordedTemplates | None = None
 
@@ -192,7 +192,7 @@ class Interpreter(WorkerState):
                 try:
                     self._table[message.number] = self._compile(message)
                 except Exception as error:  # noqa: BLE001 - each call of the template raises it
-                    self._table[message.number] = self._refuse(message, error)
+                    self._table[message.number] = self._failing_template(message, error)
             case Ask():
                 self._ask(message)
             case Hold(id, meta):
@@ -280,7 +280,7 @@ class Interpreter(WorkerState):
                 values = [] if returns == 0 else [result] if returns == 1 else result
                 counts = [len(each) if isinstance(each, list | tuple) else -1 for each in values]
                 results = flatten(result) if returns else []
-                metas = [_said(each) for each in results]
+                metas = [_encode_result(each) for each in results]
                 answer = [
                     metas,
                     {each: describe(inputs[each]) for each in written_by(_named(op), ask.args, ask.kwargs)},
@@ -307,12 +307,12 @@ class Interpreter(WorkerState):
             ) from None
         if not isinstance(op, torch._ops.OpOverload):
             raise TypeError(f"{name} is not an operator")
-        return _Watched(op) if base in _WATCHED else op
+        return _WithAutograd(op) if base in _NEEDS_AUTOGRAD else op
 
     def _compile(self, define: Define) -> CallTemplate:
         """Return the function of a template. Its arguments are slots, a buffer and the position of the ids in it."""
         op = self._resolve(define.op)
-        space = {"settle": self._settle, "generators": self.generators, "doing": self.doing}
+        space = {"settle": self._convert_result, "generators": self.generators, "doing": self.doing}
         call = call_source(define.number, define.args, define.kwargs, define.results, op, self.device, space)
         inputs, outputs = call.inputs, call.outputs
         code = call.checked if define.checked else call.plain
@@ -325,17 +325,17 @@ class Interpreter(WorkerState):
         plain = made._replace(run=call_function(call.plain, inputs, outputs, site))
 
         def first(slots: Slots, buffer: Any, at: int) -> None:
-            mended = self._mended
+            converted_before = self._converted_count
             made.run(slots, buffer, at)
             # The unchecked function replaces this one only if the strides of the result were already as the master
             # expects. Otherwise each result must be converted.
-            if self._mended == mended and self._table.get(define.number) is wrapped:
+            if self._converted_count == converted_before and self._table.get(define.number) is wrapped:
                 self._table[define.number] = plain
 
         wrapped = made._replace(run=first)
         return wrapped
 
-    def _refuse(self, define: Define, error: Exception) -> CallTemplate:
+    def _failing_template(self, define: Define, error: Exception) -> CallTemplate:
         """Return a template that raises an error, because this worker cannot create the requested one.
 
         A possible reason is another version of torch than the master's.
@@ -350,7 +350,7 @@ class Interpreter(WorkerState):
         code = Code(f"refuse_{define.number}()", layout, {f"refuse_{define.number}": refuse})
         return CallTemplate(define.op, inputs, outputs, layout.size, (), refuse, code)
 
-    def _settle(self, result: Any, which: int, metas: list[Meta]) -> Any:
+    def _convert_result(self, result: Any, which: int, metas: list[Meta]) -> Any:
         """Return a result in the form that the master expects, or raise an error."""
         dtype, shape, strides, _, bits = metas[which]
         if not isinstance(result, torch.Tensor):
@@ -364,11 +364,11 @@ class Interpreter(WorkerState):
                 f"result {which} is {describe(result)}, but the master expects {metas[which]}.\n"
                 "  Report this operator to the developers of allranks."
             )
-        self._mended += 1
+        self._converted_count += 1
         return result.new_empty_strided(shape, strides).copy_(result)
 
 
-class _Watched:
+class _WithAutograd:
     """An operator that computes the data for its backward only if autograd is enabled."""
 
     def __init__(self, op: Any) -> None:
@@ -409,7 +409,7 @@ def _named(op: Any) -> Any:
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 # Measured: with freed memory kept, a copy of 64 MB between two workers reaches 7.2 GB/s instead of 1.5 GB/s.
-_KEPT = 1 << 30
+_KEPT_BYTES = 1 << 30
 
 
 def _keep_memory() -> None:
@@ -421,16 +421,16 @@ def _keep_memory() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # a function of glibc
         libc.mallopt(_M_MMAP_MAX, 0)  # memory from mmap would return to the kernel when it is freed
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def serve(context: WorkerContext) -> None:
     """Run the commands that the master sends, until it closes the connection."""
     _keep_memory()
     device = torch.device(context.device)
-    line = context.socket
+    connection = context.socket
 
-    interpreter = Interpreter(context.rank, device, line.sendall, context)
+    interpreter = Interpreter(context.rank, device, connection.sendall, context)
     # All warnings are sent, and the filters of the master's program select those that are shown.
     warnings.simplefilter("default")
     warnings.showwarning = interpreter.warn  # type: ignore[assignment]
@@ -450,7 +450,7 @@ def serve(context: WorkerContext) -> None:
         # The core may answer an ECHO itself only if all before it is done and no fault or warning must be reported.
         # Work on a GPU must be synchronized first.
         quiet = start == end and not (interpreter.unreported or interpreter.warned) and device.type == "cpu"
-        count = _core.receive(line.fileno(), buffer, end, quiet)
+        count = _core.receive(connection.fileno(), buffer, end, quiet)
         if count == 0:
             if interpreter.slices is not None:
                 interpreter.slices.flush()

@@ -1,8 +1,8 @@
 """Snapshots of kept tensors on a worker: its own, and those of the worker that it is the backup of.
 
-`master.keeping` decides when snapshots are made. A snapshot has the whole memory of each kept tensor once, however many
-tensors share it, in one block of the host's memory. Restored tensors share memory as before. A snapshot includes the
-state of the worker's random generator.
+`master.snapshots` decides when snapshots are made. A snapshot has the whole memory of each kept tensor once, however
+many tensors share it, in one block of the host's memory. Restored tensors share memory as before. A snapshot includes
+the state of the worker's random generator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["SNAPSHOTS", "Snapshot", "Snapshots"]
 
 _ALIGNED = 64  # bytes; the start of each memory in a snapshot
 _CHUNK = 1 << 30  # bytes of an answer, whose length has 32 bits
-_OF_LOSSES = {"PeerLostError", "AbortedError"}
+_LOSS_ERRORS = {"PeerLostError", "AbortedError"}
 
 Layout = tuple[list[tuple[int, Meta]], list[tuple[int, int]], int]
 """The layout of a snapshot.
@@ -62,7 +62,7 @@ class Snapshots:
             if isinstance(dropped, Snapshot):
                 self._spare[key[0]] = dropped.memory
 
-    def room(self, owner: int, nbytes: int) -> torch.Tensor:
+    def allocate(self, owner: int, nbytes: int) -> torch.Tensor:
         """Return memory for a new snapshot. Reused pages cost a third of new ones."""
         spare = self._spare.pop(owner, None)
         if spare is not None and spare.numel() == nbytes:
@@ -83,11 +83,11 @@ class Snapshots:
 
 def snapshot(worker: WorkerState, data: memoryview, number: int, ids: list[int], complete: int) -> None:
     """Copy the kept tensors as they are at this point of the queue."""
-    snapshots = _of(worker)
+    snapshots = _snapshots_of(worker)
     # Before the copy, which reuses the memory of the dropped snapshot.
     snapshots.drop(complete)
     try:
-        snapshots.held[worker.rank, number] = _take(worker, snapshots, ids)
+        snapshots.held[worker.rank, number] = _copy_tensors(worker, snapshots, ids)
     except Poisoned as poisoned:
         snapshots.held[worker.rank, number] = poisoned.fault
     except Exception as error:  # noqa: BLE001 - usually out of memory; reported to the backup worker or the master
@@ -96,7 +96,7 @@ def snapshot(worker: WorkerState, data: memoryview, number: int, ids: list[int],
 
 def hand(worker: WorkerState, data: memoryview, owner: int, number: int, link: int, peer: int) -> None:
     """Send a snapshot over a link."""
-    group, found = worker.link(link), _of(worker).held[owner, number]
+    group, found = worker.link(link), _snapshots_of(worker).held[owner, number]
     head = msgspec.msgpack.encode((found, None) if isinstance(found, Fault) else (None, found.layout))
     group.send(torch.tensor([len(head)], device="cpu"), peer)
     group.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), peer)
@@ -108,7 +108,7 @@ def shelter(
     worker: WorkerState, data: memoryview, owner: int, number: int, link: int, peer: int, complete: int
 ) -> None:
     """Receive a snapshot over a link."""
-    snapshots, group = _of(worker), worker.link(link)
+    snapshots, group = _snapshots_of(worker), worker.link(link)
     if owner != worker.rank:
         snapshots.drop(complete)
     length = torch.empty(1, dtype=torch.int64, device="cpu")
@@ -119,7 +119,7 @@ def shelter(
     if layout is None:
         assert fault is not None
         raise Poisoned(fault)
-    memory = snapshots.room(owner, layout[2])
+    memory = snapshots.allocate(owner, layout[2])
     group.recv(memory, peer)
     # Only after all bytes have arrived, because `holdings` must not list an incomplete snapshot.
     snapshots.held[owner, number] = Snapshot(layout, memory)
@@ -127,23 +127,23 @@ def shelter(
 
 def give(worker: WorkerState, data: memoryview, number: int, begin: int) -> tuple[Layout, bytes]:
     """Return a part of a snapshot, for a master that stores it itself."""
-    found = _of(worker).find(worker.rank, number)
+    found = _snapshots_of(worker).find(worker.rank, number)
     return found.layout, bytes_of(found.memory[begin : begin + _CHUNK])
 
 
 def accept(worker: WorkerState, data: memoryview, number: int, layout: Any, begin: int) -> None:
     """Receive a part of a snapshot that the master has stored."""
-    snapshots, layout = _of(worker), msgspec.convert(layout, Layout)
+    snapshots, layout = _snapshots_of(worker), msgspec.convert(layout, Layout)
     if begin == 0:
-        snapshots.held[worker.rank, number] = Snapshot(layout, snapshots.room(worker.rank, layout[2]))
+        snapshots.held[worker.rank, number] = Snapshot(layout, snapshots.allocate(worker.rank, layout[2]))
     memory = snapshots.find(worker.rank, number).memory
     memory[begin : begin + len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
 
 def holdings(worker: WorkerState, data: memoryview) -> list[tuple[int, int]]:
     """Return the snapshots that are stored here. Faults caused by a lost worker are no longer reported."""
-    worker.unreported = [each for each in worker.unreported if each.kind not in _OF_LOSSES]
-    return [key for key, each in _of(worker).held.items() if isinstance(each, Snapshot)]
+    worker.unreported = [each for each in worker.unreported if each.kind not in _LOSS_ERRORS]
+    return [key for key, each in _snapshots_of(worker).held.items() if isinstance(each, Snapshot)]
 
 
 def restore(worker: WorkerState, data: memoryview, number: int, ids: list[int], outputs: list[int]) -> None:
@@ -157,7 +157,7 @@ def restore(worker: WorkerState, data: memoryview, number: int, ids: list[int], 
             overwritten.
         outputs: The new ids of the tensors.
     """
-    snapshots = _of(worker)
+    snapshots = _snapshots_of(worker)
     found = snapshots.find(worker.rank, number)
     tensors, spans, _ = found.layout
     made: dict[int, Any] = {}
@@ -168,7 +168,7 @@ def restore(worker: WorkerState, data: memoryview, number: int, ids: list[int], 
         memory = _memory_of(old, metas, spans[which][1])
         if memory is None:
             memory = torch.empty(spans[which][1], dtype=torch.uint8, device=worker.device).untyped_storage()
-            old = [_see(memory, meta, worker.device) for meta in metas]
+            old = [_tensor_view(memory, meta, worker.device) for meta in metas]
         _bytes(memory, worker.device).copy_(found.part(which))
         made.update(zip(positions, old, strict=True))
     worker.slots.update((outputs[each], tensor) for each, tensor in made.items())
@@ -182,14 +182,14 @@ def discard(worker: WorkerState, data: memoryview) -> None:
     worker.snapshots = None
 
 
-def _of(worker: WorkerState) -> Snapshots:
+def _snapshots_of(worker: WorkerState) -> Snapshots:
     if worker.snapshots is None:
         worker.snapshots = Snapshots()
     assert isinstance(worker.snapshots, Snapshots)
     return worker.snapshots
 
 
-def _take(worker: WorkerState, snapshots: Snapshots, ids: list[int]) -> Snapshot:
+def _copy_tensors(worker: WorkerState, snapshots: Snapshots, ids: list[int]) -> Snapshot:
     held = [worker.take(each) for each in ids]
     random = worker.generator(0).get_state()
     memories: dict[int, torch.UntypedStorage] = {}
@@ -203,7 +203,7 @@ def _take(worker: WorkerState, snapshots: Snapshots, ids: list[int]) -> Snapshot
     for nbytes in (random.numel(), *(each.nbytes() for each in memories.values())):
         spans.append((end, nbytes))
         end += -(-nbytes // _ALIGNED) * _ALIGNED
-    made = Snapshot((tensors, spans, end), snapshots.room(worker.rank, end))
+    made = Snapshot((tensors, spans, end), snapshots.allocate(worker.rank, end))
     made.part(0).copy_(random)
     for which, memory in enumerate(memories.values(), 1):
         made.part(which).copy_(_bytes(memory, worker.device))
@@ -223,7 +223,7 @@ def _memory_of(held: Sequence[Any], metas: Sequence[Meta], nbytes: int) -> torch
     return found if found is not None and found.nbytes() == nbytes else None
 
 
-def _see(memory: torch.UntypedStorage, meta: Meta, device: torch.device) -> torch.Tensor:
+def _tensor_view(memory: torch.UntypedStorage, meta: Meta, device: torch.device) -> torch.Tensor:
     dtype, shape, strides, offset, _ = meta
     return torch.empty(0, dtype=wire.dtype_of(dtype), device=device).set_(memory, offset, shape, strides)
 

@@ -117,11 +117,11 @@ class Gloo(BenchEngine):
         self._dist = dist
         world = allranks.group.WORLD
         assert world is not None
-        alone = len({member.machine for member in world.members}) == 1
-        here = "127.0.0.1" if alone else world.members[ROOT].addresses[0]
-        mine = world.members[rank].addresses
+        single_host = len({member.machine for member in world.members}) == 1
+        here = "127.0.0.1" if single_host else world.members[ROOT].addresses[0]
+        own_addresses = world.members[rank].addresses
         # Without it, gloo uses the address of the host's name, which can be a loopback address.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if alone else interface_of(mine[0]))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if single_host else interface_of(own_addresses[0]))
         self.settings = f"as torch.distributed sets it up, over {os.environ['GLOO_SOCKET_IFNAME']}"
         # The store must not wait for the other ranks: they receive its port from the broadcast below.
         store = TCPStore(here, 0, is_master=True, wait_for_workers=False) if rank == ROOT else None

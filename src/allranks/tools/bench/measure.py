@@ -109,7 +109,7 @@ def _sample(contenders: list[_Contender], plan: BlockPlan) -> list[list[_Block]]
 
 def _block(contender: _Contender, n: int, plan: BlockPlan) -> _Block:
     contender.engine.enter(plan.cpus)
-    seconds, cpu_s = (_apart if plan.apart else _back_to_back)(contender.call, n)
+    seconds, cpu_s = (_time_with_barriers if plan.apart else _time_back_to_back)(contender.call, n)
     mean = torch.tensor([cpu_s / plan.ranks], dtype=torch.float64)
     allranks.all_reduce(mean)
     return _Block(largest(seconds), float(mean))
@@ -117,10 +117,10 @@ def _block(contender: _Contender, n: int, plan: BlockPlan) -> _Block:
 
 def seconds_per_call(call: Callable[[], object], n: int) -> float:
     """Return the seconds per call of a block of n back-to-back calls, of the slowest rank."""
-    return largest(_back_to_back(call, n)[0])
+    return largest(_time_back_to_back(call, n)[0])
 
 
-def _back_to_back(call: Callable[[], object], n: int) -> tuple[float, float]:
+def _time_back_to_back(call: Callable[[], object], n: int) -> tuple[float, float]:
     """Return the seconds per call and the CPU seconds per call of a block, of this rank."""
     call()  # the blocks of other engines have evicted the caches
     allranks.barrier()
@@ -132,8 +132,8 @@ def _back_to_back(call: Callable[[], object], n: int) -> tuple[float, float]:
     return seconds / n, (time.process_time() - cpu_s) / n
 
 
-def _apart(call: Callable[[], object], n: int) -> tuple[float, float]:
-    """Like `_back_to_back`, with an untimed barrier before each call."""
+def _time_with_barriers(call: Callable[[], object], n: int) -> tuple[float, float]:
+    """Like `_time_back_to_back`, with an untimed barrier before each call."""
     call()
     seconds = cpu_s = 0.0
     for _ in range(n):

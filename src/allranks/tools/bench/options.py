@@ -8,7 +8,7 @@ from pathlib import Path
 
 from allranks._base.console import ArgumentParser
 from allranks.tools.bench.verbs import VERBS
-from allranks.tools.outputs import why_not
+from allranks.tools.outputs import output_problem
 
 __all__ = ["parse", "sizes"]
 
@@ -124,7 +124,7 @@ def _check(parser: ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(f"MPI has no {options.op} of {options.dtype}: remove mpi from --against")
     if "gloo" in options.against and reduces and options.op == "AVG" and "float" not in options.dtype:
         parser.error(f"gloo has no AVG of {options.dtype}: remove gloo from --against")
-    if why := why_not(options.json, options.plot):
+    if why := output_problem(options.json, options.plot):
         parser.error(why)
 
 

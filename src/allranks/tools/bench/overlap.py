@@ -69,12 +69,12 @@ def measure_overlap(engines: Sequence[BenchEngine], call: str, nbytes: int, plan
             begin = partial(_late, begin)
         wrong = _wrong(begin, call, into, out, data, compute, plan)
         into.zero_()
-        alone = statistics.median(largest(_timed(partial(_whole, begin))) for _ in range(3))
-        runs.append((engine, begin, wrong, alone))
+        communication_s = statistics.median(largest(_timed(partial(_whole, begin))) for _ in range(3))
+        runs.append((engine, begin, wrong, communication_s))
     found = []
-    for engine, begin, wrong, alone in runs:
+    for engine, begin, wrong, communication_s in runs:
         engine.enter(plan.cpus)
-        compute.fit(alone)
+        compute.fit(communication_s)
         part = _nothing if call == "late" and last else compute
         found.append(_run(engine.name, begin, part, call, count * plan.dtype.itemsize, wrong, plan))
     return found
@@ -104,9 +104,9 @@ def _run(
         for i in (turn % 3, (turn + 1) % 3, (turn + 2) % 3):
             samples[i].append(largest(_timed(parts[i])))
             spent += samples[i][-1]
-    alone, communicate, together = (statistics.median(each) for each in samples)
-    hidden = 1 - (together - alone) / communicate
-    return Overlap(name, call, nbytes, alone, communicate, together, hidden, len(samples[0]), wrong)
+    compute_s, communicate_s, both_s = (statistics.median(each) for each in samples)
+    hidden = 1 - (both_s - compute_s) / communicate_s
+    return Overlap(name, call, nbytes, compute_s, communicate_s, both_s, hidden, len(samples[0]), wrong)
 
 
 def _nothing() -> None:

@@ -28,7 +28,7 @@ from allranks.tools.bench.small import measure_small
 from allranks.tools.bench.trace import measure_recorded, measure_straggling
 from allranks.tools.bench.verbs import VERBS
 from allranks.tools.progress import TerminalProgress
-from allranks.tools.quiet import Window, before
+from allranks.tools.quiet import MeasurementWindow, current_conditions
 
 __all__ = ["main"]
 
@@ -77,9 +77,9 @@ def _run(
         settings={engine.name: engine.settings for engine in engines},
     )
     here = _neighbours(plan.ranks)
-    window = Window()
+    window = MeasurementWindow()
     progress.put(text.preface(report))
-    progress.put(text.conditions(before(), len(here), cores(plan.cpus)))
+    progress.put(text.conditions(current_conditions(), len(here), cores(plan.cpus)))
     began_s = time.process_time()
     _measure(engines, plan, options, report, progress)
     spent: list[float] = [0.0] * plan.ranks

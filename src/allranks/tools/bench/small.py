@@ -43,10 +43,10 @@ def measure_small(engines: Sequence[BenchEngine], sizes: Sequence[int], plan: Bl
     torchs = allranks.torch_group()
     for nbytes in sizes:
         tensor = torch.zeros(max(1, nbytes // plan.dtype.itemsize), dtype=plan.dtype)
-        ways = _ours(world, tensor, plan.op) | _torchs(torchs, tensor, plan.op)
+        ways = _allranks_calls(world, tensor, plan.op) | _torch_calls(torchs, tensor, plan.op)
         for engine in engines:
             if isinstance(engine, Mpi):
-                ways |= _mpis(engine, tensor, plan.op)
+                ways |= _mpi_calls(engine, tensor, plan.op)
         wrong = _check(ways, engines, tensor, plan)
         samples = _sample(ways, engines, plan)
         medians = {name: statistics.median(times) for name, times in samples.items()}
@@ -98,7 +98,7 @@ def _sample(
     return samples
 
 
-def _ours(world: allranks.ProcessGroup, tensor: torch.Tensor, op_name: str) -> dict[str, tuple[bool, Any]]:
+def _allranks_calls(world: allranks.ProcessGroup, tensor: torch.Tensor, op_name: str) -> dict[str, tuple[bool, Any]]:
     op = getattr(allranks.ReduceOp, op_name)
     return {
         "blocking": (False, lambda: allranks.all_reduce(tensor, op)),
@@ -107,7 +107,7 @@ def _ours(world: allranks.ProcessGroup, tensor: torch.Tensor, op_name: str) -> d
     }
 
 
-def _torchs(group: Any, tensor: torch.Tensor, op_name: str) -> dict[str, tuple[bool, Any]]:
+def _torch_calls(group: Any, tensor: torch.Tensor, op_name: str) -> dict[str, tuple[bool, Any]]:
     dist: Any = torch.distributed
     op = getattr(dist.ReduceOp, op_name)
     all_reduce = dist.all_reduce
@@ -139,7 +139,7 @@ def _torchs(group: Any, tensor: torch.Tensor, op_name: str) -> dict[str, tuple[b
     }
 
 
-def _mpis(engine: Mpi, tensor: torch.Tensor, op_name: str) -> dict[str, tuple[bool, Any]]:
+def _mpi_calls(engine: Mpi, tensor: torch.Tensor, op_name: str) -> dict[str, tuple[bool, Any]]:
     return {
         "mpi": (True, engine.call("all_reduce", tensor, tensor, op_name)),
         "mpi persistent": (True, engine.prepared(tensor, op_name)),

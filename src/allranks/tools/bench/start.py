@@ -114,8 +114,8 @@ def join_by_mpi() -> tuple[Mpi, set[int]]:
     from allranks.tools.bench.engines import Mpi
 
     with tempfile.TemporaryDirectory(prefix="allranks-bench-") if comm.rank == 0 else nullcontext("") as folder:
-        alone = len(set(comm.allgather(socket.gethostname()))) == 1
-        meeting = f"file://{folder}/store" if alone else _port_of_rank_0(comm)
+        single_host = len(set(comm.allgather(socket.gethostname()))) == 1
+        meeting = f"file://{folder}/store" if single_host else _port_of_rank_0(comm)
         allranks.init_process_group(init_method=comm.bcast(meeting, 0), rank=comm.rank, world_size=comm.size)
         # Rank 0 deletes the folder afterwards, so all ranks must have joined.
         allranks.barrier()

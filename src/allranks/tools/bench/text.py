@@ -16,7 +16,7 @@ from allranks.tools.bench.report import (
     Straggling,
     summaries,
 )
-from allranks.tools.quiet import READING, Conditions, judge
+from allranks.tools.quiet import READING, Conditions, noise_reasons
 
 __all__ = [
     "conditions",
@@ -63,7 +63,7 @@ def conditions(found: Conditions, ranks: int, cores: int) -> str:
         ranks: The number of ranks on this host.
         cores: The number of cores that they may use.
     """
-    why = judge(found)
+    why = noise_reasons(found)
     if ranks > found.cpus:
         why.append(f"{ranks} ranks share {found.cpus} CPUs")
     elif ranks > cores:

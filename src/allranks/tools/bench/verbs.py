@@ -162,7 +162,7 @@ def left_early(call: Callable[[], object], rank: int, latest: Callable[[float], 
     if rank == ROOT:
         # Without the delay, all ranks enter at about the same time, and an early release would go unnoticed.
         time.sleep(_STAGGER_S)
-    came = time.clock_gettime(time.CLOCK_MONOTONIC)
+    entered_at = time.clock_gettime(time.CLOCK_MONOTONIC)
     call()
-    left = time.clock_gettime(time.CLOCK_MONOTONIC)
-    return int(left < latest(came))
+    left_at = time.clock_gettime(time.CLOCK_MONOTONIC)
+    return int(left_at < latest(entered_at))

@@ -52,11 +52,11 @@ def fail(measured: str, advice: str) -> Finding:
     return Finding("FAIL", measured, advice)
 
 
-def run(look: Callable[[], Finding]) -> Check:
+def run(check: Callable[[], Finding]) -> Check:
     """Run one check. An exception becomes a failed check."""
-    name = look.__name__.replace("_", " ")
+    name = check.__name__.replace("_", " ")
     try:
-        return Check(name, *look())
+        return Check(name, *check())
     except Exception as error:  # noqa: BLE001 - a broken library may raise anything, and that is the finding
         text = " ".join(str(error).split()) or "no message"
         return Check(

@@ -59,8 +59,8 @@ def judge_variables(environ: Mapping[str, str]) -> Finding:
     unknown = [n for n in environ if n.startswith("ALLRANKS_") and n not in known and not n.startswith(_OF_TESTS)]
     if unknown:
         close = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
-        meant = ", ".join(f"{name} (did you mean {near[0]}?)" if near else name for name, near in close.items())
-        return warn(f"{described}; allranks does not read {meant}", "Correct or unset it.")
+        names = ", ".join(f"{name} (did you mean {near[0]}?)" if near else name for name, near in close.items())
+        return warn(f"{described}; allranks does not read {names}", "Correct or unset it.")
     return ok(f"{described}: rank {env.rank} of {env.world_size}")
 
 

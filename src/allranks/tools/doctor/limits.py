@@ -19,7 +19,7 @@ from allranks._cluster.env import read_int
 from allranks._cluster.host import cores, usable_cpus
 from allranks.tools.doctor.check import Finding, fail, ok, warn
 from allranks.tools.doctor.job import job_here
-from allranks.tools.quiet import READING, Conditions, Window, before, judge
+from allranks.tools.quiet import READING, Conditions, MeasurementWindow, current_conditions, noise_reasons
 
 __all__ = ["CHECKS", "judge_cpus", "judge_memory", "judge_quiet", "judge_shm", "memory_limit"]
 
@@ -42,10 +42,10 @@ def cpus() -> Finding:
 
 def quiet() -> Finding:
     """Check whether other processes leave the CPUs idle. Without this, measurements mean little."""
-    window = Window()
+    window = MeasurementWindow()
     time.sleep(_LOOK_S)
     steal = window.end(0.0).steal  # another rank may be busy now, so only the steal time is used
-    return judge_quiet(replace(before(), steal=steal))
+    return judge_quiet(replace(current_conditions(), steal=steal))
 
 
 def judge_quiet(found: Conditions) -> Finding:
@@ -53,7 +53,7 @@ def judge_quiet(found: Conditions) -> Finding:
     waited = "" if found.waited is None else f", processes waited for a CPU in {_share(found.waited)} of it"
     described = f"load {_round(found.load)} in the last minute{waited}; steal {_share(found.steal or 0.0)}"
     described += f"; governor {found.governor}" if found.governor else ""
-    if judge(found):
+    if noise_reasons(found):
         return warn(described, f"Not quiet: {READING}. Measure again, or on another host; allranks bench reports both.")
     return ok(described)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from allranks._cluster.env import read_int, split_host_port
 from allranks._cluster.network import interface_of, published_addresses
-from allranks._store.address import in_time
+from allranks._store.address import call_with_timeout
 from allranks.tools.doctor.check import Finding, fail, ok, warn
 from allranks.tools.doctor.job import job_here
 
@@ -29,7 +29,7 @@ def host_name() -> Finding:
     name = socket.gethostname()
     began = time.monotonic()
     nothing: tuple[list[str], str] = ([], f"no answer in {_PATIENCE_S:g} s")
-    addresses, trouble = in_time(lambda: _resolve(name), nothing, _PATIENCE_S)
+    addresses, trouble = call_with_timeout(lambda: _resolve(name), nothing, _PATIENCE_S)
     return judge_name(name, addresses, trouble, published_addresses({}), time.monotonic() - began)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from allranks._base.console import ArgumentParser
-from allranks.tools.outputs import why_not
+from allranks.tools.outputs import output_problem
 
 __all__ = ["DoctorOptions", "parse", "without_nproc"]
 
@@ -42,7 +42,7 @@ def parse(argv: Sequence[str]) -> DoctorOptions:
         parser.error("--timeout must be positive")
     if given.megabytes < 1:
         parser.error("--megabytes must be at least 1")
-    if why := why_not(given.json, given.plot):
+    if why := output_problem(given.json, given.plot):
         parser.error(why)
     return DoctorOptions(given.nproc, given.json, given.plot, given.timeout, given.megabytes << 20)
 

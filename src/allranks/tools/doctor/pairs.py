@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Pair", "Pairs", "kinds", "rounds", "standing_out"]
+__all__ = ["Pair", "Pairs", "kinds", "rounds", "outliers"]
 
 _ONE_BY_ONE = 16  # up to this many ranks, pairs measure one at a time; with more, this would take minutes
 _FACTOR = 4.0  # times the median: beyond this, a pair is an outlier
@@ -72,7 +72,7 @@ def kinds(pairs: Pairs, machines: Sequence[str]) -> dict[str, list[Pair]]:
     return {name: some for name, some in (("in a host", near), ("between hosts", far)) if some}
 
 
-def standing_out(some: Sequence[Pair], badness: Callable[[Pair], float]) -> list[Pair]:
+def outliers(some: Sequence[Pair], badness: Callable[[Pair], float]) -> list[Pair]:
     """Return the pairs that are more than `_FACTOR` times as bad as the median, worst first."""
     usual = statistics.median(badness(pair) for pair in some)
     return sorted((pair for pair in some if badness(pair) > _FACTOR * usual), key=badness, reverse=True)

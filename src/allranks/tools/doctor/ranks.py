@@ -20,7 +20,7 @@ from allranks._cluster.network import machine
 from allranks.tools.doctor import software
 from allranks.tools.doctor.check import Check
 from allranks.tools.doctor.options import DoctorOptions
-from allranks.tools.doctor.pairs import Pair, Pairs, kinds, rounds, standing_out
+from allranks.tools.doctor.pairs import Pair, Pairs, kinds, outliers, rounds
 from allranks.tools.doctor.report import DoctorFacts, DoctorLine, DoctorReport, compare_versions, merge
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ __all__ = ["examine", "facts", "judge_clock", "judge_pairs"]
 
 _ROUND_TRIPS, _WARM_UP = 60, 10
 _LARGE = 3  # large messages, of which the fastest counts
-_LOOKS = 16  # round trips per comparison of clocks
+_CLOCK_SAMPLES = 16  # round trips per comparison of clocks
 _SKEW_S = 0.1  # with more, log lines of two hosts cannot be put in order
 _SLOW_US = 100.0  # an outlier must also be slow: on an idle host, latencies differ by more than a factor
 
@@ -63,23 +63,25 @@ def examine(checks: Sequence[Check], wanted: DoctorOptions) -> DoctorReport | No
     own = facts(checks, env.rank)
     if env.world_size == 1:
         return DoctorReport(merge([own]))
-    who = f"rank {env.rank} on {own.host}"
-    report = DoctorReport([DoctorLine(*check, where=who) for check in checks])  # the report if the ranks do not meet
+    reporter = f"rank {env.rank} on {own.host}"
+    report = DoctorReport(
+        [DoctorLine(*check, where=reporter) for check in checks]
+    )  # the report if the ranks do not meet
     try:
         import allranks
 
         importlib.import_module("torch")  # fail before waiting for the other ranks if torch is missing
         allranks.init_process_group("native", timeout=wanted.timeout_s)
     except (AllranksError, ImportError, OSError) as error:
-        report.lines.append(_failure("join", error, who))
+        report.lines.append(_failure("join", error, reporter))
         return report
     try:
         report = _gather(own)
         report.lines += _clocks(report, own)
         report.pairs = _measure(env.rank, env.world_size, wanted.nbytes)
-        machines = _everybodys(own.machine)
+        machines = _gather_texts(own.machine)
     except AllranksError as error:
-        report.lines.append(_failure("reach", error, who))
+        report.lines.append(_failure("reach", error, reporter))
         return report
     allranks.destroy_process_group()
     if env.rank != 0:
@@ -104,7 +106,7 @@ def judge_pairs(pairs: Pairs, hosts: Sequence[str], machines: Sequence[str]) -> 
                 f"{kind} {statistics.median(figures):.3g} {unit} (median of {len(some)} pairs, "
                 f"{min(figures):.3g} to {max(figures):.3g})"
             )
-            bad = standing_out(some, badness)
+            bad = outliers(some, badness)
             if bad:
                 named = ", ".join(
                     f"ranks {p.first} ({hosts[p.first]}) and {p.second} ({hosts[p.second]}): {figure(p):.3g}"
@@ -134,20 +136,20 @@ def judge_clock(host: str, ahead_s: float, error_s: float) -> DoctorLine:
     return DoctorLine("clock", "ok", measured, where=host)
 
 
-def _failure(name: str, error: Exception, who: str) -> DoctorLine:
+def _failure(name: str, error: Exception, reporter: str) -> DoctorLine:
     text, _, advice = str(error).partition("\n")
-    ours = isinstance(error, AllranksError)
+    is_allranks_error = isinstance(error, AllranksError)
     return DoctorLine(
         name,
         "FAIL",
-        text if ours else f"{type(error).__name__}: {text}",
+        text if is_allranks_error else f"{type(error).__name__}: {text}",
         " ".join(advice.split())
         or "Check that it is running and that the hosts can connect to each other (see ports, interfaces).",
-        who,
+        reporter,
     )
 
 
-def _everybodys(word: str) -> list[str]:
+def _gather_texts(word: str) -> list[str]:
     import allranks
 
     words: list[str] = [""] * allranks.get_world_size()
@@ -159,14 +161,14 @@ def _gather(own: DoctorFacts) -> DoctorReport:
     """Gather the facts of all ranks into a report, on every rank."""
     import allranks
 
-    everybody: list[tuple[int, str, str, dict[str, str], list[tuple[str, ...]]] | None]
-    everybody = [None] * allranks.get_world_size()
+    gathered: list[tuple[int, str, str, dict[str, str], list[tuple[str, ...]]] | None]
+    gathered = [None] * allranks.get_world_size()
     # Plain values, which can also be sent without pickle.
-    mine = (own.rank, own.host, own.machine, dict(own.versions), [tuple(check) for check in own.checks])
-    allranks.all_gather_object(everybody, mine)
+    own_facts = (own.rank, own.host, own.machine, dict(own.versions), [tuple(check) for check in own.checks])
+    allranks.all_gather_object(gathered, own_facts)
     collected = [
         DoctorFacts(rank, host, where, versions, [Check(*check) for check in checks])  # type: ignore[arg-type]
-        for rank, host, where, versions, checks in filter(None, everybody)
+        for rank, host, where, versions, checks in filter(None, gathered)
     ]
     return DoctorReport(merge(collected) + compare_versions(collected), [each.host for each in collected])
 
@@ -177,26 +179,26 @@ def _clocks(report: DoctorReport, own: DoctorFacts) -> list[DoctorLine]:
 
     import allranks
 
-    machines = _everybodys(own.machine)
+    machines = _gather_texts(own.machine)
     firsts = [machines.index(each) for each in dict.fromkeys(machines) if each != machines[0]]
     now = torch.zeros(1, dtype=torch.float64)
     lines = []
     for peer in firsts:
-        looks = []
-        for _ in range(_LOOKS):
+        samples = []
+        for _ in range(_CLOCK_SAMPLES):
             if own.rank == 0:
                 asked = time.time()
                 allranks.send(now, peer)
                 allranks.recv(now, peer)
                 answered = time.time()
-                looks.append((answered - asked, float(now) - (asked + answered) / 2))
+                samples.append((answered - asked, float(now) - (asked + answered) / 2))
             elif own.rank == peer:
                 allranks.recv(now, 0)
                 now[0] = time.time()
                 allranks.send(now, 0)
         if own.rank == 0:
             # The peer read its clock during the round trip, so the error is at most half of it.
-            took, ahead = min(looks)
+            took, ahead = min(samples)
             lines.append(judge_clock(report.hosts[peer], ahead, took / 2))
     return lines
 
@@ -212,17 +214,17 @@ def _measure(rank: int, size: int, nbytes: int) -> Pairs:
     for together in drawn:
         # A round ends before the next one begins, so that other pairs do not disturb a measurement.
         allranks.barrier()
-        mine = next((pair for pair in together if rank in pair), None)
-        if mine is None:
+        own_pair = next((pair for pair in together if rank in pair), None)
+        if own_pair is None:
             continue
-        peer, leads = (mine[1], True) if rank == mine[0] else (mine[0], False)
+        peer, leads = (own_pair[1], True) if rank == own_pair[0] else (own_pair[0], False)
         times = _round_trips(small, peer, leads, _WARM_UP + _ROUND_TRIPS)[_WARM_UP:]
         long = _round_trips(large, peer, leads, 1 + _LARGE)[1:]
         if leads:
-            found.append((*mine, statistics.median(times) / 2 * 1e6, nbytes / (min(long) / 2) / 1e9))
-    everybody: list[list[tuple[int, int, float, float]]] = [[] for _ in range(size)]
-    allranks.all_gather_object(everybody, found)
-    pairs = tuple(Pair(*pair) for some in everybody for pair in some)
+            found.append((*own_pair, statistics.median(times) / 2 * 1e6, nbytes / (min(long) / 2) / 1e9))
+    gathered: list[list[tuple[int, int, float, float]]] = [[] for _ in range(size)]
+    allranks.all_gather_object(gathered, found)
+    pairs = tuple(Pair(*pair) for some in gathered for pair in some)
     return Pairs(pairs, nbytes, all(len(together) == 1 for together in drawn))
 
 

@@ -62,13 +62,13 @@ class DoctorReport:
         return sum(line.verdict == "FAIL" for line in self.lines)
 
 
-def merge(everybody: Sequence[DoctorFacts]) -> list[DoctorLine]:
+def merge(gathered: Sequence[DoctorFacts]) -> list[DoctorLine]:
     """Return one line for each finding: the worst of each host. Hosts with the same finding share a line."""
     by_host: dict[str, list[DoctorFacts]] = {}
-    for facts in everybody:
+    for facts in gathered:
         by_host.setdefault(facts.machine, []).append(facts)
     lines = []
-    for number, check in enumerate(everybody[0].checks):
+    for number, check in enumerate(gathered[0].checks):
         hosts_of: dict[tuple[Verdict, str, str], list[str]] = {}
         for some in by_host.values():
             worst = max(some, key=lambda facts: _ORDER.index(facts.checks[number].verdict)).checks[number]
@@ -83,12 +83,12 @@ def merge(everybody: Sequence[DoctorFacts]) -> list[DoctorLine]:
     return lines
 
 
-def compare_versions(everybody: Sequence[DoctorFacts]) -> list[DoctorLine]:
+def compare_versions(gathered: Sequence[DoctorFacts]) -> list[DoctorLine]:
     """Return a line for each version that differs between ranks; a single line if all versions are equal."""
     lines = []
-    for name in dict.fromkeys(name for facts in everybody for name in facts.versions):
+    for name in dict.fromkeys(name for facts in gathered for name in facts.versions):
         found: dict[str, list[DoctorFacts]] = {}
-        for facts in everybody:
+        for facts in gathered:
             found.setdefault(facts.versions.get(name, "none"), []).append(facts)
         if len(found) > 1:
             versions = "; ".join(
@@ -98,7 +98,7 @@ def compare_versions(everybody: Sequence[DoctorFacts]) -> list[DoctorLine]:
             verdict: Verdict = "FAIL" if name in _VITAL else "warn"
             lines.append(DoctorLine("versions", verdict, f"{name} {versions}", "Install one version on all hosts."))
     if not lines:
-        same = ", ".join(f"{name} {version}" for name, version in everybody[0].versions.items())
+        same = ", ".join(f"{name} {version}" for name, version in gathered[0].versions.items())
         lines.append(DoctorLine("versions", "ok", f"{same}: the same on all ranks"))
     return lines
 

@@ -124,10 +124,12 @@ def engines() -> Finding:
 def mpi() -> Finding:
     """Compare the MPI that mpi4py loads with the mpirun on the PATH. They must be the same."""
     runs = _mpiruns(os.environ.get("PATH", ""))
-    library = _said([sys.executable, "-c", _ASK_MPI4PY]) if importlib.util.find_spec("mpi4py") else None
+    library = _command_output([sys.executable, "-c", _ASK_MPI4PY]) if importlib.util.find_spec("mpi4py") else None
     allowed = all(os.environ.get(name) == "1" for name in _ALLOW_ROOT)
     return judge_mpi(
-        library, {path: _said([path, "--version"]) for path in runs}, refuses_root=os.geteuid() == 0 and not allowed
+        library,
+        {path: _command_output([path, "--version"]) for path in runs},
+        refuses_root=os.geteuid() == 0 and not allowed,
     )
 
 
@@ -194,12 +196,20 @@ def _mpiruns(path: str) -> list[str]:
     return list({os.path.realpath(each): each for each in found if each}.values())
 
 
-def _said(command: list[str]) -> str:
+def _command_output(command: list[str]) -> str:
     """Return the output of a program. It runs in a separate process, because a wrong MPI may terminate its process."""
     # Remove the variables that the launcher of a job sets for its ranks: this process is not a rank.
-    alone = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_"))}
+    environ_without_mpi = {
+        name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_"))
+    }
     done = subprocess.run(
-        command, capture_output=True, text=True, env=alone, timeout=_PATIENCE_S, stdin=subprocess.DEVNULL, check=False
+        command,
+        capture_output=True,
+        text=True,
+        env=environ_without_mpi,
+        timeout=_PATIENCE_S,
+        stdin=subprocess.DEVNULL,
+        check=False,
     )
     return done.stdout + done.stderr
 

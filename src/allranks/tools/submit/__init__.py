@@ -1,9 +1,9 @@
 """``allranks submit``: writes the job file of a batch system or of Kubernetes, and submits it.
 
-===========  ============================================================
-``options``  the command line -> ``Job``
-``hand_in``  the file -> the job's id, and the next commands
-===========  ============================================================
+==============  ============================================================
+``options``     the command line -> ``Job``
+``submission``  the file -> the job's id, and the next commands
+==============  ============================================================
 
 The ``Submission`` of a scheduler (``allranks._cluster.schedulers``) creates the file of a ``Job``. Users can read,
 change and keep the file. It runs ``allranks run``, which starts the ranks on all hosts of the allocation.
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         The exit code: 2 if the arguments are wrong or the file cannot be submitted from this host. Otherwise the exit
             code of the system's command.
     """
-    from allranks.tools.submit import hand_in, options
+    from allranks.tools.submit import options, submission
 
     try:
         wanted = options.parse(argv)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
             if wanted.file is None:
                 put(text)
             return 0
-        return hand_in.hand_in(wanted.to, text, wanted.job, wanted.quiet)
+        return submission.submit_job(wanted.to, text, wanted.job, wanted.quiet)
     except ConfigError as error:
         print(harmless(f"allranks submit: error: {error}"), file=sys.stderr)
         return USAGE

@@ -5,10 +5,10 @@ shards. The number of ranks and the sizes at which this starts depend on the mac
 the same processes, on separate process groups. The command writes the result to a file for ``ALLRANKS_TUNING``. The
 results of calls are the same with every such file.
 
-============  ================================
-``rank``      the measurements of each rank
-``choosing``  the choice that follows from them
-============  ================================
+=============  ================================
+``rank``       the measurements of each rank
+``selection``  the choice that follows from them
+=============  ================================
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from allranks._base.console import ArgumentParser, Program
 from allranks._base.exit_codes import USAGE
 from allranks._cluster.host import usable_cpus
-from allranks.tools.outputs import why_not
+from allranks.tools.outputs import output_problem
 
 __all__ = ["main", "parse"]
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int | Program:
     """Start the ranks."""
     options = parse(argv)
     ranks = options.nproc or min(max(4 * usable_cpus(), usable_cpus() + 1), _MOST_RANKS)
-    if problem := why_not(options.output, None):
+    if problem := output_problem(options.output, None):
         print(f"allranks tune: error: {problem}", file=sys.stderr)
         return USAGE
     from allranks.launch import cli

@@ -21,13 +21,13 @@ from allranks._base.console import put
 from allranks._cluster.host import usable_cpus
 from allranks._engines.native.tuning import NEVER
 from allranks.tools.progress import TerminalProgress
-from allranks.tools.quiet import Window, judge
+from allranks.tools.quiet import MeasurementWindow, noise_reasons
 from allranks.tools.tune import parse
-from allranks.tools.tune.choosing import TunedValues, choose
+from allranks.tools.tune.selection import TunedValues, choose_tuning
 
 _GROUPS = (4, 8, 16)
-_MEETINGS = (8, 16 << 10)  # bytes: one that needs a single meeting, one that needs several
-_SHOTS = tuple((4 << 10) << i for i in range(6))  # up to a chunk of the ring
+_GROUP_BYTES = (8, 16 << 10)  # bytes: one that needs a single meeting, one that needs several
+_ONE_SHOT_BYTES = tuple((4 << 10) << i for i in range(6))  # up to a chunk of the ring
 _BLOCK_S = 0.004  # seconds that the calls of a block take together, about
 
 
@@ -42,24 +42,24 @@ class _Rank:
         self._found = TunedValues(usable_cpus())
 
     def run(self) -> None:
-        window, began_s = Window(), time.process_time()
+        window, began_s = MeasurementWindow(), time.process_time()
         with tempfile.TemporaryDirectory(prefix="allranks-tune-") as folder:
-            for ranks in self._numbers():
-                self._meet(ranks, Path(folder))
+            for ranks in self._rank_counts():
+                self._measure_groups(ranks, Path(folder))
                 if ranks <= max(8, self._found.cpus):
-                    self._shoot(ranks, Path(folder))
+                    self._measure_one_shot(ranks, Path(folder))
                 allranks.barrier()
             own_s = torch.tensor([time.process_time() - began_s], dtype=torch.float64)
             allranks.all_reduce(own_s)
             if self._rank == 0:
-                self._tell(judge(window.end(own_s.item())))
+                self._write_result(noise_reasons(window.end(own_s.item())))
             allranks.destroy_process_group()
 
-    def _numbers(self) -> list[int]:
+    def _rank_counts(self) -> list[int]:
         """Return the numbers of ranks to measure: powers of two, and all ranks."""
         return sorted({1 << i for i in range(1, self._ranks.bit_length()) if 1 << i < self._ranks} | {self._ranks})
 
-    def _meet(self, ranks: int, folder: Path) -> None:
+    def _measure_groups(self, ranks: int, folder: Path) -> None:
         # At least two groups: one group of all ranks is the same as no groups.
         sizes = [0, *(size for size in _GROUPS if 2 * size <= ranks)]
         # 3 is below all numbers of ranks that are measured with groups, so the groups always apply.
@@ -69,23 +69,27 @@ class _Rank:
             else {"levels_from": 3, "crowded_levels_from": 3, "group": size}
             for size in sizes
         ]
-        times = self._times(ranks, tables, _MEETINGS, folder)
-        self._found.meetings[ranks] = {
-            size: {n: times[n][i] for n in _MEETINGS} for i, size in enumerate(sizes) if times
+        times = self._times(ranks, tables, _GROUP_BYTES, folder)
+        self._found.group_times[ranks] = {
+            size: {n: times[n][i] for n in _GROUP_BYTES} for i, size in enumerate(sizes) if times
         }
         if self._rank == 0:
             for i, size in enumerate(sizes):
                 how = f"groups of {size}" if size else "all with all"
-                put(f"{ranks:4} ranks, {how:12} " + _cells(_MEETINGS, [times[n][i] for n in _MEETINGS]) + "\n")
+                put(f"{ranks:4} ranks, {how:12} " + _cells(_GROUP_BYTES, [times[n][i] for n in _GROUP_BYTES]) + "\n")
 
-    def _shoot(self, ranks: int, folder: Path) -> None:
+    def _measure_one_shot(self, ranks: int, folder: Path) -> None:
         # The first limits are above all measured sizes, and the last is below, so each table fixes one choice.
         tables = [{"one_shot": 1 << 20, "one_shot_of_all": 1 << 24}, {"one_shot": 0}]
-        times = self._times(ranks, tables, _SHOTS, folder)
-        self._found.shots[ranks] = {n: (times[n][0], times[n][1]) for n in _SHOTS if times}
+        times = self._times(ranks, tables, _ONE_SHOT_BYTES, folder)
+        self._found.one_shot_times[ranks] = {n: (times[n][0], times[n][1]) for n in _ONE_SHOT_BYTES if times}
         if self._rank == 0:
             for i, how in enumerate(("one shot", "in shards")):
-                put(f"{ranks:4} ranks, {how:12} " + _cells(_SHOTS, [times[n][i] for n in _SHOTS]) + "\n")
+                put(
+                    f"{ranks:4} ranks, {how:12} "
+                    + _cells(_ONE_SHOT_BYTES, [times[n][i] for n in _ONE_SHOT_BYTES])
+                    + "\n"
+                )
 
     def _times(
         self, ranks: int, tables: Sequence[Mapping[str, int]], sizes: Sequence[int], folder: Path
@@ -109,13 +113,13 @@ class _Rank:
         found = {}
         if self._rank < ranks:
             for nbytes in sizes:
-                found[nbytes] = self._in_turn(groups, nbytes)
+                found[nbytes] = self._time_in_rotation(groups, nbytes)
         for group in groups:
             if self._rank < ranks:
                 allranks.destroy_process_group(group)
         return found
 
-    def _in_turn(self, groups: Sequence[Any], nbytes: int) -> list[float]:
+    def _time_in_rotation(self, groups: Sequence[Any], nbytes: int) -> list[float]:
         x = torch.zeros(nbytes // 4)
         samples: list[list[float]] = [[] for _ in groups]
         counts = [self._count(group, x) for group in groups]
@@ -144,10 +148,10 @@ class _Rank:
         allranks.all_reduce(took, allranks.ReduceOp.MAX, group=group)
         return float(took)
 
-    def _tell(self, noise: Sequence[str]) -> None:
-        table = choose(self._found)
+    def _write_result(self, noise: Sequence[str]) -> None:
+        table = choose_tuning(self._found)
         path: Path = self._options.output
-        measured = {"meetings": self._found.meetings, "shots": self._found.shots}
+        measured = {"meetings": self._found.group_times, "shots": self._found.one_shot_times}
         whole = {"tuning": table, "host": socket.gethostname(), "cpus": self._found.cpus, "measured_us": measured}
         whole["noise"] = list(noise)
         path.write_text(json.dumps(whole, indent=1) + "\n")

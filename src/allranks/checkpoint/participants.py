@@ -19,12 +19,20 @@ from allranks._api.world import is_initialized, resolve_group
 from allranks._base.errors import AllranksError, CheckpointError, UsageError
 from allranks._group.process_group import ProcessGroup
 
-__all__ = ["Company", "alone", "company_of", "failure_of", "in_words", "this_process", "together"]
+__all__ = [
+    "Participants",
+    "error_text",
+    "participants_of",
+    "remote_load_error",
+    "run_on_all_ranks",
+    "single_process",
+    "this_process",
+]
 
 T = TypeVar("T")
 
 
-class Company(Protocol):
+class Participants(Protocol):
     """Ranks that save or load together.
 
     Attributes:
@@ -45,7 +53,7 @@ class Company(Protocol):
             kind: Type of the value.
         """
 
-    def apart(self, finish: Callable[[], None]) -> Company:
+    def duplicate(self, before_close: Callable[[], None]) -> Participants:
         """Return the same ranks in a separate group, so that calls do not mix with the program's. All ranks call it.
 
         Args:
@@ -63,7 +71,7 @@ class Company(Protocol):
         """Start to receive, and return a function that waits for the data."""
 
 
-class _Alone:
+class _SingleProcess:
     rank, size = 0, 1
     identity: object = None
 
@@ -79,11 +87,11 @@ class _Alone:
     def exchange(self, value: T, kind: Any) -> list[T]:
         return [value]
 
-    def apart(self, finish: Callable[[], None]) -> Company:
+    def duplicate(self, before_close: Callable[[], None]) -> Participants:
         return self
 
 
-class _Ours:
+class _AllranksGroup:
     def __init__(self, group: ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
         self._group = group
@@ -94,9 +102,9 @@ class _Ours:
         return not self._group.closed and not self._group.failed_ranks()
 
     def exchange(self, value: T, kind: Any) -> list[T]:
-        found: list[Any] = [None] * self.size
-        objects.all_gather_object(found, msgspec.msgpack.encode(value), self._group)
-        return _decoded(found, kind)
+        encoded: list[Any] = [None] * self.size
+        objects.all_gather_object(encoded, msgspec.msgpack.encode(value), self._group)
+        return _decoded(encoded, kind)
 
     def send(self, tensor: Tensor, rank: int) -> None:
         self._group.send(tensor, rank)
@@ -104,18 +112,18 @@ class _Ours:
     def receive(self, tensor: Tensor, rank: int) -> Callable[[], object]:
         return self._group.irecv(tensor, rank).wait
 
-    def apart(self, finish: Callable[[], None]) -> Company:
+    def duplicate(self, before_close: Callable[[], None]) -> Participants:
         from allranks._api.groups import split_group  # late: few saves and loads need it
 
-        made = split_group(self._group, [list(range(self.size))], group_desc="checkpoints")
-        assert made is not None
-        made.recreated_on_close = True
+        duplicate = split_group(self._group, [list(range(self.size))], group_desc="checkpoints")
+        assert duplicate is not None
+        duplicate.recreated_on_close = True
         # The save thread may be in a call on this group when the program closes the world.
-        made.before_close = finish
-        return _Ours(made)
+        duplicate.before_close = before_close
+        return _AllranksGroup(duplicate)
 
 
-class _Torchs:
+class _TorchGroup:
     def __init__(self, group: Any) -> None:
         self._distributed: Any = torch.distributed
         self.rank, self.size = self._distributed.get_rank(group), self._distributed.get_world_size(group)
@@ -126,9 +134,9 @@ class _Torchs:
         return bool(self._distributed.is_initialized())
 
     def exchange(self, value: T, kind: Any) -> list[T]:
-        found: list[Any] = [None] * self.size
-        self._distributed.all_gather_object(found, msgspec.msgpack.encode(value), group=self._group)
-        return _decoded(found, kind)
+        encoded: list[Any] = [None] * self.size
+        self._distributed.all_gather_object(encoded, msgspec.msgpack.encode(value), group=self._group)
+        return _decoded(encoded, kind)
 
     def send(self, tensor: Tensor, rank: int) -> None:
         self._distributed.send(tensor, group=self._group, group_dst=rank)
@@ -137,17 +145,17 @@ class _Torchs:
         wait: Callable[[], object] = self._distributed.irecv(tensor, group=self._group, group_src=rank).wait
         return wait
 
-    def apart(self, finish: Callable[[], None]) -> Company:
+    def duplicate(self, before_close: Callable[[], None]) -> Participants:
         ranks = self._distributed.get_process_group_ranks(self._group or self._distributed.group.WORLD)
         # A checkpoint exchanges CPU tensors, which NCCL does not support.
         backend = "gloo" if self._distributed.get_backend(self._group) == "nccl" else None
         # use_local_synchronization: otherwise torch requires ranks outside of the group to call new_group, too.
-        return _Torchs(self._distributed.new_group(ranks, backend=backend, use_local_synchronization=True))
+        return _TorchGroup(self._distributed.new_group(ranks, backend=backend, use_local_synchronization=True))
 
 
-def _decoded(found: list[Any], kind: Any) -> list[Any]:
+def _decoded(encoded: list[Any], kind: Any) -> list[Any]:
     decode = msgspec.msgpack.Decoder(kind).decode
-    return [decode(each) for each in found]
+    return [decode(each) for each in encoded]
 
 
 class _Outcome(NamedTuple):
@@ -164,55 +172,55 @@ class _Outcome(NamedTuple):
     process: tuple[str, int]
 
 
-def together(company: Company, act: Callable[[], T]) -> T:
+def run_on_all_ranks(participants: Participants, action: Callable[[], T]) -> T:
     """Run an action of a load on all ranks and return this rank's result. If it fails on one rank, raise on all ranks.
 
     Raises:
         CheckpointError: Another rank has failed. UsageError if that rank has raised one.
     """
-    found: T
+    result: T
     failure: Exception | None = None
     try:
-        found = act()
-        mine = _Outcome("", False, this_process())
+        result = action()
+        own_outcome = _Outcome("", False, this_process())
     except Exception as error:  # noqa: BLE001 - raised after the other ranks have received it
-        failure, mine = error, _Outcome(in_words(error), isinstance(error, UsageError), this_process())
+        failure, own_outcome = error, _Outcome(error_text(error), isinstance(error, UsageError), this_process())
     # Also after a failure: the other ranks wait in this exchange.
-    outcomes = company.exchange(mine, _Outcome)
+    outcomes = participants.exchange(own_outcome, _Outcome)
     # The original exception has the traceback, so it has priority over the reports of other ranks.
     if failure is not None:
         raise failure
     for rank, outcome in enumerate(outcomes):
         if outcome.trouble:
-            raise failure_of(rank, outcome.process, outcome.trouble, outcome.is_usage)
-    return found
+            raise remote_load_error(rank, outcome.process, outcome.trouble, outcome.is_usage)
+    return result
 
 
-def failure_of(rank: int, process: tuple[str, int], trouble: str, is_usage: bool) -> AllranksError:
+def remote_load_error(rank: int, process: tuple[str, int], trouble: str, is_usage: bool) -> AllranksError:
     """Return the error of a load that has failed on another rank."""
     kind = UsageError if is_usage else CheckpointError
     words = trouble.removeprefix("checkpoint.load: ")
     return kind(f"checkpoint.load: rank {rank} ({process[0]}, pid {process[1]}): {words}")
 
 
-def in_words(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the text of an error in a form that can be sent: file names may not be valid Unicode."""
     return (str(error) or repr(error)).encode("utf-8", "backslashreplace").decode()
 
 
-def company_of(group: Any = None) -> Company:
+def participants_of(group: Any = None) -> Participants:
     """Return the ranks of a group. None: the world, or this process alone if there is no world."""
     if isinstance(group, ProcessGroup) or (group is None and is_initialized()):
-        return _Ours(resolve_group(group))
+        return _AllranksGroup(resolve_group(group))
     distributed: Any = torch.distributed
     if group is not None or (distributed.is_available() and distributed.is_initialized()):
-        return _Torchs(group)
-    return alone()
+        return _TorchGroup(group)
+    return single_process()
 
 
-def alone() -> Company:
+def single_process() -> Participants:
     """Return this process alone, regardless of its groups."""
-    return _Alone()
+    return _SingleProcess()
 
 
 def this_process() -> tuple[str, int]:

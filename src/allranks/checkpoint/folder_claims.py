@@ -29,7 +29,7 @@ import msgspec
 from allranks._base.errors import UsageError
 from allranks._base.forks import Descriptor
 
-__all__ = ["NO_LOCKS", "OwnerClaim", "adopt_run", "claim", "decided_run", "open_file", "release", "run_id"]
+__all__ = ["NO_LOCKS", "FolderClaim", "agree_on_run_id", "claim", "agreed_run_id", "open_file", "release", "run_id"]
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of a lock request on a file system without locks."""
@@ -41,7 +41,7 @@ _BUSY = (errno.EAGAIN, errno.EACCES)
 _TRIES, _PAUSE_S = 20, 0.025
 
 
-class BlockOwner(msgspec.Struct, frozen=True):
+class JobRecord(msgspec.Struct, frozen=True):
     """The record of a job.
 
     Attributes:
@@ -66,11 +66,11 @@ class BlockOwner(msgspec.Struct, frozen=True):
         """Return whether the process has exited; None if it is on another host."""
         if self.host != socket.gethostname():
             return None
-        return _started(self.pid) != self.started
+        return _start_ticks(self.pid) != self.started
 
 
 @dataclass
-class OwnerClaim:
+class FolderClaim:
     """A folder into which this process saves.
 
     Attributes:
@@ -95,10 +95,10 @@ class OwnerClaim:
 
 # Held during a whole claim: two threads of one process must not claim the same folder twice.
 _guard = threading.Lock()
-_claims: dict[Path, OwnerClaim] = {}
+_claims: dict[Path, FolderClaim] = {}
 
 
-def claim(folder: Path, run: str) -> tuple[OwnerClaim, bool]:
+def claim(folder: Path, run: str) -> tuple[FolderClaim, bool]:
     """Ensure that no other job saves into a folder.
 
     Returns:
@@ -110,37 +110,37 @@ def claim(folder: Path, run: str) -> tuple[OwnerClaim, bool]:
     """
     with _guard:
         record = folder / _NAME
-        found = _claims.pop(folder, None)
+        existing = _claims.pop(folder, None)
         # The lock is on a file that no longer has this name, so it protects nothing.
-        if found is not None and not found.is_of(record):
-            found.fd.close()
-            found = None
-        if found is not None:
-            owner = _read(found.fd)
-            if owner is not None and owner.run == run == found.run:
-                _claims[folder] = found
+        if existing is not None and not existing.is_of(record):
+            existing.fd.close()
+            existing = None
+        if existing is not None:
+            owner = _read(existing.fd)
+            if owner is not None and owner.run == run == existing.run:
+                _claims[folder] = existing
                 # The user has already received the remark.
-                found.remark = ""
-                return found, False
+                existing.remark = ""
+                return existing, False
         # Without locks, another job has replaced the record. With locks, the kernel would have refused it.
-        if found is not None and found.run == run and owner is not None and not owner.is_dead():
-            _claims[folder] = found  # so that the next save fails, too
+        if existing is not None and existing.run == run and owner is not None and not owner.is_dead():
+            _claims[folder] = existing  # so that the next save fails, too
             raise _refusal(owner, folder)
-        fd = found.fd if found is not None else open_file(record)
+        fd = existing.fd if existing is not None else open_file(record)
         try:
-            made = _claim(fd, folder, run)
+            new_claim = _claim(fd, folder, run)
         except BaseException:
             fd.close()
             raise
-        _claims[folder] = made
-        return made, found is None
+        _claims[folder] = new_claim
+        return new_claim, existing is None
 
 
 def release(folder: Path) -> None:
     """End a claim of an operation that saves once, such as a merge."""
     with _guard:
-        if (found := _claims.pop(folder, None)) is not None:
-            found.fd.close()
+        if (existing := _claims.pop(folder, None)) is not None:
+            existing.fd.close()
 
 
 def open_file(path: Path) -> Descriptor:
@@ -148,32 +148,32 @@ def open_file(path: Path) -> Descriptor:
     return Descriptor.of(lambda: os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
 
 
-def _claim(fd: Descriptor, folder: Path, run: str) -> OwnerClaim:
+def _claim(fd: Descriptor, folder: Path, run: str) -> FolderClaim:
     """Take the lock, and write the record."""
-    mine = BlockOwner(run, socket.gethostname(), os.getpid(), time.time(), _started(os.getpid()))
+    own_record = JobRecord(run, socket.gethostname(), os.getpid(), time.time(), _start_ticks(os.getpid()))
     for _ in range(_TRIES):
         try:
             # The exclusive lock shows that no other job uses the folder. The conversion to a shared lock is not atomic:
             # another job may get the exclusive lock in between, so the record is read again below.
-            if taken := _try(fd, fcntl.LOCK_EX):
-                _write(fd, mine)
-            shared = _try(fd, fcntl.LOCK_SH)
+            if taken := _try_lock(fd, fcntl.LOCK_EX):
+                _write(fd, own_record)
+            shared = _try_lock(fd, fcntl.LOCK_SH)
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            return _claim_without_lock(fd, folder, mine)
+            return _claim_without_lock(fd, folder, own_record)
         owner = _read(fd)
         if shared and owner is not None and owner.run == run:
             if not taken:
-                _write(fd, msgspec.structs.replace(mine, since=owner.since))
-            return OwnerClaim(run, fd, True)
+                _write(fd, msgspec.structs.replace(own_record, since=owner.since))
+            return FolderClaim(run, fd, True)
         time.sleep(_PAUSE_S)
     raise _refusal(owner, folder)
 
 
-def _claim_without_lock(fd: Descriptor, folder: Path, mine: BlockOwner) -> OwnerClaim:
+def _claim_without_lock(fd: Descriptor, folder: Path, own_record: JobRecord) -> FolderClaim:
     owner, remark = _read(fd), ""
-    if owner is not None and owner.run != mine.run:
+    if owner is not None and owner.run != own_record.run:
         is_dead = owner.is_dead()
         if is_dead is False:
             raise _refusal(owner, folder)
@@ -182,21 +182,21 @@ def _claim_without_lock(fd: Descriptor, folder: Path, mine: BlockOwner) -> Owner
                 f"{owner} has saved into {folder}. This file system has no locks, so allranks cannot detect whether"
                 " that job still runs. Its checkpoints are not removed. If it still runs, use one folder per job"
             )
-    _write(fd, mine)
-    return OwnerClaim(mine.run, fd, False, remark)
+    _write(fd, own_record)
+    return FolderClaim(own_record.run, fd, False, remark)
 
 
-def _refusal(owner: BlockOwner | None, folder: Path) -> UsageError:
-    who = "another job" if owner is None else str(owner)
+def _refusal(owner: JobRecord | None, folder: Path) -> UsageError:
+    owner_name = "another job" if owner is None else str(owner)
     return UsageError(
-        f"checkpoint.save: {who} saves into {folder} until its processes have exited.\n"
+        f"checkpoint.save: {owner_name} saves into {folder} until its processes have exited.\n"
         "  Use a separate folder for each job."
     )
 
 
-def _try(fd: Descriptor, how: int) -> bool:
+def _try_lock(fd: Descriptor, operation: int) -> bool:
     try:
-        fcntl.flock(fd.fileno(), how | fcntl.LOCK_NB)
+        fcntl.flock(fd.fileno(), operation | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _BUSY:
             return False
@@ -204,18 +204,18 @@ def _try(fd: Descriptor, how: int) -> bool:
     return True
 
 
-def _read(fd: Descriptor) -> BlockOwner | None:
+def _read(fd: Descriptor) -> JobRecord | None:
     try:
-        return msgspec.json.decode(os.pread(fd.fileno(), _LENGTH, 0), type=BlockOwner)
+        return msgspec.json.decode(os.pread(fd.fileno(), _LENGTH, 0), type=JobRecord)
     except msgspec.DecodeError:
         return None  # no process has written it
 
 
-def _write(fd: Descriptor, owner: BlockOwner) -> None:
+def _write(fd: Descriptor, owner: JobRecord) -> None:
     os.pwrite(fd.fileno(), msgspec.json.encode(owner).ljust(_LENGTH), 0)
 
 
-def _started(pid: int) -> int:
+def _start_ticks(pid: int) -> int:
     """Return when a process was started, in kernel ticks; 0 if it does not exist."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
         # Field 22 (starttime). The process name in parentheses may contain spaces and parentheses.
@@ -228,20 +228,20 @@ def _started(pid: int) -> int:
 _run = ""
 
 
-def decided_run() -> str:
+def agreed_run_id() -> str:
     """Return the name of the job, from its launcher or agreed on by its ranks; "" if it has none yet."""
     found = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return _run or ("" if found == "none" else found)
 
 
-def adopt_run(names: list[tuple[str, str]]) -> None:
+def agree_on_run_id(names: list[tuple[str, str]]) -> None:
     """Agree with the other ranks on a name: the first decided one, or else the one of rank 0.
 
     Args:
-        names: ``decided_run()`` and ``run_id()`` of each rank.
+        names: ``agreed_run_id()`` and ``run_id()`` of each rank.
     """
     global _run
-    _run = next((decided for decided, _ in names if decided), names[0][1])
+    _run = next((agreed for agreed, _ in names if agreed), names[0][1])
 
 
 def run_id() -> str:
@@ -250,7 +250,7 @@ def run_id() -> str:
     If there is none, the name stands for this process and the processes that it starts by multiprocessing: they inherit
     its authentication key.
     """
-    if found := decided_run():
+    if found := agreed_run_id():
         return found
     secret = hashlib.blake2b(multiprocessing.current_process().authkey, digest_size=6)
     return f"{socket.gethostname()}-{secret.hexdigest()}"

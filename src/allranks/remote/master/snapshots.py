@@ -23,12 +23,12 @@ from allranks.remote.master.transfers import Transfers
 from allranks.remote.protocol.wire import Command
 from allranks.remote.torch_device.handle import DeviceTarget, Handle, make
 
-__all__ = ["Kept", "NothingLeft"]
+__all__ = ["Kept", "SnapshotLost"]
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 
-class NothingLeft(WorkerLost):
+class SnapshotLost(WorkerLost):
     """A worker and its backup worker are lost, and the kept tensors with them."""
 
 
@@ -39,7 +39,7 @@ class _SnapshotTensor(NamedTuple):
     like: Handle  # a second handle for the same data: the state of the handle at the time of the snapshot
 
 
-class _Record:
+class _SnapshotRecord:
     """The master's record of one snapshot.
 
     Attributes:
@@ -48,51 +48,51 @@ class _Record:
         answers: The outstanding answers: the number of the request, and the worker.
     """
 
-    def __init__(self, number: int, things: Iterable[Any]) -> None:
+    def __init__(self, number: int, objects: Iterable[Any]) -> None:
         self.number = number
         self.tensors: list[_SnapshotTensor] = []
         self.answers: list[tuple[int, int]] = []
-        self._here: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors of the master, and their copies
+        self._master_copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors of the master, and their copies
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._objects: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
-        self._grown: list[Any] = list(things)  # keeps the objects alive, so that no id in `_seen` is reused
-        for each in self._grown:
+        self._root_objects: list[Any] = list(objects)  # keeps the objects alive, so that no id in `_seen` is reused
+        for each in self._root_objects:
             self._add(each, strict=True)
 
-    def _add(self, thing: Any, strict: bool = False) -> None:
-        if id(thing) in self._seen or isinstance(thing, _PLAIN):
+    def _add(self, obj: Any, strict: bool = False) -> None:
+        if id(obj) in self._seen or isinstance(obj, _PLAIN):
             return
-        self._seen.add(id(thing))
-        if isinstance(thing, torch.Tensor):
-            self._add_tensor(thing)
-        elif isinstance(thing, torch.nn.Module):
-            for module in thing.modules():
+        self._seen.add(id(obj))
+        if isinstance(obj, torch.Tensor):
+            self._add_tensor(obj)
+        elif isinstance(obj, torch.nn.Module):
+            for module in obj.modules():
                 self._add(module._parameters)
                 self._add(module._buffers)
-        elif isinstance(thing, torch.optim.Optimizer):
-            self._add(thing.state)
-            self._add(thing.param_groups)
-        elif isinstance(thing, dict):
-            self._containers.append((thing, dict(thing)))
-            for each in list(thing.values()):
+        elif isinstance(obj, torch.optim.Optimizer):
+            self._add(obj.state)
+            self._add(obj.param_groups)
+        elif isinstance(obj, dict):
+            self._containers.append((obj, dict(obj)))
+            for each in list(obj.values()):
                 self._add(each)
-            for key in thing:
+            for key in obj:
                 if isinstance(key, torch.Tensor):  # as in `Optimizer.state`
                     self._add(key)
-        elif isinstance(thing, list):
-            self._containers.append((thing, list(thing)))
-            for each in list(thing):
+        elif isinstance(obj, list):
+            self._containers.append((obj, list(obj)))
+            for each in list(obj):
                 self._add(each)
-        elif isinstance(thing, tuple):
-            for each in thing:
+        elif isinstance(obj, tuple):
+            for each in obj:
                 self._add(each)
         elif strict:
-            if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
-                raise UsageError(f"keep: expected modules, optimizers, tensors and dicts, not {type(thing).__name__}")
+            if not hasattr(obj, "state_dict") or not hasattr(obj, "load_state_dict"):
+                raise UsageError(f"keep: expected modules, optimizers, tensors and dicts, not {type(obj).__name__}")
             # A state_dict may refer to containers of the object, which later steps change.
-            self._objects.append((thing, copy.deepcopy(thing.state_dict())))
+            self._objects.append((obj, copy.deepcopy(obj.state_dict())))
 
     def _add_tensor(self, tensor: torch.Tensor) -> None:
         if tensor.is_leaf:  # torch warns if `grad` of another tensor is read
@@ -100,7 +100,7 @@ class _Record:
             if tensor.grad is not None:
                 self._add(tensor.grad)
         if not isinstance(tensor, Handle):
-            self._here.append((tensor, tensor.detach().clone()))
+            self._master_copies.append((tensor, tensor.detach().clone()))
             return
         if tensor._sig.bits or tensor.is_inference():
             raise UsageError(
@@ -118,8 +118,8 @@ class _Record:
 
     def restore(self) -> None:
         """Restore the master's objects. The data of the handles has already been restored on the workers."""
-        for container, was in self._containers:
-            _refill(container, was)
+        for container, saved in self._containers:
+            _refill(container, saved)
         with torch.no_grad():
             for tensor, _ in self._grads:
                 # Removed here and set at the end: torch accepts a gradient only if its shape and device match the
@@ -130,28 +130,31 @@ class _Record:
                     handle.data = like
                 else:
                     torch.autograd.graph.increment_version(handle)  # a backward of an earlier graph then fails
-            for tensor, was in self._here:
-                if tensor.shape == was.shape:
-                    tensor.copy_(was)
+            for tensor, saved in self._master_copies:
+                if tensor.shape == saved.shape:
+                    tensor.copy_(saved)
                 else:
-                    tensor.data = was.clone()  # a later restoration may need `was` again
+                    tensor.data = saved.clone()  # a later restoration may need `was` again
             for tensor, grad in self._grads:
                 tensor.grad = grad
-        for thing, was in self._objects:
+        for obj, saved in self._objects:
             # A copy, because the object may adopt the containers, and a later restoration may need them again.
-            thing.load_state_dict(copy.deepcopy(was))
+            obj.load_state_dict(copy.deepcopy(saved))
 
 
-def _refill(container: Any, was: Any) -> None:
+def _refill(container: Any, saved: Any) -> None:
     """Restore the items of a dict or list, if they differ from the recorded ones."""
     if isinstance(container, dict):
-        if len(container) != len(was) or any(
-            mine is not key or container[mine] is not was[key] for mine, key in zip(container, was, strict=True)
+        if len(container) != len(saved) or any(
+            current is not key or container[current] is not saved[key]
+            for current, key in zip(container, saved, strict=True)
         ):
             container.clear()
-            container.update(was)
-    elif len(container) != len(was) or any(mine is not other for mine, other in zip(container, was, strict=True)):
-        container[:] = was
+            container.update(saved)
+    elif len(container) != len(saved) or any(
+        current is not recorded for current, recorded in zip(container, saved, strict=True)
+    ):
+        container[:] = saved
 
 
 class Kept:
@@ -162,20 +165,20 @@ class Kept:
     """
 
     def __init__(
-        self, things: Sequence[Any], connections: Connections, devices: DeviceTable, transfers: Transfers
+        self, objects: Sequence[Any], connections: Connections, devices: DeviceTable, transfers: Transfers
     ) -> None:
         self.connections = connections
         self.snapshot = 0
         self.closed = False
-        self._things = tuple(things)
+        self._kept_objects = tuple(objects)
         self._devices = devices
         self._transfers = transfers
-        self._begun = 0
-        self._complete: _Record | None = None
-        self._running: _Record | None = None
+        self._last_number = 0
+        self._complete: _SnapshotRecord | None = None
+        self._in_progress: _SnapshotRecord | None = None
         # Snapshots of a single worker, which the master stores itself, by number.
-        self._here: dict[int, tuple[Any, list[bytes]]] = {}
-        _Record(0, things)  # raises if an object cannot be kept
+        self._master_copies: dict[int, tuple[Any, list[bytes]]] = {}
+        _SnapshotRecord(0, objects)  # raises if an object cannot be kept
 
     @exclusive
     def refresh(self) -> int:
@@ -206,12 +209,12 @@ class Kept:
         for rank in connections.by_rank:
             connections.check_worker(rank)
         self._finish()
-        self._begun += 1
-        record = _Record(self._begun, self._things)
+        self._last_number += 1
+        record = _SnapshotRecord(self._last_number, self._kept_objects)
         for each in record.tensors:
             connections.check(each.like._place)
         # Before the commands are queued: if a worker is lost while they are, `restore` checks this snapshot, too.
-        self._running, self.snapshot = record, record.number
+        self._in_progress, self.snapshot = record, record.number
         complete = self._complete.number if self._complete is not None else 0
         ranks = record.ranks()
         for rank in ranks:
@@ -220,13 +223,13 @@ class Kept:
                 self._devices.worker(rank), "snapshot", number=record.number, ids=ids, complete=complete
             )
         if len(connections.by_rank) == 1:
-            record.answers = [(self._ask(rank, "give", number=record.number, begin=0), rank) for rank in ranks]
+            record.answers = [(self._send_command(rank, "give", number=record.number, begin=0), rank) for rank in ranks]
             return record.number
-        pairs = [(rank, self._buddy(rank)) for rank in ranks]
+        pairs = [(rank, self._backup_worker(rank)) for rank in ranks]
         # Pairs without a common worker first, because each transfer waits for the previous transfers of its two
         # workers.
-        for rank, buddy in sorted(pairs, key=lambda pair: pair[0] % 2):
-            record.answers.append((self._send(rank, rank, buddy, record.number, complete), buddy))
+        for rank, backup in sorted(pairs, key=lambda pair: pair[0] % 2):
+            record.answers.append((self._send(rank, rank, backup, record.number, complete), backup))
         return record.number
 
     def close(self) -> None:
@@ -234,8 +237,8 @@ class Kept:
         if self.closed:
             return
         self.closed = True
-        self._complete = self._running = None
-        self._here.clear()
+        self._complete = self._in_progress = None
+        self._master_copies.clear()
         if not self.connections.closed:
             for rank in self.connections.ranks:
                 self.connections.command(self._devices.worker(rank), "discard")
@@ -245,10 +248,10 @@ class Kept:
         """Restore the newest snapshot that is complete on the workers, and return its number; 0 if none was started.
 
         Raises:
-            NothingLeft: No worker has a part of the snapshot.
+            SnapshotLost: No worker has a part of the snapshot.
             WorkerLost: A worker has died during the restoration. The caller can retry after it has been replaced.
         """
-        if self.closed or (self._complete is None and self._running is None):
+        if self.closed or (self._complete is None and self._in_progress is None):
             return 0
         self._transfers.leave_ended()
         holdings = {
@@ -256,23 +259,23 @@ class Kept:
             rank: {(owner, number) for owner, number in self._request(rank, "holdings")}
             for rank in self.connections.by_rank
         }
-        self._take_given()
+        self._store_arrived_answers()
         # The newer one first: all of its parts may have arrived, although the answers have not been read.
-        records = [each for each in (self._running, self._complete) if each is not None]
-        record = next((each for each in records if self._is_whole(each, holdings)), None)
+        records = [each for each in (self._in_progress, self._complete) if each is not None]
+        record = next((each for each in records if self._is_complete(each, holdings)), None)
         for each in records:
             for number, rank in each.answers:
                 self.connections.take_answer(number, rank)  # no wait will read it
             each.answers.clear()
         if record is None:
-            self._complete = self._running = None
-            raise NothingLeft(self._what_is_left(records[-1], holdings), 0)
-        self._return_parts(record, holdings)
+            self._complete = self._in_progress = None
+            raise SnapshotLost(self._loss_message(records[-1], holdings), 0)
+        self._send_missing_parts(record, holdings)
         self._restore_tensors(record)
-        # After the steps that may raise WorkerLost, so that a retry chooses among the same records. Before `_protect`,
-        # because the tensors are restored even if a backup worker dies during the copy.
-        self._complete, self._running, self.snapshot = record, None, record.number
-        self._protect(record, holdings)
+        # After the steps that may raise WorkerLost, so that a retry chooses among the same records. Before
+        # `_copy_to_backups`, because the tensors are restored even if a backup worker dies during the copy.
+        self._complete, self._in_progress, self.snapshot = record, None, record.number
+        self._copy_to_backups(record, holdings)
         return record.number
 
     # Steps of a snapshot.
@@ -283,7 +286,7 @@ class Kept:
         Raises:
             RemoteError: A kept tensor is the result of a failed operation, or a worker has no memory for it.
         """
-        record = self._running
+        record = self._in_progress
         if record is None:
             return
         error: RemoteError | None = None
@@ -293,38 +296,40 @@ class Kept:
             try:
                 answer = self.connections.wait(number, rank, "keep")
                 if answer is not None:
-                    self._here[record.number] = (answer[0], self._fetch_rest(rank, record.number, answer))
+                    self._master_copies[record.number] = (answer[0], self._fetch_rest(rank, record.number, answer))
             except RemoteError as failed:
                 error = error or failed  # continues, so that no answer of this snapshot stays unread
             record.answers.pop(0)
-        self._running = None  # also after an error: the last complete snapshot remains
+        self._in_progress = None  # also after an error: the last complete snapshot remains
         if error is not None:
             raise error
         self._complete = record
-        self._here = {number: each for number, each in self._here.items() if number == record.number}
+        self._master_copies = {number: each for number, each in self._master_copies.items() if number == record.number}
 
     def _fetch_rest(self, rank: int, number: int, answer: Any) -> list[bytes]:
         layout, *parts = answer
         while (begin := sum(map(len, parts))) < layout[2]:
-            parts.append(self.connections.wait(self._ask(rank, "give", number=number, begin=begin), rank, "keep")[1])
+            parts.append(
+                self.connections.wait(self._send_command(rank, "give", number=number, begin=begin), rank, "keep")[1]
+            )
         return list(parts)
 
-    def _take_given(self) -> None:
+    def _store_arrived_answers(self) -> None:
         """Store the snapshot that a single worker sent before it was lost, if it is complete."""
-        if self._running is not None and len(self.connections.by_rank) == 1:
-            for number, rank in self._running.answers:
+        if self._in_progress is not None and len(self.connections.by_rank) == 1:
+            for number, rank in self._in_progress.answers:
                 answer = self.connections.take_answer(number, rank)
                 if answer is not None and answer.result is not None and len(answer.result[1]) == answer.result[0][2]:
-                    self._here[self._running.number] = (answer.result[0], [answer.result[1]])
+                    self._master_copies[self._in_progress.number] = (answer.result[0], [answer.result[1]])
 
-    def _buddy(self, rank: int) -> int:
+    def _backup_worker(self, rank: int) -> int:
         """Return the backup worker: the next worker on another host, or else the next worker."""
         workers = self.connections.by_rank
-        following = [each for each in sorted(workers) if each > rank] + [
+        candidates = [each for each in sorted(workers) if each > rank] + [
             each for each in sorted(workers) if each < rank
         ]
-        elsewhere = [each for each in following if workers[each].host != workers[rank].host]
-        return (elsewhere or following)[0]
+        on_other_hosts = [each for each in candidates if workers[each].host != workers[rank].host]
+        return (on_other_hosts or candidates)[0]
 
     def _send(self, owner: int, sender: int, receiver: int, number: int, complete: int) -> int:
         """Make a worker send a snapshot to another worker. Return the number of the answer."""
@@ -332,9 +337,11 @@ class Kept:
         link = self._transfers.link(self._devices.worker(pair[0]), *pair)
         to, of = int(receiver > sender), int(sender > receiver)
         self.connections.command(self._devices.worker(sender), "hand", owner=owner, number=number, link=link, peer=to)
-        return self._ask(receiver, "shelter", owner=owner, number=number, link=link, peer=of, complete=complete)
+        return self._send_command(
+            receiver, "shelter", owner=owner, number=number, link=link, peer=of, complete=complete
+        )
 
-    def _ask(self, rank: int, name: str, /, **arguments: Any) -> int:
+    def _send_command(self, rank: int, name: str, /, **arguments: Any) -> int:
         number = self.connections.next_number()
         self.connections.put(self._devices.worker(rank), Command(name, number, arguments))
         return number
@@ -344,32 +351,32 @@ class Kept:
 
     # Steps of a restoration.
 
-    def _is_whole(self, record: _Record, holdings: dict[int, set[tuple[int, int]]]) -> bool:
+    def _is_complete(self, record: _SnapshotRecord, holdings: dict[int, set[tuple[int, int]]]) -> bool:
         found = set().union(*holdings.values())
-        return all((rank, record.number) in found or record.number in self._here for rank in record.ranks())
+        return all((rank, record.number) in found or record.number in self._master_copies for rank in record.ranks())
 
-    def _what_is_left(self, record: _Record, holdings: dict[int, set[tuple[int, int]]]) -> str:
+    def _loss_message(self, record: _SnapshotRecord, holdings: dict[int, set[tuple[int, int]]]) -> str:
         if self.snapshot <= 1:
             return (
                 "The kept objects are lost: the first snapshot was not complete, or a worker and its backup worker are"
                 " both lost.\n  Call mw.synchronize() after refresh() to wait for a snapshot."
             )
         found = set().union(*holdings.values())
-        gone = [rank for rank in record.ranks() if (rank, record.number) not in found]
-        pairs = [f"worker {rank} and its backup worker {self._buddy(rank)}" for rank in gone]
-        whose = " and ".join(pairs) if len(self.connections.by_rank) > 1 else "the worker"
+        lost_ranks = [rank for rank in record.ranks() if (rank, record.number) not in found]
+        pairs = [f"worker {rank} and its backup worker {self._backup_worker(rank)}" for rank in lost_ranks]
+        lost_workers = " and ".join(pairs) if len(self.connections.by_rank) > 1 else "the worker"
         return (
-            f"The kept objects are lost with {whose}. New workers have been started, without the tensors.\n"
+            f"The kept objects are lost with {lost_workers}. New workers have been started, without the tensors.\n"
             "  Load a checkpoint, and keep its tensors."
         )
 
-    def _return_parts(self, record: _Record, holdings: dict[int, set[tuple[int, int]]]) -> None:
+    def _send_missing_parts(self, record: _SnapshotRecord, holdings: dict[int, set[tuple[int, int]]]) -> None:
         """Send new workers their parts."""
         answers = []
         for rank in record.ranks():
             if (rank, record.number) in holdings[rank]:
                 continue
-            if (found := self._here.get(record.number)) is not None:
+            if (found := self._master_copies.get(record.number)) is not None:
                 layout, parts = found
                 begin = 0
                 for part in parts:
@@ -377,11 +384,11 @@ class Kept:
                     self.connections.put(self._devices.worker(rank), Command("accept", 0, arguments), part)
                     begin += len(part)
                 continue
-            holder = next(each for each, has in holdings.items() if (rank, record.number) in has)
+            holder = next(each for each, snapshots in holdings.items() if (rank, record.number) in snapshots)
             answers.append((self._send(rank, holder, rank, record.number, 0), rank))
         self._wait_for(answers)
 
-    def _restore_tensors(self, record: _Record) -> None:
+    def _restore_tensors(self, record: _SnapshotRecord) -> None:
         """Restore the tensors on the workers, and let the handles refer to them."""
         places: dict[DeviceTarget, DeviceTarget] = {}
         refs: dict[int, Any] = {}
@@ -398,21 +405,21 @@ class Kept:
         for rank in record.ranks():
             both = [(old, now) for old, now in zip(record.tensors, new, strict=True) if rank in old.like._place.ranks]
             ids, outputs = [old.like._ref.id for old, _ in both], [now.like._ref.id for _, now in both]
-            answers.append((self._ask(rank, "restore", number=record.number, ids=ids, outputs=outputs), rank))
+            answers.append((self._send_command(rank, "restore", number=record.number, ids=ids, outputs=outputs), rank))
         self._wait_for(answers)
         record.tensors = new
         record.restore()
 
-    def _protect(self, record: _Record, holdings: dict[int, set[tuple[int, int]]]) -> None:
+    def _copy_to_backups(self, record: _SnapshotRecord, holdings: dict[int, set[tuple[int, int]]]) -> None:
         """Send the parts to backup workers that do not have them, because they are new."""
         if len(self.connections.by_rank) == 1:
             return
         answers = []
         # Pairs without a common worker first, as in `refresh`.
         for rank in sorted(record.ranks(), key=lambda rank: rank % 2):
-            buddy = self._buddy(rank)
-            if (rank, record.number) not in holdings[buddy]:
-                answers.append((self._send(rank, rank, buddy, record.number, record.number), buddy))
+            backup = self._backup_worker(rank)
+            if (rank, record.number) not in holdings[backup]:
+                answers.append((self._send(rank, rank, backup, record.number, record.number), backup))
         self._wait_for(answers)
 
     def _wait_for(self, answers: list[tuple[int, int]]) -> None:

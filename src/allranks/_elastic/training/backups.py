@@ -23,7 +23,7 @@ from allranks._elastic.training.shards import local_of
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
 
-__all__ = ["Buddies", "Own", "pack", "unpack"]
+__all__ = ["Backups", "Own", "pack", "unpack"]
 
 _TAG = (1 << 31) - 2  # tag of the messages; the highest one that no other part of the package uses
 
@@ -31,26 +31,26 @@ Own = Mapping[str, Tensor]
 """Tensors by name. Other values are pickled into a tensor."""
 
 
-class Buddies:
+class Backups:
     """The values that this rank stores for its protected rank.
 
     Attributes:
         ring: Rank slots of the ranks at the last commit, by rank. Empty before the first commit.
-        step: Distance from a rank to its backup rank, in ranks.
-        kept: Values of the protected rank at the last commit, by name.
+        distance: Distance from a rank to its backup rank, in ranks.
+        protected_values: Values of the protected rank at the last commit, by name.
     """
 
     def __init__(self) -> None:
         self.ring: tuple[int, ...] = ()
-        self.step = 1
-        self.kept: dict[str, Tensor] = {}
+        self.distance = 1
+        self.protected_values: dict[str, Tensor] = {}
         # Received values become valid at the commit. A step that is undone discards them.
         self._pending: dict[str, Tensor] | None = None
         self._layout = self._new_layout = b""  # of the backup rank, and of the current message
-        self._their_layout = self._their_new_layout = b""
+        self._protected_layout = self._new_protected_layout = b""
 
     @property
-    def is_kept(self) -> bool:
+    def has_backups(self) -> bool:
         """Whether a commit has followed an exchange, so that backups exist."""
         return bool(self.ring)
 
@@ -70,76 +70,78 @@ class Buddies:
         size = world.size()
         if size == 1:
             return
-        step = _step(world)
+        distance = _backup_distance(world)
         parts = [_bytes(tensor) for tensor in own.values()]
         layout = pickle.dumps([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()])
         described = b"" if _hash(layout) == self._layout else layout
         data = [torch.frombuffer(bytearray(described), dtype=torch.uint8)] if described else []
-        mine = torch.cat([*data, *parts]) if data or parts else torch.empty(0, dtype=torch.uint8, device="cpu")
-        to, source = (world.rank() + step) % size, (world.rank() - step) % size
-        theirs = self._swap(world, mine, len(described), to, source)
+        outgoing = torch.cat([*data, *parts]) if data or parts else torch.empty(0, dtype=torch.uint8, device="cpu")
+        to, source = (world.rank() + distance) % size, (world.rank() - distance) % size
+        incoming = self._exchange_messages(world, outgoing, len(described), to, source)
         # The layout becomes the known one only at the commit: an undone exchange may not have reached the backup rank.
         self._new_layout = _hash(layout)
-        self._pending = theirs
+        self._pending = incoming
 
-    def _swap(self, world: ProcessGroup, mine: Tensor, described: int, to: int, source: int) -> dict[str, Tensor]:
+    def _exchange_messages(
+        self, world: ProcessGroup, outgoing: Tensor, described: int, to: int, source: int
+    ) -> dict[str, Tensor]:
         head, their_head = (
-            torch.tensor([described, mine.numel()], device="cpu"),
+            torch.tensor([described, outgoing.numel()], device="cpu"),
             torch.zeros(2, dtype=torch.int64, device="cpu"),
         )
         # Every rank sends before it receives, so blocking sends could deadlock.
         sent = [world.isend(head, to, _TAG)]
-        if mine.numel():
-            sent.append(world.isend(mine, to, _TAG))
+        if outgoing.numel():
+            sent.append(world.isend(outgoing, to, _TAG))
         world.recv(their_head, source, _TAG)
         length, total = their_head.tolist()
-        came = torch.empty(total, dtype=torch.uint8, device="cpu")
+        received = torch.empty(total, dtype=torch.uint8, device="cpu")
         if total:
-            world.recv(came, source, _TAG)
+            world.recv(received, source, _TAG)
         # Wait after the receives: a send may complete only when its receiver has posted the receive.
         for work in sent:
             work.wait()
         if length:
-            self._their_new_layout = bytes(view_of(came)[:length])
+            self._new_protected_layout = bytes(view_of(received)[:length])
         else:
-            self._their_new_layout = self._their_layout
-        return _unpack(self._their_new_layout, came[length:])
+            self._new_protected_layout = self._protected_layout
+        return _unpack(self._new_protected_layout, received[length:])
 
     def commit(self, world: ProcessGroup, slots: Sequence[int]) -> None:
         """Commit the exchanged values: the step is complete."""
         # Ranks have changed: values that this rank holds may belong to another protected rank.
         if tuple(slots) != self.ring:
-            self.kept = {}
+            self.protected_values = {}
         if self._pending is not None:
             # Update, because an exchange contains only the values that have changed.
-            self.kept.update(self._pending)
-            self._layout, self._their_layout = self._new_layout, self._their_new_layout
+            self.protected_values.update(self._pending)
+            self._layout, self._protected_layout = self._new_layout, self._new_protected_layout
         self._pending = None
-        self.ring, self.step = tuple(slots), _step(world)
+        self.ring, self.distance = tuple(slots), _backup_distance(world)
 
-    def forget(self) -> None:
+    def discard_pending(self) -> None:
         """Discard the pending exchange and the known layouts, because the ranks have changed.
 
         The next message then contains its layout, which a new backup rank does not have.
         """
         self._pending = None
-        self._layout = self._their_layout = b""
+        self._layout = self._protected_layout = b""
 
-    def keeper_of(self, slot: int) -> int | None:
+    def backup_slot_of(self, slot: int) -> int | None:
         """Return the rank slot of the backup rank of a rank slot, or None if it is unknown."""
         # The ring of the last commit counts, not the current ranks: the backup was sent within that ring.
         if slot not in self.ring or len(self.ring) == 1:
             return None
-        return self.ring[(self.ring.index(slot) + self.step) % len(self.ring)]
+        return self.ring[(self.ring.index(slot) + self.distance) % len(self.ring)]
 
-    def ward_of(self, slot: int) -> int | None:
+    def protected_slot_of(self, slot: int) -> int | None:
         """Return the rank slot of the protected rank of a rank slot, or None if it is unknown."""
-        return next((ward for ward in self.ring if self.keeper_of(ward) == slot), None)
+        return next((protected for protected in self.ring if self.backup_slot_of(protected) == slot), None)
 
-    def kept_own(self, own: Sequence[Tensor]) -> list[Tensor]:
+    def protected_own_tensors(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Return the protected rank's ``own`` tensors as of the last commit."""
         # Clones, because the program may change them while the backup must remain as of the last commit.
-        return [self.kept[f"own[{number}]"].clone() for number in range(len(own))]
+        return [self.protected_values[f"own[{number}]"].clone() for number in range(len(own))]
 
 
 def pack(value: Any) -> Tensor:
@@ -173,10 +175,10 @@ def _unpack(layout: bytes, data: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _step(world: ProcessGroup) -> int:
+def _backup_distance(world: ProcessGroup) -> int:
     """Return the distance from a rank to its backup rank: the largest number of ranks on a host, or 1 on a single host.
 
     The backup rank is then on another host if each host has the same number of ranks, with consecutive numbers.
     """
-    together = max(Counter(member.machine for member in world.members).values())
-    return together if together < world.size() else 1
+    ranks_per_host = max(Counter(member.machine for member in world.members).values())
+    return ranks_per_host if ranks_per_host < world.size() else 1

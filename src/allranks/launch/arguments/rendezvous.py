@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from allranks._base.errors import ConfigError
 from allranks._cluster.env import split_host_port
 
-__all__ = ["C10D_PORT", "MeetingOptions", "add_meeting", "read_meeting"]
+__all__ = ["C10D_PORT", "RendezvousOptions", "add_rendezvous", "read_rendezvous"]
 
 C10D_PORT = 29400
 """The rendezvous port under c10d if the endpoint has no port."""
@@ -41,7 +41,7 @@ _IDLE = (
 
 
 @dataclass(frozen=True)
-class MeetingOptions:
+class RendezvousOptions:
     """Parameters of the rendezvous.
 
     Attributes:
@@ -61,7 +61,7 @@ class MeetingOptions:
     own: str = ""
 
 
-def add_meeting(add: Callable[..., Any]) -> None:
+def add_rendezvous(add: Callable[..., Any]) -> None:
     """Add the options. The help hides duplicate spellings: ``--master-addr`` and ``--rdzv-endpoint`` mean the same."""
     for words, dest, kind, metavar, shown in (
         ("master addr", "master_addr", str, "HOST[:PORT]", "address of host 0, if you start the command on each host"),
@@ -77,8 +77,8 @@ def add_meeting(add: Callable[..., Any]) -> None:
             add("--" + words.replace(" ", mark), dest=dest, type=kind, metavar=metavar, help=hint)
 
 
-def read_meeting(args: argparse.Namespace) -> MeetingOptions:
-    """Read the options of ``add_meeting``.
+def read_rendezvous(args: argparse.Namespace) -> RendezvousOptions:
+    """Read the options of ``add_rendezvous``.
 
     Raises:
         ConfigError: they contradict each other, or are impossible.
@@ -93,7 +93,7 @@ def read_meeting(args: argparse.Namespace) -> MeetingOptions:
     if unknown := [name for name in settings if name not in _IDLE]:
         known = ", ".join(("is_host", "join_timeout", "timeout", "last_call_timeout", "store_type", *_IDLE))
         raise ConfigError(f"--rdzv-conf: unknown setting {unknown[0]!r}; known settings: {known}")
-    return MeetingOptions(
+    return RendezvousOptions(
         _leader(args),
         leads,
         args.rdzv_id or "",

@@ -11,10 +11,10 @@ from allranks.launch.policy.interface import Outcome
 from allranks.launch.policy.root_cause import Failure
 from allranks.launch.reporter import Reporter
 
-__all__ = ["describe_failure", "describe_idle", "describe_interrupt", "lines_of"]
+__all__ = ["describe_failure", "describe_idle", "describe_interrupt", "ranks_by_line"]
 
 
-def lines_of(texts: Mapping[int, bytes]) -> dict[str, list[int]]:
+def ranks_by_line(texts: Mapping[int, bytes]) -> dict[str, list[int]]:
     """Return the source line that each rank's main thread executes: line -> ranks.
 
     Args:
@@ -86,6 +86,6 @@ def describe_interrupt(
 def describe_idle(outcome: Outcome, idle_s: float, reporter: Reporter) -> bytes:
     """Return the last lines of a job that was idle for too long: a summary, after all output of the ranks."""
     lines = [reporter.line(f"stopped because no rank had written anything for {idle_s:g} s")]
-    for place, ranks in lines_of(outcome.stacks).items():
+    for place, ranks in ranks_by_line(outcome.stacks).items():
         lines.append(reporter.line(f"{rank_list(ranks)}: at {place}"))
     return "\n".join(lines).encode()

@@ -24,20 +24,20 @@ from allranks._base.errors import (
 )
 from allranks.remote.master.connections import Connections
 from allranks.remote.master.device_table import DeviceTable
-from allranks.remote.master.keeping import Kept, NothingLeft
+from allranks.remote.master.snapshots import Kept, SnapshotLost
 from allranks.remote.protocol.wire import LINKING
 
 if TYPE_CHECKING:
     from allranks.remote.bootstrap.endpoint import WorkerConnection
 
-__all__ = ["Losses", "OnLost"]
+__all__ = ["WorkerLossPolicy", "OnLost"]
 
 OnLost = Literal["raise", "respawn"] | Callable[[int, int], None]
 
-_TRIES = 5  # attempts to replace lost workers; one fails if another worker dies during it
+_MAX_ATTEMPTS = 5  # attempts to replace lost workers; one fails if another worker dies during it
 
 
-class Losses:
+class WorkerLossPolicy:
     """The policy for lost workers, and its execution.
 
     Attributes:
@@ -54,7 +54,7 @@ class Losses:
         self._devices = devices
         self._admit = admit
 
-    def choose(self, action: OnLost) -> None:
+    def set_action(self, action: OnLost) -> None:
         """Set the policy.
 
         Raises:
@@ -97,20 +97,20 @@ class Losses:
         return WorkerReplaced(f"{why}\n  A new worker has replaced it, and {kept}.", rank, number)
 
     def _replace(self, lost: dict[int, str]) -> int:
-        connections, tries = self._connections, 0
+        connections, attempts = self._connections, 0
         while True:
-            tries += 1
+            attempts += 1
             try:
                 for rank in sorted(connections.lost):
                     self._admit(connections.workers.respawn(rank))
                 number = self.restore()
-            except NothingLeft as nothing:
+            except SnapshotLost as nothing:
                 # All workers are running, and nothing can be restored, so later uses must not try again.
                 connections.unrecovered = {}
                 raise WorkerLost(f"{next(iter(lost.values())).partition(chr(10))[0]}\n  {nothing}", min(lost)) from None
             except (WorkerLost, RemoteError, ConfigError, JoinError, TimeoutError, UsageError) as error:
-                if tries == _TRIES or not _may_pass(error):
-                    raise WorkerLost(_not_replaced(lost, tries, error), min(lost)) from error
+                if attempts == _MAX_ATTEMPTS or not _is_retryable(error):
+                    raise WorkerLost(_replacement_failed_text(lost, attempts, error), min(lost)) from error
             else:
                 if not connections.lost:  # else a worker has died after its last command
                     return number
@@ -118,11 +118,11 @@ class Losses:
 
     def restore(self) -> int:
         """Restore the kept objects after lost workers have been replaced. Return the snapshot's number, or 0."""
-        self._devices.revive()
+        self._devices.restore_groups()
         return self.kept.restore() if self.kept is not None else 0
 
 
-def _may_pass(error: AllranksError) -> bool:
+def _is_retryable(error: AllranksError) -> bool:
     """Return whether a retry can succeed: probably another worker has died since the last attempt."""
     if isinstance(error, RemoteError):
         # A worker reports these operations as failed if the other end of a link has died.
@@ -130,8 +130,8 @@ def _may_pass(error: AllranksError) -> bool:
     return isinstance(error, WorkerLost | ConfigError)  # ConfigError: the new worker has exited during its start
 
 
-def _not_replaced(lost: dict[int, str], tries: int, error: AllranksError) -> str:
+def _replacement_failed_text(lost: dict[int, str], attempts: int, error: AllranksError) -> str:
     rank = min(lost)
     why = lost[rank].partition("\n")[0]
-    times = f"{tries} attempts" if tries > 1 else "1 attempt"
+    times = f"{attempts} attempts" if attempts > 1 else "1 attempt"
     return f"{why}\n  It could not be replaced after {times}: {error}"

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from allranks._base.errors import AllranksError, CheckpointError, UsageError
 from allranks.checkpoint.manifest import Saved
-from allranks.checkpoint.offers import local_part
+from allranks.checkpoint.part_descriptions import local_part
 from allranks.checkpoint.values import Shard, Tree, bare, has_state, tensors_in
 
-__all__ = ["Filling", "Readable"]
+__all__ = ["StateRestorer", "StateSource"]
 
 
-class Readable(Protocol):
+class StateSource(Protocol):
     """Source from which a state is filled; see ``loading.BlockReader``."""
 
     def build(self, tree: Tree, like: Mapping[str, Any] | None = None) -> Any: ...
@@ -32,7 +32,7 @@ class Readable(Protocol):
     def read(self, saved: Saved, into: Tensor | Shard) -> None: ...
 
 
-class _Built:
+class _BuiltValue:
     """A value that is built from the checkpoint, and does not reuse the memory of an existing one."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -43,7 +43,7 @@ class _Built:
         return self.value
 
 
-class Filling:
+class StateRestorer:
     """A state that is being filled. The constructor compares it and opens files; call ``build``, then ``finish``.
 
     Args:
@@ -56,11 +56,11 @@ class Filling:
         CheckpointError: A file cannot be opened.
     """
 
-    def __init__(self, reader: Readable, into: Any, tree: Tree) -> None:
+    def __init__(self, reader: StateSource, into: Any, tree: Tree) -> None:
         self._reader = reader
         self._reads: list[tuple[Saved, Tensor | Shard]] = []
-        self._builds: list[_Built] = []
-        self._end = self._built(tree) if into is None else self._plan(into, tree, "")
+        self._builds: list[_BuiltValue] = []
+        self._finish_root = self._plan_new(tree) if into is None else self._plan(into, tree, "")
 
     def build(self) -> None:
         """Build the values that are not filled in place. The state does not change."""
@@ -71,15 +71,15 @@ class Filling:
         """Fill the tensors, set the other values, and return the state."""
         for saved, target in self._reads:
             self._reader.read(saved, target)
-        return self._end()
+        return self._finish_root()
 
-    def _built(self, tree: Tree, like: Mapping[str, Any] | None = None) -> _Built:
+    def _plan_new(self, tree: Tree, like: Mapping[str, Any] | None = None) -> _BuiltValue:
         for name in tensors_in(tree):
             saved, model = self._reader.find(name), None if like is None else like.get(name)
             # If the shapes differ, `build` creates the whole tensor, and needs all its files.
             fits = model is not None and tuple(model.shape) == saved.shape
             self._reader.open_for(saved, model if fits else None)
-        built = _Built(lambda: self._reader.build(tree, like))
+        built = _BuiltValue(lambda: self._reader.build(tree, like))
         self._builds.append(built)
         return built
 
@@ -99,13 +99,13 @@ class Filling:
         if isinstance(into, torch.optim.Optimizer):
             return self._plan_optimizer(into, tree, path)
         if has_state(into):
-            built = self._built(tree)
+            built = self._plan_new(tree)
             return lambda: _set(into, built(), path)
         if isinstance(into, dict):
             return self._plan_dict(into, tree, path)
         if isinstance(into, (list, tuple)) and type(into) in (list, tuple):
             return self._plan_items(into, tree, path)
-        return self._built(tree)
+        return self._plan_new(tree)
 
     def _plan_items(self, into: list[Any] | tuple[Any, ...], tree: Tree, path: str) -> Callable[[], Any]:
         items = tree if isinstance(into, list) else _tagged(tree, "tuple", path, "a tuple")
@@ -114,94 +114,101 @@ class Filling:
                 f"checkpoint.load: {path or 'the state'!r} has {len(into)} items in the state to fill, but not in the"
                 " checkpoint"
             )
-        ends = [
-            self._plan(mine, item, f"{path}.{number}" if path else str(number))
-            for number, (mine, item) in enumerate(zip(into, items, strict=True))
+        finishers = [
+            self._plan(target, item, f"{path}.{number}" if path else str(number))
+            for number, (target, item) in enumerate(zip(into, items, strict=True))
         ]
 
-        def end() -> Any:
-            filled = [each() for each in ends]
+        def finish_value() -> Any:
+            filled = [finish_item() for finish_item in finishers]
             if isinstance(into, tuple):
                 return tuple(filled)
             # In place, because the program references this list.
             into[:] = filled
             return into
 
-        return end
+        return finish_value
 
     def _plan_dict(self, into: dict[Any, Any], tree: Tree, path: str) -> Callable[[], Any]:
-        theirs = self._pairs(tree, path)
-        if into and (missing := [key for key in into if key not in theirs]):
-            raise UsageError(_not_there(path, missing, list(theirs)))
-        ends: dict[Any, Callable[[], Any]] = {}
-        for key, item in (into or theirs).items():
+        saved_items = self._pairs(tree, path)
+        if into and (missing := [key for key in into if key not in saved_items]):
+            raise UsageError(_missing_text(path, missing, list(saved_items)))
+        finishers: dict[Any, Callable[[], Any]] = {}
+        for key, item in (into or saved_items).items():
             inner = f"{path}.{key}" if path else str(key)
-            ends[key] = self._plan(item, theirs[key], inner) if into else self._built(theirs[key])
+            finishers[key] = self._plan(item, saved_items[key], inner) if into else self._plan_new(saved_items[key])
 
-        def end() -> Any:
+        def finish_value() -> Any:
             # In place, because the program references this dict.
-            into.update({key: each() for key, each in ends.items()})
+            into.update({key: finish_item() for key, finish_item in finishers.items()})
             return into
 
-        return end
+        return finish_value
 
     def _plan_module(self, module: nn.Module, tree: Tree, path: str) -> Callable[[], Any]:
         """Plan a module: fill its tensors in place, and pass the rest to load_state_dict."""
         inner = bare(module)
-        mine, theirs = inner.state_dict(), self._pairs(tree, path)
-        if inner is not module and theirs.keys() == {f"module.{key}" for key in mine}:  # state_dict() of the wrapper
-            theirs = {key.removeprefix("module."): item for key, item in theirs.items()}
-        missing, unexpected = [key for key in mine if key not in theirs], [key for key in theirs if key not in mine]
+        target_items, saved_items = inner.state_dict(), self._pairs(tree, path)
+        if inner is not module and saved_items.keys() == {
+            f"module.{key}" for key in target_items
+        }:  # state_dict() of the wrapper
+            saved_items = {key.removeprefix("module."): item for key, item in saved_items.items()}
+        missing, unexpected = (
+            [key for key in target_items if key not in saved_items],
+            [key for key in saved_items if key not in target_items],
+        )
         if missing or unexpected:
             more = f"; the checkpoint has {_few(unexpected)}, which the module lacks" if unexpected else ""
             what = (
-                _not_there(path, missing, list(theirs))
+                _missing_text(path, missing, list(saved_items))
                 if missing
                 else f"checkpoint.load: {path!r} is a different module in the checkpoint"
             )
             raise UsageError(what + more)
-        extra: dict[str, _Built] = {}
-        for key, value in mine.items():
+        extra: dict[str, _BuiltValue] = {}
+        for key, value in target_items.items():
             if isinstance(value, Tensor):
-                self._plan(value, theirs[key], f"{path}.{key}" if path else key)
+                self._plan(value, saved_items[key], f"{path}.{key}" if path else key)
             else:
-                extra[key] = self._built(theirs[key])
+                extra[key] = self._plan_new(saved_items[key])
 
-        def end() -> Any:
+        def finish_value() -> Any:
             if extra:
                 # strict=False: the tensors are already filled, and only the other entries are passed.
                 _set(inner, {key: built() for key, built in extra.items()}, path, strict=False)
             return module
 
-        return end
+        return finish_value
 
     def _plan_optimizer(self, optimizer: torch.optim.Optimizer, tree: Tree, path: str) -> Callable[[], Any]:
         """Plan an optimizer: use load_state_dict. The state of a DTensor parameter gets the parameter's layout."""
         entries = _tagged(tree, "dict", path, "an optimizer")
         names = _parameters(self._reader.build(entries.get("param_groups")), path)
-        mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if len(names) != len(mine):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if len(names) != len(parameters):
             raise UsageError(
-                f"checkpoint.load: optimizer {path!r} has {len(mine)} parameters in the state to fill, but {len(names)}"
-                " in the checkpoint"
+                f"checkpoint.load: optimizer {path!r} has {len(parameters)} parameters in the state to fill, but"
+                f" {len(names)} in the checkpoint"
             )
-        theirs = self._pairs(entries.get("state"), path)
-        states = {_number(key, names): item for key, item in theirs.items()}
+        saved_states = self._pairs(entries.get("state"), path)
+        states = {_number(key, names): item for key, item in saved_states.items()}
         likes: dict[str, Any] = {}
-        for name, parameter in zip(names, mine, strict=True):
+        for name, parameter in zip(names, parameters, strict=True):
             values = states.get(name)
             if hasattr(parameter, "_local_tensor") and isinstance(values, dict):
                 for value in values.get("dict", {}).values():
                     if isinstance(value, dict) and isinstance(tensor := value.get("tensor"), str):
                         likes[tensor] = parameter.detach()
-        rest = {key: self._built(item) for key, item in entries.items() if key != "state"}
-        built = {name: self._built(item, likes) for name, item in states.items()}
+        rest = {key: self._plan_new(item) for key, item in entries.items() if key != "state"}
+        built = {name: self._plan_new(item, likes) for name, item in states.items()}
 
-        def end() -> Any:
-            state = {key: each() for key, each in rest.items()}
-            return _set(optimizer, {**state, "state": {name: each() for name, each in built.items()}}, path)
+        def finish_value() -> Any:
+            state = {key: finish_item() for key, finish_item in rest.items()}
+            return _set(
+                optimizer, {**state, "state": {name: finish_item() for name, finish_item in built.items()}}, path
+            )
 
-        return end
+        return finish_value
 
     def _pairs(self, tree: Tree, path: str) -> dict[Any, Tree]:
         if isinstance(tree, dict) and "items" in tree:
@@ -212,13 +219,14 @@ class Filling:
 
 def _require_fit(saved: Saved, into: Tensor | Shard, where: str) -> None:
     part, _, shape = local_part(saved.name, into)
-    for what, there, here in (
+    for what, in_checkpoint, in_state in (
         ("shape", list(saved.shape), list(shape)),
         ("dtype", saved.dtype, str(part.dtype).removeprefix("torch.")),
     ):
-        if there != here:
+        if in_checkpoint != in_state:
             raise UsageError(
-                f"checkpoint.load: tensor {saved.name!r} has {what} {there} in {where}, but {here} in the state to fill"
+                f"checkpoint.load: tensor {saved.name!r} has {what} {in_checkpoint} in {where}, but {in_state} in the"
+                " state to fill"
             )
 
 
@@ -260,7 +268,7 @@ def _tagged(tree: Tree, tag: str, path: str, what: str) -> Any:
     return tree[tag]
 
 
-def _not_there(path: str, missing: list[Any], there: list[Any]) -> str:
+def _missing_text(path: str, missing: list[Any], there: list[Any]) -> str:
     where = f" at {path!r}" if path else ""
     return f"checkpoint.load: the checkpoint has no {_few(missing)}{where}; it has {_few(there)}"
 

@@ -36,7 +36,7 @@ from allranks._net.listener import Listener, dial
 from allranks._net.secret import load_secret, store_secret
 from allranks._store import StoreServer
 from allranks._store.address import addresses_of
-from allranks.launch.agents.agent_command import HERE, agent_words, carried
+from allranks.launch.agents.agent_command import HERE, agent_words, exported_environ
 from allranks.launch.agents.agent_pool import AgentPool
 from allranks.launch.agents.hosts import Host, wrong_version
 from allranks.launch.agents.link import LinkLost, to_launcher
@@ -58,7 +58,7 @@ from allranks.launch.spec.target import check_size
 _REMARK_S = 10.0  # seconds before a remark names the missing hosts
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-__all__ = ["SpreadJob", "is_here", "join_leader", "lead", "run_there"]
+__all__ = ["MultiHostJob", "is_this_host", "join_leader", "lead", "run_on_hosts"]
 
 
 def _name_for_others() -> str:
@@ -66,7 +66,7 @@ def _name_for_others() -> str:
     return next(iter(published_addresses()), socket.gethostname())
 
 
-def is_here(name: str) -> bool:
+def is_this_host(name: str) -> bool:
     """Return whether a host's name refers to this host."""
     user, _, name = name.rpartition("@")
     if user and not _is_me(user):
@@ -87,7 +87,7 @@ def _is_me(user: str) -> bool:
         return False
 
 
-def run_there(options: Options, hosts: Sequence[Slots], command: RemoteCommand) -> int:
+def run_on_hosts(options: Options, hosts: Sequence[Slots], command: RemoteCommand) -> int:
     """Run a job on these hosts.
 
     Args:
@@ -129,9 +129,9 @@ def run_there(options: Options, hosts: Sequence[Slots], command: RemoteCommand) 
     if options.dry_run:
         print(describe_plan([host.name for host in hosts], words, f"by {command.name}", options.target.words()))
         return 0
-    job = SpreadJob(options, least if options.nodes is not None else len(hosts), len(hosts))
+    job = MultiHostJob(options, least if options.nodes is not None else len(hosts), len(hosts))
     try:
-        job.open_by(command, hosts)
+        job.start_agents(command, hosts)
         return job.run()
     finally:
         job.close()
@@ -163,10 +163,12 @@ def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[in
         OSError: no port is free.
     """
     listener = _open_listener(addresses_of(name), ports, secret)
-    job = SpreadJob(options, *nodes, listener, name if options.leader is not None and is_here(name) else "", key=secret)
+    job = MultiHostJob(
+        options, *nodes, listener, name if options.leader is not None and is_this_host(name) else "", key=secret
+    )
     try:
         with job.reporting_errors():
-            job.open_to_callers()
+            job.accept_hosts()
             return job.run()
     finally:
         job.close()
@@ -187,8 +189,10 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
     where = ", ".join(f"{host}:{port}" for host, port in targets)
 
     # Without an address, hosts search for host 0 on themselves.
-    alone = all(host in _LOOPBACK for host, _ in targets)
-    hint = "\n  This is the address of this host. If host 0 is another host, pass --master-addr." if alone else ""
+    only_loopback = all(host in _LOOPBACK for host, _ in targets)
+    hint = (
+        "\n  This is the address of this host. If host 0 is another host, pass --master-addr." if only_loopback else ""
+    )
 
     def remark(last: str) -> None:
         options.reporter.remark(f"waiting for host 0 at {where} (last error: {last}){hint}")
@@ -201,9 +205,9 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
     own = _prepare_of(options, 1, options.leader[0] if options.leader is not None else "")
 
     def show(start: StartRanks) -> Screen:
-        mine = range(start.first, start.first + start.count)
+        shown_ranks = range(start.first, start.first + start.count)
         return Screen(
-            mine,
+            shown_ranks,
             options.display,
             os.environ,
             world_size=start.world_size,
@@ -226,7 +230,7 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
 
 
 @dataclass
-class SpreadJob:
+class MultiHostJob:
     """A job, with all its rounds.
 
     Attributes:
@@ -289,7 +293,7 @@ class SpreadJob:
     def rules(self) -> policy.JobRules:
         return policy.JobRules(self.options.restarts, self.least, self.elastic)
 
-    def open_by(self, command: RemoteCommand, hosts: Sequence[Slots]) -> None:
+    def start_agents(self, command: RemoteCommand, hosts: Sequence[Slots]) -> None:
         """Start agents on these hosts."""
         options = self.options
         until = time.monotonic() + options.join_timeout_s
@@ -304,7 +308,7 @@ class SpreadJob:
             self._report_new_hosts()
             for host in [host for host in self.pool if host.why] if self.elastic else []:
                 self._drop(host)
-            return self.pool.greeted()
+            return self.pool.all_identified()
 
         self.pool.gather(until, enough)
 
@@ -315,12 +319,12 @@ class SpreadJob:
         # The agent needs it to import allranks. Other variables follow in ``Prepare``.
         needed = [f"{name}={environ[name]}" for name in ("PYTHONPATH",) if name in environ]
         for host in hosts:
-            if is_here(host.name):
+            if is_this_host(host.name):
                 options.reporter.detail(f"{host.name} is this host")
                 self.pool.start_host(host.name, HERE, agent, sys.executable, environ)
             else:
                 words = words_for(host.name, ["env", *needed, *agent] if needed else agent, options.ssh)
-                words = self._outliving(words, command)
+                words = self._elastic_command(words, command)
                 options.reporter.detail(f"starting {shlex.join(words)}")
                 self.pool.start_host(host.name, command, words, sys.executable, command.environ(environ))
 
@@ -332,16 +336,16 @@ class SpreadJob:
         listener = _open_listener(["0.0.0.0"], [0], self.key)
         self.pool.close()
         self.pool = self._new_pool(listener)
-        self.pool.expect([host.name for host in hosts], command)
+        self.pool.add_expected([host.name for host in hosts], command)
         agent = self._agent_words(f"{','.join(published_addresses())}:{listener.port}")
         environ = command.environ({**os.environ, "ALLRANKS_SECRET": self.key.decode()})
         assert command.for_all is not None
         for words in command.for_all(hosts, agent):
-            words = self._outliving(words, command)
+            words = self._elastic_command(words, command)
             self.options.reporter.detail(f"starting {shlex.join(words)}")
             self.pool.start_shared(command, words, environ)
 
-    def _outliving(self, words: list[str], command: RemoteCommand) -> list[str]:
+    def _elastic_command(self, words: list[str], command: RemoteCommand) -> list[str]:
         """Return the command with the options of an elastic job; unchanged if the user has replaced the program."""
         if self.options.elastic is None or os.path.basename(words[0]) != command.name:
             return words
@@ -359,7 +363,7 @@ class SpreadJob:
             self.options.reporter.report(consequence(host.why, "continuing without it"))
             self.pool.drop(host, try_again=True)
 
-    def open_to_callers(self) -> None:
+    def accept_hosts(self) -> None:
         """Start an agent here, and wait for the agents of the other hosts."""
         options, pool = self.options, self.pool
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -384,7 +388,7 @@ class SpreadJob:
             if missing and now >= remark_at:
                 remark_at = math.inf  # only one remark
                 options.reporter.remark(f"waiting for {self._missing()}")
-            return pool.greeted() and (not missing or now >= last_call)
+            return pool.all_identified() and (not missing or now >= last_call)
 
         pool.gather(
             until,
@@ -405,13 +409,13 @@ class SpreadJob:
         """Describe the missing hosts, the address that they must reach, and the command to start there."""
         here = {host.place for host in self.pool}
         numbers = [number for number in range(self.most) if number not in here]
-        who = f"{'host' if len(numbers) == 1 else 'hosts'} {', '.join(map(str, numbers))}"
+        missing_hosts = f"{'host' if len(numbers) == 1 else 'hosts'} {', '.join(map(str, numbers))}"
         name = self.master or (self.options.leader[0] if self.options.leader else "") or socket.gethostname()
         port = self.pool.listener_port
-        words = f"{who} (of hosts 0 to {self.most - 1}; this is host 0, which listens on {name}:{port})"
+        words = f"{missing_hosts} (of hosts 0 to {self.most - 1}; this is host 0, which listens on {name}:{port})"
         if refused := self.pool.refusals():
             words += f" {refused}"
-        if self.options.leader and name and not is_here(name):
+        if self.options.leader and name and not is_this_host(name):
             words += f"; {name} is not a name of this host, so this may not be host 0"
         if self.elastic and len(here) >= self.least:
             words += f"; the job starts without the missing hosts within {self.options.last_call_s:g} s"
@@ -431,8 +435,8 @@ class SpreadJob:
         """Admit agents that have connected, as long as the job needs hosts."""
         pool = self.pool
         for caller in pool.callers:
-            if why := self._vet(caller):
-                pool.turn_away(caller, why)
+            if why := self._check_caller(caller):
+                pool.refuse_caller(caller, why)
                 continue
             assert caller.hello is not None
             caller.place = self._place_for(caller)
@@ -445,7 +449,7 @@ class SpreadJob:
         """The places of the available hosts in the order of hosts."""
         return {host.place for host in self.pool if not host.why}
 
-    def _welcome(self, caller: Host) -> Prepare:
+    def _admit_caller(self, caller: Host) -> Prepare:
         """Admit a host to a round that continues without it. Return what it must prepare."""
         assert caller.hello is not None
         lost = [len(host.ranks) for host in self.pool if host.name == caller.name]
@@ -460,13 +464,13 @@ class SpreadJob:
     def _place_for(self, caller: Host) -> int:
         """Return its place in the order of hosts; one after the last if there is no place for it."""
         assert caller.hello is not None
-        taken = self._taken
+        taken_places = self._taken
         place = caller.hello.node if caller.process is None else caller.place
-        if place is None or (place in taken and self.elastic):
-            place = next((place for place in range(self.most) if place not in taken), self.most)
+        if place is None or (place in taken_places and self.elastic):
+            place = next((place for place in range(self.most) if place not in taken_places), self.most)
         return place
 
-    def _vet(self, caller: Host) -> str:
+    def _check_caller(self, caller: Host) -> str:
         """Return why a caller cannot take part; "" if it can."""
         assert caller.hello is not None
         if caller.process is None and caller.hello.run != self.options.run:
@@ -499,7 +503,7 @@ class SpreadJob:
                     event = self._await_hosts(count)
                 case policy.EndJob(code):
                     assert self.loop is not None
-                    pool.end(code, self.loop.last_words)
+                    pool.end(code, self.loop.summary)
                     write_error_file(self.loop.cause, os.environ, options.reporter)
                     return code
 
@@ -509,7 +513,7 @@ class SpreadJob:
         self.options.reporter.report(f"{count} of at least {self.least} hosts are left; waiting for other hosts")
 
         def enough() -> bool:
-            pool.try_again()
+            pool.retry_lost()
             self.admit_callers()
             return len(pool.hosts) >= self.least
 
@@ -532,7 +536,7 @@ class SpreadJob:
                     raise
                 for host, why in unable.items():  # it would fail the next time, too
                     self.options.reporter.report(f"{host.name}: {why}; continuing without it")
-                    pool.turn_away(host, why)
+                    pool.refuse_caller(host, why)
                 for host in lost:
                     self._drop(host)
 
@@ -566,7 +570,7 @@ class SpreadJob:
         names = [host.name for host, count in zip(pool, counts, strict=True) for _ in range(count)]
         names[:0] = [socket.gethostname()] * self.first
         # If the same command was started on each host, each host shows its own ranks.
-        shown = range(self.first, counts[0] if pool.by_callers else world_size)
+        shown = range(self.first, counts[0] if pool.hosts_connect else world_size)
         screen = Screen(
             shown,
             options.display,
@@ -628,20 +632,20 @@ class SpreadJob:
 
     def _elastic_rules(self, counts: Sequence[int]) -> ElasticRules | None:
         spares = [host.name for host, count in zip(self.pool, counts, strict=True) if not count]
-        return elastic_rules(self.options, spares, None if self.pool.by_callers else sum(counts))
+        return elastic_rules(self.options, spares, None if self.pool.hosts_connect else sum(counts))
 
     def _report_callers(self) -> None:
         """Decide what happens to hosts that connect in a round: they join it, restart all ranks, or must wait."""
         if self.options.elastic is not None:
-            self.pool.report_callers(self._vet, self._welcome)
+            self.pool.report_callers(self._check_caller, self._admit_caller)
         elif self.elastic and len(self.pool.hosts) < self.most:
-            self.pool.report_callers(self._vet)
+            self.pool.report_callers(self._check_caller)
 
     def _open_store(self) -> StoreServer:
         """Open the store of an elastic job, which survives the loss of every host except this one."""
         least = self.options.elastic[0] if self.options.elastic is not None else 0
         server = StoreServer.tcp("", 0, store_secret(self.key, self.salt))
-        server.put(TABLE_KEY, first_table(range(self.world_size), least).encode())
+        server.set_locally(TABLE_KEY, first_table(range(self.world_size), least).encode())
         return server
 
     def _start_commands(
@@ -690,7 +694,7 @@ class SpreadJob:
 
     def _counts_of(self, slots: Sequence[Slots]) -> list[int]:
         options, pool = self.options, self.pool
-        if pool.by_callers and options.nproc is None:  # each host's own command line has the number
+        if pool.hosts_connect and options.nproc is None:  # each host's own command line has the number
             return [1 if slot.count is None else slot.count for slot in slots]
         has = [(host.hello.cpus, host.hello.gpus or 0) for host in pool if host.hello is not None][: len(slots)]
         counts = share_out(slots, options.nproc, options.per_host, has, strict=bool(options.hosts))
@@ -711,7 +715,7 @@ def _prepare_of(options: Options, nproc: int, master: str) -> Prepare:
         ranks=options.for_ranks(),
         nproc=nproc,
         folder=os.getcwd(),
-        environ=carried(os.environ, options.exports) | options.environ,
+        environ=exported_environ(os.environ, options.exports) | options.environ,
         secret=b"",
         salt="",
         serves=False,
@@ -720,8 +724,8 @@ def _prepare_of(options: Options, nproc: int, master: str) -> Prepare:
     )
 
 
-def _other_job(ours: str, theirs: str) -> str:
-    names = [repr(name) if name else "a job without a name" for name in (ours, theirs)]
+def _other_job(own_name: str, other_name: str) -> str:
+    names = [repr(name) if name else "a job without a name" for name in (own_name, other_name)]
     return f"host 0 runs {names[0]}, but this host requests {names[1]} (--rdzv-id); use a separate port for each job"
 
 

@@ -17,13 +17,13 @@ import select
 import stat
 from typing import TextIO
 
-__all__ = ["Outlet", "TextOutlet"]
+__all__ = ["NonblockingOutput", "TextOutput"]
 
 # bytes; Linux reports a pipe as writable if a page is free, so a write of this size does not block.
 _PIECE = select.PIPE_BUF
 
 
-class Outlet:
+class NonblockingOutput:
     """An output descriptor with a queue of the bytes that cannot be written yet.
 
     Args:
@@ -88,7 +88,7 @@ class Outlet:
         return bool(poll.poll(0))
 
 
-class TextOutlet:
+class TextOutput:
     """The same interface for a python stream without a descriptor, such as a notebook's: it accepts all bytes.
 
     Args:

@@ -20,17 +20,17 @@ from torch import Tensor
 from allranks._base.errors import CheckpointError, UsageError
 from allranks._call.bytes import view_of
 from allranks.checkpoint import parts
-from allranks.checkpoint.choosing import Chosen
-from allranks.checkpoint.company import Company, failure_of, in_words, this_process
+from allranks.checkpoint.participants import Participants, error_text, remote_load_error, this_process
+from allranks.checkpoint.selection import SelectedCheckpoint
 
-__all__ = ["RemoteFile", "Rounds"]
+__all__ = ["RemoteFile", "TransferRounds"]
 
-_LONGEST = 64 << 20  # maximum bytes that a rank receives in a round
-_SHORTEST = 4 << 20  # minimum bytes: neighboring small tensors arrive in one round
-_KEPT = 128 << 20  # bytes of received data that a rank keeps
+_MAX_RANGE_BYTES = 64 << 20  # maximum bytes that a rank receives in a round
+_MIN_RANGE_BYTES = 4 << 20  # minimum bytes: neighboring small tensors arrive in one round
+_CACHE_BYTES = 128 << 20  # bytes of received data that a rank keeps
 
 
-class _Wanted(NamedTuple):
+class _Request(NamedTuple):
     """Request of a rank: a range of bytes of a file."""
 
     file: int
@@ -42,23 +42,23 @@ class _RoundMessage(NamedTuple):
     """Message of a rank in a round.
 
     Attributes:
-        wanted: The next request. None: the rank needs nothing more.
+        request: The next request. None: the rank needs nothing more.
         trouble: Why the rank cannot continue; "" if it can.
         is_usage: The failure is a UsageError.
         process: Host and pid.
     """
 
-    wanted: _Wanted | None
+    request: _Request | None
     trouble: str
     is_usage: bool
     process: tuple[str, int]
 
 
-class Rounds:
+class TransferRounds:
     """Load of a checkpoint if some ranks do not see all files. All ranks create one, and end it with ``finish``."""
 
-    def __init__(self, chosen: Chosen, company: Company) -> None:
-        self._chosen, self._company = chosen, company
+    def __init__(self, selected: SelectedCheckpoint, participants: Participants) -> None:
+        self._selected, self._participants = selected, participants
         self._is_over = False
         self._trouble = ""  # why this rank could not read a file for another rank
         self._open = contextlib.ExitStack()
@@ -67,7 +67,7 @@ class Rounds:
 
     def file(self, number: int) -> RemoteFile:
         """Return a file that this rank does not see."""
-        return RemoteFile(self, number, self._chosen.manifest.files[number].nbytes, self._windows)
+        return RemoteFile(self, number, self._selected.manifest.files[number].nbytes, self._windows)
 
     def fetch(self, file: int, begin: int, end: int) -> Tensor:
         """Return bytes of a file that this rank does not see.
@@ -76,10 +76,10 @@ class Rounds:
             CheckpointError: A rank cannot continue. UsageError if that rank has raised one.
         """
         # The sender may fail to read the file. It reports the failure in the next round, which raises.
-        found = None
-        while found is None:
-            _, found = self._round(_Wanted(file, begin, end))
-        return found
+        received = None
+        while received is None:
+            _, received = self._round(_Request(file, begin, end))
+        return received
 
     def finish(self, error: Exception | None = None) -> None:
         """Send what other ranks request, until no rank requests anything.
@@ -99,58 +99,58 @@ class Rounds:
                     if error is None:
                         raise
 
-    def _round(self, wanted: _Wanted | None, error: Exception | None = None) -> tuple[bool, Tensor | None]:
+    def _round(self, request: _Request | None, error: Exception | None = None) -> tuple[bool, Tensor | None]:
         """Run one round. Return whether it was the last, and the received bytes.
 
         The bytes are None if this rank has requested nothing, or if the sender could not read them.
         """
-        company = self._company
-        trouble = self._trouble or ("" if error is None else in_words(error))
+        participants = self._participants
+        trouble = self._trouble or ("" if error is None else error_text(error))
         is_usage = isinstance(error, UsageError) and not self._trouble
-        messages: list[_RoundMessage] = company.exchange(
-            _RoundMessage(wanted, trouble, is_usage, this_process()), _RoundMessage
+        messages: list[_RoundMessage] = participants.exchange(
+            _RoundMessage(request, trouble, is_usage, this_process()), _RoundMessage
         )
         for rank, message in enumerate(messages):
             if message.trouble:
                 # The other ranks raise as well, so no further round follows.
                 self._is_over = True
-                raise failure_of(rank, message.process, message.trouble, message.is_usage)
-        got, wait = None, None
-        if wanted is not None:
-            got = torch.empty(
-                wanted.end - wanted.begin + 1, dtype=torch.uint8, device="cpu"
+                raise remote_load_error(rank, message.process, message.trouble, message.is_usage)
+        received, wait = None, None
+        if request is not None:
+            received = torch.empty(
+                request.end - request.begin + 1, dtype=torch.uint8, device="cpu"
             )  # the last byte is 1 if the sender could read the file
-            wait = company.receive(got, self._sender(company.rank, wanted))
+            wait = participants.receive(received, self._sender(participants.rank, request))
         # Each rank has started its receive before it sends, so blocking sends cannot deadlock.
         for rank, message in enumerate(messages):
-            if message.wanted is not None and self._sender(rank, message.wanted) == company.rank:
-                company.send(self._read(message.wanted), rank)
-        if got is None or wait is None:
-            return all(message.wanted is None for message in messages), None
+            if message.request is not None and self._sender(rank, message.request) == participants.rank:
+                participants.send(self._read(message.request), rank)
+        if received is None or wait is None:
+            return all(message.request is None for message in messages), None
         wait()
-        return False, got[:-1] if got[-1] else None
+        return False, received[:-1] if received[-1] else None
 
-    def _sender(self, rank: int, wanted: _Wanted) -> int:
+    def _sender(self, rank: int, request: _Request) -> int:
         """Return the rank that sends a file to `rank`, one of the ranks that see the file."""
-        holders = self._chosen.holders[self._chosen.manifest.files[wanted.file].share]
+        holders = self._selected.holders[self._selected.manifest.files[request.file].share]
         # Spread the requesting ranks over the holders. All ranks compute the same sender.
         return holders[rank % len(holders)]
 
-    def _read(self, wanted: _Wanted) -> Tensor:
-        made = torch.empty(wanted.end - wanted.begin + 1, dtype=torch.uint8, device="cpu")
-        made[-1] = 1
-        file = self._chosen.manifest.files[wanted.file]
+    def _read(self, request: _Request) -> Tensor:
+        data = torch.empty(request.end - request.begin + 1, dtype=torch.uint8, device="cpu")
+        data[-1] = 1
+        file = self._selected.manifest.files[request.file]
         try:
-            if wanted.file not in self._files:
-                folder = self._chosen.here[file.share]
+            if request.file not in self._files:
+                folder = self._selected.local_folders[file.share]
                 # Kept open until the load ends: several ranks request several ranges of a file.
-                self._files[wanted.file] = self._open.enter_context(parts.open_part(folder, file))
-            _fill(self._files[wanted.file], wanted.begin, view_of(made, writable=True)[:-1], file.name)
+                self._files[request.file] = self._open.enter_context(parts.open_part(folder, file))
+            _fill(self._files[request.file], request.begin, view_of(data, writable=True)[:-1], file.name)
         except (OSError, CheckpointError) as error:
-            self._trouble = f"{file.name} cannot be read: {in_words(error)}"
+            self._trouble = f"{file.name} cannot be read: {error_text(error)}"
             # The receive is already posted, so a failed sender must still send the announced number of bytes.
-            made[-1] = 0
-        return made
+            data[-1] = 0
+        return data
 
 
 def _fill(file: parts.LocalFile, begin: int, view: memoryview, name: str) -> None:
@@ -165,7 +165,9 @@ def _fill(file: parts.LocalFile, begin: int, view: memoryview, name: str) -> Non
 class RemoteFile:
     """A file that this rank does not see: a ``parts.Source``."""
 
-    def __init__(self, rounds: Rounds, number: int, nbytes: int, windows: OrderedDict[int, tuple[int, Tensor]]) -> None:
+    def __init__(
+        self, rounds: TransferRounds, number: int, nbytes: int, windows: OrderedDict[int, tuple[int, Tensor]]
+    ) -> None:
         self._rounds, self._number, self._nbytes = rounds, number, nbytes
         self._windows = windows  # received ranges of all files
 
@@ -175,14 +177,14 @@ class RemoteFile:
         begin, window = self._windows.get(self._number, (0, None))
         if window is None or not begin <= where <= end <= begin + window.nbytes:
             self._windows.pop(self._number, None)
-            if ahead - where < _SHORTEST:  # a small range: include its neighborhood
-                begin = where // _SHORTEST * _SHORTEST
-                last = max(end, begin + _SHORTEST)
+            if ahead - where < _MIN_RANGE_BYTES:  # a small range: include its neighborhood
+                begin = where // _MIN_RANGE_BYTES * _MIN_RANGE_BYTES
+                last = max(end, begin + _MIN_RANGE_BYTES)
             else:
-                begin, last = where, max(end, min(where + _LONGEST, ahead))
+                begin, last = where, max(end, min(where + _MAX_RANGE_BYTES, ahead))
             window = self._rounds.fetch(self._number, begin, min(last, self._nbytes))
             self._windows[self._number] = begin, window
-            while len(self._windows) > 1 and sum(kept.nbytes for _, kept in self._windows.values()) > _KEPT:
+            while len(self._windows) > 1 and sum(cached.nbytes for _, cached in self._windows.values()) > _CACHE_BYTES:
                 self._windows.popitem(last=False)
         view[:] = view_of(window)[where - begin : end - begin]
         return xxhash.xxh3_64_intdigest(view)

@@ -13,13 +13,13 @@ from dataclasses import replace
 from allranks._trace.diagnosis import Diagnosis, diagnose
 from allranks._trace.state import RankState
 from allranks.launch.policy.inquiry import Inquiry
-from allranks.launch.policy.interface import Action, PrintNotice
+from allranks.launch.policy.interface import Action, PrintWaitReport
 from allranks.launch.spec.events import LongWait, Stacks
 
-__all__ = ["Notices"]
+__all__ = ["WaitReports"]
 
 
-class Notices:
+class WaitReports:
     """The wait reports of one round."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Notices:
         self._limit = 0.0
         self._reader: int | None = None
         self._covered: dict[tuple[int, int], float] = {}  # rank and call -> the limit that a wait report covered
-        self._told: dict[tuple[object, ...], float] = {}
+        self._reported: dict[tuple[object, ...], float] = {}
         self._diagnosis: Diagnosis | None = None
 
     def deadline(self) -> float | None:
@@ -44,7 +44,7 @@ class Notices:
             return []
         self._limit, self._diagnosis = event.seconds, None
         self._covered[event.rank, event.index] = event.seconds
-        self._inquiry = Inquiry(ranks, 0, self._judge, now)
+        self._inquiry = Inquiry(ranks, 0, self._choose_late_ranks, now)
         return self._inquiry.begin()
 
     def take_state(self, state: RankState) -> None:
@@ -72,10 +72,10 @@ class Notices:
         if inquiry.done:
             self._inquiry = None
             if self._diagnosis is not None:
-                actions.append(PrintNotice(self._diagnosis, dict(inquiry.stacks)))
+                actions.append(PrintWaitReport(self._diagnosis, dict(inquiry.stacks)))
         return actions
 
-    def _judge(self, states: Mapping[int, RankState]) -> Sequence[int]:
+    def _choose_late_ranks(self, states: Mapping[int, RankState]) -> Sequence[int]:
         """Decide whether a report is needed. Return the ranks whose stacks are requested."""
         found = diagnose(states.values())
         # One report covers all waiting ranks: their own LongWait events start no further inquiry.
@@ -85,8 +85,8 @@ class Notices:
         late = tuple(r for r in found.late if not (r == self._reader or (r in states and states[r].reads_stdin)))
         found = replace(found, late=late)
         key = found.key()
-        if (late or found.circles) and self._told.get(key, 0.0) < self._limit:
-            self._told[key] = self._limit
+        if (late or found.circles) and self._reported.get(key, 0.0) < self._limit:
+            self._reported[key] = self._limit
             self._diagnosis = found
             return late
         return ()

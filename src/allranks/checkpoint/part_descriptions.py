@@ -12,18 +12,18 @@ from torch import Tensor
 
 from allranks._base.errors import UsageError
 from allranks._call.bytes import view_of
-from allranks.checkpoint.layout import Offer, SaveJob
+from allranks.checkpoint.layout import PartDescription, SaveJob
 from allranks.checkpoint.values import Flat, Shard
 
-__all__ = ["Compared", "digest_of", "local_part", "offer_of", "plain_of", "views_of", "words_of"]
+__all__ = ["ComparisonRules", "digest_of", "local_part", "describe_part", "contiguous_on_cpu", "views_of", "as_words"]
 
-_SMALL = 64 << 10  # bytes: larger tensors are compared by a sample
-_SAMPLES, _GRAIN = 1024, 64  # number of samples, bytes of each
+_FULL_DIGEST_BYTES = 64 << 10  # larger tensors are compared by a sample
+_SAMPLES, _SAMPLE_BYTES = 1024, 64  # number of samples, bytes of each
 _WEIGHTS = 1 << 20  # number of weights, which is also the number of words in a sum
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-class Compared(NamedTuple):
+class ComparisonRules(NamedTuple):
     """How tensors are compared between ranks: by all their bytes, except tensors below certain paths in the state.
 
     Attributes:
@@ -49,12 +49,12 @@ def is_below(name: str, paths: Sequence[str]) -> bool:
     return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
-def offer_of(name: str, value: Tensor | Shard, compared: Compared) -> Offer:
+def describe_part(name: str, value: Tensor | Shard, rules: ComparisonRules) -> PartDescription:
     """Return the description of a tensor of this rank."""
     part, offsets, shape = local_part(name, value)
-    dtype, digest = str(part.dtype).removeprefix("torch."), compared.digest(name, part)
-    is_own = is_below(name, compared.own)
-    return Offer(name, dtype, part.element_size(), shape, offsets, tuple(part.shape), digest, is_own)
+    dtype, digest = str(part.dtype).removeprefix("torch."), rules.digest(name, part)
+    is_own = is_below(name, rules.own)
+    return PartDescription(name, dtype, part.element_size(), shape, offsets, tuple(part.shape), digest, is_own)
 
 
 def local_part(name: str, value: Tensor | Shard) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
@@ -83,15 +83,15 @@ def _part_of_dtensor(name: str, value: Any) -> tuple[Tensor, tuple[int, ...], tu
     return part, offsets, whole
 
 
-def words_of(tensor: Tensor) -> Tensor:
+def as_words(tensor: Tensor) -> Tensor:
     """Return the same memory as a tensor of a basic dtype: torch cannot copy every dtype. Copies lazy views."""
     plain = tensor.resolve_conj().resolve_neg()
     return plain.view(_WORDS[plain.element_size()])
 
 
-def plain_of(tensor: Tensor) -> Tensor:
+def contiguous_on_cpu(tensor: Tensor) -> Tensor:
     """Return the elements without gaps, on the CPU. They are copied only if necessary."""
-    return words_of(tensor).cpu().contiguous()
+    return as_words(tensor).cpu().contiguous()
 
 
 def digest_of(part: Tensor) -> int:
@@ -102,17 +102,17 @@ def digest_of(part: Tensor) -> int:
     if not part.numel():
         return 0
     if part.is_cpu:
-        plain = plain_of(part)  # keep a reference: the view holds none
+        plain = contiguous_on_cpu(part)  # keep a reference: the view holds none
         return xxhash.xxh3_64_intdigest(view_of(plain)) >> 1
     return sums_digest(part)
 
 
 def sample_digest(part: Tensor) -> int:
     """Return the digest of all bytes of a small tensor, or of a sample of a large one."""
-    if part.nbytes <= _SMALL:
+    if part.nbytes <= _FULL_DIGEST_BYTES:
         return digest_of(part)
-    flat = words_of(part).reshape(-1)
-    stride, grain = max(1, flat.numel() // _SAMPLES), max(1, _GRAIN // flat.element_size())
+    flat = as_words(part).reshape(-1)
+    stride, grain = max(1, flat.numel() // _SAMPLES), max(1, _SAMPLE_BYTES // flat.element_size())
     rows = flat[: stride * _SAMPLES].view(_SAMPLES, stride)[:, :grain]
     # The last elements are added, because the rows end before a remainder.
     plain = torch.cat([rows.reshape(-1), flat[-grain:]]).cpu()
@@ -124,7 +124,7 @@ def sums_digest(part: Tensor) -> int:
 
     An odd number is invertible modulo 2**64, so the change of a single word always changes its sum.
     """
-    words = words_of(part).reshape(-1)
+    words = as_words(part).reshape(-1)
     words = words.view(torch.int64) if words.is_complex() else words
     weights = _weights(words.device)
     length = weights.numel()
@@ -144,7 +144,7 @@ def _weights(device: torch.device) -> Tensor:
 
 def views_of(jobs: Sequence[SaveJob], flat: Flat) -> Sequence[memoryview]:
     """Return the bytes that this rank writes."""
-    return _Views([local_part(job.offer.name, flat.tensors[job.offer.name])[0] for job in jobs])
+    return _Views([local_part(job.description.name, flat.tensors[job.description.name])[0] for job in jobs])
 
 
 class _Views(Sequence[memoryview]):
@@ -160,7 +160,7 @@ class _Views(Sequence[memoryview]):
     def __getitem__(self, index: Any) -> Any:
         tensor = self._tensors[index]
         # Held until the next view is requested: the view does not keep the copy alive.
-        self._plain = plain_of(tensor)
+        self._plain = contiguous_on_cpu(tensor)
         return view_of(self._plain) if tensor.nbytes else memoryview(b"")
 
     def __iter__(self) -> Iterator[memoryview]:
