@@ -348,7 +348,7 @@ class ConnectionServer:
         if not addresses:
             raise ConfigError(
                 f"host {socket.gethostname()} has no network address that other hosts could reach (loopback and bridges"
-                " of containers do not count).\n  Set the interface, for example ALLRANKS_IFACE=eth0"
+                " of containers do not count).\n  Set the interface, for example ALLRANKS_IFACE=eth0."
             )
         self._addresses = addresses
         self._users = 0
