@@ -17,6 +17,7 @@ Source: torch's FileStore, in which the last user removes the file; flock(2), fc
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -33,6 +34,7 @@ from allranks._base.errors import ConfigError, NotInitializedError, StoreLostErr
 from allranks._base.files import plain_file
 from allranks._base.forks import Descriptor, follow, forks, refusal
 from allranks._base.system import reason
+from allranks._base.system import refusal as limit_refusal
 from allranks._store.stores import Store
 from allranks._store.table import KeyTable
 from allranks._store.wire import (
@@ -238,7 +240,12 @@ class _Log:
                     file = Descriptor.of(lambda: os.open(self._path, flags, 0o600))
                 except OSError as error:
                     kind, action = (ConfigError, _CHOOSE) if first else (StoreLostError, _KEEP)
-                    raise kind(f"FileStore({self._path}): cannot be opened: {reason(error)}.\n  {action}") from None
+                    what = f"FileStore({self._path}): cannot be opened"
+                    # A limit of open files does not depend on the path.
+                    at_limit = error.errno in (errno.EMFILE, errno.ENFILE)
+                    raise kind(
+                        limit_refusal(what, error) if at_limit else f"{what}: {reason(error)}.\n  {action}"
+                    ) from None
                 try:
                     self._acquire(file, lock, deadline, patience_s)
                     inode = os.fstat(file.fileno()).st_ino
