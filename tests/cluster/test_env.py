@@ -113,7 +113,7 @@ def test_master_address_is_not_read_for_another_init_method() -> None:
         (
             without("MASTER_ADDR"),
             "MASTER_ADDR is not set (rank 1 of 4). Expected a host name, for example MASTER_ADDR=node0."
-            " Or start with: allranks run -n 4 train.py",
+            "\n  Set it, or start the ranks with `allranks run -n 4 train.py`.",
         ),
         (
             without("MASTER_PORT"),

@@ -94,7 +94,9 @@ def test_errors() -> None:
             dist.all_reduce(torch.ones(*[2] * (1 + rank)).to_sparse())
         with pytest.raises(dist.UsageError, match="expected SUM, not MAX"):
             dist.all_reduce(torch.ones(2).to_sparse(), dist.ReduceOp.MAX)
-        with pytest.raises(dist.UsageError, match=r"a tensor of torch.float32, torch.sparse_coo is not supported"):
+        with pytest.raises(
+            dist.UsageError, match=r"a tensor of torch\.float32 with layout torch\.sparse_coo is not supported"
+        ):
             dist.broadcast(torch.ones(2).to_sparse(), 0)
         tensor = torch.ones(1)
         dist.all_reduce(tensor)  # the group works after an error

@@ -31,7 +31,7 @@ from allranks.testing import run_ranks
         ("cpu:gloo,cuda:native", False, "gloo"),
         ("cpu:gloo,xla:native", True, "gloo"),
         ("gpu:native", True, "'gpu:native' is invalid"),
-        ("cuda:nccl,mtia:native", True, "must be for the CPU"),
+        ("cuda:nccl,mtia:native", True, "no engine for the CPU is available"),
         ("cpu:nccl", True, "'cpu:nccl' is invalid"),
         ("cpu:gloo,cpu:native", True, "'cpu:native' is invalid"),
         ("cpu:ucc", True, "not supported by this version"),

@@ -745,7 +745,7 @@ for variable in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_N
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("0 1 1.0 mpi\nWORLD_SIZE backend 'mpi': this is one of 4 processes, but MPI (")
     as_root = "--allow-run-as-root " if os.geteuid() == 0 and mpi == "openmpi" else ""
-    assert f"Start the ranks with the launcher of that MPI: mpirun {as_root}-n 4 python train.py" in done.stdout
+    assert f"Start the ranks with the launcher of that MPI: `mpirun {as_root}-n 4 python train.py`." in done.stdout
     assert done.stdout.count("started 4 processes") == done.stdout.count("belong to different MPIs") == 3
 
 

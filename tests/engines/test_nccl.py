@@ -74,7 +74,7 @@ def test_abort_fails_pending_calls_and_shrink_creates_a_new_communicator() -> No
         assert backend.aborts == 1
         with pytest.raises(dist.AbortedError, match=r"all_reduce on group 'of nccl' .*called abort\(\)"):
             work.wait()
-        with pytest.raises(dist.AbortedError, match=r"Only shrink\(\) can still be called"):
+        with pytest.raises(dist.AbortedError, match=r"Call shrink\(\) to continue with a new group"):
             made.all_reduce(torch.ones(2), dist.ReduceOp.SUM, False)
         assert group.failed_ranks() == [1]
         smaller = group.shrink()

@@ -209,7 +209,7 @@ def test_sharing_fails_promptly_if_a_receiver_has_exited() -> None:
 def test_sharing_fails_if_the_first_rank_has_exited() -> None:
     with sharing() as (first, second, _):
         first.__exit__()
-        with pytest.raises(JoinError, match="rank 0 did not send the group's memory"):
+        with pytest.raises(JoinError, match="cannot create the group: rank 0 did not send the shared memory"):
             second.share(1, [first.record, second.record], 30.0)
 
 

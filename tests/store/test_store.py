@@ -767,7 +767,7 @@ def test_close_waits_until_clients_have_disconnected() -> None:
             StoreClient.connect(server.address, timeout_s=0.0)
         client.close()
         closing.result(PROMPT_S)
-    with pytest.raises(StoreLostError, match="this client was closed"):
+    with pytest.raises(StoreLostError, match="this process has closed its connection"):
         client.check(["a"])
 
 
@@ -788,7 +788,7 @@ def test_closing_client_or_server_ends_waiting_calls() -> None:
         gets = [pool.submit(client.get, "never", 60.0) for client in (first, second)]
         assert within(PROMPT_S, lambda: all(map(server._table.is_waiting, server._peers)))
         first.close()
-        with pytest.raises(StoreLostError, match="this client was closed"):
+        with pytest.raises(StoreLostError, match="this process has closed its connection"):
             gets[0].result(5.0)
         server.close()
         with pytest.raises(StoreLostError, match="the connection broke"):

@@ -309,7 +309,7 @@ def test_wrong_tls_settings_raise_config_error(sites: tuple[Site, Site], tmp_pat
     )  # fmt: skip
     locked_key.chmod(0o600)
     cases: list[tuple[dict[str, str], str]] = [
-        ({NAMES[0]: str(ours.cert)}, "TLS_CERT is set, ALLRANKS_TLS_KEY, ALLRANKS_TLS_CA is not. Expected all three"),
+        ({NAMES[0]: str(ours.cert)}, "TLS_CERT is set, but ALLRANKS_TLS_KEY, ALLRANKS_TLS_CA is not.\n  Set all three"),
         (ours.environ(key=tmp_path / "none"), rf"TLS_KEY={tmp_path}/none cannot be read: no such file"),
         (ours.environ(ca=tmp_path), rf"TLS_CA={tmp_path} cannot be read: is a directory"),
         (ours.environ(key=open_key), rf"TLS_KEY={open_key} is not safe: owner \d+, mode 0640(.|\n)*chmod 600"),
@@ -323,11 +323,11 @@ def test_wrong_tls_settings_raise_config_error(sites: tuple[Site, Site], tmp_pat
             with pytest.raises(ConfigError, match=message):
                 tls_context(server_side, environ)
     with setting(cases[0][0]):
-        with pytest.raises(ConfigError, match="Expected all three"):
+        with pytest.raises(ConfigError, match="Set all three"):
             StoreServer.tcp("localhost", 0, SECRET)
-        with pytest.raises(ConfigError, match="Expected all three"):
+        with pytest.raises(ConfigError, match="Set all three"):
             StoreServer.on_socket(socket.create_server(("127.0.0.1", 0)), "127.0.0.1", SECRET)
-        with pytest.raises(ConfigError, match="Expected all three"):
+        with pytest.raises(ConfigError, match="Set all three"):
             StoreClient.connect("tcp:127.0.0.1:9", SECRET, 5.0)
 
 

@@ -295,9 +295,9 @@ def test_rejected_job_reports_exit_code(folder: Path, tmp_path: Path) -> None:
         (("--to", "slurm", "--name", "a\n#SBATCH --uid=0", "show.py"), "is not a plain name"),
         (("--to", "slurm", "-N", "0", "show.py"), "'0' is not a number, 1 or more"),
         (("--to", "slurm", "--image", "a", "show.py"), "options for Kubernetes: use --to k8s"),
-        (("--to", "k8s", "show.py"), "set --image"),
+        (("--to", "k8s", "show.py"), "Pass --image"),
         (("--to", "k8s", "--image", "a", "--name", "7up", "show.py"), "'7up' is not a valid Kubernetes name"),
-        (("--to", "k8s", "--image", "a", "--queue", "gpu", "show.py"), "omit --queue"),
+        (("--to", "k8s", "--image", "a", "--queue", "gpu", "show.py"), "Omit --queue"),
         (("--to", "slurm", "--spares", "1", "show.py"), "Add --elastic MIN"),
         (
             ("--to", "slurm", "-N", "2", "--elastic", "3", "show.py"),

@@ -59,7 +59,7 @@ def detect(environ: Mapping[str, str], override: str = "auto", *, launcher: bool
         raise ConfigError(
             f"{source}={override}, but this process has no variable of that scheduler: expected"
             f" {schedulers[0].proof}.\n"
-            "  Start this command in a job of that scheduler, or let allranks detect the environment: --env auto"
+            "  Start this command in a job of that scheduler, or let allranks detect the environment with --env auto."
         )
     return context or LaunchContext("local", "none")
 

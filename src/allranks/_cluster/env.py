@@ -410,7 +410,7 @@ def _read_master(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[st
     if port is not None and addr_port not in (None, port):
         _log.warning(
             "rank 0 listens on MASTER_PORT=%d, but ranks with MASTER_ADDR=%s connect to its port %d. They can connect"
-            " only if one port is forwarded to the other.",
+            " only if one port is forwarded to the other.\n  Otherwise, set the same port in both variables.",
             port,
             address,
             addr_port,
@@ -434,6 +434,7 @@ def _missing(names: list[str], known: str, world_size: int | None) -> ConfigErro
     expected = " and ".join(_EXPECTED[n][0] for n in names)
     example = " ".join(_EXPECTED[n][1] for n in names)
     return ConfigError(
-        f"{' and '.join(names)} {verb} not set ({known}). Expected {expected}, for example {example}."
-        f" Or start with: allranks run -n {world_size or 4} train.py"
+        f"{' and '.join(names)} {verb} not set ({known}). Expected {expected}, for example {example}.\n"
+        f"  Set {'it' if len(names) == 1 else 'them'}, or start the ranks with"
+        f" `allranks run -n {world_size or 4} train.py`."
     )

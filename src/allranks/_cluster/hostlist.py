@@ -81,7 +81,7 @@ def expand_counts(text: str, source: str) -> list[int]:
     for item in text.strip().split(","):
         match = _COUNT.fullmatch(item.strip())
         if match is None:
-            raise ConfigError(f"{source}={text!r} is not a list of counts ({item!r}). Expected one such as 2(x2),1.")
+            raise ConfigError(f"{source}={text!r}: {item!r} is not a number of tasks. Expected a list such as 2(x2),1.")
         times = int(match[2] or 1)
         _limit(len(counts) + times, source)
         counts += [int(match[1])] * times
@@ -254,7 +254,7 @@ def _summed(found: Iterable[Slots]) -> tuple[Slots, ...]:
 
 def _some(found: tuple[Slots, ...], source: str) -> tuple[Slots, ...]:
     if not found:
-        raise ConfigError(f"{source} names no host.")
+        raise ConfigError(f"{source} names no host. Expected at least one.")
     return found
 
 

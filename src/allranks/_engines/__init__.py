@@ -74,7 +74,10 @@ def check_backend(backend: str | None) -> str:
     one, *others = dict.fromkeys(here.values())
     # Calls without a tensor, such as barrier, go to the engine of the CPU.
     if others and "cpu" not in here:
-        raise ConfigError(f"backend {backend!r}: one of several engines must be for the CPU, as in cpu:native")
+        raise ConfigError(
+            f"backend {backend!r}: no engine for the CPU is available, which calls without a tensor need.\n"
+            "  Add one, as in cpu:native."
+        )
     return ",".join(f"{device}:{name}" for device, name in here.items()) if others else one
 
 

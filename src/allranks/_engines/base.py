@@ -171,7 +171,10 @@ class Engine(abc.ABC):
 
     def abort(self) -> None:
         """Abort all calls of the group, on every rank: the pending calls immediately, and all later calls."""
-        raise UsageError(f"abort: the {self.name} engine cannot abort the calls of other ranks. Use the native engine")
+        raise UsageError(
+            f"abort: the {self.name} engine cannot abort the calls of other ranks.\n"
+            "  Create the group with backend='native'."
+        )
 
     @abc.abstractmethod
     def stats(self) -> Stats: ...

@@ -121,6 +121,8 @@ class ByDevice(Engine):
         if engine is None:
             raise UsageError(
                 f"{verb} on group '{self._group_name}': the tensor is on {tensor.device}, for which the group has no "
-                f"engine (it has {self.name})"
+                f"engine (it has {self.name}).\n"
+                "  Move the tensor to such a device, or create the group with an engine for "
+                f"{tensor.device.type} tensors."
             )
         return engine

@@ -168,7 +168,7 @@ class BytesEngine(FlatEngine):
             raise TimeoutError(
                 f"{self.here(verb)}: another rank did not call within {self.timeout_s:g} s"
                 f"{', and the group cannot be used any more' if self._lost else ''}.\n"
-                "  Set a longer timeout with init_process_group(timeout=...)"
+                "  Set a longer timeout with init_process_group(timeout=...)."
             ) from None
         super().explain(error, verb)
 
@@ -193,7 +193,10 @@ class BytesEngine(FlatEngine):
 
     def _check_usable(self) -> None:
         if self._lost:
-            raise AllranksError(f"group '{self.group_name}' cannot be used any more: {self._lost}")
+            raise AllranksError(
+                f"group '{self.group_name}' cannot be used any more: {self._lost}.\n"
+                "  Destroy it on all its ranks, and create a new group."
+            )
 
     def _exchanged(
         self, gives: Pieces, gets: Pieces, own: Tensor | None = None, then: Callable[[], object] | None = None

@@ -29,6 +29,7 @@ __all__ = [
     "check_storage",
     "check_tensor",
     "factor_of",
+    "not_reduced",
     "not_taken",
 ]
 
@@ -57,7 +58,8 @@ def check_has_elements(verb: str, tensor: Tensor, group: str, rank: int) -> None
     """
     if tensor.is_meta:
         raise UsageError(
-            f"{verb} on group '{group}' (rank {rank}): the tensor is on meta, so it has a shape but no elements"
+            f"{verb} on group '{group}' (rank {rank}): the tensor is on meta, so it has a shape but no elements.\n"
+            "  Create it on a device, for example with torch.empty_like(tensor, device='cpu')."
         )
 
 
@@ -74,7 +76,7 @@ def bare(verb: str, tensor: Tensor) -> Tensor:
         if _functorch.is_batchedtensor(tensor):
             raise UsageError(
                 f"{verb}: cannot be called within torch.func.vmap, on one row of a tensor.\n  Call it before or after"
-                " vmap, on all rows"
+                " vmap, on all rows."
             )
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
@@ -93,7 +95,8 @@ def check_storage(verb: str, tensor: Tensor) -> None:
     # torch.autograd returns such tensors for derivatives. data_ptr() of one is 0.
     if tensor._is_zerotensor():
         raise UsageError(
-            f"{verb}: the tensor has no memory: it represents zeros that torch has not allocated.\n  Clone it"
+            f"{verb}: the tensor has no memory: it represents zeros that torch has not allocated.\n"
+            "  Pass tensor.clone()."
         )
     # The address behind the last element, which strides and offset may place beyond a shortened storage.
     end = 1 + tensor.storage_offset() + sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
@@ -102,13 +105,28 @@ def check_storage(verb: str, tensor: Tensor) -> None:
         raise UsageError(
             f"{verb}: the tensor of shape {tuple(tensor.shape)} needs {end * tensor.element_size()} bytes of its"
             f" storage, which has {nbytes}: it was freed, or resized (FSDP frees parameters in this way).\n  Make the"
-            " call while the parameters are gathered, or pass another tensor"
+            " call while the parameters are gathered, or pass another tensor."
         )
 
 
 def not_taken(verb: str, tensor: Tensor) -> UsageError:
     """Return the error for a dtype or layout that an engine does not transfer."""
-    return UsageError(f"{verb}: a tensor of {tensor.dtype}, {tensor.layout} is not supported")
+    action = "Convert it to another dtype." if tensor.layout is torch.strided else "Pass tensor.to_dense()."
+    return UsageError(f"{verb}: a tensor of {tensor.dtype} with layout {tensor.layout} is not supported.\n  {action}")
+
+
+def not_reduced(call: str, tensor: Tensor, op: ReduceOp, reduces: Callable[[ReduceOp], bool]) -> UsageError:
+    """Return the error for an op that an engine does not implement for the dtype of a tensor.
+
+    Args:
+        call: The beginning of the message.
+        tensor: The operand.
+        op: The op.
+        reduces: Whether the engine implements another op for this dtype.
+    """
+    ops = " or ".join(each.name for each in ReduceOp if each is not ReduceOp.PREMUL_SUM and reduces(each))
+    action = f"Use {ops}, or convert the tensor to another dtype." if ops else "Convert the tensor to another dtype."
+    return UsageError(f"{call} does not support {op.name} of {tensor.dtype} tensors.\n  {action}")
 
 
 def check_same_dtype(verb: str, first: Tensor, other: Tensor) -> None:
@@ -130,7 +148,7 @@ def check_own_piece(verb: str, output: Tensor, given: Tensor, rank: int) -> None
     if output.numel() != given.numel():
         raise UsageError(
             f"{verb}: the output for this rank ({rank}) has {output.numel()} elements, "
-            f"but its input has {given.numel()}"
+            f"but its input has {given.numel()}.\n  Pass an output and an input of the same size."
         )
 
 
@@ -143,7 +161,7 @@ def factor_of(verb: str, op: ReduceOp | PremulSum) -> float | Tensor | None:
     if isinstance(op, PremulSum):
         return op.factor
     if op is ReduceOp.PREMUL_SUM:
-        raise UsageError(f"{verb}: PREMUL_SUM requires a factor: pass op=premul_sum(factor)")
+        raise UsageError(f"{verb}: PREMUL_SUM requires a factor.\n  Pass op=premul_sum(factor).")
     return None
 
 
@@ -201,7 +219,7 @@ def check_apart(verb: str, results: Sequence[Tensor]) -> None:
         if begin and after < begin + nbytes:
             raise UsageError(
                 f"{verb}: results {min(first, second)} and {max(first, second)} share memory, so one would "
-                "overwrite the other.\n  Pass a separate tensor for each"
+                "overwrite the other.\n  Pass a separate tensor for each."
             )
 
 
@@ -215,7 +233,7 @@ def check_distinct(verb: str, tensor: Tensor) -> None:
         raise UsageError(
             f"{verb}: several elements of the tensor share memory (shape {tuple(tensor.shape)}, strides "
             f"{tensor.stride()}: an expanded or overlapping view), so it cannot receive a result.\n"
-            "  Call .contiguous() first"
+            "  Call .contiguous() first."
         )
 
 

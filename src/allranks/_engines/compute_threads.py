@@ -49,7 +49,7 @@ def share_cpus(rank: int, members: Sequence[Member]) -> None:
     elif here[0].rank == members[rank].rank and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
         warn(
             f"{len(here)} ranks compute with {threads} threads each on {cpus} CPUs, and wait for each other's threads."
-            f" Set OMP_NUM_THREADS={share}, or at least OMP_WAIT_POLICY=PASSIVE, before torch is imported"
+            f"\n  Set OMP_NUM_THREADS={share}, or at least OMP_WAIT_POLICY=PASSIVE, before torch is imported."
         )
 
 

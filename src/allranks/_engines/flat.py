@@ -34,6 +34,7 @@ from allranks._engines.checks import (
     check_storage,
     check_tensor,
     factor_of,
+    not_reduced,
     not_taken,
 )
 from allranks._engines.operands import Operands
@@ -206,7 +207,9 @@ class FlatEngine(FlatCalls):
         if tensor.device.type != self.device and not self.on_host:
             raise UsageError(
                 f"{verb} on group '{self.group_name}' (rank {self.rank}): the tensor is on {tensor.device}, "
-                f"but the {self.name} engine supports only {self.device.upper()} tensors"
+                f"but the {self.name} engine supports only {self.device.upper()} tensors.\n"
+                "  Move the tensor to this device, or create the group with a backend for "
+                f"{tensor.device.type} tensors."
             )
         if tensor.layout is not torch.strided:
             raise not_taken(verb, tensor)
@@ -222,7 +225,9 @@ class FlatEngine(FlatCalls):
         factor = factor_of(verb, op)
         op = ReduceOp.SUM if isinstance(op, PremulSum) else op
         if not self.reduces(tensor.dtype, op):
-            raise UsageError(f"{verb} on the {self.name} engine does not support {op.name} of {tensor.dtype} tensors")
+            raise not_reduced(
+                f"{verb} on the {self.name} engine", tensor, op, lambda each: self.reduces(tensor.dtype, each)
+            )
         return Operands(verb, factor, self.on_host), op
 
     def _op_on(self, operands: Operands, into: Tensor | None, tensor: Tensor, op: ReduceOp) -> ReduceOp:

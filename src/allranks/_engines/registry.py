@@ -82,7 +82,8 @@ def is_here(spec: EngineSpec) -> bool:
     except Exception as error:
         packages = ", ".join(package_of(point) for point in _entry_points() if point.name == spec.name)
         raise ConfigError(
-            f"backend {spec.name!r}: {packages} cannot report whether it is available: {described(error)}"
+            f"backend {spec.name!r}: {packages} cannot report whether it is available: {described(error)}.\n"
+            f"  Update or uninstall {packages}."
         ) from error
 
 
@@ -124,7 +125,7 @@ def _load(points: list[EntryPoint]) -> EngineSpec:
     if len(points) == 1 and (name in BUILT_IN or name in ALIASES):
         raise ConfigError(
             f"{what}: {package} provides an engine of this name, which allranks reserves. The package's engine is "
-            "not used.\n  Rename it"
+            "not used.\n  Rename the engine in the package, or uninstall the package."
         )
     if len(points) == 1 and not _NAME.fullmatch(name):
         raise ConfigError(

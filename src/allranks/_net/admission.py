@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from allranks._base.errors import ConfigError, SecretError
+from allranks._base.system import refusal
 from allranks._net.frames import FrameDecoder, TlsError, WireError, pack_frame
 from allranks._net.handshake import HANDSHAKE_FRAME, HANDSHAKE_S, UNKNOWN, ServerHandshake, UnknownSubject
 from allranks._net.sockets import keep_alive, unix_peer
@@ -219,7 +220,7 @@ class Admission:
         """Evict a candidate, whose descriptor is free then. Until that is possible, accept nothing."""
         now = time.monotonic()
         if now >= self._warn_at:
-            _log.warning("%s cannot accept a connection: %s", self._label, error)
+            _log.warning("%s", refusal(f"{self._label} cannot accept a connection", error))
             self._warn_at = now + _WARN_S
         self._lacks_descriptors = True
         if self._candidates:
@@ -247,7 +248,7 @@ class Admission:
         try:
             self._selector.register(sock, selectors.EVENT_READ, lambda _: self._read(candidate))
         except OSError as error:  # no memory: this client tries again, and the others are served
-            _log.warning("%s cannot serve %s: %s", self._label, name, error)
+            _log.warning("%s", refusal(f"{self._label} cannot serve {name}", error))
             sock.close()
             return
         keep_alive(sock)

@@ -99,7 +99,7 @@ class Protocol(NamedTuple):
         if not head.startswith(self.name):
             raise ConfigError(
                 f"it uses {head[:24]!r}, but this process uses {self.head!r}: the port belongs to another service of"
-                " allranks, or to another version"
+                " allranks, or to another version; check the address, and install one version on all hosts"
             )
         if head != self.head:
             raise ConfigError(

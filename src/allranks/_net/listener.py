@@ -187,8 +187,11 @@ def dial(
             return sock
         if time.monotonic() >= until:
             where = ", ".join(f"{address}:{port}" for address, port in targets)
-            longer = "; to wait longer, set --join-timeout" if peer == "launcher" else ""
-            raise ConfigError(f"found no {peer} at {where} (last: {trouble}{longer})")
+            longer = " To wait longer, set --join-timeout." if peer == "launcher" else ""
+            raise ConfigError(
+                f"found no {peer} at {where} (last: {trouble}).\n"
+                f"  Check that it is running and that this host can reach it.{longer}"
+            )
         if time.monotonic() >= remark_at:
             remark_at = math.inf
             on_wait(trouble)

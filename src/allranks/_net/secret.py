@@ -104,7 +104,10 @@ def _read_secret(path: Path) -> bytes:
             status = os.fstat(file.fileno())
             secret = file.read(4096).strip()
     except OSError as error:
-        raise ConfigError(f"Cannot read the secret in {path}: {reason(error)}.") from None
+        raise ConfigError(
+            f"Cannot read the secret in {path}: {reason(error)}.\n"
+            "  Make it a file that this user can read, or set ALLRANKS_SECRET, the same on all ranks."
+        ) from None
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o077:
         raise ConfigError(
             f"The secret in {path} is not safe: owner {status.st_uid}, mode {status.st_mode & 0o777:04o}."
@@ -117,6 +120,7 @@ def _read_secret(path: Path) -> bytes:
 def _checked(secret: bytes, source: str) -> bytes:
     if len(secret) < 16:
         raise ConfigError(
-            f"The secret in {source} has {len(secret)} bytes. Expected 16 or more.\n  Create one: openssl rand -hex 32"
+            f"The secret in {source} has {len(secret)} bytes. Expected 16 or more.\n"
+            "  Create one with `openssl rand -hex 32`."
         )
     return secret

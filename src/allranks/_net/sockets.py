@@ -59,7 +59,9 @@ def check_connected(sock: socket.socket) -> None:
     if sock.family == socket.AF_UNIX:
         _, uid = unix_peer(sock)
         if uid != os.geteuid():
-            raise ConfigError(f"belongs to user {uid}, this process to user {os.geteuid()}")
+            raise ConfigError(
+                f"it belongs to user {uid}, but this process to user {os.geteuid()}; run both as one user"
+            )
     # Repeated attempts to connect to a local port on which no process listens can meet TCP's simultaneous open.
     elif sock.getsockname() == sock.getpeername():
         raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")

@@ -27,7 +27,7 @@ __all__ = ["Tls", "tls_context"]
 
 _CERT, _KEY, _CA = _NAMES = ("ALLRANKS_TLS_CERT", "ALLRANKS_TLS_KEY", "ALLRANKS_TLS_CA")
 _RECORDS = (b"\x15", b"\x16")  # first byte of a TLS record: an alert, or a handshake
-_OPENSSL = "see docs/security.md for the openssl commands"
+_OPENSSL = "\n  See docs/security.md for the openssl commands."
 
 
 def tls_context(server_side: bool, environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | None:
@@ -46,7 +46,7 @@ def tls_context(server_side: bool, environ: Mapping[str, str] = os.environ) -> s
         given = ", ".join(name for name, file in files.items() if file)
         raise ConfigError(
             f"{given} is set, but {', '.join(missing)} is not.\n  Set all three or none of them: TLS needs this host's"
-            f" certificate, its key, and the authority that signs the certificates of all hosts; {_OPENSSL}."
+            f" certificate, its key, and the authority that signs the certificates of all hosts.{_OPENSSL}"
         )
     for name, file in files.items():
         _check_file(name, Path(file))
@@ -63,11 +63,12 @@ def tls_context(server_side: bool, environ: Mapping[str, str] = os.environ) -> s
     try:
         context.load_verify_locations(files[_CA])
     except ssl.SSLError as error:
-        raise ConfigError(f"{_CA}={files[_CA]} holds no certificate in PEM ({_reason(error)}); {_OPENSSL}.") from None
+        raise ConfigError(f"{_CA}={files[_CA]} holds no certificate in PEM ({_reason(error)}).{_OPENSSL}") from None
 
     def password() -> str:  # without this function, OpenSSL prompts for a password on the terminal
         raise ConfigError(
-            f"{_KEY}={files[_KEY]} is encrypted. Expected a key without a password, in a file of mode 0600."
+            f"{_KEY}={files[_KEY]} is encrypted. Expected a key without a password, in a file of mode 0600.\n"
+            f"  Decrypt it with `openssl pkey -in {files[_KEY]} -out FILE`."
         )
 
     try:
@@ -76,7 +77,7 @@ def tls_context(server_side: bool, environ: Mapping[str, str] = os.environ) -> s
         what = "is not the key of" if error.reason == "KEY_VALUES_MISMATCH" else "cannot be used with"
         raise ConfigError(
             f"{_KEY}={files[_KEY]} {what} {_CERT}={files[_CERT]} ({_reason(error)}). Expected a certificate and its own"
-            f" key, both in PEM; {_OPENSSL}."
+            f" key, both in PEM.{_OPENSSL}"
         ) from None
     return context
 
@@ -88,7 +89,7 @@ def _check_file(name: str, path: Path) -> None:
             file.read(1)
     except OSError as error:
         why = (error.strerror or str(error)).lower()
-        raise ConfigError(f"{name}={path} cannot be read: {why}. Expected a file in PEM; {_OPENSSL}.") from None
+        raise ConfigError(f"{name}={path} cannot be read: {why}. Expected a file in PEM.{_OPENSSL}") from None
     if name == _KEY and (status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o077):
         raise ConfigError(
             f"{name}={path} is not safe: owner {status.st_uid}, mode {status.st_mode & 0o777:04o}."

@@ -171,7 +171,10 @@ def _connected(fd: int) -> _Server:
         # Hydra terminates the whole job if a process exits without "finalize".
         atexit.register(_leave, _server)
     elif _server.pid != os.getpid():
-        raise ConfigError("This process was forked from a rank that uses PMI, and cannot join in place of that rank.")
+        raise ConfigError(
+            "This process was forked from a rank that uses PMI, and cannot join in place of that rank.\n"
+            "  Call init_process_group in the process that the launcher has started."
+        )
     return _server
 
 

@@ -143,9 +143,10 @@ class StoreClient(Store):
                 " its host."
             ) from None
         except (OSError, WireError, msgspec.MsgspecError) as error:
-            why = "this client was closed" if self._closed else reason(error)
+            if self._closed:
+                raise self._closed_error() from error
             raise StoreLostError(
-                f"{self}: the connection broke ({why}).\n"
+                f"{self}: the connection broke ({reason(error)}).\n"
                 "  The process that serves it (rank 0, or the launcher) has exited. Check the end of its output."
             ) from error
         finally:
@@ -170,7 +171,12 @@ class StoreClient(Store):
                 return connection
         if connection is not None:
             connection.sock.close()
-        raise StoreLostError(f"{self}: this client was closed.")
+        raise self._closed_error()
+
+    def _closed_error(self) -> StoreLostError:
+        return StoreLostError(
+            f"{self}: this process has closed its connection.\n  Use the store before close(), or create a new one."
+        )
 
     def _dial(
         self, deadline: float, retry: bool = True, on_failure: Callable[[str], None] | None = None
@@ -185,8 +191,7 @@ class StoreClient(Store):
                     raise JoinError(
                         f"{self} did not answer for {time.monotonic() - began:.1f} s (last: {reason(error)}).\n"
                         "  Check that the process that serves it (rank 0, or the launcher) is running and that this"
-                        " host can"
-                        " reach it.\n  To wait longer, set init_process_group(timeout=...)."
+                        " host can reach it.\n  To wait longer, set init_process_group(timeout=...)."
                     ) from error
                 if on_failure is not None:
                     on_failure(reason(error))

@@ -17,6 +17,7 @@ Source: torch's FileStore, in which the last user removes the file; flock(2), fc
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -33,6 +34,7 @@ from allranks._base.errors import ConfigError, NotInitializedError, StoreLostErr
 from allranks._base.files import plain_file
 from allranks._base.forks import Descriptor, follow, forks, refusal
 from allranks._base.system import reason
+from allranks._base.system import refusal as limit_refusal
 from allranks._store.stores import Store
 from allranks._store.table import KeyTable
 from allranks._store.wire import (
@@ -51,6 +53,8 @@ from allranks._store.wire import (
 
 __all__ = ["FileStore"]
 
+_CHOOSE = "Choose a file in an existing folder in which this user can write."
+_KEEP = "Keep the file while any process uses it, and use another file for each job."
 _MAGIC = b"allranks-file/1\n"
 _HEAD = struct.Struct("<II")  # bytes and CRC-32 of a record
 # Seconds between two checks of the file. Waiting callers poll, because inotify reports no writes of other hosts.
@@ -96,7 +100,7 @@ class FileStore(Store):
 
     def __init__(self, file_name: str, world_size: int = -1) -> None:
         if not isinstance(world_size, int) or isinstance(world_size, bool):
-            raise UsageError(f"world_size must be a whole number, -1 for any, not {world_size!r}")
+            raise UsageError(f"FileStore: world_size must be a whole number, -1 for any, not {world_size!r}")
         self._path = os.path.abspath(os.fspath(file_name))
         self._log = _Log(self._path)
         # This record creates the file, so a wrong path is reported here and not by the first request.
@@ -125,7 +129,9 @@ class FileStore(Store):
 
     def _execute(self, request: Request) -> Reply:
         if not self._finalizer.alive:
-            raise StoreLostError(f"{self}: this store was closed.")
+            raise StoreLostError(
+                f"{self}: close() was called on this store.\n  Use the store before close(), or create a new one."
+            )
         if isinstance(request, Peek | ListNames | Length):
             # Readers take a shared lock, so they do not block each other.
             return self._log.read(request, self.timeout_s)
@@ -233,22 +239,29 @@ class _Log:
                         plain_file(self._path)  # checked because the last user removes the file
                     file = Descriptor.of(lambda: os.open(self._path, flags, 0o600))
                 except OSError as error:
-                    kind = ConfigError if first else StoreLostError
-                    raise kind(f"FileStore({self._path}): cannot be opened: {reason(error)}.") from None
+                    kind, action = (ConfigError, _CHOOSE) if first else (StoreLostError, _KEEP)
+                    what = f"FileStore({self._path}): cannot be opened"
+                    # A limit of open files does not depend on the path.
+                    at_limit = error.errno in (errno.EMFILE, errno.ENFILE)
+                    raise kind(
+                        limit_refusal(what, error) if at_limit else f"{what}: {reason(error)}.\n  {action}"
+                    ) from None
                 try:
                     self._acquire(file, lock, deadline, patience_s)
                     inode = os.fstat(file.fileno()).st_ino
                     # Checked with the lock held, because a last user holds it while it removes the file.
                     if self._is_named(inode):
                         if self._inode not in (None, inode):
-                            raise StoreLostError(f"FileStore({self._path}): another file has replaced the file.")
+                            raise StoreLostError(
+                                f"FileStore({self._path}): another file has replaced the file.\n  {_KEEP}"
+                            )
                         self._inode = inode
                         yield file
                         if began != forks():  # a signal handler forked during the request, and this is the child
                             raise self._forked()
                         return
                     if not first:
-                        raise StoreLostError(f"FileStore({self._path}): the file was removed.")
+                        raise StoreLostError(f"FileStore({self._path}): the file was removed.\n  {_KEEP}")
                     # The last user of the previous file removed it while this process waited for the lock. Try again.
                 except (OSError, ValueError) as error:
                     if began == forks():
@@ -285,7 +298,8 @@ class _Log:
                     ) from None
             except OSError as error:
                 raise ConfigError(
-                    f"FileStore({self._path}): cannot be locked: {reason(error)}. Expected a file system with locks."
+                    f"FileStore({self._path}): cannot be locked: {reason(error)}.\n"
+                    "  Choose a file on a file system that supports locks (flock)."
                 ) from None
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, 0.005)
@@ -294,7 +308,7 @@ class _Log:
         """Replay the new records. Return the reply to the last one."""
         size = os.fstat(file.fileno()).st_size
         if size < self.position:
-            raise StoreLostError(f"FileStore({self._path}): another program truncated the file.")
+            raise StoreLostError(f"FileStore({self._path}): another program truncated the file.\n  {_KEEP}")
         data = memoryview(_read(file, self.position, size))
         reply: Reply = RequestDone()
         offset = 0
@@ -322,7 +336,10 @@ class _Log:
                 record = record[os.pwrite(file.fileno(), record, os.fstat(file.fileno()).st_size) :]
         except OSError as error:
             os.ftruncate(file.fileno(), self.position)  # removes the incomplete record, for example on a full disk
-            raise StoreLostError(f"FileStore({self._path}): cannot be written: {reason(error)}.") from error
+            raise StoreLostError(
+                f"FileStore({self._path}): cannot be written: {reason(error)}.\n"
+                "  Free space on its file system, or choose a file on another one."
+            ) from error
         return self._catch_up(file)
 
     def _replay(self, request: Request | _UserJoined | _UserLeft) -> Reply:

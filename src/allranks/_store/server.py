@@ -116,7 +116,11 @@ class StoreServer:
             listener.bind("\0" + name)
         except OSError as error:
             listener.close()
-            raise ConfigError(f"Cannot listen on the unix socket @{name}: {reason(error)}.") from None
+            raise ConfigError(
+                f"Cannot listen on the unix socket @{name}: {reason(error)}.\n"
+                "  Another process of this job, or of its previous run, may serve it. End that process: `ss -xlp` lists"
+                " it."
+            ) from None
         listener.listen(_BACKLOG)
         return cls([listener], f"unix:@{name}", secret)
 
@@ -157,7 +161,10 @@ class StoreServer:
         # The name of an unbound unix socket is empty, hence IndexError.
         except (OSError, IndexError) as error:
             bound.close()
-            raise ConfigError(f"Cannot listen on the socket that was passed: {reason(error)}.") from None
+            raise ConfigError(
+                f"TCPStore: cannot listen on the socket of master_listen_fd=: {reason(error)}.\n"
+                "  Pass a bound TCP socket on which no other process listens."
+            ) from None
         return cls([bound], _tcp_address(host, port), secret, host, context)
 
     @property
@@ -242,7 +249,10 @@ class StoreServer:
         """
         addresses = published_addresses()
         if not addresses or not self._secret:
-            raise ConfigError(f"host {socket.gethostname()} has no network address that other hosts can reach.")
+            raise ConfigError(
+                f"host {socket.gethostname()} has no network address that other hosts can reach (loopback and bridges"
+                " of containers do not count).\n  Set the interface, for example ALLRANKS_IFACE=eth0."
+            )
         # Set before the listeners are passed on, so that no connection is accepted without TLS.
         self._context = tls_context(server_side=True)
         listeners = tuple(_listen(addresses, 0))
@@ -398,7 +408,11 @@ class StoreServer:
             return self._cached_frame[1]
         payload = encode(reply)
         if len(payload) > FRAME_LIMIT:
-            payload = encode(RequestFailed(f"a reply of {len(payload)} bytes exceeds the limit of {FRAME_LIMIT} bytes"))
+            why = (
+                f"a reply of {len(payload)} bytes exceeds the limit of {FRAME_LIMIT} bytes.\n"
+                "  Request fewer keys in one call, or transfer the data with send or broadcast."
+            )
+            payload = encode(RequestFailed(why))
         frame = pack_frame(payload)
         if value is not None and len(value) >= _LARGE:
             self._cached_frame = value, frame

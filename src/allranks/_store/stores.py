@@ -122,7 +122,7 @@ class Store(abc.ABC):
             UsageError: The numbers of keys and values differ.
         """
         if isinstance(values, str | bytes):
-            raise UsageError(f"values must be a list of values, not {values!r:.80}")
+            raise UsageError(f"multi_set: values must be a list of values, not {values!r:.80}")
         self._reply(SetMany(_keys(keys), [_value(value) for value in values]), RequestDone)
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
@@ -135,7 +135,8 @@ class Store(abc.ABC):
         values = self._reply(WaitForKeys(_keys(keys), self._patience(timeout), True), FoundValues).values
         if None in values:
             raise UsageError(
-                f"{self}: {keys[values.index(None)]!r} was deleted while this call waited for the other keys"
+                f"{self}: {keys[values.index(None)]!r} was deleted while this call waited for the other keys.\n"
+                "  Delete a key only after all processes have read it."
             )
         return values  # type: ignore[return-value]
 
@@ -377,7 +378,10 @@ class ForeignStore(Store):
             torchs = getattr(sys.modules.get("torch.distributed"), "DistNetworkError", None)
             if torchs is None or not isinstance(error, torchs):
                 raise
-            raise StoreLostError(f"{self}: the connection broke: {str(error).partition(chr(10))[0]}") from error
+            raise StoreLostError(
+                f"{self}: the connection broke: {str(error).partition(chr(10))[0]}.\n"
+                "  Check the end of the output of the process that serves it."
+            ) from error
 
     def _call(self, request: Request) -> Reply:
         match request:
@@ -406,8 +410,8 @@ class ForeignStore(Store):
                 return FoundValues([bytes(self._store.get(key)) for key in keys] if values else [])
             case _:
                 raise UsageError(
-                    f"{self}: allranks cannot use the queues of another library's store. Call the methods of that"
-                    " store."
+                    f"{self}: allranks cannot use the queues of another library's store.\n  Call the methods of"
+                    " that store."
                 )
         return RequestDone()
 
@@ -426,7 +430,9 @@ class ForeignStore(Store):
     def _method(self, name: str) -> Callable[..., Any]:
         method = getattr(self._store, name, None)
         if method is None:
-            raise UsageError(f"{self} has no method {name}, which this call needs.")
+            raise UsageError(
+                f"{self} has no method {name}, which this call needs.\n  Use a store that has it, such as TCPStore."
+            )
         return method  # type: ignore[no-any-return]
 
 

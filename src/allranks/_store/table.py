@@ -141,7 +141,8 @@ class KeyTable:
         try:
             number = int(self._values.get(key) or b"0") + amount
         except ValueError:
-            return [(client, RequestFailed(f"add({key!r}): its value is not a whole number"))]
+            why = f"add({key!r}): its value is not a whole number, but {self._values[key]!r:.80}"
+            return [(client, RequestFailed(why))]
         # torch's counters are 64-bit integers.
         if not -(1 << 63) <= number < 1 << 63:
             return [(client, RequestFailed(f"add({key!r}): the sum {number} does not fit into 64 bits"))]

@@ -30,4 +30,7 @@ def text_of(context: LaunchContext) -> tuple[str, str]:
         return read_text(path), path
     except (OSError, UnicodeDecodeError) as error:
         why = "it is not text" if isinstance(error, ValueError) else str(error.strerror or error).lower()
-        raise ConfigError(f"{context.hostfile}: the list of this job's hosts cannot be read: {why}.") from None
+        raise ConfigError(
+            f"{context.hostfile}: the list of this job's hosts cannot be read: {why}.\n"
+            "  Make the file readable on this host."
+        ) from None

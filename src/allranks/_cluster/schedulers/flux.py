@@ -36,7 +36,9 @@ def _read_hosts(context: LaunchContext) -> tuple[Slots, ...]:
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"cannot get the hosts from Flux ({shlex.join(words)}): {error}") from None
+        raise ConfigError(
+            f"cannot get the hosts from Flux: {error}.\n  Check that `{shlex.join(words)}` works on this host."
+        ) from None
     return tuple(Slots(name) for name in expand_hosts(done.stdout.strip(), shlex.join(words)))
 
 

@@ -157,7 +157,7 @@ def _quoted(text: str) -> str:
 
 def _check(job: Job) -> None:
     if not job.image:
-        raise ConfigError("Kubernetes requires an image: set --image REGISTRY/NAME:TAG")
+        raise ConfigError("Kubernetes requires an image.\n  Pass --image REGISTRY/NAME:TAG.")
     for option, value in (("--name", job.name), ("--namespace", job.namespace or "default")):
         if len(value) > _LONGEST_LABEL or not _DNS_LABEL.fullmatch(value):
             raise ConfigError(
@@ -167,9 +167,9 @@ def _check(job: Job) -> None:
     if job.folder and not job.folder.startswith("/"):
         raise ConfigError(f"--chdir {job.folder!r}: expected a folder of the image, such as /srv/train")
     if job.account:
-        raise ConfigError("Kubernetes has no accounts: omit --account")
+        raise ConfigError("Kubernetes has no accounts.\n  Omit --account.")
     if job.queue:
-        raise ConfigError("Kubernetes has no queues: omit --queue")
+        raise ConfigError("Kubernetes has no queues.\n  Omit --queue.")
 
 
 def _name_for(stem: str) -> str:

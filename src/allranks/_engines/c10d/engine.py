@@ -25,7 +25,15 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from allranks._base.errors import AbortedError, AllranksError, JoinError, PeerLostError, TimeoutError, UsageError
+from allranks._base.errors import (
+    AbortedError,
+    AllranksError,
+    JoinError,
+    PeerLostError,
+    TimeoutError,
+    UsageError,
+    rank_list,
+)
 from allranks._base.forks import leak
 from allranks._base.threads import Daemon
 from allranks._call.types import ReduceOp
@@ -50,6 +58,11 @@ _ENDING_S = 2.0  # seconds in which calls may end when the group is closed
 _LINGER_S = 5.0  # seconds for which the first rank, to whose store the others connect, waits for them when it leaves
 _HANG_UP_TAG = (1 << 31) - 1  # tag of the receives whose only purpose is to time out
 
+_CONNECT_ADVICE = {
+    "gloo": "Check the end of the output of the other ranks. If all of them run, set GLOO_SOCKET_IFNAME to an interface"
+    " through which they reach each other.",
+    "nccl": "Set NCCL_DEBUG=INFO to print nccl's own log.",
+}
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 DTYPES = (*_FLOATS, *_INTEGERS, torch.bool, torch.complex64, torch.complex128)
@@ -82,7 +95,7 @@ class C10dEngine(FlatEngine):
             self.close()
             raise JoinError(
                 f"{name} on group '{group_name}' (rank {rank} of {len(members)}): the ranks could not connect: "
-                f"{_first_line(error)}"
+                f"{_first_line(error)}\n  {_CONNECT_ADVICE[name]}"
             ) from error
 
     def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
@@ -140,7 +153,7 @@ class C10dEngine(FlatEngine):
         if source >= 0:
             return self._message(self._live.recv([into], source, tag), source)
         if self.device == "cuda":
-            raise UsageError(f"recv on group '{self.group_name}': nccl cannot receive from any rank. Pass src")
+            raise UsageError(f"recv on group '{self.group_name}': nccl cannot receive from any rank.\n  Pass src=.")
         return self._message(self._live.recv_anysource([into], tag), source)
 
     @property
@@ -199,29 +212,38 @@ class C10dEngine(FlatEngine):
         here, text = self.here(verb), _first_line(error)
         if self._aborted:
             raise AbortedError(
-                f"{here}: this rank has called abort() on the group.\n  Only shrink() can still be called.",
+                f"{here}: this rank has called abort() on the group.\n"
+                "  Call shrink() to continue with a new group; no other call is possible.",
                 self.rank,
             ) from error
         if self._backend is None:
-            raise AllranksError(f"{here}: the group was destroyed while the call was pending") from error
+            raise AllranksError(
+                f"{here}: the group was destroyed while the call was pending.\n"
+                "  Wait for all pending calls before destroy_process_group()."
+            ) from error
         # gloo reports a broken connection, but not of which rank. The presence sockets show which rank died or left.
         died, left = ([], {}) if self._presence is None else self._presence.gone()
         # Checked before the text: a lost rank may also appear as a timeout.
         if died or left:
             fates = [f"{self._who(rank)} died" for rank in died] + [f"{self._who(rank)} has left" for rank in left]
-            raise PeerLostError(f"{here}: {', '.join(fates)}.\n  {self.name}: {text}", [*died, *left][0]) from error
+            gone = [*died, *left]
+            raise PeerLostError(
+                f"{here}: {', '.join(fates)}.\n  {self.name}: {text}\n"
+                f"  Check the end of the output of {rank_list(sorted(gone))}.",
+                gone[0],
+            ) from error
         # nccl detects two ranks on one GPU in the first call only.
         if "Duplicate GPU" in str(error):
             raise UsageError(
                 f"{here}: two ranks use the same GPU, but nccl requires one GPU per rank.\n  Call "
                 "torch.cuda.set_device(LOCAL_RANK) before init_process_group, or use the native engine, in which ranks "
-                'can share a GPU: init_process_group("native")'
+                'can share a GPU: init_process_group("native").'
             ) from error
         if "timed out" in text.lower() or "timeout" in text.lower():
             raise TimeoutError(
                 f"{here}: a rank did not call within {self.timeout_s:g} s, or another rank timed out. "
                 f"{self.name} does not report which, and the group cannot be used any more.\n  {self.name}: {text}\n"
-                "  Set a longer timeout with init_process_group(timeout=...)"
+                "  Set a longer timeout with init_process_group(timeout=...)."
             ) from error
         raise AllranksError(f"{here}: {self.name}: {text}") from error
 

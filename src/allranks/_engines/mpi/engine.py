@@ -28,7 +28,15 @@ import torch
 from torch import Tensor
 
 from allranks import _core
-from allranks._base.errors import AllranksError, ConfigError, MismatchError, PeerLostError, TimeoutError, UsageError
+from allranks._base.errors import (
+    AllranksError,
+    ConfigError,
+    MismatchError,
+    PeerLostError,
+    TimeoutError,
+    UsageError,
+    rank_list,
+)
 from allranks._base.threads import Daemon
 from allranks._base.verbs import VERBS
 from allranks._call.types import ReduceOp
@@ -76,7 +84,9 @@ _WHOLE = {
     torch.float64: torch.int64,
 }
 
-_DESTROYED = "the group was destroyed while the call was pending"
+_DESTROYED = (
+    "the group was destroyed while the call was pending.\n  Wait for all pending calls before destroy_process_group()."
+)
 
 _orphans: list[FlatWork] = []
 """Calls for which no thread can wait any more, whose tensors MPI may still use. They stay alive until the end."""
@@ -112,7 +122,8 @@ class MpiEngine(FlatEngine):
             raise job.not_launched(self.mpi, len(rows))
         if len(set(ranks)) < len(ranks) or len({row[1] for row in rows}) > 1:
             raise ConfigError(
-                f"group '{group_name}' on mpi: its ranks do not belong to one MPI job (their ranks in MPI: {ranks})"
+                f"group '{group_name}' on mpi: its ranks do not belong to one MPI job (their ranks in MPI: {ranks}).\n"
+                "  Start all ranks with one mpirun."
             )
         secret: bytes = rows[0][3]
         # It exists before the ranks connect, so that all ranks immediately detect a rank that leaves.
@@ -328,7 +339,10 @@ class MpiEngine(FlatEngine):
         if self.closed:
             raise AllranksError(f"group '{self.group_name}' has been destroyed")
         if self._lost:
-            raise AllranksError(f"group '{self.group_name}' cannot be used any more: {self._lost}")
+            raise AllranksError(
+                f"group '{self.group_name}' cannot be used any more: {self._lost}.\n"
+                "  Destroy it on all its ranks, and create a new group."
+            )
 
     def _check_tag(self, tag: int, verb: str) -> None:
         if tag > self.highest_tag:
@@ -425,12 +439,15 @@ class MpiEngine(FlatEngine):
         match error:
             case _Gone():
                 fates = ", ".join(f"{self._who(rank)} {fate}" for rank, fate in error.ranks.items())
-                raise PeerLostError(f"{here}: {fates}.", next(iter(error.ranks))) from None
+                raise PeerLostError(
+                    f"{here}: {fates}.\n  Check the end of the output of {rank_list(sorted(error.ranks))}.",
+                    next(iter(error.ranks)),
+                ) from None
             case _Late():
                 raise TimeoutError(
                     f"{here}: another rank did not call within {self.timeout_s:g} s. MPI does not report which"
                     f"{', and the group cannot be used any more' if self._lost else ''}.\n"
-                    "  Set a longer timeout with init_process_group(timeout=...)"
+                    "  Set a longer timeout with init_process_group(timeout=...)."
                 ) from None
             case _Short():
                 raise MismatchError(

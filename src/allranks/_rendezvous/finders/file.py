@@ -27,6 +27,7 @@ from allranks._store import StoreServer
 
 __all__ = ["FILE"]
 
+_WRITABLE = "Choose a file in a folder to which all ranks can write."
 _POLL_S = 0.1  # seconds between two checks for the request of another host
 
 
@@ -47,7 +48,8 @@ class FileFinder(ServedFinder):
     def open(self, me: Member) -> None:
         path = self._path = _path_of(self.request)
         if not path.parent.is_dir() or (path.exists() and not path.is_file()):
-            raise ConfigError(f"file://{path}: Expected a new file in an existing folder.")
+            why = "it is not a file" if path.exists() else "its folder does not exist"
+            raise ConfigError(f"file://{path}: {why}. Expected a new file in an existing folder.")
         self.where = f"rank 0 (the server named in {path})"
         token = secrets.token_hex(32)
         self.secret = token.encode()
@@ -75,7 +77,9 @@ class FileFinder(ServedFinder):
         except msgspec.MsgspecError:
             raise NotYet("the file names no server") from None
         except OSError as error:
-            raise ConfigError(f"file://{path}: cannot read the file or write to its folder: {reason(error)}.") from None
+            raise ConfigError(
+                f"file://{path}: cannot read the file or write to its folder: {reason(error)}.\n  {_WRITABLE}"
+            ) from None
         if endpoint.trouble:
             raise NotYet(endpoint.trouble)
         self.secret = endpoint.token.encode()
@@ -101,7 +105,8 @@ class FileFinder(ServedFinder):
             try:
                 answer = msgspec.structs.replace(endpoint, far=tuple(server.listen_to_other_hosts()))
             except ConfigError as error:
-                answer = msgspec.structs.replace(endpoint, trouble=f"rank 0: {error}")
+                # The searching ranks show it within one line.
+                answer = msgspec.structs.replace(endpoint, trouble=f"rank 0: {error}".replace("\n  ", " "))
             try:
                 self._write(answer)
             except ConfigError as error:
@@ -121,7 +126,7 @@ class FileFinder(ServedFinder):
             self._written = draft.replace(path)
         except OSError as error:
             draft.unlink(missing_ok=True)
-            raise ConfigError(f"file://{path}: cannot be written: {reason(error)}.") from None
+            raise ConfigError(f"file://{path}: cannot be written: {reason(error)}.\n  {_WRITABLE}") from None
 
     def _remove(self) -> None:
         self._stop.set()
