@@ -326,7 +326,8 @@ class MembershipChange:
         if len(decision.proposals) < decision.least:
             raise AllranksError(
                 f"rank {own_proposal.slot}: {len(decision.proposals)} ranks remain, but the job requires at least"
-                f" {decision.least} (--elastic)"
+                f" {decision.least} (--elastic).\n"
+                "  Restart the job (automatic with allranks run --restarts), or reduce --elastic."
             )
         return decision
 

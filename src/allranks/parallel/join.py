@@ -42,7 +42,7 @@ def alone() -> Iterator[None]:
     if _joins.is_in_one:
         raise UsageError(
             "DistributedDataParallel.join: this rank is already in the join of a model, and joining several models is "
-            "not supported.\n  Wrap one module that contains them all, or use one join after the other"
+            "not supported.\n  Wrap one module that contains them all, or use one join after the other."
         )
     _joins.is_in_one = True
     try:
