@@ -519,10 +519,14 @@ def _check_module(
             f"output_device {output_device}, and module parameters on {where}.\n  Omit both arguments."
         )
     if device_ids and devices != {_as_device(device_ids[0], trained[0].device.type)}:
-        raise UsageError(f"{_WHO}: device_ids is {list(device_ids)}, but the module's parameters are on {where}")
+        raise UsageError(
+            f"{_WHO}: device_ids is {list(device_ids)}, but the module's parameters are on {where}.\n"
+            "  Move the module to this device before wrapping it, or omit device_ids."
+        )
     if any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
         raise UsageError(
-            f"{_WHO}: SyncBatchNorm layers only work with GPU modules, and only in groups of torch.distributed"
+            f"{_WHO}: SyncBatchNorm layers only work with GPU modules, and only in groups of torch.distributed.\n"
+            "  Use BatchNorm layers, or torch's DistributedDataParallel on a GPU."
         )
     reduced = {id(parameter) for parameter in trained}
     for name, layer in module.named_modules():

@@ -132,6 +132,7 @@ def require_same_model(
         "DistributedDataParallel: the models of the ranks differ in their parameters or buffers, not only in values. "
         f"Compared with the reference, rank {source} ({len(reference)} parameters and buffers): "
         + "; ".join(f"{rank_list(ranks)}: {difference}" for difference, ranks in differences.items())
+        + ".\n  Create the same model on all ranks before wrapping it."
     )
 
 
