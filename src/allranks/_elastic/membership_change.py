@@ -431,5 +431,6 @@ def _checked(answer: Answer | frozenset[tuple[int, int]], where: str) -> Request
         case _:
             raise AllranksError(
                 f"{where} returned an unexpected answer: {answer!r}.\n"
-                "  Check that all hosts run the same version of allranks."
+                "  If the hosts run different versions of allranks, install the same one. Otherwise report this with"
+                " the output of `allranks doctor`."
             )

@@ -98,7 +98,7 @@ def latest(folder: folders.PathLike, participants: Participants, verified: bool)
     """See ``allranks.checkpoint.latest``."""
     result = _search(folder, None, participants, verified)
     if result.skip_reasons and participants.size == 1:
-        raise CheckpointError(result.skip_reasons[0])
+        raise CheckpointError(f"checkpoint.latest: {result.skip_reasons[0]}")
     _warn(result, participants)
     if (selected := result.selected) is None:
         return None
