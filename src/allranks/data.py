@@ -75,7 +75,7 @@ class DistributedSampler(_TorchDistributedSampler[T_co]):
         if rank is None:
             rank = world.get_rank()
         if not 0 <= rank < num_replicas:
-            raise UsageError(f"DistributedSampler: rank {rank} is not in [0, {num_replicas}) (num_replicas)")
+            raise UsageError(f"DistributedSampler: rank={rank}: expected 0 to num_replicas - 1 = {num_replicas - 1}")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self._dealt = 0  # elements of the permutation that all ranks have received before
 
@@ -97,7 +97,7 @@ class DistributedSampler(_TorchDistributedSampler[T_co]):
             UsageError: ``rank`` is not in [0, ``num_replicas``), or ``dealt`` is negative.
         """
         if not 0 <= rank < num_replicas:
-            raise UsageError(f"DistributedSampler: rank {rank} is not in [0, {num_replicas}) (num_replicas)")
+            raise UsageError(f"DistributedSampler: rank={rank}: expected 0 to num_replicas - 1 = {num_replicas - 1}")
         if dealt < 0:
             raise UsageError(f"DistributedSampler: dealt={dealt}: expected a number of elements, at least 0")
         self.rank, self.num_replicas = rank, num_replicas

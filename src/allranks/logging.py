@@ -63,9 +63,9 @@ def configure(
         'Process-main'
     """
     if console not in ("0", "all", "none"):
-        raise UsageError(f"console must be '0', 'all' or 'none', not {console!r}")
+        raise UsageError(f"logging.configure: console must be '0', 'all' or 'none', not {console!r}")
     if isinstance(level, str) and not isinstance(logging.getLevelName(level.upper()), int):
-        raise UsageError(f"level must be one of logging's, such as 'INFO' or 'DEBUG', not {level!r}")
+        raise UsageError(f"logging.configure: level must be a level such as 'INFO' or 'DEBUG', not {level!r}")
     who = _who() if rank is None else rank
     file = Path(folder) / f"process_{who}.log"
     file.parent.mkdir(parents=True, exist_ok=True)

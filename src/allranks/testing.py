@@ -160,7 +160,10 @@ def _hang_report(
         if pid is not None and processes[rank].is_alive():
             os.kill(pid, signal.SIGUSR1)
     time.sleep(0.5)  # the signal handler writes the stacks immediately, regardless of the thread's activity
-    lines = [f"{len(hanging)} of {len(pipes)} ranks have not finished after {timeout_s:g} s"]
+    lines = [
+        f"{len(hanging)} of {len(pipes)} ranks have not finished after {timeout_s:g} s.",
+        "  If they need more time, raise timeout_s=. The stacks of these ranks:",
+    ]
     for rank in hanging:
         stacks = folder / f"stacks-{rank}"
         lines.append(f"--- rank {rank}\n{stacks.read_text() if stacks.exists() else '(no stack)'}")

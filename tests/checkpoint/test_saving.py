@@ -225,7 +225,7 @@ def test_part_of_a_state_is_loaded(tmp_path: Path) -> None:
         ({"model": nn.Sequential(nn.Linear(3, 3))}, "the checkpoint has no '0.weight', '0.bias' at 'model'"),
         ({"tensor": torch.zeros(4)}, "tensor 'tensor' has shape [3]"),
         ({"tensor": {"a": 1}}, "'tensor' is a dict in the state to fill, but not in the checkpoint"),
-        ({"pair": (1, 2, 3)}, "'pair' has 3 items in the state to fill, but not in the checkpoint"),
+        ({"pair": (1, 2, 3)}, "'pair' has 3 items in the state to fill, but 2 in the checkpoint"),
         ({"model": torch.zeros(1)}, "'model' is a tensor in the state to fill"),
     ],
 )

@@ -200,12 +200,13 @@ class EarlyGroups:
                 connected.append((key, each, ranks))
             elif slots_unchanged:
                 each.group._close_because(
-                    "was closed when a rank was replaced, because not every member has created it"
+                    "was closed when a rank was replaced, because not every member has created it.\n"
+                    "  Create it on all its members, or in a step of the training loop."
                 )
             else:
                 each.group._close_because(
                     "was closed when the ranks were renumbered after a loss.\n  Create a new group of the remaining"
-                    " ranks in a step of the training loop"
+                    " ranks in a step of the training loop."
                 )
         # After renumbering, members may have created them in different orders. Sorting by key makes the order the same.
         if not slots_unchanged:
@@ -291,7 +292,7 @@ def _raise_interrupted(name: str, replay: ReplayEngine) -> NoReturn:
     why = "has lost a rank" if replay.engine is not None else "is not connected yet, because a rank was lost"
     raise AllranksError(
         f"group '{name}' {why} before the training loop. Only calls on the world are repeated there.\n  Restart the"
-        " job (automatic with allranks run --restarts), or call this group in a step of the loop"
+        " job (automatic with allranks run --restarts), or call this group in a step of the loop."
     )
 
 

@@ -241,7 +241,8 @@ class GroupHistory:
                 return NextGeneration(engine, rank, next_members, decision)
         raise JoinError(
             f"group '{self.name}': {rank_list([slot for slot, _ in self.members])} could not connect to each other,"
-            f" although none of them is lost: {last_error}"
+            f" although none of them is lost: {last_error}\n"
+            "  To check the connections between these ranks, run allranks doctor in a job on the same hosts."
         ) from last_error
 
     def has_waiting_processes(self) -> bool:

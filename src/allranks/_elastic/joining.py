@@ -113,7 +113,8 @@ def _await_loop(membership: MembershipStore) -> None:
         # Without this check, a process that joins after the end would wait for a loop that never begins.
         if membership.read(OVER) or all(slot.state in (GONE, OPTIONAL) for slot in table.slots):
             raise ExcludedError(
-                f"rank {membership.me.rank} cannot join: all other ranks had exited before this process could join"
+                f"rank {membership.me.rank} cannot join: all other ranks had exited before this process could join.\n"
+                "  Ignore this error if the other ranks have exited with code 0. Otherwise restart the job."
             )
         time.sleep(_WAIT_S)
 
@@ -180,7 +181,7 @@ class _WorldBeforeLoop:
             next_generation.engine.close()
             raise AllranksError(
                 f"rank {group.rank()}: {len(proposals)} of {group.size()} ranks remain before the training loop,"
-                " where ranks cannot be renumbered.\n  Restart the job (automatic with allranks run --restarts)"
+                " where ranks cannot be renumbered.\n  Restart the job (automatic with allranks run --restarts)."
             )
         # A call that any rank has completed must be replayed on the others: its peers do not make it again.
         calls_to_replay = max(BEFORE_THE_LOOP - proposal.progress for proposal in proposals)

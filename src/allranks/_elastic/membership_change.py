@@ -326,7 +326,8 @@ class MembershipChange:
         if len(decision.proposals) < decision.least:
             raise AllranksError(
                 f"rank {own_proposal.slot}: {len(decision.proposals)} ranks remain, but the job requires at least"
-                f" {decision.least} (--elastic)"
+                f" {decision.least} (--elastic).\n"
+                "  Restart the job (automatic with allranks run --restarts), or reduce --elastic."
             )
         return decision
 
@@ -430,5 +431,6 @@ def _checked(answer: Answer | frozenset[tuple[int, int]], where: str) -> Request
         case _:
             raise AllranksError(
                 f"{where} returned an unexpected answer: {answer!r}.\n"
-                "  Check that all hosts run the same version of allranks."
+                "  If the hosts run different versions of allranks, install the same one. Otherwise report this with"
+                " the output of `allranks doctor`."
             )

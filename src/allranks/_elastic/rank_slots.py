@@ -113,7 +113,7 @@ class RankSlots(Generic[_L]):
         return self.left >= self._rules.least
 
     def start_of(self, rank: int) -> int:
-        """Return the number of previous processes in the slot of a rank, before the current or the starting one."""
+        """Return the number of processes that had a rank's slot before the current or starting one."""
         return self._slot(rank).start
 
     def is_gone(self, rank: int) -> bool:

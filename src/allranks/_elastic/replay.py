@@ -245,7 +245,7 @@ class ReplayEngine(Engine):
         raise UsageError(
             f"{verb} at {where()}: this process replaces a lost rank and repeats that rank's calls before the training"
             f" loop from recorded results, but {why}.\n  Move large calls, and calls that differ between runs, into a"
-            " step of the loop; see docs/resilience.md"
+            " step of the loop; see docs/resilience.md."
         )
 
     def _connected_engine(self, verb: str) -> Engine:

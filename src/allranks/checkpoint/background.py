@@ -71,7 +71,10 @@ class Saving:
         from allranks._base.errors import TimeoutError
 
         if not self._ended.wait(timeout):
-            raise TimeoutError(f"checkpoint: step {self.step} was not saved into {self.folder} within {timeout:g} s")
+            raise TimeoutError(
+                f"checkpoint: step {self.step} was not saved into {self.folder} within {timeout:g} s, and the save"
+                " continues.\n  Call wait() again, with a longer timeout or without one."
+            )
         self._is_reported = True
         if self._error is not None:
             raise self._error

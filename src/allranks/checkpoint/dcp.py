@@ -257,7 +257,10 @@ def _write(partial: Path, step: int, rank: int, plan: plans.SavePlan, planner: p
     def add(description: layout.PartDescription, source: Callable[[], Tensor]) -> None:
         job = layout.SaveJob(description, (), (rank,), rank)
         if job.key in sources:
-            raise UsageError(f"checkpoint: two tensors of the state have the name {job.key!r}")
+            raise UsageError(
+                f"checkpoint.StorageWriter: two tensors of the state have the name {job.key!r}.\n"
+                "  Rename one of them in the state."
+            )
         sources[job.key] = source
         if description.nbytes:
             jobs.append(job)
@@ -269,7 +272,7 @@ def _write(partial: Path, step: int, rank: int, plan: plans.SavePlan, planner: p
             flat = flatten(_object(item, planner), item.index.fqn)
             if isinstance(flat.tree, dict) and not flat.tree.keys().isdisjoint(("dict", "items")):
                 raise UsageError(
-                    f"checkpoint: {item.index.fqn!r} of the state is a dict, which StorageWriter cannot store.\n"
+                    f"checkpoint.StorageWriter: {item.index.fqn!r} of the state is a dict, which it cannot store.\n"
                     "  Save with a planner that flattens dicts: DefaultSavePlanner(flatten_state_dict=True)."
                 )
             trees[item.index.fqn] = flat.tree
@@ -315,8 +318,9 @@ def _resolution(
         require_dense(description.name, tensor)
         if tensor.dtype != dtype_of(description.dtype) or tuple(tensor.shape) != description.part:
             raise UsageError(
-                f"checkpoint: the planner returned {description.name!r} as {tensor.dtype} {list(tensor.shape)}, but its"
-                f" plan has torch.{description.dtype} {list(description.part)}"
+                f"checkpoint.StorageWriter: {type(planner).__name__}.resolve_data returned {description.name!r} as"
+                f" {tensor.dtype} {list(tensor.shape)}, but its plan has torch.{description.dtype}"
+                f" {list(description.part)}.\n  Return a tensor of the dtype and shape in the plan."
             )
         return tensor
 
@@ -342,8 +346,9 @@ def _object(item: plans.WriteItem, planner: plans.SavePlanner) -> Any:
         return torch.load(pickled, weights_only=True)
     except Exception as error:
         raise UsageError(
-            f"checkpoint: {item.index.fqn!r} of the state was pickled by {type(planner).__name__}, and a checkpoint"
-            f" cannot store it: {error!s:.200}"
+            f"checkpoint.StorageWriter: {item.index.fqn!r} of the state was pickled by {type(planner).__name__}, and a"
+            f" checkpoint cannot store it: {error!s:.200}\n"
+            "  Save with DefaultSavePlanner, or replace this value by tensors, numbers, strings, lists or dicts."
         ) from error
 
 
@@ -375,9 +380,13 @@ def _manifest(step: int, metadata: torchs.Metadata, written: Sequence[_Written])
         found = sorted(pieces.get(name, []), key=lambda piece: piece.offsets)
         if (covered := sum(math.prod(piece.shape) for piece in found)) != math.prod(shape):
             raise UsageError(
-                f"checkpoint: the parts of tensor {name!r} do not cover its shape {list(shape)}: {covered} of"
-                f" {math.prod(shape)} elements"
-                + ("" if name in own else "; another value of the state has the same name")
+                f"checkpoint.StorageWriter: the parts of tensor {name!r} do not cover its shape {list(shape)}:"
+                f" {covered} of {math.prod(shape)} elements"
+                + (
+                    ".\n  Save with all ranks that have a part of the tensor."
+                    if name in own
+                    else "; another value of the state has the same name.\n  Rename one of them in the state."
+                )
             )
         tensors.append(Saved(name, dtype, shape, tuple(found)))
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
@@ -475,7 +484,10 @@ class StorageReader(storage.StorageReader):
                     continue
                 saved, target = self._tensor(leaf), planner.resolve_tensor(item)
                 assert saved is not None
-                reader.read(saved, Shard(target.detach(), _begin_of(item), saved.shape))
+                try:
+                    reader.read(saved, Shard(target.detach(), _begin_of(item), saved.shape))
+                except CheckpointError as error:
+                    raise CheckpointError(f"{error}\n  {loading.check_hint(reader.where)}") from error.__cause__
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

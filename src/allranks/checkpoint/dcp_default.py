@@ -72,12 +72,19 @@ def _modules() -> list[ModuleType]:
     try:
         modules = [torchs, importlib.import_module(where)]
     except ModuleNotFoundError:
-        raise UsageError(f"checkpoint.as_default: torch {torch.__version__} has no {where}") from None
+        raise _unsupported_torch(where) from None
     for module in modules:
         for name in _NAMES:
             if not hasattr(module, name):
-                raise UsageError(f"checkpoint.as_default: torch {torch.__version__} has no {module.__name__}.{name}")
+                raise _unsupported_torch(f"{module.__name__}.{name}")
     return modules
+
+
+def _unsupported_torch(missing: str) -> UsageError:
+    return UsageError(
+        f"checkpoint.as_default: torch {torch.__version__} has no {missing}.\n"
+        "  Pass checkpoint.StorageWriter and checkpoint.StorageReader to torch's save and load."
+    )
 
 
 def _writer_of(default_step: int) -> type[StorageWriter]:
@@ -86,7 +93,10 @@ def _writer_of(default_step: int) -> type[StorageWriter]:
 
         def __init__(self, path: folders.PathLike, *how: Any, overwrite: bool = True, **more: Any) -> None:
             if unknown := [name for name in more if name not in _HOW] + (["overwrite=False"] if not overwrite else []):
-                raise UsageError(f"checkpoint.as_default: FileSystemWriter(..., {unknown[0]}) is not supported")
+                raise UsageError(
+                    f"checkpoint.as_default: FileSystemWriter(..., {unknown[0]}) is not supported.\n"
+                    "  Remove this argument, or call torch's function outside of as_default."
+                )
             super().__init__(path, step=default_step)
 
     return PathWriter

@@ -89,4 +89,4 @@ _OPEN = {"dict", "items", "tensor"}
 
 
 def _no_tensor(name: str) -> Any:
-    raise CheckpointError(f"the state in the manifest is damaged: tensor {name[:200]!r} is a key of a dict")
+    raise CheckpointError(f"the manifest is damaged: tensor {name[:200]!r} is a key of a dict")

@@ -169,7 +169,7 @@ def list_checkpoints(folder: PathLike) -> list[Info]:
         except FileNotFoundError:
             continue  # removed in the meantime
         except (CheckpointError, OSError) as error:
-            callsite.warn(f"checkpoint: {one.path.name} is skipped: {error}")
+            _warn_of_skipped(one.path, error)
     return list(found.values())
 
 
@@ -181,8 +181,15 @@ def newest(folder: PathLike) -> Info | None:
         except FileNotFoundError:
             continue
         except (CheckpointError, OSError) as error:
-            callsite.warn(f"checkpoint: {one.path.name} is skipped: {error}")
+            _warn_of_skipped(one.path, error)
     return None
+
+
+def _warn_of_skipped(checkpoint: Path, error: Exception) -> None:
+    callsite.warn(
+        f"checkpoint: {checkpoint.name} is skipped: {error}.\n"
+        f"  To check it, run: allranks checkpoint verify {checkpoint}"
+    )
 
 
 # Writing.

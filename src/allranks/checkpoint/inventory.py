@@ -142,7 +142,9 @@ def list_on_all_ranks(path: Path, participants: Participants) -> tuple[FolderLis
         listed = "; ".join(
             f"rank {rank}: {pinned or 'a folder of checkpoints'}" for pinned, rank in list(pinned_names.items())[:4]
         )
-        raise CheckpointError(f"the ranks have requested different checkpoints ({listed})")
+        raise CheckpointError(
+            f"the ranks have requested different checkpoints ({listed}).\n  Pass the same checkpoint on all ranks."
+        )
     digests = [digest for digest, _, _, _ in summaries]
     is_first = digests.index(digests[participants.rank]) == participants.rank
     reports = participants.exchange(listing.entries if is_first else None, list[CheckpointEntry] | None)

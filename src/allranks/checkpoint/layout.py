@@ -150,7 +150,8 @@ def _jobs_of(name: str, parts: list[tuple[int, PartDescription]]) -> list[SaveJo
             f"rank {rank}: {description.dtype} {list(description.shape)}" for rank, description in parts[:4]
         )
         raise UsageError(
-            f"checkpoint: the shards of tensor {name!r} differ in dtype or in the shape of the whole tensor: {listed}"
+            f"checkpoint: the shards of tensor {name!r} differ in dtype or in the shape of the whole tensor: {listed}."
+            "\n  Pass shards with the same dtype and the same whole shape on all ranks."
         )
     return _shards(name, parts)
 
@@ -180,7 +181,8 @@ def _shards(name: str, parts: list[tuple[int, PartDescription]]) -> list[SaveJob
         if differs := [rank for rank, description in holders if description.digest != first.digest]:
             raise UsageError(
                 f"checkpoint: {rank_list([holders[0][0], *differs])} have the same part of tensor {name!r} with"
-                " different values; replicas of a shard must be equal"
+                " different values; replicas of a shard must be equal.\n"
+                "  Broadcast the shard to its replicas before the save."
             )
         # Empty shards need no job. If all shards are empty, one job below keeps the tensor in the manifest.
         if first.nbytes:
@@ -201,7 +203,8 @@ def _check_cover(name: str, shape: tuple[int, ...], parts: Sequence[PartDescript
     )
     raise UsageError(
         f"checkpoint: the shards of tensor {name!r} do not cover its shape {list(shape)} exactly once ({covered} of"
-        f" {math.prod(shape)} elements): {listed}"
+        f" {math.prod(shape)} elements): {listed}.\n"
+        "  Save with all ranks that have a shard, or correct the offsets of the shards."
     )
 
 

@@ -57,23 +57,26 @@ def load_folder(path: folders.PathLike, into: Any, step: int | None, participant
         return _load(selected, into, participants)
     except CheckpointError as error:
         if selected.named:
-            raise CheckpointError(f"{error}\n  {_check_hint(selected)}") from error.__cause__
+            raise CheckpointError(f"{error}\n  {check_hint(str(selected.folder))}") from error.__cause__
         damaged = error
     try:  # `into` may be partially filled: an older checkpoint fills all of it
         older = select_checkpoint(path, None, participants, verified=True)
     except CheckpointError:
         # Report the damage of this one, the newest.
-        raise CheckpointError(f"{damaged}\n  No checkpoint in {path} is intact.") from damaged.__cause__
+        raise CheckpointError(
+            f"{damaged}\n  No checkpoint in {path} is intact. Restore one from a backup."
+        ) from damaged.__cause__
     if older.folder == selected.folder:
         raise damaged  # every byte is intact, so another checkpoint would fail in the same way
     return _load(older, into, participants)
 
 
-def _check_hint(selected: SelectedCheckpoint) -> str:
+def check_hint(where: str) -> str:
+    """Return the action for the error of a load from a checkpoint."""
     # Not every failure is damage: memory may be short, or a load_state_dict may reject the state. So it suggests a
     # check, and no removal.
     return (
-        f"To check this checkpoint, run: allranks checkpoint verify {selected.folder}\n"
+        f"To check this checkpoint, run: allranks checkpoint verify {where}\n"
         "  To find the newest intact one, call checkpoint.latest(folder, verify=True)."
     )
 
@@ -159,7 +162,11 @@ class BlockReader:
             tree: Tree of the state.
             like: DTensors by name. The tensor of this name gets the same layout.
         """
-        return unflatten(tree, lambda name: self.tensor(name, None if like is None else like.get(name)))
+        return unflatten(
+            tree,
+            lambda name: self.tensor(name, None if like is None else like.get(name)),
+            where=str(self._folder / MANIFEST),
+        )
 
     def tensor(self, name: str, like: Any = None) -> Tensor:
         """Return a new CPU tensor, or a DTensor with the layout of `like`. The same name returns the same object."""
@@ -179,7 +186,10 @@ class BlockReader:
         # torch reports a failed allocation as a RuntimeError.
         except (RuntimeError, MemoryError) as error:
             nbytes = math.prod(saved.shape) * dtype.itemsize
-            raise CheckpointError(f"not enough memory for tensor {saved.name!r} ({nbytes} bytes): {error}") from error
+            raise CheckpointError(
+                f"not enough memory for tensor {saved.name!r} ({nbytes} bytes): {error}\n"
+                "  Free memory, or pass into= with tensors to fill."
+            ) from error
 
     def find(self, name: object) -> Saved:
         """Return the description of a tensor."""

@@ -215,7 +215,7 @@ def dtype_of(name: str) -> torch.dtype:
     """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"torch {torch.__version__} has no dtype {name!r}")
+        raise CheckpointError(f"torch {torch.__version__} has no dtype {name!r}; update torch")
     return found
 
 

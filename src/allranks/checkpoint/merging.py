@@ -82,7 +82,10 @@ def merge_shares(
             _link_or_copy(share_folders[file.share] / file.name, partial / file.name)
             copied_bytes += file.nbytes
         if problems := check_files(partial, merged, lambda done, total: progress("reading", total + done, 2 * total)):
-            raise CheckpointError(f"checkpoint.merge: step {candidate.step}: {problems[0]}")
+            raise CheckpointError(
+                f"checkpoint.merge: step {candidate.step}: {problems[0]}.\n"
+                "  Copy this share again from the host that wrote it, and merge again."
+            )
         # The names of the files must be on the disk before the manifest that lists them.
         folders.sync_folder(partial)
         return folders.complete(partial, merged)
@@ -96,7 +99,10 @@ def _find_complete(sources: Sequence[Path], step: int | None) -> tuple[Checkpoin
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source))
         listings.append(list_path(source))
     if len(pinned_names := {listing.pinned for listing in listings if listing.pinned}) > 1:
-        raise UsageError(f"checkpoint.merge: the paths are shares of different saves: {', '.join(map(str, sources))}")
+        raise UsageError(
+            f"checkpoint.merge: the paths are shares of different saves: {', '.join(map(str, sources))}.\n"
+            "  Pass the shares of one save, or the folders that contain them."
+        )
     pinned_name = next(iter(pinned_names), "")
     reports = {
         number: [
@@ -109,7 +115,10 @@ def _find_complete(sources: Sequence[Path], step: int | None) -> tuple[Checkpoin
     candidates = [each for of_step in by_step(reports, step) for each in of_step]
     if not candidates:
         of_step = "" if step is None else f" of step {step}"
-        raise UsageError(f"checkpoint.merge: there is no share{of_step} in {', '.join(map(str, sources))}")
+        raise UsageError(
+            f"checkpoint.merge: there is no share{of_step} in {', '.join(map(str, sources))}.\n"
+            "  Pass the folders into which the hosts have saved. A checkpoint without shares needs no merge."
+        )
     newest = [each for each in candidates if each.step == candidates[0].step]
     complete = [each for each in newest if not each.missing]
     if not complete:
@@ -132,7 +141,8 @@ def _describe_missing(candidate: CheckpointCandidate, share_folders: Sequence[Pa
     return (
         f"checkpoint.merge: step {candidate.step} is incomplete in {', '.join(map(str, share_folders))}; missing:"
         f" {''.join(lost)} of {candidate.count}{written}"
-        + ("" if older is None else f".\n  All shares of step {older} exist. To merge it, pass step={older}.")
+        ".\n  Pass the folders with the missing shares, too."
+        + ("" if older is None else f" All shares of step {older} exist. To merge it, pass step={older}.")
     )
 
 
@@ -140,7 +150,10 @@ def _manifests(candidate: CheckpointCandidate, share_folders: dict[int, Path]) -
     found = {number: load_manifest(path) for number, path in share_folders.items()}
     if len({manifest.identity() for manifest in found.values()}) > 1:
         listed = ", ".join(map(str, share_folders.values()))
-        raise CheckpointError(f"checkpoint.merge: the shares belong to different saves: {listed}")
+        raise CheckpointError(
+            f"checkpoint.merge: the shares belong to different saves: {listed}.\n"
+            "  Copy the shares of one save again from the hosts that wrote them."
+        )
     return found
 
 

@@ -87,7 +87,7 @@ class _Source:
             self.read(self.find(name), part)
             return part
 
-        return unflatten(tree, create)
+        return unflatten(tree, create, where=self.where)
 
     def read(self, saved: Saved, into: Tensor | Shard) -> None:
         """See ``loading.BlockReader``."""
@@ -143,7 +143,7 @@ class _Safetensors(_Source):
         if made.nbytes:
             self._file.seek(self._begin + begin)
             if self._file.readinto(view_of(made, writable=True)) != made.nbytes:  # type: ignore[attr-defined]
-                raise CheckpointError(f"{self.where} ends within tensor {name!r}")
+                raise CheckpointError(f"{self.where} is damaged: it ends within tensor {name!r}.{_COPY_AGAIN}")
         return made
 
     def tree_for(self, into: Any, path: str) -> Tree:
@@ -186,7 +186,10 @@ class _Safetensors(_Source):
     def _required(self, name: str) -> str:
         if name not in self._entries:
             few = ", ".join(map(repr, self.names[:5])) + (f" and {len(self.names) - 5} more" if self.names[5:] else "")
-            raise UsageError(f"checkpoint.load: {self.where} has no tensor {name!r}; it has {few or 'none'}")
+            raise UsageError(
+                f"checkpoint.load: {self.where} has no tensor {name!r}; it has {few or 'none'}.\n"
+                "  Remove it from the state to fill (into=), or rename it there."
+            )
         return name
 
 
@@ -200,6 +203,9 @@ def _is_safetensors(file: BinaryIO) -> bool:
     return len(start) == 9 and start[8:] == b"{" and not start.startswith(b"PK")
 
 
+_COPY_AGAIN = "\n  Copy or download the file again."
+
+
 def _head_of(file: BinaryIO, where: str) -> tuple[int, dict[str, tuple[Saved, int]]]:
     """Return the position of the tensors of a safetensors file, and the description and relative position of each."""
     size = os.fstat(file.fileno()).st_size
@@ -207,7 +213,9 @@ def _head_of(file: BinaryIO, where: str) -> tuple[int, dict[str, tuple[Saved, in
     length = int.from_bytes(file.read(8), "little")
     # Checked before the header is read, so that a damaged length does not allocate memory.
     if length > min(_LONGEST, size - 8):
-        raise CheckpointError(f"{where} is not a safetensors file: its header would have {length} of {size} bytes")
+        raise CheckpointError(
+            f"{where} is not a safetensors file: its header would have {length} of {size} bytes.{_COPY_AGAIN}"
+        )
     found: dict[str, tuple[Saved, int]] = {}
     ends: list[tuple[int, int]] = []
     try:
@@ -217,21 +225,25 @@ def _head_of(file: BinaryIO, where: str) -> tuple[int, dict[str, tuple[Saved, in
         others = msgspec.json.decode(about.get(DTYPES_KEY, "{}"), type=dict[str, tuple[str, tuple[int, ...]]])
         entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{where} is a damaged safetensors file: {error}") from error
+        raise CheckpointError(f"{where} is a damaged safetensors file: {error}.{_COPY_AGAIN}") from error
     for name, entry in entries.items():
         # Files of a checkpoint store dtypes that safetensors lacks as bytes, with the real dtype in the metadata.
         dtype, shape = others.get(name, (_DTYPES.get(entry.dtype), entry.shape))
         begin, end = entry.data_offsets
         if dtype is None:
-            raise CheckpointError(f"{where}: tensor {name!r} has dtype {entry.dtype!r}, which torch does not support")
+            raise CheckpointError(
+                f"{where}: tensor {name!r} has dtype {entry.dtype!r}, which torch does not support.\n"
+                "  Store the tensor with a dtype of torch."
+            )
         nbytes = math.prod(shape) * dtype_of(dtype).itemsize
         if any(n < 0 for n in shape) or end - begin != nbytes or not 0 <= begin <= end <= size - 8 - length:
             raise CheckpointError(
-                f"{where} is a damaged safetensors file: tensor {name!r} does not fit into bytes {begin} to {end}"
+                f"{where} is a damaged safetensors file: tensor {name!r} does not fit into bytes {begin} to {end}."
+                f"{_COPY_AGAIN}"
             )
         found[name] = Saved(name, dtype, shape, ()), begin
         ends.append((begin, end))
     ends.sort()
     if any(end > begin for (_, end), (begin, _) in itertools.pairwise(ends)):
-        raise CheckpointError(f"{where} is a damaged safetensors file: two tensors share bytes")
+        raise CheckpointError(f"{where} is a damaged safetensors file: two tensors share bytes.{_COPY_AGAIN}")
     return 8 + length, found

@@ -62,7 +62,8 @@ def leaders_of(
         if seen != expected or (leaders[participants.rank] == 0) != sees_first[participants.rank]:
             raise CheckpointError(
                 f"cannot determine which ranks share the folder {folder}: rank {participants.rank} sees the marker"
-                f" files of {_listed(seen)}; expected those of {_listed(expected)}"
+                f" files of {_listed(seen)}; expected those of {_listed(expected)}.\n"
+                "  Save into a folder that all ranks share, or into a local folder on each host."
             )
 
     vote(participants, check)

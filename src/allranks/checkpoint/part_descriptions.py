@@ -75,7 +75,8 @@ def _part_of_dtensor(name: str, value: Any) -> tuple[Tensor, tuple[int, ...], tu
     shape, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     if tuple(shape) != tuple(part.shape):
         raise UsageError(
-            f"checkpoint: DTensor {name!r}: its local part has shape {list(part.shape)}, not {list(shape)}"
+            f"checkpoint: the local part of DTensor {name!r} has shape {list(part.shape)}; expected {list(shape)}.\n"
+            "  Pass shape= and stride= to DTensor.from_local if the shards differ in size."
         )
     whole = tuple(value.shape)
     # For an empty shard, torch may return an offset beyond the end.

@@ -35,7 +35,10 @@ class RandomState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not isinstance(state, dict) or "torch" not in state or "python" not in state:
-            raise UsageError("RandomState: the value to load is not the state of a RandomState")
+            raise UsageError(
+                f"RandomState.load_state_dict: expected the result of RandomState.state_dict(), got a"
+                f" {type(state).__name__}" + (f" with the keys {list(state)[:5]}" if isinstance(state, dict) else "")
+            )
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
         if "cuda" in state:
@@ -51,5 +54,6 @@ class RandomState:
             return
         callsite.warn(
             f"RandomState: the generators of {len(states)} CUDA devices were saved, but this process has {devices}. Its"
-            " CUDA generators are unchanged, so random numbers on CUDA differ from those of an uninterrupted run"
+            " CUDA generators are unchanged, so random numbers on CUDA differ from those of an uninterrupted run.\n"
+            f"  To restore them, start the process with {len(states)} visible CUDA devices."
         )

@@ -111,8 +111,8 @@ class StateRestorer:
         items = tree if isinstance(into, list) else _tagged(tree, "tuple", path, "a tuple")
         if not isinstance(items, list) or len(items) != len(into):
             raise UsageError(
-                f"checkpoint.load: {path or 'the state'!r} has {len(into)} items in the state to fill, but not in the"
-                " checkpoint"
+                f"checkpoint.load: {path or 'the state'!r} has {len(into)} items in the state to fill, but"
+                f" {len(items) if isinstance(items, list) else 'is not a list'} in the checkpoint.{_STRUCTURE}"
             )
         finishers = [
             self._plan(target, item, f"{path}.{number}" if path else str(number))
@@ -132,7 +132,7 @@ class StateRestorer:
     def _plan_dict(self, into: dict[Any, Any], tree: Tree, path: str) -> Callable[[], Any]:
         saved_items = self._pairs(tree, path)
         if into and (missing := [key for key in into if key not in saved_items]):
-            raise UsageError(_missing_text(path, missing, list(saved_items)))
+            raise UsageError(f"{_missing_text(path, missing, list(saved_items))}.{_STRUCTURE}")
         finishers: dict[Any, Callable[[], Any]] = {}
         for key, item in (into or saved_items).items():
             inner = f"{path}.{key}" if path else str(key)
@@ -160,11 +160,11 @@ class StateRestorer:
         if missing or unexpected:
             more = f"; the checkpoint has {_few(unexpected)}, which the module lacks" if unexpected else ""
             what = (
-                _missing_text(path, missing, list(saved_items))
+                f"{_missing_text(path, missing, list(saved_items))}{more}"
                 if missing
-                else f"checkpoint.load: {path!r} is a different module in the checkpoint"
+                else f"checkpoint.load: {path!r} is a different module in the checkpoint{more}"
             )
-            raise UsageError(what + more)
+            raise UsageError(f"{what}.\n  Create the module with the configuration of the saved module.")
         extra: dict[str, _BuiltValue] = {}
         for key, value in target_items.items():
             if isinstance(value, Tensor):
@@ -188,7 +188,7 @@ class StateRestorer:
         if len(names) != len(parameters):
             raise UsageError(
                 f"checkpoint.load: optimizer {path!r} has {len(parameters)} parameters in the state to fill, but"
-                f" {len(names)} in the checkpoint"
+                f" {len(names)} in the checkpoint.\n  Create the optimizer with the parameters of the saved optimizer."
             )
         saved_states = self._pairs(entries.get("state"), path)
         states = {_number(key, names): item for key, item in saved_states.items()}
@@ -217,6 +217,9 @@ class StateRestorer:
         return found
 
 
+_STRUCTURE = "\n  Pass into= with the structure of the saved state. To see that structure, load without into=."
+
+
 def _require_fit(saved: Saved, into: Tensor | Shard, where: str) -> None:
     part, _, shape = local_part(saved.name, into)
     for what, in_checkpoint, in_state in (
@@ -226,7 +229,8 @@ def _require_fit(saved: Saved, into: Tensor | Shard, where: str) -> None:
         if in_checkpoint != in_state:
             raise UsageError(
                 f"checkpoint.load: tensor {saved.name!r} has {what} {in_checkpoint} in {where}, but {in_state} in the"
-                " state to fill"
+                f" state to fill.\n  Create the tensor with the {what} of the checkpoint, or load without into= and"
+                " convert the tensor."
             )
 
 
@@ -240,7 +244,8 @@ def _set(target: Any, state: Any, path: str, **options: Any) -> Any:
     except Exception as error:
         raise CheckpointError(
             f"checkpoint.load: {path or 'the state'!r}: {type(target).__name__}.load_state_dict rejected the"
-            f" state of the checkpoint: {error!r:.500}"
+            f" state of the checkpoint: {error!r:.500}\n"
+            "  Load without into=, convert this state, and pass it to load_state_dict."
         ) from error
     return target
 
@@ -250,7 +255,9 @@ def _parameters(groups: Any, path: str) -> list[Any]:
     lists = [group.get("params") if isinstance(group, dict) else None for group in groups or [None]]
     names = [name for each in lists for name in (each if isinstance(each, list) else [None])]
     if not all(isinstance(name, (int, str)) for name in names):
-        raise UsageError(f"checkpoint.load: {path!r} is an optimizer in the state to fill, but not in the checkpoint")
+        raise UsageError(
+            f"checkpoint.load: {path!r} is an optimizer in the state to fill, but not in the checkpoint.{_STRUCTURE}"
+        )
     return names
 
 
@@ -263,7 +270,8 @@ def _number(key: Any, names: list[Any]) -> Any:
 def _tagged(tree: Tree, tag: str, path: str, what: str) -> Any:
     if not isinstance(tree, dict) or tag not in tree:
         raise UsageError(
-            f"checkpoint.load: {path or 'the state'!r} is {what} in the state to fill, but not in the checkpoint"
+            f"checkpoint.load: {path or 'the state'!r} is {what} in the state to fill, but not in the checkpoint."
+            f"{_STRUCTURE}"
         )
     return tree[tag]
 

@@ -217,7 +217,8 @@ class SaveCall:
         callsite.warn(
             f"checkpoint.save: the ranks have {opened.count} different folders {self.folder}:"
             f" {'; '.join(rank_list(ranks) for ranks in sets[:8])}{'; ...' if sets[8:] else ''}. Each folder gets a"
-            " share of the checkpoint, and all shares are needed to load it"
+            " share of the checkpoint, and all shares are needed to load it.\n"
+            "  If the hosts should share one folder, mount its file system on all of them."
         )
 
     def _finish(self, participants: Participants, opened: _OpenSave, manifest: Manifest) -> Path:
@@ -355,15 +356,22 @@ def save_failed_error(
     """Return the error of a save that has failed on some ranks. The process is that of the first failed rank."""
     return CheckpointError(
         f"{call}: step {step} was not saved into {folder}: {rank_list(list(ranks))} ({process[0]}, pid {process[1]}):"
-        f" {failure}.\n  Earlier checkpoints are unchanged."
+        f" {failure.removesuffix('.')}.\n  Earlier checkpoints are unchanged."
     )
+
+
+_ACTIONS = dict.fromkeys(
+    (errno.ENOSPC, errno.EDQUOT), "Free disk space, or keep fewer checkpoints with keep=."
+) | dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Save into a folder that this user can write to.")
 
 
 def failure_text(error: BaseException) -> str:
     """Return the text of an error, for a message."""
     if isinstance(error, OSError) and error.errno is not None:
         where = f": {error.filename}" if error.filename else ""
-        return error_text(OSError(f"{error.strerror or errno.errorcode.get(error.errno, error.errno)}{where}"))
+        why = f"{error.strerror or errno.errorcode.get(error.errno, error.errno)}{where}"
+        action = _ACTIONS.get(error.errno)
+        return error_text(OSError(f"{why}.\n  {action}" if action else why))
     return error_text(error) if isinstance(error, AllranksError) else f"{type(error).__name__}: {error_text(error)}"
 
 

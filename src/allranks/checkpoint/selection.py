@@ -80,17 +80,25 @@ def select_checkpoint(
         what = "complete checkpoint" if step is None else f"checkpoint of step {step}"
         missing = "" if os.path.exists(path) else f": there is no {Path(path).absolute()}"
         raise CheckpointError(
-            result.skip_reasons[0] if result.skip_reasons else f"there is no {what} in {Path(path)}{missing}"
+            result.skip_reasons[0]
+            if result.skip_reasons
+            else f"there is no {what} in {Path(path)}{missing}.\n  {_remedy(path, step)}"
         )
     _warn(result, participants)
     return result.selected
+
+
+def _remedy(path: folders.PathLike, step: int | None) -> str:
+    if step is None or not os.path.exists(path):
+        return "Pass the folder that was passed to checkpoint.save."
+    return f"To list the steps, run: allranks checkpoint list {Path(path)}"
 
 
 def latest(folder: folders.PathLike, participants: Participants, verified: bool) -> folders.Info | None:
     """See ``allranks.checkpoint.latest``."""
     result = _search(folder, None, participants, verified)
     if result.skip_reasons and participants.size == 1:
-        raise CheckpointError(result.skip_reasons[0])
+        raise CheckpointError(f"checkpoint.latest: {result.skip_reasons[0]}")
     _warn(result, participants)
     if (selected := result.selected) is None:
         return None
@@ -138,7 +146,9 @@ def _search(path: folders.PathLike, step: int | None, participants: Participants
                 complete.append((when, -number, identity, candidate))
             # The caller has named this checkpoint, so another one would be a wrong answer.
             elif step is not None or listing.pinned:
-                raise CheckpointError(why)
+                raise CheckpointError(
+                    f"{why}.\n  Select another step, or pass the folder of checkpoints to use the newest intact one."
+                )
             elif participants.rank == 0:
                 name = candidate.names[min(candidate.names)]
                 callsite.warn(
@@ -168,7 +178,8 @@ def _incomplete(candidate: CheckpointCandidate, listing: FolderListing, particip
     if participants.size > 1:
         return (
             f"step {candidate.step} is skipped: no rank has {_shares(missing)} of {count} in its folder of checkpoints"
-            f" ({listing.folder} on rank {participants.rank})"
+            f" ({listing.folder} on rank {participants.rank}).\n"
+            "  Start ranks on the hosts that have these shares, or copy the shares into the folder of a rank."
         )
     return (
         f"{listing.folder} has only {_shares(present)} of {count} of step {candidate.step}; missing: {_shares(missing)}"
@@ -265,7 +276,10 @@ def _open(
         number: [rank for rank, (seen, _) in enumerate(seen_by_rank) if number in seen] for number in candidate.names
     }
     if gone := [number for number, ranks in holders.items() if not ranks]:
-        raise CheckpointError(f"{candidate.names[gone[0]]} was removed before step {candidate.step} could be read")
+        raise CheckpointError(
+            f"{candidate.names[gone[0]]} was removed before step {candidate.step} could be read.\n"
+            "  Repeat the call without a step to select the newest checkpoint."
+        )
     if not all(seen for seen, _ in seen_by_rank):
         sender = min(ranks[0] for ranks in holders.values())
         encoded = manifest.encode() if manifest is not None and participants.rank == sender else None

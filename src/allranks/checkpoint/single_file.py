@@ -67,7 +67,10 @@ def save(obj: Any, path: PathLike) -> None:
     try:
         final = plain_file(path)
     except OSError as error:
-        raise UsageError(f"checkpoint.save: {os.fspath(path)!r} exists: {error.strerror}") from None
+        raise UsageError(
+            f"checkpoint.save: {os.fspath(path)!r} exists: {error.strerror}.\n"
+            "  Pass the path of a regular file or of a new file, or step=N to save into a folder of checkpoints."
+        ) from None
     directory, name = os.path.split(final)
     try:
         _remove_stale(directory, name)
@@ -122,18 +125,23 @@ def load(path: PathLike, map_location: Any = "cpu", weights_only: bool = True) -
     """
     with open(path, "rb") as file:  # a missing file raises Python's own error
         if not _is_archive(file):
-            raise CheckpointError(f"{os.fspath(path)} is damaged or not a checkpoint ({os.path.getsize(path)} bytes)")
+            raise CheckpointError(
+                f"{os.fspath(path)} is damaged or not a checkpoint ({os.path.getsize(path)} bytes).{_REMEDY}"
+            )
         _check(file, os.fspath(path))
     try:
         return torch.load(path, map_location=map_location, weights_only=weights_only)
     except _DAMAGES_OF_PICKLE as error:
         if not weights_only:
             raise  # an error of the program's own classes
-        raise CheckpointError(f"{os.fspath(path)} is damaged: {error}") from error
+        raise CheckpointError(f"{os.fspath(path)} is damaged: {error}{_REMEDY}") from error
     except RuntimeError as error:
         if "PytorchStreamReader" not in str(error):
             raise
-        raise CheckpointError(f"{os.fspath(path)} is damaged: {error}") from error
+        raise CheckpointError(f"{os.fspath(path)} is damaged: {error}{_REMEDY}") from error
+
+
+_REMEDY = "\n  Copy the file again, or load an earlier checkpoint."
 
 
 def _is_archive(file: BinaryIO) -> bool:
@@ -167,7 +175,7 @@ def _check(file: BinaryIO, name: str) -> None:
         left -= len(part)
     found.update(bytes(_LENGTH))  # the length of the comment was 0 when the hash was computed
     if found.hexdigest().encode() != seal[len(_SEAL) :]:
-        raise CheckpointError(f"{name} is damaged: its data differs from what was written")
+        raise CheckpointError(f"{name} is damaged: its data differs from what was written.{_REMEDY}")
 
 
 def _check_records(file: BinaryIO, name: str) -> None:
@@ -177,9 +185,9 @@ def _check_records(file: BinaryIO, name: str) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:  # EINVAL: a position before the first byte of the file
             raise
-        raise CheckpointError(f"{name} is damaged: a record would be outside the file") from error
+        raise CheckpointError(f"{name} is damaged: a record would be outside the file.{_REMEDY}") from error
     except _DAMAGES as error:
-        raise CheckpointError(f"{name} is damaged: {error}") from error
+        raise CheckpointError(f"{name} is damaged: {error}{_REMEDY}") from error
     if damaged is not None:
         raise CheckpointError(
             f"{name} is damaged: the record {damaged} does not match its CRC-32.\n"

@@ -113,8 +113,16 @@ class Flat:
 def require_dense(path: str, tensor: Tensor) -> None:
     """Reject a tensor whose values are not stored as plain bytes."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        kind = "quantized" if tensor.is_quantized else "meta" if tensor.device.type == "meta" else str(tensor.layout)
-        raise UsageError(f"checkpoint: tensor {path!r} is {kind}; only dense tensors with memory can be saved")
+        kind, action = (
+            ("quantized", "Save its dequantize().")
+            if tensor.is_quantized
+            else ("meta", "Allocate it before the save, for example with Module.to_empty(device=...).")
+            if tensor.device.type == "meta"
+            else (str(tensor.layout), "Save its to_dense().")
+        )
+        raise UsageError(
+            f"checkpoint: tensor {path!r} is {kind}; only dense tensors with memory can be saved.\n  {action}"
+        )
 
 
 def _memory_of(tensor: Tensor | Shard) -> tuple[object, ...] | None:
@@ -174,7 +182,10 @@ def has_state(value: object) -> bool:
 
 def _encode(value: Any, path: str, flat: Flat, depth: int) -> Tree:
     if depth > _DEEPEST:
-        raise UsageError(f"checkpoint: the state is nested more than {_DEEPEST} levels deep at {path[:80]!r}")
+        raise UsageError(
+            f"checkpoint: the state is nested more than {_DEEPEST} levels deep at {path[:80]!r}.\n"
+            "  Flatten the state, or remove a container that contains itself."
+        )
     value = state_of(value)
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -331,24 +342,25 @@ def tensors_in(tree: Tree) -> Iterator[str]:
             yield from tensors_in(value)
 
 
-def unflatten(tree: Tree, tensor: Callable[[str], Any]) -> Any:
+def unflatten(tree: Tree, tensor: Callable[[str], Any], where: str = "the manifest") -> Any:
     """Build a state from a tree. It is the inverse of ``flatten``.
 
     Args:
         tree: Tree of a manifest.
         tensor: Returns a tensor by name.
+        where: The manifest or file that contains the tree, for error messages.
 
     Raises:
         CheckpointError: It is not a valid tree.
     """
     if problem := tree_problem(tree):
-        raise CheckpointError(f"the manifest is damaged: {problem}")
+        raise CheckpointError(f"{where} is damaged: {problem}")
     try:
         return _decode(tree, tensor)
     except AllranksError:
         raise
     except (ValueError, TypeError, AttributeError, OverflowError, RuntimeError, binascii.Error) as error:
-        raise CheckpointError(f"the state in the manifest is damaged: {error!r:.200}") from error
+        raise CheckpointError(f"{where} is damaged: its state cannot be read: {error!r:.200}") from error
 
 
 def _decode(tree: Tree, tensor: Callable[[str], Any]) -> Any:

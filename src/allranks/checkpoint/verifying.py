@@ -35,7 +35,9 @@ def verify(path: folders.PathLike) -> list[str]:
     if folders.is_folder_of_checkpoints(folder):
         newest = folders.newest(folder)
         if newest is None:
-            raise FileNotFoundError(f"there is no complete checkpoint in {folder}")
+            raise FileNotFoundError(
+                f"there is no complete checkpoint in {folder}.\n  Pass the folder that was passed to checkpoint.save."
+            )
         folder = newest.path
     return check(folder)
 

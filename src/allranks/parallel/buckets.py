@@ -145,7 +145,10 @@ class Bucket:
             if gradient is None:
                 view.zero_()
             elif gradient.layout is not torch.strided:
-                raise UsageError("DistributedDataParallel: sparse gradients are not supported (Embedding(sparse=True))")
+                raise UsageError(
+                    "DistributedDataParallel: sparse gradients are not supported (Embedding(sparse=True)).\n"
+                    "  Omit sparse=True, or freeze the layer."
+                )
             elif gradient is not view:  # after zero_grad(set_to_none=False), backward has accumulated into the views
                 to.append(view)
                 gradients.append(gradient)

@@ -466,7 +466,7 @@ class DistributedDataParallel(nn.Module):
         if self.process_group is not world.resolve_group(None):
             raise UsageError(
                 f"{_WHO}: it can be copied and pickled only if its process group is the default one.\n"
-                "  Copy or pickle .module instead"
+                "  Copy or pickle .module instead."
             )
         return {
             # These belong to this process. `__setstate__` recreates them.
@@ -484,12 +484,12 @@ class DistributedDataParallel(nn.Module):
 def _refuse(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise UsageError(f"{_WHO}: {name} is not supported by allranks.\n  Omit this argument")
+            raise UsageError(f"{_WHO}: {name} is not supported by allranks.\n  Omit this argument.")
 
 
 def _check_initialized(module: nn.Module) -> None:
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
-        raise UsageError(f"{_WHO}: the module has uninitialized parameters.\n  Run a dummy forward pass first")
+        raise UsageError(f"{_WHO}: the module has uninitialized parameters.\n  Run a dummy forward pass first.")
 
 
 def _check_module(
@@ -502,7 +502,7 @@ def _check_module(
     if not trained:
         raise UsageError(
             f"{_WHO} is not needed when a module doesn't have any parameter that requires a gradient.\n"
-            "  Use the module itself"
+            "  Use the module itself."
         )
     if device_ids is not None and len(device_ids) > 1:
         raise UsageError(f"{_WHO}: device_ids can only be None or contain a single element.")
@@ -511,25 +511,29 @@ def _check_module(
     if any(not _engines.moves(backend, device.type) for device in devices):
         raise UsageError(
             f"{_WHO}: the module's parameters are on {where}, but the group's engine is {backend}, which does not "
-            "support such tensors.\n  Choose an engine that supports them; see docs/engines.md"
+            "support such tensors.\n  Choose an engine that supports them; see docs/engines.md."
         )
     if (device_ids or output_device is not None) and any(device.type == "cpu" for device in devices):
         raise UsageError(
             f"{_WHO}: device_ids and output_device only work with GPU modules. Got device_ids {device_ids}, "
-            f"output_device {output_device}, and module parameters on {where}.\n  Omit both arguments"
+            f"output_device {output_device}, and module parameters on {where}.\n  Omit both arguments."
         )
     if device_ids and devices != {_as_device(device_ids[0], trained[0].device.type)}:
-        raise UsageError(f"{_WHO}: device_ids is {list(device_ids)}, but the module's parameters are on {where}")
+        raise UsageError(
+            f"{_WHO}: device_ids is {list(device_ids)}, but the module's parameters are on {where}.\n"
+            "  Move the module to this device before wrapping it, or omit device_ids."
+        )
     if any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
         raise UsageError(
-            f"{_WHO}: SyncBatchNorm layers only work with GPU modules, and only in groups of torch.distributed"
+            f"{_WHO}: SyncBatchNorm layers only work with GPU modules, and only in groups of torch.distributed.\n"
+            "  Use BatchNorm layers, or torch's DistributedDataParallel on a GPU."
         )
     reduced = {id(parameter) for parameter in trained}
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and id(layer.weight) in reduced:
             raise UsageError(
                 f"{_WHO}: sparse gradients are not supported.\n  Omit sparse=True in {name or 'the module'} "
-                f"({type(layer).__name__}), or freeze it"
+                f"({type(layer).__name__}), or freeze it."
             )
 
 

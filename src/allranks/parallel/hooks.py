@@ -54,7 +54,8 @@ class GradBucket:
         if self._buffer.numel() != sum(sizes):
             raise UsageError(
                 f"GradBucket.gradients: the bucket's parameters have {sum(sizes)} elements, "
-                f"but the buffer that was set has {self._buffer.numel()}"
+                f"but the buffer that was set has {self._buffer.numel()}.\n"
+                f"  Pass a tensor with {sum(sizes)} elements to set_buffer()."
             )
         parts = torch.split(self._buffer.view(-1), sizes)
         return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]

@@ -42,7 +42,7 @@ def alone() -> Iterator[None]:
     if _joins.is_in_one:
         raise UsageError(
             "DistributedDataParallel.join: this rank is already in the join of a model, and joining several models is "
-            "not supported.\n  Wrap one module that contains them all, or use one join after the other"
+            "not supported.\n  Wrap one module that contains them all, or use one join after the other."
         )
     _joins.is_in_one = True
     try:
@@ -107,7 +107,10 @@ class UnevenInputs:
             )
         if len(set(acts.values())) > 1:
             who = ", ".join(f"rank {self._group.ranks[r]}: {a.name.lower()}" for r, a in acts.items())
-            raise MismatchError(f"join: the ranks that have inputs must perform the same action, but differ ({who})")
+            raise MismatchError(
+                f"DistributedDataParallel.join: the ranks that have inputs must perform the same action, but differ"
+                f" ({who}).\n  Call forward and backward in the same order on all ranks that have inputs."
+            )
         return next(iter(acts.values()), Act.LISTEN), list(acts)
 
     def announce_backward(self) -> int:

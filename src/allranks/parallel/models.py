@@ -82,7 +82,7 @@ def require_same_values(named: list[tuple[str, nn.Parameter]], group: ProcessGro
         f"differ. The first is {named[differing[0]][0]}, with some values on {values}. "
         "An optimizer has used gradients that were not averaged over the ranks: from a backward in no_sync(), "
         "from a forward that called the wrapped module itself, or from a second backward after the one that the "
-        "forward synchronized.\n  Make the last backward before each optimizer step follow a forward of the wrapper"
+        "forward synchronized.\n  Make the last backward before each optimizer step follow a forward of the wrapper."
     )
 
 
@@ -132,6 +132,7 @@ def require_same_model(
         "DistributedDataParallel: the models of the ranks differ in their parameters or buffers, not only in values. "
         f"Compared with the reference, rank {source} ({len(reference)} parameters and buffers): "
         + "; ".join(f"{rank_list(ranks)}: {difference}" for difference, ranks in differences.items())
+        + ".\n  Create the same model on all ranks before wrapping it."
     )
 
 

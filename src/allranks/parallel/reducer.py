@@ -77,7 +77,8 @@ _COMPILED = (
 _UNREDUCED = (
     "DistributedDataParallel: the parameters have changed since they received gradients that were not averaged over "
     "the ranks, and now receive more of them. If the program calls the wrapped module instead of its wrapper, the "
-    "ranks train different models. Call the wrapper: a backward averages gradients only after a forward of the wrapper."
+    "ranks train different models.\n  Call the wrapper: a backward averages gradients only after a forward of the "
+    "wrapper."
 )
 
 

@@ -144,7 +144,7 @@ class Audit:
         if counter is not None and counter not in self._names:
             found.append(
                 f"{counter} is counted by the loop around State.steps(), and begins at 0 in a process that replaces a"
-                f" lost rank.\n  Write `for step in state.steps(...)` and use step.index instead of {counter}"
+                f" lost rank.\n  Write `for step in state.steps(...)` and use step.index instead of {counter}."
             )
         return found
 
@@ -156,7 +156,7 @@ class Audit:
                 yield (
                     f"{name} is a global variable that functions assign, but it is not part of the State.\n"
                     f"  Keep it in a dict: State(counts={{{name!r}: 0}}); or, if the training does not depend on it,"
-                    f' declare it: State(local=["{name}"])'
+                    f' declare it: State(local=["{name}"]).'
                 )
 
     def _rebound(self, frames: Sequence[FrameType], step: object) -> Iterator[str]:
@@ -176,7 +176,7 @@ class Audit:
                 f"{name} is assigned in the loop (line {found.line(key)}) and read by the next step. It"
                 f" is a {type(value).__name__}, which State cannot restore.\n  Keep it in a part: State({name}=...),"
                 f" and change the part in place; or, if the training does not depend on it, declare it:"
-                f' State(local=["{name}"])'
+                f' State(local=["{name}"]).'
             )
 
 
@@ -278,7 +278,7 @@ def _sentence(path: str, root: Any, value: Any, before: Any, after: Any, reached
         return (
             f"{path} is an iterator that a step advances. State cannot transfer its position.\n  Pass it to"
             " State.steps(), as zip(loader, other); or, if the training does not depend on it, declare it:"
-            f' State(local=["{name}"])'
+            f' State(local=["{name}"]).'
         )
     what = f"a {type(value if owner is None else owner).__name__}"
     if isinstance(value, dict):
@@ -297,5 +297,5 @@ def _sentence(path: str, root: Any, value: Any, before: Any, after: Any, reached
         target = name
     return (
         f"{path} ({what}) is changed by the loop, but is not part of the State.\n  Add it: State({part}={target}, ...);"
-        f" or, if the training does not depend on it, declare it: State(local=[{declared}])"
+        f" or, if the training does not depend on it, declare it: State(local=[{declared}])."
     )

@@ -90,7 +90,7 @@ class Batches:
             raise StateLostError(
                 f"State.steps: the step has changed its batch in place, and {type(self._source).__name__} returns the"
                 " same memory again, so the step cannot be repeated.\n  Change a copy (x = x - mean instead of"
-                " x.sub_(mean)), or pass a list of batches, which State copies"
+                " x.sub_(mean)), or pass a list of batches, which State copies."
             )
 
     def advance(self) -> None:
@@ -115,7 +115,7 @@ class Batches:
         if self._iterator is not None and self._iterator is self._source:
             raise UsageError(
                 f"State.steps: a {type(self._source).__name__} can be iterated only once, but its batches are needed"
-                " again after a loss.\n  Pass a DataLoader, a list, or an object whose __iter__ starts over"
+                " again after a loss.\n  Pass a DataLoader, a list, or an object whose __iter__ starts over."
             )
         self._iterator, self._ready, self._loaded = None, False, None
 

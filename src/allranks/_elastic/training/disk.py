@@ -243,7 +243,7 @@ def _part(name: str, part: Any) -> Any:
     if any(layout_of(value) is not None for value in part.values() if isinstance(value, Tensor)):
         raise UsageError(
             f"State: {name} contains a DTensor, which checkpoints cannot load into a dict.\n"
-            "  Pass the DTensor to State as a separate part"
+            "  Pass the DTensor to State as a separate part."
         )
     return _Dict(part)
 

@@ -26,7 +26,7 @@ def check_not_flat(name: str, module: nn.Module) -> None:
     if fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in module.modules()):
         raise UsageError(
             f"State: {name} contains a FullyShardedDataParallel, whose shards cannot be distinguished from other"
-            " tensors.\n  Use torch.distributed.fsdp.fully_shard"
+            " tensors.\n  Use torch.distributed.fsdp.fully_shard."
         )
 
 

@@ -47,7 +47,7 @@ def check_part(name: str, part: object) -> None:
         raise UsageError(
             f"State: {name} is a {type(part).__name__}, which cannot be changed in place. Expected a module, an"
             " optimizer, a tensor, an array, a dict, a list, or an object with attributes.\n"
-            f"  Put a number or a string into a dict: State({name}={{...}})"
+            f"  Put a number or a string into a dict: State({name}={{...}})."
         )
 
 
@@ -143,7 +143,7 @@ def receive(parts: Parts, group: ProcessGroup, donors: Donors) -> Any:
     if {name for name, _, _ in described} != set(parts):
         raise UsageError(
             f"State: this process has the parts {sorted(parts)}, but rank {donors.first} has"
-            f" {sorted(name for name, _, _ in described)}.\n  Create the State with the same parts on all ranks"
+            f" {sorted(name for name, _, _ in described)}.\n  Create the State with the same parts on all ranks."
         )
     incoming = [_Incoming.of(parts[name], structure, donors) for name, structure, _ in described]
     # Senders run in parallel, but the receiver reads from one after the other: first the donor, then by rank.
@@ -174,7 +174,7 @@ def _lost(rank: int, names: Sequence[str]) -> str:
     return (
         f"State: rank {rank} was lost, and no remaining rank has the same shards of {', '.join(names[:3])}{more}.\n"
         "  Restart the job from a checkpoint (automatic with allranks run --restarts). A mesh with a replicated"
-        " dimension keeps each shard on several ranks; see docs/resilience.md"
+        " dimension keeps each shard on several ranks; see docs/resilience.md."
     )
 
 

@@ -215,10 +215,10 @@ def _same_in_all(found: Sequence[Mapping[str, int]]) -> set[str]:
 
 def _differs(name: str, coverage: Coverage) -> str:
     remedy = (
-        "Average gradients before the optimizer runs, as DistributedDataParallel does"
+        "Average gradients before the optimizer runs, as DistributedDataParallel does."
         if coverage.is_trained(name)
         else "Reduce it over the ranks (all_reduce), or declare it as a tensor of each rank: State(own=[...]).\n"
-        "  If the training does not depend on it, declare it: State(local=[...])"
+        "  If the training does not depend on it, declare it: State(local=[...])."
     )
     name = name.removesuffix("{}")
     return f"{name} differs between ranks, so no rank can send the correct value to a replacement process.\n  {remedy}"

@@ -60,7 +60,7 @@ class Replicas:
             raise AllranksError(
                 f"State: no remaining rank has the shards of position {min(missing)} in a replica of the model,"
                 f" which has {self.size} positions.\n"
-                "  Restart the job from a checkpoint (automatic with allranks run --restarts)"
+                "  Restart the job from a checkpoint (automatic with allranks run --restarts)."
             )
 
     def renumber(self, world: ProcessGroup) -> None:
@@ -78,7 +78,7 @@ class Replicas:
         if mesh._flatten_mapping or any(set(each.mesh_dim_names or "?") - set(_names(mesh)) for each in slices):
             raise UsageError(
                 "State: a mesh with flattened dimensions cannot continue with a different set of ranks.\n"
-                "  Let the launcher replace lost ranks (allranks run --elastic, --respawns)"
+                "  Let the launcher replace lost ranks (allranks run --elastic, --respawns)."
             )
         for each in slices:
             _take(each, fresh[each.mesh_dim_names])
@@ -98,7 +98,7 @@ class Replicas:
         if sizes != list(extents):
             raise UsageError(
                 f"State: in torch {torch.__version__} a sharded model cannot continue with a different set of"
-                " ranks.\n  Let the launcher replace lost ranks (allranks run --elastic, --respawns)"
+                " ranks.\n  Let the launcher replace lost ranks (allranks run --elastic, --respawns)."
             )
 
     def _find_obstacle(self, world: ProcessGroup) -> str:

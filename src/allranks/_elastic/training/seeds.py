@@ -146,7 +146,7 @@ def seeded_iterator(
         kind = "an IterableDataset" if not mapped else "batch_size=None"
         raise UsageError(
             f"State: a DataLoader with persistent_workers=True and {kind} draws different random numbers in a"
-            " replacement process, because its workers are new.\n  Pass persistent_workers=False"
+            " replacement process, because its workers are new.\n  Pass persistent_workers=False."
         )
     # The attributes are read when the iterator is created, so they are restored afterwards.
     init = loader.worker_init_fn

@@ -38,7 +38,7 @@ __all__ = ["State", "Step"]
 
 _ABANDONED = (
     "State: the program has left the loop after a step that a loss has undone, so the step is missing.\n  Leave"
-    " the loop only if the step is committed: `if step.committed and ...: break`"
+    " the loop only if the step is committed: `if step.committed and ...: break`."
 )
 
 
@@ -198,7 +198,7 @@ class State(StepCommit):
         if self._batches is not None or self._loop % 2:
             raise UsageError(
                 "State.epochs: called within another loop of epochs, or within a section of steps.\n  Write one loop of"
-                " epochs after the other, each with sections of steps in it"
+                " epochs after the other, each with sections of steps in it."
             )
         self._loop += 1
         # Without this, a replacement process in the second loop would conclude that the training is over.
@@ -227,7 +227,7 @@ class State(StepCommit):
         if self._step is not None and self._step.running:
             raise UsageError(
                 "State.steps: called within a step. A repeated step would run only a part of the inner loop.\n"
-                "  Write a plain loop within the step, or one section after the other"
+                "  Write a plain loop within the step, or one section after the other."
             )
         self._end_step(self._step, self._batches)
         section, self._section = self._section, self._section + 1
@@ -343,12 +343,12 @@ class State(StepCommit):
         """Raise if the program has not used a step correctly."""
         if not step.entered:
             raise UsageError(
-                "State.steps: a step was not used as a context manager.\n  Write `with step:` around its body"
+                "State.steps: a step was not used as a context manager.\n  Write `with step:` around its body."
             )
         if self._batches is not batches:
             raise UsageError(
                 "State.steps: two sections ran at the same time.\n  Finish one, or leave it with `break`,"
-                " before the next one starts"
+                " before the next one starts."
             )
 
     def _check_abandoned(self) -> None:

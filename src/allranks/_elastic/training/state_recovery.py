@@ -131,7 +131,7 @@ class StateRecovery(StepValues):
             raise UsageError(
                 "State: another State has started its loop in this process. A replacement process could not determine"
                 " in which of the two loops the other ranks are.\n  Use one State with all parts. Its loops may run one"
-                " after another"
+                " after another."
             )
         if history is not None:
             # Losses before the loop belong to other calls, and do not count for State.
@@ -315,7 +315,7 @@ class StateRecovery(StepValues):
             raise UsageError(
                 f"State: a model that is sharded over {size} ranks cannot continue with {self._world.size()}:"
                 f" {self._replicas.obstacle}.\n"
-                "  Let the launcher replace lost ranks (allranks run --elastic, --respawns)"
+                "  Let the launcher replace lost ranks (allranks run --elastic, --respawns)."
             )
 
     def _wait_for_replica(self) -> None:
@@ -344,11 +344,13 @@ class StateRecovery(StepValues):
                 destroy_process_group()
                 raise SystemExit(0)
             return ExcludedError(
-                f"rank {history.slot} cannot replace a lost rank: the training finished before this process could join"
+                f"rank {history.slot} cannot replace a lost rank: the training finished before this process could join."
+                "\n  Ignore this error: the training is complete."
             )
         why = self._why_state_is_lacking or "all ranks that had the state of the training are lost"
         return StateLostError(
-            f"rank {history.slot}: {why}.\n  Restart the job from a checkpoint (automatic with allranks run --restarts)"
+            f"rank {history.slot}: {why}.\n"
+            "  Restart the job from a checkpoint (automatic with allranks run --restarts)."
         )
 
     def _count(self) -> None:
@@ -378,7 +380,7 @@ class StateRecovery(StepValues):
             raise StateLostError(
                 f"State: {self._unsent or 'a tensor'} differs between ranks and was changed after the commit of a step,"
                 " so no rank has the value of the lost rank. The first steps did not contain such a change.\n"
-                "  Restart the job from a checkpoint (automatic with allranks run --restarts)"
+                "  Restart the job from a checkpoint (automatic with allranks run --restarts)."
             )
         # All ranks iterate in the same order, so that each send meets its receive.
         for rank in without_state:
@@ -498,15 +500,15 @@ class StateRecovery(StepValues):
                     self._inherit(backups.protected_own_tensors(self._own))
                 else:
                     callsite.warn(
-                        f"State: rank {slot} is lost and not replaced, and its tensors (own=) are dropped. To receive"
-                        " them, pass State(inherit=...)"
+                        f"State: rank {slot} is lost and not replaced, and its tensors (own=) are dropped.\n"
+                        "  To receive them, pass State(inherit=...)."
                     )
         return bool(lost_slots)
 
     def _backup_lost_error(self, slot: int, backup_slot: int | None, what: str = "tensors (own=)") -> StateLostError:
         return StateLostError(
             f"State: rank {slot} is lost together with rank {backup_slot}, which stored its {what}. No rank has them.\n"
-            "  Restart the job from a checkpoint (automatic with allranks run --restarts)"
+            "  Restart the job from a checkpoint (automatic with allranks run --restarts)."
         )
 
     def _handle_lost_backup(self, slot: int, backup_slot: int, first: bool) -> None:
@@ -538,7 +540,7 @@ class StateRecovery(StepValues):
             if layout is not None and not layout.is_replicated:
                 callsite.warn(
                     f"State: each rank has shards of {name} that no other rank has. If a rank is lost, it cannot be"
-                    " replaced, and the job stops. Use a mesh with a replicated dimension; see docs/resilience.md"
+                    " replaced, and the job stops.\n  Use a mesh with a replicated dimension; see docs/resilience.md."
                 )
                 return
 

@@ -184,7 +184,7 @@ class StepCommit(StateRecovery):
             else:
                 raise StateLostError(
                     f"State: the variable {name} has a different value in the replacement process than on the other"
-                    " ranks, and the correct value cannot be determined.\n  Keep it in a part of the State"
+                    " ranks, and the correct value cannot be determined.\n  Keep it in a part of the State."
                 )
         plan.variables_compared = True
 
@@ -231,7 +231,7 @@ class StepCommit(StateRecovery):
                 f"State: {differ[0].removesuffix('{}')}{more} differs between rank 0 and rank"
                 f" {', '.join(map(str, ranks))} at step {done}{' after a loss' if after_recovery else ''}: the weights"
                 " would differ from those of an undisturbed run.\n  Add everything that a step changes to the State,"
-                " and restart the job from a checkpoint (automatic with allranks run --restarts)"
+                " and restart the job from a checkpoint (automatic with allranks run --restarts)."
             )
 
     def _begin(self, step: Step) -> None:
@@ -365,7 +365,10 @@ class StepCommit(StateRecovery):
         what = f"a sharded model ({obstacle})" if obstacle else "groups other than the world" if open_groups() else ""
         if what:
             if not self._warned:
-                callsite.warn(f"State: new ranks cannot join, because the program has {what}")
+                callsite.warn(
+                    f"State: new ranks cannot join, because the program has {what}.\n"
+                    "  To use them, restart the job with more ranks."
+                )
             self._warned = True
             return False
         return True
@@ -398,7 +401,7 @@ class StepCommit(StateRecovery):
             if now.get(name) != step.at_commit.get(name):
                 self._complaints.append(
                     f"{name} differs between ranks and is changed after step.commit(), so no other rank has its value"
-                    " if this rank is lost.\n  Change it before step.commit()"
+                    " if this rank is lost.\n  Change it before step.commit()."
                 )
 
     def _learn(self, step: Step) -> None:
@@ -439,8 +442,8 @@ class StepCommit(StateRecovery):
         if plan.late and self._world.rank() == 0 and self._audits_steps:
             callsite.warn(
                 f"State: steps at {step.location} {plan.why_late}. Each is therefore committed at its end, and State"
-                f" copies {_size(self._undo.nbytes)} in each. To avoid this, do that before the first optimizer.step();"
-                " see docs/resilience.md#what-a-step-is"
+                f" copies {_size(self._undo.nbytes)} in each.\n  To avoid this, do that before the first"
+                " optimizer.step(); see docs/resilience.md#what-a-step-is."
             )
 
     @property
@@ -569,5 +572,5 @@ def _refusal(complaints: Sequence[str]) -> str:
         "State: a lost rank could not be replaced without a change of the result.\n"
         + "\n".join(complaints[:3])
         + more
-        + "\n  See docs/resilience.md#what-a-step-is"
+        + "\n  See docs/resilience.md#what-a-step-is."
     )

@@ -35,12 +35,12 @@ def check(name: str, wrapper: Any) -> None:
         raise UsageError(
             f"State: {name} is torch's DistributedDataParallel on a group of another backend, whose calls do not"
             " survive a loss.\n  Call allranks.init_process_group(), or torch.distributed.init_process_group() with the"
-            ' backend "allranks"'
+            ' backend "allranks".'
         )
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in wrapper.parameters()):
         raise UsageError(
             f"State: {name} has optimizers that run in backward, so a step would be committed before the last"
-            " communication of the step.\n  Use an optimizer whose step() is called after backward"
+            " communication of the step.\n  Use an optimizer whose step() is called after backward."
         )
 
 
@@ -54,13 +54,13 @@ def check_renumbered(wrapper: Any, world: ProcessGroup) -> None:
         raise UsageError(
             "State: torch's DistributedDataParallel on a group other than the world cannot continue with a"
             " different set of ranks.\n  Omit process_group, or let the launcher replace lost ranks (allranks run"
-            " --elastic)"
+            " --elastic)."
         )
     if _c10d.ProcessGroup.size(wrapper.process_group) != world.size():
         raise UsageError(
             f"State: in torch {torch.__version__} torch's DistributedDataParallel cannot continue with a different"
             " set of ranks.\n  Use allranks.nn.parallel.DistributedDataParallel, or let the launcher replace lost ranks"
-            " (allranks run --elastic)"
+            " (allranks run --elastic)."
         )
 
 
