@@ -54,7 +54,11 @@ def _run(name: str, words: Sequence[str]) -> int | Program:
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
-            print(f"allranks {name}: error: torch is required, but {sys.executable} cannot import it", file=sys.stderr)
+            print(
+                f"allranks {name}: error: torch is required, but {sys.executable} cannot import it.\n"
+                f"  Install it: {sys.executable} -m pip install torch",
+                file=sys.stderr,
+            )
             return USAGE
         return ended
     if name in ("-V", "--version"):

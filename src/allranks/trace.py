@@ -283,13 +283,19 @@ def flight_dump(folder: str | os.PathLike[str]) -> Path:
     """
     reader = memory.reader()
     if reader is None:
-        raise NotInitializedError("no calls are available: no group exists yet, or calls are not recorded")
+        raise NotInitializedError(
+            "flight_dump: no calls are available: no group exists yet, or calls are not recorded.\n"
+            "  Call init_process_group() first, and unset ALLRANKS_RECORD."
+        )
     process = read_process(0, "memory", reader)
     ((dump, _),) = flight_recorder.dumps([process]).values()
     try:
         return flight_recorder.write(Path(folder), dump, process, first=process.missing)
     except OSError as error:
-        raise UsageError(f"cannot write to {os.fspath(folder)!r}: {error.strerror}") from error
+        raise UsageError(
+            f"flight_dump: cannot write to {os.fspath(folder)!r}: {error.strerror}.\n"
+            "  Use a folder in which this process can create files."
+        ) from error
 
 
 def _world() -> Any:

@@ -90,7 +90,7 @@ class Calls:
         _check_distinct("allreduce", tensors)
         op = _op(opts)
         if not isinstance(op, ReduceOp):
-            raise UsageError("allreduce: PREMUL_SUM supports only a list of one tensor")
+            raise UsageError(f"allreduce: PREMUL_SUM supports only a list of one tensor, not of {len(tensors)}")
         first, *others = tensors
         # As in gloo, each tensor of the process is an operand of its own.
         for other in others:
